@@ -1,0 +1,363 @@
+"""The whole error taxonomy: one small class per mistake, every message with its way out.
+
+This module imports nothing of slapo, so that every layer may raise from it. `docs/errors.md` is generated
+from the docstrings below: the first paragraph says *when*, the paragraph starting with "What to do:" says what
+to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from slapo_core.spec.violation import Violation
+
+__all__ = [
+    "AmbiguousNameError",
+    "ApplyError",
+    "ArgumentError",
+    "BrokenPluginError",
+    "BuildError",
+    "ConflictingPluginError",
+    "DisabledPluginError",
+    "HookError",
+    "IncompatiblePluginError",
+    "LaunchError",
+    "MeshError",
+    "OptimizerError",
+    "PathError",
+    "PluginConfigError",
+    "PluginError",
+    "PostconditionError",
+    "PreconditionError",
+    "RankFailedError",
+    "RankMismatchError",
+    "RankTimeoutError",
+    "RejectedPluginError",
+    "ReplayError",
+    "SealedError",
+    "SerializationError",
+    "SlapoError",
+    "StaleNodeError",
+    "UndoError",
+    "UnknownNameError",
+    "VerifyError",
+    "WeightsError",
+]
+
+
+class SlapoError(Exception):
+    """The base of every error that slapo raises on purpose.
+
+    What to do: catch a subclass; this one is for "anything slapo refused".
+
+    Args:
+        message: what happened, where, what was required, what was got.
+        path: the node of the schedule tree concerned, e.g. ``"encoder.layer.0.attention"``.
+        plugin: the distribution concerned, e.g. ``"slapo-tp 0.1.0"``.
+        hint: the corrected call, or the command that mends it.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        path: str | None = None,
+        plugin: str | None = None,
+        hint: str | None = None,
+    ) -> None:
+        self.message = message
+        self.path = path
+        self.plugin = plugin
+        self.hint = hint
+        super().__init__(message)
+
+    def __str__(self) -> str:
+        return self.message if self.hint is None else f"{self.message}\n  hint: {self.hint}"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Errors cross process borders (rank launcher): rebuild without calling subclasses' own __init__.
+        return (_rebuild, (type(self), self.args, self.__dict__.copy()))
+
+
+def _rebuild(cls: type[SlapoError], args: tuple[object, ...], state: dict[str, object]) -> SlapoError:
+    error = cls.__new__(cls, *args)
+    error.args = args
+    error.__dict__.update(state)
+    return error
+
+
+# -- the tree -------------------------------------------------------------------------------------------------
+
+
+class PathError(SlapoError, LookupError):
+    """A path or glob names no module of the model.
+
+    What to do: use one of the close matches in the message, or ``print(sch)`` to see the tree.
+    """
+
+
+class StaleNodeError(SlapoError, LookupError):
+    """A node was used whose module a later step removed; the message names that step.
+
+    What to do: address the new module by its path, or undo the step.
+    """
+
+
+# -- applying -------------------------------------------------------------------------------------------------
+
+
+class ArgumentError(SlapoError, TypeError):
+    """A primitive or a function of slapo was called with arguments that do not fit its signature.
+
+    What to do: the message shows the signature, and the type required and got.
+    """
+
+
+class PreconditionError(SlapoError):
+    """A primitive was refused before anything was touched; ``violations`` holds every reason.
+
+    What to do: write the corrected call given with each violation.
+    """
+
+    def __init__(
+        self, message: str, *, violations: Sequence[Violation] = (), path: str | None = None, plugin: str | None = None
+    ) -> None:
+        self.violations = tuple(violations)
+        super().__init__(message, path=path, plugin=plugin)
+
+
+class ApplyError(SlapoError):
+    """A primitive raised while it was being applied; the model was rolled back, the cause is chained.
+
+    What to do: read the chained error; if it comes from a plugin, report it to that distribution.
+    """
+
+
+class PostconditionError(SlapoError):
+    """A primitive ran but did not take effect; the model was rolled back.
+
+    What to do: this is a fault of the primitive, not of the schedule: report it to the distribution named.
+    """
+
+    def __init__(
+        self, message: str, *, violations: Sequence[Violation] = (), path: str | None = None, plugin: str | None = None
+    ) -> None:
+        self.violations = tuple(violations)
+        super().__init__(message, path=path, plugin=plugin)
+
+
+class UndoError(SlapoError):
+    """``undo`` was asked for a step that is not there.
+
+    What to do: ``sch.records`` lists the steps that can be undone.
+    """
+
+
+class SealedError(SlapoError):
+    """The schedule was changed, undone or verified after ``build()`` or ``seal()`` dropped the originals.
+
+    What to do: apply every primitive before ``build``; to start again, create a new schedule.
+    """
+
+
+class MeshError(SlapoError):
+    """The declared mesh does not fit: an unknown dimension, a bad size, or another world size.
+
+    What to do: declare the mesh given in the message, or launch as many processes as it needs.
+    """
+
+
+# -- records --------------------------------------------------------------------------------------------------
+
+
+class SerializationError(SlapoError):
+    """A record holds something that JSON cannot carry, such as a lambda or a live module.
+
+    What to do: give that primitive a value by name, or keep the schedule as a Python function.
+    """
+
+
+class ReplayError(SlapoError):
+    """A saved schedule cannot be replayed: malformed, made by a newer format, or a step was refused.
+
+    What to do: the message names the step; the chained error says why it was refused.
+    """
+
+
+# -- verifying and building -----------------------------------------------------------------------------------
+
+
+class VerifyError(SlapoError):
+    """The scheduled model differs from the untouched one beyond the tolerance.
+
+    What to do: look at the tensor named first; ``sch.undo(to=...)`` and verify again to find the step.
+
+    Args:
+        tensor: what differs first, e.g. ``"gradient of encoder.layer.0.output.dense.bias"``.
+        difference: the largest absolute difference found in it.
+        tolerance: the largest absolute difference allowed.
+        rank: the rank that found it; None when only one process ran.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        tensor: str | None = None,
+        difference: float | None = None,
+        tolerance: float | None = None,
+        rank: int | None = None,
+        path: str | None = None,
+        hint: str | None = None,
+    ) -> None:
+        self.tensor = tensor
+        self.difference = difference
+        self.tolerance = tolerance
+        self.rank = rank
+        super().__init__(message, path=path, hint=hint)
+
+
+class BuildError(SlapoError):
+    """The schedule cannot be handed to the target: wrong launch, unknown target, no loss in the output.
+
+    What to do: follow the call or launch command in the message.
+    """
+
+
+class WeightsError(BuildError):
+    """Weights are missing, unexpected, of another shape, or cannot be initialised.
+
+    What to do: the message lists the names; pass ``weights=`` that holds them.
+    """
+
+
+class OptimizerError(BuildError):
+    """The optimiser does not hold the engine's parameters, usually because it was made before ``build``.
+
+    What to do: pass a factory: ``build(sch, optimizer=lambda params: torch.optim.AdamW(params, lr=1e-4))``.
+    """
+
+
+class RankMismatchError(SlapoError):
+    """Ranks disagree: other records, other plugins, other versions or other weights.
+
+    What to do: make every rank run the same script on the same installation; the first difference is named.
+    """
+
+
+# -- processes ------------------------------------------------------------------------------------------------
+
+
+class LaunchError(SlapoError):
+    """Rank processes cannot be started: a function that cannot be sent to them, or a bad world size.
+
+    What to do: pass a function defined at the top level of a module and plain arguments, as the message says.
+    """
+
+
+class RankFailedError(SlapoError):
+    """A rank process raised or died; every rank's traceback is in the message.
+
+    What to do: read the traceback of the rank that failed first; its exception is chained where it could be sent.
+
+    Args:
+        failures: the traceback, or the way of its death, of every rank that failed, e.g. ``{1: "Traceback ..."}``.
+        ended: where each rank stood that was ended because others had failed or the time was over.
+        first: the rank that failed first; None when the time was over before any rank failed.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        failures: Mapping[int, str] | None = None,
+        ended: Mapping[int, str] | None = None,
+        first: int | None = None,
+        hint: str | None = None,
+    ) -> None:
+        self.failures = dict(failures or {})
+        self.ended = dict(ended or {})
+        self.first = first
+        super().__init__(message, hint=hint)
+
+
+class RankTimeoutError(RankFailedError):
+    """Rank processes did not end in time and were ended; where each of them stood is in the message.
+
+    What to do: look for a collective that not every rank reaches; raise ``timeout`` if the work is just long.
+    """
+
+
+# -- plugins --------------------------------------------------------------------------------------------------
+
+
+class PluginError(SlapoError):
+    """The base of everything that can be wrong with a plugin or with naming one.
+
+    What to do: ``slapo plugins list`` shows the state and reason of every plugin.
+    """
+
+
+class UnknownNameError(PluginError, AttributeError):
+    """No installed plugin provides that name (a primitive, a dialect, ...).
+
+    What to do: use a close match from the message, or install the distribution it names.
+    """
+
+
+class AmbiguousNameError(PluginError, AttributeError):
+    """A bare name is provided by two plugins.
+
+    What to do: write the full name, set ``[tool.slapo] prefer``, or disable one of the distributions.
+    """
+
+
+class BrokenPluginError(PluginError):
+    """A plugin could not be imported; the cause is chained.
+
+    What to do: reinstall or upgrade the distribution named, or disable it with ``SLAPO_DISABLE_PLUGINS``.
+    """
+
+
+class IncompatiblePluginError(PluginError):
+    """A plugin asks for another version of slapo-core, or was written for another API major.
+
+    What to do: install the versions named in the message.
+    """
+
+
+class RejectedPluginError(PluginError):
+    """A plugin breaks a rule: a reserved or bare name, a class that is not what its group says.
+
+    What to do: this is for the plugin's author; ``slapo plugins check NAME`` lists every breach.
+    """
+
+
+class ConflictingPluginError(PluginError):
+    """Two distributions provide the same full name.
+
+    What to do: uninstall or disable one of them.
+    """
+
+
+class DisabledPluginError(PluginError):
+    """A plugin is installed but switched off by a setting.
+
+    What to do: change the setting named in the message.
+    """
+
+
+class PluginConfigError(PluginError):
+    """A setting names a plugin that is not installed, or has a malformed value.
+
+    What to do: correct the environment variable or ``[tool.slapo]`` key named in the message.
+    """
+
+
+class HookError(PluginError):
+    """A hook implementation is misspelt, raised, or answered where another plugin answered too.
+
+    What to do: the message names the hook and the distribution.
+    """

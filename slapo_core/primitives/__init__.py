@@ -1,0 +1,1 @@
+"""Core's own primitives, registered through entry points like anybody's."""

@@ -1,0 +1,97 @@
+"""``checkpoint``: recompute a module's activations in the backward pass instead of keeping them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from slapo_core.errors import ApplyError
+from slapo_core.spec.edit import Edit, Forward
+from slapo_core.spec.equivalence import Equivalence
+from slapo_core.spec.node import Node
+from slapo_core.spec.primitive import Primitive
+from slapo_core.spec.violation import Violation
+
+__all__ = ["Checkpoint"]
+
+
+@dataclass(frozen=True)
+class Checkpoint(Primitive):
+    """Keep only the module's inputs, and run its forward again when its gradient is needed.
+
+    Non-reentrant ``torch.utils.checkpoint``: keyword arguments and nested outputs pass through unchanged, and it works
+    with ``torch.autograd.grad``, hooks and ``torch.compile``. Without gradients (evaluation) the forward runs directly.
+
+    Args:
+        preserve_rng_state: whether the second run draws the same random numbers (dropout) as the first.
+
+    Raises:
+        PreconditionError: the module, or one above it, is checkpointed already; or it has no forward of its own.
+
+    rewrite:
+        ``y = module(x)`` keeping every activation inside -> ``y = checkpoint(module, x)`` keeping only ``x``
+
+    Source: paper section 3.2.1, ``.checkpoint()``; ``torch/utils/checkpoint.py``.
+    """
+
+    name = "core.checkpoint"
+    equivalence = Equivalence.EXACT
+
+    preserve_rng_state: bool = True
+
+    def preconditions(self, node: Node) -> Iterator[Violation]:
+        from torch import nn
+
+        if type(node.module).forward is nn.Module.forward:
+            yield Violation(
+                f"{type(node.module).__name__} has no forward of its own: it is never called",
+                f"checkpoint its children: sch['{node.path}.*'].checkpoint()",
+            )
+        if any(isinstance(record.primitive, Checkpoint) for record in node.records):
+            yield Violation("the module is checkpointed already", "remove this second call")
+
+    def apply(self, node: Node, edit: Edit) -> None:
+        edit.wrap_forward(
+            node, functools.partial(checkpointed, preserve_rng_state=self.preserve_rng_state, path=node.path)
+        )
+
+    def postconditions(self, node: Node) -> Iterator[Violation]:
+        if "forward" not in node.module.__dict__:
+            yield Violation("the module's forward is not wrapped")
+
+
+def checkpointed(forward: Forward, *, preserve_rng_state: bool, path: str) -> Forward:
+    """``forward`` under activation checkpointing; both take the module first."""
+    import torch
+    from torch.utils.checkpoint import checkpoint
+
+    @functools.wraps(forward)
+    def run(module: Any, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(module, *args, **kwargs)
+        _refuse_caches(path, args, kwargs)
+        # Arguments travel as one tuple and one dictionary: keywords of the module cannot clash with checkpoint's own,
+        # and checkpoint still sees the tensors, from which it learns whose random state to keep.
+        return checkpoint(
+            _call, forward, module, args, kwargs, use_reentrant=False, preserve_rng_state=preserve_rng_state
+        )
+
+    return run
+
+
+def _call(forward: Forward, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return forward(module, *args, **kwargs)
+
+
+def _refuse_caches(path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """A key-value cache is changed by forward, so that a second run would change it again."""
+    for value in (*args, *kwargs.values()):
+        if hasattr(value, "get_seq_length") and hasattr(value, "update"):
+            raise ApplyError(
+                f"checkpoint at '{path}': the forward is given a {type(value).__name__}, which running it twice would "
+                "fill twice",
+                path=path,
+                hint="call the model with use_cache=False while training (or set model.config.use_cache = False)",
+            )

@@ -1,0 +1,128 @@
+"""The schedule as data: records to JSON and back."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from slapo_core.errors import ReplayError, SerializationError
+from slapo_core.spec.primitive import Primitive
+from slapo_core.spec.record import Record
+
+__all__ = ["FORMAT", "dump_records", "load_document", "primitive_from_json", "primitive_to_json"]
+
+FORMAT = 1
+"""Version of the document's format; a reader refuses a newer one."""
+
+
+def dump_records(
+    records: Sequence[Record], *, model_type: str, mesh: Mapping[str, int] | None, version: str
+) -> dict[str, Any]:
+    """The document of a schedule.
+
+    Raises:
+        SerializationError: an argument cannot be carried by JSON; the record and the argument are named.
+    """
+    return {
+        "format": FORMAT,
+        "slapo-core": version,
+        "model": model_type,
+        "mesh": dict(mesh) if mesh is not None else None,
+        "records": [
+            {
+                "primitive": record.name,
+                "path": record.path,
+                "arguments": primitive_to_json(record.primitive, where=str(record)),
+                "distribution": record.distribution,
+                "version": record.version,
+                "location": record.location,
+            }
+            for record in records
+        ],
+    }
+
+
+def load_document(document: Mapping[str, Any] | str | os.PathLike[str]) -> Mapping[str, Any]:
+    """Read a document given as data, as JSON text, or as the path of a file.
+
+    Raises:
+        ReplayError: it is not a schedule, or was written in a newer format.
+    """
+    if isinstance(document, os.PathLike):
+        document = Path(document).read_text(encoding="utf-8")
+    if isinstance(document, str):
+        try:
+            document = json.loads(document)
+        except ValueError as error:
+            raise ReplayError(
+                f"this is not a schedule in JSON: {error}", hint="a file is given as pathlib.Path('schedule.json')"
+            ) from error
+    if not isinstance(document, Mapping) or not isinstance(document.get("records"), Sequence):
+        raise ReplayError("this is not a schedule: it has no list of 'records'", hint="save one with sch.to_json()")
+    written = document.get("format")
+    if not isinstance(written, int) or written > FORMAT:
+        raise ReplayError(
+            f"the schedule is in format {written!r}; this slapo-core reads up to {FORMAT}",
+            hint="pip install --upgrade slapo-core",
+        )
+    for number, record in enumerate(document["records"], start=1):
+        expected: tuple[tuple[str, type], ...] = (("primitive", str), ("path", str), ("arguments", Mapping))
+        for key, kind in expected:
+            if not isinstance(record, Mapping) or not isinstance(record.get(key), kind):
+                raise ReplayError(f"record {number} of the schedule has no valid '{key}'")
+    return document
+
+
+def primitive_to_json(primitive: Primitive, *, where: str) -> dict[str, Any]:
+    """The arguments of a primitive as JSON values.
+
+    Raises:
+        SerializationError: a value such as a lambda or a module.
+    """
+    return {
+        name: _encode(value, lambda part, name=name: f"argument '{name}'{part} of {where}")
+        for name, value in primitive.arguments().items()
+    }
+
+
+def primitive_from_json(cls: type[Primitive], arguments: Mapping[str, Any]) -> Primitive:
+    """The primitive value that ``primitive_to_json`` gave the arguments of.
+
+    Raises:
+        ReplayError: an argument that the installed primitive does not have.
+    """
+    known = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    unknown = sorted(set(arguments) - known)
+    if unknown:
+        raise ReplayError(
+            f"{cls.name} has no argument {', '.join(map(repr, unknown))}; it has {', '.join(sorted(known))}",
+            hint="install the version of the plugin that the schedule was saved with",
+        )
+    return cls(**arguments)
+
+
+def _encode(value: Any, where: Callable[[str], str], part: str = "") -> Any:
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (tuple, list)):
+        return [_encode(item, where, f"{part}[{position}]") for position, item in enumerate(value)]
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return {key: _encode(item, where, f"{part}[{key!r}]") for key, item in value.items()}
+    raise SerializationError(
+        f"{where(part)} cannot be saved: {_kind(value)}",
+        hint="JSON carries numbers, strings, booleans, None, lists and dictionaries; "
+        "give this step by name, or keep the schedule as a Python function",
+    )
+
+
+def _kind(value: Any) -> str:
+    name = getattr(value, "__name__", None)
+    if callable(value) and name == "<lambda>":
+        return "it is a lambda"
+    if callable(value) and name is not None:
+        return f"it is the function {name}"
+    return f"it is a live {type(value).__module__}.{type(value).__qualname__}"

@@ -1,0 +1,387 @@
+"""`Schedule`: the steps that say how a model runs, applied to the live model and kept as data."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib import metadata
+from os import PathLike
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from slapo_core.errors import ArgumentError, ReplayError, SealedError, SlapoError, UndoError
+from slapo_core.explanation import explain_records
+from slapo_core.location import caller_location
+from slapo_core.plugins.manager import HookManager
+from slapo_core.plugins.process import current_registry
+from slapo_core.records import dump_records, load_document, primitive_from_json
+from slapo_core.spec.mesh import Mesh, declare_mesh
+from slapo_core.spec.primitive import Primitive
+from slapo_core.spec.record import Record
+from slapo_core.sugar import bound_primitive
+from slapo_core.transaction import Step, Transaction
+from slapo_core.tree.group import Group
+from slapo_core.tree.journal import ReplaceModule
+from slapo_core.tree.node import TreeNode
+from slapo_core.tree.render import render_tree
+from slapo_core.tree.tree import Tree
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from slapo_core.plugins.registry import Registry
+    from slapo_core.spec.node import Node
+
+__all__ = ["Schedule", "create_schedule", "replay"]
+
+
+class Schedule:
+    """How one model runs; made by :func:`create_schedule`.
+
+    ``sch["encoder.layer.0"]`` is a node, ``sch["encoder.layer.*"]`` a group; primitives are applied there and change
+    the model at once. Attributes that are not listed here are primitives applied at the root.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        mesh: Mesh | None = None,
+        plugins: Sequence[str] = (),
+        example_inputs: Any = None,
+        registry: Registry | None = None,
+    ) -> None:
+        self.model = model
+        self.mesh = mesh
+        self.example_inputs = example_inputs
+        self.plugins = tuple(plugins)
+        self._given_registry = registry
+        self._hooks: HookManager | None = None
+        self._steps: list[Step] = []
+        self._records: tuple[Record, ...] = ()
+        self._sealed_by: str | None = None
+        self._location: str | None = None  # while replaying: where the saved step was written
+        self.tree = Tree(model, mesh, self)
+        if self.plugins:
+            for distribution in self.plugins:
+                self.hooks.activate(distribution)
+
+    # -- the tree ---------------------------------------------------------------------------------------------
+
+    def __getitem__(self, path: str) -> TreeNode | Group:
+        """The node at a path, or the group that a glob selects.
+
+        Raises:
+            PathError: nothing is there; close matches are named.
+        """
+        if not isinstance(path, str):
+            raise ArgumentError(f"a path must be a string (got {path!r})", hint='sch["encoder.layer.0"]')
+        return self.tree.find(path)
+
+    @property
+    def root(self) -> TreeNode:
+        return self.tree.node("")
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name.startswith("_") or name == "tree":
+            raise AttributeError(name)
+        return self.primitive_named(name, self.root, "")
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *self.primitive_names()]
+
+    def __str__(self) -> str:
+        """The module tree, repeated layers folded, with what was applied where."""
+        return render_tree(self.tree, self.records)
+
+    def __repr__(self) -> str:
+        mesh = f", mesh={self.mesh}" if self.mesh else ""
+        return f"<Schedule of {type(self.model).__name__}: {len(self._steps)} steps{mesh}>"
+
+    # -- the steps --------------------------------------------------------------------------------------------
+
+    def apply(self, primitive: Primitive) -> Node:
+        """Apply a primitive at the root of the model."""
+        return self.apply_at(self.root, primitive)
+
+    @property
+    def records(self) -> tuple[Record, ...]:
+        """What was applied, oldest first."""
+        return self._records
+
+    def undo(self, *, to: Record | int | None = None) -> tuple[Record, ...]:
+        """Take steps back: the last one, or every step after ``to``.
+
+        Args:
+            to: the record (or its index) that remains the last; 0 takes everything back.
+
+        Returns:
+            the records taken back, latest first.
+
+        Raises:
+            UndoError: there is no such step.
+            SealedError: the originals were dropped by ``build`` or ``seal``.
+        """
+        self._check_open("undo")
+        keep = self._position(to)
+        undone = []
+        while len(self._steps) > keep:
+            step = self._steps.pop()
+            step.undo()
+            undone.append(step.record)
+        self._refresh()
+        return tuple(undone)
+
+    def seal(self, by: str = "seal()") -> None:
+        """End the schedule: no more steps, no undo; the originals that undo needed are dropped."""
+        self._sealed_by = self._sealed_by or by
+        self._steps = [Step(step.record, ()) for step in self._steps]
+
+    @property
+    def is_sealed(self) -> bool:
+        return self._sealed_by is not None
+
+    @contextlib.contextmanager
+    def untouched(self) -> Iterator[nn.Module]:
+        """The model as it was before the first step, for the duration of a ``with`` block.
+
+        The very same objects come back, in both directions; copy the model to keep it.
+
+        Raises:
+            SealedError: the originals were dropped.
+        """
+        with self.rewound(0) as model:
+            yield model
+
+    @contextlib.contextmanager
+    def rewound(self, to: Record | int) -> Iterator[nn.Module]:
+        """The model as it was just after step ``to`` (0: before the first), for the duration of a ``with`` block.
+
+        Raises:
+            UndoError: there is no such step.
+            SealedError: the originals were dropped.
+        """
+        self._check_open("go back")
+        later = self._steps[self._position(to) :]
+        for step in reversed(later):
+            step.undo()
+        try:
+            yield self.model
+        finally:
+            for step in later:
+                step.redo()
+
+    # -- as data ----------------------------------------------------------------------------------------------
+
+    def document(self) -> dict[str, Any]:
+        """The schedule as plain data; see :meth:`to_json`."""
+        model_type = f"{type(self.model).__module__}.{type(self.model).__qualname__}"
+        return dump_records(
+            self._records,
+            model_type=model_type,
+            mesh=self.mesh.sizes if self.mesh else None,
+            version=metadata.version("slapo-core"),
+        )
+
+    def to_json(self) -> str:
+        """The schedule as JSON, for :func:`replay`.
+
+        Raises:
+            SerializationError: a step holds a lambda or a live object.
+        """
+        return json.dumps(self.document(), indent=2)
+
+    def explain(self) -> str:
+        """What each step changed, steps that did the same in repeated layers folded."""
+        return explain_records(self._records)
+
+    # -- what nodes and engines need --------------------------------------------------------------------------
+
+    @property
+    def registry(self) -> Registry:
+        """The plugins that this schedule sees."""
+        return self._given_registry if self._given_registry is not None else current_registry()
+
+    @property
+    def hooks(self) -> HookManager:
+        if self._hooks is None:
+            self._hooks = HookManager(self.registry)
+        return self._hooks
+
+    def apply_at(self, node: Node, primitive: Primitive, *, after_edit: Callable[[int], None] | None = None) -> Node:
+        """Apply ``primitive`` at ``node``: see :class:`slapo_core.transaction.Transaction`."""
+        self._check_open(f"apply {primitive}")
+        if not isinstance(primitive, Primitive):
+            raise ArgumentError(
+                f"apply takes a primitive value (got {primitive!r})", hint='sch["fc"].apply(Shard("weight", axis=0))'
+            )
+        provider = self.registry.provider(primitive)
+        self.hooks.activate(provider[0], version=provider[1])
+        transaction = Transaction(self.tree, ask=self.hooks.call, provider=provider, after_edit=after_edit)
+        try:
+            result, step = transaction.run(
+                node, primitive, index=len(self._steps) + 1, location=self._location or caller_location()
+            )
+        except BaseException:
+            self._refresh()
+            raise
+        self._steps.append(step)
+        self._records = (*self._records, step.record)
+        return result
+
+    def apply_each(self, nodes: tuple[Node, ...], primitive: Primitive) -> tuple[Node, ...]:
+        """Apply ``primitive`` at every node, or, if one refuses, at none."""
+        before = len(self._steps)
+        results = []
+        try:
+            for node in nodes:
+                results.append(self.apply_at(node, primitive))
+        except BaseException:
+            self.undo(to=before)
+            raise
+        return tuple(results)
+
+    def primitive_named(self, name: str, target: Node | Group, where: str) -> Callable[..., Any]:
+        return bound_primitive(self.registry, name, target, where)  # type: ignore[return-value]
+
+    def primitive_names(self) -> tuple[str, ...]:
+        return (*self.registry.bare_names("primitives"), *self.registry.namespaces())
+
+    def removal_of(self, path: str) -> Record | None:
+        """The step that removed the module at ``path``; None if none did."""
+        for step in reversed(self._steps):
+            for entry in step.entries:
+                if isinstance(entry, ReplaceModule) and path.startswith(f"{entry.path}."):
+                    try:
+                        entry.old.get_submodule(path.removeprefix(f"{entry.path}."))
+                    except AttributeError:
+                        continue
+                    return step.record
+        return None
+
+    def _position(self, to: Record | int | None) -> int:
+        count = len(self._steps)
+        if to is None:
+            if not count:
+                raise UndoError("there is no step to undo", hint="sch.records lists the steps")
+            return count - 1
+        index = to.index if isinstance(to, Record) else to
+        known = 0 <= index <= count and (not isinstance(to, Record) or self._records[index - 1] == to)
+        if not known:
+            raise UndoError(f"step {to} is not in this schedule, which has {count} steps", hint="see sch.records")
+        return index
+
+    def _refresh(self) -> None:
+        """After steps went away: hooks of distributions that no step names any more are switched off."""
+        self._records = tuple(step.record for step in self._steps)
+        if self._hooks is not None:
+            needed = {record.distribution for record in self._records} | set(self.plugins)
+            for distribution in self._hooks.active:
+                if distribution not in needed:
+                    self._hooks.deactivate(distribution)
+
+    def _check_open(self, what: str) -> None:
+        if self._sealed_by is not None:
+            raise SealedError(
+                f"cannot {what}: the schedule was sealed by {self._sealed_by}",
+                hint="apply every primitive before build(), or create a new schedule of a fresh model",
+            )
+
+
+def create_schedule(
+    model: nn.Module,
+    *,
+    mesh: Mapping[str, int] | DeviceMesh | Mesh | None = None,
+    plugins: Sequence[str] = (),
+    example_inputs: Any = None,
+    rank: int = 0,
+) -> Schedule:
+    """The default schedule of a model: the model as it is.
+
+    Args:
+        model: any ``nn.Module``, on any device, ``meta`` included. It is changed in place by the steps, and put back
+            by ``undo``.
+        mesh: the device mesh, as ``{"dp": 2, "tp": 2}`` (outermost dimension first) or torch's ``DeviceMesh``. In a
+            process without torch.distributed, a dictionary of several ranks makes a *dry* schedule that plays ``rank``.
+        plugins: distributions whose hooks are active from the start; others are when one of their primitives is applied.
+        example_inputs: one batch, as ``verify`` takes it: a mapping, a tuple, or one argument.
+        rank: for a dry schedule, the global rank to play.
+
+    Raises:
+        ArgumentError: ``model`` is not a module.
+        MeshError: the mesh does not fit.
+
+    Source: paper section 3.1, ``slapo.create_schedule``.
+    """
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(
+            f"model must be a torch.nn.Module (got {type(model).__name__})", hint="create_schedule(MyModel())"
+        )
+    return Schedule(model, mesh=declare_mesh(mesh, rank=rank), plugins=plugins, example_inputs=example_inputs)
+
+
+def replay(
+    model: nn.Module,
+    document: Mapping[str, Any] | str | PathLike[str],
+    *,
+    mesh: Mapping[str, int] | DeviceMesh | Mesh | None = None,
+    plugins: Sequence[str] = (),
+    example_inputs: Any = None,
+    rank: int = 0,
+) -> Schedule:
+    """Apply a saved schedule to another instance of the model.
+
+    Args:
+        model: a fresh instance.
+        document: what ``sch.to_json()`` or ``sch.document()`` gave, or the path of a file that holds it.
+        mesh: as for :func:`create_schedule`; None takes the mesh that the schedule was saved with. Another world
+            size is fine.
+        plugins: as for :func:`create_schedule`.
+        example_inputs: as for :func:`create_schedule`.
+        rank: as for :func:`create_schedule`.
+
+    Raises:
+        ReplayError: not a schedule, a primitive is not installed, or a step was refused; the model is untouched.
+    """
+    data = load_document(document)
+    schedule = create_schedule(
+        model,
+        mesh=mesh if mesh is not None else data.get("mesh"),
+        plugins=plugins,
+        example_inputs=example_inputs,
+        rank=rank,
+    )
+    saved = data["records"]
+    values = [_primitive_of(schedule, number, record) for number, record in enumerate(saved, start=1)]
+    try:
+        for number, (record, primitive) in enumerate(zip(saved, values, strict=True), start=1):
+            schedule._location = record.get("location") or None
+            try:
+                schedule.apply_at(schedule.tree.node(record["path"]), primitive)
+            except SlapoError as error:
+                raise ReplayError(
+                    f"step {number} of {len(saved)}, {primitive} at '{record['path']}', was refused: {error.message}",
+                    path=record["path"],
+                    hint=error.hint,
+                ) from error
+    except BaseException:
+        schedule.undo(to=0)
+        raise
+    finally:
+        schedule._location = None
+    return schedule
+
+
+def _primitive_of(schedule: Schedule, number: int, record: Mapping[str, Any]) -> Primitive:
+    try:
+        cls: type[Primitive] = schedule.registry.load(record["primitive"], "primitives")  # type: ignore[assignment]
+        return primitive_from_json(cls, record["arguments"])
+    except SlapoError as error:
+        saved_with = f" (saved with {record.get('distribution')} {record.get('version')})"
+        raise ReplayError(
+            f"step {number}, {record['primitive']}{saved_with}, cannot be replayed: {error.message}",
+            path=record["path"],
+            hint=error.hint,
+        ) from error

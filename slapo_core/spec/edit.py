@@ -1,0 +1,82 @@
+"""The only way to change a model: every edit carries its own inverse."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from slapo_core.spec.layout import Layout
+    from slapo_core.spec.node import Node
+    from slapo_core.spec.primitive import Primitive
+
+__all__ = ["Edit", "Forward", "HookKind"]
+
+HookKind = Literal["forward_pre", "forward", "full_backward_pre", "full_backward"]
+Forward = Callable[..., Any]
+"""An unbound forward: ``forward(module, *args, **kwargs)``."""
+
+
+class Edit(Protocol):
+    """Changes made by one application of a primitive; undone together, in reverse order."""
+
+    def set_parameter(self, node: Node, name: str, value: torch.Tensor | None, *, layout: Layout | None = None) -> None:
+        """Put another tensor in the place of an own parameter, everywhere it is tied.
+
+        Args:
+            node: the module that holds it.
+            name: the parameter's own name, e.g. ``"weight"``.
+            value: the new tensor, of any shape; a plain tensor becomes a parameter that requires a gradient if the old
+                one did. Attributes set on the old parameter are carried over. None empties the slot.
+            layout: how the new tensor lies in the untouched one; None keeps the present layout.
+        """
+        ...
+
+    def set_buffer(self, node: Node, name: str, value: torch.Tensor | None, *, layout: Layout | None = None) -> None:
+        """Put another tensor in the place of an own buffer; it stays persistent, or not, as it was."""
+        ...
+
+    def replace_module(self, node: Node, module: nn.Module, *, moved: Mapping[str, str] | None = None) -> None:
+        """Put another module in the place of the node's, under every path where it is reachable.
+
+        Args:
+            node: any node but the root.
+            module: the new module.
+            moved: where parameters and buffers of the old module live in the new one, both as names relative to the
+                node; names that are the same on both sides need no entry.
+        """
+        ...
+
+    def add_hook(self, node: Node, kind: HookKind, function: Callable[..., Any], *, prepend: bool = False) -> None:
+        """Register a hook on the module.
+
+        Forward hooks are called with keyword arguments, ``function(module, args, kwargs)`` and
+        ``function(module, args, kwargs, output)``; backward hooks as torch calls them.
+        """
+        ...
+
+    def wrap_forward(self, node: Node, wrapper: Callable[[Forward], Forward]) -> None:
+        """Replace the module's forward ``f`` by ``wrapper(f)``; both take the module first.
+
+        The result must not keep a reference to a particular module, so that a deep copy of the model runs on itself.
+        """
+        ...
+
+    def set_attribute(self, node: Node, name: str, value: Any) -> None:
+        """Set a plain attribute of the module, such as ``num_heads``."""
+        ...
+
+    def annotate(self, node: Node, name: str, key: str, value: Any) -> None:
+        """Set attribute ``key`` on the own parameter ``name``; it follows the parameter through later edits."""
+        ...
+
+    def apply(self, node: Node, primitive: Primitive) -> Node:
+        """Apply another primitive as part of this one: checked as usual, recorded and undone with this one."""
+        ...
+
+    def note(self, text: str) -> None:
+        """Say why nothing was changed, e.g. ``"mesh_dim 'tp' has one rank"``; shown by ``explain``."""
+        ...

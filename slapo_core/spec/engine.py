@@ -1,0 +1,75 @@
+"""What ``build`` returns, whatever the target."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+__all__ = ["Engine", "StepResult"]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """The outcome of one step on this rank.
+
+    Args:
+        loss: scalar tensor, detached.
+        output: the model's output; None where the runtime does not give it out.
+        grad_norm: the L2 norm of all gradients over all ranks before clipping; None unless ``max_grad_norm`` was given.
+    """
+
+    loss: torch.Tensor
+    output: Any = None
+    grad_norm: torch.Tensor | None = None
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """A scheduled model, ready to train."""
+
+    @property
+    def module(self) -> nn.Module:
+        """The scheduled model; its paths are those of the untouched one."""
+        ...
+
+    def train_step(self, batch: Any) -> StepResult:
+        """Forward, backward, and one optimiser step.
+
+        Args:
+            batch: a mapping (keyword arguments), a tuple (positional arguments), or one argument.
+        """
+        ...
+
+    def eval_step(self, batch: Any) -> StepResult:
+        """Forward only: evaluation mode, no gradients; the mode is restored."""
+        ...
+
+    def state_dict(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
+        """All weights with the untouched model's names, shapes and layout: a collective where anything is sharded.
+
+        Args:
+            rank0_only: other ranks take part but return an empty dictionary.
+        """
+        ...
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Load weights that have the untouched model's names and shapes; every rank keeps its own pieces."""
+        ...
+
+    def save(self, directory: str | os.PathLike[str]) -> None:
+        """Write weights and optimiser state, in the untouched layout, as safetensors."""
+        ...
+
+    def load(self, directory: str | os.PathLike[str]) -> None:
+        """Read what ``save`` wrote, under this or any other schedule of the same model."""
+        ...
+
+    def close(self) -> None:
+        """Release what the engine holds; process groups made by the caller stay."""
+        ...

@@ -1,0 +1,79 @@
+"""How close a scheduled model must stay to the untouched one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import ClassVar
+
+__all__ = ["Equivalence"]
+
+
+class _Level(IntEnum):
+    EXACT = 0
+    REORDERED = 1
+    APPROXIMATE = 2
+    RANDOM = 3
+
+
+@dataclass(frozen=True)
+class Equivalence:
+    """What a primitive promises about the numbers of the model it changes.
+
+    ``Equivalence.EXACT``
+        The same operations in the same order: the same bits.
+    ``Equivalence.REORDERED``
+        The same real-number function; floating-point sums are associated differently.
+    ``Equivalence.RANDOM``
+        The same distribution; random numbers (dropout) come from another stream.
+    ``Equivalence.approximate(rtol, atol)``
+        Another function, within the stated tolerances (quantisation, a fast kernel).
+
+    Args:
+        level: one of the four, ordered from the strictest to the loosest.
+        rtol: for APPROXIMATE, the difference allowed relative to the largest element of the reference tensor.
+        atol: for APPROXIMATE, the absolute difference allowed.
+    """
+
+    level: _Level
+    rtol: float = 0.0
+    atol: float = 0.0
+
+    EXACT: ClassVar[Equivalence]
+    REORDERED: ClassVar[Equivalence]
+    RANDOM: ClassVar[Equivalence]
+
+    @classmethod
+    def approximate(cls, rtol: float, atol: float = 0.0) -> Equivalence:
+        """Another function that stays within ``rtol`` (relative) and ``atol`` (absolute)."""
+        if rtol < 0 or atol < 0:
+            raise ValueError(f"rtol and atol must not be negative (got rtol={rtol}, atol={atol})")
+        return cls(_Level.APPROXIMATE, rtol, atol)
+
+    @classmethod
+    def weakest(cls, promises: Iterable[Equivalence]) -> Equivalence:
+        """The promise that remains after all of ``promises`` were made one after another."""
+        level, rtol, atol = _Level.EXACT, 0.0, 0.0
+        for promise in promises:
+            level = max(level, promise.level)
+            rtol += promise.rtol
+            atol += promise.atol
+        return cls(level, rtol, atol)
+
+    @property
+    def is_exact(self) -> bool:
+        return self.level is _Level.EXACT
+
+    @property
+    def is_random(self) -> bool:
+        return self.level is _Level.RANDOM
+
+    def __str__(self) -> str:
+        name = self.level.name
+        return f"{name}(rtol={self.rtol:g}, atol={self.atol:g})" if self.rtol or self.atol else name
+
+
+Equivalence.EXACT = Equivalence(_Level.EXACT)
+Equivalence.REORDERED = Equivalence(_Level.REORDERED)
+Equivalence.RANDOM = Equivalence(_Level.RANDOM)

@@ -1,0 +1,94 @@
+"""What a primitive sees of the place where it is applied."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from slapo_core.spec.layout import Layout
+    from slapo_core.spec.mesh import Mesh
+    from slapo_core.spec.primitive import Primitive
+    from slapo_core.spec.record import Record
+
+__all__ = ["Node"]
+
+
+class Node(Protocol):
+    """One module of the model, addressed by its path.
+
+    ``sch["encoder.layer.0"]`` and ``model.get_submodule("encoder.layer.0")`` are the same place, before and after any
+    primitive. Reading is free; changing goes through ``apply``, or inside a primitive through its ``edit``.
+    """
+
+    @property
+    def path(self) -> str:
+        """The path from the root, e.g. ``"encoder.layer.0"``; ``""`` for the root."""
+        ...
+
+    @property
+    def aliases(self) -> tuple[str, ...]:
+        """Other paths under which the same module is reachable."""
+        ...
+
+    @property
+    def module(self) -> nn.Module:
+        """The live module.
+
+        Raises:
+            StaleNodeError: a later step removed it; the message names the step.
+        """
+        ...
+
+    @property
+    def parent(self) -> Node | None: ...
+
+    @property
+    def children(self) -> tuple[Node, ...]: ...
+
+    @property
+    def parameters(self) -> Mapping[str, nn.Parameter]:
+        """The module's own parameters by name, without its children's."""
+        ...
+
+    @property
+    def buffers(self) -> Mapping[str, torch.Tensor]:
+        """The module's own buffers by name, without its children's."""
+        ...
+
+    @property
+    def mesh(self) -> Mesh | None:
+        """The mesh that the schedule was made for; None without one."""
+        ...
+
+    @property
+    def records(self) -> tuple[Record, ...]:
+        """The records of the steps applied exactly here, oldest first."""
+        ...
+
+    def records_below(self) -> tuple[Record, ...]:
+        """The records of the steps applied here or at any descendant, oldest first."""
+        ...
+
+    def layout(self, name: str) -> Layout:
+        """The layout of an own parameter or buffer; a replica of itself where no step changed it."""
+        ...
+
+    def ties(self, name: str) -> tuple[str, ...]:
+        """Full names of every place that holds the same parameter object, this one included."""
+        ...
+
+    def walk(self) -> Iterator[Node]:
+        """This node and all its descendants, parents first."""
+        ...
+
+    def apply(self, primitive: Primitive) -> Node:
+        """Apply a primitive here; the returned node is the one on which a chained call continues."""
+        ...
+
+    def __getitem__(self, path: str) -> Any:
+        """The node at ``path`` below this one, or the group of nodes that a glob selects."""
+        ...

@@ -1,0 +1,127 @@
+"""The base class of every primitive, ours and anybody's."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import typing
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from slapo_core.errors import ArgumentError
+from slapo_core.spec.equivalence import Equivalence
+
+if TYPE_CHECKING:
+    from slapo_core.spec.edit import Edit
+    from slapo_core.spec.node import Node
+    from slapo_core.spec.violation import Violation
+
+__all__ = ["Primitive"]
+
+
+class Primitive(ABC):
+    """One step of a schedule, as a value: the fields are the arguments.
+
+    Subclass it as a frozen dataclass. The fields are checked against their annotations when the value is made,
+    lists become tuples, and from the fields slapo derives JSON, hash, repr, signature and typed stubs::
+
+        @dataclass(frozen=True)
+        class Freeze(slapo.Primitive):
+            \"\"\"Stop the gradient of a parameter. ...\"\"\"
+
+            name = "hello.freeze"
+            equivalence = slapo.Equivalence.EXACT
+            parameter: str
+
+            def preconditions(self, node): ...
+            def apply(self, node, edit): ...
+            def postconditions(self, node): ...
+
+    Attributes:
+        name: the full name ``<namespace>.<name>``, e.g. ``"tp.shard"``.
+        equivalence: what the primitive promises about the numbers. An instance may narrow or widen it by a
+            property of the same name when its arguments decide.
+    """
+
+    name: ClassVar[str]
+    equivalence: ClassVar[Equivalence]
+
+    def __post_init__(self) -> None:
+        _check_fields(self)
+
+    def preconditions(self, node: Node) -> Iterator[Violation]:
+        """Every reason why the primitive cannot be applied at ``node``; must not change anything."""
+        return iter(())
+
+    @abstractmethod
+    def apply(self, node: Node, edit: Edit) -> Node | None:
+        """Change the model, through ``edit`` only.
+
+        Returns:
+            the node on which a chained call continues; None means ``node``.
+        """
+
+    def postconditions(self, node: Node) -> Iterator[Violation]:
+        """Every sign that the primitive did not take effect at ``node``: the receipt."""
+        return iter(())
+
+    def arguments(self) -> dict[str, Any]:
+        """The fields by name, in order."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}  # type: ignore[arg-type]
+
+    def __str__(self) -> str:
+        """The call as a user would write it, defaults left out: ``shard('weight', axis=0)``."""
+        shown = []
+        for position, field in enumerate(dataclasses.fields(self)):  # type: ignore[arg-type]
+            value = getattr(self, field.name)
+            if field.default is not dataclasses.MISSING and value == field.default:
+                continue
+            shown.append(repr(value) if position == 0 else f"{field.name}={value!r}")
+        return f"{self.name.rpartition('.')[2]}({', '.join(shown)})"
+
+
+def _check_fields(primitive: Primitive) -> None:
+    """Freeze lists into tuples, and hold every field against its annotation.
+
+    Raises:
+        ArgumentError: a field has another type than declared; the message names argument, type and value.
+    """
+    hints = _field_types(type(primitive))
+    for name, expected in hints.items():
+        value = getattr(primitive, name)
+        frozen = _freeze(value)
+        if frozen is not value:
+            object.__setattr__(primitive, name, frozen)
+        if expected is Any or type(frozen) is expected:
+            continue
+        from typeguard import TypeCheckError, check_type
+
+        try:
+            check_type(frozen, expected)
+        except TypeCheckError:
+            raise ArgumentError(
+                f"{primitive.name}: argument '{name}' must be {_type_name(expected)} (got {value!r})"
+            ) from None
+
+
+_TYPES_BY_CLASS: dict[type, dict[str, Any]] = {}  # a cache of a pure function, not a registry
+
+
+def _field_types(cls: type) -> dict[str, Any]:
+    if cls not in _TYPES_BY_CLASS:
+        hints = typing.get_type_hints(cls)
+        _TYPES_BY_CLASS[cls] = {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+    return _TYPES_BY_CLASS[cls]
+
+
+def _freeze(value: Any) -> Any:
+    if isinstance(value, list):
+        return tuple(_freeze(item) for item in value)
+    if isinstance(value, set):
+        return frozenset(value)
+    return value
+
+
+def _type_name(expected: Any) -> str:
+    return expected.__name__ if inspect.isclass(expected) else str(expected).replace("typing.", "")

@@ -1,0 +1,107 @@
+"""``node.shard("weight", axis=0)`` for ``node.apply(Shard("weight", axis=0))``, loaded when it is called."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any
+
+from slapo_core.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from slapo_core.plugins.registry import Registry
+    from slapo_core.spec.primitive import Primitive
+
+__all__ = ["BoundPrimitive", "Namespace", "bound_primitive"]
+
+
+class BoundPrimitive:
+    """A primitive waiting for its arguments at one node (or group).
+
+    Naming it imports nothing; ``__signature__``, ``__doc__`` and the call load the plugin.
+    """
+
+    def __init__(self, registry: Registry, name: str, target: Any, where: str) -> None:
+        self._registry = registry
+        self._name = name
+        self._target = target
+        self._where = where
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        cls = self._class()
+        signature = inspect.signature(cls)
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as error:
+            bare = cls.name.rpartition(".")[2]
+            raise ArgumentError(
+                f"{cls.name} at '{self._where}': {error}", path=self._where, hint=f"{bare}{_plain(signature)}"
+            ) from None
+        return self._target.apply(cls(*args, **kwargs))
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self._class())
+
+    @property
+    def __doc__(self) -> str | None:  # type: ignore[override]
+        return inspect.getdoc(self._class())
+
+    @property
+    def __name__(self) -> str:
+        return self._name
+
+    def __repr__(self) -> str:
+        return f"<primitive {self._name} at '{self._where}'>"
+
+    def _class(self) -> type[Primitive]:
+        cls: type[Primitive] = self._registry.load(self._name, "primitives")  # type: ignore[assignment]
+        return cls
+
+
+class Namespace:
+    """``node.tp``: the primitives of one namespace."""
+
+    def __init__(self, registry: Registry, namespace: str, target: Any, where: str) -> None:
+        self._registry = registry
+        self._namespace = namespace
+        self._target = target
+        self._where = where
+
+    def __getattr__(self, name: str) -> BoundPrimitive:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        entry = self._registry.resolve("primitives", f"{self._namespace}.{name}", path=self._where)
+        return BoundPrimitive(self._registry, entry.name, self._target, self._where)
+
+    def __dir__(self) -> list[str]:
+        prefix = f"{self._namespace}."
+        return [name.removeprefix(prefix) for name in self._registry.names("primitives") if name.startswith(prefix)]
+
+    def __repr__(self) -> str:
+        return f"<primitives of namespace '{self._namespace}'>"
+
+
+def bound_primitive(registry: Registry, name: str, target: Any, where: str) -> BoundPrimitive | Namespace:
+    """What ``target.<name>`` is: a primitive by its bare name, or a namespace.
+
+    Args:
+        registry: where names are looked up.
+        name: the attribute asked for.
+        target: the node or group to apply to.
+        where: its path or pattern, for messages.
+
+    Raises:
+        UnknownNameError: neither; close matches and the distribution that would provide it are named.
+        AmbiguousNameError: two plugins provide that bare name.
+    """
+    if name in registry.namespaces() and name not in registry.bare_names("primitives"):
+        return Namespace(registry, name, target, where)
+    entry = registry.resolve("primitives", name, path=where)
+    return BoundPrimitive(registry, entry.name, target, where)
+
+
+def _plain(signature: inspect.Signature) -> str:
+    """The signature without the return annotation and without quotes around annotations."""
+    parameters = [parameter.replace(annotation=parameter.annotation) for parameter in signature.parameters.values()]
+    text = str(signature.replace(parameters=parameters, return_annotation=inspect.Signature.empty))
+    return text.replace("'", "") if "'" in text else text

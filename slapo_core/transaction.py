@@ -1,0 +1,162 @@
+"""Applying one primitive: preconditions -> edits -> postconditions -> commit, or roll back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from slapo_core.errors import (
+    ApplyError,
+    PostconditionError,
+    PreconditionError,
+    SlapoError,
+)
+from slapo_core.spec.primitive import Primitive
+from slapo_core.spec.record import Record
+from slapo_core.spec.violation import Violation
+from slapo_core.tree.edit import TreeEdit
+from slapo_core.tree.journal import Entry
+
+if TYPE_CHECKING:
+    from slapo_core.spec.node import Node
+    from slapo_core.tree.tree import Tree
+
+__all__ = ["Step", "Transaction"]
+
+Ask = Callable[..., Iterable[Any]]
+"""Calls a plugin hook by name and gives all answers: ``ask("slapo_preconditions", node=..., primitive=...)``."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A committed application: the record, and the entries that undo it."""
+
+    record: Record
+    entries: tuple[Entry, ...]
+
+    def undo(self) -> None:
+        for entry in reversed(self.entries):
+            entry.undo()
+
+    def redo(self) -> None:
+        for entry in self.entries:
+            entry.redo()
+
+
+class Transaction:
+    """One application of one primitive at one node: everything or nothing.
+
+    Args:
+        tree: the tree that is changed.
+        ask: calls plugin hooks; see :data:`Ask`.
+        provider: ``(distribution, version)`` of the primitive, for the record and for messages.
+        after_edit: called with the number of edits made so far after each; raising from it is a fault inside apply.
+    """
+
+    def __init__(
+        self,
+        tree: Tree,
+        *,
+        ask: Ask,
+        provider: tuple[str, str],
+        after_edit: Callable[[int], None] | None = None,
+    ) -> None:
+        self._tree = tree
+        self._ask = ask
+        self._provider = provider
+        self._edit = TreeEdit(tree, apply_inner=self._apply_inner, after_edit=after_edit)
+
+    def run(self, node: Node, primitive: Primitive, *, index: int, location: str) -> tuple[Node, Step]:
+        """Apply ``primitive`` at ``node``.
+
+        Returns:
+            the node on which a chained call continues, and the committed step.
+
+        Raises:
+            PreconditionError: a rule is broken; nothing was touched.
+            ApplyError: the primitive raised; the model is as before.
+            PostconditionError: the primitive did not take effect; the model is as before.
+        """
+        self._check(node, primitive)
+        try:
+            result = self._change(node, primitive)
+            record = Record(index, primitive, node.path, *self._provider, location, self._edit.effects())
+            for _ in self._ask("slapo_applied", node=node, record=record):
+                pass
+        except BaseException as error:
+            self._edit.rollback()
+            self._ask("slapo_rolled_back", node=node, primitive=primitive, error=error)
+            raise
+        return result, Step(record, tuple(self._edit.close()))
+
+    def _check(self, node: Node, primitive: Primitive) -> None:
+        violations = _collect(primitive.preconditions(node), primitive, "preconditions", self._plugin)
+        for answer in self._ask("slapo_preconditions", node=node, primitive=primitive):
+            violations.extend(answer)
+        if violations:
+            raise PreconditionError(
+                _message(f"cannot apply {primitive} at {_where(node)}", violations),
+                violations=violations,
+                path=node.path,
+                plugin=self._plugin,
+            )
+
+    def _change(self, node: Node, primitive: Primitive) -> Node:
+        before = len(self._edit.entries) + len(self._edit.notes)
+        try:
+            result = primitive.apply(node, self._edit)
+        except SlapoError:
+            raise
+        except Exception as error:
+            raise ApplyError(
+                f"{primitive} failed at {_where(node)} and was rolled back: {type(error).__name__}: {error}",
+                path=node.path,
+                plugin=self._plugin,
+            ) from error
+        violations = _collect(primitive.postconditions(node), primitive, "postconditions", self._plugin)
+        if not violations and len(self._edit.entries) + len(self._edit.notes) == before:
+            violations = [Violation("it changed nothing and gave no reason", "call edit.note(reason) if that is right")]
+        if violations:
+            raise PostconditionError(
+                _message(f"{primitive} at {_where(node)} did not take effect and was rolled back", violations),
+                violations=violations,
+                path=node.path,
+                plugin=self._plugin,
+            )
+        return node if result is None else result
+
+    def _apply_inner(self, node: Node, primitive: Primitive, edit: TreeEdit) -> Node:
+        self._check(node, primitive)
+        return self._change(node, primitive)
+
+    @property
+    def _plugin(self) -> str:
+        return " ".join(self._provider)
+
+
+def _collect(found: Iterable[Violation] | None, primitive: Primitive, method: str, plugin: str) -> list[Violation]:
+    try:
+        violations = list(found or ())
+    except SlapoError:
+        raise
+    except Exception as error:
+        raise ApplyError(
+            f"the {method} of {primitive} raised {type(error).__name__}: {error}", plugin=plugin
+        ) from error
+    for violation in violations:
+        if not isinstance(violation, Violation):
+            raise ApplyError(
+                f"the {method} of {primitive} must yield Violation objects (got {violation!r})", plugin=plugin
+            )
+    return violations
+
+
+def _message(start: str, violations: list[Violation]) -> str:
+    if len(violations) == 1:
+        return f"{start}: {violations[0]}"
+    return "\n".join([f"{start}:", *(f"  - {violation}" for violation in violations)])
+
+
+def _where(node: Node) -> str:
+    return f"'{node.path}'" if node.path else "the root"

@@ -1,0 +1,70 @@
+"""Several nodes selected by a glob, to iterate or to broadcast a primitive to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, overload
+
+from slapo_core.errors import PathError
+
+if TYPE_CHECKING:
+    from slapo_core.spec.primitive import Primitive
+    from slapo_core.tree.node import TreeNode
+
+__all__ = ["Group"]
+
+
+class Group:
+    """Nodes in the model's order; ``group.checkpoint()`` applies to each, all or none.
+
+    Args:
+        nodes: at least one.
+        pattern: what selected them, e.g. ``"encoder.layer.*"``.
+    """
+
+    __slots__ = ("nodes", "pattern")
+
+    def __init__(self, nodes: tuple[TreeNode, ...], pattern: str) -> None:
+        self.nodes = nodes
+        self.pattern = pattern
+
+    def apply(self, primitive: Primitive) -> Group:
+        """Apply ``primitive`` at every node; if one refuses, those before it are undone."""
+        owner = self.nodes[0]._tree.owner
+        return Group(tuple(owner.apply_each(self.nodes, primitive)), self.pattern)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[TreeNode]:
+        return iter(self.nodes)
+
+    def __len__(self) -> int:
+        return len(self.nodes)
+
+    @overload
+    def __getitem__(self, key: int) -> TreeNode: ...
+    @overload
+    def __getitem__(self, key: slice | str) -> Group: ...
+    def __getitem__(self, key: int | slice | str) -> TreeNode | Group:
+        """A node by position, a sub-group by slice, or by path what lies there below every node."""
+        if isinstance(key, int):
+            return self.nodes[key]
+        if isinstance(key, slice):
+            selected = self.nodes[key]
+            if not selected:
+                raise PathError(f"{key} selects none of the {len(self)} nodes of '{self.pattern}'", path=self.pattern)
+            return Group(selected, f"{self.pattern}[{key.start}:{key.stop}]")
+        found: list[TreeNode] = []
+        for node in self.nodes:
+            below = node[key]
+            found.extend(below if isinstance(below, Group) else (below,))
+        return Group(tuple(found), f"{self.pattern}.{key}")
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return self.nodes[0]._tree.owner.primitive_named(name, self, self.pattern)
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *self.nodes[0]._tree.owner.primitive_names()]
+
+    def __repr__(self) -> str:
+        return f"<Group '{self.pattern}': {len(self)} nodes>"

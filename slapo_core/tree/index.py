@@ -1,0 +1,93 @@
+"""A snapshot of which modules are where: canonical paths, aliases, and the places of tied tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+__all__ = ["ModuleIndex", "TensorSites"]
+
+
+class ModuleIndex:
+    """Every module of a model under its canonical path, the first one in registration order.
+
+    Args:
+        root: the model.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self.modules: dict[str, nn.Module] = {}
+        self.aliases: dict[str, str] = {}  # alias -> canonical path
+        self._canonical: dict[int, str] = {}
+        self._visit(root, "")
+
+    def _visit(self, root: nn.Module, path: str) -> None:
+        modules, aliases, canonical = self.modules, self.aliases, self._canonical
+        stack = [(path, root)]
+        while stack:
+            path, module = stack.pop()
+            known = canonical.get(id(module))
+            if known is not None:
+                aliases[path] = known
+                continue
+            canonical[id(module)] = path
+            modules[path] = module
+            children = module._modules
+            if children:
+                prefix = f"{path}." if path else ""
+                stack.extend(
+                    [(prefix + name, child) for name, child in reversed(children.items()) if child is not None]
+                )
+
+    def path_of(self, module: nn.Module) -> str | None:
+        """The canonical path of a module; None if the model does not contain it."""
+        return self._canonical.get(id(module))
+
+    def paths_of(self, canonical: str) -> tuple[str, ...]:
+        """Every path under which the module at ``canonical`` is registered, the canonical one first."""
+        return (canonical, *(alias for alias, target in self.aliases.items() if target == canonical))
+
+
+class TensorSites:
+    """Where each parameter and buffer object is registered: more than one place means tied.
+
+    Args:
+        index: the modules to look at.
+    """
+
+    def __init__(self, index: ModuleIndex) -> None:
+        self._sites: dict[int, tuple[torch.Tensor, list[tuple[str, str]]]] = {}
+        for path, module in index.modules.items():
+            for name, tensor in _own_tensors(module):
+                self._sites.setdefault(id(tensor), (tensor, []))[1].append((path, name))
+
+    def of(self, tensor: torch.Tensor) -> tuple[tuple[str, str], ...]:
+        """``(module path, own name)`` of every place that holds ``tensor``."""
+        entry = self._sites.get(id(tensor))
+        return tuple(entry[1]) if entry else ()
+
+    def move(self, old: torch.Tensor | None, new: torch.Tensor | None, sites: tuple[tuple[str, str], ...]) -> None:
+        """Note that ``new`` now stands at ``sites``, where ``old`` stood."""
+        if old is not None and id(old) in self._sites:
+            left = [site for site in self._sites[id(old)][1] if site not in sites]
+            if left:
+                self._sites[id(old)] = (old, left)
+            else:
+                del self._sites[id(old)]
+        if new is not None:
+            present = self._sites.setdefault(id(new), (new, []))[1]
+            present.extend(site for site in sites if site not in present)
+
+
+def _own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for tensors in (module._parameters, module._buffers):
+        for name, tensor in tensors.items():
+            if tensor is not None:
+                yield name, tensor
+
+
+def full_name(path: str, name: str) -> str:
+    """The name of a tensor in a state dict: ``full_name("fc", "weight") == "fc.weight"``."""
+    return f"{path}.{name}" if path else name

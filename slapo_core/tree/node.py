@@ -1,0 +1,143 @@
+"""A node: a path into the live tree, and everything one may ask or do there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from slapo_core.errors import PathError
+from slapo_core.spec.layout import Layout
+from slapo_core.tree.index import full_name
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from slapo_core.spec.mesh import Mesh
+    from slapo_core.spec.node import Node as NodeProtocol
+    from slapo_core.spec.primitive import Primitive
+    from slapo_core.spec.record import Record
+    from slapo_core.tree.group import Group
+    from slapo_core.tree.tree import Tree
+
+__all__ = ["TreeNode"]
+
+
+class TreeNode:
+    """The implementation of :class:`slapo_core.spec.node.Node`; made by ``sch["path"]``.
+
+    Attributes that are not listed here are primitives: ``node.shard("weight", axis=0)`` is
+    ``node.apply(Shard("weight", axis=0))``, and ``node.tp.shard(...)`` names the namespace too.
+    """
+
+    __slots__ = ("_generation", "_module", "_tree", "path")
+
+    path: str
+
+    def __init__(self, tree: Tree, path: str) -> None:
+        self._tree = tree
+        self.path = path
+        self._generation = -1
+        self._module: nn.Module | None = None
+
+    # -- facts ------------------------------------------------------------------------------------------------
+
+    @property
+    def module(self) -> nn.Module:
+        tree = self._tree
+        if self._generation != tree.generation or self._module is None:
+            self._module = tree.module_at(self.path)
+            self._generation = tree.generation
+        return self._module
+
+    @property
+    def name(self) -> str:
+        """The last level of the path: ``"query"`` of ``"attention.self.query"``."""
+        return self.path.rpartition(".")[2]
+
+    @property
+    def aliases(self) -> tuple[str, ...]:
+        return self._tree.index.paths_of(self.path)[1:]
+
+    @property
+    def parent(self) -> TreeNode | None:
+        return self._tree.node(self.path.rpartition(".")[0]) if self.path else None
+
+    @property
+    def children(self) -> tuple[TreeNode, ...]:
+        return tuple(
+            self._tree.node(full_name(self.path, name))
+            for name, child in self.module._modules.items()
+            if child is not None
+        )
+
+    @property
+    def parameters(self) -> Mapping[str, nn.Parameter]:
+        return {name: tensor for name, tensor in self.module._parameters.items() if tensor is not None}
+
+    @property
+    def buffers(self) -> Mapping[str, torch.Tensor]:
+        return {name: tensor for name, tensor in self.module._buffers.items() if tensor is not None}
+
+    @property
+    def mesh(self) -> Mesh | None:
+        return self._tree.mesh
+
+    @property
+    def records(self) -> tuple[Record, ...]:
+        return tuple(record for record in self._tree.owner.records if record.path == self.path)
+
+    def records_below(self) -> tuple[Record, ...]:
+        prefix = f"{self.path}." if self.path else ""
+        return tuple(
+            record for record in self._tree.owner.records if record.path == self.path or record.path.startswith(prefix)
+        )
+
+    def layout(self, name: str) -> Layout:
+        own = full_name(self.path, name)
+        layout = self._tree.layouts.get(own)
+        if layout is not None:
+            return layout
+        tensors = {**self.module._parameters, **self.module._buffers}
+        tensor = tensors.get(name)
+        if tensor is None:
+            raise PathError(
+                f"'{self.path}' has no parameter or buffer '{name}'",
+                path=self.path,
+                hint=f"it has {', '.join(name for name, t in tensors.items() if t is not None) or 'none'}",
+            )
+        return Layout(own, tuple(tensor.shape))
+
+    def ties(self, name: str) -> tuple[str, ...]:
+        tensor = self.module._parameters.get(name)
+        if tensor is None:
+            tensor = self.module._buffers[name]
+        return tuple(full_name(*site) for site in self._tree.sites.of(tensor)) if tensor is not None else ()
+
+    def walk(self) -> Iterator[TreeNode]:
+        prefix = f"{self.path}." if self.path else ""
+        for path in list(self._tree.index.modules):
+            if path == self.path or path.startswith(prefix):
+                yield self._tree.node(path)
+
+    # -- doing ------------------------------------------------------------------------------------------------
+
+    def apply(self, primitive: Primitive) -> NodeProtocol:
+        return self._tree.owner.apply_at(self, primitive)
+
+    def __getitem__(self, path: str) -> TreeNode | Group:
+        return self._tree.find(full_name(self.path, path) if path else self.path)
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return self._tree.owner.primitive_named(name, self, self.path)
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *self._tree.owner.primitive_names()]
+
+    def __repr__(self) -> str:
+        module = self._tree.index.modules.get(self.path)
+        kind = type(module).__name__ if module is not None else "gone"
+        own = ", ".join(f"{name} {tuple(t.shape)}" for name, t in self.parameters.items()) if module is not None else ""
+        return f"<Node '{self.path}': {kind}{f', {own}' if own else ''}>"

@@ -1,0 +1,103 @@
+"""The tree as text: repeated layers folded, shapes and applied primitives beside each module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from slapo_core.spec.layout import Layout
+from slapo_core.tree.index import full_name
+
+if TYPE_CHECKING:
+    from slapo_core.spec.record import Record
+    from slapo_core.tree.tree import Tree
+
+__all__ = ["fold_numbers", "render_tree"]
+
+
+@dataclass
+class _Drawn:
+    label: str  # without the name
+    children: list[tuple[str, _Drawn]]
+
+    def key(self) -> tuple[object, ...]:
+        return (self.label, tuple((name, child.key()) for name, child in self.children))
+
+
+def render_tree(tree: Tree, records: Sequence[Record]) -> str:
+    """Draw the module tree; ``layer.0-11 x 12`` stands for twelve children that look the same."""
+    at: dict[str, list[str]] = {}
+    for record in records:
+        at.setdefault(record.path, []).append(str(record.primitive))
+    drawn = _draw(tree, "", lambda path: at.get(path, []))
+    return "\n".join([drawn.label, *_lines(drawn, "", "")])
+
+
+def _draw(tree: Tree, path: str, applied: Callable[[str], list[str]]) -> _Drawn:
+    module = tree.index.modules[path]
+    parts = [type(module).__name__]
+    for name, tensor in module._parameters.items():
+        if tensor is not None:
+            parts.append(_shape(name, tuple(tensor.shape), tree.layouts.get(full_name(path, name))))
+    label = parts[0] + (f"  {', '.join(parts[1:])}" if len(parts) > 1 else "")
+    steps = applied(path)
+    if steps:
+        label += "  <- " + ", ".join(steps)
+    children: list[tuple[str, _Drawn]] = []
+    for name, child in module._modules.items():
+        child_path = full_name(path, name)
+        if child is None:
+            continue
+        if child_path in tree.index.modules:
+            children.append((name, _draw(tree, child_path, applied)))
+        else:
+            children.append((name, _Drawn(f"same module as '{tree.index.aliases[child_path]}'", [])))
+    return _Drawn(label, children)
+
+
+def _shape(name: str, local: tuple[int, ...], layout: Layout | None) -> str:
+    if layout is None or not layout.placements:
+        return f"{name} {local}"
+    return f"{name} {local} of {layout.shape} [{layout}]"
+
+
+def _lines(drawn: _Drawn, indent: str, own_name: str) -> list[str]:
+    lines: list[str] = []
+    folded = _fold(drawn.children, own_name)
+    for position, (name, child) in enumerate(folded):
+        last = position == len(folded) - 1
+        lines.append(f"{indent}{'└─ ' if last else '├─ '}{name}: {child.label}")
+        lines.extend(_lines(child, indent + ("   " if last else "│  "), name.partition(" ")[0]))
+    return lines
+
+
+def _fold(children: list[tuple[str, _Drawn]], own_name: str) -> list[tuple[str, _Drawn]]:
+    folded: list[tuple[str, _Drawn]] = []
+    start = 0
+    while start < len(children):
+        stop = start + 1
+        if children[start][0].isdigit():
+            key = children[start][1].key()
+            while stop < len(children) and children[stop][0].isdigit() and children[stop][1].key() == key:
+                stop += 1
+        name, child = children[start]
+        if stop - start > 1:
+            name = f"{own_name}.{name}-{children[stop - 1][0]} x {stop - start}"
+        folded.append((name, child))
+        start = stop
+    return folded
+
+
+def fold_numbers(numbers: Sequence[int]) -> str:
+    """``[0, 1, 2, 5]`` as ``"0-2,5"``."""
+    parts: list[str] = []
+    start = previous = numbers[0]
+    for number in [*numbers[1:], None]:
+        if number is not None and number == previous + 1:
+            previous = number
+            continue
+        parts.append(str(start) if start == previous else f"{start}-{previous}")
+        if number is not None:
+            start = previous = number
+    return ",".join(parts)

@@ -1,0 +1,71 @@
+"""Globs over module paths: ``*`` is one level, ``**`` any number, ``?`` and ``[0-3]`` within a level."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+
+__all__ = ["close_matches", "is_glob", "matching"]
+
+
+def is_glob(path: str) -> bool:
+    """Whether ``path`` selects by pattern rather than by name."""
+    return any(character in path for character in "*?[")
+
+
+def matching(pattern: str, paths: Iterable[str]) -> list[str]:
+    """Those of ``paths`` that ``pattern`` matches, in their order; the root matches ``**`` only."""
+    accept = _compile(pattern).fullmatch
+    return [path for path in paths if accept(path)]
+
+
+@lru_cache(maxsize=256)
+def _compile(pattern: str) -> re.Pattern[str]:
+    parts: list[str] = []
+    levels = pattern.split(".")
+    for position, level in enumerate(levels):
+        last = position == len(levels) - 1
+        if level == "**":
+            parts.append(r".*" if last else r"(?:[^.]+\.)*")
+            continue
+        parts.append("".join(_translate(level)) + ("" if last else r"\."))
+    return re.compile("".join(parts))
+
+
+def _translate(level: str) -> Iterator[str]:
+    for token in re.findall(r"\[!?[^\]]+\]|.", level):
+        if token == "*":
+            yield "[^.]*"
+        elif token == "?":
+            yield "[^.]"
+        elif len(token) > 1:
+            yield "[" + ("^" if token[1] == "!" else "") + re.escape(token[1:-1].lstrip("!")).replace(r"\-", "-") + "]"
+        else:
+            yield re.escape(token)
+
+
+def close_matches(path: str, paths: Iterable[str], *, limit: int = 3) -> list[str]:
+    """Paths that a mistyped ``path`` may have meant, best first.
+
+    The longest prefix that exists is kept, so that ``encoder.layer.0.atention`` is compared with the children of
+    ``encoder.layer.0`` before the rest of the model.
+    """
+    known = list(paths)
+    members = set(known)
+    levels = path.split(".")
+    for depth in range(len(levels) - 1, -1, -1):
+        prefix = ".".join(levels[:depth])
+        if prefix and prefix not in members:
+            continue
+        start = f"{prefix}." if prefix else ""
+        siblings = sorted({start + p[len(start) :].split(".")[0] for p in known if p.startswith(start) and p != prefix})
+        found = difflib.get_close_matches(".".join(levels[: depth + 1]), siblings, n=limit, cutoff=0.6)
+        if found:
+            rest = ".".join(levels[depth + 1 :])
+            whole = [f"{hit}.{rest}" for hit in found if rest and f"{hit}.{rest}" in members]
+            return whole or found
+        break
+    tails = [p for p in known if p and p.rpartition(".")[2] == levels[-1]]
+    return tails[:limit] or difflib.get_close_matches(path, known, n=limit, cutoff=0.5)

@@ -1,0 +1,159 @@
+"""The module tree of one model: nodes on demand, layouts, and which place is which."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch import nn
+
+from slapo_core.errors import PathError, StaleNodeError
+from slapo_core.spec.layout import Layout
+from slapo_core.tree.group import Group
+from slapo_core.tree.index import ModuleIndex, TensorSites
+from slapo_core.tree.node import TreeNode
+from slapo_core.tree.select import close_matches, is_glob, matching
+
+if TYPE_CHECKING:
+    from slapo_core.spec.mesh import Mesh
+    from slapo_core.spec.node import Node
+    from slapo_core.spec.primitive import Primitive
+    from slapo_core.spec.record import Record
+
+__all__ = ["Owner", "Tree"]
+
+
+class Owner(Protocol):
+    """What nodes need of the schedule they belong to."""
+
+    @property
+    def records(self) -> tuple[Record, ...]: ...
+
+    def apply_at(self, node: Node, primitive: Primitive) -> Node: ...
+
+    def apply_each(self, nodes: tuple[Node, ...], primitive: Primitive) -> tuple[Node, ...]: ...
+
+    def primitive_named(self, name: str, target: Node | Group, where: str) -> Callable[..., Any]: ...
+
+    def primitive_names(self) -> tuple[str, ...]: ...
+
+    def removal_of(self, path: str) -> Record | None: ...
+
+
+class Tree:
+    """The live tree under ``root``.
+
+    Args:
+        root: the model; it is never copied.
+        mesh: the mesh of the schedule, or None.
+        owner: the schedule.
+    """
+
+    def __init__(self, root: nn.Module, mesh: Mesh | None, owner: Owner) -> None:
+        self.root, self.mesh, self.owner = root, mesh, owner
+        self.layouts: dict[str, Layout] = {}  # full name -> layout, only where it is not the untouched one
+        self.generation = 0
+        self._index: ModuleIndex | None = ModuleIndex(root)
+        self._sites: TensorSites | None = None
+        self._nodes: dict[str, TreeNode] = {}
+
+    @property
+    def index(self) -> ModuleIndex:
+        if self._index is None:
+            self._index = ModuleIndex(self.root)
+        return self._index
+
+    @property
+    def sites(self) -> TensorSites:
+        if self._sites is None:
+            self._sites = TensorSites(self.index)
+        return self._sites
+
+    def structure_changed(self) -> None:
+        """Forget where things are; nodes look again."""
+        self.generation += 1
+        self._index = self._sites = None
+
+    def set_layouts(self, layouts: Mapping[str, Layout | None]) -> None:
+        for name, layout in layouts.items():
+            if layout is None:
+                self.layouts.pop(name, None)
+            else:
+                self.layouts[name] = layout
+
+    def node(self, path: str) -> TreeNode:
+        """The node at ``path``, canonical or alias.
+
+        Raises:
+            PathError: no module there; close matches, or the step that removed it, are named.
+        """
+        index = self.index
+        if path not in index.modules:
+            path = self._canonical(path)
+        node = self._nodes.get(path)
+        if node is None:
+            node = self._nodes[path] = TreeNode(self, path)
+        return node
+
+    def select(self, pattern: str) -> Group:
+        """The nodes that a glob matches, in the model's order.
+
+        Raises:
+            PathError: it matches none.
+        """
+        index = self.index
+        paths = matching(pattern, index.modules)
+        for alias in matching(pattern, index.aliases):
+            if index.aliases[alias] not in paths:
+                paths.append(index.aliases[alias])
+        if not paths:
+            literal = pattern.replace("*", "").strip(".") or pattern
+            raise PathError(f"the pattern '{pattern}' matches no module", path=pattern, hint=self._suggest(literal))
+        return Group(tuple(self.node(path) for path in paths), pattern)
+
+    def find(self, path: str) -> TreeNode | Group:
+        return self.select(path) if is_glob(path) else self.node(path)
+
+    def module_at(self, path: str) -> nn.Module:
+        """The live module at a canonical path.
+
+        Raises:
+            StaleNodeError: it is gone; the step that removed it is named.
+        """
+        module = self.index.modules.get(path)
+        if module is not None:
+            return module
+        canonical = self.index.aliases.get(path)
+        if canonical is not None:
+            return self.index.modules[canonical]
+        record = self.owner.removal_of(path)
+        reason = (
+            f"step {record}, at {record.location}, removed it" if record else "it was removed outside of the schedule"
+        )
+        raise StaleNodeError(
+            f"the module '{path}' is gone: {reason}",
+            path=path,
+            hint=f"sch.undo(to={record.index - 1}) brings it back" if record else None,
+        )
+
+    def _canonical(self, path: str) -> str:
+        module: nn.Module | None = self.root
+        for name in path.split("."):
+            module = module._modules.get(name) if module is not None else None
+        canonical = self.index.path_of(module) if module is not None else None
+        if canonical is not None:
+            return canonical
+        record = self.owner.removal_of(path)
+        if record is not None:
+            raise PathError(
+                f"the model has no module '{path}' any more: step {record}, at {record.location}, removed it",
+                path=path,
+                hint=f"address what stands at '{record.path}' now, or sch.undo(to={record.index - 1})",
+            )
+        raise PathError(f"the model has no module '{path}'", path=path, hint=self._suggest(path))
+
+    def _suggest(self, path: str) -> str:
+        found = close_matches(path, self.index.modules)
+        if not found:
+            return "print(sch) shows the tree"
+        return "did you mean " + " or ".join(f"sch['{match}']" for match in found) + "?"
