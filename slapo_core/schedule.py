@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from importlib import metadata
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +17,9 @@ from slapo_core.plugins.manager import HookManager
 from slapo_core.plugins.process import current_registry
 from slapo_core.records import dump_records, load_document, primitive_from_json
 from slapo_core.spec.mesh import Mesh, declare_mesh
-from slapo_core.spec.primitive import Primitive
+from slapo_core.spec.names import canonical_distribution
+from slapo_core.spec.names import canonical_distribution
+from slapo_core.spec.primitive import Primitive, check_primitive
 from slapo_core.spec.record import Record
 from slapo_core.sugar import bound_primitive
 from slapo_core.transaction import Step, Transaction
@@ -56,12 +57,13 @@ class Schedule:
         self.model = model
         self.mesh = mesh
         self.example_inputs = example_inputs
-        self.plugins = tuple(plugins)
+        self.plugins: tuple[str, ...] = tuple(canonical_distribution(name) for name in plugins)
         self._given_registry = registry
         self._hooks: HookManager | None = None
         self._steps: list[Step] = []
         self._records: tuple[Record, ...] = ()
         self._sealed_by: str | None = None
+        self._in_force: int | None = None  # while rewound: how many steps the model is under
         self._location: str | None = None  # while replaying: where the saved step was written
         self.tree = Tree(model, mesh, self)
         if self.plugins:
@@ -136,6 +138,8 @@ class Schedule:
 
     def seal(self, by: str = "seal()") -> None:
         """End the schedule: no more steps, no undo; the originals that undo needed are dropped."""
+        if not self.is_sealed:
+            self._check_open("seal")
         self._sealed_by = self._sealed_by or by
         self._steps = [Step(step.record, ()) for step in self._steps]
 
@@ -163,15 +167,26 @@ class Schedule:
             UndoError: there is no such step.
             SealedError: the originals were dropped.
         """
-        self._check_open("go back")
-        later = self._steps[self._position(to) :]
-        for step in reversed(later):
-            step.undo()
+        if self.is_sealed:
+            self._check_open("go back")
+        before = self._in_force
+        self._move(self._position(to))
         try:
             yield self.model
         finally:
-            for step in later:
-                step.redo()
+            self._move(before if before is not None else len(self._steps))
+            self._in_force = before
+
+    def _move(self, to: int) -> None:
+        """Have the first ``to`` steps in force."""
+        if self._in_force is None:
+            self._in_force = len(self._steps)
+        while self._in_force > to:
+            self._steps[self._in_force - 1].undo()
+            self._in_force -= 1
+        while self._in_force < to:
+            self._steps[self._in_force].redo()
+            self._in_force += 1
 
     # -- as data ----------------------------------------------------------------------------------------------
 
@@ -182,7 +197,7 @@ class Schedule:
             self._records,
             model_type=model_type,
             mesh=self.mesh.sizes if self.mesh else None,
-            version=metadata.version("slapo-core"),
+            version=self.registry.core_version,
         )
 
     def to_json(self) -> str:
@@ -212,11 +227,10 @@ class Schedule:
 
     def apply_at(self, node: Node, primitive: Primitive, *, after_edit: Callable[[int], None] | None = None) -> Node:
         """Apply ``primitive`` at ``node``: see :class:`slapo_core.transaction.Transaction`."""
+        check_primitive(primitive)
         self._check_open(f"apply {primitive}")
-        if not isinstance(primitive, Primitive):
-            raise ArgumentError(
-                f"apply takes a primitive value (got {primitive!r})", hint='sch["fc"].apply(Shard("weight", axis=0))'
-            )
+        self.tree.look_again_if_changed(node)
+        self.registry.require_usable(primitive)
         provider = self.registry.provider(primitive)
         self.hooks.activate(provider[0], version=provider[1])
         transaction = Transaction(self.tree, ask=self.hooks.call, provider=provider, after_edit=after_edit)
@@ -267,8 +281,10 @@ class Schedule:
             if not count:
                 raise UndoError("there is no step to undo", hint="sch.records lists the steps")
             return count - 1
+        if not isinstance(to, (Record, int)) or isinstance(to, bool):
+            raise UndoError(f"a step is named by its record or its index (got {to!r})", hint="see sch.records")
         index = to.index if isinstance(to, Record) else to
-        known = 0 <= index <= count and (not isinstance(to, Record) or self._records[index - 1] == to)
+        known = 0 <= index <= count and (not isinstance(to, Record) or (index > 0 and self._records[index - 1] == to))
         if not known:
             raise UndoError(f"step {to} is not in this schedule, which has {count} steps", hint="see sch.records")
         return index
@@ -278,6 +294,7 @@ class Schedule:
         self._records = tuple(step.record for step in self._steps)
         if self._hooks is not None:
             needed = {record.distribution for record in self._records} | set(self.plugins)
+            needed |= {canonical_distribution(distribution) for distribution in needed}
             for distribution in self._hooks.active:
                 if distribution not in needed:
                     self._hooks.deactivate(distribution)
@@ -287,6 +304,11 @@ class Schedule:
             raise SealedError(
                 f"cannot {what}: the schedule was sealed by {self._sealed_by}",
                 hint="apply every primitive before build(), or create a new schedule of a fresh model",
+            )
+        if self._in_force is not None:
+            raise SealedError(
+                f"cannot {what}: the schedule is taken back to step {self._in_force} for the time of a `with` block",
+                hint="leave the block of sch.untouched() or sch.rewound() first",
             )
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from slapo_core.errors import MeshError
+
 if TYPE_CHECKING:
     import torch
     from torch.distributed.tensor.placement_types import Placement
@@ -47,7 +49,11 @@ class Layout:
         return tuple((mesh_dim, p.dim) for mesh_dim, p in self.placements if p.is_shard())  # type: ignore[attr-defined]
 
     def segments(self, mesh: Mesh | None) -> list[list[tuple[int, int]]]:
-        """This rank's ranges of the (padded) untouched tensor: for each axis a list of ``(start, length)``."""
+        """This rank's ranges of the (padded) untouched tensor: for each axis a list of ``(start, length)``.
+
+        Raises:
+            MeshError: an axis does not divide over the mesh; elements would be lost.
+        """
         padding, packing = dict(self.padding), dict(self.packing)
         ranges: list[list[tuple[int, int]]] = []
         for axis, extent in enumerate(self.shape):
@@ -56,6 +62,13 @@ class Layout:
             ranges.append(list(zip(starts, sizes, strict=True)))
         for mesh_dim, axis in self.shards():
             world_size, place = (mesh.size(mesh_dim), mesh.rank(mesh_dim)) if mesh else (1, 0)
+            if any(length % world_size for _, length in ranges[axis]):
+                lengths = [length for _, length in ranges[axis]]
+                raise MeshError(
+                    f"axis {axis} of '{self.origin}', in pieces of {lengths} elements, does not divide over mesh_dim "
+                    f"'{mesh_dim}' of size {world_size}",
+                    hint="pad it first, or split another axis",
+                )
             ranges[axis] = [
                 (start + place * (length // world_size), length // world_size) for start, length in ranges[axis]
             ]

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from slapo_core.spec.node import Node
     from slapo_core.spec.violation import Violation
 
-__all__ = ["Primitive"]
+__all__ = ["Primitive", "check_primitive"]
 
 
 class Primitive(ABC):
@@ -75,10 +75,38 @@ class Primitive(ABC):
         shown = []
         for position, field in enumerate(dataclasses.fields(self)):  # type: ignore[arg-type]
             value = getattr(self, field.name)
-            if field.default is not dataclasses.MISSING and value == field.default:
+            # Compared with values of the default's own type only: 1 is not True, and == on tensors is no bool.
+            if value is field.default or (type(value) is type(field.default) and bool(value == field.default)):
                 continue
-            shown.append(repr(value) if position == 0 else f"{field.name}={value!r}")
+            shown.append(_shown(value) if position == 0 else f"{field.name}={_shown(value)}")
         return f"{self.name.rpartition('.')[2]}({', '.join(shown)})"
+
+
+def check_primitive(value: Any) -> None:
+    """Refuse what cannot be a step.
+
+    Raises:
+        ArgumentError: not a primitive, a class instead of a value, or a class that breaks the rules of `Primitive`.
+    """
+    hint = 'sch["fc"].apply(Shard("weight", axis=0))'
+    if not isinstance(value, Primitive):
+        called = inspect.isclass(value) and issubclass(value, Primitive)
+        got = f"the class {value.__name__}, not called" if called else repr(value)
+        raise ArgumentError(f"apply takes a primitive value (got {got})", hint=hint)
+    cls = type(value)
+    parameters = getattr(cls, "__dataclass_params__", None)
+    if parameters is None or not parameters.frozen:
+        raise ArgumentError(
+            f"the primitive {cls.__qualname__} is not a frozen dataclass: it could change after it was recorded",
+            hint=f"write @dataclass(frozen=True) above class {cls.__name__}",
+        )
+    if not isinstance(inspect.getattr_static(cls, "name", None), str):
+        raise ArgumentError(f"the primitive {cls.__qualname__} has no name", hint='name = "my.freeze"')
+    if not isinstance(inspect.getattr_static(cls, "equivalence", None), (Equivalence, property)):
+        raise ArgumentError(
+            f"the primitive {cls.__qualname__} does not say how close it keeps the numbers",
+            hint="equivalence = Equivalence.EXACT",
+        )
 
 
 def _check_fields(primitive: Primitive) -> None:
@@ -101,7 +129,10 @@ def _check_fields(primitive: Primitive) -> None:
             check_type(frozen, expected)
         except TypeCheckError:
             raise ArgumentError(
-                f"{primitive.name}: argument '{name}' must be {_type_name(expected)} (got {value!r})"
+                f"{primitive.name}: argument '{name}' must be {_type_name(expected)} (got {value!r})",
+                hint="lists become tuples: the author annotates them as tuple[..., ...]"
+                if isinstance(value, list) and typing.get_origin(expected) is list
+                else None,
             ) from None
 
 
@@ -116,11 +147,23 @@ def _field_types(cls: type) -> dict[str, Any]:
 
 
 def _freeze(value: Any) -> Any:
-    if isinstance(value, list):
-        return tuple(_freeze(item) for item in value)
+    if type(value) in (list, tuple):
+        items = tuple(_freeze(item) for item in value)
+        unchanged = type(value) is tuple and all(new is old for new, old in zip(items, value, strict=True))
+        return value if unchanged else items
     if isinstance(value, set):
         return frozenset(value)
+    if type(value) is dict:  # a copy: the caller may go on changing his own
+        return {key: _freeze(item) for key, item in value.items()}
     return value
+
+
+def _shown(value: Any) -> str:
+    """One line for a value: a module or a tensor by its type, the rest in full."""
+    text = repr(value)
+    if "\n" not in text and not (callable(value) and " at 0x" in text):
+        return text
+    return getattr(value, "__qualname__", None) or f"{type(value).__name__}(...)"
 
 
 def _type_name(expected: Any) -> str:

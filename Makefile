@@ -1,0 +1,62 @@
+# Everything a fresh clone needs: Python >= 3.11, pip, make and a C compiler. `make help` lists the targets.
+
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format install clean
+
+VENV := .venv
+PYTHON := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+PROJECTS := pyproject.toml $(sort $(wildcard plugins/*/pyproject.toml))
+EDITABLES := -e '.[dev]' $(foreach project,$(sort $(wildcard plugins/*/pyproject.toml)),-e $(patsubst %/pyproject.toml,%,$(project)))
+PYTEST_ARGS ?=
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export TOKENIZERS_PARALLELISM := false
+export OMP_NUM_THREADS := 1
+
+help:  ## list the targets
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1#\2/p' $(MAKEFILE_LIST) | awk -F'#' '{ printf "%-14s %s\n", $$1, $$2 }'
+
+demo: $(STAMP)  ## train a BERT on two processes and compare it with one
+	$(PYTHON) examples/bert_tp.py
+
+test: $(STAMP)  ## style, types, import contracts and all tests (PYTEST_ARGS=... is passed on)
+	$(PYTHON) -m pytest $(PYTEST_ARGS)
+
+lint: $(STAMP)  ## style, types and import contracts only
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+	$(PYTHON) -m mypy
+	$(VENV)/bin/lint-imports --no-cache
+
+format: $(STAMP)  ## rewrite the sources in the project's style
+	$(PYTHON) -m ruff check --fix .
+	$(PYTHON) -m ruff format .
+
+install: $(STAMP)  ## make .venv with everything in it
+
+clean:  ## remove .venv, caches and build results
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis build dist plugins/*/build plugins/*/dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# torch comes first and alone: its version decides what else is downloaded, and it is by far the largest part.
+$(STAMP): $(PROJECTS) constraints.txt
+	@python=; \
+	for candidate in python3 python3.14 python3.13 python3.12 python3.11; do \
+	    if $$candidate -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then python=$$candidate; break; fi; \
+	done; \
+	if [ -z "$$python" ]; then \
+	    echo "slapo needs Python >= 3.11; found: $$(python3 --version 2>/dev/null || echo no python3). Install it, or put it first on PATH." >&2; exit 1; \
+	fi; \
+	if ! $(PYTHON) -m pip --version >/dev/null 2>&1; then \
+	    echo "[1/3] making $(VENV) with $$($$python --version)"; \
+	    rm -rf $(VENV); \
+	    $$python -m venv $(VENV) || { echo "could not make $(VENV): on Debian and Ubuntu, install the package python3-venv." >&2; exit 1; }; \
+	fi
+	@quiet=; [ -t 1 ] || quiet=-qq; \
+	echo "[2/3] installing $$(grep '^torch==' constraints.txt) (minutes the first time)"; \
+	$(PYTHON) -m pip install $$quiet -c constraints.txt torch && \
+	echo "[3/3] installing slapo, its plugins and the development tools" && \
+	$(PYTHON) -m pip install $$quiet -c constraints.txt $(EDITABLES)
+	@touch $@

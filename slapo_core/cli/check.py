@@ -1,0 +1,114 @@
+"""``slapo plugins check``: hold installed plugins against every rule, and run the cases that they ship."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from slapo_core.plugins.model import Plugin
+    from slapo_core.plugins.registry import Registry
+    from slapo_core.testing.conformance import Finding
+
+__all__ = ["register"]
+
+
+def register(root: typer.Typer, plugins: typer.Typer) -> None:
+    """Add the command of this file."""
+    plugins.command("check")(check)
+
+
+def check(
+    name: Annotated[str | None, typer.Argument(help="A distribution, e.g. slapo-tp; default: all.")] = None,
+    traceback: Annotated[bool, typer.Option("--traceback", help="Show the chained traceback of failures.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, keys sorted.")] = False,
+) -> None:
+    """Import plugins and check them: rules, documentation, import time, and the cases that they ship.
+
+    Exits with status 1 if any check fails. Progress goes to stderr.
+    """
+    from slapo_core.cli.output import print_json
+    from slapo_core.cli.plugins import _find
+
+    registry = _registry()
+    chosen = list(registry.plugins) if name is None else [_find(registry, name)]
+    from slapo_core.testing.conformance import check_plugin
+
+    findings = {plugin.name: list(check_plugin(plugin, registry, progress=_tell)) for plugin in chosen}
+    failed = [finding for found in findings.values() for finding in found if finding.outcome == "failed"]
+    if as_json:
+        print_json(_as_json(chosen, findings, traceback=traceback))
+    else:
+        _print(chosen, findings, failed, traceback=traceback)
+    if failed:
+        raise typer.Exit(1)
+
+
+def _registry() -> Registry:
+    """What is installed, checked as a whole: strictness would stop at the first bad plugin."""
+    import os
+    from pathlib import Path
+
+    from slapo_core.plugins.config import STRICT
+    from slapo_core.plugins.registry import Registry
+
+    environ = {key: value for key, value in os.environ.items() if key != STRICT}
+    registry = Registry.discover(environ=environ, project=Path.cwd())
+    registry.check_settings()
+    return registry
+
+
+def _tell(text: str) -> None:
+    print(f"checking {text}", file=sys.stderr, flush=True)
+
+
+def _print(
+    plugins: list[Plugin], findings: dict[str, list[Finding]], failed: list[Finding], *, traceback: bool
+) -> None:
+    from slapo_core.cli.output import print_table
+
+    rows = [
+        (plugin.label, finding.subject, finding.check, finding.outcome, _remark(finding))
+        for plugin in plugins
+        for finding in findings[plugin.name]
+    ]
+    print_table(("PLUGIN", "WHAT", "CHECK", "RESULT", "REMARK"), rows)
+    for finding in failed:
+        print(f"\n{finding.plugin}: {finding.subject}: {finding.check}\n{finding.message}")
+        if traceback and finding.traceback:
+            print(finding.traceback.rstrip())
+    count = sum(len(found) for found in findings.values())
+    print(f"\n{count} checks of {len(plugins)} plugins, {len(failed)} failed")
+    if failed and not traceback:
+        print("`slapo plugins check NAME --traceback` shows where")
+
+
+def _remark(finding: Finding) -> str:
+    return "see below" if finding.outcome == "failed" else finding.message
+
+
+def _as_json(plugins: list[Plugin], findings: dict[str, list[Finding]], *, traceback: bool) -> dict[str, Any]:
+    """``{"ok": bool, "plugins": [{"name", "version", "state", "ok", "checks": [...]}]}``."""
+
+    def one(finding: Finding) -> dict[str, str]:
+        value = {
+            "check": finding.check,
+            "message": finding.message,
+            "outcome": finding.outcome,
+            "subject": finding.subject,
+        }
+        return {**value, "traceback": finding.traceback} if traceback else value
+
+    listed = [
+        {
+            "checks": [one(finding) for finding in findings[plugin.name]],
+            "name": plugin.name,
+            "ok": all(finding.outcome != "failed" for finding in findings[plugin.name]),
+            "state": plugin.state,
+            "version": plugin.version,
+        }
+        for plugin in plugins
+    ]
+    return {"ok": all(plugin["ok"] for plugin in listed), "plugins": listed}

@@ -1,0 +1,48 @@
+"""Tables for people, JSON for programs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+
+__all__ = ["print_json", "print_table"]
+
+
+def print_json(value: object) -> None:
+    """Print ``value`` with sorted keys, so that equal installations give equal text."""
+    print(json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False))
+
+
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table: drawn with rich on a terminal, as aligned plain text elsewhere.
+
+    Args:
+        columns: the headings.
+        rows: one text a column.
+    """
+    rows = [tuple(map(_one_line, row)) for row in rows]
+    if sys.stdout.isatty():
+        _print_rich(columns, rows)
+        return
+    widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
+    for row in (columns, *rows):
+        print("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
+
+
+def _one_line(text: str) -> str:
+    """Without line breaks and control characters: the text may come from a plugin's files."""
+    return "".join(char if char.isprintable() else "?" for char in " ".join(text.split()))
+
+
+def _print_rich(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    Console().print(table)

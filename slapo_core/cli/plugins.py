@@ -1,0 +1,139 @@
+"""``slapo plugins list`` and ``slapo plugins show``."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from slapo_core.plugins.model import Plugin
+    from slapo_core.plugins.registry import Registry
+
+__all__ = ["as_json", "register"]
+
+
+def register(root: typer.Typer, plugins: typer.Typer) -> None:
+    """Add the commands of this file."""
+    plugins.command("list")(list_plugins)
+    plugins.command("show")(show)
+
+
+def list_plugins(
+    as_json_: Annotated[bool, typer.Option("--json", help="Print one JSON object, keys sorted.")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Exit 1 if a plugin is neither ok nor disabled.")] = False,
+    kind: Annotated[str | None, typer.Option("--kind", help="Only plugins that provide this kind.")] = None,
+) -> None:
+    """List the installed plugins with their state, and what to do about those that are not ok. Imports none."""
+    from slapo_core.cli.output import print_json, print_table
+    from slapo_core.plugins.process import current_registry
+    from slapo_core.spec.kinds import KINDS
+
+    if kind is not None and kind not in KINDS:
+        raise typer.BadParameter(f"no kind '{kind}'; the kinds are {', '.join(KINDS)}", param_hint="--kind")
+    registry = current_registry()
+    chosen = [plugin for plugin in registry.plugins if kind is None or plugin.provides(kind)]
+    error = registry.settings_error
+    if as_json_:
+        print_json(as_json(registry, chosen))
+    else:
+        print_table(("PLUGIN", "VERSION", "STATE", "PROVIDES", "REASON"), [_row(plugin, kind) for plugin in chosen])
+        _print_remarks(registry, chosen)
+    if error is not None:
+        print(f"error: {error}", file=sys.stderr)
+    bad = [plugin for plugin in chosen if plugin.state not in ("ok", "disabled")]
+    if error is not None or (strict and bad):
+        raise typer.Exit(1)
+
+
+def show(
+    name: Annotated[str, typer.Argument(help="A distribution, e.g. slapo-tp.")],
+    as_json_: Annotated[bool, typer.Option("--json", help="Print one JSON object, keys sorted.")] = False,
+) -> None:
+    """Show one plugin: state, reason, remedy, where it lies, and everything it provides. Does not import it."""
+    from slapo_core.cli.output import print_json, print_table
+    from slapo_core.plugins.process import current_registry
+
+    plugin = _find(current_registry(), name)
+    if as_json_:
+        print_json(_plugin_json(plugin))
+        return
+    fields = [
+        ("plugin", plugin.label),
+        ("state", plugin.state),
+        ("reason", plugin.reason),
+        ("remedy", plugin.remedy),
+        ("source", plugin.source),
+        ("not used", ", ".join(plugin.shadows)),
+    ]
+    for field, value in fields:
+        if value:
+            print(f"{field:<10}{value}")
+    if plugin.entries:
+        print()
+        print_table(("KIND", "NAME", "OBJECT"), [(entry.kind, entry.name, entry.value) for entry in plugin.entries])
+
+
+def as_json(registry: Registry, plugins: list[Plugin]) -> dict[str, Any]:
+    """What ``slapo plugins list --json`` prints."""
+    from slapo_core.spec.kinds import API_MAJOR
+    from slapo_core.spec.names import CORE_DISTRIBUTION
+
+    error = registry.settings_error
+    return {
+        "ambiguous": registry.ambiguous,
+        "api": API_MAJOR,
+        "core": {"name": CORE_DISTRIBUTION, "version": registry.core_version},
+        "error": None if error is None else str(error),
+        "plugins": [_plugin_json(plugin) for plugin in plugins],
+    }
+
+
+def _plugin_json(plugin: Plugin) -> dict[str, Any]:
+    from slapo_core.spec.kinds import KINDS
+
+    kinds = sorted({*KINDS, *(entry.kind for entry in plugin.entries)})
+    return {
+        "name": plugin.name,
+        "reason": plugin.reason,
+        "remedy": plugin.remedy,
+        "shadows": list(plugin.shadows),
+        "source": plugin.source,
+        "state": plugin.state,
+        "version": plugin.version,
+        **{kind: list(plugin.provides(kind)) for kind in kinds},
+    }
+
+
+def _row(plugin: Plugin, kind: str | None) -> tuple[str, ...]:
+    kinds = sorted({entry.kind for entry in plugin.entries}) if kind is None else [kind]
+    counts = [f"{len(plugin.provides(item))} {item}" for item in kinds]
+    if kind is not None:
+        counts = [", ".join(plugin.provides(kind))]
+    return (plugin.name, plugin.version or "-", plugin.state, ", ".join(counts) or "-", plugin.reason or "")
+
+
+def _print_remarks(registry: Registry, plugins: list[Plugin]) -> None:
+    remedies = [plugin for plugin in plugins if plugin.remedy]
+    if remedies:
+        print()
+    for plugin in remedies:
+        print(f"{plugin.name}: {plugin.remedy}")
+    for kind, bares in registry.ambiguous.items():
+        for bare, full in bares.items():
+            print(f"\nambiguous in {kind}: '{bare}' may be {' or '.join(full)}; write the full name")
+
+
+def _find(registry: Registry, name: str) -> Plugin:
+    from slapo_core.errors import UnknownNameError
+    from slapo_core.plugins.config import close_matches
+    from slapo_core.spec.names import canonical_distribution
+
+    plugin = registry.plugin(canonical_distribution(name))
+    if plugin is not None:
+        return plugin
+    owners = [item.name for item in registry.plugins if any(entry.namespace == name for entry in item.entries)]
+    close = owners or close_matches(name, [item.name for item in registry.plugins])
+    hint = f"did you mean {' or '.join(close)}?" if close else "`slapo plugins list` shows what is installed"
+    raise UnknownNameError(f"no plugin '{name}' is installed", hint=hint)

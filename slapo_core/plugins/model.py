@@ -1,0 +1,90 @@
+"""What the registry knows about a plugin: plain values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["LOCAL_VERSION", "USABLE_STATES", "Entry", "Plugin", "State", "noun"]
+
+State = Literal["ok", "broken", "incompatible", "rejected", "conflict", "disabled"]
+
+USABLE_STATES: tuple[State, ...] = ("ok", "conflict")
+"""States in which a plugin's names can be used; in ``conflict``, all but the names concerned."""
+
+LOCAL_VERSION = "local"
+"""The version of what was registered in this process."""
+
+
+def noun(kind: str) -> str:
+    """A kind in the singular, for messages: ``"primitives"`` as ``"primitive"``."""
+    return "hooks module" if kind == "hooks" else kind.removesuffix("s")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One name that one distribution provides.
+
+    Args:
+        kind: e.g. ``"primitives"``.
+        name: the full name, e.g. ``"tp.shard"``.
+        bare: its last part, e.g. ``"shard"``; for kinds without namespaces the same as ``name``.
+        value: where the object is, e.g. ``"slapo_tp.shard:Shard"``.
+        distribution: e.g. ``"slapo-tp"``.
+        version: e.g. ``"0.1.0"``; ``"local"`` for what was registered in this process.
+    """
+
+    kind: str
+    name: str
+    bare: str
+    value: str
+    distribution: str
+    version: str
+
+    @property
+    def namespace(self) -> str | None:
+        """``"tp"`` of ``"tp.shard"``; None for kinds without namespaces."""
+        return self.name.partition(".")[0] if "." in self.name else None
+
+    @property
+    def label(self) -> str:
+        """The distribution with its version, e.g. ``"slapo-tp 0.1.0"``."""
+        return f"{self.distribution} {self.version}"
+
+
+@dataclass(frozen=True)
+class Plugin:
+    """One installed distribution that provides something to slapo.
+
+    Args:
+        name: canonical, e.g. ``"slapo-tp"``.
+        version: None where its metadata cannot be read.
+        state: ``ok``, ``broken``, ``incompatible``, ``rejected``, ``conflict`` or ``disabled``.
+        reason: why it is not ok, or a remark on one that is; None when there is nothing to say.
+        remedy: what to do about the reason.
+        source: its metadata directory, or ``"this process"``.
+        entries: what it provides, as far as it could be read, sorted.
+        shadows: metadata directories of the same distribution further down ``sys.path``, which are not used.
+    """
+
+    name: str
+    version: str | None
+    state: State
+    reason: str | None = None
+    remedy: str | None = None
+    source: str = ""
+    entries: tuple[Entry, ...] = ()
+    shadows: tuple[str, ...] = ()
+
+    def provides(self, kind: str) -> tuple[str, ...]:
+        """The full names of one kind that it provides, sorted."""
+        return tuple(sorted({entry.name for entry in self.entries if entry.kind == kind}))
+
+    @property
+    def label(self) -> str:
+        """The distribution with its version, e.g. ``"slapo-tp 0.1.0"``."""
+        return f"{self.name} {self.version}" if self.version else self.name
+
+    @property
+    def usable(self) -> bool:
+        return self.state in USABLE_STATES

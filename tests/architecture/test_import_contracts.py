@@ -1,0 +1,68 @@
+"""Imports go down the layers only, and the contracts that say so can fail."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LINT_IMPORTS = [
+    sys.executable,
+    "-c",
+    "import sys; from importlinter.cli import lint_imports_command as c; sys.exit(c())",
+]
+
+
+def lint_imports(folder: Path, *, path: Path | None = None) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(path or "")}
+    command = [*LINT_IMPORTS, "--no-cache", "--config", "pyproject.toml"]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+
+
+def test_our_imports_keep_every_contract() -> None:
+    done = lint_imports(ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    assert f"Contracts: {len(contracts)} kept, 0 broken." in done.stdout
+
+
+VIOLATIONS = {
+    "imports go down the layers only": ("slapo_core/transaction.py", "import slapo_core.schedule"),
+    "the core knows no plugin, no runtime and no model library": ("slapo_core/building.py", "import slapo_tp"),
+    "plugins use the public names, spec and testing only": ("slapo_tp/shard.py", "import slapo_core.tree"),
+    "the launcher needs nothing but the errors": ("slapo_core/launcher.py", "import slapo_core.spec"),
+}
+
+
+@pytest.mark.parametrize("contract", [None, *VIOLATIONS])
+def test_each_contract_is_broken_by_an_import_against_it(tmp_path: Path, contract: str | None) -> None:
+    """The project's own contracts, on a small project of the same shape with one wrong import (or none)."""
+    files = {"slapo_core/__init__.py": "", "slapo_tp/__init__.py": "import slapo_core", "slapo_tp/shard.py": ""}
+    files |= {f"slapo_core/{name}.py": "" for name in ("errors", "spec", "launcher", "_rank", "tree", "building")}
+    files |= {"slapo_core/transaction.py": "", "slapo_core/schedule.py": "import slapo_core.spec"}
+    if contract is not None:
+        file, line = VIOLATIONS[contract]
+        files[file] = line
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text + "\n")
+    (tmp_path / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text())
+
+    done = lint_imports(tmp_path, path=tmp_path)
+
+    broken = {line.partition(" BROKEN")[0] for line in done.stdout.splitlines() if " BROKEN" in line}
+    expected = set() if contract is None else {contract}
+    if contract == "the launcher needs nothing but the errors":
+        expected.add("imports go down the layers only")
+    assert broken == expected, done.stdout + done.stderr
+    assert done.returncode == (0 if contract is None else 1)
+
+
+def test_every_contract_has_an_import_that_breaks_it() -> None:
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    assert {contract["name"] for contract in contracts} == set(VIOLATIONS)

@@ -1,0 +1,55 @@
+"""Importing slapo and listing plugins is light: neither imports torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+HEAVY = ("torch", "transformers", "numpy")
+
+
+def heavy_modules_after(code: str) -> list[str]:
+    """The heavy packages that a fresh interpreter holds after running ``code``."""
+    report = f"import sys; print('heavy:', *(name for name in {HEAVY!r} if name in sys.modules))"
+    program = f"{code}\n{report}\n"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()[-1].split()[1:]
+
+
+def slapo(*arguments: str) -> str:
+    """Code that runs the console command in the same interpreter and insists on its success."""
+    return (
+        f"import sys; sys.argv = ['slapo', *{list(arguments)!r}]\n"
+        "from slapo_core.cli.main import main\n"
+        "try:\n"
+        "    code = main()\n"
+        "except SystemExit as end:\n"
+        "    code = end.code\n"
+        "assert not code, code\n"
+    )
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        pytest.param("import slapo_core", id="import slapo_core"),
+        pytest.param("import slapo_core; dir(slapo_core)", id="dir(slapo_core)"),
+        pytest.param("import slapo_tp", id="import slapo_tp"),
+        pytest.param("import slapo_core.launcher", id="import slapo_core.launcher"),
+        pytest.param(slapo("plugins", "list"), id="slapo plugins list"),
+        pytest.param(slapo("plugins", "list", "--json"), id="slapo plugins list --json"),
+    ],
+)
+def test_nothing_heavy_is_imported(code: str) -> None:
+    assert heavy_modules_after(code) == []
+
+
+def test_the_detector_sees_torch() -> None:
+    assert "torch" in heavy_modules_after("import torch")
+
+
+def test_the_detector_sees_a_heavy_import_behind_a_public_name() -> None:
+    assert "torch" in heavy_modules_after("import slapo_core; slapo_core.create_schedule")

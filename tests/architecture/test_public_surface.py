@@ -1,0 +1,81 @@
+"""The public names are frozen: a name that comes or goes is a decision, written here."""
+
+from __future__ import annotations
+
+import inspect
+
+import slapo_core
+from slapo_core import errors
+
+FUNCTIONS_AND_CLASSES = {
+    "Dialect",
+    "Edit",
+    "Engine",
+    "Equivalence",
+    "Layout",
+    "Mesh",
+    "Node",
+    "Plan",
+    "Primitive",
+    "Record",
+    "Schedule",
+    "StepResult",
+    "Violation",
+    "build",
+    "create_schedule",
+    "hookimpl",
+    "register_primitive",
+    "replay",
+    "verify",
+}
+
+ERRORS = {
+    "AmbiguousNameError",
+    "ApplyError",
+    "ArgumentError",
+    "BrokenPluginError",
+    "BuildError",
+    "ConflictingPluginError",
+    "DisabledPluginError",
+    "HookError",
+    "IncompatiblePluginError",
+    "LaunchError",
+    "MeshError",
+    "OptimizerError",
+    "PathError",
+    "PluginConfigError",
+    "PluginError",
+    "PostconditionError",
+    "PreconditionError",
+    "RankFailedError",
+    "RankMismatchError",
+    "RankTimeoutError",
+    "RejectedPluginError",
+    "ReplayError",
+    "SealedError",
+    "SerializationError",
+    "SlapoError",
+    "StaleNodeError",
+    "UndoError",
+    "UnknownNameError",
+    "VerifyError",
+    "WeightsError",
+}
+
+
+def test_public_names_are_these_and_no_others() -> None:
+    assert set(slapo_core.__all__) == FUNCTIONS_AND_CLASSES | ERRORS
+
+
+def test_every_public_name_leads_somewhere() -> None:
+    for name in slapo_core.__all__:
+        assert getattr(slapo_core, name) is not None
+    assert set(slapo_core.__all__) <= set(dir(slapo_core))
+
+
+def test_every_error_is_public_and_says_when_and_what_to_do() -> None:
+    defined = {name for name, value in vars(errors).items() if inspect.isclass(value) and issubclass(value, Exception)}
+    assert defined == set(errors.__all__) == ERRORS
+    for name in sorted(ERRORS):
+        text = vars(getattr(errors, name)).get("__doc__") or ""
+        assert "What to do: " in text, f"{name}: the docstring must say what to do"

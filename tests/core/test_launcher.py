@@ -1,0 +1,302 @@
+"""The launcher of real rank processes: results in order, and no failure without every rank's traceback."""
+
+from __future__ import annotations
+
+import os
+import select
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from slapo_core.errors import LaunchError, RankFailedError, RankTimeoutError
+from slapo_core.launcher import run_ranks
+
+pytestmark = pytest.mark.ranks
+
+
+@dataclass
+class Report:
+    rank: int
+    total: torch.Tensor
+    weight: torch.nn.Parameter
+
+
+def summed(values: list[float], *, scale: float = 1.0) -> Report:
+    rank = dist.get_rank()
+    total = torch.tensor([values[rank] * scale])
+    dist.all_reduce(total)
+    return Report(rank, total, torch.nn.Parameter(torch.full((2, 3), float(rank))))
+
+
+def surroundings() -> tuple[str, str | None, int, str, str]:
+    env = os.environ
+    return os.getcwd(), env.get("SLAPO_TEST_VARIABLE"), torch.get_num_threads(), env["RANK"], env["WORLD_SIZE"]
+
+
+def raise_on_every_rank() -> None:
+    raise ValueError(f"no luck on rank {dist.get_rank()}")
+
+
+def raise_on_rank_one_while_rank_zero_waits() -> None:
+    if dist.get_rank() == 1:
+        raise KeyError("only rank 1")
+    wait_for_the_other_rank()
+
+
+def wait_for_the_other_rank() -> None:
+    dist.all_reduce(torch.ones(1))
+
+
+def hang_on_rank_one() -> int:
+    if dist.get_rank() == 1:
+        sleep_forever_in_here()
+    return dist.get_rank()
+
+
+def sleep_forever_in_here() -> None:
+    threading.Event().wait()
+
+
+def die_on_rank_one() -> int:
+    if dist.get_rank() == 1:
+        os._exit(7)
+    return dist.get_rank()
+
+
+def crash_on_rank_zero() -> int:
+    if dist.get_rank() == 0:
+        os.kill(os.getpid(), 11)
+    return dist.get_rank()
+
+
+def return_a_lambda() -> object:
+    return lambda: None
+
+
+class OddError(Exception):
+    """Cannot be unpickled: its constructor wants more than its args."""
+
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(first)
+        self.second = second
+
+
+def raise_odd() -> None:
+    raise OddError("odd", "even")
+
+
+def test_results_come_back_in_rank_order_with_tensors_by_value() -> None:
+    reports = run_ranks(summed, [1.0, 2.0, 4.0], world_size=3, scale=10.0)
+    assert [report.rank for report in reports] == [0, 1, 2]
+    for rank, report in enumerate(reports):
+        assert report.total.tolist() == [70.0]
+        assert isinstance(report.weight, torch.nn.Parameter)
+        assert torch.equal(report.weight, torch.full((2, 3), float(rank)))
+        assert not report.weight.is_shared()
+
+
+def test_ranks_see_the_callers_surroundings_of_this_call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SLAPO_TEST_VARIABLE", "first")
+    assert run_ranks(surroundings, world_size=2) == [(str(tmp_path), "first", 1, str(r), "2") for r in (0, 1)]
+    monkeypatch.delenv("SLAPO_TEST_VARIABLE")
+    assert run_ranks(surroundings, world_size=1) == [(str(tmp_path), None, 1, "0", "1")]
+
+
+def test_an_exception_brings_every_ranks_traceback_and_the_lowest_ranks_as_cause() -> None:
+    with pytest.raises(RankFailedError) as caught:
+        run_ranks(raise_on_every_rank, world_size=2)
+    error = caught.value
+    assert sorted(error.failures) == [0, 1]
+    assert error.ended == {}
+    for rank in (0, 1):
+        assert f"---- rank {rank} failed ----\nTraceback (most recent call last):" in str(error)
+        assert f"ValueError: no luck on rank {rank}" in error.failures[rank]
+        assert "in raise_on_every_rank" in error.failures[rank]
+        assert "slapo_core" not in error.failures[rank]
+    assert str(error).startswith(
+        f"'{__name__}.raise_on_every_rank' failed on rank 0, 1 of 2, first on rank {error.first}\n"
+    )
+    assert isinstance(error.__cause__, ValueError)
+    assert str(error.__cause__) == "no luck on rank 0"
+
+
+def test_a_rank_blocked_in_a_collective_ends_soon_after_another_failed_and_shows_where_it_stood() -> None:
+    start = time.monotonic()
+    with pytest.raises(RankFailedError) as caught:
+        run_ranks(raise_on_rank_one_while_rank_zero_waits, world_size=2, timeout=100)
+    assert time.monotonic() - start < 90, "only the timeout ended the rank that waited"
+    error = caught.value
+    assert not isinstance(error, RankTimeoutError)
+    assert list(error.failures) == [1]
+    assert error.first == 1
+    assert "in wait_for_the_other_rank" in error.ended[0]
+    assert "---- rank 0 was ended because others had failed; it stood at ----" in str(error)
+    assert isinstance(error.__cause__, KeyError)
+
+
+def test_a_hang_ends_by_the_timeout_and_names_the_function_that_hung() -> None:
+    run_ranks(surroundings, world_size=2)  # the server is up: the time below is the function's own
+    with pytest.raises(RankTimeoutError) as caught:
+        run_ranks(hang_on_rank_one, world_size=2, timeout=5)
+    error = caught.value
+    assert str(error).startswith(f"'{__name__}.hang_on_rank_one' did not end within 5 s on rank 1 of 2\n")
+    assert "---- rank 0 returned ----" in str(error)
+    assert "in sleep_forever_in_here" in error.ended[1]
+    assert error.failures == {}
+    assert error.first is None
+
+
+def test_a_rank_that_exits_is_reported_with_its_code() -> None:
+    with pytest.raises(RankFailedError, match=r"first on rank 1\n") as caught:
+        run_ranks(die_on_rank_one, world_size=2)
+    assert caught.value.failures == {1: "The process ended with exit code 7, without returning or raising\n"}
+
+
+def test_a_rank_that_crashes_is_reported_with_its_signal_and_traceback() -> None:
+    with pytest.raises(RankFailedError) as caught:
+        run_ranks(crash_on_rank_zero, world_size=2)
+    text = caught.value.failures[0]
+    assert text.startswith("The process ended by signal SIGSEGV, without returning or raising\n")
+    assert "in crash_on_rank_zero" in text
+
+
+def test_an_exception_that_cannot_be_unpickled_is_still_told() -> None:
+    with pytest.raises(RankFailedError) as caught:
+        run_ranks(raise_odd, world_size=1)
+    assert "OddError: odd" in caught.value.failures[0]
+    assert caught.value.__cause__ is None
+
+
+def test_a_result_that_cannot_be_sent_is_an_error_that_names_its_type() -> None:
+    with pytest.raises(RankFailedError) as caught:
+        run_ranks(return_a_lambda, world_size=1)
+    assert "the result, of type function, cannot be sent back" in caught.value.failures[0]
+
+
+def test_a_function_that_cannot_be_sent_is_refused_with_the_way_out() -> None:
+    def inner() -> None: ...
+
+    with pytest.raises(LaunchError) as caught:
+        run_ranks(inner, world_size=2)
+    name = f"'{__name__}.test_a_function_that_cannot_be_sent_is_refused_with_the_way_out.<locals>.inner'"
+    assert str(caught.value).startswith(
+        f"cannot send {name} to the ranks: it must be defined at the top level of a module ("
+    )
+    assert caught.value.hint == "move it out of the function or class it is in; give it its surroundings as arguments"
+
+
+def test_an_argument_that_cannot_be_sent_is_refused() -> None:
+    with pytest.raises(LaunchError, match=r"cannot send the arguments of '.*\.summed' to the ranks: "):
+        run_ranks(summed, lambda: None, world_size=2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"world_size": 0}, "world_size must be at least 1 (got 0)"),
+        ({"world_size": 1, "timeout": 0}, "timeout must be a positive number of seconds (got 0)"),
+    ],
+)
+def test_numbers_that_make_no_sense_are_refused(arguments: dict[str, int], message: str) -> None:
+    with pytest.raises(LaunchError) as caught:
+        run_ranks(surroundings, **arguments)
+    assert str(caught.value) == message
+
+
+SCRIPT = """
+import os
+from slapo_core.launcher import run_ranks
+
+class Box:
+    def __init__(self, value): self.value = value
+
+def double(box):
+    import torch.distributed as dist
+    return Box(box.value * 2 + dist.get_rank())
+
+def variable():
+    return os.environ.get("SLAPO_TEST_VARIABLE")
+
+{guard}
+    os.environ["SLAPO_TEST_VARIABLE"] = "set when the processes' server starts"
+    run_ranks(variable, world_size=1)
+    del os.environ["SLAPO_TEST_VARIABLE"]
+    print(run_ranks(variable, world_size=1))
+    print([box.value for box in run_ranks(double, Box(4), world_size=2)])
+"""
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+def test_a_plain_script_can_launch_ranks_and_is_told_to_guard_its_main_part(tmp_path: Path, guarded: bool) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(guard='if __name__ == "__main__":' if guarded else "if True:"))
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, cwd=tmp_path, timeout=120)
+    if guarded:
+        assert done.stdout == "[None]\n[8, 9]\n", done.stderr
+    else:
+        assert done.returncode == 1
+        assert "RankFailedError: '__main__.variable' failed on rank" in done.stderr
+        assert "before the function was called (in a script, call it under `if __name__ == '__main__':`" in done.stderr
+
+
+TEST_MODULE = """
+from slapo_core.launcher import run_ranks
+
+class Answer:
+    value = 42
+
+def answer(question):
+    return question, Answer()
+
+def test_answer():
+    assert [found.value for _, found in run_ranks(answer, Answer(), world_size=2)] == [42, 42]
+"""
+
+
+def test_a_test_module_that_no_path_leads_to_is_imported_from_its_file(tmp_path: Path) -> None:
+    folder = tmp_path / "plugins" / "my-plugin" / "tests"
+    folder.mkdir(parents=True)
+    (folder / "test_answer.py").write_text(TEST_MODULE)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    options = ["-q", "--import-mode=importlib", "-p", "no:cacheprovider", f"--rootdir={tmp_path}"]
+    command = [sys.executable, "-m", "pytest", *options, str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=elsewhere, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 passed" in done.stdout
+
+
+ORPHANS = """
+import os, sys, threading
+from slapo_core.launcher import run_ranks
+
+def hold_the_fifo_open(fifo):
+    stream = open(fifo, "w")
+    print("here", file=stream, flush=True)
+    threading.Event().wait()
+
+if __name__ == "__main__":
+    run_ranks(hold_the_fifo_open, sys.argv[1], world_size=2)
+"""
+
+
+def test_no_rank_outlives_a_caller_that_was_killed(tmp_path: Path) -> None:
+    script, fifo = tmp_path / "script.py", tmp_path / "fifo"
+    script.write_text(ORPHANS)
+    os.mkfifo(fifo)
+    caller = subprocess.Popen([sys.executable, str(script), str(fifo)])
+    with fifo.open() as stream:
+        assert [stream.readline() for _ in range(2)] == ["here\n", "here\n"]
+        caller.kill()
+        caller.wait()
+        # The end of the file comes when the last rank has let go of the fifo.
+        assert select.select([stream], [], [], 30)[0], "a rank outlived its caller"
+        assert stream.read() == ""

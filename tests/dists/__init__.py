@@ -1,0 +1,1 @@
+"""Distributions that the tests install."""

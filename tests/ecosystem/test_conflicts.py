@@ -1,0 +1,59 @@
+"""The same full name from two distributions takes that name out of use, and nothing else."""
+
+from __future__ import annotations
+
+import pytest
+
+from slapo_core.errors import ConflictingPluginError
+from slapo_core.plugins import Registry
+from slapo_core.testing.distributions import FakeDistribution, FakeEnvironment, primitive_source
+
+
+def provider(name: str, *bares: str) -> FakeDistribution:
+    module = name.replace("-", "_")
+    sources = {f"{module}_{bare}": primitive_source(f"acme.{bare}") for bare in bares}
+    points = {f"acme.{bare}": f"{module}_{bare}:Thing" for bare in bares}
+    return FakeDistribution(name, "1.0", {"slapo.v1.primitives": points}, sources)
+
+
+@pytest.fixture
+def registry(fake_distributions: FakeEnvironment) -> Registry:
+    fake_distributions.install(provider("first", "pad", "cut"), provider("second", "pad", "join"))
+    return fake_distributions.registry()
+
+
+def test_both_plugins_are_in_conflict_and_say_about_what(registry: Registry) -> None:
+    first, second = registry.plugins
+    assert (first.state, second.state) == ("conflict", "conflict")
+    assert first.reason == "'acme.pad' also provided by second; its other names work"
+    assert first.remedy == "uninstall or disable one: SLAPO_DISABLE_PLUGINS=first or SLAPO_DISABLE_PLUGINS=second"
+
+
+@pytest.mark.parametrize("name", ["pad", "acme.pad"])
+def test_neither_is_used(registry: Registry, name: str) -> None:
+    with pytest.raises(ConflictingPluginError) as caught:
+        registry.resolve("primitives", name)
+    assert str(caught.value) == (
+        "primitive 'acme.pad' is provided by first 1.0 and second 1.0; neither is used\n"
+        "  hint: uninstall one of them, or disable it: SLAPO_DISABLE_PLUGINS=first or SLAPO_DISABLE_PLUGINS=second"
+    )
+
+
+def test_their_other_names_work(registry: Registry) -> None:
+    assert registry.names("primitives") == ("acme.cut", "acme.join")
+    assert registry.load("cut").name == "acme.cut"
+    assert registry.load("acme.join").name == "acme.join"
+
+
+def test_disabling_one_ends_the_conflict(fake_distributions: FakeEnvironment) -> None:
+    fake_distributions.install(provider("first", "pad"), provider("second", "pad"))
+    registry = fake_distributions.registry({"SLAPO_DISABLE_PLUGINS": "second"})
+    assert registry.resolve("primitives", "pad").distribution == "first"
+    assert [plugin.state for plugin in registry.plugins] == ["ok", "disabled"]
+
+
+def test_two_distributions_may_share_a_namespace(fake_distributions: FakeEnvironment) -> None:
+    fake_distributions.install(provider("first", "pad"), provider("second", "join"))
+    registry = fake_distributions.registry()
+    assert [plugin.state for plugin in registry.plugins] == ["ok", "ok"]
+    assert registry.names("primitives") == ("acme.join", "acme.pad")

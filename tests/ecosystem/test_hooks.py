@@ -1,0 +1,239 @@
+"""Hooks: installed is vocabulary, named is effect; every answer and every fault has an owner."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from slapo_core.errors import DisabledPluginError, HookError
+from slapo_core.plugins import HookManager, PluginWarning
+from slapo_core.spec.hookspecs import FIRST_RESULT, HOOKS
+from slapo_core.testing.distributions import FakeEnvironment
+from tests.dists.healthy import acme, with_hooks
+
+DOCTOR = "@hookimpl\ndef slapo_doctor():\n    return ['{}']\n"
+MATERIALIZE = "@hookimpl\ndef slapo_materialize(path):\n    return {}\n"
+TENSOR = {"path": "fc", "name": "weight", "shape": (2, 3), "dtype": None}
+
+
+def hooks_of(environment: FakeEnvironment, source: str, **environ: str) -> HookManager:
+    """A manager in which the plugin ``acme-hooks`` is active, with that source."""
+    environment.install(with_hooks("acme-hooks", source))
+    manager = HookManager(environment.registry(environ))
+    manager.activate("acme-hooks")
+    return manager
+
+
+def test_the_hooks_are_those_of_the_design_and_fully_described() -> None:
+    assert sorted(HOOKS) == [
+        "slapo_applied",
+        "slapo_doctor",
+        "slapo_from_reference",
+        "slapo_gather_output",
+        "slapo_liveness",
+        "slapo_materialize",
+        "slapo_partition",
+        "slapo_preconditions",
+        "slapo_rolled_back",
+        "slapo_to_reference",
+    ]
+    assert sorted(FIRST_RESULT) == ["slapo_liveness", "slapo_materialize", "slapo_partition"]
+    for name, function in HOOKS.items():
+        text = function.__doc__ or ""
+        assert text.startswith("Called when ")
+        assert f"First result: {'yes' if name in FIRST_RESULT else 'no'}" in text
+        assert "Returns:" in text
+        for argument in function.__code__.co_varnames[: function.__code__.co_argcount]:
+            assert f"\n        {argument}: " in text, (name, argument)
+
+
+def test_an_installed_plugin_has_no_effect_until_it_is_named(fake_distributions: FakeEnvironment) -> None:
+    fake_distributions.install(with_hooks("acme-hooks", DOCTOR.format("acme")))
+    manager = HookManager(fake_distributions.registry())
+    assert manager.call("slapo_doctor") == []
+    assert manager.call("slapo_materialize", **TENSOR) is None
+    assert "acme_hooks_hooks" not in sys.modules
+    assert manager.activate("Acme_Hooks")
+    assert not manager.activate("acme-hooks")
+    assert manager.active == ("acme-hooks",)
+    assert manager.call("slapo_doctor") == [["acme"]]
+    assert manager.deactivate("acme-hooks")
+    assert not manager.deactivate("acme-hooks")
+    assert manager.call("slapo_doctor") == []
+    assert manager.active == ()
+    assert manager.activate("acme-hooks")
+    assert manager.call("slapo_doctor") == [["acme"]]
+
+
+def test_a_manager_without_active_plugin_imports_no_pluggy(fake_distributions: FakeEnvironment) -> None:
+    code = (
+        "import sys; from slapo_core.plugins import HookManager, Registry\n"
+        "manager = HookManager(Registry.discover(environ={}))\n"
+        "assert manager.call('slapo_doctor') == []\nassert 'pluggy' not in sys.modules\n"
+        "from slapo_core import hookimpl\nassert 'pluggy' in sys.modules\n"
+    )
+    done = fake_distributions.run("-c", code)
+    assert done.returncode == 0, done.stderr
+
+
+def test_two_schedules_do_not_share_what_is_active(fake_distributions: FakeEnvironment) -> None:
+    fake_distributions.install(with_hooks("acme-hooks", DOCTOR.format("acme")))
+    registry = fake_distributions.registry()
+    one, other = HookManager(registry), HookManager(registry)
+    one.activate("acme-hooks")
+    assert one.call("slapo_doctor") == [["acme"]]
+    assert other.call("slapo_doctor") == []
+
+
+def test_a_plugin_without_hooks_and_code_of_this_process_are_only_remembered(
+    fake_distributions: FakeEnvironment,
+) -> None:
+    fake_distributions.install(acme())
+    manager = HookManager(fake_distributions.registry())
+    assert manager.activate("acme-slapo")
+    assert manager.activate("__main__", version="local")
+    assert not manager.activate("__main__", version="local")
+    assert manager.active == ("__main__", "acme-slapo")
+    assert manager.call("slapo_doctor") == []
+    assert manager.deactivate("__main__")
+    assert "acme_slapo" not in sys.modules
+
+
+def test_activating_what_is_not_installed_or_disabled_is_an_error(fake_distributions: FakeEnvironment) -> None:
+    fake_distributions.install(with_hooks("acme-hooks", DOCTOR.format("acme")))
+    with pytest.raises(HookError) as caught:
+        HookManager(fake_distributions.registry()).activate("acme-hoks")
+    assert str(caught.value) == (
+        "cannot activate plugin 'acme-hoks': it is not installed\n  hint: did you mean acme-hooks?"
+    )
+    disabled = HookManager(fake_distributions.registry({"SLAPO_DISABLE_PLUGINS": "acme-hooks"}))
+    with pytest.raises(DisabledPluginError, match=r"plugin acme-hooks 1.0 is installed but disabled"):
+        disabled.activate("acme-hooks")
+    assert "acme_hooks_hooks" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("source", "problem"),
+    [
+        (
+            "@hookimpl\ndef slapo_aplied(node, record): pass\n",
+            "there is no hook 'slapo_aplied'; did you mean 'slapo_applied'?",
+        ),
+        ("@hookimpl\ndef doctor(): pass\n", "there is no hook 'doctor'; did you mean 'slapo_doctor'?"),
+        ("def slapo_doctor(): pass\n", "'slapo_doctor' is not decorated with @hookimpl"),
+        (
+            "@hookimpl\ndef slapo_applied(node, records): pass\n",
+            "'slapo_applied' takes 'records', but the arguments of this hook are (node, record); "
+            "did you mean 'record'?",
+        ),
+        (
+            "@hookimpl(tryfirst=True)\ndef slapo_doctor(): pass\n",
+            "'slapo_doctor' uses @hookimpl(tryfirst=True); the order of calls has no meaning here",
+        ),
+    ],
+)
+def test_a_hook_that_would_never_be_called_is_refused(
+    fake_distributions: FakeEnvironment, source: str, problem: str
+) -> None:
+    with pytest.raises(HookError) as caught:
+        hooks_of(fake_distributions, source)
+    assert caught.value.message == f"the hooks of acme-hooks 1.0 (acme_hooks_hooks) are refused: {problem}"
+    assert caught.value.plugin == "acme-hooks 1.0"
+
+
+def test_an_implementation_may_take_fewer_arguments_and_another_function_name(
+    fake_distributions: FakeEnvironment,
+) -> None:
+    source = (
+        "import slapo_core\nslapo_cache = {}\n@hookimpl(specname='slapo_materialize')\ndef fill(name): return name\n"
+    )
+    assert hooks_of(fake_distributions, source).call("slapo_materialize", **TENSOR) == "weight"
+
+
+@pytest.mark.parametrize(
+    "body", ["raise ValueError('no')", "raise SystemExit('no')", "yield 1; raise ValueError('no')"]
+)
+def test_an_exception_carries_the_hook_and_the_plugin(fake_distributions: FakeEnvironment, body: str) -> None:
+    manager = hooks_of(fake_distributions, f"@hookimpl\ndef slapo_doctor():\n    {body}\n")
+    with pytest.raises(HookError) as caught:
+        manager.call("slapo_doctor")
+    kind = "SystemExit" if "Exit" in body else "ValueError"
+    assert str(caught.value) == (
+        f"hook slapo_doctor of acme-hooks 1.0 raised {kind}: no\n"
+        "  hint: report it to acme-hooks, or SLAPO_DISABLE_PLUGINS=acme-hooks"
+    )
+    assert type(caught.value.__cause__).__name__ == kind
+
+
+def test_an_exception_in_rolled_back_never_masks_the_original_error(fake_distributions: FakeEnvironment) -> None:
+    bad = "@hookimpl\ndef slapo_rolled_back(error):\n    raise ValueError('mine')\n"
+    good = "seen = []\n@hookimpl\ndef slapo_rolled_back(error):\n    seen.append(error)\n"
+    manager = hooks_of(fake_distributions, bad)
+    fake_distributions.install(with_hooks("zeta-hooks", good))
+    manager = HookManager(fake_distributions.registry())
+    manager.activate("acme-hooks")
+    manager.activate("zeta-hooks")
+    original = RuntimeError("theirs")
+    with pytest.warns(PluginWarning) as caught:
+        assert manager.call("slapo_rolled_back", node=None, primitive=None, error=original) == []
+    assert [str(item.message) for item in caught] == [
+        "hook slapo_rolled_back of acme-hooks 1.0 raised ValueError: mine; the original error stands"
+    ]
+    assert sys.modules["zeta_hooks_hooks"].seen == [original]
+
+
+def test_two_answers_to_a_first_result_hook_are_an_error_naming_both(fake_distributions: FakeEnvironment) -> None:
+    for name, answer in (("acme-hooks", "1"), ("beta-hooks", "2"), ("gamma-hooks", "None")):
+        fake_distributions.install(with_hooks(name, MATERIALIZE.format(answer)))
+    manager = HookManager(fake_distributions.registry())
+    manager.activate("gamma-hooks")
+    assert manager.call("slapo_materialize", **TENSOR) is None
+    manager.activate("beta-hooks")
+    assert manager.call("slapo_materialize", **TENSOR) == 2
+    manager.activate("acme-hooks")
+    with pytest.raises(HookError) as caught:
+        manager.call("slapo_materialize", **TENSOR)
+    assert str(caught.value) == (
+        "hook slapo_materialize(path='fc', name='weight', shape=(2, 3), dtype=None) was answered by "
+        "acme-hooks 1.0 and by beta-hooks 1.0; one answer is allowed\n"
+        "  hint: name only one of them in this schedule, or SLAPO_DISABLE_PLUGINS=beta-hooks"
+    )
+
+
+def test_a_false_answer_is_an_answer(fake_distributions: FakeEnvironment) -> None:
+    assert hooks_of(fake_distributions, MATERIALIZE.format("0")).call("slapo_materialize", **TENSOR) == 0
+
+
+def test_the_order_of_activation_has_no_meaning(fake_distributions: FakeEnvironment) -> None:
+    names = ["acme-hooks", "beta-hooks", "gamma-hooks"]
+    fake_distributions.install(*(with_hooks(name, DOCTOR.format(name)) for name in names))
+    registry = fake_distributions.registry()
+    answers = []
+    for order in (names, names[::-1]):
+        manager = HookManager(registry)
+        for name in order:
+            manager.activate(name)
+        answers.append(manager.call_each("slapo_doctor"))
+    assert answers[0] == answers[1] == [(name, [name]) for name in names]
+
+
+def test_calling_a_hook_wrongly_is_an_error(fake_distributions: FakeEnvironment) -> None:
+    idle = HookManager(fake_distributions.registry())
+    with pytest.raises(HookError) as caught:
+        idle.call("slapo_doktor")
+    assert str(caught.value) == "there is no hook 'slapo_doktor'\n  hint: did you mean 'slapo_doctor'?"
+    manager = hooks_of(fake_distributions, DOCTOR.format("x"))
+    with pytest.raises(HookError, match=r"hook slapo_applied takes \(node, record\), got \(node\)"):
+        manager.call("slapo_applied", node=None)
+
+
+@pytest.mark.parametrize("trace", ["1", "0"])
+def test_tracing_prints_every_hook_call(
+    fake_distributions: FakeEnvironment, capsys: pytest.CaptureFixture[str], trace: str
+) -> None:
+    manager = hooks_of(fake_distributions, MATERIALIZE.format("path"), SLAPO_TRACE_PLUGINS=trace)
+    manager.call("slapo_materialize", **TENSOR)
+    manager.call("slapo_doctor")
+    line = "slapo: hook slapo_materialize(path='fc', name='weight', shape=(2, 3), dtype=None) -> acme-hooks 1.0: 'fc'\n"
+    assert capsys.readouterr().err == (line if trace == "1" else "")

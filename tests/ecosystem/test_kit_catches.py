@@ -1,0 +1,275 @@
+"""The kit can fail: for every check there are bad primitives that it catches, and good ones that it passes."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from slapo_core import Primitive
+from slapo_core.plugins import Registry, use_registry
+from slapo_core.testing import CHECKS, Case, CheckError, FakeDistribution, FakeEnvironment, NotApplicable, primitive_source
+from slapo_core.testing.checks.documentation import documentation_breaches
+from slapo_core.testing.probe import probe
+from tests.ecosystem import kit_primitives as kit
+
+CHECK = {check.name: check for check in CHECKS}
+PRIMITIVES = [
+    value
+    for value in vars(kit).values()
+    if inspect.isclass(value) and issubclass(value, kit.Good | kit.GoodOnMesh) and value is not kit.Bad
+]
+
+
+@pytest.fixture(autouse=True)
+def known() -> Iterator[Registry]:
+    """A registry of this test, in which the primitives of `kit_primitives` are registered."""
+    with use_registry(Registry.discover(environ={})) as registry:
+        for cls in PRIMITIVES:
+            registry.register(cls)
+        kit.SEEN.clear()
+        yield registry
+
+
+def case(primitive: Primitive | Callable[[], Primitive], **options: Any) -> Case:
+    return Case(primitive, **{"model": kit.Net, "path": "fc1", "inputs": kit.batch, **options})
+
+
+def bad(cls: type[Primitive]) -> Case:
+    return case(cls())
+
+
+ON_MESH = {"mesh": ("tp",)}
+WRONG = {"rejects": [kit.Good("wieght")]}
+
+
+def test_a_good_primitive_passes_every_check() -> None:
+    good = case(kit.Good(), rejects=[kit.Good("wieght"), ("fc2", kit.Good("gewicht"))])
+    skipped = {check.name: reason for check in CHECKS if (reason := outcome(check, good)) is not None}
+    assert skipped == {
+        "entry_point_agrees": "'kit.good' was registered in this process: it has no entry point to agree with",
+        "mesh_of_one_is_free": "the case has no mesh=(...)",
+    }
+
+
+def test_a_good_distributed_primitive_passes_every_check() -> None:
+    good = case(kit.GoodOnMesh(), mesh=("dp", "tp"))
+    skipped = {check.name for check in CHECKS if outcome(check, good) is not None}
+    assert skipped == {"entry_point_agrees", "rejected_cases_change_nothing"}
+
+
+def outcome(check: Any, good: Case) -> str | None:
+    try:
+        check(good)
+    except NotApplicable as reason:
+        return str(reason)
+    return None
+
+
+CAUGHT = [
+    ("json_round_trip", bad(kit.GrowsWhenMade), "the value made from JSON is another one"),
+    ("json_round_trip", case(kit.HasDictionary(options={"a": 1})), "the value cannot be hashed"),
+    ("json_round_trip", case(kit.HasDictionary(options=kit.silent)), "JSON cannot carry the arguments"),
+    ("json_round_trip", bad(kit.HashedByIdentity), "the value made from JSON is equal but has another hash"),
+    ("json_round_trip", bad(kit.DependsOnGlobalState), "the schedule replays to other records"),
+    ("json_round_trip", case(kit.Good(), serializable=False), "says serializable=False, but JSON can carry the value"),
+    ("preconditions_mutate_nothing", bad(kit.PreconditionsMark), "fc1.seen: added (True)"),
+    ("preconditions_mutate_nothing", bad(kit.PreconditionsDraw), "torch's random state: advanced"),
+    ("preconditions_mutate_nothing", bad(kit.PreconditionsForget), "answer differently the second time"),
+    (
+        "preconditions_mutate_nothing",
+        case(kit.Good(), rejects=[kit.RefusesAndMarks("wieght")]),
+        "fc1.weight (tensor): 1 of 32 elements differ, first [0, 0]: ",
+    ),
+    (
+        "rejected_cases_change_nothing",
+        case(kit.Good(), rejects=[kit.AcceptsAnything("wieght")]),
+        "is listed in rejects=, but was accepted",
+    ),
+    (
+        "rejected_cases_change_nothing",
+        case(kit.Good(), rejects=[kit.FindsOutTooLate("wieght")]),
+        "ApplyError: finds_out_too_late('wieght') failed at 'fc1' and was rolled back: KeyError: 'wieght'",
+    ),
+    (
+        "rejected_cases_change_nothing",
+        case(kit.Good(), rejects=[kit.GivesNoHint("wieght")]),
+        "is refused without a way out",
+    ),
+    (
+        "rejected_cases_change_nothing",
+        case(kit.Good(), rejects=[kit.RefusesAndMarks("wieght")]),
+        "refusing refuses_and_marks('wieght') changed the model",
+    ),
+    ("faults_roll_back", bad(kit.WritesInPlace), "a fault after edit 1 of 3 leaves traces"),
+    ("faults_roll_back", bad(kit.SwallowsErrors), "a fault after edit 1 of 3 is swallowed"),
+    ("faults_roll_back", bad(kit.HidesErrors), "comes out as another error, and its cause is lost"),
+    ("undo_is_exact", bad(kit.WritesInPlace), "fc1.weight (tensor): 1 of 32 elements differ, first [1, 2]: "),
+    ("undo_is_exact", bad(kit.PatchesTheClass), "class Linear.patched: added (a bool)"),
+    ("undo_is_exact", bad(kit.AddsHookBehindOurBack), "(function silent)"),
+    ("deepcopy_runs_on_itself", bad(kit.HoldsTheModule), "the deep copy's output changes when the original's weights"),
+    ("mesh_of_one_is_free", case(kit.AlwaysPays(), **ON_MESH), "_forward_hooks of 'fc1': AlwaysPays.apply.<locals>"),
+    ("forward_and_gradients_on_1_rank", bad(kit.ComputesSomethingElse), "required: equivalence EXACT, as the primitive"),
+    ("forward_and_gradients_on_1_rank", case(kit.LosesTheGradient(), path="fc2"), "gradient"),
+    ("forward_and_gradients_on_2_ranks", case(kit.WrongOnTwoRanks(), **ON_MESH), "required: equivalence EXACT"),
+    ("forward_and_gradients_on_2_ranks", case(kit.RaisesOnRankOne(), **ON_MESH), "ValueError: rank 1 is not thought of"),
+    (
+        "forward_and_gradients_on_2_ranks",
+        case(kit.Good(), model=kit.LambdaNet),
+        "the case's model cannot be sent to other processes",
+    ),
+]
+
+
+@pytest.mark.parametrize(("check", "case", "says"), CAUGHT, ids=[f"{c}-{case.label}" for c, case, _ in CAUGHT])
+def test_a_bad_primitive_is_caught(check: str, case: Case, says: str) -> None:
+    with pytest.raises(CheckError) as caught:
+        CHECK[check](case)
+    text = str(caught.value)
+    assert says in text
+    assert text.startswith(f"{case} fails {check}: ")
+    assert re.search(r"\n  required: .+\n  got:      .+\n(?s:.*)  way out:  .+", text), text
+
+
+def test_what_is_right_on_one_rank_and_wrong_on_two_passes_the_first() -> None:
+    CHECK["forward_and_gradients_on_1_rank"](case(kit.WrongOnTwoRanks(), **ON_MESH))
+
+
+def test_state_outside_of_the_model_is_caught_when_the_primitive_is_applied_again() -> None:
+    class SpendsItself(kit.RemembersOutside):
+        pass
+
+    @dataclasses.dataclass(frozen=True)
+    class Spent(kit.Bad):
+        def apply(self, node: Any, edit: Any) -> None:
+            if len(kit.SEEN) > 3:
+                raise ValueError("done already")
+            kit.SEEN.add(str(len(kit.SEEN)))
+            super().apply(node, edit)
+
+    with pytest.raises(CheckError, match="it cannot be applied any more after faults that were rolled back"):
+        CHECK["faults_roll_back"](case(Spent()))
+
+
+def test_every_check_has_a_negative_control() -> None:
+    elsewhere = {"documentation", "entry_point_agrees", "light_import"}
+    assert {check for check, _, _ in CAUGHT} | elsewhere == set(CHECK)
+
+
+def test_an_error_that_the_check_does_not_expect_is_chained() -> None:
+    with pytest.raises(CheckError) as caught:
+        CHECK["undo_is_exact"](case(kit.Good(), path="fc9"))
+    assert str(caught.value).startswith("good() at 'fc9' fails undo_is_exact: PathError was raised\n  required: Undo gives")
+    assert "the model has no module 'fc9'" in str(caught.value.__cause__)
+
+
+DOCSTRINGS = {
+    "none": (None, "it has no docstring"),
+    "title": ("freeze\n\nArgs:\n    parameter: which.\n\nrewrite: ``a`` -> ``b``", "the first line is no sentence: 'freeze'"),
+    "field": ("Stop it.\n\nrewrite: ``a`` -> ``b``", "no 'name: text' for 'parameter'"),
+    "empty field": ("Stop it.\n\nArgs:\n    parameter:\n\nrewrite: ``a`` -> ``b``", "no 'name: text' for 'parameter'"),
+    "rewrite": ("Stop it.\n\nArgs:\n    parameter: which.\n\nIt is -> that.", "there is no 'rewrite:' block"),
+    "arrow": ("Stop it.\n\nArgs:\n    parameter: it.\n\nrewrite: all\n\nSo -> so.", "shows no 'before -> after'"),
+}
+
+
+@pytest.mark.parametrize("name", DOCSTRINGS)
+def test_an_incomplete_docstring_is_caught(name: str) -> None:
+    text, says = DOCSTRINGS[name]
+    made = dataclasses.dataclass(frozen=True)(type("Thing", (kit.Good,), {"__doc__": text, "__module__": __name__}))
+    breaches = documentation_breaches(made)
+    assert len(breaches) == 1
+    assert says in breaches[0]
+    with pytest.raises(CheckError, match="the docstring of Thing is incomplete"):
+        CHECK["documentation"](case(made()))
+
+
+def test_complete_docstrings_pass() -> None:
+    assert documentation_breaches(kit.Good) == documentation_breaches(kit.GoodOnMesh) == []
+
+
+# -- entry points -----------------------------------------------------------------------------------------------
+
+
+def test_a_class_that_nobody_provides_is_caught() -> None:
+    with use_registry(Registry.discover(environ={})), pytest.raises(CheckError) as caught:
+        CHECK["entry_point_agrees"](case(kit.Good()))
+    assert str(caught.value) == (
+        "good() at 'fc1' fails entry_point_agrees: no installed distribution provides 'kit.good'\n"
+        '  required: [project.entry-points."slapo.v1.primitives"]: "kit.good" = "tests.ecosystem.kit_primitives:Good"\n'
+        "  got:      an entry point for none of the name 'kit.good' and the class tests.ecosystem.kit_primitives:Good\n"
+        "  way out:  declare it in pyproject.toml and run `pip install -e .` again; in a script or notebook, decorate "
+        "the class with @slapo.register_primitive()"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("kit.good", "kit_dist:Thing", "the entry point 'kit.good' of kit-dist 1.0 loads another class"),
+        ("kit.well", "tests.ecosystem.kit_primitives:Good", "Good.name must be 'kit.well', the name of its entry point"),
+        ("kit.good", "kit_dist:Missing", "the entry point 'kit.good' of kit-dist 1.0 cannot be loaded"),
+    ],
+)
+def test_an_entry_point_that_does_not_agree_is_caught(
+    fake_distributions: FakeEnvironment, name: str, value: str, says: str
+) -> None:
+    points = {"slapo.v1.primitives": {name: value}}
+    fake_distributions.install(
+        FakeDistribution("kit-dist", "1.0", points, {"kit_dist": primitive_source("kit.good")}, ("slapo-core",))
+    )
+    with use_registry(fake_distributions.registry()), pytest.raises(CheckError) as caught:
+        CHECK["entry_point_agrees"](case(kit.Good()))
+    assert says in str(caught.value)
+
+
+def test_an_entry_point_that_agrees_passes(fake_distributions: FakeEnvironment) -> None:
+    points = {"slapo.v1.primitives": {"kit.good": "tests.ecosystem.kit_primitives:Good"}}
+    fake_distributions.install(FakeDistribution("kit-dist", "1.0", points, requires=("slapo-core",)))
+    with use_registry(fake_distributions.registry()):
+        CHECK["entry_point_agrees"](case(kit.Good()))
+
+
+# -- imports ----------------------------------------------------------------------------------------------------
+
+IMPORTS = {
+    "heavy_transformers": ("import transformers", "it imports transformers"),
+    "heavy_prints": ("print('hello')", "it prints 'hello'"),
+    "heavy_leaks": ("import os; os.write(2, b'from C')", "it prints 'from C'"),
+    "heavy_dtype": (
+        "import torch; torch.set_default_dtype(torch.float64)",
+        "it changes torch's default dtype (torch.float32 -> torch.float64)",
+    ),
+    "heavy_seed": ("import torch; torch.manual_seed(0)", "it changes torch's random state"),
+    "heavy_environ": ("import os; os.environ['KIT_X'] = '1'", "it changes the environment variable KIT_X (unset -> '1')"),
+    "heavy_module": ("from torch import nn; nn.Module.forward = None", "it changes torch.nn.Module.forward was replaced"),
+    "heavy_work": (
+        "import time\nend = time.process_time() + 1.1\nwhile time.process_time() < end: pass",
+        "s of CPU",
+    ),
+    "heavy_raises": ("1 / 0", "the import raised ZeroDivisionError: division by zero"),
+    "heavy_exits": ("import os; os._exit(3)", "the importing process ended with exit code 3"),
+}
+
+
+@pytest.mark.parametrize("module", IMPORTS)
+def test_an_import_that_is_not_light_is_caught(fake_distributions: FakeEnvironment, module: str) -> None:
+    source, says = IMPORTS[module]
+    (fake_distributions.directory / f"{module}.py").write_text(source)
+    (fake_distributions.directory / "transformers.py").write_text("")
+    breaches = probe(module).breaches
+    assert len(breaches) == 1
+    assert says in breaches[0]
+
+
+def test_the_check_reports_what_the_probe_finds(fake_distributions: FakeEnvironment) -> None:
+    source = primitive_source("kit.thing", before=("print('hello')",))
+    (fake_distributions.directory / "kit_loud.py").write_text(source)
+    import kit_loud
+
+    with pytest.raises(CheckError, match="importing kit_loud is not light"):
+        CHECK["light_import"](case(kit_loud.Thing()))

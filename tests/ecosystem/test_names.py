@@ -1,0 +1,138 @@
+"""A name means one thing, or the error says what to write."""
+
+from __future__ import annotations
+
+import pytest
+
+from slapo_core.errors import AmbiguousNameError, UnknownNameError
+from slapo_core.spec.names import RESERVED_NAMES
+from slapo_core.testing.distributions import FakeDistribution, FakeEnvironment
+from tests.dists.healthy import acme
+
+
+@pytest.fixture
+def two(fake_distributions: FakeEnvironment) -> FakeEnvironment:
+    fake_distributions.install(acme(), acme("beta-slapo", namespace="beta"))
+    return fake_distributions
+
+
+def test_bare_and_full_names_resolve_when_unique(fake_distributions: FakeEnvironment) -> None:
+    fake_distributions.install(acme())
+    registry = fake_distributions.registry()
+    assert registry.resolve("primitives", "pad") == registry.resolve("primitives", "acme.pad")
+    assert registry.ambiguous == {}
+
+
+def test_an_ambiguous_bare_name_lists_both_providers_and_the_three_exits(two: FakeEnvironment) -> None:
+    registry = two.registry()
+    with pytest.raises(AmbiguousNameError) as caught:
+        registry.resolve("primitives", "pad", path="encoder.fc1")
+    assert str(caught.value) == (
+        "primitive name 'pad' is ambiguous: 'acme.pad' (acme-slapo 1.0) and 'beta.pad' (beta-slapo 1.0)\n"
+        "  hint: write the full name ('acme.pad'), set [tool.slapo] prefer = [\"acme-slapo\"] in pyproject.toml, "
+        "or disable one (SLAPO_DISABLE_PLUGINS=beta-slapo)"
+    )
+    assert caught.value.path == "encoder.fc1"
+    assert registry.ambiguous == {"primitives": {"pad": ("acme.pad", "beta.pad")}}
+    assert registry.bare_names("primitives") == ()
+    assert registry.names("primitives") == ("acme.pad", "beta.pad")
+
+
+def test_each_of_the_three_exits_works(two: FakeEnvironment) -> None:
+    assert two.registry().resolve("primitives", "beta.pad").distribution == "beta-slapo"
+    disabled = two.registry({"SLAPO_DISABLE_PLUGINS": "beta-slapo"})
+    assert disabled.resolve("primitives", "pad").distribution == "acme-slapo"
+    (two.directory / "pyproject.toml").write_text('[tool.slapo]\nprefer = ["beta-slapo"]\n')
+    preferring = two.registry(project=two.directory)
+    assert preferring.resolve("primitives", "pad").distribution == "beta-slapo"
+    assert preferring.ambiguous == {}
+
+
+def test_a_failed_import_does_not_hand_its_bare_name_to_another_plugin(fake_distributions: FakeEnvironment) -> None:
+    fake_distributions.install(acme(before=("1 / 0",)), acme("beta-slapo", namespace="beta"))
+    registry = fake_distributions.registry()
+    with pytest.raises(Exception, match="ZeroDivisionError"):
+        registry.load("acme.pad")
+    with pytest.raises(AmbiguousNameError):
+        registry.resolve("primitives", "pad")
+
+
+@pytest.mark.parametrize(
+    ("name", "message", "hint"),
+    [
+        ("pda", "no installed plugin provides primitive 'pda'", "did you mean 'pad'?"),
+        ("acme.pda", "no installed plugin provides primitive 'acme.pda'", "did you mean 'acme.pad'?"),
+        ("xyz", "no installed plugin provides primitive 'xyz'", "`slapo primitives` shows what is installed"),
+        (
+            "shard",
+            "no installed plugin provides primitive 'shard'; it is part of slapo-tp",
+            "pip install slapo-tp",
+        ),
+        (
+            "fusion.anything",
+            "no installed plugin provides primitive 'fusion.anything'; it is part of slapo-fusion",
+            "pip install slapo-fusion",
+        ),
+    ],
+)
+def test_an_unknown_name_says_what_to_do(
+    fake_distributions: FakeEnvironment, name: str, message: str, hint: str
+) -> None:
+    fake_distributions.install(acme())
+    with pytest.raises(UnknownNameError) as caught:
+        fake_distributions.registry().resolve("primitives", name)
+    assert (caught.value.message, caught.value.hint) == (message, hint)
+
+
+def test_an_unknown_dialect_and_an_unknown_kind_say_so(fake_distributions: FakeEnvironment) -> None:
+    fake_distributions.install(acme())
+    registry = fake_distributions.registry()
+    with pytest.raises(UnknownNameError) as caught:
+        registry.resolve("dialects", "deepspeed")
+    assert caught.value.hint == "pip install slapo-deepspeed"
+    with pytest.raises(UnknownNameError) as caught:
+        registry.resolve("primitive", "pad")
+    assert str(caught.value) == "there is no kind of plugin object 'primitive'\n  hint: did you mean primitives?"
+
+
+def test_an_unknown_name_mentions_plugins_whose_names_could_not_be_read(fake_distributions: FakeEnvironment) -> None:
+    broken = FakeDistribution("bad-slapo", files={"entry_points.txt": b"[slapo.v1.primitives]\nnonsense\n"})
+    fake_distributions.install(broken)
+    with pytest.raises(UnknownNameError) as caught:
+        fake_distributions.registry().resolve("primitives", "pad")
+    assert caught.value.message == (
+        "no installed plugin provides primitive 'pad' (what bad-slapo would provide is unknown: broken)"
+    )
+
+
+def test_a_bare_name_that_is_anothers_namespace_is_never_guessed(fake_distributions: FakeEnvironment) -> None:
+    fake_distributions.install(acme(bare="beta"), acme("beta-slapo", namespace="beta", bare="beta"))
+    registry = fake_distributions.registry()
+    with pytest.raises(AmbiguousNameError):
+        registry.resolve("primitives", "beta")
+    assert registry.resolve("primitives", "acme.beta").distribution == "acme-slapo"
+    alone = fake_distributions.registry({"SLAPO_DISABLE_PLUGINS": "acme-slapo"})
+    assert alone.resolve("primitives", "beta").name == "beta.beta"
+
+
+def test_kinds_without_namespace_use_plain_names(fake_distributions: FakeEnvironment) -> None:
+    source = (
+        "from slapo_core.spec.compiler import Compiler\n"
+        "class Fast(Compiler):\n    name = 'fast'\n    def compile(self, module, example_inputs): return module\n"
+    )
+    fake_distributions.install(
+        FakeDistribution("acme-fast", "1.0", {"slapo.v1.compilers": {"fast": "acme_fast:Fast"}}, {"acme_fast": source})
+    )
+    registry = fake_distributions.registry()
+    assert registry.names("compilers") == registry.bare_names("compilers") == ("fast",)
+    assert registry.load("fast", "compilers").name == "fast"
+
+
+def test_no_primitive_can_hide_a_member_of_a_node_group_or_schedule() -> None:
+    from slapo_core.schedule import Schedule
+    from slapo_core.tree.group import Group
+    from slapo_core.tree.node import TreeNode
+
+    members = {name for cls in (Schedule, Group, TreeNode) for name in dir(cls) if not name.startswith("_")}
+    assert {"undo", "pattern", "module"} <= members
+    assert members - RESERVED_NAMES == set()

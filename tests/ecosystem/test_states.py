@@ -1,0 +1,159 @@
+"""Every plugin has one of six states, with its reason and its remedy, before anything is imported."""
+
+from __future__ import annotations
+
+import pytest
+
+from slapo_core.errors import BrokenPluginError, DisabledPluginError, IncompatiblePluginError, RejectedPluginError
+from slapo_core.plugins.compat import check_majors, check_requirement, parse_group, readable_majors
+from slapo_core.plugins.model import Plugin
+from slapo_core.testing.distributions import FakeDistribution, FakeEnvironment
+from tests.dists.healthy import acme
+
+
+def only(environment: FakeEnvironment, **options: object) -> Plugin:
+    (plugin,) = environment.registry(**options).plugins  # type: ignore[arg-type]
+    return plugin
+
+
+def test_a_core_reads_its_own_api_and_the_one_before() -> None:
+    assert readable_majors(1) == (1,)
+    assert readable_majors(3) == (3, 2)
+
+
+@pytest.mark.parametrize(
+    ("major", "api_major", "state"), [(1, 1, "ok"), (1, 2, "ok"), (1, 3, "incompatible"), (2, 1, "incompatible")]
+)
+def test_the_group_name_says_the_api(
+    fake_distributions: FakeEnvironment, major: int, api_major: int, state: str
+) -> None:
+    fake_distributions.install(
+        FakeDistribution("acme-slapo", entry_points={f"slapo.v{major}.primitives": {"acme.pad": "a:B"}})
+    )
+    assert only(fake_distributions, api_major=api_major).state == state
+
+
+def test_a_plugin_for_two_apis_is_read_in_the_newest_that_core_reads(fake_distributions: FakeEnvironment) -> None:
+    points = {f"slapo.v{major}.primitives": {"acme.pad": f"acme_v{major}:Pad"} for major in (1, 2, 9)}
+    fake_distributions.install(FakeDistribution("acme-slapo", entry_points=points))
+    assert [entry.value for entry in only(fake_distributions, api_major=2).entries] == ["acme_v2:Pad"]
+    assert [entry.value for entry in only(fake_distributions, api_major=1).entries] == ["acme_v1:Pad"]
+
+
+def test_the_remedy_upgrades_whichever_side_is_old() -> None:
+    newer = check_majors([2], plugin="acme", api_major=1, core="0.1")
+    older = check_majors([1], plugin="acme", api_major=3, core="3.0")
+    assert newer is not None
+    assert older is not None
+    assert (newer.reason, newer.remedy) == (
+        "written for plugin API v2; slapo-core 0.1 reads v1",
+        "pip install --upgrade slapo-core",
+    )
+    assert (older.reason, older.remedy) == (
+        "written for plugin API v1; slapo-core 3.0 reads v3 and v2",
+        "pip install --upgrade acme",
+    )
+
+
+@pytest.mark.parametrize(
+    "group", ["slapo.v0.primitives", "slapo.v1", "slapo.1.primitives", "slapo.v1.Primitives", "slapo.v01.x"]
+)
+def test_other_group_names_are_not_groups(group: str) -> None:
+    assert parse_group(group) is None
+
+
+@pytest.mark.parametrize(
+    ("line", "fits"),
+    [
+        ("slapo-core", True),
+        ("slapo-core>=0.1", True),
+        ("slapo_core (>=0.1,<1)", True),
+        ("SLAPO.core<0.1", False),
+        ("slapo-core>=2; python_version < '3'", True),
+        ("slapo-core>=2; extra == 'test'", True),
+        ("slapo-core-extras>=9", True),
+        ("slapo-core[test]>=9", False),
+    ],
+)
+def test_the_required_range_is_held_against_core(line: str, fits: bool) -> None:
+    assert (check_requirement([line], plugin="acme", core="0.1.0") is None) == fits
+
+
+def test_a_prerelease_of_core_satisfies_the_range() -> None:
+    assert check_requirement(["slapo-core>=0.1"], plugin="acme", core="0.2.0rc1") is None
+
+
+def test_an_incompatible_plugin_says_what_it_needs_when_it_is_used(fake_distributions: FakeEnvironment) -> None:
+    fake_distributions.install(acme(requires=("slapo-core>=2",), before=("raise SystemExit('was imported')",)))
+    registry = fake_distributions.registry(core="0.1.0")
+    with pytest.raises(IncompatiblePluginError) as caught:
+        registry.load("pad")
+    assert str(caught.value) == (
+        "primitive 'acme.pad' of acme-slapo 1.0 is incompatible: needs slapo-core>=2; installed is slapo-core 0.1.0\n"
+        '  hint: pip install "slapo-core>=2", or a release of acme-slapo for this version'
+    )
+
+
+def test_a_disabled_plugin_says_which_setting_disabled_it(fake_distributions: FakeEnvironment) -> None:
+    fake_distributions.install(acme())
+    registry = fake_distributions.registry({"SLAPO_DISABLE_PLUGINS": "Acme_Slapo"})
+    with pytest.raises(DisabledPluginError) as caught:
+        registry.resolve("primitives", "pad")
+    assert str(caught.value) == (
+        "primitive 'acme.pad' of acme-slapo 1.0 is installed but disabled: SLAPO_DISABLE_PLUGINS names it\n"
+        "  hint: remove acme-slapo from SLAPO_DISABLE_PLUGINS"
+    )
+    assert registry.names("primitives") == ()
+    assert registry.namespaces() == ()
+
+
+def test_a_rejected_plugin_says_which_rule_it_breaks(fake_distributions: FakeEnvironment) -> None:
+    fake_distributions.install(acme(bare="undo"))
+    with pytest.raises(RejectedPluginError) as caught:
+        fake_distributions.registry().resolve("primitives", "acme.undo")
+    assert str(caught.value) == (
+        "primitive 'acme.undo' of acme-slapo 1.0 was rejected: "
+        "'acme.undo' is refused: 'undo' would hide a member of nodes or schedules\n"
+        "  hint: report it to the author of acme-slapo; pip uninstall acme-slapo"
+    )
+
+
+def test_disabling_silences_a_broken_plugin(fake_distributions: FakeEnvironment) -> None:
+    fake_distributions.install(FakeDistribution("acme-slapo", None, {"slapo.v1.primitives": {"acme.pad": "a:B"}}))
+    assert only(fake_distributions).state == "broken"
+    assert only(fake_distributions, environ={"SLAPO_DISABLE_PLUGINS": "acme-slapo"}).state == "disabled"
+
+
+def test_a_broken_import_changes_the_state_and_spares_the_other_names(fake_distributions: FakeEnvironment) -> None:
+    good = acme()
+    points = {"slapo.v1.primitives": {"acme.pad": "acme_slapo:Thing", "acme.cut": "acme_cut:Cut"}}
+    fake_distributions.install(
+        FakeDistribution("acme-slapo", "1.0", points, {**good.modules, "acme_cut": "import acme_nothing"})
+    )
+    registry = fake_distributions.registry()
+    with pytest.raises(BrokenPluginError):
+        registry.load("cut")
+    (plugin,) = registry.plugins
+    assert plugin.state == "broken"
+    assert plugin.reason == "primitive 'acme.cut': ModuleNotFoundError: No module named 'acme_nothing'"
+    assert registry.names("primitives") == ("acme.pad",)
+    assert registry.load("pad").name == "acme.pad"
+
+
+def test_a_kind_that_core_does_not_know_yet_is_said_and_ignored(fake_distributions: FakeEnvironment) -> None:
+    points = {"slapo.v1.primitives": {"acme.pad": "acme_slapo:Thing"}, "slapo.v1.gizmos": {"x": "acme_slapo:X"}}
+    fake_distributions.install(FakeDistribution("acme-slapo", "1.0", points, acme().modules))
+    registry = fake_distributions.registry()
+    (plugin,) = registry.plugins
+    assert plugin.state == "ok"
+    assert plugin.reason == "provides gizmos, which this slapo-core does not know and ignores"
+    assert plugin.provides("gizmos") == ("x",)
+    assert registry.load("pad").name == "acme.pad"
+
+
+def test_nobody_can_take_a_name_of_core(fake_distributions: FakeEnvironment) -> None:
+    points = {"slapo.v1.tracers": {"record": "x:Y"}}
+    fake_distributions.install(FakeDistribution("slapo-core", "0.1.0", points), FakeDistribution("evil", "1", points))
+    registry = fake_distributions.registry()
+    assert {plugin.name: plugin.state for plugin in registry.plugins} == {"evil": "rejected", "slapo-core": "ok"}
+    assert registry.resolve("tracers", "record").distribution == "slapo-core"
