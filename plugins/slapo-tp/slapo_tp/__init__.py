@@ -1,0 +1,38 @@
+"""Tensor parallelism for slapo: ``shard``, ``sync`` and ``shard_attribute``.
+
+Installing this distribution is enough: every schedule then knows ``sch["path"].shard(...)`` and the others. The
+classes below are for those who build primitives as values::
+
+    from slapo_tp import Shard
+
+    sch["encoder.fc1"].apply(Shard("weight", axis=0))
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from slapo_tp.attributes import ShardAttribute
+    from slapo_tp.shard import Shard
+    from slapo_tp.sync import Sync
+
+__all__ = ["Shard", "ShardAttribute", "Sync"]
+
+_HOMES = {
+    "Shard": "slapo_tp.shard",
+    "ShardAttribute": "slapo_tp.attributes",
+    "Sync": "slapo_tp.sync",
+}
+
+
+def __getattr__(name: str) -> object:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(home), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,53 @@
+"""Forwards of split modules: wrappers for ``edit.wrap_forward``, plain functions that take the module first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from slapo_core.spec.edit import Forward
+
+__all__ = ["leave_bias_out", "look_up_own_rows"]
+
+
+def leave_bias_out(without_bias: Forward) -> Callable[[Forward], Forward]:
+    """For a weight split along its input axis: the partial sum, to which ``sync`` adds the bias after the reduction.
+
+    Args:
+        without_bias: the kind's forward with the bias left out.
+    """
+
+    def bias_left_out(forward: Forward) -> Forward:
+        return without_bias
+
+    return bias_left_out
+
+
+def look_up_own_rows(start: int, vocabulary: int) -> Callable[[Forward], Forward]:
+    """For an embedding split along its vocabulary: this rank's rows, and zeros for the ids of other ranks.
+
+    An id outside of the whole vocabulary stays an error, as in the untouched module.
+
+    Args:
+        start: the first id of this rank, e.g. 15000.
+        vocabulary: the number of ids of all ranks, e.g. 30000.
+    """
+
+    def own_rows_looked_up(forward: Forward) -> Forward:
+        def look_up(module: Any, input: Tensor) -> Tensor:
+            rows = module.weight.shape[0]
+            stop = start + rows
+            others = ((input >= 0) & (input < start)) | ((input >= stop) & (input < vocabulary))
+            padding = module.padding_idx
+            if padding is not None:
+                padding = padding - start if start <= padding < stop else None
+            own = (input - start).masked_fill(others, 0)
+            found = F.embedding(own, module.weight, padding, sparse=module.sparse)
+            return found.masked_fill(others.unsqueeze(-1), 0.0)
+
+        return look_up
+
+    return own_rows_looked_up

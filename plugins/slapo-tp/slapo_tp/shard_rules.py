@@ -1,0 +1,198 @@
+"""What must hold before a tensor may be split."""
+
+from __future__ import annotations
+
+import difflib
+from collections import Counter
+from collections.abc import Iterator
+
+from torch import Tensor
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from slapo_core import Node, Violation
+from slapo_core.spec.conditions import Divisible
+from slapo_tp.kinds import Kind, kind_of
+from slapo_tp.splits import as_tuple, mesh_size, own_tensor, sites, split_axis, tensor_axis
+
+__all__ = ["names_violations", "pieces", "tensor_violations"]
+
+Packed = int | tuple[int, ...]
+
+
+def names_violations(names: tuple[str, ...]) -> Iterator[Violation]:
+    if not names:
+        yield Violation("it names no parameter", 'write shard("weight", axis=0)')
+    for name, count in Counter(names).items():
+        if count > 1:
+            yield Violation(f"'{name}' is named {count} times", "name each parameter once")
+
+
+def pieces(packed: Packed, extent: int) -> tuple[int, ...]:
+    """The sizes of the matrices that an axis of ``extent`` elements holds: ``pieces(3, 768) == (256, 256, 256)``."""
+    return packed if isinstance(packed, tuple) else (extent // packed,) * packed
+
+
+def tensor_violations(
+    node: Node, name: str, names: tuple[str, ...], axis: int, packed: Packed, mesh_dim: str
+) -> Iterator[Violation]:
+    """Every reason why ``shard(names, axis, packed=packed)`` cannot split tensor ``name`` of this node."""
+    tensor = own_tensor(node, name)
+    if tensor is None:
+        yield _missing(node, name)
+        return
+    unsplittable = _unsplittable(name, tensor)
+    if unsplittable is not None:
+        yield unsplittable
+        return
+    own_axis = tensor_axis(node, name, names, axis)
+    if own_axis is None:
+        yield _no_such_axis(node, name, tensor, axis)
+        return
+    split = list(_split_already(node, name, own_axis, mesh_dim))
+    if split:
+        yield from split
+        return
+    refusals = [
+        refusal
+        for place, own in sites(node, name)
+        for refusal in _module_refuses(node, place, own, own_axis, packed, mesh_dim)
+    ]
+    yield from refusals or _indivisible(node, name, tensor, own_axis, packed, mesh_dim)
+
+
+def _missing(node: Node, name: str) -> Violation:
+    module = node.module
+    if name in module._parameters or name in module._buffers:
+        return Violation(f"'{name}' is None in this {type(module).__name__}", f"leave '{name}' out")
+    tensors = {**node.parameters, **node.buffers}
+    if not tensors:
+        below = [child.path for child in node.children if child.parameters or child.buffers]
+        hint = f"its children have some: sch['{below[0]}'].shard(...)" if below else "print(sch) shows the tree"
+        return Violation(f"this {type(module).__name__} has no parameter or buffer of its own", hint)
+    listed = ", ".join(f"'{own}' {tuple(tensor.shape)}" for own, tensor in tensors.items())
+    close = difflib.get_close_matches(name, tensors, n=1)
+    hint = f"did you mean '{close[0]}'? it has {listed}" if close else f"it has {listed}"
+    return Violation(f"this {type(module).__name__} has no parameter or buffer '{name}'", hint)
+
+
+def _unsplittable(name: str, tensor: Tensor) -> Violation | None:
+    if is_lazy(tensor):
+        return Violation(f"'{name}' has no shape yet", "run the model once before, or give the layer its input size")
+    if tensor.is_quantized or is_traceable_wrapper_subclass(tensor):
+        subclass = "quantised tensor" if tensor.is_quantized else type(tensor.data).__name__
+        return Violation(f"'{name}' is a {subclass}, not a plain tensor", "shard before it is converted")
+    if tensor.dim() == 0:
+        return Violation(f"'{name}' is a scalar and has no axis", f"leave '{name}' out")
+    return None
+
+
+def _no_such_axis(node: Node, name: str, tensor: Tensor, axis: int) -> Violation:
+    kind, weight = kind_of(node.module), own_tensor(node, "weight")
+    if name == "bias" and kind is not None and weight is not None and -weight.dim() <= axis < weight.dim():
+        output = kind.axis_of("output")
+        return Violation(
+            f"'bias' lies along the weight's output axis {output}, not along its axis {axis}",
+            f'use shard(["weight", "bias"], axis={output}), or shard("weight", axis={axis}): '
+            "the whole bias is then added once, by sync",
+        )
+    choices = " or ".join(f"axis={position}" for position in range(tensor.dim()))
+    axes = f"{tensor.dim()} axes" if tensor.dim() > 1 else "1 axis"
+    return Violation(f"'{name}' has {axes} {tuple(tensor.shape)}", f"use {choices}")
+
+
+def _split_already(node: Node, name: str, axis: int, mesh_dim: str) -> Iterator[Violation]:
+    before = split_axis(node, name, mesh_dim)
+    if before is not None:
+        steps = [
+            str(record)
+            for place, own in sites(node, name)
+            for record in place.records
+            if record.name == "tp.shard" and own in as_tuple(record.primitive.arguments()["names"])
+        ]
+        by = f" by {steps[-1]}" if steps else ""
+        yield Violation(
+            f"'{name}' is split over mesh_dim '{mesh_dim}' already, on axis {before}{by}",
+            "remove this call, or name another mesh_dim",
+        )
+    for other, other_axis in node.layout(name).shards():
+        if other_axis == axis and other != mesh_dim:
+            yield Violation(
+                f"axis {axis} of '{name}' is split over mesh_dim '{other}' already", "split another axis of it"
+            )
+
+
+def _indivisible(
+    node: Node, name: str, tensor: Tensor, axis: int, packed: Packed, mesh_dim: str
+) -> Iterator[Violation]:
+    extent, size = tensor.shape[axis], mesh_size(node, mesh_dim)
+    what = f"axis {axis} of '{name}'"
+    if isinstance(packed, tuple):
+        if sum(packed) != extent or min(packed, default=0) < 1:
+            yield Violation(
+                f"{what} has {extent} elements, but packed={packed} gives {sum(packed)}",
+                "packed lists the size of each matrix on that axis, in elements",
+            )
+            return
+    elif packed < 1 or extent % packed:
+        yield Violation(
+            f"{what} has {extent} elements, which packed={packed} does not divide",
+            "give the size of each matrix, such as packed=(768, 256, 256)",
+        )
+        return
+    sizes = pieces(packed, extent)
+    for number, length in enumerate(sizes, start=1):
+        part = what if len(sizes) == 1 else f"matrix {number} of {len(sizes)} on {what}"
+        near = [near for near in (length - length % size, length - length % size + size) if near]
+        yield from Divisible(part, length, mesh_dim, f"sizes that work: {' or '.join(map(str, near))}")(node)
+
+
+def _module_refuses(
+    node: Node, place: Node, name: str, axis: int, packed: Packed, mesh_dim: str
+) -> Iterator[Violation]:
+    """Why the module at ``place``, which holds the tensor as ``name``, could not run with a piece of it."""
+    kind = kind_of(place.module)
+    if kind is None:
+        if place is not node:
+            yield Violation(
+                f"'{name}' of '{place.path}' is the same tensor, and what {type(place.module).__name__} does with it "
+                "is not known",
+                f"if it works with a piece, write sch['{place.path}'].shard('{name}', axis={axis}) instead of this",
+            )
+        return
+    if name == "weight":
+        for refusal in kind.refusals(place.module, axis):
+            yield (
+                refusal
+                if place is node
+                else Violation(f"at '{place.path}', tied to it: {refusal.message}", refusal.hint)
+            )
+        yield from _forward_refuses(place, kind, axis, packed, mesh_dim)
+    elif name == "bias" and output_axis_is_not_split(place, kind, mesh_dim):
+        yield Violation(
+            "the weight is split on its input axis, so the whole bias is added once, by sync", "leave 'bias' out"
+        )
+
+
+def output_axis_is_not_split(place: Node, kind: Kind, mesh_dim: str) -> bool:
+    """Whether the weight is split over ``mesh_dim`` on another axis than that of the bias."""
+    if own_tensor(place, "weight") is None:
+        return False
+    axis = split_axis(place, "weight", mesh_dim)
+    return axis is not None and kind.role(axis) != "output"
+
+
+def _forward_refuses(place: Node, kind: Kind, axis: int, packed: Packed, mesh_dim: str) -> Iterator[Violation]:
+    role, bias = kind.role(axis), own_tensor(place, "bias")
+    if role == "vocabulary" and packed != 1:
+        yield Violation(f"the vocabulary of {kind.name} is one matrix (got packed={packed})", "leave packed out")
+    if role == "input" and bias is not None and split_axis(place, "bias", mesh_dim) is not None:
+        yield Violation(
+            "the bias is split already, which belongs to the weight's output axis", f"use axis={kind.axis_of('output')}"
+        )
+    if "forward" in place.module.__dict__ and (role == "vocabulary" or (role == "input" and bias is not None)):
+        steps = f" by {place.records[-1]}" if place.records else ""
+        yield Violation(
+            f"the forward of '{place.path}' was changed{steps}, and splitting this axis has to change it too",
+            "shard first, then apply the other step",
+        )

@@ -1,0 +1,119 @@
+"""Questions that the rules of all primitives ask: what is split where, and what a module's output is by now.
+
+On a mesh of size 1 nothing is cut, so the answers come from the records: a schedule that is right there is right
+everywhere.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torch import Tensor
+from torch.nn.parameter import is_lazy
+
+from slapo_core import Node
+from slapo_tp.kinds import kind_of
+
+__all__ = ["bias_is_left_out", "has_split_below", "mesh_size", "output_state", "sites", "split_axis", "tensor_axis"]
+
+
+def mesh_size(node: Node, mesh_dim: str) -> int:
+    """Number of ranks along ``mesh_dim``."""
+    return node.mesh.size(mesh_dim) if node.mesh is not None else 1
+
+
+def own_tensor(node: Node, name: str) -> Tensor | None:
+    """The module's own parameter or buffer; None if it has none of that name."""
+    module = node.module
+    tensor = module._parameters.get(name)
+    return module._buffers.get(name) if tensor is None else tensor
+
+
+def sites(node: Node, name: str) -> tuple[tuple[Node, str], ...]:
+    """Every module that holds the tensor, with its name there; ``node`` itself first."""
+    places = node.ties(name)
+    if len(places) < 2:
+        return ((node, name),)
+    root = node
+    while root.parent is not None:
+        root = root.parent
+    found = [place.rpartition(".") for place in places]
+    others = [(root[path], own) for path, _, own in found if (path, own) != (node.path, name)]
+    return ((node, name), *others)
+
+
+def tensor_axis(node: Node, name: str, names: tuple[str, ...], axis: int) -> int | None:
+    """The axis of tensor ``name`` that ``shard(names, axis=axis)`` means; None if there is none.
+
+    ``axis`` counts the axes of the weight. A bias has only one axis, that of the output features, so it is split on its
+    axis 0 when the weight is split on its output axis, whichever that is (1 for transformers' Conv1D).
+    """
+    tensor = own_tensor(node, name)
+    assert tensor is not None
+    weight, kind = own_tensor(node, "weight"), kind_of(node.module)
+    along_weight = "weight" in names or not -1 <= axis < 1
+    if name == "bias" and tensor.dim() == 1 and kind is not None and weight is not None and along_weight:
+        position = _normalise(axis, weight.dim())
+        return 0 if position is not None and kind.role(position) == "output" else None
+    return _normalise(axis, tensor.dim())
+
+
+def split_axis(node: Node, name: str, mesh_dim: str) -> int | None:
+    """The axis along which an own tensor was split over ``mesh_dim``; None if it was not."""
+    tensor = own_tensor(node, name)
+    if tensor is None or is_lazy(tensor):
+        return None
+    for split_dim, axis in node.layout(name).shards():
+        if split_dim == mesh_dim:
+            return axis
+    if mesh_size(node, mesh_dim) > 1:
+        return None
+    for site, own in sites(node, name):
+        for record in site.records:
+            arguments = record.primitive.arguments()
+            if record.name != "tp.shard" or arguments["mesh_dim"] != mesh_dim:
+                continue
+            names = as_tuple(arguments["names"])
+            if own in names:
+                return tensor_axis(site, own, names, arguments["axis"])
+    return None
+
+
+def has_split_below(node: Node, mesh_dim: str) -> bool:
+    """Whether a tensor here or at any descendant was split over ``mesh_dim``, be it through a tie."""
+    for record in node.records_below():
+        if record.name == "tp.shard" and record.primitive.arguments()["mesh_dim"] == mesh_dim:
+            return True
+    return any(
+        split_axis(below, name, mesh_dim) is not None
+        for below in node.walk()
+        for name in (*below.parameters, *below.buffers)
+    )
+
+
+def output_state(node: Node, mesh_dim: str) -> Literal["partial", "split"] | None:
+    """What the module's own forward gives: a partial sum, or a piece of the output features.
+
+    None where it is neither, or where the module is of no known kind.
+    """
+    kind = kind_of(node.module)
+    if kind is None or own_tensor(node, "weight") is None:
+        return None
+    axis = split_axis(node, "weight", mesh_dim)
+    if axis is None:
+        return None
+    return "split" if kind.role(axis) == "output" else "partial"
+
+
+def bias_is_left_out(node: Node, mesh_dim: str) -> bool:
+    """Whether the module gives a partial sum without its bias, which ``sync`` has to add."""
+    return own_tensor(node, "bias") is not None and output_state(node, mesh_dim) == "partial"
+
+
+def as_tuple(names: str | tuple[str, ...]) -> tuple[str, ...]:
+    """One name or several, as several."""
+    return (names,) if isinstance(names, str) else names
+
+
+def _normalise(axis: int, axes: int) -> int | None:
+    return axis % axes if -axes <= axis < axes else None

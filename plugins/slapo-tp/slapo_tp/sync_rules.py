@@ -1,0 +1,194 @@
+"""What must hold before a collective may be put at a module."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from slapo_core import Node, Violation
+from slapo_tp.kinds import kind_of
+from slapo_tp.splits import bias_is_left_out, has_split_below, output_state
+
+if TYPE_CHECKING:
+    from slapo_tp.sync import Sync
+
+__all__ = ["argument_violations", "place_violations", "resolve"]
+
+
+def resolve(sync: Sync, node: Node) -> tuple[str, str | Callable[..., Any] | None, int]:
+    """Mode, op and axis with the short forms written out; op is None where they do not say which."""
+    if sync.mode == "backward":
+        return "bwd_post", sync.op or "all_reduce", sync.axis
+    if sync.mode != "forward":
+        return sync.mode, sync.op, sync.axis
+    if sync.op is not None:
+        return "fwd_post", sync.op, sync.axis
+    state, kind = output_state(node, sync.mesh_dim), kind_of(node.module)
+    if state == "split" and kind is not None:
+        return "fwd_post", "all_gather", kind.feature_axis
+    return "fwd_post", "all_reduce" if state == "partial" else None, sync.axis
+
+
+def argument_violations(sync: Sync, node: Node) -> list[Violation]:
+    """Arguments that do not go together."""
+    found = []
+    mode, op, _ = resolve(sync, node)
+    if op is None and sync.mode == "forward":
+        if not has_split_below(node, sync.mesh_dim):
+            return []  # said by place_violations
+        found.append(
+            Violation(
+                f"what the output of this {type(node.module).__name__} is cannot be told from its own weight",
+                'use sync("fwd_post", "all_reduce") for a partial sum, sync("fwd_post", "all_gather") for a piece',
+            )
+        )
+    elif op is None:
+        found.append(Violation(f"mode '{mode}' needs an op", f'use sync("{mode}", "all_reduce")'))
+    elif mode == "bwd_post" and op in ("all_gather", "reduce_scatter"):
+        instead = "all_gather" if op == "reduce_scatter" else "reduce_scatter"
+        found.append(
+            Violation(
+                f"the gradient of an input that passes unchanged has that input's shape, which {op} would change",
+                f'use sync("fwd_pre", "{instead}", axis={sync.axis}), whose backward is the {op}',
+            )
+        )
+    if sync.axis != -1 and (op == "all_reduce" or callable(op) or op is None):
+        found.append(
+            Violation(f"axis={sync.axis} means nothing here: only gather and scatter have one", "leave it out")
+        )
+    if sync.inputs is not None and (mode == "fwd_post" or callable(op)):
+        found.append(Violation(f"inputs={sync.inputs} belongs to built-in ops of fwd_pre and bwd_post", "leave it out"))
+    if sync.outputs is not None and (mode != "fwd_post" or callable(op)):
+        found.append(Violation(f"outputs={sync.outputs} belongs to built-in ops of fwd_post", "leave it out"))
+    if sync.inputs is not None:
+        found += _unknown_inputs(sync.inputs, node)
+    if any(position < 0 for position in sync.outputs or ()):
+        found.append(Violation(f"outputs={sync.outputs} must count from 0", "outputs=(0,)"))
+    return found
+
+
+def place_violations(sync: Sync, node: Node) -> list[Violation]:
+    """Arguments that do not fit what is split here and what was synchronised before."""
+    if not has_split_below(node, sync.mesh_dim):
+        return [
+            Violation(
+                f"nothing was split over mesh_dim '{sync.mesh_dim}' on this module or below it",
+                'write shard("weight", axis=...) before',
+            )
+        ]
+    mode, op, axis = resolve(sync, node)
+    repeated = _repeated(sync, node, mode, op)
+    if repeated or callable(op):
+        return repeated
+    found = []
+    if mode == "fwd_post":
+        found += _output_violations(sync, node, str(op), axis)
+        if op != "all_gather":
+            found += _biases_below(sync, node, str(op), axis)
+    if mode == "bwd_post":
+        found += _gradient_violations(sync, node)
+    return found
+
+
+def _unknown_inputs(inputs: tuple[int | str, ...], node: Node) -> list[Violation]:
+    parameters = list(inspect.signature(type(node.module).forward).parameters.values())[1:]
+    names = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    accepts_any = len(names) < len(parameters)
+    unknown = [key for key in inputs if (key not in names if isinstance(key, str) else not 0 <= key < len(names))]
+    if not unknown or (accepts_any and not any(isinstance(key, int) and key < 0 for key in unknown)):
+        return []
+    return [
+        Violation(
+            f"forward of {type(node.module).__name__} has no input {unknown[0]!r}",
+            f"it has {', '.join(names) or 'none'}",
+        )
+    ]
+
+
+def _repeated(sync: Sync, node: Node, mode: str, op: object) -> list[Violation]:
+    """A second collective on what an earlier step synchronised already."""
+    for record in node.records:
+        before: Any = record.primitive
+        if record.name != "tp.sync" or before.mesh_dim != sync.mesh_dim:
+            continue
+        before_mode, before_op, _ = resolve(before, node)
+        if before == sync:
+            return [Violation(f"step {record} is the same sync", "remove this call")]
+        if callable(op) or callable(before_op):
+            continue
+        if mode == before_mode == "fwd_post" and _overlap(sync.outputs, before.outputs):
+            return [Violation(f"the output is synchronised already, by {record}", "remove one of the two")]
+        if mode != "fwd_post" and before_mode != "fwd_post" and _overlap(sync.inputs, before.inputs):
+            both = {mode, before_mode}
+            if len(both) == 1 or {op, before_op} == {"all_gather", "all_reduce"}:
+                what = "input" if mode == before_mode == "fwd_pre" else "gradient of the input"
+                return [Violation(f"the {what} is synchronised already, by {record}", "remove one of the two")]
+    return []
+
+
+def _overlap(one: tuple[Any, ...] | None, other: tuple[Any, ...] | None) -> bool:
+    return one is None or other is None or bool(set(one) & set(other))
+
+
+def _output_violations(sync: Sync, node: Node, op: str, axis: int) -> list[Violation]:
+    state, kind = output_state(node, sync.mesh_dim), kind_of(node.module)
+    if state == "split" and kind is not None and op != "all_gather":
+        return [
+            Violation(
+                f"the weight is split on its output axis, so each rank has other features, which {op} would add up",
+                f'use sync("fwd_post", "all_gather"{_axis(kind.feature_axis)})',
+            )
+        ]
+    if state == "split" and kind is not None and axis < 0 and axis != kind.feature_axis:
+        return [
+            Violation(
+                f"the output is split on axis {kind.feature_axis}, not on axis {axis}",
+                f'use sync("fwd_post", "all_gather"{_axis(kind.feature_axis)})',
+            )
+        ]
+    if state == "partial" and op == "all_gather":
+        return [
+            Violation(
+                "the output is a partial sum of the whole output on each rank, which all_gather would not add up",
+                'use sync("fwd_post", "all_reduce"), or sync("fwd_post", "reduce_scatter", axis=...)',
+            )
+        ]
+    return []
+
+
+def _biases_below(sync: Sync, node: Node, op: str, axis: int) -> list[Violation]:
+    """A reduction further up does not know of the bias that a layer left out."""
+    if not node.module._modules:
+        return []
+    call = f'sync("fwd_post", "{op}"{_axis(axis) if op == "reduce_scatter" else ""})'
+    return [
+        Violation(
+            f"'{below.path}' gives a partial sum and left its bias out, which only a sync there adds",
+            f"use sch['{below.path}'].{call}",
+        )
+        for below in node.walk()
+        if below.path != node.path
+        and bias_is_left_out(below, sync.mesh_dim)
+        and not any(r.name == "tp.sync" and resolve(r.primitive, below)[0] == "fwd_post" for r in below.records)  # type: ignore[arg-type]
+    ]
+
+
+def _gradient_violations(sync: Sync, node: Node) -> list[Violation]:
+    state, kind = output_state(node, sync.mesh_dim), kind_of(node.module)
+    if kind is None or state is None:
+        return []
+    if kind.axis_of("input") is None:
+        return [Violation(f"the inputs of {kind.name} are ids, which have no gradient", "remove this call")]
+    if state == "partial":
+        return [
+            Violation(
+                "the weight is split on its input axis, so each rank's input is another piece with its own gradient",
+                "remove this call; it belongs to the layer that is split on its output axis",
+            )
+        ]
+    return []
+
+
+def _axis(axis: int) -> str:
+    return "" if axis == -1 else f", axis={axis}"

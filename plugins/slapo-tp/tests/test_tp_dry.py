@@ -1,0 +1,202 @@
+"""One process: meshes of one rank, dry meshes, attributes, ties, records, undo."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import slapo_core as slapo
+from slapo_core import MeshError
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(20, 8)
+        self.fc1, self.fc2 = nn.Linear(8, 24), nn.Linear(24, 8)
+        self.norm = nn.LayerNorm(8)
+        self.decoder = nn.Linear(8, 20)
+        self.decoder.weight = self.words.weight
+        self.num_heads = 4
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.decoder(self.norm(self.fc2(self.fc1(self.words(ids)))))
+
+
+def apply(sch: Any) -> None:
+    sch["words"].shard("weight", axis=0).sync("forward")
+    sch["fc1"].shard(["weight", "bias"], axis=0, packed=3).sync("backward")
+    sch["fc2"].shard("weight", axis=1, packed=3).sync("forward")
+    sch["decoder"].shard("bias", axis=0).sync("backward").sync("forward")
+    sch.shard_attribute("num_heads")
+
+
+def facts(model: nn.Module) -> dict[str, Any]:
+    """Everything that undo has to bring back, tensors by identity and value."""
+    found: dict[str, Any] = {}
+    for path, module in model.named_modules():
+        found[path] = (
+            type(module),
+            {key: value for key, value in vars(module).items() if not key.startswith("_")},
+            [list(vars(module)[key]) for key in sorted(vars(module)) if key.endswith("_hooks")],
+            {name: id(tensor) for name, tensor in module._parameters.items()},
+            {name: tensor.detach().clone().tolist() for name, tensor in module.named_parameters(recurse=False)},
+        )
+    return found
+
+
+def test_on_one_rank_every_step_is_recorded_and_nothing_changes() -> None:
+    model = Model()
+    before = facts(model)
+    sch = slapo.create_schedule(model, mesh={"tp": 1})
+    apply(sch)
+    assert facts(model) == before
+    assert len(sch.records) == 10
+    effects = {effect for record in sch.records for effect in record.effects}
+    assert effects == {
+        "mesh_dim 'tp' has one rank: nothing to split",
+        "mesh_dim 'tp' has one rank: nothing to synchronise",
+        "mesh_dim 'tp' has one rank: nothing to divide",
+    }
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_dry_schedule_holds_its_ranks_pieces(rank: int) -> None:
+    model = Model()
+    reference = copy.deepcopy(model)
+    sch = slapo.create_schedule(model, mesh={"tp": 2}, rank=rank)
+    apply(sch)
+    own = slice(10 * rank, 10 * rank + 10)
+    assert torch.equal(model.words.weight, reference.words.weight[own])
+    assert model.decoder.weight is model.words.weight
+    assert torch.equal(model.decoder.bias, reference.decoder.bias[own])
+    # packed=3: a half of each of three matrices of eight rows
+    rows = torch.cat([torch.arange(start + 4 * rank, start + 4 * rank + 4) for start in (0, 8, 16)])
+    assert torch.equal(model.fc1.weight, reference.fc1.weight[rows])
+    assert torch.equal(model.fc1.bias, reference.fc1.bias[rows])
+    assert torch.equal(model.fc2.weight, reference.fc2.weight[:, rows])
+    assert torch.equal(model.fc2.bias, reference.fc2.bias)
+    assert (model.words.num_embeddings, model.words.embedding_dim) == (10, 8)
+    assert (model.decoder.in_features, model.decoder.out_features) == (8, 10)
+    assert (model.fc1.in_features, model.fc1.out_features) == (8, 12)
+    assert (model.fc2.in_features, model.fc2.out_features) == (12, 8)
+    assert model.num_heads == 2
+    assert all(parameter.requires_grad and parameter.is_leaf for parameter in model.parameters())
+    with pytest.raises(MeshError) as refused:
+        model(torch.tensor([1]))
+    assert str(refused.value) == (
+        "a sync over 2 ranks was reached in a process that only plays one of them\n"
+        "  hint: torchrun --nproc-per-node 2 your_script.py"
+    )
+
+
+def test_undo_brings_back_tensors_attributes_hooks_and_forwards() -> None:
+    model = Model()
+    before = facts(model)
+    sch = slapo.create_schedule(model, mesh={"tp": 2})
+    apply(sch)
+    assert facts(model) != before
+    sch.undo(to=0)
+    assert facts(model) == before
+
+
+def test_a_fault_after_any_edit_leaves_the_model_as_it_was() -> None:
+    from slapo_tp import Shard, ShardAttribute, Sync
+
+    steps = [
+        ("words", Shard("weight", axis=0)),
+        ("fc1", Shard(("weight", "bias"), axis=0)),
+        ("fc2", Shard("weight", axis=1)),
+        ("fc2", Sync("forward")),
+        ("", ShardAttribute("num_heads")),
+    ]
+    model = Model()
+    sch = slapo.create_schedule(model, mesh={"tp": 2})
+    faults = 0
+    for path, primitive in steps:
+        before = facts(model)
+        for last in range(1, 20):
+
+            def fail(count: int, last: int = last) -> None:
+                if count == last:
+                    raise KeyboardInterrupt
+
+            try:
+                sch.apply_at(sch.tree.node(path), primitive, after_edit=fail)
+            except KeyboardInterrupt:
+                faults += 1
+                assert facts(model) == before
+            else:
+                break
+    assert len(sch.records) == len(steps)
+    assert faults == 4 + 3 + 3 + 1 + 1  # the edits of each step
+
+
+def test_shapes_are_right_on_meta() -> None:
+    with torch.device("meta"):
+        model = Model()
+    sch = slapo.create_schedule(model, mesh={"tp": 2})
+    apply(sch)
+    assert {name: tuple(parameter.shape) for name, parameter in model.named_parameters()} == {
+        "words.weight": (10, 8),
+        "fc1.weight": (12, 8),
+        "fc1.bias": (12,),
+        "fc2.weight": (8, 12),
+        "fc2.bias": (8,),
+        "norm.weight": (8,),
+        "norm.bias": (8,),
+        "decoder.bias": (10,),
+    }
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+def test_what_only_cuts_a_tensor_says_so() -> None:
+    sch = slapo.create_schedule(Model(), mesh={"tp": 2})
+    sch["norm"].shard("weight", axis=0)
+    assert sch.records[-1].effects == (
+        "weight (8,) -> (4,), tp: S(0)",
+        "LayerNorm is no kind that tp.shard knows: its forward and attributes stay",
+    )
+    sch["fc1"].shard("weight", axis=0)
+    assert sch.records[-1].effects[-1] == "the bias of 'fc1' is whole still: shard('bias', axis=0) belongs to this"
+
+
+def test_a_subclass_with_its_own_forward_is_only_cut() -> None:
+    class Scaled(nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return super().forward(input) * 2
+
+    sch = slapo.create_schedule(nn.Sequential(Scaled(8, 4)), mesh={"tp": 2})
+    sch["0"].shard("weight", axis=1)
+    assert sch["0"].module.in_features == 8
+    assert "forward" not in sch["0"].module.__dict__
+    assert sch.records[-1].effects[-1] == "Scaled is no kind that tp.shard knows: its forward and attributes stay"
+
+
+def test_a_saved_schedule_is_the_same_at_another_world_size() -> None:
+    sch = slapo.create_schedule(Model(), mesh={"tp": 1})
+    apply(sch)
+    again = slapo.replay(Model(), sch.to_json(), mesh={"tp": 4})
+    assert again.records == sch.records
+    assert again.model.fc1.out_features == 6
+    assert slapo.replay(Model(), again.to_json(), mesh={"tp": 1}).records == sch.records
+
+
+def test_two_mesh_dimensions_split_two_axes() -> None:
+    model = nn.Sequential(nn.Linear(8, 12))
+    reference = copy.deepcopy(model)
+    sch = slapo.create_schedule(model, mesh={"ep": 2, "tp": 2}, rank=1)
+    sch["0"].shard(["weight", "bias"], axis=0).shard("weight", axis=1, mesh_dim="ep")
+    assert torch.equal(model[0].weight, reference[0].weight[6:, :4])
+    assert sch["0"].layout("weight").local_shape(sch.mesh) == (6, 4)
+    assert (model[0].out_features, model[0].in_features) == (6, 4)
+    with pytest.raises(slapo.PreconditionError) as refused:
+        sch["0"].shard("bias", axis=0, mesh_dim="ep")
+    assert str(refused.value) == (
+        "cannot apply shard('bias', axis=0, mesh_dim='ep') at '0': axis 0 of 'bias' is split over mesh_dim 'tp' "
+        "already; split another axis of it"
+    )

@@ -1,0 +1,1 @@
+"""The target ``"torch"``: a scheduled model in plain PyTorch, tensor-parallel and data-parallel."""

@@ -1,0 +1,170 @@
+"""Checkpoints in the untouched model's layout: saved under one schedule, loaded under any other.
+
+A directory holds ``model.safetensors`` (the untouched model's state dict, readable by anybody), where needed
+``added.safetensors`` (what replacements added) and ``optimizer.safetensors``, and ``checkpoint.json``. Every file is
+written beside its place and then renamed; all carry the same identifier, so that a save that was interrupted between
+two renames is recognised.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from slapo_core.agreement import together
+from slapo_core.errors import BuildError, WeightsError
+from slapo_core.native.optimizer_state import OptimizerState
+from slapo_core.weights.reference import is_first_rank
+from slapo_core.weights.sources import SafetensorsSource
+
+if TYPE_CHECKING:
+    from slapo_core.weights.reference import Reference
+
+__all__ = ["load_checkpoint", "save_checkpoint"]
+
+FORMAT = 1
+MODEL, ADDED, OPTIMIZER, MANIFEST = "model.safetensors", "added.safetensors", "optimizer.safetensors", "checkpoint.json"
+
+
+def save_checkpoint(
+    directory: str | os.PathLike[str], reference: Reference, optimizer: torch.optim.Optimizer | None
+) -> None:
+    """Write weights and optimiser state: a collective; the first rank of the mesh writes.
+
+    Raises:
+        BuildError: the optimiser holds something that has no place in a checkpoint, or writing failed; on every rank.
+    """
+    mesh = reference.mesh
+    with together(mesh, "saving the optimiser's state"):
+        state = OptimizerState(reference, optimizer) if optimizer is not None else None
+    weights = reference.state_dict(rank0_only=True, include_added=True)
+    tensors = state.gather() if state is not None else {}
+    with together(mesh, f"writing the checkpoint '{directory}'"):
+        if is_first_rank(mesh):
+            own = {key: weights[key] for key in reference.survey.keys}
+            added = {name: tensor for name, tensor in weights.items() if name not in own}
+            manifest = {"format": FORMAT, "optimizer": state.description() if state is not None else None}
+            _write(Path(directory), {MODEL: own, ADDED: added, OPTIMIZER: tensors}, manifest)
+
+
+def load_checkpoint(
+    directory: str | os.PathLike[str], reference: Reference, optimizer: torch.optim.Optimizer | None
+) -> None:
+    """Read weights and, if the engine has an optimiser, its state; every rank reads its own pieces.
+
+    Raises:
+        WeightsError: the directory is no whole checkpoint, or is of another model; nothing was changed.
+        BuildError: the optimiser's state does not fit this optimiser; nothing was changed.
+    """
+    path = Path(directory)
+    with together(reference.mesh, f"reading the checkpoint '{directory}'"):
+        manifest = _read_manifest(path)
+        source = SafetensorsSource(path / MODEL)
+        added = SafetensorsSource(path / ADDED) if ADDED in manifest["files"] else None
+        state = None
+        if optimizer is not None:
+            if manifest["optimizer"] is None:
+                raise BuildError(
+                    f"the checkpoint '{path}' holds no optimiser state, and this engine has an optimiser",
+                    hint="load the weights only: build(sch, weights=dir)",
+                )
+            state = OptimizerState(reference, optimizer)
+            tensors = SafetensorsSource(path / OPTIMIZER) if OPTIMIZER in manifest["files"] else None
+            state.prepare(manifest["optimizer"], tensors)
+        reference.load_state_dict(source)
+        _load_added(reference, added)
+        if state is not None:
+            state.load()
+
+
+def _load_added(reference: Reference, added: SafetensorsSource | None) -> None:
+    import warnings
+
+    shapes = added.shapes() if added is not None else {}
+    live = {tensor.name: tensor for tensor in reference.added()}
+    fitting = [name for name, tensor in live.items() if shapes.get(name) == tuple(tensor.layout.shape)]
+    for name in fitting:
+        assert added is not None
+        with torch.no_grad():
+            live[name].tensor.copy_(added.read(name, live[name].layout, reference.mesh))
+    for names, what in (
+        (set(live) - set(fitting), "not in the checkpoint, so left as they are"),
+        (set(shapes) - set(fitting), "in the checkpoint, but nowhere in this schedule"),
+    ):
+        if names:
+            warnings.warn(f"tensors added by replacements, {what}: {', '.join(sorted(names))}", stacklevel=4)
+
+
+def _write(directory: Path, files: Mapping[str, Mapping[str, torch.Tensor]], manifest: dict[str, Any]) -> None:
+    from safetensors.torch import save_file
+
+    directory.mkdir(parents=True, exist_ok=True)
+    identifier = uuid.uuid4().hex
+    written = {name: tensors for name, tensors in files.items() if tensors or name == MODEL}
+    manifest = {**manifest, "id": identifier, "files": sorted(written)}
+    temporary = {name: directory / f".{name}.{identifier}" for name in (*written, MANIFEST)}
+    try:
+        for name, tensors in written.items():
+            save_file(_unshared(tensors), temporary[name], metadata={"format": "pt", "slapo_checkpoint": identifier})
+        temporary[MANIFEST].write_text(json.dumps(manifest, indent=2), encoding="utf-8")
+        for name, file in temporary.items():
+            _to_disk(file)
+            os.replace(file, directory / name)
+    finally:
+        for file in temporary.values():
+            file.unlink(missing_ok=True)
+    for name in set(files) - set(written):
+        (directory / name).unlink(missing_ok=True)  # of an earlier checkpoint
+
+
+def _unshared(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tied names as tensors of their own, as the format wants it, so that a plain model loads them all."""
+    seen: set[int] = set()
+    result = {}
+    for name, tensor in tensors.items():
+        result[name] = tensor.clone() if id(tensor) in seen else tensor.contiguous()
+        seen.add(id(tensor))
+    return result
+
+
+def _to_disk(file: Path) -> None:
+    with file.open("rb") as handle:
+        os.fsync(handle.fileno())
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        manifest: dict[str, Any] = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        if not isinstance(manifest, dict) or {"format", "id", "files", "optimizer"} - set(manifest):
+            raise ValueError("it lacks entries")
+    except (OSError, ValueError) as error:
+        raise WeightsError(
+            f"'{path}' is not a checkpoint written by engine.save(): {MANIFEST}: {error}",
+            hint="plain weights are loaded with build(sch, weights=dir)",
+        ) from error
+    if not isinstance(manifest["format"], int) or manifest["format"] > FORMAT:
+        raise WeightsError(
+            f"the checkpoint '{path}' is in format {manifest['format']!r}; this slapo-core reads up to {FORMAT}",
+            hint="pip install --upgrade slapo-core",
+        )
+    for name in {MODEL, *(name for name in (ADDED, OPTIMIZER) if name in manifest["files"])}:
+        try:
+            with safe_open(path / name, framework="pt") as handle:
+                identifier = (handle.metadata() or {}).get("slapo_checkpoint")
+        except (OSError, SafetensorError) as error:
+            raise WeightsError(f"{path / name} cannot be read as safetensors: {error}") from error
+        if identifier != manifest["id"]:
+            raise WeightsError(
+                f"the files in '{path}' are of two different saves ({name} does not belong to {MANIFEST}): "
+                "saving was interrupted",
+                hint="load an earlier checkpoint, or the weights alone with build(sch, weights=dir)",
+            )
+    return manifest

@@ -1,0 +1,65 @@
+"""Making the optimiser, and making sure that it trains the engine's parameters and no others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from slapo_core.errors import OptimizerError
+from slapo_core.weights.survey import survey
+
+if TYPE_CHECKING:
+    from slapo_core.schedule import Schedule
+
+__all__ = ["make_optimizer"]
+
+_CALL = "build(sch, optimizer=lambda params: torch.optim.AdamW(params, lr=1e-4))"
+
+
+def make_optimizer(
+    schedule: Schedule, factory: Callable[[list[torch.nn.Parameter]], Any] | None
+) -> torch.optim.Optimizer | None:
+    """Call the factory with the model's parameters, each once, and check what it made.
+
+    Raises:
+        OptimizerError: it made something else, left out parameters that need training, or took foreign ones.
+    """
+    if factory is None:
+        return None
+    parameters = dict(schedule.model.named_parameters())
+    optimizer = factory(list(parameters.values()))
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise OptimizerError(
+            f"the optimizer factory must return a torch.optim.Optimizer (got {type(optimizer).__name__})", hint=_CALL
+        )
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    own = {id(parameter) for parameter in parameters.values()}
+    foreign = [parameter for parameter in held if id(parameter) not in own]
+    if foreign:
+        raise OptimizerError(
+            f"the optimiser holds {len(foreign)} parameters that are not the engine's: "
+            + ", ".join(_names_of(schedule, foreign)),
+            hint=f"use the parameters that the factory is given: {_CALL}",
+        )
+    in_optimizer = {id(parameter) for parameter in held}
+    left_out = [
+        name for name, parameter in parameters.items() if parameter.requires_grad and id(parameter) not in in_optimizer
+    ]
+    if left_out:
+        raise OptimizerError(
+            f"the optimiser does not hold {len(left_out)} parameters that require a gradient: {', '.join(left_out)}",
+            hint="give it all that the factory is given, or set requires_grad=False on those to freeze",
+        )
+    return optimizer
+
+
+def _names_of(schedule: Schedule, foreign: list[torch.Tensor]) -> list[str]:
+    originals = {id(tensor): name for name, tensor in survey(schedule)[1].items()}
+    return [
+        f"'{originals[id(tensor)]}' of the untouched model"
+        if id(tensor) in originals
+        else f"one of shape {tuple(tensor.shape)}"
+        for tensor in foreign
+    ]

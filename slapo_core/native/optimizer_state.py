@@ -1,0 +1,162 @@
+"""An optimiser's state by the untouched model's names: full tensors, scalars, and hyperparameters as data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from slapo_core.errors import BuildError
+from slapo_core.spec.layout import Layout
+from slapo_core.weights.sources import Source
+
+if TYPE_CHECKING:
+    from slapo_core.weights.reference import Reference
+
+__all__ = ["OptimizerState"]
+
+_SEPARATOR = "::"  # between a parameter's name and the key of its state: "fc.weight::exp_avg"
+
+
+class OptimizerState:
+    """The state of an optimiser over a scheduled model's parameters.
+
+    Args:
+        reference: of the model.
+        optimizer: its parameters are the model's.
+
+    Raises:
+        BuildError: a state tensor that is neither a scalar nor of its parameter's shape belongs to a sharded
+            parameter, or a value is neither a tensor nor JSON.
+    """
+
+    def __init__(self, reference: Reference, optimizer: torch.optim.Optimizer) -> None:
+        self._mesh = reference.mesh
+        self._optimizer = optimizer
+        self._kind = type(optimizer).__name__
+        self._layouts: dict[int, tuple[str, Layout, tuple[int, ...]]] = {}
+        for live in reference.live():
+            spec = reference.survey.spec_of(live.layout)
+            name = spec.name if spec is not None else live.name
+            self._layouts[id(live.tensor)] = (name, live.layout, tuple(live.tensor.shape))
+        self._loaded: dict[str, Any] | None = None
+        self._tensors: list[tuple[str, Layout, torch.Tensor]] = []
+        self._groups = [self._group(group) for group in optimizer.param_groups]
+        self._scalars: dict[str, dict[str, Any]] = {}
+        for parameter, state in optimizer.state.items():
+            self._collect(parameter, state)
+        self._tensors.sort(key=lambda item: item[0])  # gathering is a collective: the same order on every rank
+
+    # -- out --------------------------------------------------------------------------------------------------
+
+    def gather(self) -> dict[str, torch.Tensor]:
+        """State tensors, full, on the CPU: a collective."""
+        return {name: layout.full(tensor, self._mesh).to("cpu", copy=True) for name, layout, tensor in self._tensors}
+
+    def description(self) -> dict[str, Any]:
+        """Everything else, as JSON values."""
+        return {"type": self._kind, "groups": self._groups, "scalars": self._scalars}
+
+    def _group(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        hyperparameters = {
+            key: _to_json(value, f"'{key}' of {self._kind}") for key, value in group.items() if key != "params"
+        }
+        return {"params": [self._layouts[id(p)][0] for p in group["params"]], "hyperparameters": hyperparameters}
+
+    def _collect(self, parameter: torch.Tensor, state: Mapping[str, Any]) -> None:
+        name, layout, local_shape = self._layouts[id(parameter)]
+        for key, value in state.items():
+            full_key = f"{name}{_SEPARATOR}{key}"
+            if not isinstance(value, torch.Tensor):
+                self._scalars.setdefault(name, {})[key] = _to_json(value, f"state '{key}' of {self._kind}")
+            elif value.dim() and tuple(value.shape) == local_shape:
+                self._tensors.append((full_key, layout, value))
+            elif not value.dim() or not layout.is_sharded:
+                self._tensors.append((full_key, Layout(full_key, tuple(value.shape)), value))
+            else:
+                raise BuildError(
+                    f"{self._kind} keeps '{key}' of shape {tuple(value.shape)} for '{name}', whose piece here has "
+                    f"shape {local_shape}: how it lies in the full tensor is not known, so it cannot be saved",
+                    hint="use an optimiser whose state has its parameters' shapes, or save the weights only: "
+                    "engine.state_dict()",
+                )
+
+    # -- in ---------------------------------------------------------------------------------------------------
+
+    def prepare(self, description: Mapping[str, Any], source: Source | None) -> None:
+        """Check what :meth:`description` and :meth:`gather` gave against this optimiser, and read this rank's pieces.
+
+        Raises:
+            BuildError: another optimiser, or other groups of parameters.
+        """
+        if description.get("type") != self._kind:
+            raise BuildError(
+                f"the checkpoint holds the state of {description.get('type')}, and this engine's optimiser is "
+                f"{self._kind}",
+                hint="build with the optimiser of the checkpoint, or load the weights only: build(sch, weights=dir)",
+            )
+        saved = [sorted(group["params"]) for group in description["groups"]]
+        present = [sorted(group["params"]) for group in self._groups]
+        if saved != present:
+            raise BuildError(_groups_differ(saved, present), hint="make the same parameter groups in the factory")
+        states: dict[str, dict[str, Any]] = {name: dict(values) for name, values in description["scalars"].items()}
+        by_name = {name: (layout, shape) for name, layout, shape in self._layouts.values()}
+        for key, shape in (source.shapes() if source is not None else {}).items():
+            name, _, own_key = key.rpartition(_SEPARATOR)
+            if name not in by_name:
+                raise BuildError(f"the checkpoint holds state of '{key}', which is no parameter of this optimiser")
+            layout = by_name[name][0]
+            if not shape or shape != tuple(layout.shape):
+                layout = Layout(key, shape)
+            assert source is not None
+            states.setdefault(name, {})[own_key] = source.read(key, layout, self._mesh)
+        self._loaded = self._packed(description["groups"], states)
+
+    def load(self) -> None:
+        """Put the prepared state into the optimiser."""
+        assert self._loaded is not None
+        self._optimizer.load_state_dict(self._loaded)
+
+    def _packed(self, groups: list[Mapping[str, Any]], states: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+        """As ``torch.optim.Optimizer.load_state_dict`` takes it: parameters numbered in the order of the groups."""
+        state, packed, number = {}, [], 0
+        for present, saved in zip(self._optimizer.param_groups, groups, strict=True):
+            hyperparameters = {
+                key: _from_json(value, present.get(key)) for key, value in saved["hyperparameters"].items()
+            }
+            names = [self._layouts[id(parameter)][0] for parameter in present["params"]]
+            numbers = list(range(number, number + len(names)))
+            number += len(names)
+            packed.append({**hyperparameters, "params": numbers})
+            state.update({index: states[name] for index, name in zip(numbers, names, strict=True) if name in states})
+        return {"state": state, "param_groups": packed}
+
+
+def _groups_differ(saved: list[list[str]], present: list[list[str]]) -> str:
+    if len(saved) != len(present):
+        return f"the checkpoint has {len(saved)} groups of parameters, and this optimiser {len(present)}"
+    for number, (old, new) in enumerate(zip(saved, present, strict=True)):
+        gone, more = sorted(set(old) - set(new)), sorted(set(new) - set(old))
+        if gone or more:
+            parts = [f"only in the checkpoint: {', '.join(gone)}"] if gone else []
+            parts += [f"only in this optimiser: {', '.join(more)}"] if more else []
+            return f"group {number} of the optimiser holds other parameters than the checkpoint: {'; '.join(parts)}"
+    return "a parameter stands twice in a group of the optimiser"
+
+
+def _to_json(value: Any, what: str) -> Any:
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, torch.Tensor) and not value.dim():
+        return value.item()
+    if isinstance(value, (tuple, list)):
+        return [_to_json(item, what) for item in value]
+    raise BuildError(f"{what} cannot be saved: it is a {type(value).__name__}", hint="JSON carries numbers and strings")
+
+
+def _from_json(value: Any, present: Any) -> Any:
+    """A saved hyperparameter, in the kind that the optimiser holds now."""
+    if isinstance(present, torch.Tensor):
+        return torch.tensor(value, dtype=present.dtype, device=present.device)
+    return tuple(value) if isinstance(value, list) else value

@@ -1,0 +1,75 @@
+"""``verify``: hold a scheduled model against the untouched one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from slapo_core.errors import ArgumentError
+from slapo_core.verification.report import VerifyReport
+
+if TYPE_CHECKING:
+    from slapo_core.schedule import Schedule
+
+__all__ = ["VerifyReport", "verify"]
+
+
+def verify(
+    sch: Schedule,
+    example_inputs: Any = None,
+    *,
+    rtol: float | None = None,
+    atol: float | None = None,
+    steps: int = 3,
+    seed: int = 0,
+    timeout: float = 120.0,
+) -> VerifyReport:
+    """Compare the scheduled model with the untouched one, and name the steps that broke it.
+
+    Compared are the outputs in training mode, the buffers and the gradients of all parameters after a forward and a
+    backward, the outputs in evaluation mode, the gradients of floating-point inputs, and the parameters after some
+    steps of SGD with momentum. (Not of an adaptive optimiser: it divides by the gradient's size, and so makes
+    full-sized differences of the rounding noise in a gradient that is zero.) Every rank of the mesh calls it and
+    compares its own pieces; every rank gets the same answer. Where the mesh is only declared, the processes are
+    started on this machine's CPU and repeat the schedule.
+
+    Both run as copies, with dropout off, the same random numbers, and in float64 where they can; the model, its
+    gradients, buffers, mode and the random number generators stay as they are. Tensors on the meta device get the
+    values that the model's own initialisation gives.
+
+    Args:
+        sch: the schedule, not yet built.
+        example_inputs: one batch: a mapping (keyword arguments), a tuple (positional ones), or one argument; the same
+            on every rank. None takes ``sch.example_inputs``.
+        rtol: the difference allowed, relative to the largest element of a tensor; None follows from the type in which
+            the model computes and from what the steps promise: see ``slapo_core.verification.tolerance``.
+        atol: the absolute difference allowed, in place of the floor that follows from the type.
+        steps: the number of optimiser steps; 0 compares none.
+        seed: of the inputs' cotangents and of everything random.
+        timeout: for a mesh that is only declared, seconds for its processes.
+
+    Returns:
+        what was compared, how close it came, and what could not be compared; print it.
+
+    Raises:
+        VerifyError: they differ; the first tensor that does, the numbers, the tolerance and the steps are named. The
+            same on every rank.
+        RankMismatchError: ranks have other inputs, other untouched weights or other steps.
+        ArgumentError: there are no inputs, or the untouched model does not run on them.
+        SealedError: the schedule was built or sealed, and the originals are gone.
+
+    Source: paper section 3.5, the verifier.
+    """
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
+        raise ArgumentError(
+            f"steps must be 0 or a positive integer (got {steps!r})", hint="verify(sch, batch, steps=3)"
+        )
+    for name, value in (("rtol", rtol), ("atol", atol)):
+        if value is not None and not value >= 0:
+            raise ArgumentError(f"{name} must not be negative (got {value!r})", hint=f"verify(sch, batch, {name}=1e-6)")
+    from slapo_core.verification.checking import Options, check
+    from slapo_core.verification.dry import check_in_processes
+
+    options = Options(rtol=rtol, atol=atol, steps=steps, seed=seed)
+    if sch.mesh is not None and sch.mesh.is_dry:
+        return check_in_processes(sch, example_inputs, options, timeout=timeout)
+    return check(sch, example_inputs, options)

@@ -1,0 +1,274 @@
+"""The course of a verification: both models run on every rank, every rank compares its own pieces, all agree."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from slapo_core.errors import ArgumentError, VerifyError
+from slapo_core.verification.asking import output_adapter, translator
+from slapo_core.verification.blame import Blame, Outcome, find_steps
+from slapo_core.verification.compare import Comparison, Difference, compare, label
+from slapo_core.verification.correspondence import Correspondence, named_tensors
+from slapo_core.verification.inputs import Inputs, tensor_digest
+from slapo_core.verification.precision import dtype_name
+from slapo_core.verification.ranks import Attempt, World
+from slapo_core.verification.reference import EARLY, Reference, ReferenceRuns
+from slapo_core.verification.report import VerifyReport, merge_largest
+from slapo_core.verification.run import Observation, run_stages
+from slapo_core.verification.subjects import Subjects
+from slapo_core.verification.tolerance import Tolerance
+
+if TYPE_CHECKING:
+    from slapo_core.schedule import Schedule
+    from slapo_core.spec.layout import Layout
+    from slapo_core.spec.record import Record
+
+__all__ = ["Options", "check"]
+
+_STAGE_OF_KIND = {
+    "output": "training",
+    "buffer": "training",
+    "gradient": "training",
+    "evaluation output": "evaluation",
+    "input gradient": "inputs",
+    "parameter": "steps",
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """The keyword arguments of :func:`slapo_core.verify`."""
+
+    rtol: float | None
+    atol: float | None
+    steps: int
+    seed: int
+
+
+def check(schedule: Schedule, example_inputs: Any, options: Options) -> VerifyReport:
+    """Verify in this process, together with the other ranks of the mesh; see :func:`slapo_core.verify`."""
+    with World(schedule.mesh) as world:
+        prepared = world.attempt(lambda: _prepare(schedule, example_inputs, options))
+        _reraise(prepared)
+        inputs, subjects = prepared.value()
+        world.check_same(_facts(schedule, inputs, subjects.untouched))
+        return _Check(world, inputs, subjects, options).run()
+
+
+def _prepare(schedule: Schedule, example_inputs: Any, options: Options) -> tuple[Inputs, Subjects]:
+    inputs = Inputs.of(schedule.example_inputs if example_inputs is None else example_inputs)
+    return inputs, Subjects(schedule, device=inputs.device, seed=options.seed)
+
+
+def _facts(schedule: Schedule, inputs: Inputs, untouched: nn.Module) -> dict[str, str]:
+    """What must be the same on every rank."""
+    records = {
+        f"step {record.index}": f"{record} ({record.distribution} {record.version})" for record in schedule.records
+    }
+    weights = {f"'{name}' of the untouched model": tensor_digest(tensor) for name, tensor in named_tensors(untouched)}
+    return records | inputs.digests() | weights
+
+
+def _reraise(attempt: Attempt[Any]) -> None:
+    """Raise what a rank raised before anything ran: its own error, or the first one of the others."""
+    if not attempt.failures:
+        return
+    if attempt.error is not None:
+        raise attempt.error
+    first = attempt.failures[0]
+    raise VerifyError(f"rank {first.rank} could not start: {first}", rank=first.rank)
+
+
+class _Check:
+    def __init__(self, world: World, inputs: Inputs, subjects: Subjects, options: Options) -> None:
+        self.world, self.inputs, self.subjects, self.options = world, inputs, subjects, options
+        self.schedule = subjects.schedule
+        self.notes: list[str] = []
+
+    def run(self) -> VerifyReport:
+        reference = self._reference(torch.float64)
+        candidate = self._candidate(reference) if reference is not None else None
+        if reference is None or (candidate is not None and candidate.failures):
+            raised = None if candidate is None else candidate.failures[0]
+            own = self._reference(None)
+            assert own is not None  # its failure was raised
+            if candidate is None or own.dtype is not torch.float64:
+                reference = own
+                candidate = self._candidate(reference)
+                if raised is not None and not candidate.failures:
+                    self.notes.append(
+                        f"both ran in {dtype_name(reference.dtype)}, because the scheduled model raises in float64: "
+                        f"{raised}"
+                    )
+        assert reference is not None
+        assert candidate is not None
+        if candidate.failures:
+            self._raise_exception(reference, candidate)
+        return self._judge(reference, candidate.value())
+
+    # -- running ----------------------------------------------------------------------------------------------
+
+    def _reference(self, dtype: torch.dtype | None) -> Reference | None:
+        """Run the untouched model; None if it cannot run in ``dtype``.
+
+        Raises:
+            ArgumentError: it does not run in its own types either.
+        """
+        runs = ReferenceRuns(self.inputs, self.subjects, seed=self.options.seed, steps=self.options.steps)
+        attempt = self.world.attempt(lambda: runs.run(dtype))
+        if not attempt.failures:
+            reference, own_rate = attempt.value()
+            attempt = self.world.attempt(runs.late_stages(reference, min(self.world.gather(own_rate))))
+        if attempt.failures:
+            first = attempt.failures[0]
+            if dtype is None:
+                raise ArgumentError(
+                    f"the untouched model itself fails on the example inputs: {first}",
+                    hint="verify(sch, example_inputs) takes what model(...) takes: a mapping, a tuple, or one argument",
+                ) from attempt.error
+            self.notes.append(
+                f"both ran in the model's own types, because the untouched one raises in float64: {first}"
+            )
+            return None
+        return attempt.value()[0]
+
+    def _candidate(self, reference: Reference) -> Attempt[tuple[Observation, Correspondence]]:
+        dtype = reference.conditions.dtype
+
+        def run() -> tuple[Observation, Correspondence]:
+            return self._run_stages(
+                lambda: self.subjects.candidate(dtype),
+                self.subjects.layouts,
+                self.schedule,
+                reference,
+                reference.stages,
+            )
+
+        return self.world.attempt(run)
+
+    def _run_stages(
+        self,
+        make: Any,
+        layouts: Mapping[str, Layout],
+        schedule: Schedule,
+        reference: Reference,
+        stages: Sequence[str],
+    ) -> tuple[Observation, Correspondence]:
+        conditions = dataclasses.replace(reference.conditions, adapt_output=output_adapter(schedule))
+        model = make()
+        correspondence = Correspondence.between(
+            self.subjects.untouched, model, layouts, schedule.mesh, translator(schedule)
+        )
+        early = [stage for stage in stages if stage in EARLY]
+        seen = run_stages(model, self.inputs, conditions, early) if early else Observation()
+        for stage in stages:
+            if stage not in early:
+                seen.values.update(run_stages(make(), self.inputs, conditions, (stage,)).values)
+        return seen, correspondence
+
+    # -- judging ----------------------------------------------------------------------------------------------
+
+    def _tolerance(self, reference: Reference, records: Sequence[Record]) -> Tolerance:
+        promises = [record.primitive.equivalence for record in records]
+        return Tolerance.of(reference.coarsest, promises, rtol=self.options.rtol, atol=self.options.atol)
+
+    def _compare(
+        self, reference: Reference, ran: tuple[Observation, Correspondence], records: Sequence[Record]
+    ) -> Comparison:
+        seen, correspondence = ran
+        return compare(reference.seen, seen, correspondence, self._tolerance(reference, records))
+
+    def _judge(self, reference: Reference, ran: tuple[Observation, Correspondence]) -> VerifyReport:
+        records = self.schedule.records
+        compared = self.world.attempt(lambda: self._compare(reference, ran, records))
+        _reraise(compared)
+        own = compared.value()
+        first = [comparison.differences[0] if comparison.differences else None for comparison in self._shared(own)]
+        if any(first):
+            self._raise_difference(reference, first)
+        shared = self._shared(own)
+        return VerifyReport(
+            model=type(self.schedule.model).__name__,
+            steps_verified=len(records),
+            world_size=self.world.size,
+            dtype=dtype_name(reference.dtype),
+            coarsest_dtype=dtype_name(reference.coarsest),
+            tolerance=str(self._tolerance(reference, records)),
+            optimiser_steps=self.options.steps if "steps" in reference.stages else 0,
+            largest=merge_largest([comparison.largest for comparison in shared]),
+            not_compared=tuple(dict.fromkeys(text for comparison in shared for text in comparison.not_compared)),
+            notes=(*self.notes, *reference.notes),
+        )
+
+    def _shared(self, own: Comparison) -> list[Comparison]:
+        return self.world.gather(dataclasses.replace(own, differences=own.differences[:1]))
+
+    def _raise_difference(self, reference: Reference, first: Sequence[Difference | None]) -> None:
+        # Of the ranks that found one, the earliest kind decides: later ones are consequences.
+        order = list(_STAGE_OF_KIND)
+        rank, found = min(
+            ((rank, one) for rank, one in enumerate(first) if one is not None),
+            key=lambda item: (order.index(item[1].kind), item[0]),
+        )
+        stage = _STAGE_OF_KIND[found.kind]
+        stages = tuple(
+            name for name in reference.stages if name == stage or (stage == "evaluation" and name == "training")
+        )
+        owner = None if "output" in found.kind or found.kind == "input gradient" else found.name.rpartition(".")[0]
+        blame = self._blame(reference, stages, owner, raises=False)
+        name = label(found.kind, found.name, self.options.steps)
+        where = f" on rank {rank}" if not self.world.is_alone else ""
+        tolerance = self._tolerance(reference, self.schedule.records)
+        raise VerifyError(
+            f"the scheduled model differs from the untouched one, first in {name}{where}: {found.problem}\n"
+            f"  allowed: {tolerance}\n{blame}" + "".join(f"\n  note: {note}" for note in self.notes),
+            tensor=name,
+            difference=found.largest,
+            tolerance=found.allowed,
+            rank=None if self.world.is_alone else rank,
+            path=owner,
+            hint=found.hint,
+        )
+
+    def _raise_exception(self, reference: Reference, candidate: Attempt[Any]) -> None:
+        first = candidate.failures[0]
+        blame = self._blame(reference, reference.stages, None, raises=True)
+        where = f" on rank {first.rank}" if not self.world.is_alone else ""
+        raise VerifyError(
+            f"the scheduled model raises{where} where the untouched one does not: {first}\n{blame}",
+            rank=None if self.world.is_alone else first.rank,
+        ) from candidate.error
+
+    def _blame(self, reference: Reference, stages: Sequence[str], near: str | None, *, raises: bool) -> Blame:
+        def try_steps(part: Sequence[Record]) -> Outcome:
+            return self._try(reference, stages, part, raises=raises)
+
+        return find_steps(self.schedule.records, try_steps, near=near)
+
+    def _try(self, reference: Reference, stages: Sequence[str], part: Sequence[Record], *, raises: bool) -> Outcome:
+        """Whether ``part`` alone fails as the whole schedule did; the same answer on every rank."""
+        dtype = reference.conditions.dtype
+        applied = self.world.attempt(lambda: self.subjects.trial(part, dtype))
+        if applied.failures:
+            return "refused"
+        model, layouts, schedule = applied.value()
+        models = iter([model])
+
+        def make() -> nn.Module:
+            return next(models, None) or self.subjects.trial(part, dtype)[0]
+
+        ran = self.world.attempt(lambda: self._run_stages(make, layouts, schedule, reference, stages))
+        if ran.failures:
+            return "differs" if raises else "other"
+        compared = self.world.attempt(lambda: self._compare(reference, ran.value(), part))
+        _reraise(compared)
+        wrong = any(self.world.gather(bool(compared.value().differences)))
+        if not wrong:
+            return "agrees"
+        return "other" if raises else "differs"

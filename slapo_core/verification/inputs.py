@@ -1,0 +1,147 @@
+"""One batch in the form that a call of the model takes, copied anew for every run."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from slapo_core.errors import ArgumentError
+
+__all__ = ["Batch", "Inputs", "tensor_digest"]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A private copy of the inputs.
+
+    Args:
+        args: positional arguments of the call.
+        kwargs: keyword arguments of the call.
+        watched: the floating-point inputs by name, as leaves whose gradient can be read; empty unless asked for.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    watched: dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What the model is called with; see :meth:`of`."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, value: Any) -> Inputs:
+        """Read ``example_inputs``: a mapping (keyword arguments), a tuple (positional ones), or one argument.
+
+        Raises:
+            ArgumentError: there are none, or a tensor among them has no values.
+        """
+        if value is None:
+            raise ArgumentError(
+                "verify needs one batch to run the model on: none was given, and the schedule has no example_inputs",
+                hint="verify(sch, {'input_ids': ids}), verify(sch, (x,)), or create_schedule(..., example_inputs=...)",
+            )
+        if isinstance(value, Mapping):
+            inputs = cls((), {str(key): item for key, item in value.items()})
+        else:
+            inputs = cls(value if isinstance(value, tuple) else (value,), {})
+        for name, tensor in inputs.tensors():
+            if tensor.is_meta:
+                raise ArgumentError(
+                    f"example input '{name}' {tuple(tensor.shape)} is on the meta device, so it has no values",
+                    hint=f"torch.randint or torch.randn of shape {tuple(tensor.shape)}",
+                )
+        return inputs
+
+    def leaves(self) -> list[tuple[str, Any]]:
+        """Every leaf with its name: ``input_ids`` for a keyword argument, ``0`` for the first positional one."""
+        found = [(_name(path[1:]), leaf) for path, leaf in pytree.tree_flatten_with_path(self.args_as_dict())[0]]
+        named = [(_name(path), leaf) for path, leaf in pytree.tree_flatten_with_path(dict(self.kwargs))[0]]
+        return found + named
+
+    def tensors(self) -> list[tuple[str, torch.Tensor]]:
+        return [(name, leaf) for name, leaf in self.leaves() if isinstance(leaf, torch.Tensor)]
+
+    def args_as_dict(self) -> dict[str, Any]:
+        return {"args": list(self.args)}
+
+    @property
+    def device(self) -> torch.device:
+        """Where the first tensor lies; the CPU if there is none."""
+        return next((tensor.device for _, tensor in self.tensors()), torch.device("cpu"))
+
+    def on_cpu(self) -> Inputs:
+        """The same batch on the CPU."""
+        move = lambda leaf: leaf.detach().cpu() if isinstance(leaf, torch.Tensor) else leaf  # noqa: E731
+        return Inputs(pytree.tree_map(move, self.args), pytree.tree_map(move, dict(self.kwargs)))
+
+    def cast(self, dtype: torch.dtype | None) -> Inputs:
+        """The same batch with its floating-point tensors converted; None leaves them."""
+
+        def convert(leaf: Any) -> Any:
+            if dtype is None or not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point():
+                return leaf
+            return leaf.detach().to(dtype).requires_grad_(leaf.requires_grad)
+
+        return Inputs(pytree.tree_map(convert, self.args), pytree.tree_map(convert, dict(self.kwargs)))
+
+    def batch(self, dtype: torch.dtype | None, *, watch: bool = False) -> Batch:
+        """A copy that a run may change.
+
+        Args:
+            dtype: what floating-point tensors are converted to; None leaves them.
+            watch: whether gradients of the floating-point inputs are wanted.
+        """
+        watched: dict[str, torch.Tensor] = {}
+        names = iter([name for name, _ in self.leaves()])
+
+        def fresh(leaf: Any) -> Any:
+            name = next(names)
+            if not isinstance(leaf, torch.Tensor):
+                return copy.deepcopy(leaf)
+            tensor = leaf.detach().clone()
+            if not leaf.is_floating_point():
+                return tensor
+            tensor = tensor.to(dtype or leaf.dtype)
+            if not watch:
+                return tensor.requires_grad_(leaf.requires_grad)
+            watched[name] = tensor.requires_grad_(True)
+            return tensor.clone()  # no leaf: the model may work on its input in place
+
+        args = pytree.tree_map(fresh, self.args)
+        return Batch(args, pytree.tree_map(fresh, dict(self.kwargs)), watched)
+
+    def digests(self) -> dict[str, str]:
+        """A short text for each leaf that is the same on two ranks if the leaf is."""
+        return {
+            f"example input '{name}'": tensor_digest(leaf) if isinstance(leaf, torch.Tensor) else _plain(leaf)
+            for name, leaf in self.leaves()
+        }
+
+
+def tensor_digest(tensor: torch.Tensor) -> str:
+    """Type, shape and a hash of the bits; two meta tensors differ in type and shape only."""
+    facts = f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+    if tensor.is_meta:
+        return facts
+    dense = tensor.detach().cpu().resolve_conj().contiguous()
+    bits = dense.reshape(-1).view(torch.uint8).numpy().tobytes()
+    return f"{facts} {hashlib.blake2b(bits, digest_size=8).hexdigest()}"
+
+
+def _plain(leaf: Any) -> str:
+    # The repr of other objects holds their address, which is never the same on two ranks.
+    return repr(leaf) if leaf is None or isinstance(leaf, (bool, int, float, str)) else type(leaf).__qualname__
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    return ".".join(str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path)

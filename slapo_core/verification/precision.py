@@ -1,0 +1,54 @@
+"""In which floating-point types a model computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["DtypeObserver", "coarsest", "dtype_name", "own_dtype"]
+
+
+def coarsest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
+    """The type with the largest rounding error; float64 if there is none."""
+    return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float64)
+
+
+def own_dtype(model: nn.Module, inputs: Iterable[torch.Tensor] = ()) -> torch.dtype:
+    """The coarsest floating-point type among a model's parameters and buffers, or else among its inputs."""
+    tensors = [*model.parameters(), *model.buffers()]
+    found = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
+    found = found or {tensor.dtype for tensor in inputs if tensor.is_floating_point()}
+    return coarsest(found) if found else torch.get_default_dtype()
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``"float64"``."""
+    return str(dtype).removeprefix("torch.")
+
+
+class DtypeObserver(TorchDispatchMode):
+    """Notes the floating-point types of everything computed from floating-point tensors.
+
+    A constant that is only made (a mask of zeros in the default type) rounds nothing and does not count.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[torch.dtype] = set()
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if any(_is_floating(leaf) for leaf in pytree.tree_leaves((args, kwargs))):
+            self.seen.update(leaf.dtype for leaf in pytree.tree_leaves(result) if _is_floating(leaf))
+        return result
+
+
+def _is_floating(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.is_floating_point()

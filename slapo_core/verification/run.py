@@ -1,0 +1,173 @@
+"""Run a model under fixed conditions and keep every number that is compared."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from slapo_core.verification.conditions import fixed_conditions
+from slapo_core.verification.inputs import Batch, Inputs
+from slapo_core.verification.leaves import output_leaves
+
+__all__ = ["KINDS", "STAGES", "Conditions", "Observation", "run_stages", "step_size"]
+
+STAGES = ("training", "evaluation", "inputs", "steps")
+"""In the order in which they are run; evaluation goes on with the model as training left it."""
+
+KINDS = ("output", "buffer", "gradient", "evaluation output", "input gradient", "parameter")
+"""What is compared, in order: the first three come from the first stage."""
+
+MOMENTUM = 0.9
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """What two runs must have in common to be comparable.
+
+    Args:
+        dtype: the type that floating-point inputs are converted to; None leaves them.
+        seed: of every random number generator, set before each forward.
+        steps: the number of optimiser steps.
+        learning_rate: of the optimiser steps.
+        adapt_output: makes of a rank's output the one that the untouched model gives.
+    """
+
+    dtype: torch.dtype | None
+    seed: int
+    steps: int
+    learning_rate: float = 0.0
+    adapt_output: Callable[[Any], Any] = lambda output: output
+
+
+@dataclass
+class Observation:
+    """Everything seen in a run: kind -> name -> value. None stands for "no gradient"."""
+
+    values: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def of(self, kind: str) -> dict[str, Any]:
+        return self.values.get(kind, {})
+
+
+def run_stages(model: nn.Module, inputs: Inputs, conditions: Conditions, stages: Sequence[str]) -> Observation:
+    """Run ``stages`` on ``model``, which is changed by it: a copy that nobody else uses.
+
+    Args:
+        model: the copy; submodules that are in evaluation mode within a model in training mode stay so.
+        inputs: one batch, copied anew for every forward.
+        conditions: the same for both models.
+        stages: of :data:`STAGES`, in their order.
+    """
+    modes = _training_modes(model)
+    seen = Observation()
+    for stage in stages:
+        for module, training in modes:
+            module.training = training and stage != "evaluation"
+        _STAGE_FUNCTIONS[stage](model, inputs, conditions, seen)
+    return seen
+
+
+def step_size(model: nn.Module, seen: Observation) -> float:
+    """A learning rate whose first step moves the weights by about one percent; 0 if there is nothing to follow."""
+    gradients = [grad for grad in seen.of("gradient").values() if grad is not None]
+    length = math.sqrt(sum(float(grad.double().square().sum()) for grad in gradients))
+    weights = math.sqrt(sum(float(p.detach().double().square().sum()) for p in model.parameters()))
+    rate = 0.01 * (weights or 1.0) / length if length else 0.0
+    return rate if math.isfinite(rate) else 0.0
+
+
+def _training_modes(model: nn.Module) -> list[tuple[nn.Module, bool]]:
+    kept = model.training  # a model that is in evaluation mode as a whole has no training mode of its own to keep
+    return [(module, module.training or not kept) for module in model.modules()]
+
+
+def _training(model: nn.Module, inputs: Inputs, conditions: Conditions, seen: Observation) -> None:
+    model.zero_grad(set_to_none=True)
+    seen.values["output"] = _forward_backward(model, inputs.batch(conditions.dtype), conditions)
+    # After backward: recomputed activations may update buffers a second time.
+    seen.values["buffer"] = _detached(model.named_buffers(remove_duplicate=False))
+    seen.values["gradient"] = {
+        name: None if parameter.grad is None else _dense(parameter.grad)
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+    }
+    model.zero_grad(set_to_none=True)
+
+
+def _evaluation(model: nn.Module, inputs: Inputs, conditions: Conditions, seen: Observation) -> None:
+    batch = inputs.batch(conditions.dtype)
+    with fixed_conditions(conditions.seed), torch.no_grad():
+        output = conditions.adapt_output(model(*batch.args, **batch.kwargs))
+    seen.values["evaluation output"] = _detached(output_leaves(output))
+
+
+def _input_gradients(model: nn.Module, inputs: Inputs, conditions: Conditions, seen: Observation) -> None:
+    batch = inputs.batch(conditions.dtype, watch=True)
+    _forward_backward(model, batch, conditions)
+    model.zero_grad(set_to_none=True)
+    seen.values["input gradient"] = {
+        name: None if tensor.grad is None else _dense(tensor.grad) for name, tensor in batch.watched.items()
+    }
+
+
+def _optimiser_steps(model: nn.Module, inputs: Inputs, conditions: Conditions, seen: Observation) -> None:
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=conditions.learning_rate, momentum=MOMENTUM)
+    for _ in range(conditions.steps):
+        optimizer.zero_grad(set_to_none=True)
+        _forward_backward(model, inputs.batch(conditions.dtype), conditions)
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    seen.values["parameter"] = _detached(model.named_parameters(remove_duplicate=False))
+
+
+_STAGE_FUNCTIONS: dict[str, Callable[[nn.Module, Inputs, Conditions, Observation], None]] = {
+    "training": _training,
+    "evaluation": _evaluation,
+    "inputs": _input_gradients,
+    "steps": _optimiser_steps,
+}
+
+
+def _forward_backward(model: nn.Module, batch: Batch, conditions: Conditions) -> dict[str, Any]:
+    """One forward, and backward from every floating-point leaf against a fixed random cotangent."""
+    with fixed_conditions(conditions.seed):
+        output = conditions.adapt_output(model(*batch.args, **batch.kwargs))
+        leaves = list(output_leaves(output))
+        seen = _detached(leaves)
+        roots = [
+            (position, leaf)
+            for position, (_, leaf) in enumerate(leaves)
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad
+        ]
+        if roots:
+            cotangents = [_cotangent(leaf, position, conditions.seed) for position, leaf in roots]
+            _backward(tuple(leaf for _, leaf in roots), tuple(cotangents))
+    return seen
+
+
+def _backward(roots: tuple[torch.Tensor, ...], cotangents: tuple[torch.Tensor, ...]) -> None:
+    # The engine itself: torch.autograd.backward is a torch function, and within one no torch-function mode holds, so
+    # that recomputed activations would be computed without the mode that switches dropout off.
+    torch.autograd.Variable._execution_engine.run_backward(
+        roots, cotangents, False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
+
+
+def _cotangent(leaf: torch.Tensor, position: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed * 7919 + position)  # on the CPU: the same on every device
+    dtype = torch.complex128 if leaf.is_complex() else torch.float64
+    return torch.randn(leaf.shape, generator=generator, dtype=dtype).to(device=leaf.device, dtype=leaf.dtype)
+
+
+def _detached(items: Any) -> dict[str, Any]:
+    return {name: _dense(item) if isinstance(item, torch.Tensor) else item for name, item in items}
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach()
+    return tensor.to_dense().clone() if tensor.is_sparse else tensor.clone()

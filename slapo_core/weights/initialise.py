@@ -1,0 +1,189 @@
+"""The model's own initialisation, run for one tensor at a time, so that any layout starts from the same values.
+
+For a tensor that is to be initialised, it alone gets memory, at its full size; all others are on the meta device,
+where initialising costs nothing. Then the initialisers run in the order in which constructing the model runs them:
+``reset_parameters()`` of its module and of the modules around it, from the inside out, and then
+``_init_weights(module)`` of the nearest enclosing module that has such a method, which is the convention of
+transformers' ``PreTrainedModel``, for the same modules. The random generator is seeded from the tensor's name.
+
+What a constructor does outside of these methods cannot be repeated: a tensor that only a constructor fills is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import inspect
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from slapo_core.errors import WeightsError
+from slapo_core.tree.edit import TreeEdit
+
+if TYPE_CHECKING:
+    from slapo_core.tree.tree import Tree
+
+__all__ = ["Initialiser", "initialising"]
+
+_RESETS = ("reset_parameters", "_reset_parameters")
+_SKIP_MARK = "_is_hf_initialized"  # on a tensor: transformers' initialisers leave it alone
+
+
+@contextlib.contextmanager
+def initialising(tree: Tree, *, seed: int = 0) -> Iterator[Initialiser]:
+    """Prepare the model in ``tree`` for initialising; everything is put back at the end, the CPU's random state too.
+
+    Args:
+        tree: of the untouched model, inside of ``sch.untouched()``, or of the scheduled one.
+        seed: mixed into the seed of every tensor.
+    """
+    edit = TreeEdit(tree)
+    try:
+        _protect_values(tree, edit)
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
+            yield Initialiser(tree, seed)
+    finally:
+        edit.rollback()
+
+
+class Initialiser:
+    """Made by :func:`initialising`."""
+
+    def __init__(self, tree: Tree, seed: int) -> None:
+        self._tree = tree
+        self._seed = seed
+
+    def value(self, name: str, shape: tuple[int, ...]) -> torch.Tensor | None:
+        """The initial value of one tensor, on the CPU.
+
+        Args:
+            name: the tensor's full name in the tree, e.g. ``"encoder.layer.0.output.dense.weight"``.
+            shape: its full shape, in elements.
+
+        Returns:
+            None if no initialiser writes all of it.
+
+        Raises:
+            WeightsError: an initialiser raised.
+        """
+        path, _, own_name = name.rpartition(".")
+        module = self._tree.index.modules[path]
+        present: torch.Tensor | None = module._parameters.get(own_name)
+        if present is None:
+            present = module._buffers[own_name]
+        assert present is not None
+        sites = self._tree.sites.of(present)
+        for site_path, site_name in sites:  # a tied tensor: as its first place does it, if that can
+            value = self._from(site_path, site_name, name, shape, present.dtype)
+            if value is not None:
+                return value
+        return None
+
+    def _from(
+        self, path: str, own_name: str, seed_name: str, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> torch.Tensor | None:
+        results = []
+        for background in _backgrounds(dtype):
+            full = torch.full(shape, background, dtype=dtype)
+            edit = TreeEdit(self._tree)
+            try:
+                self._place(edit, path, own_name, full)
+                torch.default_generator.manual_seed(_seed_of(seed_name, self._seed))
+                for label, initialiser in self._initialisers(path):
+                    _run(initialiser, label, seed_name)
+            finally:
+                edit.rollback()
+            results.append(full)
+        if len(results) == 1:
+            return None if torch.isnan(results[0]).any() else results[0]
+        return results[0] if torch.equal(*results) else None
+
+    def _place(self, edit: TreeEdit, path: str, own_name: str, full: torch.Tensor) -> None:
+        node = self._tree.node(path)
+        present = node.module._parameters.get(own_name)
+        if present is None:
+            edit.set_buffer(node, own_name, full)
+            return
+        value = nn.Parameter(full, requires_grad=present.requires_grad)
+        edit.set_parameter(node, own_name, value)
+        value.__dict__.pop(_SKIP_MARK, None)
+
+    def _initialisers(self, path: str) -> Iterator[tuple[str, Callable[[], object]]]:
+        chain = list(self._enclosing(path))
+        for place, module in chain:
+            for method in _RESETS:
+                reset = getattr(module, method, None)
+                if callable(reset):
+                    yield f"{type(module).__name__}.{method}() of '{place}'", reset
+                    break
+        for position, (_, module) in enumerate(chain):
+            for place, owner in chain[position:]:
+                if _has_init_weights(owner):
+                    label = f"{type(owner).__name__}._init_weights({type(module).__name__}) of '{place}'"
+                    yield label, lambda owner=owner, module=module: owner._init_weights(module)  # type: ignore[misc]
+                    break
+
+    def _enclosing(self, path: str) -> Iterator[tuple[str, nn.Module]]:
+        while True:
+            yield path, self._tree.index.modules[path]
+            if not path:
+                return
+            path = path.rpartition(".")[0]
+
+
+def _protect_values(tree: Tree, edit: TreeEdit) -> None:
+    """Put meta tensors in the place of real ones: an initialiser writes to every tensor of its module."""
+    for path, module in tree.index.modules.items():
+        node = tree.node(path)
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None and not parameter.is_meta:
+                edit.set_parameter(node, name, torch.empty_like(parameter, device="meta"))
+        for name, buffer in list(module._buffers.items()):
+            if buffer is not None and not buffer.is_meta:
+                edit.set_buffer(node, name, torch.empty_like(buffer, device="meta"))
+
+
+def _has_init_weights(module: nn.Module) -> bool:
+    method = getattr(type(module), "_init_weights", None)
+    if method is None or not callable(method):
+        return False
+    try:
+        inspect.signature(method).bind(module, module)
+    except TypeError:
+        return False
+    return True
+
+
+def _run(initialiser: Callable[[], object], label: str, name: str) -> None:
+    try:
+        initialiser()
+    except Exception as error:
+        raise WeightsError(
+            f"'{name}' cannot be initialised: {label} raised {type(error).__name__}: {error}",
+            hint='pass weights="dir/with/safetensors", or build the model on the CPU instead of the meta device',
+        ) from error
+
+
+def _backgrounds(dtype: torch.dtype) -> tuple[float | int | bool, ...]:
+    """What a tensor is filled with before, so that an element that was not written shows."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return (float("nan"),)
+    return (False, True)
+
+
+def _seed_of(name: str, seed: int) -> int:
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
+
+
+def cannot_initialise(names: list[str]) -> WeightsError:
+    """The error for tensors on the meta device that no initialiser fills."""
+    one = len(names) == 1
+    return WeightsError(
+        f"{'a tensor' if one else f'{len(names)} tensors'} on the meta device cannot be initialised, because no "
+        f"reset_parameters() or _init_weights() fills {'it' if one else 'them'}: {', '.join(names)}",
+        hint='pass weights="dir/with/safetensors", or build the model on the CPU instead of the meta device',
+    )

@@ -1,0 +1,189 @@
+"""Where weights come from: safetensors files, read by slice, or a mapping of full tensors."""
+
+from __future__ import annotations
+
+import json
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from slapo_core.errors import WeightsError
+from slapo_core.spec.layout import Layout
+
+if TYPE_CHECKING:
+    from slapo_core.spec.mesh import Mesh
+
+__all__ = ["MappingSource", "SafetensorsSource", "Source", "open_source"]
+
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+
+
+class Source(ABC):
+    """Full tensors by name, of which a rank reads its own pieces."""
+
+    @property
+    @abstractmethod
+    def label(self) -> str:
+        """What to call it in a message, e.g. ``"weights 'checkpoints/bert'"``."""
+
+    @abstractmethod
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Name -> shape of every tensor."""
+
+    @abstractmethod
+    def read(self, name: str, layout: Layout, mesh: Mesh | None) -> torch.Tensor:
+        """This rank's piece of the tensor ``name``, in the source's dtype."""
+
+
+def open_source(weights: str | os.PathLike[str] | Mapping[str, torch.Tensor] | Source) -> Source:
+    """Open what ``build(weights=...)`` accepts.
+
+    Args:
+        weights: a directory with safetensors files, one such file, or a mapping of full tensors.
+
+    Raises:
+        WeightsError: there are no weights, or they cannot be read.
+    """
+    if isinstance(weights, Source):
+        return weights
+    if isinstance(weights, Mapping):
+        return MappingSource(weights)
+    if isinstance(weights, (str, os.PathLike)):
+        return SafetensorsSource(Path(weights))
+    raise WeightsError(
+        f"weights must be a directory, a .safetensors file or a mapping of tensors (got {type(weights).__name__})",
+        hint='build(sch, weights="dir/with/safetensors")',
+    )
+
+
+class MappingSource(Source):
+    """Full tensors in memory, e.g. a plain model's ``state_dict()``."""
+
+    def __init__(self, tensors: Mapping[str, Any], label: str = "the weights given") -> None:
+        self._label = label
+        wrong = [name for name, tensor in tensors.items() if not isinstance(tensor, torch.Tensor)]
+        if wrong:
+            raise WeightsError(f"{label}: {', '.join(map(repr, wrong))} must be tensors (got other objects)")
+        on_meta = [name for name, tensor in tensors.items() if tensor.is_meta]
+        if on_meta:
+            raise WeightsError(f"{label} hold no values, they are on the meta device: {', '.join(on_meta)}")
+        self._tensors = tensors
+
+    @property
+    def label(self) -> str:
+        return self._label
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
+
+    def read(self, name: str, layout: Layout, mesh: Mesh | None) -> torch.Tensor:
+        return layout.local(self._tensors[name].detach(), mesh)
+
+
+class SafetensorsSource(Source):
+    """One file, or a directory: ``model.safetensors``, the only ``*.safetensors``, or several and their index."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._files: dict[Path, Any] = {}
+        self._file_of: dict[str, Path] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        for file, names in self._find(path).items():
+            handle = self._open(file)
+            present = set(handle.keys())
+            absent = sorted(names - present) if names is not None else []
+            if absent:
+                raise WeightsError(f"{file} lacks tensors that {INDEX_FILE} lists: {', '.join(absent)}")
+            for name in sorted(present if names is None else names):
+                self._file_of[name] = file
+                self._shapes[name] = tuple(handle.get_slice(name).get_shape())
+
+    @property
+    def label(self) -> str:
+        return f"weights '{self._path}'"
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return self._shapes
+
+    def read(self, name: str, layout: Layout, mesh: Mesh | None) -> torch.Tensor:
+        handle = self._files[self._file_of[name]]
+        if not layout.shape:
+            return handle.get_tensor(name)  # type: ignore[no-any-return]
+        return _read_segments(handle.get_slice(name), layout, mesh)
+
+    def _open(self, file: Path) -> Any:
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            self._files[file] = safe_open(file, framework="pt", device="cpu")
+        except (OSError, SafetensorError) as error:
+            raise WeightsError(f"{file} cannot be read as safetensors: {error}") from error
+        return self._files[file]
+
+    @staticmethod
+    def _find(path: Path) -> dict[Path, set[str] | None]:
+        """The files to read, each with the names to take from it; None takes all."""
+        if path.is_file():
+            return {path: None}
+        if not path.is_dir():
+            raise WeightsError(f"there are no weights at '{path}': no such file or directory")
+        if (path / INDEX_FILE).is_file():
+            return _read_index(path / INDEX_FILE)
+        if (path / SINGLE_FILE).is_file():
+            return {path / SINGLE_FILE: None}
+        files = sorted(path.glob("*.safetensors"))
+        if len(files) == 1:
+            return {files[0]: None}
+        if not files:
+            raise WeightsError(
+                f"there are no weights in '{path}': no *.safetensors file",
+                hint="save them with model.save_pretrained(dir), or with safetensors.torch.save_file(state_dict, file)",
+            )
+        raise WeightsError(
+            f"'{path}' holds {len(files)} safetensors files and no {INDEX_FILE}: "
+            + ", ".join(file.name for file in files),
+            hint="name the file: weights='dir/file.safetensors'",
+        )
+
+
+def _read_index(file: Path) -> dict[Path, set[str] | None]:
+    try:
+        weight_map = json.loads(file.read_text(encoding="utf-8"))["weight_map"]
+        pairs = [(str(name), str(shard)) for name, shard in weight_map.items()]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise WeightsError(f"{file} is not an index of safetensors files: {type(error).__name__}: {error}") from error
+    files: dict[Path, set[str] | None] = {}
+    for name, shard in pairs:
+        if Path(shard).name != shard:
+            raise WeightsError(f"{file} places '{name}' in '{shard}', outside of its directory")
+        names = files.setdefault(file.parent / shard, set())
+        assert names is not None
+        names.add(name)
+    return files
+
+
+def _read_segments(stored: Any, layout: Layout, mesh: Mesh | None) -> torch.Tensor:
+    """Read only this rank's ranges; those that reach into the padding are filled up with zeros."""
+    segments = layout.segments(mesh)
+
+    def read(axis: int, index: tuple[slice, ...]) -> torch.Tensor:
+        if axis == len(segments):
+            return stored[index]  # type: ignore[no-any-return]
+        parts = []
+        for start, length in segments[axis]:
+            stop = min(start + length, layout.shape[axis])
+            part = read(axis + 1, (*index, slice(min(start, stop), stop)))
+            missing = length - part.shape[axis]
+            if missing:
+                shape = list(part.shape)
+                shape[axis] = missing
+                part = torch.cat([part, part.new_zeros(shape)], dim=axis)
+            parts.append(part)
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=axis)
+
+    return read(0, ()).contiguous()

@@ -1,0 +1,159 @@
+"""Which tensors the untouched model has, which the scheduled one has, and which stands for which."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from slapo_core.spec.layout import Layout
+from slapo_core.tree.index import ModuleIndex, TensorSites, full_name
+
+if TYPE_CHECKING:
+    from slapo_core.schedule import Schedule
+    from slapo_core.tree.tree import Tree
+
+__all__ = ["LiveTensor", "Survey", "TensorSpec", "live_tensors", "survey", "survey_model"]
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One parameter or buffer of the untouched model; tied names are one tensor.
+
+    Args:
+        name: its first name in registration order, e.g. ``"transformer.wte.weight"``.
+        shape: in elements.
+        dtype: its element type.
+        is_parameter: False for a buffer.
+        keys: its names in the state dict, e.g. ``("transformer.wte.weight", "lm_head.weight")``; empty for a buffer
+            that is not persistent.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    is_parameter: bool
+    keys: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Survey:
+    """The tensors of the untouched model.
+
+    Args:
+        specs: first name -> tensor, in registration order.
+        origins: every name, tied ones included -> first name.
+        keys: the keys of the untouched model's ``state_dict()``, in its order, each with the first name of its tensor.
+        not_tensors: keys of the state dict that hold something else (a module's ``get_extra_state``).
+    """
+
+    specs: Mapping[str, TensorSpec]
+    origins: Mapping[str, str]
+    keys: Mapping[str, str]
+    not_tensors: tuple[str, ...] = ()
+
+    def spec_of(self, layout: Layout) -> TensorSpec | None:
+        """The untouched tensor that a layout speaks of; None if the schedule added the tensor."""
+        origin = self.origins.get(layout.origin)
+        if origin is None or self.specs[origin].shape != tuple(layout.shape):
+            return None
+        return self.specs[origin]
+
+
+@dataclass(frozen=True)
+class LiveTensor:
+    """One parameter or buffer of the scheduled model.
+
+    Args:
+        path: of the module that holds it, e.g. ``"encoder.layer.0.output.dense"``.
+        own_name: its name there, e.g. ``"weight"``.
+        tensor: the local tensor.
+        layout: how it lies in the untouched tensor.
+        is_parameter: False for a buffer.
+        is_persistent: whether it belongs into a state dict.
+    """
+
+    path: str
+    own_name: str
+    tensor: torch.Tensor = field(repr=False)
+    layout: Layout
+    is_parameter: bool
+    is_persistent: bool
+
+    @property
+    def name(self) -> str:
+        return full_name(self.path, self.own_name)
+
+
+def survey(schedule: Schedule) -> tuple[Survey, dict[str, torch.Tensor]]:
+    """Look at the untouched model.
+
+    Returns:
+        the survey, and its tensors by first name: the untouched model's own, not copies.
+
+    Raises:
+        SealedError: the originals were dropped.
+    """
+    with schedule.untouched() as model:
+        return survey_model(model)
+
+
+def survey_model(model: nn.Module) -> tuple[Survey, dict[str, torch.Tensor]]:
+    """As :func:`survey`, for a model without a schedule."""
+    index = ModuleIndex(model)
+    sites = TensorSites(index)
+    first: dict[int, str] = {}
+    origins: dict[str, str] = {}
+    tensors: dict[str, torch.Tensor] = {}
+    for path, own_name, tensor, _ in _own_tensors(index.modules):
+        name = first.setdefault(id(tensor), full_name(path, own_name))
+        tensors.setdefault(name, tensor)
+    for name, tensor in tensors.items():
+        for path, own_name in sites.of(tensor):
+            origins.update((full_name(alias, own_name), name) for alias in index.paths_of(path))
+    keys: dict[str, str] = {}
+    not_tensors = []
+    for key, value in model.state_dict(keep_vars=True).items():
+        origin = first.get(id(value)) or origins.get(key)
+        if origin is None:
+            not_tensors.append(key)
+        else:
+            keys[key] = origin
+    by_origin: dict[str, list[str]] = {}
+    for key, origin in keys.items():
+        by_origin.setdefault(origin, []).append(key)
+    specs = {
+        name: TensorSpec(
+            name,
+            tuple(tensor.shape),
+            tensor.dtype,
+            isinstance(tensor, nn.Parameter),
+            tuple(by_origin.get(name, ())),
+        )
+        for name, tensor in tensors.items()
+    }
+    return Survey(specs, origins | keys, keys, tuple(not_tensors)), tensors
+
+
+def live_tensors(tree: Tree) -> list[LiveTensor]:
+    """Every parameter and buffer of the model as it is now, each object once, in registration order."""
+    found: dict[int, LiveTensor] = {}
+    for path, own_name, tensor, persistent in _own_tensors(tree.index.modules):
+        if id(tensor) not in found:
+            layout = tree.node(path).layout(own_name)
+            is_parameter = own_name in tree.index.modules[path]._parameters
+            found[id(tensor)] = LiveTensor(path, own_name, tensor, layout, is_parameter, persistent)
+    return list(found.values())
+
+
+def _own_tensors(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, str, torch.Tensor, bool]]:
+    for path, module in modules.items():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                yield path, name, parameter, True
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                yield path, name, buffer, name not in module._non_persistent_buffers_set

@@ -1,0 +1,185 @@
+"""Ranks that disagree are told, all of them, what about; and none of them hangs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import slapo_core as slapo
+from slapo_core.agreement import checksum, fingerprint, gather_objects
+from slapo_core.launcher import run_ranks
+from slapo_core.primitives.replace import Replace
+from tests.core.building_support import Split, adam, on_meta, real
+
+
+def outcome(function: Any, *args: Any) -> str:
+    """What the call raised, as text; ``"fine"`` if nothing."""
+    try:
+        function(*args)
+    except slapo.SlapoError as error:
+        return f"{type(error).__name__}: {error}"
+    return "fine"
+
+
+def build_with_steps_by_rank(case: str) -> str:
+    rank = dist.get_rank()
+    mesh = {"dp": 2} if case == "mesh" and rank == 1 else {"tp": 2}
+    model = real("mlp", seed=rank) if case == "weights" else real("mlp")
+    schedule = slapo.create_schedule(model, mesh=mesh)
+    if case == "argument":
+        schedule["fc1"].apply(Split(("weight",), axis=rank))
+    if case == "missing step":
+        for path in ("fc1", "fc2")[: 1 + rank]:
+            schedule[path].apply(Split(("weight",)))
+    options: dict[str, Any] = {}
+    if case == "own error" and rank == 1:
+        options["optimizer"] = adam(list(model.parameters()))
+    if case == "factory" and rank == 0:
+        options["optimizer"] = lambda parameters: None
+    if case == "files":
+        options["weights"] = real("mlp").state_dict() if rank == 0 else {}
+    result = outcome(lambda: slapo.build(schedule, **options))
+    if case not in ("fine", "mesh", "own error"):
+        assert not schedule.is_sealed
+        schedule.undo(to=0)
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), real_like(case, rank), strict=True))
+    return result
+
+
+def real_like(case: str, rank: int) -> list[torch.Tensor]:
+    return list(real("mlp", seed=rank if case == "weights" else 0).parameters())
+
+
+CASES = ["fine", "argument", "missing step", "weights", "mesh", "own error", "factory", "files"]
+
+
+def build_all(cases: list[str]) -> dict[str, str]:
+    return {case: build_with_steps_by_rank(case) for case in cases}
+
+
+SAME_SCRIPT = "\n  hint: run the same script on the same installation on every rank"
+
+
+@pytest.fixture(scope="module")
+def results() -> list[dict[str, str]]:
+    return run_ranks(build_all, CASES, world_size=2)
+
+
+@pytest.mark.ranks
+def test_ranks_that_agree_build(results: list[dict[str, str]]) -> None:
+    assert [result["fine"] for result in results] == ["fine", "fine"]
+
+
+@pytest.mark.ranks
+def test_another_argument_is_named_on_every_rank(results: list[dict[str, str]]) -> None:
+    expected = (
+        "RankMismatchError: ranks disagree about step 1:\n"
+        "  rank 0: trial.split(names=('weight',), axis=0, parts=1) at 'fc1', from tests local\n"
+        "  rank 1: trial.split(names=('weight',), axis=1, parts=1) at 'fc1', from tests local" + SAME_SCRIPT
+    )
+    assert [result["argument"] for result in results] == [expected, expected]
+
+
+@pytest.mark.ranks
+def test_a_step_that_one_rank_lacks_is_named(results: list[dict[str, str]]) -> None:
+    expected = (
+        "RankMismatchError: ranks disagree about step 2:\n"
+        "  rank 0: (nothing)\n"
+        "  rank 1: trial.split(names=('weight',), axis=0, parts=1) at 'fc2', from tests local" + SAME_SCRIPT
+    )
+    assert [result["missing step"] for result in results] == [expected, expected]
+
+
+@pytest.mark.ranks
+def test_another_mesh_is_named(results: list[dict[str, str]]) -> None:
+    expected = (
+        "RankMismatchError: ranks disagree about the mesh:\n  rank 0: {'tp': 2}\n  rank 1: {'dp': 2}" + SAME_SCRIPT
+    )
+    assert [result["mesh"] for result in results] == [expected, expected]
+
+
+@pytest.mark.ranks
+def test_other_weights_are_named_with_the_seed_to_set(results: list[dict[str, str]]) -> None:
+    sums = [checksum(real("mlp", seed=rank).fc1.weight) for rank in range(2)]
+    expected = (
+        "RankMismatchError: ranks disagree about the weights 'fc1.weight':\n"
+        f"  rank 0: (8, 6), torch.float32, checksum {sums[0]:016x}\n"
+        f"  rank 1: (8, 6), torch.float32, checksum {sums[1]:016x}\n"
+        "  hint: call torch.manual_seed(0) on every rank before the model is made, or pass weights="
+    )
+    assert [result["weights"] for result in results] == [expected, expected]
+
+
+@pytest.mark.ranks
+def test_an_error_of_one_rank_ends_the_build_on_every_rank(results: list[dict[str, str]]) -> None:
+    first, second = (result["own error"] for result in results)
+    assert second.startswith("OptimizerError: optimizer must be a factory (got a AdamW made before the schedule")
+    assert first == "BuildError: build(target='torch') failed on rank 1: " + second
+    first, second = (result["factory"] for result in results)
+    assert first.startswith("OptimizerError: the optimizer factory must return a torch.optim.Optimizer (got NoneType)")
+    assert second == "BuildError: making the optimiser failed on rank 0: " + first
+    first, second = (result["files"] for result in results)
+    assert second.startswith("WeightsError: the weights given do not fit the model:\n  - missing: fc1.weight (8, 6)")
+    assert first == "BuildError: giving the model its values failed on rank 1: " + second
+
+
+def test_arguments_that_differ_from_process_to_process_are_compared_by_type() -> None:
+    def facts() -> list[tuple[str, str]]:
+        schedule = slapo.create_schedule(real("mlp"))
+        schedule["fc2"].apply(Replace(torch.nn.Linear(8, 4, bias=False)))
+        return fingerprint(schedule)
+
+    assert facts() == facts()
+    assert dict(facts())["step 1"].startswith("core.replace(new_module=<torch.nn.modules.linear.Linear>, params=()")
+    assert dict(facts())["the active plugins"].startswith("slapo-core ")
+
+
+def test_a_checksum_sees_every_bit_and_the_order() -> None:
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.complex64):
+        tensor = torch.arange(1, 25, dtype=torch.int64).reshape(4, 6).to(dtype)
+        assert checksum(tensor) == checksum(tensor.clone()) == checksum(tensor.t().contiguous().t())
+        other = tensor.clone()
+        other[3, 5] = 99
+        assert checksum(other) != checksum(tensor)
+        assert checksum(tensor.flip(0)) != checksum(tensor)
+    assert checksum(torch.tensor([0.0])) != checksum(torch.tensor([-0.0]))
+    assert checksum(torch.zeros(3)) != checksum(torch.zeros(4))
+    assert checksum(torch.empty(0)) == checksum(torch.empty(0))
+
+
+def gather_over_a_part_of_the_world() -> list[tuple[int, Any]]:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from slapo_core.spec.mesh import declare_mesh
+
+    halves = [DeviceMesh("cpu", part, mesh_dim_names=("tp",)) for part in ([0, 1], [2])]
+    if dist.get_rank() == 2:
+        return []
+    mesh = declare_mesh(halves[0])
+    assert mesh is not None
+    return gather_objects(mesh, f"value {dist.get_rank()}")
+
+
+@pytest.mark.ranks
+def test_a_mesh_over_a_part_of_the_world_asks_only_that_part() -> None:
+    both = [(0, "value 0"), (1, "value 1")]
+    assert run_ranks(gather_over_a_part_of_the_world, world_size=3, timeout=60) == [both, both, []]
+
+
+def build_alone() -> str:
+    if dist.get_rank() == 0:
+        with pytest.warns(UserWarning, match="has no mesh") as caught:
+            slapo.build(slapo.create_schedule(on_meta("mlp")))
+        return str(caught[0].message)
+    return ""
+
+
+@pytest.mark.ranks
+def test_a_schedule_without_a_mesh_waits_for_nobody_and_says_so() -> None:
+    assert run_ranks(build_alone, world_size=2, timeout=60)[0] == (
+        "torch.distributed runs 2 processes, but the schedule has no mesh: this rank trains on its own; "
+        'create_schedule(model, mesh={"dp": 2}) trains replicas together'
+    )

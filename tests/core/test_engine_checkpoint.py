@@ -1,0 +1,226 @@
+"""A checkpoint written under one schedule and world size goes on under another, as if nothing had happened."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import slapo_core as slapo
+from slapo_core.launcher import run_ranks
+from tests.core.building_support import adam, batches, on_meta, real, sgd, split
+
+
+def grouped_adam(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    matrices = [parameter for parameter in parameters if parameter.dim() > 1]
+    vectors = [parameter for parameter in parameters if parameter.dim() == 1]
+    return torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": 0.1, "betas": (0.8, 0.9)}, {"params": vectors, "weight_decay": 0.0}],
+        lr=0.01,
+    )
+
+
+def engine_on(mesh: dict[str, int] | None, optimizer: Any = grouped_adam) -> Any:
+    schedule = slapo.create_schedule(real("mlp").double(), mesh=mesh)
+    if mesh is not None:
+        split(schedule, "mlp")
+    return slapo.build(schedule, optimizer=optimizer)
+
+
+def train(engine: Any, first: int, last: int) -> dict[str, torch.Tensor]:
+    mesh = engine._reference.mesh
+    replicas, place = (mesh.size("dp"), mesh.rank("dp")) if mesh is not None else (1, 0)
+    for number, batch in enumerate(batches(last)):
+        if number >= first:
+            engine.train_step({name: value.double().chunk(replicas)[place] for name, value in batch.items()})
+    return engine.state_dict()
+
+
+def save_after_three(mesh: dict[str, int] | None, directory: str) -> None:
+    engine = engine_on(mesh)
+    for group in engine.optimizer.param_groups:
+        group["lr"] = 0.02  # as a schedule of the learning rate would
+    train(engine, 0, 3)
+    engine.save(directory)
+
+
+def go_on_to_six(mesh: dict[str, int] | None, directory: str) -> dict[str, torch.Tensor]:
+    engine = engine_on(mesh)
+    train(engine, 0, 1)  # other values and state, to be replaced
+    engine.load(directory)
+    assert [group["lr"] for group in engine.optimizer.param_groups] == [0.02, 0.02]
+    assert engine.optimizer.param_groups[0]["betas"] == (0.8, 0.9)
+    return train(engine, 3, 6)
+
+
+def without_interruption() -> dict[str, torch.Tensor]:
+    engine = engine_on(None)
+    for group in engine.optimizer.param_groups:
+        group["lr"] = 0.02
+    return train(engine, 0, 6)
+
+
+def check(state: dict[str, torch.Tensor]) -> None:
+    for key, tensor in without_interruption().items():
+        torch.testing.assert_close(state[key], tensor, rtol=1e-10, atol=1e-12)
+
+
+def test_one_process_goes_on_where_it_was(tmp_path: Path) -> None:
+    save_after_three(None, str(tmp_path))
+    check(go_on_to_six(None, str(tmp_path)))
+
+
+@pytest.mark.ranks
+def test_two_tensor_parallel_ranks_save_and_one_process_goes_on(tmp_path: Path) -> None:
+    run_ranks(save_after_three, {"tp": 2}, str(tmp_path), world_size=2)
+    check(go_on_to_six(None, str(tmp_path)))
+    plain = real("mlp").double()
+    plain.load_state_dict(load_file(tmp_path / "model.safetensors"))
+
+
+@pytest.mark.ranks
+def test_one_process_saves_and_tensor_parallel_ranks_go_on(tmp_path: Path) -> None:
+    save_after_three(None, str(tmp_path))
+    for state in run_ranks(go_on_to_six, {"tp": 2}, str(tmp_path), world_size=2):
+        check(state)
+
+
+def test_the_files_hold_the_untouched_names_and_nothing_else_is_left(tmp_path: Path) -> None:
+    save_after_three({"tp": 1}, str(tmp_path))
+    save_after_three({"tp": 1}, str(tmp_path))  # over the first
+    assert sorted(file.name for file in tmp_path.iterdir()) == [
+        "checkpoint.json",
+        "model.safetensors",
+        "optimizer.safetensors",
+    ]
+    assert sorted(load_file(tmp_path / "model.safetensors")) == ["fc1.bias", "fc1.weight", "fc2.weight"]
+    assert sorted(load_file(tmp_path / "optimizer.safetensors")) == [
+        f"{name}::{key}"
+        for name in ("fc1.bias", "fc1.weight", "fc2.weight")
+        for key in ("exp_avg", "exp_avg_sq", "step")
+    ]
+    manifest = json.loads((tmp_path / "checkpoint.json").read_text())
+    assert [group["params"] for group in manifest["optimizer"]["groups"]] == [
+        ["fc1.weight", "fc2.weight"],
+        ["fc1.bias"],
+    ]
+
+
+def test_a_tied_model_is_saved_with_all_its_names(tmp_path: Path) -> None:
+    engine = slapo.build(slapo.create_schedule(on_meta("gpt2")))
+    engine.save(tmp_path)
+    plain = real("gpt2")
+    plain.load_state_dict(load_file(tmp_path / "model.safetensors"))
+    other = slapo.build(slapo.create_schedule(on_meta("gpt2")), weights=tmp_path)
+    state = other.state_dict()
+    assert all(torch.equal(tensor, state[key]) for key, tensor in plain.state_dict().items())
+
+
+def test_what_a_replacement_added_is_saved_beside_the_model(tmp_path: Path) -> None:
+    from tests.core.test_weights_reference import gated
+
+    engine = slapo.build(gated(real("mlp")), optimizer=adam)
+    with torch.no_grad():
+        engine.module.fc1.gate.fill_(3.0)
+    engine.train_step(next(batches(1)))
+    gate = engine.module.fc1.gate.detach().clone()
+    engine.save(tmp_path)
+    assert list(load_file(tmp_path / "added.safetensors")) == ["fc1.gate"]
+
+    again = slapo.build(gated(real("mlp", seed=5)), optimizer=adam)
+    again.load(tmp_path)
+    assert torch.equal(again.module.fc1.gate, gate)
+
+    plain = slapo.build(slapo.create_schedule(real("mlp")))
+    with pytest.warns(
+        UserWarning, match="^tensors added by replacements, in the checkpoint, but nowhere in this .*: fc1.gate$"
+    ):
+        plain.load(tmp_path)
+
+
+def test_files_of_two_saves_are_not_mixed(tmp_path: Path) -> None:
+    engine = engine_on(None, sgd)
+    train(engine, 0, 1)
+    engine.save(tmp_path)
+    first = (tmp_path / "optimizer.safetensors").read_bytes()
+    train(engine, 1, 2)
+    engine.save(tmp_path)
+    before = engine.state_dict()
+    (tmp_path / "optimizer.safetensors").write_bytes(first)
+    with pytest.raises(slapo.WeightsError) as error:
+        engine.load(tmp_path)
+    assert error.value.message == (
+        f"the files in '{tmp_path}' are of two different saves (optimizer.safetensors does not belong to "
+        "checkpoint.json): saving was interrupted"
+    )
+    assert all(torch.equal(tensor, before[key]) for key, tensor in engine.state_dict().items())
+
+
+def test_another_optimizer_or_other_groups_are_refused_before_anything_changes(tmp_path: Path) -> None:
+    engine = engine_on(None)
+    train(engine, 0, 1)
+    engine.save(tmp_path)
+    other = engine_on(None, sgd)
+    before = other.state_dict()
+    with pytest.raises(slapo.BuildError) as error:
+        other.load(tmp_path)
+    assert error.value.message == "the checkpoint holds the state of AdamW, and this engine's optimiser is SGD"
+    assert all(torch.equal(tensor, before[key]) for key, tensor in other.state_dict().items())
+    with pytest.raises(slapo.BuildError) as error:
+        engine_on(None, adam).load(tmp_path)
+    assert error.value.message == "the checkpoint has 2 groups of parameters, and this optimiser 1"
+
+
+def test_a_directory_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(slapo.WeightsError, match=r"is not a checkpoint written by engine\.save"):
+        engine_on(None).load(tmp_path)
+    evaluating = slapo.build(slapo.create_schedule(real("mlp")))
+    evaluating.save(tmp_path)
+    with pytest.raises(slapo.BuildError, match="holds no optimiser state, and this engine has an optimiser"):
+        slapo.build(slapo.create_schedule(real("mlp")), optimizer=sgd).load(tmp_path)
+
+
+class Factored(torch.optim.SGD):
+    """Keeps one number for each row of a matrix."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["row"] = torch.ones(parameter.shape[0], 1)
+
+
+def test_state_whose_place_in_the_full_tensor_is_unknown_is_refused(tmp_path: Path) -> None:
+    engine = engine_on({"tp": 1}, lambda parameters: Factored(parameters, lr=0.1))
+    train(engine, 0, 1)
+    with pytest.raises(slapo.BuildError) as error:
+        engine.save(tmp_path)
+    assert error.value.message == (
+        "Factored keeps 'row' of shape (8, 1) for 'fc1.weight', whose piece here has shape (8, 6): how it lies in the "
+        "full tensor is not known, so it cannot be saved"
+    )
+    assert list(tmp_path.iterdir()) == []
+    plain = engine_on(None, lambda parameters: Factored(parameters, lr=0.1))
+    train(plain, 0, 1)
+    plain.save(tmp_path)
+    plain.load(tmp_path)
+
+
+def save_into_a_file(directory: str) -> str:
+    engine = engine_on({"tp": 2})
+    try:
+        engine.save(directory)
+    except (slapo.BuildError, OSError) as error:
+        return type(error).__name__
+    return "saved"
+
+
+@pytest.mark.ranks
+def test_a_write_that_fails_on_the_first_rank_fails_on_all(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    assert run_ranks(save_into_a_file, str(tmp_path / "file"), world_size=2) == ["FileExistsError", "BuildError"]
