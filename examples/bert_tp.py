@@ -216,7 +216,7 @@ def launch(options: argparse.Namespace) -> int:
     return compare(options)
 
 
-def parse() -> argparse.Namespace:
+def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", type=Path, help="train on this file (default: the Python standard library's source)")
     parser.add_argument("--steps", type=int, default=50, help="training steps (default: %(default)s)")
@@ -225,11 +225,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--vocab-size", type=int, default=4096, help="size of the tokenizer (default: %(default)s)")
     parser.add_argument("--output", type=Path, default=Path("build/bert_tp"), help="directory (default: %(default)s)")
     parser.add_argument("--role", choices=["plain", "scheduled"], help=argparse.SUPPRESS)
-    return parser.parse_args()
+    return parser
 
 
 def main() -> int:
-    options = parse()
+    options = parser().parse_args()
     if options.role == "plain":
         run_plain(options)
     elif options.role == "scheduled":

@@ -79,10 +79,14 @@ def _print(
         print(f"\n{finding.plugin}: {finding.subject}: {finding.check}\n{finding.message}")
         if traceback and finding.traceback:
             print(finding.traceback.rstrip())
-    count = sum(len(found) for found in findings.values())
-    print(f"\n{count} checks of {len(plugins)} plugins, {len(failed)} failed")
+    skipped = sum(finding.outcome == "skipped" for found in findings.values() for finding in found)
+    print(f"\n{len(rows)} checks of {_count(plugins)}: {len(failed)} failed, {skipped} skipped")
     if failed and not traceback:
         print("`slapo plugins check NAME --traceback` shows where")
+
+
+def _count(plugins: list[Plugin]) -> str:
+    return plugins[0].label if len(plugins) == 1 else f"{len(plugins)} plugins"
 
 
 def _remark(finding: Finding) -> str:

@@ -218,15 +218,14 @@ class HidesErrors(Bad):
 
 
 @dataclass(frozen=True)
-class RemembersOutside(Bad):
-    def apply(self, node: Any, edit: Any) -> None:
-        if next(COUNTER) > self.limit():
-            raise ValueError("done already")
-        super().apply(node, edit)
+class WorksThreeTimes(Bad):
+    """Three edits make three faults; then it is spent."""
 
-    def limit(self) -> int:
-        SEEN.add("asked")
-        return 10**9 if len(SEEN) == 0 else -1 if "spent" in SEEN else 10**9
+    def apply(self, node: Any, edit: Any) -> None:
+        if len(SEEN) > 3:
+            raise ValueError("done already")
+        SEEN.add(f"time {len(SEEN)}")
+        super().apply(node, edit)
 
 
 @dataclass(frozen=True)
@@ -255,6 +254,17 @@ class HoldsTheModule(Bad):
     def apply(self, node: Any, edit: Any) -> None:
         module = node.module
         edit.wrap_forward(node, lambda forward: lambda _, *args: forward(module, *args))
+
+
+@dataclass(frozen=True)
+class KnowsTheOriginal(Bad):
+    def apply(self, node: Any, edit: Any) -> None:
+        known = id(node.module)
+
+        def double(forward: Any) -> Any:
+            return lambda module, x: forward(module, x) * (1 if id(module) == known else 2)
+
+        edit.wrap_forward(node, double)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,15 @@ import pytest
 
 from slapo_core import Primitive
 from slapo_core.plugins import Registry, use_registry
-from slapo_core.testing import CHECKS, Case, CheckError, FakeDistribution, FakeEnvironment, NotApplicable, primitive_source
+from slapo_core.testing import (
+    CHECKS,
+    Case,
+    CheckError,
+    FakeDistribution,
+    FakeEnvironment,
+    NotApplicable,
+    primitive_source,
+)
 from slapo_core.testing.checks.documentation import documentation_breaches
 from slapo_core.testing.probe import probe
 from tests.ecosystem import kit_primitives as kit
@@ -44,7 +52,6 @@ def bad(cls: type[Primitive]) -> Case:
 
 
 ON_MESH = {"mesh": ("tp",)}
-WRONG = {"rejects": [kit.Good("wieght")]}
 
 
 def test_a_good_primitive_passes_every_check() -> None:
@@ -108,15 +115,29 @@ CAUGHT = [
     ("faults_roll_back", bad(kit.WritesInPlace), "a fault after edit 1 of 3 leaves traces"),
     ("faults_roll_back", bad(kit.SwallowsErrors), "a fault after edit 1 of 3 is swallowed"),
     ("faults_roll_back", bad(kit.HidesErrors), "comes out as another error, and its cause is lost"),
+    ("faults_roll_back", bad(kit.WorksThreeTimes), "it cannot be applied any more after faults that were rolled back"),
     ("undo_is_exact", bad(kit.WritesInPlace), "fc1.weight (tensor): 1 of 32 elements differ, first [1, 2]: "),
     ("undo_is_exact", bad(kit.PatchesTheClass), "class Linear.patched: added (a bool)"),
     ("undo_is_exact", bad(kit.AddsHookBehindOurBack), "(function silent)"),
     ("deepcopy_runs_on_itself", bad(kit.HoldsTheModule), "the deep copy's output changes when the original's weights"),
+    (
+        "deepcopy_runs_on_itself",
+        bad(kit.KnowsTheOriginal),
+        "a deep copy of the scheduled model computes something else",
+    ),
     ("mesh_of_one_is_free", case(kit.AlwaysPays(), **ON_MESH), "_forward_hooks of 'fc1': AlwaysPays.apply.<locals>"),
-    ("forward_and_gradients_on_1_rank", bad(kit.ComputesSomethingElse), "required: equivalence EXACT, as the primitive"),
+    (
+        "forward_and_gradients_on_1_rank",
+        bad(kit.ComputesSomethingElse),
+        "required: equivalence EXACT, as the primitive",
+    ),
     ("forward_and_gradients_on_1_rank", case(kit.LosesTheGradient(), path="fc2"), "gradient"),
     ("forward_and_gradients_on_2_ranks", case(kit.WrongOnTwoRanks(), **ON_MESH), "required: equivalence EXACT"),
-    ("forward_and_gradients_on_2_ranks", case(kit.RaisesOnRankOne(), **ON_MESH), "ValueError: rank 1 is not thought of"),
+    (
+        "forward_and_gradients_on_2_ranks",
+        case(kit.RaisesOnRankOne(), **ON_MESH),
+        "ValueError: rank 1 is not thought of",
+    ),
     (
         "forward_and_gradients_on_2_ranks",
         case(kit.Good(), model=kit.LambdaNet),
@@ -139,22 +160,6 @@ def test_what_is_right_on_one_rank_and_wrong_on_two_passes_the_first() -> None:
     CHECK["forward_and_gradients_on_1_rank"](case(kit.WrongOnTwoRanks(), **ON_MESH))
 
 
-def test_state_outside_of_the_model_is_caught_when_the_primitive_is_applied_again() -> None:
-    class SpendsItself(kit.RemembersOutside):
-        pass
-
-    @dataclasses.dataclass(frozen=True)
-    class Spent(kit.Bad):
-        def apply(self, node: Any, edit: Any) -> None:
-            if len(kit.SEEN) > 3:
-                raise ValueError("done already")
-            kit.SEEN.add(str(len(kit.SEEN)))
-            super().apply(node, edit)
-
-    with pytest.raises(CheckError, match="it cannot be applied any more after faults that were rolled back"):
-        CHECK["faults_roll_back"](case(Spent()))
-
-
 def test_every_check_has_a_negative_control() -> None:
     elsewhere = {"documentation", "entry_point_agrees", "light_import"}
     assert {check for check, _, _ in CAUGHT} | elsewhere == set(CHECK)
@@ -163,13 +168,18 @@ def test_every_check_has_a_negative_control() -> None:
 def test_an_error_that_the_check_does_not_expect_is_chained() -> None:
     with pytest.raises(CheckError) as caught:
         CHECK["undo_is_exact"](case(kit.Good(), path="fc9"))
-    assert str(caught.value).startswith("good() at 'fc9' fails undo_is_exact: PathError was raised\n  required: Undo gives")
+    assert str(caught.value).startswith(
+        "good() at 'fc9' fails undo_is_exact: PathError was raised\n  required: Undo gives"
+    )
     assert "the model has no module 'fc9'" in str(caught.value.__cause__)
 
 
 DOCSTRINGS = {
     "none": (None, "it has no docstring"),
-    "title": ("freeze\n\nArgs:\n    parameter: which.\n\nrewrite: ``a`` -> ``b``", "the first line is no sentence: 'freeze'"),
+    "title": (
+        "freeze\n\nArgs:\n    parameter: which.\n\nrewrite: ``a`` -> ``b``",
+        "the first line is no sentence: 'freeze'",
+    ),
     "field": ("Stop it.\n\nrewrite: ``a`` -> ``b``", "no 'name: text' for 'parameter'"),
     "empty field": ("Stop it.\n\nArgs:\n    parameter:\n\nrewrite: ``a`` -> ``b``", "no 'name: text' for 'parameter'"),
     "rewrite": ("Stop it.\n\nArgs:\n    parameter: which.\n\nIt is -> that.", "there is no 'rewrite:' block"),
@@ -186,6 +196,23 @@ def test_an_incomplete_docstring_is_caught(name: str) -> None:
     assert says in breaches[0]
     with pytest.raises(CheckError, match="the docstring of Thing is incomplete"):
         CHECK["documentation"](case(made()))
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (
+            {"before": [("fc2", kit.Good("wieght"))]},
+            "a step of before= cannot be applied: good('wieght') at 'fc2'\n"
+            "  required: every step of before= is accepted\n  got:      cannot apply good('wieght') at 'fc2': ",
+        ),
+        ({"model": lambda: None}, "the case's model is no model\n"),
+    ],
+)
+def test_a_case_that_cannot_be_set_up_says_so(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(CheckError) as caught:
+        CHECK["undo_is_exact"](case(kit.Good(), **options))
+    assert says in str(caught.value)
 
 
 def test_complete_docstrings_pass() -> None:
@@ -211,7 +238,11 @@ def test_a_class_that_nobody_provides_is_caught() -> None:
     ("name", "value", "says"),
     [
         ("kit.good", "kit_dist:Thing", "the entry point 'kit.good' of kit-dist 1.0 loads another class"),
-        ("kit.well", "tests.ecosystem.kit_primitives:Good", "Good.name must be 'kit.well', the name of its entry point"),
+        (
+            "kit.well",
+            "tests.ecosystem.kit_primitives:Good",
+            "Good.name must be 'kit.well', the name of its entry point",
+        ),
         ("kit.good", "kit_dist:Missing", "the entry point 'kit.good' of kit-dist 1.0 cannot be loaded"),
     ],
 )
@@ -245,8 +276,14 @@ IMPORTS = {
         "it changes torch's default dtype (torch.float32 -> torch.float64)",
     ),
     "heavy_seed": ("import torch; torch.manual_seed(0)", "it changes torch's random state"),
-    "heavy_environ": ("import os; os.environ['KIT_X'] = '1'", "it changes the environment variable KIT_X (unset -> '1')"),
-    "heavy_module": ("from torch import nn; nn.Module.forward = None", "it changes torch.nn.Module.forward was replaced"),
+    "heavy_environ": (
+        "import os; os.environ['KIT_X'] = '1'",
+        "it changes the environment variable KIT_X (unset -> '1')",
+    ),
+    "heavy_module": (
+        "from torch import nn; nn.Module.forward = None",
+        "it changes torch.nn.Module.forward was replaced",
+    ),
     "heavy_work": (
         "import time\nend = time.process_time() + 1.1\nwhile time.process_time() < end: pass",
         "s of CPU",
@@ -264,6 +301,15 @@ def test_an_import_that_is_not_light_is_caught(fake_distributions: FakeEnvironme
     breaches = probe(module).breaches
     assert len(breaches) == 1
     assert says in breaches[0]
+
+
+def test_an_import_that_does_not_end_is_ended(
+    fake_distributions: FakeEnvironment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (fake_distributions.directory / "heavy_forever.py").write_text("while True: pass")
+    monkeypatch.setattr("slapo_core.testing.probe._TIMEOUT", 0.2)
+    found = probe("heavy_forever")
+    assert (found.breaches, found.usable) == (("the import did not end within 0.2 s",), False)
 
 
 def test_the_check_reports_what_the_probe_finds(fake_distributions: FakeEnvironment) -> None:

@@ -1,0 +1,84 @@
+"""What a check is, and how it says that a primitive fails it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from slapo_core.testing.case import Case
+
+__all__ = ["Check", "CheckError", "NotApplicable"]
+
+
+class CheckError(AssertionError):
+    """A primitive does not keep a promise that every primitive makes.
+
+    Args:
+        problem: what is wrong.
+        required: what the check asks for.
+        got: what it found instead.
+        hint: what the plugin's author can write to keep the promise.
+    """
+
+    def __init__(self, problem: str, *, required: str, got: str, hint: str) -> None:
+        self.problem, self.required, self.got, self.hint = problem, required, got, hint
+        self.check: str | None = None
+        self.case: str | None = None
+        super().__init__(problem)
+
+    def __str__(self) -> str:
+        subject = f"{self.case} fails {self.check}: " if self.check else ""
+        got = self.got.replace("\n", "\n            ")
+        return f"{subject}{self.problem}\n  required: {self.required}\n  got:      {got}\n  way out:  {self.hint}"
+
+
+class NotApplicable(Exception):  # noqa: N818 - an outcome, not an error
+    """A check has nothing to look at in this case; the text says why. In pytest the test is skipped."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One promise that every primitive makes, as something to run.
+
+    Args:
+        function: raises `CheckError` where the promise is not kept, `NotApplicable` where there is nothing to see.
+    """
+
+    function: Callable[[Case], None]
+
+    @property
+    def name(self) -> str:
+        """E.g. ``"undo_is_exact"``."""
+        return self.function.__name__
+
+    @property
+    def description(self) -> str:
+        """One line."""
+        return (inspect.getdoc(self.function) or "").partition("\n")[0]
+
+    def __call__(self, case: Case) -> None:
+        """Run the check.
+
+        Raises:
+            CheckError: the promise is not kept, or the primitive raised where it must not; the cause is chained.
+            NotApplicable: the case gives the check nothing to look at.
+        """
+        try:
+            self.function(case)
+        except CheckError as error:
+            error.check, error.case = self.name, str(case)
+            raise
+        except NotApplicable:
+            raise
+        except Exception as cause:
+            unexpected = CheckError(
+                f"{type(cause).__name__} was raised",
+                required=self.description,
+                got=str(cause),
+                hint="the chained traceback shows where; if the case is wrong, correct its model, path or inputs",
+            )
+            unexpected.check, unexpected.case = self.name, str(case)
+            raise unexpected from cause

@@ -1,0 +1,25 @@
+"""Importing a plugin costs little and changes nothing."""
+
+from __future__ import annotations
+
+from slapo_core.testing.case import Case
+from slapo_core.testing.check import CheckError, NotApplicable
+from slapo_core.testing.probe import CPU_LIMIT, probe
+
+__all__ = ["light_import"]
+
+
+def light_import(case: Case) -> None:
+    """A fresh process imports the module fast, silently, without frameworks, and without touching global state."""
+    module = type(case.value()).__module__
+    if module == "__main__":
+        raise NotApplicable("the primitive is defined in a script: nothing imports it")
+    breaches = probe(module).breaches
+    if breaches:
+        raise CheckError(
+            f"importing {module} is not light",
+            required=f"less than {CPU_LIMIT:g} s of CPU beyond torch, nothing printed, no framework imported, "
+            "no global state changed",
+            got="; ".join(breaches),
+            hint="import frameworks and do work inside the functions that need them",
+        )

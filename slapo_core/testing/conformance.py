@@ -1,0 +1,175 @@
+"""Hold an installed plugin against every rule: what ``slapo plugins check`` runs.
+
+A distribution may ship the cases of its primitives: a function ``slapo_cases()`` in the module that a primitive's entry
+point names, which returns a list of `Case`. The same list serves its own tests: ``@parametrize_checks(slapo_cases())``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from slapo_core.errors import ArgumentError, PluginError
+from slapo_core.plugins.manager import hook_breaches
+from slapo_core.plugins.model import LOCAL_VERSION, Entry, Plugin
+from slapo_core.plugins.process import use_registry
+from slapo_core.plugins.registry import Registry
+from slapo_core.spec.kinds import KINDS
+from slapo_core.testing.case import Case
+from slapo_core.testing.check import Check, CheckError, NotApplicable
+from slapo_core.testing.checks import CHECKS
+from slapo_core.testing.checks.documentation import documentation_breaches
+from slapo_core.testing.checks.json_round_trip import round_trip_value
+from slapo_core.testing.parametrize import case_labels
+from slapo_core.testing.probe import CPU_LIMIT, probe
+
+__all__ = ["CASES_FUNCTION", "Finding", "check_plugin"]
+
+CASES_FUNCTION = "slapo_cases"
+"""The function of a primitive's module that gives its cases."""
+
+Outcome = Literal["passed", "failed", "skipped"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The outcome of one check.
+
+    Args:
+        plugin: the distribution, e.g. ``"slapo-hello"``.
+        subject: what was checked, e.g. ``"hello.freeze"``; a case in brackets: ``"hello.freeze [freeze-2]"``.
+        check: e.g. ``"undo_is_exact"``.
+        outcome: ``"passed"``, ``"failed"`` or ``"skipped"``.
+        message: why it failed or was skipped.
+        traceback: the chained traceback of a failure.
+    """
+
+    plugin: str
+    subject: str
+    check: str
+    outcome: Outcome
+    message: str = ""
+    traceback: str = ""
+
+
+def check_plugin(
+    plugin: Plugin, registry: Registry, *, progress: Callable[[str], None] = lambda text: None
+) -> Iterator[Finding]:
+    """Every finding about one plugin.
+
+    Args:
+        plugin: of ``registry.plugins``.
+        registry: where it is loaded from.
+        progress: told what is about to be checked.
+    """
+    report = functools.partial(Finding, plugin.name)
+    if plugin.state == "disabled":
+        yield report(plugin.name, "state", "skipped", f"disabled: {plugin.reason}")
+        return
+    if plugin.state != "ok":
+        yield report(plugin.name, "state", "failed", f"{plugin.state}: {plugin.reason}\n  way out: {plugin.remedy}")
+        if not plugin.usable:
+            return
+    else:
+        yield report(plugin.name, "state", "passed")
+    progress(f"{plugin.name}: imports")
+    modules = sorted({entry.value.partition(":")[0] for entry in plugin.entries})
+    if plugin.version != LOCAL_VERSION:
+        probed = probe(*modules)
+        outcome: Outcome = "failed" if probed.breaches else "passed"
+        message = "; ".join(probed.breaches) or f"{probed.cpu_seconds:.2f} s of CPU beyond torch, of {CPU_LIMIT:g} s"
+        yield report(plugin.name, "light_import", outcome, message, probed.traceback)
+        if not probed.usable:
+            return  # what ends or hangs another process would do the same to this one
+    with use_registry(registry):
+        for entry in plugin.entries:
+            yield from _check_entry(entry, registry, report)
+        yield from _check_cases(plugin, registry, report, progress)
+
+
+def _check_entry(entry: Entry, registry: Registry, report: Callable[..., Finding]) -> Iterator[Finding]:
+    if entry.kind not in KINDS:
+        yield report(entry.name, "load", "skipped", f"this slapo-core has no kind '{entry.kind}'")
+        return
+    try:
+        loaded = registry.load(entry)
+    except PluginError as error:
+        yield report(entry.name, "load", "failed", str(error), _traceback(error))
+        return
+    yield report(entry.name, "load", "passed")
+    if entry.kind == "hooks":
+        yield _from_breaches(report, entry.name, "hooks", hook_breaches(loaded))
+    elif entry.kind == "primitives":
+        yield _from_breaches(report, entry.name, "documentation", documentation_breaches(loaded))
+        if all(_has_default(field) for field in dataclasses.fields(loaded)):
+            yield _run(report, entry.name, "json_of_defaults", lambda: round_trip_value(loaded()))
+
+
+def _check_cases(
+    plugin: Plugin, registry: Registry, report: Callable[..., Finding], progress: Callable[[str], None]
+) -> Iterator[Finding]:
+    modules = dict.fromkeys(entry.value.partition(":")[0] for entry in plugin.entries if entry.kind == "primitives")
+    tested: set[str] = set()
+    for module in modules:
+        function = getattr(sys.modules.get(module), CASES_FUNCTION, None)
+        if function is None:
+            continue
+        try:
+            cases = _cases(function)
+        except Exception as error:  # noqa: BLE001 - a finding about the plugin, like any other
+            text = f"{type(error).__name__}: {error}"
+            yield report(f"{module}.{CASES_FUNCTION}()", "cases", "failed", text, _traceback(error))
+            continue
+        for label, case in zip(case_labels(cases), cases, strict=True):
+            name = case.value().name
+            tested.add(name)
+            for check in _checks_beyond_conformance():
+                progress(f"{plugin.name}: {name} [{label}]: {check.name}")
+                yield _run(report, f"{name} [{label}]", check.name, functools.partial(check, case))
+    for entry in plugin.entries:
+        module = entry.value.partition(":")[0]
+        if entry.kind == "primitives" and entry.name not in tested and module in sys.modules:
+            why = f"{module} has no {CASES_FUNCTION}() with a case for it: behaviour is not checked"
+            yield report(entry.name, "cases", "skipped", why)
+
+
+def _checks_beyond_conformance() -> Iterable[Check]:
+    """Those that need a case; the others were done for every entry."""
+    return (check for check in CHECKS if check.name not in ("documentation", "light_import"))
+
+
+def _cases(function: Any) -> list[Case]:
+    cases = list(function())
+    for case in cases:
+        if not isinstance(case, Case):
+            raise ArgumentError(f"{CASES_FUNCTION}() must return a list of Case (got {case!r})")
+    return cases
+
+
+def _run(report: Callable[..., Finding], subject: str, check: str, action: Callable[[], None]) -> Finding:
+    try:
+        action()
+    except NotApplicable as reason:
+        return report(subject, check, "skipped", str(reason))
+    except CheckError as error:
+        return report(subject, check, "failed", str(error), _traceback(error))
+    except Exception as error:  # noqa: BLE001 - a finding about the plugin, like any other
+        return report(subject, check, "failed", f"{type(error).__name__}: {error}", _traceback(error))
+    return report(subject, check, "passed")
+
+
+def _from_breaches(report: Callable[..., Finding], subject: str, check: str, breaches: list[str]) -> Finding:
+    return report(subject, check, "failed" if breaches else "passed", "; ".join(breaches))
+
+
+def _has_default(field: dataclasses.Field[Any]) -> bool:
+    return field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
+
+
+def _traceback(error: BaseException) -> str:
+    return "".join(traceback.format_exception(error))

@@ -1,0 +1,136 @@
+"""What the documentation shows is what happens: its commands are run, its generated pages are up to date."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from slapo_core import errors
+from slapo_core.spec.hookspecs import HOOKS
+from tests.ecosystem.overlay import Overlay
+
+ROOT = Path(__file__).parents[2]
+TUTORIAL = ROOT / "docs" / "writing-a-plugin.md"
+
+OFFLINE = {
+    "PIP_NO_DEPS": "1",
+    "PIP_NO_INDEX": "1",
+    "PIP_NO_BUILD_ISOLATION": "0",  # pip's spelling of "no isolation"
+    "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+    "OMP_NUM_THREADS": "1",
+}
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: its language, its ``key=value``, and its text."""
+
+    language: str
+    key: str
+    value: str
+    text: str
+    line: int
+
+
+def blocks(page: str) -> Iterator[Block]:
+    for match in re.finditer(r"^```(\w+)(?: (\w+)=(\S+))?\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL):
+        line = page.count("\n", 0, match.start()) + 1
+        yield Block(match[1], match[2] or "", match[3] or "", match[4], line)
+
+
+def steps(console: str) -> Iterator[tuple[str, str]]:
+    """The commands of a console block, each with the output shown below it."""
+    for part in re.split(r"^\$ ", console, flags=re.MULTILINE)[1:]:
+        command, _, output = part.partition("\n")
+        yield command, output
+
+
+def matches(expected: str, got: str) -> bool:
+    """Whether ``got`` is ``expected``, where ``...`` stands for anything, line breaks included."""
+    pattern = ".*?".join(map(re.escape, re.split(r"\.\.\.\n?", expected)))
+    return re.fullmatch(pattern, got, flags=re.DOTALL) is not None
+
+
+class Shell:
+    """Runs commands one after another in an environment of its own."""
+
+    def __init__(self, root: Path) -> None:
+        self.overlay = Overlay(root / "env")
+        self.directory = root / "work"
+        self.directory.mkdir()
+        commands = {"pip": "-m pip", "pytest": "-m pytest", "slapo": "-m slapo_core.cli.main"}
+        for name, arguments in commands.items():
+            script = root / "env" / "bin" / name
+            script.write_text(f'#!/bin/sh\nexec "{self.overlay.python}" {arguments} "$@"\n')
+            script.chmod(0o755)
+
+    def run(self, command: str) -> str:
+        if command.startswith("cd "):
+            self.directory /= command.removeprefix("cd ")
+            return ""
+        code = "import subprocess, sys; sys.exit(subprocess.run(['bash', '-c', sys.argv[1]], stderr=subprocess.STDOUT).returncode)"
+        done = self.overlay.run("-c", code, command, cwd=self.directory, environ=OFFLINE)
+        return done.stdout + (f"[exit status {done.returncode}]\n" if done.returncode else "")
+
+
+def test_the_tutorial_prints_what_it_shows(tmp_path: Path) -> None:
+    shell, ran = Shell(tmp_path), 0
+    for block in blocks(TUTORIAL.read_text()):
+        where = f"{TUTORIAL.name}:{block.line}"
+        if block.key == "file":
+            (shell.directory / block.value).write_text(block.text)
+        elif block.key == "excerpt":
+            package = shell.directory
+            assert block.text in (package / block.value).read_text(), f"{where} is not in {block.value}"
+        else:
+            assert block.language == "console", f"{where}: a block that nothing checks"
+            for command, expected in steps(block.text):
+                got = shell.run(command)
+                ran += 1
+                assert matches(expected, got), f"{where}\n$ {command}\n--- shown\n{expected}--- printed\n{got}"
+    assert ran >= 15
+
+
+@pytest.mark.parametrize(
+    ("expected", "got", "same"),
+    [
+        ("one\n", "one\n", True),
+        ("one\n", "two\n", False),
+        ("one\n", "one\nmore\n", False),
+        ("one\n...\nlast\n", "one\n2\n3\nlast\n", True),
+        ("one\n...", "one\n", True),
+        ("took ... s\n", "took 1.3 s\n", True),
+        ("took ... s\n", "took 1.3 m\n", False),
+        ("", "unexpected\n", False),
+    ],
+)
+def test_the_comparison_of_outputs_can_fail(expected: str, got: str, same: bool) -> None:
+    assert matches(expected, got) is same
+
+
+def test_generated_pages_are_up_to_date() -> None:
+    command = [sys.executable, "tools/generate_docs.py", "--check"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_hook_and_every_error_has_its_section() -> None:
+    hooks, errors_page = ((ROOT / "docs" / name).read_text() for name in ("hooks.md", "errors.md"))
+    assert re.findall(r"^## (\w+)$", hooks, flags=re.MULTILINE) == list(HOOKS)
+    assert re.findall(r"^## (\w+)$", errors_page, flags=re.MULTILINE) == errors.__all__
+    assert errors_page.count("**What to do**: ") == len(errors.__all__)
+    assert hooks.count("Called when ") == len(HOOKS)
+
+
+def test_links_between_pages_lead_somewhere() -> None:
+    pages = [*(ROOT / "docs").glob("*.md"), *(ROOT / "examples").glob("*/README.md")]
+    assert len(pages) >= 6
+    for page in pages:
+        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"

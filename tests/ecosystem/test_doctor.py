@@ -1,0 +1,207 @@
+"""`slapo doctor` names every problem with the command that mends it, and is silent where there is none."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slapo_core.cli.diagnosis import Problem, diagnose
+from slapo_core.testing.distributions import FakeDistribution, FakeEnvironment
+from tests.dists.healthy import acme, with_hooks
+from tests.ecosystem.overlay import Overlay
+
+SICK = "@hookimpl\ndef slapo_doctor():\n    yield 'no fast network: pip install fast-network'\n"
+RAISING = "@hookimpl\ndef slapo_doctor():\n    raise OSError('no such device')\n"
+
+
+@pytest.fixture(autouse=True)
+def sane_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+def problems(environment: FakeEnvironment, *, ask: tuple[str, ...] = (), **options: Any) -> tuple[Problem, ...]:
+    return diagnose(environment.registry(with_installed=False, core="0.1.0", **options), ask=ask).problems
+
+
+def test_a_healthy_environment_has_no_problems_and_exit_status_0(fake_distributions: FakeEnvironment) -> None:
+    fake_distributions.install(acme())
+    done = fake_distributions.slapo("doctor", environ={"SLAPO_PLUGINS": "acme-slapo"})
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.endswith("\nnothing is wrong\n")
+    facts = dict(line.split(maxsplit=1) for line in done.stdout.splitlines()[:10])
+    assert set(facts) == {
+        *("python", "platform", "slapo-core", "torch", "devices"),
+        *("backends", "cpus", "threads", "settings", "plugins"),
+    }
+    assert "gloo" in facts["backends"]
+    assert facts["settings"] == "SLAPO_PLUGINS=acme-slapo"
+    assert "acme-slapo 1.0 ok" in facts["plugins"]
+
+
+def test_json_has_the_same_facts_and_problems_and_exit_status_1(fake_distributions: FakeEnvironment) -> None:
+    fake_distributions.install(FakeDistribution("bad-slapo", None, {"slapo.v1.primitives": {"bad.x": "b:X"}}))
+    done = fake_distributions.slapo("doctor", "--json", environ={"OMP_NUM_THREADS": "999999"})
+    assert done.returncode == 1
+    report = json.loads(done.stdout)
+    assert done.stdout == json.dumps(report, indent=2, sort_keys=True) + "\n"
+    (bad,) = (plugin for plugin in report["plugins"] if plugin["name"] == "bad-slapo")
+    assert bad["state"] == "broken"
+    assert {
+        "what": "plugin bad-slapo is broken: METADATA has no Version",
+        "remedy": "pip install --force-reinstall bad-slapo",
+    } in report["problems"]
+    assert {
+        "what": f"OMP_NUM_THREADS=999999, but this process may use {report['cpus']} processors",
+        "remedy": f"export OMP_NUM_THREADS={report['cpus']}",
+    } in report["problems"]
+
+
+def test_each_bad_plugin_and_ambiguous_name_is_a_problem(fake_distributions: FakeEnvironment) -> None:
+    fake_distributions.install(
+        acme("one-slapo", namespace="one"),
+        acme("two-slapo", namespace="two"),
+        acme("new-slapo", namespace="new", bare="fresh", requires=("slapo-core>=9",)),
+    )
+    assert problems(fake_distributions) == (
+        Problem(
+            "plugin new-slapo 1.0 is incompatible: needs slapo-core>=9; installed is slapo-core 0.1.0",
+            'pip install "slapo-core>=9", or a release of new-slapo for this version',
+        ),
+        Problem(
+            "in primitives, 'pad' may be one.pad or two.pad",
+            'write the full name, or [tool.slapo] prefer = ["one-slapo"] in pyproject.toml',
+        ),
+    )
+
+
+def test_a_disabled_plugin_is_no_problem_and_a_wrong_setting_is(fake_distributions: FakeEnvironment) -> None:
+    fake_distributions.install(acme())
+    assert problems(fake_distributions, environ={"SLAPO_DISABLE_PLUGINS": "acme-slapo"}) == ()
+    (problem,) = problems(fake_distributions, environ={"SLAPO_DISABLE_PLUGINS": "acme-slappo"})
+    assert problem == Problem(
+        "SLAPO_DISABLE_PLUGINS names 'acme-slappo', but no plugin of that name is installed",
+        "did you mean acme-slapo?",
+    )
+
+
+def test_the_same_distribution_twice_on_the_path_is_a_problem(
+    fake_distributions: FakeEnvironment, tmp_path: Path
+) -> None:
+    from slapo_core.plugins.registry import Registry
+
+    other = tmp_path / "other"
+    acme(version="2.0").install(other)
+    fake_distributions.install(acme())
+    path = [str(fake_distributions.directory), str(other)]
+    report = diagnose(Registry.discover(path=path, environ={}, core="0.1.0"))
+    assert report.problems == (
+        Problem(
+            f"acme-slapo is installed twice: {path[0]}/acme_slapo-1.0.dist-info is used, "
+            f"{other}/acme_slapo-2.0.dist-info is not",
+            "pip uninstall acme-slapo, once for each, and install it again",
+        ),
+    )
+
+
+def editable(environment: FakeEnvironment, project: Path) -> None:
+    url = json.dumps({"url": project.as_uri(), "dir_info": {"editable": True}}).encode()
+    plugin = acme()
+    environment.install(
+        FakeDistribution(
+            plugin.name, plugin.version, plugin.entry_points, plugin.modules, files={"direct_url.json": url}
+        )
+    )
+
+
+PYPROJECT = """\
+[project]
+name = "acme-slapo"
+version = "{version}"
+[project.entry-points."slapo.v1.primitives"]
+"acme.pad" = "acme_slapo:Thing"
+{more}
+"""
+
+
+@pytest.mark.parametrize(
+    ("version", "more", "difference"),
+    [
+        ("1.0", "", None),
+        ("1.1", "", "{pyproject} says version 1.1, installed is 1.0"),
+        ("1.0", '"acme.cut" = "acme_slapo:Cut"', "'acme.cut = acme_slapo:Cut' (primitives) is only in {pyproject}"),
+    ],
+)
+def test_an_editable_installation_that_is_out_of_date_is_a_problem(
+    fake_distributions: FakeEnvironment, tmp_path: Path, version: str, more: str, difference: str | None
+) -> None:
+    project = tmp_path / "acme slapo"
+    project.mkdir()
+    pyproject = project / "pyproject.toml"
+    pyproject.write_text(PYPROJECT.format(version=version, more=more))
+    editable(fake_distributions, project)
+    expected = []
+    if difference is not None:
+        what = f"the editable installation of acme-slapo is out of date: {difference.format(pyproject=pyproject)}"
+        expected = [Problem(what, f"pip install -e {project}")]
+    assert list(problems(fake_distributions)) == expected
+
+
+def test_an_editable_installation_without_its_source_is_a_problem(
+    fake_distributions: FakeEnvironment, tmp_path: Path
+) -> None:
+    editable(fake_distributions, tmp_path / "gone")
+    assert problems(fake_distributions) == (
+        Problem(
+            f"acme-slapo is installed in editable mode from {tmp_path / 'gone'}, which is no project now",
+            "pip uninstall acme-slapo",
+        ),
+    )
+
+
+def test_only_plugins_that_are_named_are_asked(fake_distributions: FakeEnvironment) -> None:
+    fake_distributions.install(with_hooks("sick-slapo", SICK), with_hooks("odd-slapo", RAISING))
+    assert problems(fake_distributions) == ()
+    assert problems(fake_distributions, ask=("odd-slapo", "sick-slapo", "no-slapo")) == (
+        Problem(
+            "hook slapo_doctor of odd-slapo 1.0 raised OSError: no such device",
+            "report it to odd-slapo, or SLAPO_DISABLE_PLUGINS=odd-slapo",
+        ),
+        Problem("sick-slapo: no fast network: pip install fast-network"),
+        Problem("cannot activate plugin 'no-slapo': it is not installed", "did you mean odd-slapo or sick-slapo?"),
+    )
+
+
+@pytest.mark.parametrize("value", ["", "0", "two"])
+def test_a_malformed_number_of_threads_is_a_problem(
+    fake_distributions: FakeEnvironment, monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", value)
+    assert problems(fake_distributions) == (
+        Problem(f"OMP_NUM_THREADS must be a positive integer (got {value!r})", "export OMP_NUM_THREADS=1"),
+    )
+
+
+def test_an_environment_without_torch_is_reported_and_not_a_crash(tmp_path: Path) -> None:
+    overlay = Overlay(tmp_path / "env")
+    (overlay.site_packages / "torch.py").write_text("raise ImportError('libcudart.so.13 is missing')\n")
+    done = overlay.slapo("doctor", cwd=tmp_path)
+    assert done.returncode == 1, done.stderr
+    assert "1. torch cannot be imported: libcudart.so.13 is missing" in done.stdout
+    assert "   mend it: pip install --force-reinstall torch" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"), [("slapo pl", "plugins"), ("slapo plugins n", "new"), ("slapo d", "doctor")]
+)
+def test_the_shell_completes_commands(fake_distributions: FakeEnvironment, words: str, offered: str) -> None:
+    command = str(Path(sys.executable).with_name("slapo"))
+    script = fake_distributions.run(command, "--show-completion", "bash")
+    assert script.returncode == 0, script.stderr
+    assert "_SLAPO_COMPLETE=complete_bash" in script.stdout
+    asked = {"_SLAPO_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(len(words.split()) - 1)}
+    done = fake_distributions.run(command, environ=asked)
+    assert offered in done.stdout.split(), done.stderr

@@ -1,0 +1,50 @@
+"""Real models, as their authors wrote them, under every step of the core and split over two processes.
+
+A representative part of what ``tools/model_zoo.py --all`` runs; ``docs/models.md`` has the whole table.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from slapo_core.launcher import preload_modules, run_ranks
+from tests.integration.zoo.checks import CHECKS, run_checks
+from tests.integration.zoo.subjects import subject
+from tests.integration.zoo.tensor_parallel import verify_on_ranks
+
+TORCH = (
+    "transformer", "lstm", "multihead attention", "resnet with batch norm", "depthwise convolution", "weight norm",
+    "nested outputs", "shared modules", "own parameters", "spectral norm",
+)  # fmt: skip
+ARCHITECTURES = (
+    "albert", "bart", "bert", "bloom", "clip_vision_model", "deberta-v2", "distilbert", "gemma2", "gpt2", "gpt_neox",
+    "llama", "mamba", "mixtral", "modernbert", "opt", "phi3", "qwen3", "swin", "t5", "vit", "wav2vec2", "whisper",
+)  # fmt: skip
+REFUSED = {
+    ("torch: weight norm", "meta build"): "cannot be initialised: ParametrizedLinear.reset_parameters()",
+    ("torch: spectral norm", "meta build"): "cannot be initialised: ParametrizedLinear.reset_parameters()",
+    ("torch: own parameters", "meta build"): "because no reset_parameters() or _init_weights() fills them: steps, mask",
+}
+SPLIT = ("bert", "gpt2", "llama", "t5", "opt", "vit", "whisper", "gpt_neox")
+
+preload_modules("tests.integration.zoo.tensor_parallel", "transformers.models.bert.modeling_bert")
+
+
+@pytest.mark.parametrize("name", [*(f"torch: {name}" for name in TORCH), *ARCHITECTURES])
+def test_an_unmodified_model_keeps_every_promise_of_the_core(name: str) -> None:
+    results = run_checks(subject(name))
+    assert list(results) == list(CHECKS)
+    for check, result in results.items():
+        reason = REFUSED.get((name, check))
+        if reason is not None:
+            assert result.startswith("refused: ")
+            assert reason in result
+        elif not result.startswith("none: "):
+            assert result == "ok", f"{check}: {result}"
+
+
+@pytest.mark.ranks
+def test_one_generic_schedule_splits_eight_families_over_two_processes() -> None:
+    answers = run_ranks(verify_on_ranks, SPLIT, world_size=2, timeout=180)
+    assert answers[0] == answers[1]
+    assert {name: result for name, result in answers[0].items() if not result.startswith("ok: ")} == {}
