@@ -199,6 +199,7 @@ class VerifyError(SlapoError):
         difference: the largest absolute difference found in it.
         tolerance: the largest absolute difference allowed.
         rank: the rank that found it; None when only one process ran.
+        steps: the steps that did it, as in the message, e.g. ``("#3 sync('bwd_post', op='all_reduce') at 'fc1'",)``.
     """
 
     def __init__(
@@ -209,6 +210,7 @@ class VerifyError(SlapoError):
         difference: float | None = None,
         tolerance: float | None = None,
         rank: int | None = None,
+        steps: Sequence[str] = (),
         path: str | None = None,
         hint: str | None = None,
     ) -> None:
@@ -216,6 +218,7 @@ class VerifyError(SlapoError):
         self.difference = difference
         self.tolerance = tolerance
         self.rank = rank
+        self.steps = tuple(steps)
         super().__init__(message, path=path, hint=hint)
 
 

@@ -11,6 +11,7 @@ from slapo_core.tree.render import fold_numbers
 __all__ = ["explain_records"]
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+_DOTTED = re.compile(r"(?<![\w.])(?:\w+\.)+[A-Za-z_]\w*")  # a full name, never a float
 
 
 def explain_records(records: Sequence[Record]) -> str:
@@ -24,7 +25,7 @@ def explain_records(records: Sequence[Record]) -> str:
     groups: dict[tuple[object, ...], list[Record]] = {}
     for record in records:
         # Full names inside an effect carry the layer's number too (tied parameters): fold it there as well.
-        effects = tuple(_NUMBER.sub("*", effect) for effect in record.effects)
+        effects = tuple(_DOTTED.sub(lambda name: _NUMBER.sub("*", name[0]), effect) for effect in record.effects)
         key = (record.primitive.name, str(record.primitive), _NUMBER.sub("*", record.path), record.location, effects)
         groups.setdefault(key, []).append(record)
     lines: list[str] = []
@@ -45,6 +46,7 @@ def _where(paths: list[str]) -> str:
         return f"'{paths[0]}'" if paths[0] else "the root"
     levels = list(zip(*(path.split(".") for path in paths), strict=True))
     shown = []
+    count = 1
     for level in levels:
         values = sorted(set(level), key=lambda name: (not name.isdigit(), int(name) if name.isdigit() else 0, name))
         if len(values) == 1:
@@ -53,4 +55,7 @@ def _where(paths: list[str]) -> str:
             shown.append("{" + fold_numbers([int(value) for value in values]) + "}")
         else:
             shown.append("{" + ",".join(values) + "}")
+        count *= len(values)
+    if count != len(paths):  # the braces would promise places that were not meant
+        return ", ".join(f"'{path}'" for path in paths)
     return f"'{'.'.join(shown)}'"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from slapo_core.errors import ReplayError, SerializationError
+from slapo_core.errors import ReplayError, SerializationError, SlapoError
 from slapo_core.spec.primitive import Primitive
 from slapo_core.spec.record import Record
 
@@ -20,7 +21,7 @@ FORMAT = 1
 
 
 def dump_records(
-    records: Sequence[Record], *, model_type: str, mesh: Mapping[str, int] | None, version: str
+    records: Sequence[Record], *, model_type: str, mesh: Mapping[str, int] | None, version: str | None
 ) -> dict[str, Any]:
     """The document of a schedule.
 
@@ -64,7 +65,7 @@ def load_document(document: Mapping[str, Any] | str | os.PathLike[str]) -> Mappi
     if not isinstance(document, Mapping) or not isinstance(document.get("records"), Sequence):
         raise ReplayError("this is not a schedule: it has no list of 'records'", hint="save one with sch.to_json()")
     written = document.get("format")
-    if not isinstance(written, int) or written > FORMAT:
+    if type(written) is not int or not 1 <= written <= FORMAT:
         raise ReplayError(
             f"the schedule is in format {written!r}; this slapo-core reads up to {FORMAT}",
             hint="pip install --upgrade slapo-core",
@@ -83,17 +84,18 @@ def primitive_to_json(primitive: Primitive, *, where: str) -> dict[str, Any]:
     Raises:
         SerializationError: a value such as a lambda or a module.
     """
-    return {
-        name: _encode(value, lambda part, name=name: f"argument '{name}'{part} of {where}")
-        for name, value in primitive.arguments().items()
-    }
+
+    def place(name: str) -> Callable[[str], str]:
+        return lambda part: f"argument '{name}'{part} of {where}"
+
+    return {name: _encode(value, place(name)) for name, value in primitive.arguments().items()}
 
 
 def primitive_from_json(cls: type[Primitive], arguments: Mapping[str, Any]) -> Primitive:
     """The primitive value that ``primitive_to_json`` gave the arguments of.
 
     Raises:
-        ReplayError: an argument that the installed primitive does not have.
+        ReplayError: an argument that the installed primitive does not have, or one that it needs is missing.
     """
     known = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     unknown = sorted(set(arguments) - known)
@@ -102,11 +104,20 @@ def primitive_from_json(cls: type[Primitive], arguments: Mapping[str, Any]) -> P
             f"{cls.name} has no argument {', '.join(map(repr, unknown))}; it has {', '.join(sorted(known))}",
             hint="install the version of the plugin that the schedule was saved with",
         )
-    return cls(**arguments)
+    try:
+        inspect.signature(cls).bind(**arguments)
+    except TypeError as error:
+        raise ReplayError(f"{cls.name}: {error}", hint=f"{cls.name} takes {', '.join(sorted(known))}") from None
+    try:
+        return cls(**arguments)
+    except SlapoError:
+        raise
+    except Exception as error:  # a check of the primitive's author
+        raise ReplayError(f"{cls.name} refuses the arguments: {type(error).__name__}: {error}") from error
 
 
 def _encode(value: Any, where: Callable[[str], str], part: str = "") -> Any:
-    if value is None or isinstance(value, (bool, int, float, str)):
+    if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, (tuple, list)):
         return [_encode(item, where, f"{part}[{position}]") for position, item in enumerate(value)]

@@ -18,7 +18,6 @@ from slapo_core.plugins.process import current_registry
 from slapo_core.records import dump_records, load_document, primitive_from_json
 from slapo_core.spec.mesh import Mesh, declare_mesh
 from slapo_core.spec.names import canonical_distribution
-from slapo_core.spec.names import canonical_distribution
 from slapo_core.spec.primitive import Primitive, check_primitive
 from slapo_core.spec.record import Record
 from slapo_core.sugar import bound_primitive
@@ -58,7 +57,7 @@ class Schedule:
         self.mesh = mesh
         self.example_inputs = example_inputs
         self.plugins: tuple[str, ...] = tuple(canonical_distribution(name) for name in plugins)
-        self._given_registry = registry
+        self._registry = registry
         self._hooks: HookManager | None = None
         self._steps: list[Step] = []
         self._records: tuple[Record, ...] = ()
@@ -216,8 +215,10 @@ class Schedule:
 
     @property
     def registry(self) -> Registry:
-        """The plugins that this schedule sees."""
-        return self._given_registry if self._given_registry is not None else current_registry()
+        """The plugins that this schedule sees: those in force when it first asked."""
+        if self._registry is None:
+            self._registry = current_registry()
+        return self._registry
 
     @property
     def hooks(self) -> HookManager:
@@ -294,7 +295,6 @@ class Schedule:
         self._records = tuple(step.record for step in self._steps)
         if self._hooks is not None:
             needed = {record.distribution for record in self._records} | set(self.plugins)
-            needed |= {canonical_distribution(distribution) for distribution in needed}
             for distribution in self._hooks.active:
                 if distribution not in needed:
                     self._hooks.deactivate(distribution)
@@ -327,7 +327,8 @@ def create_schedule(
             by ``undo``.
         mesh: the device mesh, as ``{"dp": 2, "tp": 2}`` (outermost dimension first) or torch's ``DeviceMesh``. In a
             process without torch.distributed, a dictionary of several ranks makes a *dry* schedule that plays ``rank``.
-        plugins: distributions whose hooks are active from the start; others are when one of their primitives is applied.
+        plugins: distributions whose hooks are active from the start; others are once one of their primitives is
+            applied.
         example_inputs: one batch, as ``verify`` takes it: a mapping, a tuple, or one argument.
         rank: for a dry schedule, the global rank to play.
 
@@ -398,7 +399,7 @@ def replay(
 
 def _primitive_of(schedule: Schedule, number: int, record: Mapping[str, Any]) -> Primitive:
     try:
-        cls: type[Primitive] = schedule.registry.load(record["primitive"], "primitives")  # type: ignore[assignment]
+        cls: type[Primitive] = schedule.registry.load(record["primitive"], "primitives")
         return primitive_from_json(cls, record["arguments"])
     except SlapoError as error:
         saved_with = f" (saved with {record.get('distribution')} {record.get('version')})"

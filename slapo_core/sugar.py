@@ -34,7 +34,9 @@ class BoundPrimitive:
         except TypeError as error:
             bare = cls.name.rpartition(".")[2]
             raise ArgumentError(
-                f"{cls.name} at '{self._where}': {error}", path=self._where, hint=f"{bare}{_plain(signature)}"
+                f"{cls.name} at {repr(self._where) if self._where else 'the root'}: {error}",
+                path=self._where,
+                hint=f"{bare}{_plain(signature)}",
             ) from None
         return self._target.apply(cls(*args, **kwargs))
 

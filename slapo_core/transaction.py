@@ -127,8 +127,13 @@ class Transaction:
         return node if result is None else result
 
     def _apply_inner(self, node: Node, primitive: Primitive, edit: TreeEdit) -> Node:
+        before = len(edit.entries)
         self._check(node, primitive)
-        return self._change(node, primitive)
+        try:
+            return self._change(node, primitive)
+        except BaseException:  # the outer primitive may go on without it
+            edit.rollback_to(before)
+            raise
 
     @property
     def _plugin(self) -> str:

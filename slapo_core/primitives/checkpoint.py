@@ -23,12 +23,13 @@ class Checkpoint(Primitive):
 
     Non-reentrant ``torch.utils.checkpoint``: keyword arguments and nested outputs pass through unchanged, and it works
     with ``torch.autograd.grad``, hooks and ``torch.compile``. Without gradients (evaluation) the forward runs directly.
+    Buffers that the forward changes (running statistics) are changed once, by the first run.
 
     Args:
         preserve_rng_state: whether the second run draws the same random numbers (dropout) as the first.
 
     Raises:
-        PreconditionError: the module, or one above it, is checkpointed already; or it has no forward of its own.
+        PreconditionError: the module is checkpointed already, or has no forward of its own.
 
     rewrite:
         ``y = module(x)`` keeping every activation inside -> ``y = checkpoint(module, x)`` keeping only ``x``
@@ -74,8 +75,9 @@ def checkpointed(forward: Forward, *, preserve_rng_state: bool, path: str) -> Fo
         _refuse_caches(path, args, kwargs)
         # Arguments travel as one tuple and one dictionary: keywords of the module cannot clash with checkpoint's own,
         # and checkpoint still sees the tensors, from which it learns whose random state to keep.
+        call = _FirstRunCounts(module) if any(True for _ in module.buffers()) else _call
         return checkpoint(
-            _call, forward, module, args, kwargs, use_reentrant=False, preserve_rng_state=preserve_rng_state
+            call, forward, module, args, kwargs, use_reentrant=False, preserve_rng_state=preserve_rng_state
         )
 
     return run
@@ -83,6 +85,43 @@ def checkpointed(forward: Forward, *, preserve_rng_state: bool, path: str) -> Fo
 
 def _call(forward: Forward, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return forward(module, *args, **kwargs)
+
+
+class _FirstRunCounts:
+    """Calls the forward; the second run sees the buffers as the first one did, and what it does to them is dropped.
+
+    Args:
+        module: the state in its state dict (running statistics) is copied now; other buffers are constants.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self._state = {
+            id(buffer): buffer.detach().clone()
+            for below in module.modules()
+            for name, buffer in below._buffers.items()
+            if buffer is not None and name not in below._non_persistent_buffers_set
+        }
+        self._ran = False
+
+    def __call__(self, forward: Forward, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self._ran:
+            self._ran = True
+            return forward(module, *args, **kwargs)
+        tables = [below._buffers for below in module.modules() if below._buffers]
+        kept = [dict(table) for table in tables]
+        # Other tensors in their place: writing to the originals would invalidate what autograd saved of them.
+        copies: dict[int, Any] = {}
+        for table in tables:
+            for name, buffer in table.items():
+                if buffer is not None:
+                    seen = self._state.get(id(buffer), buffer)
+                    table[name] = copies.setdefault(id(buffer), seen.detach().clone())
+        try:
+            return forward(module, *args, **kwargs)
+        finally:
+            for table, before in zip(tables, kept, strict=True):
+                table.clear()
+                table.update(before)
 
 
 def _refuse_caches(path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -159,6 +159,10 @@ def _realise(sizes: dict[str, int], rank: int) -> Mesh:
 
     world_size = math.prod(sizes.values())
     if not (dist.is_available() and dist.is_initialized()):
+        if isinstance(rank, bool) or not isinstance(rank, int):
+            raise MeshError(
+                f"rank must be an integer (got {rank!r})", hint=f"create_schedule(model, mesh={Mesh(sizes)}, rank=0)"
+            )
         if not 0 <= rank < world_size:
             raise MeshError(
                 f"rank {rank} is outside of the mesh {Mesh(sizes)}, which has ranks 0 to {world_size - 1}",

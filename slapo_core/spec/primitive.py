@@ -75,10 +75,9 @@ class Primitive(ABC):
         shown = []
         for position, field in enumerate(dataclasses.fields(self)):  # type: ignore[arg-type]
             value = getattr(self, field.name)
-            # Compared with values of the default's own type only: 1 is not True, and == on tensors is no bool.
-            if value is field.default or (type(value) is type(field.default) and bool(value == field.default)):
+            if _is_default(value, field.default):
                 continue
-            shown.append(_shown(value) if position == 0 else f"{field.name}={_shown(value)}")
+            shown.append(_shown(value) if position == 0 and not field.kw_only else f"{field.name}={_shown(value)}")
         return f"{self.name.rpartition('.')[2]}({', '.join(shown)})"
 
 
@@ -123,10 +122,10 @@ def _check_fields(primitive: Primitive) -> None:
             object.__setattr__(primitive, name, frozen)
         if expected is Any or type(frozen) is expected:
             continue
-        from typeguard import TypeCheckError, check_type
+        from typeguard import CollectionCheckStrategy, TypeCheckError, check_type
 
         try:
-            check_type(frozen, expected)
+            check_type(frozen, expected, collection_check_strategy=CollectionCheckStrategy.ALL_ITEMS)
         except TypeCheckError:
             raise ArgumentError(
                 f"{primitive.name}: argument '{name}' must be {_type_name(expected)} (got {value!r})",
@@ -158,8 +157,19 @@ def _freeze(value: Any) -> Any:
     return value
 
 
+def _is_default(value: Any, default: Any) -> bool:
+    if value is default or type(value) is not type(default):  # 1 is not True
+        return value is default
+    try:
+        return bool(value == default)
+    except (RuntimeError, TypeError, ValueError):  # tensors and arrays compare by element
+        return False
+
+
 def _shown(value: Any) -> str:
     """One line for a value: a module or a tensor by its type, the rest in full."""
+    if inspect.isclass(value):
+        return value.__qualname__
     text = repr(value)
     if "\n" not in text and not (callable(value) and " at 0x" in text):
         return text

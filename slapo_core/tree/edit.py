@@ -57,18 +57,22 @@ class TreeEdit:
     def set_parameter(
         self, node: NodeProtocol, name: str, value: torch.Tensor | None, *, layout: Layout | None = None
     ) -> None:
-        old = node.module._parameters[name]
+        old = _slot(node, "parameter", name)
         if value is not None and not isinstance(value, nn.Parameter):
             requires_grad = old.requires_grad if old is not None else value.is_floating_point()
             value = nn.Parameter(value, requires_grad=requires_grad)
-        if value is not None and old is not None and value is not old:
-            carry_attributes(old, value)
         self._do(SetTensor(self._tree, self._sites(node, name, old), old, value, layout))
 
     def set_buffer(
         self, node: NodeProtocol, name: str, value: torch.Tensor | None, *, layout: Layout | None = None
     ) -> None:
-        old = node.module._buffers[name]
+        old = _slot(node, "buffer", name)
+        if isinstance(value, nn.Parameter):
+            raise ApplyError(
+                f"buffer '{name}' of '{node.path}' was to become a parameter",
+                path=node.path,
+                hint="pass value.detach()",
+            )
         self._do(SetTensor(self._tree, self._sites(node, name, old), old, value, layout))
 
     def replace_module(self, node: NodeProtocol, module: nn.Module, *, moved: Mapping[str, str] | None = None) -> None:
@@ -88,10 +92,22 @@ class TreeEdit:
         self._do(WrapForward(node.module, wrapper))
 
     def set_attribute(self, node: NodeProtocol, name: str, value: Any) -> None:
-        self._do(SetAttribute(node.module, name, value))
+        module = node.module
+        if isinstance(value, (nn.Module, nn.Parameter)) or any(
+            name in registered for registered in (module._parameters, module._buffers, module._modules)
+        ):
+            raise ApplyError(
+                f"'{name}' of '{node.path}' is no plain attribute, or {type(value).__name__} no plain value",
+                path=node.path,
+                hint="use edit.set_parameter, edit.set_buffer or edit.replace_module",
+            )
+        self._do(SetAttribute(module, name, value))
 
     def annotate(self, node: NodeProtocol, name: str, key: str, value: Any) -> None:
-        self._do(Annotate(node.parameters[name], name, key, value))
+        parameter = _slot(node, "parameter", name)
+        if parameter is None:
+            raise ApplyError(f"parameter '{name}' of '{node.path}' is None and carries no attributes", path=node.path)
+        self._do(Annotate(parameter, name, key, value))
 
     def apply(self, node: NodeProtocol, primitive: Primitive) -> NodeProtocol:
         if self._apply_inner is None:
@@ -104,9 +120,13 @@ class TreeEdit:
     # -- for the transaction ----------------------------------------------------------------------------------
 
     def rollback(self) -> None:
-        """Undo everything, latest first."""
+        """Undo everything, latest first, and end the edit."""
         self._open = False
-        while self.entries:
+        self.rollback_to(0)
+
+    def rollback_to(self, count: int) -> None:
+        """Undo all but the first ``count`` edits: a primitive applied inside of this one failed."""
+        while len(self.entries) > count:
             self.entries.pop().undo()
 
     def close(self) -> list[Entry]:
@@ -129,10 +149,19 @@ class TreeEdit:
             self._after_edit(len(self.entries))
 
     def _sites(self, node: NodeProtocol, name: str, old: torch.Tensor | None) -> tuple[tuple[str, str], ...]:
-        return self._tree.sites.of(old) if old is not None else ((node.path, name),)
+        if old is None:
+            return ((node.path, name),)
+        sites = self._tree.sites.of(old)
+        if (node.path, name) not in sites:  # the tensor was put there outside of the schedule: look again
+            self._tree.structure_changed()
+            sites = self._tree.sites.of(old)
+        return sites
 
 
-def carry_attributes(old: torch.Tensor, new: torch.Tensor) -> None:
-    """Give ``new`` the Python attributes that were set on ``old`` (annotations, the model author's marks)."""
-    for key, value in old.__dict__.items():
-        new.__dict__.setdefault(key, value)
+def _slot(node: NodeProtocol, kind: str, name: str) -> torch.Tensor | None:
+    slots: Mapping[str, torch.Tensor | None] = node.module._parameters if kind == "parameter" else node.module._buffers
+    if name not in slots:
+        raise ApplyError(
+            f"'{node.path}' has no {kind} '{name}'", path=node.path, hint=f"it has {', '.join(slots) or 'none'}"
+        )
+    return slots[name]

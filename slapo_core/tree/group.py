@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, overload
 
 from slapo_core.errors import PathError
+from slapo_core.tree.select import is_glob, refuse_number_ranges
 
 if TYPE_CHECKING:
     from slapo_core.spec.primitive import Primitive
@@ -52,11 +53,24 @@ class Group:
             if not selected:
                 raise PathError(f"{key} selects none of the {len(self)} nodes of '{self.pattern}'", path=self.pattern)
             return Group(selected, f"{self.pattern}[{key.start}:{key.stop}]")
-        found: list[TreeNode] = []
+        if is_glob(key):
+            refuse_number_ranges(key)
+        found: dict[str, TreeNode] = {}  # a node that is below several of them counts once
         for node in self.nodes:
-            below = node[key]
-            found.extend(below if isinstance(below, Group) else (below,))
-        return Group(tuple(found), f"{self.pattern}.{key}")
+            try:
+                below = node[key]
+            except PathError:
+                if is_glob(key):
+                    continue  # as in one long glob, some place must match, not every one
+                raise
+            for each in below if isinstance(below, Group) else (below,):
+                found.setdefault(each.path, each)
+        if not found:
+            raise PathError(
+                f"the pattern '{key}' matches no module below the {len(self)} nodes of '{self.pattern}'",
+                path=f"{self.pattern}.{key}",
+            )
+        return Group(tuple(found.values()), f"{self.pattern}.{key}")
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         if name.startswith("_"):

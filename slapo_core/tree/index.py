@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 import torch
@@ -48,6 +49,29 @@ class ModuleIndex:
     def paths_of(self, canonical: str) -> tuple[str, ...]:
         """Every path under which the module at ``canonical`` is registered, the canonical one first."""
         return (canonical, *(alias for alias, target in self.aliases.items() if target == canonical))
+
+    def tensor_at(self, name: str) -> torch.Tensor | None:
+        """The parameter or buffer of a full name whose module's path is canonical; None if there is none."""
+        path, _, own_name = name.rpartition(".")
+        module = self.modules.get(path)
+        return {**module._parameters, **module._buffers}.get(own_name) if module is not None else None
+
+    @functools.cached_property
+    def all_aliases(self) -> dict[str, str]:
+        """``aliases``, and the paths below them: where ``b`` is ``a``, ``b.weight_norm`` is ``a.weight_norm``."""
+        found: dict[str, str] = {}
+        for alias, target in self.aliases.items():
+            self._expand(alias, target, found, inside=())
+        return found
+
+    def _expand(self, alias: str, target: str, found: dict[str, str], inside: tuple[str, ...]) -> None:
+        if target in inside:
+            return  # a module that contains itself
+        found[alias] = target
+        for name, child in self.modules[target]._modules.items():
+            if child is not None:
+                path = self._canonical[id(child)]
+                self._expand(full_name(alias, name), path, found, inside=(*inside, target))
 
 
 class TensorSites:

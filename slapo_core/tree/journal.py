@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from types import MethodType
@@ -11,6 +13,7 @@ import torch
 from torch import nn
 
 from slapo_core.spec.layout import Layout
+from slapo_core.tree.assignment import MISSING, Assignment
 from slapo_core.tree.index import full_name
 
 if TYPE_CHECKING:
@@ -18,8 +21,6 @@ if TYPE_CHECKING:
     from slapo_core.tree.tree import Tree
 
 __all__ = ["AddHook", "Annotate", "Entry", "ReplaceModule", "SetAttribute", "SetTensor", "WrapForward"]
-
-_MISSING: Any = object()
 
 
 class Entry(ABC):
@@ -48,25 +49,29 @@ class SetTensor(Entry):
         layout: Layout | None,
     ) -> None:
         self.tree, self.sites, self.old, self.new = tree, sites, old, new
-        self.holders = [(tree.index.modules[path], name) for path, name in sites]
+        self.holders = [Assignment(tree.index.modules[path], name) for path, name in sites]
+        # What the model's author or ``annotate`` set on the old object goes with it, and goes away again with ``undo``.
+        self.carried = _attributes_to_carry(old, new)
         names = [full_name(path, name) for path, name in sites]
         self.old_layouts = {name: tree.layouts.get(name) for name in names}
         self.new_layouts = {name: layout or self.old_layouts[name] for name in names}
 
     def redo(self) -> None:
-        self._set(self.new)
+        if self.new is not None:
+            self.new.__dict__.update(self.carried)
+        for holder in self.holders:
+            # By attribute and not into the dictionary: modules such as nn.LSTM keep further references.
+            holder.set(self.new)
         self.tree.sites.move(self.old, self.new, self.sites)
         self.tree.set_layouts(self.new_layouts)
 
     def undo(self) -> None:
-        self._set(self.old)
+        for holder in reversed(self.holders):
+            holder.undo()
+        for key in self.carried:
+            self.new.__dict__.pop(key, None)
         self.tree.sites.move(self.new, self.old, self.sites)
         self.tree.set_layouts(self.old_layouts)
-
-    def _set(self, tensor: torch.Tensor | None) -> None:
-        for module, name in self.holders:
-            # By attribute and not into the dictionary: modules such as nn.LSTM keep further references.
-            setattr(module, name, tensor)
 
     def describe(self) -> str:
         (_, name), *others = self.sites
@@ -99,9 +104,17 @@ class ReplaceModule(Entry):
                 arrived[prefix + target] = layout
         self.old_layouts: dict[str, Layout | None] = dict.fromkeys(arrived) | below
         self.new_layouts: dict[str, Layout | None] = dict.fromkeys(below) | arrived
+        # A module that stands in a second place has its canonical path there once the first is gone, or the reverse.
+        self.elsewhere = [(name, tree.index.tensor_at(name), layout) for name, layout in tree.layouts.items()]
+        self.arrived = arrived
 
     def redo(self) -> None:
         self._set(self.new)
+        for name, tensor, layout in self.elsewhere:
+            sites = [full_name(*site) for site in self.tree.sites.of(tensor)] if tensor is not None else []
+            for other in {name, *sites} - self.arrived.keys():
+                self.old_layouts.setdefault(other, self.tree.layouts.get(other))
+                self.new_layouts[other] = layout if other in sites else None
         self.tree.set_layouts(self.new_layouts)
 
     def undo(self) -> None:
@@ -137,15 +150,12 @@ class AddHook(Entry):
         self.register, self.tables = _HOOK_TABLES[kind]
         self.id: int | None = None
         self.full_backward_before = module._is_full_backward_hook
-        self.after: dict[str, list[tuple[int, Any]]] = {}
+        self.taken: dict[str, _TakenHook] | None = None  # by table, after an undo
 
     def redo(self) -> None:
-        if self.after:
-            for table, items in self.after.items():
-                hooks = getattr(self.module, table)
-                added_since = [item for item in hooks.items() if item[0] not in dict(items)]
-                hooks.clear()
-                hooks.update([*items, *added_since])
+        if self.taken is not None:
+            for table, taken in self.taken.items():
+                taken.put_back(getattr(self.module, table))
             if self.kind == "full_backward":
                 self.module._is_full_backward_hook = True
             return
@@ -156,14 +166,34 @@ class AddHook(Entry):
     def undo(self) -> None:
         if self.id is None:
             return
-        self.after = {table: list(getattr(self.module, table).items()) for table in self.tables}
-        for table in self.tables:
-            getattr(self.module, table).pop(self.id, None)
-        if self.kind == "full_backward":
+        hooks = {table: getattr(self.module, table) for table in self.tables}
+        self.taken = {table: _TakenHook(own, self.id) for table, own in hooks.items() if self.id in own}
+        if self.kind == "full_backward" and not self.module._backward_hooks:
             self.module._is_full_backward_hook = self.full_backward_before
 
     def describe(self) -> str:
         return f"{self.kind} hook {_name_of(self.function)}"
+
+
+class _TakenHook:
+    """A hook taken out of one of torch's ordered dictionaries, and between which others it stood."""
+
+    def __init__(self, hooks: dict[int, Any], identity: int) -> None:
+        order = list(hooks)
+        place = order.index(identity)
+        self.before, self.after = order[:place], order[place + 1 :]
+        self.identity, self.value = identity, hooks.pop(identity)
+
+    def put_back(self, hooks: dict[int, Any]) -> None:
+        """Behind the last of those that were before it; hooks that came or went since are left as they are."""
+        order = list(hooks)
+        ahead = [position for position, identity in enumerate(order) if identity in self.before]
+        behind = [position for position, identity in enumerate(order) if identity in self.after]
+        place = ahead[-1] + 1 if ahead else behind[0] if behind else len(order)
+        items = list(hooks.items())
+        items.insert(place, (self.identity, self.value))
+        hooks.clear()
+        hooks.update(items)
 
 
 class WrapForward(Entry):
@@ -171,7 +201,7 @@ class WrapForward(Entry):
 
     def __init__(self, module: nn.Module, wrapper: Callable[[Forward], Forward]) -> None:
         self.module, self.wrapper = module, wrapper
-        self.before = module.__dict__.get("forward", _MISSING)
+        self.before = module.__dict__.get("forward", MISSING)
         self.bound: MethodType | None = None
 
     def redo(self) -> None:
@@ -181,7 +211,7 @@ class WrapForward(Entry):
         self.module.__dict__["forward"] = self.bound
 
     def undo(self) -> None:
-        if self.before is _MISSING:
+        if self.before is MISSING:
             self.module.__dict__.pop("forward", None)
         else:
             self.module.__dict__["forward"] = self.before
@@ -195,19 +225,17 @@ class SetAttribute(Entry):
 
     def __init__(self, module: nn.Module, name: str, value: Any) -> None:
         self.module, self.name, self.new = module, name, value
-        self.old = module.__dict__.get(name, _MISSING)
+        self.old = module.__dict__.get(name, MISSING)
+        self.assignment = Assignment(module, name)
 
     def redo(self) -> None:
-        setattr(self.module, self.name, self.new)
+        self.assignment.set(self.new)
 
     def undo(self) -> None:
-        if self.old is _MISSING:
-            self.module.__dict__.pop(self.name, None)
-        else:
-            self.module.__dict__[self.name] = self.old
+        self.assignment.undo()
 
     def describe(self) -> str:
-        old = "(none)" if self.old is _MISSING else repr(self.old)
+        old = "(none)" if self.old is MISSING else repr(self.old)
         return f"{self.name} {old} -> {self.new!r}"
 
 
@@ -216,13 +244,13 @@ class Annotate(Entry):
 
     def __init__(self, tensor: torch.Tensor, name: str, key: str, value: Any) -> None:
         self.tensor, self.name, self.key, self.new = tensor, name, key, value
-        self.old = tensor.__dict__.get(key, _MISSING)
+        self.old = tensor.__dict__.get(key, MISSING)
 
     def redo(self) -> None:
         setattr(self.tensor, self.key, self.new)
 
     def undo(self) -> None:
-        if self.old is _MISSING:
+        if self.old is MISSING:
             self.tensor.__dict__.pop(self.key, None)
         else:
             self.tensor.__dict__[self.key] = self.old
@@ -241,7 +269,19 @@ def _unbound_forward(module: nn.Module) -> Forward:
     def forward(_module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return own(*args, **kwargs)  # set by the user on this very instance
 
+    with contextlib.suppress(TypeError, ValueError):  # a callable in C has no signature to show
+        signature = inspect.signature(own)
+        itself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        forward.__signature__ = signature.replace(  # type: ignore[attr-defined]
+            parameters=[itself, *signature.parameters.values()]
+        )
     return forward
+
+
+def _attributes_to_carry(old: torch.Tensor | None, new: torch.Tensor | None) -> dict[str, Any]:
+    if old is None or new is None or new is old:
+        return {}
+    return {key: value for key, value in old.__dict__.items() if key not in new.__dict__}
 
 
 def _named_tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:

@@ -57,7 +57,7 @@ class TreeNode:
 
     @property
     def aliases(self) -> tuple[str, ...]:
-        return self._tree.index.paths_of(self.path)[1:]
+        return tuple(alias for alias, path in self._tree.index.all_aliases.items() if path == self.path)
 
     @property
     def parent(self) -> TreeNode | None:
@@ -98,21 +98,22 @@ class TreeNode:
         layout = self._tree.layouts.get(own)
         if layout is not None:
             return layout
+        return Layout(own, tuple(self._tensor(name).shape))
+
+    def ties(self, name: str) -> tuple[str, ...]:
+        return tuple(full_name(*site) for site in self._tree.sites.of(self._tensor(name)))
+
+    def _tensor(self, name: str) -> torch.Tensor:
         tensors = {**self.module._parameters, **self.module._buffers}
         tensor = tensors.get(name)
         if tensor is None:
+            where = f"'{self.path}'" if self.path else "the root"
             raise PathError(
-                f"'{self.path}' has no parameter or buffer '{name}'",
+                f"{where} has no parameter or buffer '{name}'",
                 path=self.path,
                 hint=f"it has {', '.join(name for name, t in tensors.items() if t is not None) or 'none'}",
             )
-        return Layout(own, tuple(tensor.shape))
-
-    def ties(self, name: str) -> tuple[str, ...]:
-        tensor = self.module._parameters.get(name)
-        if tensor is None:
-            tensor = self.module._buffers[name]
-        return tuple(full_name(*site) for site in self._tree.sites.of(tensor)) if tensor is not None else ()
+        return tensor
 
     def walk(self) -> Iterator[TreeNode]:
         prefix = f"{self.path}." if self.path else ""

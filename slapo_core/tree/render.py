@@ -27,6 +27,7 @@ class _Drawn:
 
 def render_tree(tree: Tree, records: Sequence[Record]) -> str:
     """Draw the module tree; ``layer.0-11 x 12`` stands for twelve children that look the same."""
+    tree.structure_changed()  # what stands there now, whoever put it there
     at: dict[str, list[str]] = {}
     for record in records:
         at.setdefault(record.path, []).append(str(record.primitive))
@@ -83,7 +84,8 @@ def _fold(children: list[tuple[str, _Drawn]], own_name: str) -> list[tuple[str, 
                 stop += 1
         name, child = children[start]
         if stop - start > 1:
-            name = f"{own_name}.{name}-{children[stop - 1][0]} x {stop - start}"
+            numbers = fold_numbers([int(name) for name, _ in children[start:stop]])
+            name = f"{own_name}.{numbers} x {stop - start}" if own_name else f"{numbers} x {stop - start}"
         folded.append((name, child))
         start = stop
     return folded

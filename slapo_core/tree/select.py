@@ -7,7 +7,9 @@ import re
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 
-__all__ = ["close_matches", "is_glob", "matching"]
+from slapo_core.errors import PathError
+
+__all__ = ["close_matches", "is_glob", "matching", "refuse_number_ranges"]
 
 
 def is_glob(path: str) -> bool:
@@ -18,17 +20,18 @@ def is_glob(path: str) -> bool:
 def matching(pattern: str, paths: Iterable[str]) -> list[str]:
     """Those of ``paths`` that ``pattern`` matches, in their order; the root matches ``**`` only."""
     accept = _compile(pattern).fullmatch
-    return [path for path in paths if accept(path)]
+    return [path for path in paths if accept(path) and (path or pattern == "**")]
 
 
 @lru_cache(maxsize=256)
 def _compile(pattern: str) -> re.Pattern[str]:
+    refuse_number_ranges(pattern)
     parts: list[str] = []
     levels = pattern.split(".")
     for position, level in enumerate(levels):
         last = position == len(levels) - 1
         if level == "**":
-            parts.append(r".*" if last else r"(?:[^.]+\.)*")
+            parts.append(r".+" if last and position else r".*" if last else r"(?:[^.]+\.)*")
             continue
         parts.append("".join(_translate(level)) + ("" if last else r"\."))
     return re.compile("".join(parts))
@@ -41,9 +44,32 @@ def _translate(level: str) -> Iterator[str]:
         elif token == "?":
             yield "[^.]"
         elif len(token) > 1:
-            yield "[" + ("^" if token[1] == "!" else "") + re.escape(token[1:-1].lstrip("!")).replace(r"\-", "-") + "]"
+            # A set of characters; "not these" never steps over the end of a level.
+            negated = token[1] == "!"
+            characters = re.escape(token[2:-1] if negated else token[1:-1]).replace(r"\-", "-")
+            yield f"[^.{characters}]" if negated else f"[{characters}]"
         else:
             yield re.escape(token)
+
+
+def refuse_number_ranges(pattern: str) -> None:
+    """``[0-11]`` is, as in every glob, one character out of 0, 1: nobody who writes it means that.
+
+    Raises:
+        PathError: a set of characters that is a range of numbers, or runs backwards.
+    """
+    for characters in re.findall(r"\[!?([^\]]+)\]", pattern):
+        numbers = re.fullmatch(r"(\d+)-(\d+)", characters)
+        if numbers is None:
+            continue
+        first, last = (int(number) for number in numbers.groups())
+        if len(numbers[1]) > 1 or len(numbers[2]) > 1 or first > last:
+            before = pattern.partition(f"[{characters}]")[0]
+            raise PathError(
+                f"'[{characters}]' in the pattern '{pattern}' is a set of single characters, not a range of numbers",
+                path=pattern,
+                hint=f"sch['{before}*'][{min(first, last)}:{max(first, last) + 1}]",
+            )
 
 
 def close_matches(path: str, paths: Iterable[str], *, limit: int = 3) -> list[str]:

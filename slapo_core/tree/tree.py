@@ -103,16 +103,19 @@ class Tree:
         """
         index = self.index
         paths = matching(pattern, index.modules)
-        for alias in matching(pattern, index.aliases):
-            if index.aliases[alias] not in paths:
-                paths.append(index.aliases[alias])
+        through_aliases = {index.all_aliases[alias] for alias in matching(pattern, index.all_aliases)}
+        if not through_aliases.issubset(paths):
+            selected = through_aliases.union(paths)
+            paths = [path for path in index.modules if path in selected]
         if not paths:
             literal = pattern.replace("*", "").strip(".") or pattern
             raise PathError(f"the pattern '{pattern}' matches no module", path=pattern, hint=self._suggest(literal))
         return Group(tuple(self.node(path) for path in paths), pattern)
 
     def find(self, path: str) -> TreeNode | Group:
-        return self.select(path) if is_glob(path) else self.node(path)
+        if is_glob(path) and path not in self.index.modules:
+            return self.select(path)
+        return self.node(path)
 
     def module_at(self, path: str) -> nn.Module:
         """The live module at a canonical path.
@@ -136,12 +139,24 @@ class Tree:
             hint=f"sch.undo(to={record.index - 1}) brings it back" if record else None,
         )
 
-    def _canonical(self, path: str) -> str:
+    def look_again_if_changed(self, node: Node) -> None:
+        """Notice modules that were put in, or taken out, outside of the schedule: never change one that is gone."""
+        if self._walk_to(node.path) is not self.index.modules.get(node.path):
+            self.structure_changed()
+
+    def _walk_to(self, path: str) -> nn.Module | None:
         module: nn.Module | None = self.root
-        for name in path.split("."):
+        for name in path.split(".") if path else ():
             module = module._modules.get(name) if module is not None else None
-        canonical = self.index.path_of(module) if module is not None else None
-        if canonical is not None:
+        return module
+
+    def _canonical(self, path: str) -> str:
+        module = self._walk_to(path)
+        if module is not None:
+            if self.index.path_of(module) is None:  # put in outside of the schedule
+                self.structure_changed()
+            canonical = self.index.path_of(module)
+            assert canonical is not None
             return canonical
         record = self.owner.removal_of(path)
         if record is not None:

@@ -232,6 +232,7 @@ class _Check:
             difference=found.largest,
             tolerance=found.allowed,
             rank=None if self.world.is_alone else rank,
+            steps=[str(record) for record in blame.records],
             path=owner,
             hint=found.hint,
         )
@@ -243,6 +244,7 @@ class _Check:
         raise VerifyError(
             f"the scheduled model raises{where} where the untouched one does not: {first}\n{blame}",
             rank=None if self.world.is_alone else first.rank,
+            steps=[str(record) for record in blame.records],
         ) from candidate.error
 
     def _blame(self, reference: Reference, stages: Sequence[str], near: str | None, *, raises: bool) -> Blame:

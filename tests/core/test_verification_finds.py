@@ -154,6 +154,7 @@ def test_another_function_is_found_in_the_output_and_its_step_and_line_are_named
     assert error.tensor == "output"
     assert error.rank is None
     assert error.difference > error.tolerance > 0
+    assert error.steps == ("#9 replace(ReLU()) at 'layer.2.act'",)
     first, allowed, *rest = error.message.splitlines()
     assert first.startswith("the scheduled model differs from the untouched one, first in output: it differs by up to ")
     assert allowed == "  allowed: 1e-10 * max|reference| + 1e-12 * scale (float64, REORDERED)"

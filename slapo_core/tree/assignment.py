@@ -1,0 +1,80 @@
+"""`Assignment`: an attribute set on a module, undone exactly, whatever the module's own ``__setattr__`` did besides."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+__all__ = ["MISSING", "Assignment"]
+
+MISSING: Any = object()
+
+
+class Assignment:
+    """``setattr(module, name, value)`` that can be taken back.
+
+    Modules such as ``nn.LSTM`` keep further references to their parameters, and a module may define properties or count
+    its assignments. What one assignment changed in ``module.__dict__``, and in the lists and dictionaries in it, is
+    noted; undoing takes back that and nothing else.
+    """
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self.module, self.name = module, name
+        self._changes: list[_Change] = []
+
+    def set(self, value: Any) -> None:
+        cls = type(self.module)
+        plain = cls.__setattr__ is nn.Module.__setattr__ and not hasattr(cls, self.name)
+        before = _contents(self.module, plain=plain)
+        try:
+            setattr(self.module, self.name, value)
+        finally:  # also when __setattr__ raised halfway
+            self._changes = _changes(before, _contents(self.module, plain=plain))
+
+    def undo(self) -> None:
+        for change in self._changes:
+            change.undo()
+        self._changes = []
+
+
+class _Change:
+    """One slot of a dictionary, or the contents of a list."""
+
+    def __init__(self, container: Any, key: Any, old: Any) -> None:
+        self.container, self.key, self.old = container, key, old
+
+    def undo(self) -> None:
+        if isinstance(self.container, list):
+            self.container[:] = self.old
+        elif self.old is MISSING:
+            self.container.pop(self.key, None)
+        else:
+            self.container[self.key] = self.old
+
+
+_Contents = list[tuple[Any, Any]]  # (container, shallow copy)
+
+
+def _contents(module: nn.Module, *, plain: bool) -> _Contents:
+    own = module.__dict__
+    if plain:  # torch's own __setattr__ writes to these only
+        return [(container, dict(container)) for container in (own, module._parameters, module._buffers)]
+    inner = [value for value in own.values() if isinstance(value, (dict, list))]
+    return [
+        (container, list(container) if isinstance(container, list) else dict(container)) for container in (own, *inner)
+    ]
+
+
+def _changes(before: _Contents, after: _Contents) -> list[_Change]:
+    found: list[_Change] = []
+    now: dict[int, Any] = {id(container): copied for container, copied in after}
+    for container, old in before:
+        new: Any = now.get(id(container), container)
+        if isinstance(old, list):
+            if len(old) != len(new) or any(a is not b for a, b in zip(old, new, strict=True)):
+                found.append(_Change(container, None, old))
+            continue
+        found += [_Change(container, key, MISSING) for key in new if key not in old]
+        found += [_Change(container, key, value) for key, value in old.items() if new.get(key, MISSING) is not value]
+    return found

@@ -1,0 +1,103 @@
+"""Promise of ``annotate``: the mark follows the parameter through every later step, and goes with ``undo``."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import slapo_core as slapo
+from slapo_core.errors import PreconditionError
+from tests.core.bit_identical import Snapshot, assert_bit_identical
+from tests.core.edits import Halve
+from tests.core.small_models import MLP, Tied
+
+
+def test_mark_survives_sharding_replacing_and_tying() -> None:
+    model = Tied()
+    before = Snapshot(model)
+    sch = slapo.create_schedule(model)
+    sch["out"].annotate("weight", "no_weight_decay", True)
+    assert model.embed.weight.no_weight_decay is True
+    sch["embed"].apply(Halve())
+    sch["out"].replace(nn.Linear(8, 5, bias=False))
+    sch["embed"].apply(Halve() if model.embed.weight.shape[0] % 2 == 0 else slapo_mark())
+    assert model.out.weight is model.embed.weight
+    assert model.out.weight.no_weight_decay is True
+    sch.undo(to=1)
+    assert model.out.weight.no_weight_decay is True
+    sch.undo()
+    assert not hasattr(model.out.weight, "no_weight_decay")
+    assert_bit_identical(before, model)
+
+
+def slapo_mark() -> slapo.Primitive:
+    from slapo_core.primitives.annotate import Annotate
+
+    return Annotate("weight", "another", 1)
+
+
+def test_marking_again_changes_the_mark_and_undo_gives_the_first_back() -> None:
+    model = MLP()
+    sch = slapo.create_schedule(model)
+    sch["head"].annotate("weight", "group", "a").annotate("weight", "group", "b")
+    assert model.head.weight.group == "b"
+    assert [record.effects for record in sch.records] == [("weight.group = 'a'",), ("weight.group = 'b'",)]
+    sch.undo()
+    assert model.head.weight.group == "a"
+
+
+def test_lists_become_tuples_and_dictionaries_are_the_records_own() -> None:
+    model = MLP()
+    sch = slapo.create_schedule(model)
+    given = {"axes": [0, 1]}
+    sch["head"].annotate("weight", "sizes", [1, [2]]).annotate("bias", "info", given)
+    given["axes"] = []
+    assert model.head.weight.sizes == (1, (2,))
+    assert model.head.bias.info == {"axes": (0, 1)}
+    again = slapo.replay(MLP(), sch.to_json())
+    assert again.records == sch.records
+
+
+@pytest.mark.parametrize(
+    ("path", "arguments", "message"),
+    [
+        ("head", ("w", "k", 1), "the module has no parameter 'w'; it has 'weight', 'bias'"),
+        ("layers.0", ("w", "k", 1), "the module has no parameter 'w'; it has none of its own"),
+        (
+            "head",
+            ("weight", "a b", 1),
+            "key must be a Python identifier (got 'a b'); for example key=\"no_weight_decay\"",
+        ),
+        ("head", ("weight", "class", 1), "key must be a Python identifier (got 'class'); for example "),
+        ("head", ("weight", "grad", 1), "'grad' is an attribute of every tensor; use another key, such as 'my_grad'"),
+        ("head", ("weight", "__dict__", 1), "'__dict__' is an attribute of every tensor; use another key, such as "),
+        ("head", ("weight", "data", 1), "'data' is an attribute of every tensor; use another key, such as 'my_data'"),
+    ],
+)
+def test_refused_marks(path: str, arguments: tuple[str, str, int], message: str) -> None:
+    model = MLP()
+    sch = slapo.create_schedule(model)
+    before = Snapshot(model)
+    with pytest.raises(PreconditionError) as caught:
+        sch[path].annotate(*arguments)
+    assert message in str(caught.value)
+    assert_bit_identical(before, model)
+
+
+def test_every_violation_is_listed() -> None:
+    sch = slapo.create_schedule(MLP())
+    with pytest.raises(PreconditionError) as caught:
+        sch["head"].annotate("w", "grad", 1)
+    assert str(caught.value) == (
+        "cannot apply annotate('w', key='grad', value=1) at 'head':\n"
+        "  - the module has no parameter 'w'; it has 'weight', 'bias'\n"
+        "  - 'grad' is an attribute of every tensor; use another key, such as 'my_grad'"
+    )
+    assert len(caught.value.violations) == 2
+
+
+def test_mark_moves_with_the_model() -> None:
+    model = MLP()
+    slapo.create_schedule(model)["head"].annotate("weight", "mark", 1)
+    assert model.to(torch.float64).head.weight.mark == 1

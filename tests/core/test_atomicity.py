@@ -1,0 +1,446 @@
+"""Promise: a primitive that fails, at any point inside, leaves the model bit-identical to before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import slapo_core as slapo
+from slapo_core.errors import ApplyError, HookError, PostconditionError, PreconditionError, SlapoError
+from slapo_core.plugins.process import use_registry
+from slapo_core.primitives.annotate import Annotate
+from slapo_core.primitives.checkpoint import Checkpoint
+from slapo_core.primitives.replace import Replace
+from slapo_core.testing.distributions import FakeDistribution, FakeEnvironment, primitive_source
+from tests.core.bit_identical import Snapshot, assert_bit_identical
+from tests.core.edits import Call, Everything, Fault, Halve, HookAll, fault_after, pre_hook
+from tests.core.small_models import CNN, MLP, Frozen, Odd, Tied, bert
+
+
+def odd() -> nn.Module:
+    torch.manual_seed(0)
+    return Odd()
+
+
+def tied() -> nn.Module:
+    torch.manual_seed(0)
+    return Tied()
+
+
+# -- the meta-test: the snapshot sees each kind of change ---------------------------------------------------------
+
+
+def _leave_hook(model: nn.Module) -> None:
+    model.get_submodule("layers.1.0").register_forward_pre_hook(pre_hook)
+
+
+def _swap_hooks(model: nn.Module) -> None:
+    model.head._forward_hooks.move_to_end(next(iter(model.head._forward_hooks)))
+
+
+def _same_values(model: nn.Module) -> None:
+    model.head.weight = nn.Parameter(model.head.weight.detach().clone())
+
+
+def _one_bit(model: nn.Module) -> None:
+    with torch.no_grad():
+        model.head.bias[0] = -model.head.bias[0]
+
+
+def _negative_zero(model: nn.Module) -> None:
+    with torch.no_grad():
+        model.get_buffer("zeros").mul_(-1)
+
+
+def _order(model: nn.Module) -> None:
+    bias = model.head._parameters.pop("weight")
+    model.head._parameters["weight"] = bias
+
+
+def _attribute(model: nn.Module) -> None:
+    model.head.left_behind = 1
+
+
+def _attribute_order(model: nn.Module) -> None:
+    model.head.__dict__["in_features"] = model.head.__dict__.pop("in_features")
+
+
+def _parameter_attribute(model: nn.Module) -> None:
+    model.head.weight.mark = True  # type: ignore[attr-defined]
+
+
+def _gradient(model: nn.Module) -> None:
+    model.head.weight.grad = torch.zeros_like(model.head.weight)
+
+
+def _requires_grad(model: nn.Module) -> None:
+    model.head.weight.requires_grad_(False)
+
+
+def _class(model: nn.Module) -> None:
+    model.head.__class__ = type("Linear", (nn.Linear,), {})
+
+
+def _module(model: nn.Module) -> None:
+    model.head = nn.Linear(8, 4)
+
+
+def _child(model: nn.Module) -> None:
+    model.extra = nn.ReLU()
+
+
+def _persistent(model: nn.Module) -> None:
+    model._non_persistent_buffers_set.add("zeros")
+
+
+def _forward(model: nn.Module) -> None:
+    model.head.forward = model.head.forward
+
+
+def _mode(model: nn.Module) -> None:
+    model.head.eval()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_leave_hook, "layers.1.0._forward_pre_hooks: order was (), is ("),
+        (_swap_hooks, "head._forward_hooks: order was ("),
+        (_same_values, "head._parameters['weight'] was tensor (4, 8) object"),
+        (_one_bit, "head.bias: values was ["),
+        (_negative_zero, "(root).zeros: values was [0.0, 0.0]..., is [-0.0, -0.0]..."),
+        (_order, "head._parameters: order was ('weight', 'bias'), is ('bias', 'weight')"),
+        (_attribute, "head: order of __dict__ was ("),
+        (_attribute_order, "head: order of __dict__ was ("),
+        (_parameter_attribute, "head.weight: attributes was (), is ('mark',)"),
+        (_gradient, "head.weight: grad was None"),
+        (_requires_grad, "head.weight: requires_grad was True, is False"),
+        (_class, "head: type was <class 'torch.nn.modules.linear.Linear'>"),
+        (_module, "(root)._modules['head'] was Linear("),
+        (_child, "(root)._modules: order was ('layers', 'head'), is ('layers', 'head', 'extra')"),
+        (_persistent, "(root)._non_persistent_buffers_set: members was frozenset(), is frozenset({'zeros'})"),
+        (_forward, "head: order of __dict__ was ("),
+        (_mode, "head.training was True"),
+    ],
+)
+def test_snapshot_detects(change: Callable[[nn.Module], None], message: str) -> None:
+    torch.manual_seed(0)
+    model = MLP(2)
+    model.register_buffer("zeros", torch.zeros(2))
+    for _ in range(2):
+        model.head.register_forward_hook(lambda *_: None)
+    before = Snapshot(model)
+    assert before.difference(Snapshot(model)) is None
+    change(model)
+    difference = before.difference(Snapshot(model))
+    assert difference is not None
+    assert difference.startswith(message)
+
+
+# -- faults after the k-th edit -----------------------------------------------------------------------------------
+
+
+def _replacement() -> Replace:
+    new = nn.Linear(8, 8)
+    new.weight.mark = "of the new module"  # type: ignore[attr-defined]
+    new.eval()
+    return Replace(new)
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], str, Callable[[], slapo.Primitive]]] = {
+    "checkpoint": (lambda: MLP(), "layers.0", Checkpoint),
+    "checkpoint of a user-set forward": (odd, "own", Checkpoint),
+    "annotate": (tied, "out", lambda: Annotate("weight", "mark", True)),
+    "replace, with hooks": (odd, "hooked", _replacement),
+    "replace of a shared module's child": (tied, "shared.0", _replacement),
+    "replace of a shared module": (tied, "shared", lambda: Replace(lambda old: nn.Sequential(old, nn.Tanh()))),
+    "halve, tied": (tied, "embed", Halve),
+    "halve, LSTM": (odd, "lstm", Halve),
+    "halve, attention": (odd, "attention", Halve),
+    "halve, parametrised": (odd, "normed.parametrizations.weight", Halve),
+    "halve, own __setattr__": (odd, "counting", Halve),
+    "halve, batch norm": (CNN, "blocks.0.bn1", Halve),
+    "hooks": (odd, "hooked", HookAll),
+    "hooks, in front": (odd, "hooked", lambda: HookAll(prepend=True)),
+    "everything, LSTM": (odd, "lstm", Everything),
+    "everything, attention": (odd, "attention", Everything),
+    "everything, parametrised": (odd, "normed", Everything),
+    "everything, own __setattr__": (odd, "counting", Everything),
+    "everything, user-set forward": (odd, "own", Everything),
+    "everything, root": (odd, "", Everything),
+    "everything, tied": (tied, "out", Everything),
+    "everything, batch norm": (CNN, "blocks.0.bn1", Everything),
+    "property": (odd, "counting", lambda: Call(lambda node, edit: edit.set_attribute(node, "half", 2))),
+}
+
+
+@pytest.mark.parametrize("error", [Fault, KeyboardInterrupt, SystemExit, GeneratorExit])
+@pytest.mark.parametrize("case", CASES)
+def test_fault_after_any_edit_leaves_model_bit_identical(case: str, error: type[BaseException]) -> None:
+    make_model, path, make_primitive = CASES[case]
+    model = make_model()
+    sch = slapo.create_schedule(model)
+    before = Snapshot(model)
+    raised = ApplyError if error is Fault else error
+    edits = 0
+    while True:
+        try:
+            sch.apply_at(sch.tree.node(path), make_primitive(), after_edit=fault_after(edits + 1, error("injected")))
+        except raised:
+            edits += 1
+            assert_bit_identical(before, model)
+            assert sch.records == ()
+            assert sch.tree.layouts == {}
+            continue
+        break
+    assert edits >= 1
+    assert before.difference(Snapshot(model)) is not None
+    sch.undo()
+    assert_bit_identical(before, model)
+
+
+def test_every_edit_is_reached_by_the_injected_faults() -> None:
+    """The loop above would be hollow if ``after_edit`` were called once only."""
+    sch = slapo.create_schedule(odd())
+    counts: list[int] = []
+    sch.apply_at(sch["lstm"], Everything(), after_edit=counts.append)
+    assert counts == list(range(1, 1 + 2 + 1 + 4 * 4 + 4 + 1))
+
+
+def test_apply_error_chains_the_cause_and_names_the_place() -> None:
+    sch = slapo.create_schedule(MLP())
+    with pytest.raises(ApplyError) as caught:
+        sch.apply_at(sch["layers.0"], Checkpoint(), after_edit=fault_after(1))
+    assert str(caught.value) == "checkpoint() failed at 'layers.0' and was rolled back: Fault: after edit 1"
+    assert isinstance(caught.value.__cause__, Fault)
+    assert caught.value.path == "layers.0"
+    assert caught.value.plugin is not None
+    assert caught.value.plugin.startswith("slapo-core ")
+
+
+# -- other ways to fail -------------------------------------------------------------------------------------------
+
+
+def _refused(primitive: slapo.Primitive, error: type[BaseException], model: nn.Module, path: str) -> BaseException:
+    sch = slapo.create_schedule(model)
+    before = Snapshot(model)
+    with pytest.raises(error) as caught:
+        sch.apply_at(sch.tree.node(path), primitive)
+    assert_bit_identical(before, model)
+    assert sch.records == ()
+    return caught.value
+
+
+def test_broken_postcondition_rolls_back_and_lists_every_violation() -> None:
+    def after(node: slapo.Node) -> Iterator[slapo.Violation]:
+        yield slapo.Violation("first thing", "do this")
+        yield slapo.Violation("second thing")
+
+    primitive = Call(lambda node, edit: edit.set_parameter(node, "weight", torch.zeros(1)), after)
+    error = _refused(primitive, PostconditionError, MLP(), "head")
+    assert str(error).endswith(
+        " at 'head' did not take effect and was rolled back:\n  - first thing; do this\n  - second thing"
+    )
+
+
+def test_postcondition_that_raises_rolls_back() -> None:
+    def after(node: slapo.Node) -> Iterator[slapo.Violation]:
+        raise ZeroDivisionError("oops")
+
+    primitive = Call(lambda node, edit: edit.set_parameter(node, "weight", torch.zeros(1)), after)
+    error = _refused(primitive, ApplyError, MLP(), "head")
+    assert "raised ZeroDivisionError: oops" in str(error)
+
+
+def test_postcondition_that_yields_something_else_rolls_back() -> None:
+    primitive = Call(lambda node, edit: edit.set_attribute(node, "a", 1), lambda node: ["not a violation"])
+    error = _refused(primitive, ApplyError, MLP(), "head")
+    assert "must yield Violation objects (got 'not a violation')" in str(error)
+
+
+def test_primitive_without_effect_is_refused() -> None:
+    error = _refused(Call(lambda node, edit: None), PostconditionError, MLP(), "head")
+    assert "it changed nothing and gave no reason; call edit.note(reason) if that is right" in str(error)
+
+
+def test_primitive_that_raises_after_a_nested_one_takes_that_back_too() -> None:
+    def both(node: slapo.Node, edit: slapo.Edit) -> None:
+        edit.apply(node["layers.0"], Checkpoint())
+        edit.apply(node["layers.1"], Everything())
+        raise Fault("after the nested ones")
+
+    error = _refused(Call(both), ApplyError, MLP(), "")
+    assert "Fault: after the nested ones" in str(error)
+
+
+def test_refused_nested_primitive_refuses_the_outer_one() -> None:
+    def twice(node: slapo.Node, edit: slapo.Edit) -> None:
+        edit.apply(node["layers.0"], Everything())
+        edit.apply(node["head"], Annotate("nothing", "mark", 1))
+
+    error = _refused(Call(twice), PreconditionError, MLP(), "")
+    assert "the module has no parameter 'nothing'" in str(error)
+
+
+def test_failed_nested_primitive_leaves_nothing_when_the_outer_one_goes_on() -> None:
+    """Everything or nothing holds for the inner primitive too."""
+
+    def half_done(node: slapo.Node, edit: slapo.Edit) -> None:
+        edit.set_parameter(node, "weight", torch.zeros(1))
+        raise Fault
+
+    def outer(node: slapo.Node, edit: slapo.Edit) -> None:
+        with pytest.raises(ApplyError):
+            edit.apply(node, Call(half_done))
+        edit.set_attribute(node, "tried", True)
+
+    model = MLP()
+    weight = model.head.weight
+    sch = slapo.create_schedule(model)
+    sch["head"].apply(Call(outer))
+    assert model.head.weight is weight
+    assert model.head.tried is True
+    assert sch.records[0].effects == ("tried (none) -> True",)
+
+
+def test_edit_is_closed_after_the_primitive() -> None:
+    kept: list[slapo.Edit] = []
+    sch = slapo.create_schedule(MLP())
+    sch["head"].apply(Call(lambda node, edit: (kept.append(edit), edit.set_attribute(node, "a", 1))[2:] or None))
+    with pytest.raises(ApplyError) as caught:
+        kept[0].set_attribute(sch["head"], "b", 2)
+    assert str(caught.value) == (
+        "this edit is over: its primitive has been applied or rolled back\n"
+        "  hint: change the model only inside Primitive.apply"
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda n, e: e.set_parameter(n, "nope", None), "'head' has no parameter 'nope'\n  hint: it has weight, bias"),
+        (lambda n, e: e.set_buffer(n, "nope", None), "'head' has no buffer 'nope'\n  hint: it has none"),
+        (
+            lambda n, e: e.set_attribute(n, "weight", 3),
+            "'weight' of 'head' is no plain attribute, or int no plain value\n"
+            "  hint: use edit.set_parameter, edit.set_buffer or edit.replace_module",
+        ),
+        (
+            lambda n, e: e.set_attribute(n, "child", nn.ReLU()),
+            "'child' of 'head' is no plain attribute, or ReLU no plain value\n"
+            "  hint: use edit.set_parameter, edit.set_buffer or edit.replace_module",
+        ),
+        (lambda n, e: e.annotate(n, "nope", "k", 1), "'head' has no parameter 'nope'\n  hint: it has weight, bias"),
+        (lambda n, e: e.add_hook(n, "sideways", pre_hook), "KeyError: 'sideways'"),
+        (lambda n, e: e.wrap_forward(n, lambda forward: None), "TypeError"),
+    ],
+)
+def test_edit_refuses_what_it_could_not_take_back(change: Callable[..., Any], message: str) -> None:
+    error = _refused(Call(change), ApplyError, MLP(), "head")
+    assert message in str(error)
+
+
+def test_root_cannot_be_replaced_by_an_edit() -> None:
+    error = _refused(Call(lambda n, e: e.replace_module(n, nn.ReLU())), ApplyError, MLP(), "")
+    assert "the root of the model cannot be replaced" in str(error)
+
+
+def test_buffer_never_becomes_a_parameter() -> None:
+    model = CNN()
+    change = Call(lambda n, e: e.set_buffer(n, "running_mean", nn.Parameter(torch.zeros(4))))
+    error = _refused(change, ApplyError, model, "blocks.0.bn1")
+    assert "buffer 'running_mean' of 'blocks.0.bn1' was to become a parameter" in str(error)
+
+
+def test_module_that_refuses_assignments_stays_as_it_is() -> None:
+    error = _refused(Call(lambda n, e: e.set_parameter(n, "weight", torch.zeros(2))), ApplyError, Frozen(), "")
+    assert "RuntimeError: frozen: weight stays as it is" in str(error)
+    error = _refused(Call(lambda n, e: e.set_attribute(n, "a", 1)), ApplyError, Frozen(), "")
+    assert "RuntimeError: frozen: a stays as it is" in str(error)
+
+
+def test_group_is_applied_everywhere_or_nowhere() -> None:
+    model = MLP()
+    sch = slapo.create_schedule(model)
+    sch["layers.2"].checkpoint()
+    before = Snapshot(model)
+    records = sch.records
+    with pytest.raises(PreconditionError) as caught:
+        sch["layers.*"].checkpoint()
+    assert str(caught.value) == (
+        "cannot apply checkpoint() at 'layers.2': the module is checkpointed already; remove this second call"
+    )
+    assert_bit_identical(before, model)
+    assert sch.records == records
+
+
+def test_failing_hook_of_a_plugin_rolls_back(tmp_path: Path) -> None:
+    environment = FakeEnvironment(tmp_path)
+    hooks = "\n".join(
+        [
+            "from slapo_core.spec.hookspecs import hookimpl",
+            "told = []",
+            "@hookimpl",
+            "def slapo_applied(node, record):",
+            "    raise ValueError('I do not like ' + record.name)",
+            "@hookimpl",
+            "def slapo_rolled_back(node, primitive, error):",
+            "    told.append((node.path, primitive.name, 'forward' in node.module.__dict__))",
+        ]
+    )
+    environment.install(
+        FakeDistribution(
+            "acme-slapo",
+            entry_points={"slapo.v1.hooks": {"acme": "acme_hooks"}},
+            modules={"acme_hooks": hooks, "acme_thing": primitive_source("acme.thing")},
+        )
+    )
+    with pytest.MonkeyPatch.context() as patch, use_registry(environment.registry(with_installed=True)):
+        patch.syspath_prepend(str(tmp_path))
+        model = MLP()
+        sch = slapo.create_schedule(model, plugins=["Acme_Slapo"])
+        before = Snapshot(model)
+        with pytest.raises(HookError) as caught:
+            sch["layers.0"].checkpoint()
+        assert "hook slapo_applied of acme-slapo 1.0 raised ValueError: I do not like core.checkpoint" in str(
+            caught.value
+        )
+        assert_bit_identical(before, model)
+        assert sch.records == ()
+        assert __import__("acme_hooks").told == [("layers.0", "core.checkpoint", False)]
+        # A plugin named at the start stays active after a step went away, however its name was spelt.
+        assert sch.hooks.active == ("acme-slapo",)
+        with pytest.raises(HookError):
+            sch["layers.1"].checkpoint()
+    environment.forget_modules()
+
+
+def test_refused_primitive_touches_nothing_of_bert() -> None:
+    model = bert()
+    sch = slapo.create_schedule(model)
+    before = Snapshot(model)
+    for path, primitive in (
+        ("bert.encoder.layer", Checkpoint()),
+        ("", Replace(nn.ReLU())),
+        ("cls.predictions.decoder", Replace(nn.Linear(3, 3))),
+        ("cls.predictions.decoder", Annotate("weight", "grad", 1)),
+    ):
+        with pytest.raises(SlapoError):
+            sch.apply_at(sch.tree.node(path), primitive)
+        assert_bit_identical(before, model)
+
+
+@pytest.mark.parametrize("value", [Checkpoint, None, "checkpoint", lambda node: node])
+def test_only_primitive_values_are_applied(value: Any) -> None:
+    sch = slapo.create_schedule(MLP())
+    with pytest.raises(slapo.ArgumentError) as caught:
+        sch["head"].apply(value)
+    got = "the class Checkpoint, not called" if value is Checkpoint else repr(value)
+    assert str(caught.value) == (
+        f'apply takes a primitive value (got {got})\n  hint: sch["fc"].apply(Shard("weight", axis=0))'
+    )

@@ -1,0 +1,325 @@
+"""Promises of ``checkpoint``: the same numbers, less memory, nothing else different."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import slapo_core as slapo
+from slapo_core.errors import ApplyError, PreconditionError
+from tests.core.small_models import MLP, bert, cnn, gpt2
+
+
+@dataclasses.dataclass
+class Output:
+    value: torch.Tensor
+    more: dict[str, tuple[torch.Tensor, ...]]
+
+
+class Nested(nn.Module):
+    """Keyword arguments named like checkpoint's own, and outputs in every container."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(
+        self, x: torch.Tensor, *, use_reentrant: float, debug: torch.Tensor, context_fn: str, function: Any = None
+    ) -> tuple[Output, list[Any]]:
+        y = torch.tanh(self.fc(x) * use_reentrant) + debug
+        return Output(y, {"a": (y * 2, y * 3)}), [y.sum(), context_fn, None, function]
+
+
+def _gradients(model: nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def _assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one
+    assert one.keys() == other.keys()
+    for name in one:
+        assert torch.equal(one[name], other[name]), name
+
+
+def _seeded(call: Callable[[], torch.Tensor]) -> torch.Tensor:
+    torch.manual_seed(7)
+    return call()
+
+
+def test_gradients_are_bit_equal_with_dropout() -> None:
+    torch.manual_seed(0)
+    model, x = MLP(dropout=0.5), torch.randn(3, 8)
+    expected_loss = _seeded(lambda: model(x).square().sum())
+    expected = _gradients(model, expected_loss)
+    after = torch.get_rng_state()
+    slapo.create_schedule(model)["layers.*"].checkpoint()
+    loss = _seeded(lambda: model(x).square().sum())
+    assert torch.equal(loss, expected_loss)
+    _assert_same(_gradients(model, loss), expected)
+    assert torch.equal(torch.get_rng_state(), after)
+
+
+def test_without_the_random_state_gradients_differ() -> None:
+    """The negative control: the test above would see it."""
+    torch.manual_seed(0)
+    model, x = MLP(dropout=0.5), torch.randn(3, 8)
+    expected = _gradients(model, _seeded(lambda: model(x).square().sum()))
+    slapo.create_schedule(model)["layers.*"].checkpoint(preserve_rng_state=False)
+    got = _gradients(model, _seeded(lambda: model(x).square().sum()))
+    assert any(not torch.equal(got[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("make", [bert, gpt2])
+def test_transformers_layers_train_with_the_same_bits(make: Callable[[], nn.Module]) -> None:
+    model = make().train()
+    ids = torch.arange(12).reshape(3, 4)
+    call = lambda: model(input_ids=ids, labels=ids).loss  # noqa: E731
+    expected = _gradients(model, _seeded(call))
+    sch = slapo.create_schedule(model)
+    sch["bert.encoder.layer.*" if make is bert else "transformer.h.*"].checkpoint()
+    _assert_same(_gradients(model, _seeded(call)), expected)
+
+
+@pytest.mark.parametrize("shape", [(1, 8), (0, 8), (5, 8)])
+def test_keywords_named_like_checkpoints_own_and_nested_outputs(shape: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"inner": Nested()})
+    x = torch.randn(shape).t().contiguous().t()  # not contiguous, where that can be
+    debug = torch.randn(8, requires_grad=True)
+    marker = object()
+
+    def call() -> tuple[Output, list[Any]]:
+        return model["inner"](x, use_reentrant=0.5, debug=debug, context_fn="text", function=marker)
+
+    def loss(result: tuple[Output, list[Any]]) -> torch.Tensor:
+        output, (total, *_) = result
+        return output.value.sum() + output.more["a"][1].square().sum() + total
+
+    expected = torch.autograd.grad(loss(call()), [debug, *model.parameters()])
+    slapo.create_schedule(model)["inner"].checkpoint()
+    output, rest = call()
+    assert isinstance(output, Output)
+    assert rest[1:] == ["text", None, marker]
+    got = torch.autograd.grad(loss((output, rest)), [debug, *model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+
+
+def test_frozen_parameters_and_inputs_without_gradient() -> None:
+    torch.manual_seed(0)
+    model, x = MLP(), torch.randn(2, 8)
+    model.layers[0].requires_grad_(False)
+    expected = _gradients(model, model(x).sum())
+    slapo.create_schedule(model)["layers.*"].checkpoint()
+    _assert_same(_gradients(model, model(x).sum()), expected)
+    assert not any(name.startswith("layers.0") for name in expected)
+
+
+def _saved(call: Callable[[], torch.Tensor]) -> int:
+    """How many elements the graph keeps, the parameters left out."""
+    kept: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if not isinstance(tensor, nn.Parameter) and not isinstance(getattr(tensor, "_base", None), nn.Parameter):
+            kept[tensor.data_ptr()] = tensor.numel()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = call()
+    assert loss.requires_grad
+    return sum(kept.values())
+
+
+def test_activations_are_freed() -> None:
+    torch.manual_seed(0)
+    model, x = MLP(), torch.randn(64, 8)
+    plain = _saved(lambda: model(x).sum())
+    sch = slapo.create_schedule(model)
+    sch["layers.0"].checkpoint()
+    one = _saved(lambda: model(x).sum())
+    sch["layers.[123]"].checkpoint()
+    all_four = _saved(lambda: model(x).sum())
+    # A layer keeps its input (64, 8), and inside, the hidden activations (64, 16) of the ReLU.
+    assert plain - one >= 64 * 16
+    assert one - all_four >= 3 * 64 * 16
+    sch.undo(to=0)
+    assert _saved(lambda: model(x).sum()) == plain
+
+
+def test_forward_runs_once_without_gradients_and_twice_with_them() -> None:
+    model, x = MLP(1), torch.randn(2, 8)
+    sch = slapo.create_schedule(model)
+    sch["layers.0"].checkpoint()
+    calls: list[int] = []
+    model.layers[0][0].register_forward_hook(lambda *_: calls.append(1))
+    with torch.no_grad():
+        model(x)
+    model.eval()
+    with torch.inference_mode():
+        model(x)
+    assert len(calls) == 2
+    model(x).sum().backward()
+    assert len(calls) == 4
+
+
+def test_hooks_of_the_checkpointed_module_run_once() -> None:
+    model, x = MLP(1), torch.randn(2, 8)
+    calls: list[str] = []
+    model.layers[0].register_forward_pre_hook(lambda *_: calls.append("pre"))
+    model.layers[0].register_forward_hook(lambda *_: calls.append("post"))
+    slapo.create_schedule(model)["layers.0"].checkpoint()
+    model(x).sum().backward()
+    assert calls == ["pre", "post"]
+
+
+def test_nested_checkpoints_give_the_same_gradients() -> None:
+    torch.manual_seed(0)
+    model, x = MLP(dropout=0.3), torch.randn(2, 8)
+    expected = _gradients(model, _seeded(lambda: model(x).sum()))
+    sch = slapo.create_schedule(model)
+    sch["layers.0.0"].checkpoint()
+    sch["layers.0"].checkpoint()
+    sch.checkpoint()
+    _assert_same(_gradients(model, _seeded(lambda: model(x).sum())), expected)
+
+
+def _refusal(call: Callable[[], Any], error: type[Exception] = PreconditionError) -> str:
+    with pytest.raises(error) as caught:
+        call()
+    return str(caught.value)
+
+
+def test_checkpoint_of_a_module_list_or_twice_is_refused() -> None:
+    sch = slapo.create_schedule(MLP())
+    assert _refusal(sch["layers"].checkpoint) == (
+        "cannot apply checkpoint() at 'layers': ModuleList has no forward of its own: it is never called; "
+        "checkpoint its children: sch['layers.*'].checkpoint()"
+    )
+    sch["layers.0"].checkpoint()
+    assert _refusal(lambda: sch["layers.0"].checkpoint(preserve_rng_state=False)) == (
+        "cannot apply checkpoint(False) at 'layers.0': the module is checkpointed already; remove this second call"
+    )
+    sch.undo()
+    sch["layers.0"].checkpoint()
+
+
+def test_root_can_be_checkpointed() -> None:
+    torch.manual_seed(0)
+    model, x = MLP(), torch.randn(2, 8)
+    expected = _gradients(model, model(x).sum())
+    sch = slapo.create_schedule(model)
+    sch.checkpoint()
+    assert sch.records[0].path == ""
+    _assert_same(_gradients(model, model(x).sum()), expected)
+
+
+def test_key_value_cache_is_refused_with_the_way_out() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        intermediate_size=32,
+        vocab_size=50,
+    )
+    model = LlamaForCausalLM(config).train()
+    ids = torch.arange(8).reshape(2, 4)
+    expected = _gradients(model, model(input_ids=ids, labels=ids, use_cache=False).loss)
+    sch = slapo.create_schedule(model)
+    sch["model.layers.*"].checkpoint()
+    assert _refusal(lambda: model(input_ids=ids, labels=ids), ApplyError) == (
+        "checkpoint at 'model.layers.0': the forward is given a DynamicCache, which running it twice would fill twice\n"
+        "  hint: call the model with use_cache=False while training (or set model.config.use_cache = False)"
+    )
+    _assert_same(_gradients(model, model(input_ids=ids, labels=ids, use_cache=False).loss), expected)
+    model.config.use_cache = False
+    _assert_same(_gradients(model, model(input_ids=ids, labels=ids).loss), expected)
+    with torch.no_grad():
+        assert model.eval()(input_ids=ids, use_cache=True).past_key_values is not None
+
+
+def test_deep_copy_runs_on_its_own_weights() -> None:
+    torch.manual_seed(0)
+    model, x = MLP(), torch.randn(2, 8)
+    sch = slapo.create_schedule(model)
+    sch["layers.*"].checkpoint()
+    sch["head"].checkpoint()
+    expected = model(x)
+    twin = copy.deepcopy(model)
+    assert torch.equal(twin(x), expected)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.zero_()
+    assert torch.equal(model(x), expected)
+    assert not twin(x).any()
+    model.zero_grad()
+    twin(x).sum().backward()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert twin.head.bias.grad is not None
+    assert twin.layers[0].forward.__self__ is twin.layers[0]
+    sch.undo(to=0)
+    assert "forward" in twin.layers[0].__dict__
+    assert "forward" not in model.layers[0].__dict__
+
+
+def test_checkpointed_model_compiles() -> None:
+    torch.manual_seed(0)
+    model, x = MLP(2), torch.randn(2, 8)
+    expected = _gradients(model, model(x).sum())
+    slapo.create_schedule(model)["layers.*"].checkpoint()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    _assert_same(_gradients(model, compiled(x).sum()), expected)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager")
+    _assert_same(_gradients(model, compiled(x).sum()), expected)
+    torch._dynamo.reset()
+
+
+def test_moving_modes_and_state_dict_are_as_before() -> None:
+    torch.manual_seed(0)
+    model = MLP(dropout=0.5)
+    names = list(model.state_dict())
+    slapo.create_schedule(model)["layers.*"].checkpoint()
+    assert list(model.state_dict()) == names
+    model.to(torch.float64).eval()
+    x = torch.randn(2, 8, dtype=torch.float64)
+    assert torch.equal(model(x), model(x))
+    assert model(x).dtype is torch.float64
+    fresh = MLP().to(torch.float64).eval()
+    fresh.load_state_dict(model.state_dict())
+    assert torch.equal(fresh(x), model(x))
+
+
+def test_forward_that_the_user_set_is_checkpointed_and_comes_back() -> None:
+    torch.manual_seed(0)
+    model, x = MLP(1), torch.randn(2, 8)
+    own = lambda y: y * 3  # noqa: E731
+    model.layers[0].forward = own
+    expected = _gradients(model, model(x).sum())
+    sch = slapo.create_schedule(model)
+    sch["layers.0"].checkpoint()
+    _assert_same(_gradients(model, model(x).sum()), expected)
+    sch.undo()
+    assert model.layers[0].__dict__["forward"] is own
+
+
+def test_running_statistics_are_updated_once() -> None:
+    torch.manual_seed(0)
+    plain, model = cnn().train(), cnn().train()
+    x = torch.randn(4, 3, 6, 6)
+    slapo.create_schedule(model)["blocks.*"].checkpoint()
+    expected, got = _gradients(plain, plain(x).sum()), _gradients(model, model(x).sum())
+    _assert_same(got, expected)
+    for (name, one), other in zip(plain.named_buffers(), model.buffers(), strict=True):
+        assert torch.equal(one, other), name
+    assert model.blocks[0].bn1.num_batches_tracked == 1

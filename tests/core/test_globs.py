@@ -1,0 +1,143 @@
+"""Promises of globs: what each wildcard selects, in the model's order, and never nothing."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+
+import slapo_core as slapo
+from slapo_core.errors import PathError
+from slapo_core.tree.select import matching
+from tests.core.small_models import MLP, Tied, bert
+
+PATHS = ["", "a", "a.b", "a.b.c", "a.b1", "a.0", "a.1", "a.10", "x", "x.b", "x.b.c"]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "selected"),
+    [
+        ("*", ["a", "x"]),
+        ("**", PATHS),
+        ("*.b", ["a.b", "x.b"]),
+        ("a.*", ["a.b", "a.b1", "a.0", "a.1", "a.10"]),
+        ("a.**", ["a.b", "a.b.c", "a.b1", "a.0", "a.1", "a.10"]),
+        ("**.c", ["a.b.c", "x.b.c"]),
+        ("**.b.*", ["a.b.c", "x.b.c"]),
+        ("a.**.c", ["a.b.c"]),
+        ("**.b", ["a.b", "x.b"]),
+        ("**.a", ["a"]),
+        ("a.?", ["a.b", "a.0", "a.1"]),
+        ("a.??", ["a.b1", "a.10"]),
+        ("a.[0-3]", ["a.0", "a.1"]),
+        ("a.[!0-3]", ["a.b"]),
+        ("a.b*", ["a.b", "a.b1"]),
+        ("a.[b]", ["a.b"]),
+        ("a.[01]0", ["a.10"]),
+        ("a[!x]b", []),
+        ("a?b", []),
+        ("a*b", []),
+        ("", [""]),
+        ("?", ["a", "x"]),
+        ("a.[", []),
+    ],
+)
+def test_wildcards(pattern: str, selected: list[str]) -> None:
+    if pattern:
+        assert matching(pattern, PATHS) == selected
+    else:
+        assert matching(pattern, [path for path in PATHS if path]) == []
+
+
+@pytest.mark.parametrize(
+    ("pattern", "hint"),
+    [
+        ("layers.[0-11]", "sch['layers.*'][0:12]"),
+        ("layers.[10-12].0", "sch['layers.*'][10:13]"),
+        ("layers.[!0-11]", "sch['layers.[!*'][0:12]"),
+        ("layers.[3-0]", "sch['layers.*'][0:4]"),
+    ],
+)
+def test_range_of_numbers_is_refused_because_a_glob_has_none(pattern: str, hint: str) -> None:
+    sch = slapo.create_schedule(MLP())
+    with pytest.raises(PathError) as caught:
+        sch[pattern]
+    assert "is a set of single characters, not a range of numbers" in str(caught.value)
+    assert str(caught.value).endswith(f"  hint: {hint}") or "!" in pattern
+
+
+def test_glob_that_matches_nothing_is_an_error_with_close_matches() -> None:
+    sch = slapo.create_schedule(bert())
+    with pytest.raises(PathError) as caught:
+        sch["bert.encoder.layers.*"]
+    assert str(caught.value) == (
+        "the pattern 'bert.encoder.layers.*' matches no module\n  hint: did you mean sch['bert.encoder.layer']?"
+    )
+    with pytest.raises(PathError, match=r"the pattern 'zzz\.\*' matches no module"):
+        sch["zzz.*"]
+    with pytest.raises(PathError):
+        sch["bert.encoder.layer.*"]["nothing"]
+    with pytest.raises(PathError) as caught:
+        sch["bert.encoder.layer.*"]["nothing.*"]
+    assert str(caught.value) == (
+        "the pattern 'nothing.*' matches no module below the 3 nodes of 'bert.encoder.layer.*'"
+    )
+    with pytest.raises(PathError, match="not a range of numbers"):
+        sch["**"]["[0-11]"]
+
+
+def test_group_iterates_indexes_and_goes_down() -> None:
+    sch = slapo.create_schedule(MLP())
+    group = sch["layers.*"]
+    assert len(group) == 4
+    assert [node.path for node in group] == ["layers.0", "layers.1", "layers.2", "layers.3"]
+    assert group[-1].path == "layers.3"
+    assert [node.path for node in group[1:3]] == ["layers.1", "layers.2"]
+    assert [node.path for node in group["0"]] == [f"layers.{i}.0" for i in range(4)]
+    assert [node.path for node in group[:1]["[03]"]] == ["layers.0.0", "layers.0.3"]
+    assert repr(group[1:]) == "<Group 'layers.*[1:None]': 3 nodes>"
+    with pytest.raises(PathError) as caught:
+        group[9:]
+    assert str(caught.value) == "slice(9, None, None) selects none of the 4 nodes of 'layers.*'"
+    with pytest.raises(IndexError):
+        group[4]
+
+
+def test_node_below_several_nodes_of_a_group_counts_once() -> None:
+    sch = slapo.create_schedule(MLP(1))
+    nested = sch["**"]["**.0.0"]
+    assert [node.path for node in nested] == ["layers.0.0"]
+    nested.annotate("weight", "mark", 1)
+    assert len(sch.records) == 1
+
+
+def test_group_broadcasts_and_chains() -> None:
+    model = MLP()
+    sch = slapo.create_schedule(model)
+    group = sch["layers.*.0"].annotate("weight", "a", 1).annotate("bias", "b", 2)
+    assert len(group) == 4
+    assert [record.path for record in sch.records] == [f"layers.{i}.0" for i in range(4)] * 2
+    assert all(layer[0].weight.a == 1 and layer[0].bias.b == 2 for layer in model.layers)
+
+
+def test_shared_modules_are_selected_once_and_in_the_models_order() -> None:
+    sch = slapo.create_schedule(Tied())
+    assert [node.path for node in sch["*"]] == ["embed", "shared", "out"]
+    assert [node.path for node in sch["again.**"]] == ["shared.0", "shared.1"]
+    layer = nn.Sequential(nn.Linear(2, 2))
+    albert = slapo.create_schedule(nn.ModuleList([layer, layer, layer]))
+    assert [node.path for node in albert["*"]] == ["0"]
+    assert [node.path for node in albert["2.*"]] == ["0.0"]
+    albert["*"].checkpoint()
+    assert len(albert.records) == 1
+
+
+def test_glob_goes_on_from_a_node() -> None:
+    sch = slapo.create_schedule(bert())
+    layer = sch["bert.encoder.layer.1"]
+    assert [node.path for node in layer["**.dense"]] == [
+        "bert.encoder.layer.1.attention.output.dense",
+        "bert.encoder.layer.1.intermediate.dense",
+        "bert.encoder.layer.1.output.dense",
+    ]
+    assert len(sch["**.query"]) == 3
+    assert len(sch["bert.encoder.layer.[02].attention.self.*"]) == 8

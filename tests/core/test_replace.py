@@ -1,0 +1,440 @@
+"""Promises of ``replace``: every parameter, tie, hook and mode of the old module is accounted for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import slapo_core as slapo
+from slapo_core.errors import ApplyError, PreconditionError
+from tests.core.bit_identical import Snapshot, assert_bit_identical
+from tests.core.edits import Halve
+from tests.core.small_models import MLP, Block, Odd, Tied
+
+
+class Scaled(nn.Module):
+    """Like ``nn.Linear``, with other names."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.matrix = nn.Parameter(torch.empty(outputs, inputs))
+        self.bias = nn.Parameter(torch.empty(outputs))
+        self.gain = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.gain * nn.functional.linear(x, self.matrix, self.bias)
+
+
+class LoRA(nn.Module):
+    """The old layer lives on inside."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.down = nn.Parameter(torch.zeros(2, base.in_features))
+        self.up = nn.Parameter(torch.zeros(base.out_features, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + x @ self.down.t() @ self.up.t()
+
+
+def _refusal(call: Callable[[], Any], error: type[Exception] = PreconditionError) -> str:
+    with pytest.raises(error) as caught:
+        call()
+    return str(caught.value)
+
+
+def test_module_takes_over_the_old_weights_as_the_same_objects() -> None:
+    torch.manual_seed(0)
+    model, x = MLP(), torch.randn(2, 8)
+    before, expected = Snapshot(model), model(x)
+    weight, bias = model.head.weight, model.head.bias
+    new = nn.Linear(8, 4)
+    sch = slapo.create_schedule(model)
+    node = sch["head"].replace(new)
+    assert node.module is model.head is sch["head"].module is new
+    assert new.weight is weight
+    assert new.bias is bias
+    assert torch.equal(model(x), expected)
+    assert sch.records[0].effects == (
+        "module Linear -> Linear",
+        "weight (4, 8), other values",
+        "bias (4,), other values",
+        "parameters taken over from the old module: weight, bias",
+    )
+    own = [name for name, _ in new.named_parameters()]
+    sch.undo()
+    assert_bit_identical(before, model)
+    assert own == ["weight", "bias"]
+    assert new.weight is not weight, "the new module has its own weights again"
+
+
+def test_factory_gets_the_old_module() -> None:
+    model = MLP()
+    old, seen = model.head, []
+
+    def make(module: nn.Module) -> nn.Module:
+        seen.append(module)
+        return nn.Linear(8, 4)
+
+    slapo.create_schedule(model)["head"].replace(make)
+    assert seen == [old]
+    assert model.head is not old
+
+
+def test_renamed_parameters_keep_their_origin() -> None:
+    torch.manual_seed(0)
+    model, x = MLP(), torch.randn(2, 8)
+    weight, expected = model.head.weight, model(x)
+    sch = slapo.create_schedule(model, mesh={"tp": 2})
+    sch["head"].replace(Scaled(8, 4), params={"weight": "matrix"})
+    assert model.head.matrix is weight
+    assert torch.equal(model(x), expected)
+    assert sch["head"].layout("matrix").origin == "head.weight"
+    assert sch.records[0].effects[-1] == (
+        "parameters taken over from the old module: matrix, bias; added: gain; renamed: weight -> matrix"
+    )
+    sch["head"].apply(Halve())
+    assert sch["head"].layout("matrix").origin == "head.weight"
+    assert sch["head"].layout("matrix").shape == (4, 8)
+    assert sch["head"].layout("gain").origin == "head.gain"
+    sch.undo(to=0)
+    assert sch.tree.layouts == {}
+    assert sch["head"].layout("weight").origin == "head.weight"
+
+
+def test_lora_wraps_the_old_module_and_knows_where_its_weights_came_from() -> None:
+    torch.manual_seed(0)
+    model, x = MLP(), torch.randn(2, 8)
+    old, expected = model.head, model(x)
+    calls: list[str] = []
+    old.register_forward_hook(lambda *_: calls.append("ran"))
+    before = Snapshot(model)
+    sch = slapo.create_schedule(model, mesh={"tp": 2})
+    sch["head"].apply(Halve())
+    sch.undo()
+    sch["head"].replace(lambda old: LoRA(old))
+    assert model.head.base is old is sch["head.base"].module
+    assert torch.equal(model(x), expected)
+    assert calls == ["ran"], "the hook runs where it is, once"
+    assert sch["head.base"].layout("weight").origin == "head.weight"
+    assert sch["head.base"].layout("bias").origin == "head.bias"
+    assert sch["head"].layout("up").origin == "head.up"
+    sch.undo()
+    assert_bit_identical(before, model)
+
+
+def test_lora_after_a_shard_keeps_the_layout() -> None:
+    model = MLP()
+    sch = slapo.create_schedule(model, mesh={"tp": 2})
+    sch["head"].apply(Halve())
+    layout = sch["head"].layout("weight")
+    assert layout.shards() == (("tp", 0),)
+    sch["head"].replace(lambda old: LoRA(old))
+    assert sch["head.base"].layout("weight") == layout
+    assert "head.weight" not in sch.tree.layouts
+    sch.undo()
+    assert sch["head"].layout("weight") == layout
+    assert "head.base.weight" not in sch.tree.layouts
+
+
+def test_dropped_and_unknown_parameters() -> None:
+    model = MLP()
+    sch = slapo.create_schedule(model)
+    assert _refusal(lambda: sch["head"].replace(nn.Linear(8, 4, bias=False))) == (
+        "cannot apply replace(Linear(in_features=8, out_features=4, bias=False)) at 'head': 'bias' (4,) of the old "
+        'module has no counterpart in the new one; write params={"bias": "its new name"} or drop=["bias"]; the new one '
+        "has 'weight' (4, 8)"
+    )
+    assert "the old module has no 'biass'; it has weight, bias" in _refusal(
+        lambda: sch["head"].replace(nn.Linear(8, 4), drop="biass")
+    )
+    sch["head"].replace(nn.Linear(8, 4, bias=False), drop="bias")
+    assert sch.records[0].effects[-1] == "parameters taken over from the old module: weight; dropped: bias"
+    assert sch["head"].parameters.keys() == {"weight"}
+
+
+@pytest.mark.parametrize(
+    ("path", "new", "message"),
+    [
+        ("", nn.ReLU(), "the root of the model cannot be replaced; replace its children one by one"),
+        ("head", nn.Linear, "new_module is the class Linear, not a module; replace(Linear(...)), or a function: "),
+        ("head", 3, "new_module must be a module or a function of the old one (got 3); replace(MyAttention(config))"),
+        ("head", nn.Linear(9, 4), "'weight' is a parameter of shape (4, 8), but 'weight' of the new module is a "),
+        ("head", nn.Bilinear(8, 2, 4), "a required argument 'input2' that nobody passes"),
+    ],
+)
+def test_what_does_not_fit_is_refused(path: str, new: Any, message: str) -> None:
+    model = MLP()
+    sch = slapo.create_schedule(model)
+    before = Snapshot(model)
+    assert message in _refusal(lambda: sch.tree.node(path).replace(new))
+    assert_bit_identical(before, model)
+
+
+def test_module_of_the_model_itself_is_refused() -> None:
+    model = MLP()
+    sch = slapo.create_schedule(model)
+    assert _refusal(lambda: sch["layers.0.0"].replace(model.layers[0][0])) == (
+        "cannot apply replace(Linear(in_features=8, out_features=16, bias=True)) at 'layers.0.0': the new module is "
+        "the old one; give another module, or remove this step"
+    )
+    assert _refusal(lambda: sch["layers.0.0"].replace(model.layers[1][0])).endswith(
+        "the new module is in the model already; make a module of its own, e.g. copy.deepcopy(it)"
+    )
+    holder = nn.Module()
+    holder.inner = model.layers
+    holder.forward = model.layers[0].forward  # type: ignore[method-assign]
+    assert "the new module contains 'layers', in which it is to stand" in _refusal(
+        lambda: sch["layers.0"].replace(holder)
+    )
+    assert "the new module is the old one" in _refusal(lambda: sch["head"].replace(lambda old: old), ApplyError)
+
+
+def test_factory_that_fails_or_returns_no_module() -> None:
+    model = MLP()
+    sch = slapo.create_schedule(model)
+    before = Snapshot(model)
+    assert _refusal(lambda: sch["head"].replace(lambda old: None), ApplyError) == (
+        "the function given to replace at 'head' must return a module (got None)"
+    )
+    assert "ZeroDivisionError: division by zero" in _refusal(lambda: sch["head"].replace(lambda old: 1 / 0), ApplyError)
+    assert "does not fit: 'weight' is a parameter of shape (4, 8)" in _refusal(
+        lambda: sch["head"].replace(lambda old: nn.Linear(3, 3)), ApplyError
+    )
+    assert_bit_identical(before, model)
+
+
+class Keywords(nn.Module):
+    def forward(self, a: Any, b: Any = None, *, c: Any = 1) -> Any:
+        return a
+
+
+class Permuted(nn.Module):
+    def forward(self, b: Any, a: Any = None, *, c: Any = 1) -> Any:
+        return a
+
+
+class Renamed(nn.Module):
+    def forward(self, hidden: Any, mask: Any = None, *, c: Any = 1) -> Any:
+        return hidden
+
+
+class NoKeyword(nn.Module):
+    def forward(self, a: Any, b: Any = None) -> Any:
+        return a
+
+
+class NeedsMore(nn.Module):
+    def forward(self, a: Any, b: Any, d: Any, *, c: Any = 1) -> Any:
+        return a
+
+
+class TakesAll(nn.Module):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return args[0]
+
+
+@pytest.mark.parametrize(
+    ("new", "message"),
+    [
+        (Permuted(), "does not take what forward"),
+        (NoKeyword(), "keyword argument 'c'"),
+        (NeedsMore(), "a required argument 'd' that nobody passes"),
+        (TakesAll(), None),
+        (Keywords(), None),
+        (Renamed(), None),
+    ],
+)
+def test_signature_of_the_new_forward(new: nn.Module, message: str | None) -> None:
+    sch = slapo.create_schedule(nn.ModuleDict({"m": Keywords()}))
+    if message is None:
+        sch["m"].replace(new)
+    else:
+        assert message in _refusal(lambda: sch["m"].replace(new))
+
+
+def test_ties_are_kept() -> None:
+    model = Tied()
+    weight = model.embed.weight
+    before = Snapshot(model)
+    sch = slapo.create_schedule(model)
+    sch["out"].replace(nn.Linear(8, 10, bias=False))
+    assert model.out.weight is model.embed.weight is weight
+    assert sch["embed"].ties("weight") == ("embed.weight", "out.weight")
+    sch["embed"].replace(nn.Embedding(10, 8))
+    assert model.out.weight is model.embed.weight is weight
+    sch.undo(to=0)
+    assert_bit_identical(before, model)
+
+
+def test_shared_module_is_replaced_under_every_name() -> None:
+    model = Tied()
+    before = Snapshot(model)
+    sch = slapo.create_schedule(model)
+    sch["again"].replace(lambda old: nn.Sequential(nn.Linear(8, 8), nn.Tanh()))
+    assert model.shared is model.again is sch["shared"].module
+    sch["again.0"].replace(nn.Linear(8, 8))
+    assert model.shared[0] is model.again[0]
+    sch.undo(to=0)
+    assert_bit_identical(before, model)
+
+
+def test_two_weights_never_become_one() -> None:
+    class Two(nn.Module):
+        def __init__(self, tie: bool) -> None:
+            super().__init__()
+            self.a = nn.Linear(2, 2, bias=False)
+            self.b = nn.Linear(2, 2, bias=False)
+            if tie:
+                self.b.weight = self.a.weight
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.b(self.a(x))
+
+    sch = slapo.create_schedule(nn.ModuleDict({"m": Two(tie=False)}))
+    assert "'a.weight' and 'b.weight' are one tensor in the new module, but two in the old one" in _refusal(
+        lambda: sch["m"].replace(Two(tie=True))
+    )
+    model = nn.ModuleDict({"m": Two(tie=True)})
+    slapo.create_schedule(model)["m"].replace(Two(tie=False))
+    assert model["m"].a.weight is model["m"].b.weight, "the tie of the old one stays"
+
+
+def test_hooks_of_the_user_run_on_the_new_module() -> None:
+    torch.manual_seed(0)
+    model, x = Odd(), torch.randn(1, 2, 8)
+    calls: list[str] = []
+    hooked = model.hooked
+    hooked.register_forward_pre_hook(lambda m, args: calls.append(f"pre {type(m).__name__}"))
+    hooked.register_forward_hook(lambda m, args, kwargs, out: calls.append("post") or out * 2, with_kwargs=True)
+    hooked.register_forward_hook(lambda m, args, out: out + 1)
+    hooked.register_full_backward_pre_hook(lambda m, grad: calls.append("backward"))
+    expected = model(x)
+    expected.sum().backward()
+    first = list(calls)
+    calls.clear()
+
+    class Linear(nn.Linear):
+        pass
+
+    before = Snapshot(model)
+    gradients = {parameter: parameter.grad for parameter in model.parameters()}
+    model.zero_grad()
+    sch = slapo.create_schedule(model)
+    sch["hooked"].replace(Linear(8, 8))
+    assert torch.equal(model(x), expected)
+    model(x).sum().backward()
+    assert first == ["pre Linear", "post", "backward"]
+    assert calls == ["pre Linear", "post", "pre Linear", "post", "backward"]
+    sch.undo()
+    for parameter in model.parameters():
+        parameter.grad = gradients[parameter]
+    assert_bit_identical(before, model)
+    assert model.hooked is hooked
+
+
+def test_changed_forward_or_hooks_below_are_never_lost_silently() -> None:
+    model = nn.Sequential(Block(4), Block(4))
+    sch = slapo.create_schedule(model)
+    sch["0"].checkpoint()
+    assert _refusal(lambda: sch["0"].replace(Block(4))).endswith(
+        " at '0': the forward of '0' was changed by #1 checkpoint() at '0', and that would be lost; "
+        "replace first, change then"
+    )
+    sch.undo()
+    sch["0.conv1"].checkpoint()
+    assert "the forward of '0.conv1' was changed by #1 checkpoint() at '0.conv1', and that would be lost" in _refusal(
+        lambda: sch["0"].replace(Block(4))
+    )
+    handle = model[1].bn1.register_forward_hook(lambda *_: None)
+    assert "'1.bn1' has 1 hooks, set outside of the schedule, and they would be lost; replace first" in _refusal(
+        lambda: sch["1"].replace(Block(4))
+    )
+    handle.remove()
+    sch["1"].replace(Block(4))
+    # What lives on inside of the new module is not lost.
+    sch["0"].replace(lambda old: nn.Sequential(old))
+    assert "forward" in sch["0.0.conv1"].module.__dict__
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_training_mode_is_carried(training: bool) -> None:
+    model = nn.Sequential(Block(4)).train(training)
+    new = Block(4).train(not training)
+    before = Snapshot(new)
+    sch = slapo.create_schedule(model)
+    sch["0"].replace(new)
+    assert {module.training for module in model.modules()} == {training}
+    sch.undo()
+    assert_bit_identical(before, new)
+
+
+def test_buffers_are_taken_over() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(4))
+    model[0].bn1.running_mean.normal_()
+    mean = model[0].bn1.running_mean
+    before = Snapshot(model)
+    sch = slapo.create_schedule(model)
+    sch["0.bn1"].replace(nn.BatchNorm2d(4))
+    assert model[0].bn1.running_mean is mean
+    assert "0.bn1.running_mean" in model.state_dict()
+    assert "'running_mean' is a buffer of shape (4,)" in _refusal(
+        lambda: sch["0.bn1"].replace(nn.InstanceNorm2d(5, affine=True, track_running_stats=True))
+    )
+    sch.undo()
+    assert_bit_identical(before, model)
+
+
+def test_meta_model_stays_on_meta_and_keeps_its_ties() -> None:
+    with torch.device("meta"):
+        model = Tied()
+    weight = model.embed.weight
+    sch = slapo.create_schedule(model)
+    sch["out"].replace(nn.Linear(8, 10, bias=False))
+    assert model.out.weight is model.embed.weight is weight
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+def test_equivalence_is_what_the_arguments_say() -> None:
+    sch = slapo.create_schedule(MLP())
+    sch["head"].replace(nn.Linear(8, 4))
+    sch["layers.0.0"].replace(nn.Linear(8, 16), rtol=1e-3)
+    sch["layers.0.1"].replace(nn.Identity(), atol=0.5)
+    assert [str(record.primitive.equivalence) for record in sch.records] == [
+        "REORDERED",
+        "APPROXIMATE(rtol=0.001, atol=0)",
+        "APPROXIMATE(rtol=0, atol=0.5)",
+    ]
+
+
+def test_layout_of_a_module_shared_with_another_place_survives_replacing_its_first_place() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = nn.Sequential(nn.Embedding(4, 8))
+            self.decoder = nn.Sequential(self.encoder[0])
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return self.encoder(ids) + self.decoder(ids)
+
+    model = Two()
+    sch = slapo.create_schedule(model, mesh={"tp": 2})
+    sch["decoder.0"].apply(Halve())
+    layout = sch["decoder.0"].layout("weight")
+    sch["encoder"].replace(lambda old: nn.Sequential(nn.Embedding(2, 8)))
+    assert model.encoder[0].weight is model.decoder[0].weight
+    assert sch["decoder.0"].layout("weight") == layout
+    assert sch["encoder.0"].layout("weight") == layout
+    with sch.rewound(1):
+        assert sch["decoder.0"].layout("weight") == layout
+    assert sch["decoder.0"].layout("weight") == layout
+    sch.undo()
+    assert sch["decoder.0"].layout("weight") == layout
+    sch.undo()
+    assert sch.tree.layouts == {}

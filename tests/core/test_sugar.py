@@ -1,0 +1,100 @@
+"""Promise: ``node.name(...)`` is ``node.apply(Name(...))``, completes in a REPL, and misspellings are explained."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import slapo_core as slapo
+from slapo_core.errors import ArgumentError, UnknownNameError
+from slapo_core.plugins.registry import Registry
+from slapo_core.primitives.annotate import Annotate
+from slapo_core.primitives.checkpoint import Checkpoint
+from slapo_core.testing.fixtures import isolated_registry  # noqa: F401 - a fixture
+from tests.core.edits import HookAll
+from tests.core.small_models import MLP
+
+
+def _error(call: Callable[[], Any], error: type[Exception]) -> str:
+    with pytest.raises(error) as caught:
+        call()
+    return str(caught.value)
+
+
+def test_method_is_apply_with_the_value() -> None:
+    one, other = slapo.create_schedule(MLP()), slapo.create_schedule(MLP())
+    assert one["head"].annotate("weight", "k", value=[1]) is one["head"]
+    other["head"].apply(Annotate("weight", "k", (1,)))
+    one["layers.*"].core.checkpoint()
+    other["layers.*"].apply(Checkpoint())
+    one.checkpoint(preserve_rng_state=False)
+    other.apply(Checkpoint(False))
+    assert one.records == other.records
+
+
+@pytest.mark.parametrize("path", ["head", "layers.*", ""])
+def test_names_complete_and_document_themselves(path: str) -> None:
+    sch = slapo.create_schedule(MLP())
+    target = sch[path] if path else sch
+    assert {"checkpoint", "replace", "annotate", "core", "apply"} <= set(dir(target))
+    assert {"checkpoint", "replace", "annotate"} <= set(dir(target.core))
+    assert str(inspect.signature(target.annotate)).startswith("(param: 'str', key: 'str', value: 'Any')")
+    assert target.checkpoint.__doc__ == inspect.getdoc(Checkpoint)
+    assert target.checkpoint.__name__.endswith("checkpoint")
+    where = path or ""
+    assert repr(target.checkpoint) == f"<primitive core.checkpoint at '{where}'>"
+    assert repr(target.core) == "<primitives of namespace 'core'>"
+    assert sch.records == ()
+
+
+def test_wrong_arguments_show_the_signature() -> None:
+    sch = slapo.create_schedule(MLP())
+    signature = "\n  hint: annotate(param: str, key: str, value: Any)"
+    assert _error(lambda: sch["head"].annotate("weight"), ArgumentError) == (
+        f"core.annotate at 'head': missing a required argument: 'key'{signature}"
+    )
+    assert _error(lambda: sch["layers.*"].annotate(1, 2, 3, 4), ArgumentError) == (
+        f"core.annotate at 'layers.*': too many positional arguments{signature}"
+    )
+    assert _error(lambda: sch.checkpoint(rng=True), ArgumentError) == (
+        "core.checkpoint at the root: got an unexpected keyword argument 'rng'\n"
+        "  hint: checkpoint(preserve_rng_state: bool = True)"
+    )
+    assert _error(lambda: sch["head"].annotate(1, "k", 2), ArgumentError) == (
+        "core.annotate: argument 'param' must be str (got 1)"
+    )
+    assert sch.records == ()
+
+
+def test_unknown_name_is_an_attribute_error_with_close_matches() -> None:
+    sch = slapo.create_schedule(MLP())
+    for target in (sch, sch["head"], sch["layers.*"]):
+        message = _error(lambda target=target: target.checkpont, UnknownNameError)
+        assert "no installed plugin provides primitive 'checkpont'" in message
+        assert "did you mean 'checkpoint'" in message
+        assert not hasattr(target, "checkpont")
+        assert getattr(target, "checkpont", None) is None
+        assert not hasattr(target, "_private")
+    assert issubclass(UnknownNameError, AttributeError)
+    assert "core.checkpont" in _error(lambda: sch["head"].core.checkpont, UnknownNameError)
+
+
+@pytest.mark.usefixtures("isolated_registry")
+def test_primitive_registered_in_process_is_there_at_once() -> None:
+    sch = slapo.create_schedule(MLP())
+    assert not hasattr(sch["head"], "hook_all")
+    slapo.register_primitive()(HookAll)
+    sch["head"].hook_all(prepend=True)
+    sch["head"].test.hook_all()
+    assert [str(record.primitive) for record in sch.records] == ["hook_all(True)", "hook_all()"]
+    assert sch.records[0].distribution == "tests"
+    assert sch.records[0].version == "local"
+    assert slapo.replay(MLP(), sch.to_json()).records == sch.records
+
+
+def test_registry_of_one_test_does_not_leak_into_another() -> None:
+    assert not hasattr(slapo.create_schedule(MLP())["head"], "hook_all")
+    assert isinstance(slapo.create_schedule(MLP()).registry, Registry)
