@@ -67,7 +67,9 @@ def main() -> None:
             model = make()
         cost, nodes, allowed = milliseconds(lambda m=model: visit(m)), visit(model), REFERENCE_MS[name] / 3
         print(f"{name:<12}{nodes:>7}{cost:>14.2f} ms{allowed:>7.1f} ms")
-        rows.append({"what": "create_schedule + visit", "model": name, "nodes": nodes, "ms": cost, "allowed_ms": allowed})
+        rows.append(
+            {"what": "create_schedule + visit", "model": name, "nodes": nodes, "ms": cost, "allowed_ms": allowed}
+        )
         if name == "BERT-large":
             bert = model
     times = []

@@ -133,7 +133,10 @@ def memory_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[
     """MB held by parameters and optimiser state, and the peak of the whole process."""
     state = [t for values in optimizer.state.values() for t in values.values() if isinstance(t, torch.Tensor)]
     count = sum(t.numel() * t.element_size() for t in [*model.parameters(), *state])
-    return {"weights and optimiser": count / 1e6, "process peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3}
+    return {
+        "weights and optimiser": count / 1e6,
+        "process peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3,
+    }
 
 
 def write_result(
@@ -148,7 +151,9 @@ def write_result(
     explain: str,
 ) -> None:
     # Tied weights share memory, which safetensors refuses: every name gets a tensor of its own.
-    save_file({key: tensor.clone().contiguous() for key, tensor in weights.items()}, options.output / f"{name}.safetensors")
+    save_file(
+        {key: tensor.clone().contiguous() for key, tensor in weights.items()}, options.output / f"{name}.safetensors"
+    )
     result = {"losses": losses, "seconds": seconds, "held_out": held_out, "memory": memory, "explain": explain}
     (options.output / f"{name}.json").write_text(json.dumps(result))
 
@@ -193,7 +198,9 @@ def plot(options: argparse.Namespace, plain: list[float], scheduled: list[float]
     figure, axes = pyplot.subplots(figsize=(7, 4), constrained_layout=True)
     axes.plot(plain, label="unscheduled, 1 process", linewidth=4, alpha=0.4)
     axes.plot(scheduled, label="scheduled, tensor parallel on 2 processes", linewidth=1.5)
-    axes.set(xlabel="step", ylabel="masked-language-model loss (nats)", title="The same BERT, with and without a schedule")
+    axes.set(
+        xlabel="step", ylabel="masked-language-model loss (nats)", title="The same BERT, with and without a schedule"
+    )
     axes.legend()
     file = options.output / "bert_tp.png"
     figure.savefig(file, dpi=150)

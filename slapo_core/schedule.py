@@ -61,6 +61,7 @@ class Schedule:
         self._hooks: HookManager | None = None
         self._steps: list[Step] = []
         self._records: tuple[Record, ...] = ()
+        self._inner: list[Record] = []  # of the primitives that the one being applied has applied itself
         self._sealed_by: str | None = None
         self._in_force: int | None = None  # while rewound: how many steps the model is under
         self._location: str | None = None  # while replaying: where the saved step was written
@@ -234,7 +235,9 @@ class Schedule:
         self.registry.require_usable(primitive)
         provider = self.registry.provider(primitive)
         self.hooks.activate(provider[0], version=provider[1])
-        transaction = Transaction(self.tree, ask=self.hooks.call, provider=provider, after_edit=after_edit)
+        transaction = Transaction(
+            self.tree, ask=self.hooks.call, provider=provider, inner=self._inner, after_edit=after_edit
+        )
         try:
             result, step = transaction.run(
                 node, primitive, index=len(self._steps) + 1, location=self._location or caller_location()
@@ -242,6 +245,8 @@ class Schedule:
         except BaseException:
             self._refresh()
             raise
+        finally:
+            self._inner.clear()
         self._steps.append(step)
         self._records = (*self._records, step.record)
         return result
@@ -263,6 +268,10 @@ class Schedule:
 
     def primitive_names(self) -> tuple[str, ...]:
         return (*self.registry.bare_names("primitives"), *self.registry.namespaces())
+
+    def records_so_far(self) -> tuple[Record, ...]:
+        """The records, and inside of a primitive those of the primitives that it applied itself."""
+        return (*self._records, *self._inner) if self._inner else self._records
 
     def removal_of(self, path: str) -> Record | None:
         """The step that removed the module at ``path``; None if none did."""

@@ -51,6 +51,7 @@ class Transaction:
         tree: the tree that is changed.
         ask: calls plugin hooks; see :data:`Ask`.
         provider: ``(distribution, version)`` of the primitive, for the record and for messages.
+        inner: filled with a record for each primitive that this one applies, for those after it to see.
         after_edit: called with the number of edits made so far after each; raising from it is a fault inside apply.
     """
 
@@ -60,8 +61,10 @@ class Transaction:
         *,
         ask: Ask,
         provider: tuple[str, str],
+        inner: list[Record] | None = None,
         after_edit: Callable[[int], None] | None = None,
     ) -> None:
+        self._inner = inner if inner is not None else []
         self._tree = tree
         self._ask = ask
         self._provider = provider
@@ -127,13 +130,16 @@ class Transaction:
         return node if result is None else result
 
     def _apply_inner(self, node: Node, primitive: Primitive, edit: TreeEdit) -> Node:
-        before = len(edit.entries)
+        before, known = len(edit.entries), len(self._inner)
         self._check(node, primitive)
         try:
-            return self._change(node, primitive)
+            result = self._change(node, primitive)
         except BaseException:  # the outer primitive may go on without it
             edit.rollback_to(before)
+            del self._inner[known:]
             raise
+        self._inner.append(Record(0, primitive, node.path, *self._provider))
+        return result
 
     @property
     def _plugin(self) -> str:

@@ -106,7 +106,7 @@ class Replace(Primitive):
                 text = "; ".join(str(violation) for violation in violations)
                 raise ApplyError(f"the module made for '{node.path}' does not fit: {text}", path=node.path)
         plan = self._plan(old, new)
-        edit.replace_module(node, new, moved=plan.moved)
+        edit.replace_module(node, new, moved=plan.moved, dropped=plan.dropped)
         for new_name, tensor in plan.taken.items():
             holder, _, own_name = new_name.rpartition(".")
             target = node[holder] if holder else node

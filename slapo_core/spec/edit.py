@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
@@ -39,7 +39,18 @@ class Edit(Protocol):
         """Put another tensor in the place of an own buffer; it stays persistent, or not, as it was."""
         ...
 
-    def replace_module(self, node: Node, module: nn.Module, *, moved: Mapping[str, str] | None = None) -> None:
+    def set_requires_grad(self, node: Node, name: str, flag: bool) -> None:
+        """Freeze an own parameter, or train it; everywhere it is tied. ``verify`` treats the untouched model alike."""
+        ...
+
+    def replace_module(
+        self,
+        node: Node,
+        module: nn.Module,
+        *,
+        moved: Mapping[str, str] | None = None,
+        dropped: Collection[str] = (),
+    ) -> None:
         """Put another module in the place of the node's, under every path where it is reachable.
 
         Args:
@@ -47,6 +58,8 @@ class Edit(Protocol):
             module: the new module.
             moved: where parameters and buffers of the old module live in the new one, both as names relative to the
                 node; names that are the same on both sides need no entry.
+            dropped: parameters and buffers of the old module that no tensor of the new one stands for, even where a name
+                is the same.
         """
         ...
 

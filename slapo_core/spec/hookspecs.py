@@ -90,13 +90,13 @@ def slapo_preconditions(node: Node, primitive: Primitive) -> Iterable[Violation]
 
 @hookspec()
 def slapo_applied(node: Node, record: Record) -> None:
-    """Called when a primitive was applied, its postconditions hold, and its record was added to the schedule.
+    """Called when a primitive was applied and its postconditions hold; an exception here takes it back.
 
     First result: no.
 
     Args:
         node: where it was applied.
-        record: the new record.
+        record: what is about to be added to ``sch.records``.
 
     Returns:
         nothing; the schedule must not be changed here.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +15,7 @@ from slapo_core.tree.journal import (
     Entry,
     ReplaceModule,
     SetAttribute,
+    SetRequiresGrad,
     SetTensor,
     WrapForward,
 )
@@ -75,13 +76,26 @@ class TreeEdit:
             )
         self._do(SetTensor(self._tree, self._sites(node, name, old), old, value, layout))
 
-    def replace_module(self, node: NodeProtocol, module: nn.Module, *, moved: Mapping[str, str] | None = None) -> None:
+    def set_requires_grad(self, node: NodeProtocol, name: str, flag: bool) -> None:
+        parameter = _slot(node, "parameter", name)
+        if not isinstance(parameter, nn.Parameter):
+            raise ApplyError(f"parameter '{name}' of '{node.path}' is None and cannot be trained", path=node.path)
+        self._do(SetRequiresGrad(self._tree, parameter, self._sites(node, name, parameter), flag))
+
+    def replace_module(
+        self,
+        node: NodeProtocol,
+        module: nn.Module,
+        *,
+        moved: Mapping[str, str] | None = None,
+        dropped: Collection[str] = (),
+    ) -> None:
         if not node.path:
             raise ApplyError(
                 "the root of the model cannot be replaced",
                 hint="replace its children, or make a schedule of the new model",
             )
-        self._do(ReplaceModule(self._tree, node.path, module, dict(moved or {})))
+        self._do(ReplaceModule(self._tree, node.path, module, dict(moved or {}), frozenset(dropped)))
 
     def add_hook(
         self, node: NodeProtocol, kind: HookKind, function: Callable[..., Any], *, prepend: bool = False
@@ -107,6 +121,12 @@ class TreeEdit:
         parameter = _slot(node, "parameter", name)
         if parameter is None:
             raise ApplyError(f"parameter '{name}' of '{node.path}' is None and carries no attributes", path=node.path)
+        if hasattr(torch.Tensor, key):
+            raise ApplyError(
+                f"'{key}' is an attribute of every tensor, and no annotation of '{name}' of '{node.path}'",
+                path=node.path,
+                hint="use another key, or edit.set_requires_grad" if key == "requires_grad" else "use another key",
+            )
         self._do(Annotate(parameter, name, key, value))
 
     def apply(self, node: NodeProtocol, primitive: Primitive) -> NodeProtocol:

@@ -20,7 +20,16 @@ if TYPE_CHECKING:
     from slapo_core.spec.edit import Forward, HookKind
     from slapo_core.tree.tree import Tree
 
-__all__ = ["AddHook", "Annotate", "Entry", "ReplaceModule", "SetAttribute", "SetTensor", "WrapForward"]
+__all__ = [
+    "AddHook",
+    "Annotate",
+    "Entry",
+    "ReplaceModule",
+    "SetAttribute",
+    "SetRequiresGrad",
+    "SetTensor",
+    "WrapForward",
+]
 
 
 class Entry(ABC):
@@ -85,7 +94,7 @@ class SetTensor(Entry):
 class ReplaceModule(Entry):
     """Another module under every path of the old one."""
 
-    def __init__(self, tree: Tree, path: str, new: nn.Module, moved: dict[str, str]) -> None:
+    def __init__(self, tree: Tree, path: str, new: nn.Module, moved: dict[str, str], dropped: frozenset[str]) -> None:
         self.tree, self.path, self.new = tree, path, new
         self.old = tree.index.modules[path]
         self.holders = [
@@ -96,12 +105,17 @@ class ReplaceModule(Entry):
         below = {name: layout for name, layout in tree.layouts.items() if name.startswith(prefix)}
         arrived: dict[str, Layout | None] = {}
         for name, tensor in _named_tensors(self.old):
+            if name in dropped:
+                continue
             target = moved.get(name, name)
             layout = below.get(prefix + name)
             if layout is None and target != name:
                 layout = Layout(prefix + name, tuple(tensor.shape))
             if layout is not None:
                 arrived[prefix + target] = layout
+        for name, tensor in _named_tensors(new):
+            if name in dropped and prefix + name not in arrived:  # another tensor of the same name
+                arrived[prefix + name] = Layout("", tuple(tensor.shape))
         self.old_layouts: dict[str, Layout | None] = dict.fromkeys(arrived) | below
         self.new_layouts: dict[str, Layout | None] = dict.fromkeys(below) | arrived
         # A module that stands in a second place has its canonical path there once the first is gone, or the reverse.
@@ -257,6 +271,27 @@ class Annotate(Entry):
 
     def describe(self) -> str:
         return f"{self.name}.{self.key} = {self.new!r}"
+
+
+class SetRequiresGrad(Entry):
+    """Whether a parameter is trained."""
+
+    def __init__(self, tree: Tree, parameter: nn.Parameter, sites: tuple[tuple[str, str], ...], flag: bool) -> None:
+        self.tree, self.parameter, self.new = tree, parameter, flag
+        self.old = parameter.requires_grad
+        self.name = sites[0][1]
+        self.before = {full_name(*site): tree.trainable.get(full_name(*site)) for site in sites}
+
+    def redo(self) -> None:
+        self.parameter.requires_grad_(self.new)
+        self.tree.set_trainable(dict.fromkeys(self.before, self.new))
+
+    def undo(self) -> None:
+        self.parameter.requires_grad_(self.old)
+        self.tree.set_trainable(self.before)
+
+    def describe(self) -> str:
+        return f"{self.name} {'is trained' if self.new else 'is frozen'}"
 
 
 def _unbound_forward(module: nn.Module) -> Forward:

@@ -85,12 +85,14 @@ class TreeNode:
 
     @property
     def records(self) -> tuple[Record, ...]:
-        return tuple(record for record in self._tree.owner.records if record.path == self.path)
+        return tuple(record for record in self._tree.owner.records_so_far() if record.path == self.path)
 
     def records_below(self) -> tuple[Record, ...]:
         prefix = f"{self.path}." if self.path else ""
         return tuple(
-            record for record in self._tree.owner.records if record.path == self.path or record.path.startswith(prefix)
+            record
+            for record in self._tree.owner.records_so_far()
+            if record.path == self.path or record.path.startswith(prefix)
         )
 
     def layout(self, name: str) -> Layout:

@@ -40,7 +40,9 @@ def _draw(tree: Tree, path: str, applied: Callable[[str], list[str]]) -> _Drawn:
     parts = [type(module).__name__]
     for name, tensor in module._parameters.items():
         if tensor is not None:
-            parts.append(_shape(name, tuple(tensor.shape), tree.layouts.get(full_name(path, name))))
+            first = full_name(*tree.sites.of(tensor)[0])
+            tied = f" tied to {first}" if first != full_name(path, name) else ""
+            parts.append(_shape(name, tuple(tensor.shape), tree.layouts.get(full_name(path, name))) + tied)
     label = parts[0] + (f"  {', '.join(parts[1:])}" if len(parts) > 1 else "")
     steps = applied(path)
     if steps:

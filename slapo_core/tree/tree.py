@@ -29,6 +29,8 @@ class Owner(Protocol):
     @property
     def records(self) -> tuple[Record, ...]: ...
 
+    def records_so_far(self) -> tuple[Record, ...]: ...
+
     def apply_at(self, node: Node, primitive: Primitive) -> Node: ...
 
     def apply_each(self, nodes: tuple[Node, ...], primitive: Primitive) -> tuple[Node, ...]: ...
@@ -52,6 +54,7 @@ class Tree:
     def __init__(self, root: nn.Module, mesh: Mesh | None, owner: Owner) -> None:
         self.root, self.mesh, self.owner = root, mesh, owner
         self.layouts: dict[str, Layout] = {}  # full name -> layout, only where it is not the untouched one
+        self.trainable: dict[str, bool] = {}  # full name -> whether trained, only where a step decided it
         self.generation = 0
         self._index: ModuleIndex | None = ModuleIndex(root)
         self._sites: TensorSites | None = None
@@ -80,6 +83,13 @@ class Tree:
                 self.layouts.pop(name, None)
             else:
                 self.layouts[name] = layout
+
+    def set_trainable(self, flags: Mapping[str, bool | None]) -> None:
+        for name, flag in flags.items():
+            if flag is None:
+                self.trainable.pop(name, None)
+            else:
+                self.trainable[name] = flag
 
     def node(self, path: str) -> TreeNode:
         """The node at ``path``, canonical or alias.

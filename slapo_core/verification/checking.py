@@ -90,6 +90,8 @@ class _Check:
         self.world, self.inputs, self.subjects, self.options = world, inputs, subjects, options
         self.schedule = subjects.schedule
         self.notes: list[str] = []
+        if subjects.frozen:
+            self.notes.append(f"as the schedule says, in both models: {', '.join(subjects.frozen)}")
 
     def run(self) -> VerifyReport:
         reference = self._reference(torch.float64)

@@ -55,6 +55,7 @@ class Subjects:
             self._untouched = copy_model(model)
             self._values = self._initial_values(dict(named_tensors(model)))
         self.layouts: dict[str, Layout] = dict(schedule.tree.layouts)
+        self.frozen = self._train_alike(schedule.tree.trainable)
         added = {
             name: tensor
             for name, tensor in named_tensors(schedule.model)
@@ -100,6 +101,17 @@ class Subjects:
         layouts = dict(schedule.tree.layouts)
         self._fill(model, layouts, self._added)
         return _prepared(model, dtype), layouts, schedule
+
+    def _train_alike(self, decided: Mapping[str, bool]) -> tuple[str, ...]:
+        """Freeze in the untouched copy what steps froze on purpose, so that all else can be compared."""
+        parameters = dict(self._untouched.named_parameters(remove_duplicate=False))
+        changed = []
+        for name, flag in decided.items():
+            parameter = parameters.get(self._origin(name, self.layouts))
+            if parameter is not None and parameter.requires_grad != flag:
+                parameter.requires_grad_(flag)
+                changed.append(f"{name} ({'trained' if flag else 'frozen'})")
+        return tuple(changed)
 
     def _initial_values(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Full values of those that are on the meta device, the same on every rank."""

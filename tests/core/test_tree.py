@@ -294,7 +294,7 @@ Tied
 │  ├─ 0: Linear  weight (8, 8), bias (8,)
 │  └─ 1: Tanh
 ├─ again: same module as 'shared'
-└─ out: Linear  weight (10, 8)"""
+└─ out: Linear  weight (10, 8) tied to embed.weight"""
     )
     assert str(slapo.create_schedule(nn.Sequential(nn.ReLU(), nn.ReLU(), nn.Tanh()))) == (
         "Sequential\n├─ 0-1 x 2: ReLU\n└─ 2: Tanh"
@@ -304,8 +304,10 @@ Tied
 def test_print_of_bert_folds_its_layers() -> None:
     sch = slapo.create_schedule(bert())
     sch["bert.encoder.layer.*"].checkpoint()
+    tie = "tied to bert.embeddings.word_embeddings.weight"
+    decoder = f"weight (50, 16) {tie}, bias (50,) tied to cls.predictions.bias"
     assert str(sch) == (
-        """\
+        f"""\
 BertForMaskedLM
 ├─ bert: BertModel
 │  ├─ embeddings: BertEmbeddings
@@ -340,7 +342,7 @@ BertForMaskedLM
       │  ├─ dense: Linear  weight (16, 16), bias (16,)
       │  ├─ transform_act_fn: GELUActivation
       │  └─ LayerNorm: LayerNorm  weight (16,), bias (16,)
-      └─ decoder: Linear  weight (50, 16), bias (50,)"""
+      └─ decoder: Linear  {decoder}"""
     )
     sch.undo()
     text = str(sch)

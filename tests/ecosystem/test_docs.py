@@ -74,7 +74,8 @@ class Shell:
         if command.startswith("cd "):
             self.directory /= command.removeprefix("cd ")
             return ""
-        code = "import subprocess, sys; sys.exit(subprocess.run(['bash', '-c', sys.argv[1]], stderr=subprocess.STDOUT).returncode)"
+        # stderr where it was printed, as on a terminal
+        code = "import subprocess as s, sys; sys.exit(s.run(['bash', '-c', sys.argv[1]], stderr=s.STDOUT).returncode)"
         done = self.overlay.run("-c", code, command, cwd=self.directory, environ=OFFLINE)
         return done.stdout + (f"[exit status {done.returncode}]\n" if done.returncode else "")
 

@@ -94,7 +94,9 @@ def test_a_saved_schedule_gives_the_same_records_and_gradients_at_world_size_1_a
         assert records == expected_records
         assert gradients.keys() == expected.keys()
         for key, gradient in gradients.items():
-            torch.testing.assert_close(gradient, expected[key], rtol=1e-10, atol=1e-13, msg=lambda m, k=key: f"{k}: {m}")
+            torch.testing.assert_close(
+                gradient, expected[key], rtol=1e-10, atol=1e-13, msg=lambda m, k=key: f"{k}: {m}"
+            )
 
 
 @pytest.mark.ranks

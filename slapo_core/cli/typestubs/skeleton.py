@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import copy
 import importlib.util
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -56,7 +57,7 @@ def _flat(body: Sequence[ast.stmt]) -> list[ast.stmt]:
 
 
 def _class_stub(node: ast.ClassDef, base: str | None, returns: Mapping[str, str]) -> str:
-    bases = [*node.bases, *([ast.Name(base)] if base else [])]
+    bases: list[ast.expr] = [*node.bases, *([ast.Name(base)] if base else [])]
     body: list[ast.stmt] = []
     documentation = ast.get_docstring(node, clean=False)
     if documentation:
@@ -70,9 +71,8 @@ def _class_stub(node: ast.ClassDef, base: str | None, returns: Mapping[str, str]
                 body += [item for item in _attributes(statement) if _target(item.target) not in declared]
             if _public(statement.name):
                 body.append(_bodiless(statement, returns.get(f"{node.name}.{statement.name}")))
-    changed = ast.ClassDef(node.name, bases, node.keywords, body or [_dots()], node.decorator_list)
-    if hasattr(node, "type_params"):
-        changed.type_params = node.type_params
+    changed = copy.copy(node)
+    changed.bases, changed.body = bases, body or [_dots()]
     return ast.unparse(ast.fix_missing_locations(changed))
 
 
@@ -81,6 +81,7 @@ def _attributes(init: ast.FunctionDef) -> list[ast.AnnAssign]:
     arguments = {item.arg: item.annotation for item in (*init.args.args, *init.args.kwonlyargs)}
     found: list[ast.AnnAssign] = []
     for statement in ast.walk(init):
+        target: ast.expr
         annotation: ast.expr | None = None
         if isinstance(statement, ast.AnnAssign):
             target, annotation = statement.target, statement.annotation
@@ -103,11 +104,10 @@ def _attributes(init: ast.FunctionDef) -> list[ast.AnnAssign]:
 def _bodiless(node: ast.FunctionDef, returns: str | None = None) -> ast.FunctionDef:
     documentation = ast.get_docstring(node, clean=False)
     body: list[ast.stmt] = [ast.Expr(ast.Constant(documentation))] if documentation else []
-    annotation = ast.parse(returns, mode="eval").body if returns is not None else node.returns
-    copy = ast.FunctionDef(node.name, node.args, [*body, _dots()], node.decorator_list, annotation, node.type_comment)
-    if hasattr(node, "type_params"):
-        copy.type_params = node.type_params
-    return ast.fix_missing_locations(copy)
+    changed = copy.copy(node)
+    changed.body = [*body, _dots()]
+    changed.returns = ast.parse(returns, mode="eval").body if returns is not None else node.returns
+    return ast.fix_missing_locations(changed)
 
 
 def _dots() -> ast.Expr:

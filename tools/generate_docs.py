@@ -1,0 +1,155 @@
+"""Write the pages of docs/ that follow from the sources: hooks.md, errors.md and cli.md.
+
+python tools/generate_docs.py           write them
+python tools/generate_docs.py --check   exit 1 with a diff if they are out of date
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import inspect
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from slapo_core import errors
+from slapo_core.spec.hookspecs import FIRST_RESULT, HOOKS
+
+DOCS = Path(__file__).parents[1] / "docs"
+NOTE = "<!-- Made by tools/generate_docs.py; change the docstrings in {source} instead. -->\n"
+
+
+def hooks_page() -> str:
+    """Every hook: when it is called, its arguments, who may answer."""
+    from slapo_core.spec import hookspecs
+
+    lines = [
+        "# Hooks",
+        "",
+        NOTE.format(source="slapo_core/spec/hookspecs.py"),
+        inspect.cleandoc(hookspecs.__doc__ or ""),
+    ]
+    lines += ["", "| hook | answers |", "|---|---|"]
+    for name in HOOKS:
+        answers = "at most one active plugin" if name in FIRST_RESULT else "any number of active plugins"
+        lines.append(f"| [`{name}`](#{name}) | {answers} |")
+    for name, function in HOOKS.items():
+        signature = inspect.signature(function)
+        arguments = ", ".join(str(parameter).replace("'", "") for parameter in signature.parameters.values())
+        returns = str(signature.return_annotation).replace("'", "")
+        lines += ["", f"## {name}", "", "```python", f"def {name}({arguments}) -> {returns}", "```", ""]
+        lines += _sections(inspect.getdoc(function) or "")
+    return _tidy(lines)
+
+
+def errors_page() -> str:
+    """Every error class: when it is raised, what to do, what it carries, and its place in the hierarchy."""
+    lines = ["# Errors", "", NOTE.format(source="slapo_core/errors.py")]
+    lines += [
+        "Every error that slapo raises on purpose is a `slapo_core.SlapoError`. It carries `message`, `path` (the node",
+        "concerned), `plugin` (the distribution concerned) and `hint` (the corrected call, or the command that mends",
+        "it); each but the message is None where it does not apply.",
+        "",
+        "```text",
+        *_tree(errors.SlapoError),
+        "```",
+    ]
+    for name in errors.__all__:
+        cls = getattr(errors, name)
+        bases = ", ".join(f"`{base.__name__}`" for base in cls.__bases__)
+        lines += ["", f"## {name}", "", f"Derived from {bases}.", "", *_sections(inspect.getdoc(cls) or "")]
+    return _tidy(lines)
+
+
+def cli_page() -> str:
+    """The help of every command."""
+    import typer.main
+    from typer.testing import CliRunner
+
+    from slapo_core.cli.main import make_app
+
+    app = make_app()
+    lines = ["# The command line", "", NOTE.format(source="slapo_core/cli/"), "Each command with `--json` prints one"]
+    lines[-1] += " object for programs, keys sorted. The exit status is 0 if all is well, 1 if not, 2 for a wrong call."
+    runner = CliRunner()
+    for words in _commands(typer.main.get_command(app), ()):
+        environment = {"COLUMNS": "120", "TERMINAL_WIDTH": "120", "NO_COLOR": "1"}
+        done = runner.invoke(app, [*words, "--help"], prog_name="slapo", env=environment)
+        if done.exit_code != 0:
+            raise RuntimeError(f"slapo {' '.join(words)} --help failed: {done.output}")
+        text = "\n".join(line.rstrip() for line in done.output.strip().splitlines())
+        lines += ["", f"## {' '.join(['slapo', *words])}", "", "```text", text, "```"]
+    return "\n".join(lines) + "\n"
+
+
+def _commands(command: object, words: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    yield words
+    for name, child in sorted(getattr(command, "commands", {}).items()):
+        yield from _commands(child, (*words, name))
+
+
+def _tree(cls: type, depth: int = 0) -> Iterator[str]:
+    yield "    " * depth + cls.__name__
+    for child in sorted(cls.__subclasses__(), key=lambda item: item.__name__):
+        if child.__module__ == errors.__name__:
+            yield from _tree(child, depth + 1)
+
+
+def _tidy(lines: list[str]) -> str:
+    """Markdown instead of reStructuredText, without double blank lines."""
+    text = re.sub(r"(?<!`)``(?!`)", "`", "\n".join(lines).replace("::\n", ":\n"))
+    while "\n\n\n" in text:
+        text = text.replace("\n\n\n", "\n\n")
+    return text + "\n"
+
+
+def _sections(documentation: str) -> list[str]:
+    """A docstring as Markdown: ``Args:`` and ``Returns:`` become lists and paragraphs with a heading of their own."""
+    lines: list[str] = []
+    section = ""
+    for line in documentation.splitlines():
+        if line in ("Args:", "Returns:", "Raises:"):
+            section = line
+            lines.append(f"**{line.removesuffix(':')}**\n" if line != "Returns:" else "")
+            continue
+        if section == "Returns:" and line.strip():
+            line = f"**Returns** {line.strip()}" if not lines[-1].startswith("**Returns**") else line.strip()
+        elif section in ("Args:", "Raises:") and line.startswith("    "):
+            text = line.removeprefix("    ")
+            name, colon, rest = text.partition(": ")
+            line = f"- `{name}`: {rest}" if colon and not text.startswith(" ") else f"  {text.strip()}"
+        elif line and not line.startswith(" "):
+            section = ""
+            for start in ("What to do:", "First result:"):
+                line = line.replace(start, f"**{start.removesuffix(':')}**:", 1) if line.startswith(start) else line
+        lines.append(line)
+    return lines
+
+
+PAGES = {"hooks.md": hooks_page, "errors.md": errors_page, "cli.md": cli_page}
+
+
+def main() -> int:
+    """Write or check the pages."""
+    parser = argparse.ArgumentParser(description=inspect.getdoc(sys.modules[__name__]))
+    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if a page is out of date")
+    check = parser.parse_args().check
+    stale = False
+    for name, page in PAGES.items():
+        path, text = DOCS / name, page()
+        old = path.read_text("utf-8") if path.exists() else ""
+        if not check:
+            path.write_text(text, "utf-8")
+        elif old != text:
+            stale = True
+            diff = difflib.unified_diff(old.splitlines(True), text.splitlines(True), f"docs/{name}", "from the sources")
+            sys.stdout.writelines(diff)
+    if stale:
+        print("error: docs are out of date\n  hint: python tools/generate_docs.py", file=sys.stderr)
+    return int(stale)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
