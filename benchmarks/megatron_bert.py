@@ -78,7 +78,7 @@ class Layer(nn.Module):
 
 
 class Encoder(nn.Module):
-    """A stack of layers; ``load`` copies the local weights of a scheduled transformers encoder: both compute the same."""
+    """A stack of layers; ``load`` copies a scheduled encoder's local weights, so that both compute the same."""
 
     def __init__(self, *, layers: int, hidden: int, heads: int, inner: int, ranks: int, epsilon: float = 1e-12) -> None:
         super().__init__()

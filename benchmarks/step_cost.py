@@ -133,8 +133,9 @@ def main() -> None:
     ]
     for row in rows:
         print(
-            f"{row['what']:<44} ratio {row['ratio']:.3f} (quartiles {row['quartile_1']:.3f} to {row['quartile_3']:.3f}, "
-            f"{row['pairs']} pairs; allowed {row['allowed']})"
+            f"{row['what']:<44} ratio {row['ratio']:.3f} "
+            f"(quartiles {row['quartile_1']:.3f} to {row['quartile_3']:.3f}, {row['pairs']} pairs; "
+            f"allowed {row['allowed']})"
         )
     save("step_cost", rows)
 

@@ -58,8 +58,8 @@ class Edit(Protocol):
             module: the new module.
             moved: where parameters and buffers of the old module live in the new one, both as names relative to the
                 node; names that are the same on both sides need no entry.
-            dropped: parameters and buffers of the old module that no tensor of the new one stands for, even where a name
-                is the same.
+            dropped: parameters and buffers of the old module that no tensor of the new one stands for, even where a
+                name is the same.
         """
         ...
 

@@ -25,8 +25,8 @@ class Layout:
     """The layout of one parameter or buffer.
 
     Args:
-        origin: its name in the untouched model, e.g. ``"encoder.layer.0.output.dense.weight"``; ``""`` for a tensor that
-            the schedule added.
+        origin: its name in the untouched model, e.g. ``"encoder.layer.0.output.dense.weight"``; ``""`` for a tensor
+            that the schedule added.
         shape: its shape in the untouched model, in elements, e.g. ``(768, 3072)``.
         placements: ``(mesh_dim, placement)`` with torch's own placement types, in the order in which they were
             applied, e.g. ``(("tp", Shard(0)),)``; a mesh dimension that is not named holds a replica.

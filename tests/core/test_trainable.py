@@ -118,6 +118,6 @@ def test_requires_grad_is_no_annotation() -> None:
 
     model = Tied()
     before = Snapshot(model)
-    with pytest.raises(slapo.ApplyError, match="edit.set_requires_grad"):
+    with pytest.raises(slapo.ApplyError, match=r"edit\.set_requires_grad"):
         slapo.create_schedule(model)["inner"].apply(Wrong())
     assert before.differences(model) == []
