@@ -18,15 +18,16 @@ TORCH = (
 )  # fmt: skip
 ARCHITECTURES = (
     "albert", "bart", "bert", "bloom", "clip_vision_model", "deberta-v2", "distilbert", "gemma2", "gpt2", "gpt_neox",
-    "llama", "mamba", "mixtral", "modernbert", "opt", "phi3", "qwen3", "beit", "t5", "vit", "wav2vec2", "whisper",
+    "llama", "mamba", "mixtral", "modernbert", "opt", "phi3", "qwen3", "beit", "t5", "vit",
+    "audio-spectrogram-transformer", "whisper",
 )  # fmt: skip
 REFUSED = {
     ("torch: weight norm", "meta build"): "cannot be initialised: ParametrizedLinear.reset_parameters()",
     ("torch: spectral norm", "meta build"): "cannot be initialised: ParametrizedLinear.reset_parameters()",
     ("torch: own parameters", "meta build"): "because no reset_parameters() or _init_weights() fills them: steps, mask",
 }
-SPLIT_WRONGLY = "qwen3"  # its norms of queries and keys would get the gradient of one rank's heads only
-SPLIT = ("bert", "gpt2", "llama", "t5", "opt", "vit", "whisper", "gpt_neox")
+SPLIT_WRONGLY = "apertus"  # the parameters of its activation would get the gradient of one rank's features only
+SPLIT = ("bert", "gpt2", "llama", "qwen3", "t5", "opt", "vit", "whisper", "gpt_neox")
 
 preload_modules("tests.integration.zoo.tensor_parallel", "transformers.models.bert.modeling_bert")
 
@@ -45,10 +46,10 @@ def test_an_unmodified_model_keeps_every_promise_of_the_core(name: str) -> None:
 
 
 @pytest.mark.ranks
-def test_one_generic_schedule_splits_eight_families_over_two_processes() -> None:
+def test_one_generic_schedule_splits_nine_families_over_two_processes() -> None:
     answers = run_ranks(verify_on_ranks, (*SPLIT, SPLIT_WRONGLY), world_size=2, timeout=180)
     assert answers[0] == answers[1]
     wrong = answers[0].pop(SPLIT_WRONGLY)
     assert wrong.startswith("refused: the scheduled model differs from the untouched one, first in gradient of model.")
-    assert "_norm.weight" in wrong
+    assert ".mlp.act_fn.alpha_" in wrong
     assert {name: result for name, result in answers[0].items() if not result.startswith("ok: ")} == {}

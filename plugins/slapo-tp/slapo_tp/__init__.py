@@ -1,4 +1,4 @@
-"""Tensor parallelism for slapo: ``shard``, ``sync`` and ``shard_attribute``.
+"""Tensor parallelism for slapo: ``shard``, ``sync``, ``shard_attribute`` and ``sync_gradient``.
 
 Installing this distribution is enough: every schedule then knows ``sch["path"].shard(...)`` and the others. The
 classes below are for those who build primitives as values::
@@ -17,13 +17,15 @@ if TYPE_CHECKING:
     from slapo_tp.attributes import ShardAttribute
     from slapo_tp.shard import Shard
     from slapo_tp.sync import Sync
+    from slapo_tp.sync_gradient import SyncGradient
 
-__all__ = ["Shard", "ShardAttribute", "Sync"]
+__all__ = ["Shard", "ShardAttribute", "Sync", "SyncGradient"]
 
 _HOMES = {
     "Shard": "slapo_tp.shard",
     "ShardAttribute": "slapo_tp.attributes",
     "Sync": "slapo_tp.sync",
+    "SyncGradient": "slapo_tp.sync_gradient",
 }
 
 

@@ -1,4 +1,4 @@
-"""shard, sync and shard_attribute keep the promises that every primitive must keep."""
+"""shard, sync, shard_attribute and sync_gradient keep the promises that every primitive must keep."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from slapo_core.testing import Case, parametrize_checks
 from slapo_tp.attributes import ShardAttribute
 from slapo_tp.shard import Shard
 from slapo_tp.sync import Sync
+from slapo_tp.sync_gradient import SyncGradient
 
 pytestmark = pytest.mark.ranks
 
@@ -99,4 +100,31 @@ def test_sync(check: Any) -> None:
     ]
 )
 def test_shard_attribute(check: Any) -> None:
+    check()
+
+
+class NormedHeads(Heads):
+    """The same with a norm of each head, whole on every rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.norm(self.up(x).unflatten(-1, (self.heads, -1)))
+        return self.down(hidden.flatten(-2))
+
+
+@parametrize_checks(
+    [
+        Case(
+            SyncGradient(("weight", "bias")),
+            path="norm",
+            before=[("up", UP), ("up", BACKWARD), ("", HEADS), ("down", DOWN), ("down", FORWARD)],
+            rejects=[SyncGradient("wieght"), ("up", SyncGradient("weight"))],
+            **{**COMMON, "model": NormedHeads},
+        )
+    ]
+)
+def test_sync_gradient(check: Any) -> None:
     check()

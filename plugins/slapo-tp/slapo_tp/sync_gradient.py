@@ -1,0 +1,114 @@
+"""``sync_gradient``: sum a whole parameter's gradient, of which each rank sees only a part."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import is_grad_enabled
+
+from slapo_core import Edit, Equivalence, Node, Primitive, Violation
+from slapo_core.spec.conditions import Distributed
+from slapo_core.spec.edit import Forward
+from slapo_tp import collectives
+from slapo_tp.collectives import Group
+from slapo_tp.splits import as_tuple, has_split_below, mesh_size, split_axis
+
+__all__ = ["SyncGradient"]
+
+
+@dataclass(frozen=True)
+class SyncGradient(Primitive):
+    """Sum the gradient that whole parameters get from this module over the ranks.
+
+    For a module that is the same on every rank, but works on a piece: a norm on this rank's heads (Qwen3's ``q_norm``),
+    or a LayerNorm on this rank's part of the sequence. What another module that is tied to the parameter adds to the
+    gradient is left as it is.
+
+    Args:
+        names: the module's own parameters, e.g. ``"weight"`` or ``["weight", "bias"]``.
+        mesh_dim: the mesh dimension whose ranks take part.
+
+    Raises:
+        PreconditionError: no mesh, no such parameter, nothing in the model is split, the parameter is split itself, or
+            its gradient is summed already.
+
+    rewrite: (``dw[r]`` the gradient that rank r sees)
+        ``w.grad == dw[r]`` -> ``w.grad == sum over r of dw[r]``
+
+    On a mesh dimension of one rank nothing changes.
+
+    Source: Megatron-LM sums the gradients of LayerNorms under sequence parallelism in the same way, at the end of the
+    step: ``megatron/core/distributed/finalize_model_grads.py``.
+    """
+
+    name = "tp.sync_gradient"
+    equivalence = Equivalence.REORDERED
+
+    names: str | tuple[str, ...]
+    mesh_dim: str = dataclasses.field(default="tp", kw_only=True)
+
+    def preconditions(self, node: Node) -> Iterator[Violation]:
+        unplaced = list(Distributed(self.mesh_dim)(node))
+        if unplaced:
+            yield from unplaced
+            return
+        names = as_tuple(self.names)
+        if not names:
+            yield Violation("it names no parameter", 'write sync_gradient("weight")')
+        for name in names:
+            yield from self._violations(node, name)
+        root = node
+        while root.parent is not None:
+            root = root.parent
+        if not has_split_below(root, self.mesh_dim):
+            yield Violation("nothing in the model is split, so every rank sees the whole gradient", "shard first")
+
+    def apply(self, node: Node, edit: Edit) -> None:
+        if mesh_size(node, self.mesh_dim) == 1:
+            edit.note(f"mesh_dim '{self.mesh_dim}' has one rank: it sees the whole gradient")
+            return
+        assert node.mesh is not None
+        group = Group.along(node.mesh, self.mesh_dim)
+        edit.wrap_forward(node, functools.partial(gradients_summed, names=as_tuple(self.names), group=group))
+
+    def postconditions(self, node: Node) -> Iterator[Violation]:
+        if mesh_size(node, self.mesh_dim) > 1 and "forward" not in node.module.__dict__:
+            yield Violation("the module's forward is not wrapped")
+
+    def _violations(self, node: Node, name: str) -> Iterator[Violation]:
+        if name not in node.parameters:
+            known = ", ".join(f"'{own}'" for own in node.parameters) or "none of its own"
+            yield Violation(f"the module has no parameter '{name}'", f"it has {known}")
+            return
+        if split_axis(node, name, self.mesh_dim) is not None:
+            yield Violation(
+                f"'{name}' is split over mesh_dim '{self.mesh_dim}': each rank's gradient is that of its own piece",
+                f"leave '{name}' out",
+            )
+        for record in node.records:
+            before = record.primitive
+            if isinstance(before, SyncGradient) and before.mesh_dim == self.mesh_dim and name in as_tuple(before.names):
+                yield Violation(f"the gradient of '{name}' is summed already, by {record}", f"leave '{name}' out")
+
+
+def gradients_summed(forward: Forward, *, names: tuple[str, ...], group: Group) -> Forward:
+    """``forward`` with other tensors in the place of the parameters: the same values, whose gradient is summed."""
+
+    @functools.wraps(forward)
+    def run(module: Any, *args: Any, **kwargs: Any) -> Any:
+        if not is_grad_enabled():
+            return forward(module, *args, **kwargs)
+        own = module._parameters
+        kept = {name: own[name] for name in names}
+        try:
+            for name, parameter in kept.items():
+                own[name] = collectives.copy(parameter, group)
+            return forward(module, *args, **kwargs)
+        finally:
+            own.update(kept)
+
+    return run

@@ -1,0 +1,150 @@
+"""Run slapo over every architecture of transformers that can be made tiny, and over models of torch.nn.
+
+python tools/model_zoo.py bert gpt2           # these
+python tools/model_zoo.py --all               # everything (about 10 minutes on 2 cores)
+python tools/model_zoo.py --all --json z.json --write docs/models.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import importlib.metadata
+import json
+import os
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from tests.integration.zoo.running import Row, check_all, split_all
+
+COLUMNS = ("addresses", "checkpoint", "deep copy", "names, replay", "undo", "replace", "meta build", "state dict", "tp")
+_SIGN = {"ok": "yes", "refused": "refused", "none": "-", "FAILED": "FAILED"}
+
+
+def main() -> int:
+    """Run, print the table, and end with 1 if anything failed."""
+    arguments = _arguments()
+    from tests.integration.zoo.subjects import subjects
+
+    known = [each.name for each in subjects()]
+    unknown = sorted(set(arguments.names) - set(known))
+    if unknown:
+        print(f"no such model: {', '.join(unknown)}", file=sys.stderr)
+        return 2
+    names = known if arguments.all else arguments.names
+    rows = _run(names, workers=arguments.workers, ranks=not arguments.no_ranks)
+    if arguments.json:
+        Path(arguments.json).write_text(json.dumps([dataclasses.asdict(row) for row in rows], indent=1))
+    page = render(rows)
+    if arguments.write:
+        Path(arguments.write).write_text(page)
+    print(page)
+    return 1 if any(row.failures for row in rows) else 0
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("names", nargs="*", help="model types, e.g. bert")
+    parser.add_argument("--all", action="store_true", help="every one that is known")
+    parser.add_argument("--json", metavar="FILE", help="write all results there")
+    parser.add_argument("--write", metavar="FILE", help="write the table there, as Markdown")
+    parser.add_argument("--workers", type=int, default=2, help="processes (default: %(default)s)")
+    parser.add_argument("--no-ranks", action="store_true", help="leave tensor parallelism out")
+    arguments = parser.parse_args()
+    if arguments.all == bool(arguments.names):
+        parser.error("give names of models, or --all")
+    return arguments
+
+
+def _run(names: Sequence[str], *, workers: int, ranks: bool) -> list[Row]:
+    from rich.console import Console
+    from rich.progress import track
+
+    console = Console(stderr=True)
+    rows = list(track(check_all(names, workers=workers), "one process", total=len(names), console=console))
+    rows.sort(key=lambda row: names.index(row.name))
+    if ranks:
+        by_name = {row.name: row for row in rows if row.skipped is None and not row.name.startswith("torch: ")}
+        for name, result in track(split_all(list(by_name)), "two ranks", total=len(by_name), console=console):
+            by_name[name].results["tp"] = result
+    return rows
+
+
+def render(rows: Sequence[Row]) -> str:
+    """The page: totals, the table, what was refused and why, what was skipped and why."""
+    run = [row for row in rows if row.skipped is None]
+    versions = ", ".join(
+        f"{name} {importlib.metadata.version(name)}" for name in ("torch", "transformers", "slapo-core")
+    )
+    lines = [
+        "# Models",
+        "",
+        f"Measured on {datetime.date.today():%Y-%m-%d} with {versions},",
+        "on the CPU, by `python tools/model_zoo.py --all`.",
+        "Every model is a tiny instance (two layers) made from its configuration, with random weights.",
+        "",
+        *_meaning(),
+        "",
+        f"{len(run)} models ran, {len(rows) - len(run)} were left out.",
+        "",
+        "| check | yes | refused, with the reason | does not apply | failed |",
+        "|---|---|---|---|---|",
+    ]
+    for column in COLUMNS:
+        counts = Counter(_word(row.results.get(column)) for row in run)
+        lines.append(f"| {column} | {counts['ok']} | {counts['refused']} | {counts['none']} | {counts['FAILED']} |")
+    lines += ["", f"| model | class | {' | '.join(COLUMNS)} |", "|---" * (len(COLUMNS) + 2) + "|"]
+    for row in run:
+        cells = [_SIGN.get(_word(row.results.get(column)), "-") for column in COLUMNS]
+        lines.append(f"| {row.name} | {row.model} | {' | '.join(cells)} |")
+    for title, words in (("Failed", ("FAILED",)), ("Refused", ("refused",))):
+        notes = [
+            f"- {row.name}, {column}: {_line(result.partition(': ')[2])}"
+            for row in run
+            for column, result in row.results.items()
+            if _word(result) in words
+        ]
+        if notes:
+            lines += ["", f"## {title}", "", *notes]
+    skipped = [f"- {row.name} ({row.model}): {_line(row.skipped or '')}" for row in rows if row.skipped is not None]
+    if skipped:
+        lines += ["", "## Left out", "", *skipped]
+    return "\n".join(lines) + "\n"
+
+
+def _meaning() -> list[str]:
+    return [
+        "- **addresses**: every path of the model is a path of the schedule, before and after its steps",
+        "- **checkpoint**: with every repeated block checkpointed, `verify` finds no difference: outputs, gradients,",
+        "  buffers and a step of the optimiser, in float64 where the model allows it",
+        "- **deep copy**: a copy of the scheduled model runs by itself",
+        "- **names, replay**: same names in the state dict; the saved schedule applies to a fresh instance",
+        "- **undo**: after `verify` and `undo(to=0)` the model is bit-identical: objects, values, hooks, attributes",
+        "- **replace**: a new `nn.Linear` in the place of one gives the same outputs, bit by bit",
+        "- **meta build**: made on the meta device and initialised by `build`, it gives the outputs of the plain model",
+        "  that loads its state dict",
+        "- **state dict**: what the engine saves loads into the plain model (strictly) and into another engine",
+        "- **tp**: attention and MLP split over two ranks by one generic schedule, found equal by `verify`; a `-` says",
+        "  that this schedule does not know the names of the model's layers, `refused` that it is wrong for the model,",
+        "  for instance because a norm inside of the attention gets only a part of its gradient, and that a",
+        "  precondition or `verify` said so",
+    ]
+
+
+def _word(result: str | None) -> str:
+    return (result or "none").partition(":")[0]
+
+
+def _line(text: str) -> str:
+    one = " ".join(text.split()).replace("|", "\\|")
+    return one if len(one) <= 240 else f"{one[:240]}..."
+
+
+if __name__ == "__main__":
+    sys.exit(main())
