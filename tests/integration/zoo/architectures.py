@@ -40,15 +40,21 @@ class Architecture:
     name: str
     model: str
 
+    def _class(self) -> Any:
+        import transformers
+
+        found = getattr(transformers, self.model, None)
+        if found is None:
+            raise CannotMake(f"transformers names {self.model}, but has no such class")
+        return found
+
     def config(self) -> Any:
         """A tiny configuration.
 
         Raises:
             CannotMake: the configuration refuses.
         """
-        import transformers
-
-        model = getattr(transformers, self.model)
+        model = self._class()
         try:
             config = shrunk(model.config_class)
         except Exception as error:
@@ -70,9 +76,7 @@ class Architecture:
         Raises:
             CannotMake: it cannot be constructed, or stays large.
         """
-        import transformers
-
-        model_class = getattr(transformers, self.model)
+        model_class = self._class()
         config = self.config()
         try:
             with torch.device("meta"):

@@ -85,6 +85,8 @@ def _check(name: str) -> Row:
         return Row(name, model, time.monotonic() - start, str(reason))
     except TimeoutError as reason:
         return Row(name, model, time.monotonic() - start, None, {"time": f"FAILED: {reason}"})
+    except Exception as error:  # noqa: BLE001 - one model must not end the run of all others: it is a row that failed
+        return Row(name, model, time.monotonic() - start, None, {"run": f"FAILED: {type(error).__name__}: {error}"})
     finally:
         signal.alarm(0)
     return Row(name, model, time.monotonic() - start, None, results)
