@@ -43,13 +43,18 @@ def fingerprint(schedule: Schedule) -> Facts:
     return [*facts, ("the active plugins", active or "none")]
 
 
-def check_agreement(schedule: Schedule) -> None:
+def check_agreement(schedule: Schedule, *, more: Sequence[tuple[str, str]] = ()) -> None:
     """Compare the fingerprint over all ranks of the mesh: a collective if it has more than one running rank.
+
+    Args:
+        schedule: every rank's own.
+        more: further facts that must be the same, e.g. the arguments of ``build``.
 
     Raises:
         RankMismatchError: on every rank; it names the first difference and the ranks.
     """
-    _compare(schedule.mesh, fingerprint(schedule), hint="run the same script on the same installation on every rank")
+    facts = [*fingerprint(schedule), *more]
+    _compare(schedule.mesh, facts, hint="run the same script on the same installation on every rank")
 
 
 def check_weights_agreement(mesh: Mesh | None, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from slapo_core.agreement import check_agreement, check_weights_agreement, together
-from slapo_core.errors import ArgumentError, BuildError, OptimizerError, SealedError
+from slapo_core.errors import ArgumentError, BuildError, OptimizerError, SealedError, SlapoError
 from slapo_core.schedule import Schedule
+from slapo_core.spec.names import CORE_DISTRIBUTION
 from slapo_core.weights.materialise import Materialisation, materialise
 from slapo_core.weights.sources import open_source
 from slapo_core.weights.survey import survey
@@ -66,25 +68,77 @@ def build(
         raise ArgumentError(
             f"build takes a schedule (got {type(sch).__name__})", hint="build(slapo_core.create_schedule(model))"
         )
+    try:
+        engine, done = _build(sch, target, optimizer, weights, loss, max_grad_norm, device, seed, config)
+    except BaseException:
+        sch.forget_target()
+        raise
+    _keep(sch, done)
+    return engine
+
+
+def _build(
+    sch: Schedule,
+    target: str,
+    optimizer: Any,
+    weights: Any,
+    loss: Any,
+    max_grad_norm: float | None,
+    device: Any,
+    seed: int,
+    config: Mapping[str, Any],
+) -> tuple[Engine, Materialisation]:
     with together(sch.mesh, f"build(target='{target}')"):
         _check_arguments(optimizer, max_grad_norm)
-        dialect = _dialect(sch, target)
-        _check(sch, dialect)
-        plan = dialect.plan(sch, config)
+        dialect, label = _dialect(sch, target)
+        _check(sch, dialect, label)
+        with _named(label, target, "plan"):
+            plan = dialect.plan(sch, config)
         source = open_source(weights) if weights is not None else None
-    check_agreement(sch)
+    check_agreement(sch, more=_arguments(target, optimizer, weights, max_grad_norm, seed))
     if source is None:
         check_weights_agreement(sch.mesh, survey(sch)[1])
+    elif isinstance(weights, Mapping):
+        check_weights_agreement(sch.mesh, weights)
     with together(sch.mesh, "giving the model its values"):
         done = materialise(sch, source, device=_device(device), seed=seed)
     try:
         options = {"optimizer": optimizer, "loss": loss, "max_grad_norm": max_grad_norm, "reference": done.reference}
-        engine = dialect.build(plan, sch, **options)
+        with _named(label, target, "build"):
+            engine = dialect.build(plan, sch, **options)
     except BaseException:
         done.take_back()
         raise
-    _keep(sch, done)
-    return engine
+    return engine, done
+
+
+@contextlib.contextmanager
+def _named(label: str, target: str, method: str) -> Iterator[None]:
+    """Give what a dialect raises the name of its plugin; errors that say what is wrong stay as they are."""
+    try:
+        yield
+    except SlapoError:
+        raise
+    except Exception as error:
+        if label.startswith(f"{CORE_DISTRIBUTION} "):
+            raise  # no stranger's code but the user's own, such as the optimiser's factory
+        raise BuildError(
+            f"target '{target}' of {label} failed in {method}(): {type(error).__name__}: {error}", plugin=label
+        ) from error
+
+
+def _arguments(
+    target: str, optimizer: Any, weights: Any, max_grad_norm: float | None, seed: int
+) -> list[tuple[str, str]]:
+    """The arguments of ``build`` that every rank must give alike."""
+    given = "those of the model" if weights is None else "a mapping" if isinstance(weights, Mapping) else "a path"
+    return [
+        ("the target of build", target),
+        ("the optimizer given to build", "none" if optimizer is None else "a factory"),
+        ("the weights given to build", given),
+        ("max_grad_norm given to build", repr(max_grad_norm)),
+        ("the seed given to build", repr(seed)),
+    ]
 
 
 def _check_arguments(optimizer: Any, max_grad_norm: float | None) -> None:
@@ -116,14 +170,17 @@ def _device(device: torch.device | str | None) -> torch.device | None:
     return device
 
 
-def _dialect(sch: Schedule, target: str) -> Dialect:
-    cls = sch.registry.load(target, "dialects")
-    dialect: Dialect = cls()
-    sch.hooks.activate(sch.registry.resolve("dialects", target).distribution)
-    return dialect
+def _dialect(sch: Schedule, target: str) -> tuple[Dialect, str]:
+    """The dialect, and the plugin that it comes from, e.g. ``"slapo-megatron 0.1.0"``, whose hooks are active now."""
+    entry = sch.registry.resolve("dialects", target)
+    cls = sch.registry.load(entry)
+    with _named(entry.label, target, "__init__"):
+        dialect: Dialect = cls()
+    sch.hooks.activate(entry.distribution, version=entry.version)
+    return dialect, entry.label
 
 
-def _check(sch: Schedule, dialect: Dialect) -> None:
+def _check(sch: Schedule, dialect: Dialect, label: str) -> None:
     if sch.is_sealed:
         raise SealedError(
             "cannot build: the schedule was built or sealed before, and the originals are gone",
@@ -136,7 +193,8 @@ def _check(sch: Schedule, dialect: Dialect) -> None:
             "torch.distributed",
             hint=f"call torch.distributed.init_process_group() first and launch with `{mesh.launch_command()}`",
         )
-    reasons = [str(violation) for violation in dialect.check(sch)]
+    with _named(label, dialect.name, "check"):
+        reasons = [str(violation) for violation in dialect.check(sch) or ()]
     for mesh_dim, size in mesh.sizes.items() if mesh is not None else ():
         if size > 1 and mesh_dim not in dialect.supports:
             can = ", ".join(sorted(dialect.supports)) or "none"

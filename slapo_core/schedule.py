@@ -13,6 +13,7 @@ from torch import nn
 from slapo_core.errors import ArgumentError, ReplayError, SealedError, SlapoError, UndoError
 from slapo_core.explanation import explain_records
 from slapo_core.location import caller_location
+from slapo_core.ownership import note_steps, refuse_if_scheduled
 from slapo_core.plugins.manager import HookManager
 from slapo_core.plugins.process import current_registry
 from slapo_core.records import dump_records, load_document, primitive_from_json
@@ -141,7 +142,7 @@ class Schedule:
         if not self.is_sealed:
             self._check_open("seal")
         self._sealed_by = self._sealed_by or by
-        self._steps = [Step(step.record, ()) for step in self._steps]
+        self._steps = [Step(step.record, (), step.distributions) for step in self._steps]
 
     @property
     def is_sealed(self) -> bool:
@@ -232,11 +233,8 @@ class Schedule:
         check_primitive(primitive)
         self._check_open(f"apply {primitive}")
         self.tree.look_again_if_changed(node)
-        self.registry.require_usable(primitive)
-        provider = self.registry.provider(primitive)
-        self.hooks.activate(provider[0], version=provider[1])
         transaction = Transaction(
-            self.tree, ask=self.hooks.call, provider=provider, inner=self._inner, after_edit=after_edit
+            self.tree, ask=self.hooks.call_each, admit=self._admit, inner=self._inner, after_edit=after_edit
         )
         try:
             result, step = transaction.run(
@@ -249,7 +247,15 @@ class Schedule:
             self._inner.clear()
         self._steps.append(step)
         self._records = (*self._records, step.record)
+        note_steps(self.model, len(self._steps))
         return result
+
+    def _admit(self, primitive: Primitive) -> tuple[str, str]:
+        """Whose primitive it is; its plugin must be usable, and its hooks are active from now on."""
+        self.registry.require_usable(primitive)
+        provider = self.registry.provider(primitive)
+        self.hooks.activate(provider[0], version=provider[1])
+        return provider
 
     def apply_each(self, nodes: tuple[Node, ...], primitive: Primitive) -> tuple[Node, ...]:
         """Apply ``primitive`` at every node, or, if one refuses, at none."""
@@ -302,11 +308,16 @@ class Schedule:
     def _refresh(self) -> None:
         """After steps went away: hooks of distributions that no step names any more are switched off."""
         self._records = tuple(step.record for step in self._steps)
+        note_steps(self.model, len(self._steps))
         if self._hooks is not None:
-            needed = {record.distribution for record in self._records} | set(self.plugins)
+            needed = {*self.plugins, *(name for step in self._steps for name in step.distributions)}
             for distribution in self._hooks.active:
                 if distribution not in needed:
                     self._hooks.deactivate(distribution)
+
+    def forget_target(self) -> None:
+        """After a failed build: the hooks of its dialect are switched off, unless a step names the distribution."""
+        self._refresh()
 
     def _check_open(self, what: str) -> None:
         if self._sealed_by is not None:
@@ -342,7 +353,9 @@ def create_schedule(
         rank: for a dry schedule, the global rank to play.
 
     Raises:
-        ArgumentError: ``model`` is not a module.
+        ArgumentError: ``model`` is not a module, it carries the steps of another schedule, or ``plugins`` is one
+            string.
+        PluginError: one of ``plugins`` is not installed, or not usable.
         MeshError: the mesh does not fit.
 
     Source: paper section 3.1, ``slapo.create_schedule``.
@@ -351,6 +364,11 @@ def create_schedule(
         raise ArgumentError(
             f"model must be a torch.nn.Module (got {type(model).__name__})", hint="create_schedule(MyModel())"
         )
+    if isinstance(plugins, str):
+        raise ArgumentError(
+            f"plugins must be a sequence of distributions (got {plugins!r})", hint=f"plugins=[{plugins!r}]"
+        )
+    refuse_if_scheduled(model)
     return Schedule(model, mesh=declare_mesh(mesh, rank=rank), plugins=plugins, example_inputs=example_inputs)
 
 

@@ -46,7 +46,9 @@ class BoundPrimitive:
 
     @property
     def __doc__(self) -> str | None:  # type: ignore[override]
-        return inspect.getdoc(self._class())
+        cls = self._class()
+        call = f"{cls.name.rpartition('.')[2]}{_plain(inspect.signature(cls))}"
+        return f"{call}\n\n{inspect.getdoc(cls)}"
 
     @property
     def __name__(self) -> str:
@@ -104,6 +106,20 @@ def bound_primitive(registry: Registry, name: str, target: Any, where: str) -> B
 
 def _plain(signature: inspect.Signature) -> str:
     """The signature without the return annotation and without quotes around annotations."""
-    parameters = [parameter.replace(annotation=parameter.annotation) for parameter in signature.parameters.values()]
-    text = str(signature.replace(parameters=parameters, return_annotation=inspect.Signature.empty))
-    return text.replace("'", "") if "'" in text else text
+    parameters = [
+        parameter.replace(annotation=_Bare(parameter.annotation))
+        if isinstance(parameter.annotation, str)
+        else parameter
+        for parameter in signature.parameters.values()
+    ]
+    return str(signature.replace(parameters=parameters, return_annotation=inspect.Signature.empty))
+
+
+class _Bare:
+    """An annotation kept as text, shown without quotes."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def __repr__(self) -> str:
+        return self._text

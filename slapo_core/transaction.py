@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from slapo_core.errors import (
     ApplyError,
+    HookError,
     PostconditionError,
     PreconditionError,
     SlapoError,
 )
-from slapo_core.spec.primitive import Primitive
+from slapo_core.spec.primitive import Primitive, check_primitive
 from slapo_core.spec.record import Record
 from slapo_core.spec.violation import Violation
 from slapo_core.tree.edit import TreeEdit
@@ -24,16 +25,20 @@ if TYPE_CHECKING:
 
 __all__ = ["Step", "Transaction"]
 
-Ask = Callable[..., Iterable[Any]]
-"""Calls a plugin hook by name and gives all answers: ``ask("slapo_preconditions", node=..., primitive=...)``."""
+Ask = Callable[..., Iterable[tuple[str, Any]]]
+"""Calls a plugin hook and gives all answers, with whose they are: ``ask("slapo_preconditions", node=..., ...)``."""
+
+Admit = Callable[[Primitive], tuple[str, str]]
+"""Refuses the primitive of a plugin that is not usable; else activates its hooks and gives name and version."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """A committed application: the record, and the entries that undo it."""
+    """A committed application: the record, the entries that undo it, and whose primitives took part."""
 
     record: Record
     entries: tuple[Entry, ...]
+    distributions: frozenset[str] = frozenset()
 
     def undo(self) -> None:
         for entry in reversed(self.entries):
@@ -50,7 +55,7 @@ class Transaction:
     Args:
         tree: the tree that is changed.
         ask: calls plugin hooks; see :data:`Ask`.
-        provider: ``(distribution, version)`` of the primitive, for the record and for messages.
+        admit: see :data:`Admit`; also asked about primitives that this one applies.
         inner: filled with a record for each primitive that this one applies, for those after it to see.
         after_edit: called with the number of edits made so far after each; raising from it is a fault inside apply.
     """
@@ -60,14 +65,15 @@ class Transaction:
         tree: Tree,
         *,
         ask: Ask,
-        provider: tuple[str, str],
+        admit: Admit,
         inner: list[Record] | None = None,
         after_edit: Callable[[int], None] | None = None,
     ) -> None:
         self._inner = inner if inner is not None else []
         self._tree = tree
         self._ask = ask
-        self._provider = provider
+        self._admit = admit
+        self._provider = ("", "")
         self._edit = TreeEdit(tree, apply_inner=self._apply_inner, after_edit=after_edit)
 
     def run(self, node: Node, primitive: Primitive, *, index: int, location: str) -> tuple[Node, Step]:
@@ -81,6 +87,7 @@ class Transaction:
             ApplyError: the primitive raised; the model is as before.
             PostconditionError: the primitive did not take effect; the model is as before.
         """
+        self._provider = self._admit(primitive)
         self._check(node, primitive)
         try:
             result = self._change(node, primitive)
@@ -91,12 +98,13 @@ class Transaction:
             self._edit.rollback()
             self._ask("slapo_rolled_back", node=node, primitive=primitive, error=error)
             raise
-        return result, Step(record, tuple(self._edit.close()))
+        distributions = frozenset({record.distribution, *(inner.distribution for inner in self._inner)})
+        return result, Step(record, tuple(self._edit.close()), distributions)
 
     def _check(self, node: Node, primitive: Primitive) -> None:
         violations = _collect(primitive.preconditions(node), primitive, "preconditions", self._plugin)
-        for answer in self._ask("slapo_preconditions", node=node, primitive=primitive):
-            violations.extend(answer)
+        for distribution, answer in self._ask("slapo_preconditions", node=node, primitive=primitive):
+            violations.extend(_answered(answer, distribution))
         if violations:
             raise PreconditionError(
                 _message(f"cannot apply {primitive} at {_where(node)}", violations),
@@ -130,15 +138,19 @@ class Transaction:
         return node if result is None else result
 
     def _apply_inner(self, node: Node, primitive: Primitive, edit: TreeEdit) -> Node:
-        before, known = len(edit.entries), len(self._inner)
-        self._check(node, primitive)
+        check_primitive(primitive)
+        before, known, outer = len(edit.entries), len(self._inner), self._provider
+        self._provider = self._admit(primitive)
         try:
+            self._check(node, primitive)
             result = self._change(node, primitive)
         except BaseException:  # the outer primitive may go on without it
             edit.rollback_to(before)
             del self._inner[known:]
+            self._provider = outer
             raise
         self._inner.append(Record(0, primitive, node.path, *self._provider))
+        self._provider = outer
         return result
 
     @property
@@ -160,6 +172,19 @@ def _collect(found: Iterable[Violation] | None, primitive: Primitive, method: st
             raise ApplyError(
                 f"the {method} of {primitive} must yield Violation objects (got {violation!r})", plugin=plugin
             )
+    return violations
+
+
+def _answered(answer: Any, distribution: str) -> list[Violation]:
+    """The violations that a plugin's hook gave."""
+    violations = list(answer) if isinstance(answer, Iterable) and not isinstance(answer, str) else [answer]
+    wrong = [item for item in violations if not isinstance(item, Violation)]
+    if wrong:
+        raise HookError(
+            f"hook slapo_preconditions of {distribution} must yield Violation objects (got {wrong[0]!r})",
+            plugin=distribution,
+            hint='yield slapo_core.Violation("what is wrong", hint="what to do")',
+        )
     return violations
 
 

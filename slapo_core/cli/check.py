@@ -34,6 +34,7 @@ def check(
 
     registry = _registry()
     chosen = list(registry.plugins) if name is None else [_find(registry, name)]
+    _import_torch(registry)
     from slapo_core.testing.conformance import check_plugin
 
     findings = {plugin.name: list(check_plugin(plugin, registry, progress=_tell)) for plugin in chosen}
@@ -58,6 +59,22 @@ def _registry() -> Registry:
     registry = Registry.discover(environ=environ, project=Path.cwd())
     registry.check_settings()
     return registry
+
+
+def _import_torch(registry: Registry) -> None:
+    """torch itself reads every distribution's entry points, and cannot be imported beside one that is unreadable."""
+    from slapo_core.errors import BrokenPluginError
+
+    try:
+        import torch  # noqa: F401
+    except UnicodeDecodeError as error:
+        unread = [plugin for plugin in registry.plugins if plugin.state == "broken" and not plugin.entries]
+        names = " ".join(plugin.name for plugin in unread) or "the distribution"
+        raise BrokenPluginError(
+            f"torch cannot be imported, because it reads the entry points of everything installed: {error}",
+            plugin=", ".join(plugin.label for plugin in unread) or None,
+            hint=f"pip uninstall {names}; or TORCH_DEVICE_BACKEND_AUTOLOAD=0 until then",
+        ) from error
 
 
 def _tell(text: str) -> None:

@@ -13,6 +13,7 @@ from slapo_core.weights.sources import Source
 
 if TYPE_CHECKING:
     from slapo_core.weights.reference import Reference
+    from slapo_core.weights.survey import LiveTensor
 
 __all__ = ["OptimizerState"]
 
@@ -38,7 +39,7 @@ class OptimizerState:
         self._layouts: dict[int, tuple[str, Layout, tuple[int, ...]]] = {}
         for live in reference.live():
             spec = reference.survey.spec_of(live.layout)
-            name = spec.name if spec is not None else live.name
+            name = spec.name if spec is not None else _own_name(live, reference)
             self._layouts[id(live.tensor)] = (name, live.layout, tuple(live.tensor.shape))
         self._loaded: dict[str, Any] | None = None
         self._tensors: list[tuple[str, Layout, torch.Tensor]] = []
@@ -131,6 +132,12 @@ class OptimizerState:
             packed.append({**hyperparameters, "params": numbers})
             state.update({index: states[name] for index, name in zip(numbers, names, strict=True) if name in states})
         return {"state": state, "param_groups": packed}
+
+
+def _own_name(live: LiveTensor, reference: Reference) -> str:
+    """The name of a parameter that no untouched one is: never that of an untouched one, whose state is another."""
+    taken = live.name in reference.survey.origins
+    return f"{live.name} as {tuple(live.layout.shape)} of its own" if taken else live.name
 
 
 def _groups_differ(saved: list[list[str]], present: list[list[str]]) -> str:

@@ -7,9 +7,10 @@ import dataclasses
 import importlib
 import inspect
 import io
+import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import reduce
 from types import ModuleType
 from typing import Any, TypeVar
@@ -159,7 +160,7 @@ def _guarded(entry: Entry, action: Callable[[], _Result]) -> tuple[_Result, Impo
     failure: BaseException | None = None
     result: Any = None
     start = time.perf_counter()
-    with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
+    with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr), _no_stdin():
         try:
             result = action()
         except KeyboardInterrupt:
@@ -179,6 +180,17 @@ def _guarded(entry: Entry, action: Callable[[], _Result]) -> tuple[_Result, Impo
     if failure is not None:
         raise ImportFailed(f"{type(failure).__name__}: {failure}") from failure
     return result, ImportReport(entry, seconds, output)
+
+
+@contextlib.contextmanager
+def _no_stdin() -> Iterator[None]:
+    """An import that asks the user for input must not hang: it finds the end of the input."""
+    before = sys.stdin
+    sys.stdin = io.StringIO()
+    try:
+        yield
+    finally:
+        sys.stdin = before
 
 
 def _printed(entry: Entry, output: str) -> str:

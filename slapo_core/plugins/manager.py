@@ -67,7 +67,10 @@ class HookManager:
         plugin = self._registry.plugin(distribution) or self._registry.plugin(name)
         if plugin is None:
             installed = [item.name for item in self._registry.plugins]
-            close = close_matches(name, installed)
+            owners = [
+                item.name for item in self._registry.plugins if name in {entry.namespace for entry in item.entries}
+            ]
+            close = owners or close_matches(name, installed)
             hint = f"did you mean {' or '.join(close)}?" if close else f"pip install {name}"
             raise HookError(f"cannot activate plugin '{distribution}': it is not installed", plugin=name, hint=hint)
         if plugin.name in self._active:
@@ -111,9 +114,21 @@ class HookManager:
         Raises:
             HookError: there is no such hook, an implementation raised, or two plugins answered a first-result hook.
         """
-        answers = self.call_each(name, **arguments) if self._modules or name not in HOOKS else []
-        if name not in FIRST_RESULT:
-            return [answer for _, answer in answers]
+        if name in FIRST_RESULT:
+            answer = self.single(name, **arguments)
+            return answer[1] if answer is not None else None
+        return [answer for _, answer in self.call_each(name, **arguments)]
+
+    def single(self, name: str, /, **arguments: Any) -> tuple[str, Any] | None:
+        """Ask every active plugin something that one of them may answer.
+
+        Returns:
+            the plugin that answered, e.g. ``"slapo-tp 0.1.0"``, and its answer; None if none did.
+
+        Raises:
+            HookError: as for `call`; also when two plugins answered, whatever the hook.
+        """
+        answers = self.call_each(name, **arguments)
         if len({distribution for distribution, _ in answers}) > 1:
             labels = [self._active[distribution] for distribution, _ in answers]
             raise HookError(
@@ -121,10 +136,12 @@ class HookManager:
                 plugin=labels[0],
                 hint=f"name only one of them in this schedule, or SLAPO_DISABLE_PLUGINS={answers[-1][0]}",
             )
-        return answers[0][1] if answers else None
+        return (self._active[answers[0][0]], answers[0][1]) if answers else None
 
     def call_each(self, name: str, /, **arguments: Any) -> list[tuple[str, Any]]:
         """Ask every active plugin; as `call`, but with the distribution of each answer that is not None."""
+        if not self._modules and name in HOOKS:
+            return []
         _check_call(name, arguments)
         answers = []
         for distribution in sorted(self._modules):
@@ -243,9 +260,9 @@ def _shown(arguments: dict[str, Any]) -> str:
 def _short(value: Any) -> str:
     """A few words for a value: the path of a node, never the numbers of a tensor."""
     path = getattr(value, "path", None)
-    if isinstance(path, str):
+    if isinstance(path, str) and hasattr(value, "module"):
         return repr(path)
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"tensor{tuple(value.shape)}"
-    text = repr(value)
+    text = str(value) if path is not None else repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -69,7 +69,7 @@ class NameIndex:
                 raise self._ambiguity(kind, name, path)
             return self._admit_full(kind, full, path)
         for entry in sorted(self._unusable, key=lambda entry: entry.distribution):
-            if entry.kind == kind and name in (entry.name, entry.bare):
+            if entry.kind == kind and name in (entry.name, entry.bare, entry.namespace):
                 self._raise_unusable(entry, path)
         raise self._unknown(kind, name, path)
 
@@ -140,6 +140,7 @@ class NameIndex:
     def _unknown(self, kind: str, name: str, path: str | None) -> UnknownNameError:
         namespace, _, bare = name.rpartition(".")
         owner = FIRST_PARTY_NAMES.get(kind, {}).get(bare) if not namespace else None
+        namespace = namespace or name
         if namespace in FIRST_PARTY_NAMESPACES and KINDS[kind].namespaced:
             owner = FIRST_PARTY_NAMESPACES[namespace][0]
         known = [*self._by_full.get(kind, {}), *self._by_bare.get(kind, {})]

@@ -1,4 +1,4 @@
-"""Notice, and put back, what an import changed in slapo itself or in `torch.nn.Module`.
+"""Notice, and put back, what an import changed in slapo itself, in `torch.nn.Module`, or in Python's built-in names.
 
 A plugin extends slapo through entry points and hooks. One that replaces our functions at import would change every
 schedule, named in it or not.
@@ -6,6 +6,7 @@ schedule, named in it or not.
 
 from __future__ import annotations
 
+import builtins
 import sys
 from collections.abc import Iterator, Mapping
 from types import ModuleType
@@ -22,7 +23,7 @@ _ABSENT = object()
 
 
 class Snapshot:
-    """The attributes of every loaded slapo_core module and class, and of `torch.nn.Module` if torch is loaded.
+    """The attributes of every loaded slapo_core module and class, of `torch.nn.Module` if loaded, and of builtins.
 
     Example::
 
@@ -41,6 +42,7 @@ class Snapshot:
             for value in list(vars(module).values()):
                 if isinstance(value, type) and value.__module__ == name:
                     self._attributes.append((f"{name}.{value.__qualname__}", value, dict(vars(value))))
+        self._builtins = {name: value for name, value in vars(builtins).items() if not name.startswith("_")}
         torch_nn = sys.modules.get("torch.nn")
         if torch_nn is not None:
             self._attributes.append(("torch.nn.Module", torch_nn.Module, dict(vars(torch_nn.Module))))
@@ -58,6 +60,7 @@ class Snapshot:
                 changes.append(f"the module {name} was replaced")
         for label, owner, before in self._attributes:
             changes += [f"{label}.{name} was {what}" for name, what in _put_back(owner, before)]
+        changes += [f"builtins.{name} was {what}" for name, what in _put_back(builtins, self._builtins)]
         for label, owner, before in self._attributes:  # only now: what is lazily cached was put back above
             changes += [f"{label}.{name} was added" for name in _take_away(owner, before)]
         return changes

@@ -45,7 +45,7 @@ class Checkpoint(Primitive):
     def preconditions(self, node: Node) -> Iterator[Violation]:
         from torch import nn
 
-        if type(node.module).forward is nn.Module.forward:
+        if type(node.module).forward is nn.Module.forward and "forward" not in node.module.__dict__:
             yield Violation(
                 f"{type(node.module).__name__} has no forward of its own: it is never called",
                 f"checkpoint its children: sch['{node.path}.*'].checkpoint()",

@@ -121,26 +121,38 @@ def slapo_rolled_back(node: Node, primitive: Primitive, error: BaseException) ->
 
 @hookspec(first_result=True)
 def slapo_materialize(path: str, name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
-    """Called when a parameter or buffer on the meta device needs values and no weights file has it.
+    """Called when a tensor on the meta device needs values that no weights give: by ``build``, and by ``verify``.
+
+    The model's own initialisation runs only where no plugin answers.
 
     First result: yes; two active plugins that answer for the same tensor are an error.
 
     Args:
-        path: the module that owns it, in the untouched model, e.g. ``"encoder.layer.0.output.dense"``.
+        path: the module that owns it, e.g. ``"encoder.layer.0.output.dense"``: in the untouched model, or, for a tensor
+            that a step added, in the scheduled one.
         name: its name there, e.g. ``"weight"``.
-        shape: its whole shape in the untouched model, before any sharding.
+        shape: its whole shape, before any sharding.
         dtype: its element type.
 
     Returns:
-        the whole tensor, of that shape and type, the same on every rank; None to leave it to others.
+        the whole tensor, of that shape and type, the same on every rank (torch's generator is seeded alike on all);
+        None to leave it to others.
     """
 
 
 @hookspec()
 def slapo_to_reference(node: Node, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor] | None:
-    """Called when a state dict leaves, for each tensor whose layout record alone does not say how it came about.
+    """Called when a state dict leaves, and when ``verify`` compares, for each tensor that no layout explains.
 
-    First result: no; plugins answer for the tensors that their own primitives made.
+    A layout explains a piece of one untouched tensor. For anything else, such as a transposed weight or several
+    matrices merged into one, a primitive records ``Layout("", shape)`` with the tensor (``""``: no untouched tensor
+    lies so), and its plugin answers here and in `slapo_from_reference`.
+
+    It is asked with tensors on the meta device too, to learn the names, and by ``verify`` with gradients, so the answer
+    must be a linear function of the tensor, and its names and shapes must not depend on values.
+
+    First result: no; plugins answer for the tensors that their own primitives made. Two answers for the same tensor
+    are an error.
 
     Args:
         node: the module that owns the tensor now.
@@ -148,23 +160,27 @@ def slapo_to_reference(node: Node, name: str, tensor: torch.Tensor) -> dict[str,
         tensor: its whole value, already gathered over the mesh.
 
     Returns:
-        the tensors of the untouched model that it stands for, by full name; None if it is not this plugin's.
+        the tensors of the untouched model that it stands for, by full name (of a tied one, the first), in their full
+        shapes; None if it is not this plugin's.
     """
 
 
 @hookspec()
-def slapo_from_reference(node: Node, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
+def slapo_from_reference(node: Node, name: str, tensors: dict[str, torch.Tensor]) -> torch.Tensor | None:
     """Called when weights of the untouched model come in: the reverse of `slapo_to_reference`.
 
-    First result: no; plugins answer for the tensors that their own primitives made.
+    Asked by ``build`` and ``load_state_dict``, for the tensors for which `slapo_to_reference` was answered.
+
+    First result: no; plugins answer for the tensors that their own primitives made. Two answers for the same tensor
+    are an error.
 
     Args:
         node: the module that owns the tensor now.
         name: its name there, e.g. ``"qkv_weight"``.
-        tensor: the value in the untouched model's layout.
+        tensors: the tensors of the untouched model that it stands for, by the names that `slapo_to_reference` gave.
 
     Returns:
-        the value to load, before it is cut for the mesh; None if it is not this plugin's.
+        the whole value to load, before it is cut for the mesh; None if it is not this plugin's.
     """
 
 
@@ -172,10 +188,10 @@ def slapo_from_reference(node: Node, name: str, tensor: torch.Tensor) -> torch.T
 def slapo_gather_output(node: Node, output: Any) -> Any | None:
     """Called when ``verify`` compares outputs, to make of a rank's output the one that the untouched model gives.
 
-    First result: no.
+    First result: no; plugins answer for outputs that their own primitives left in pieces. Two answers are an error.
 
     Args:
-        node: the module that gave the output.
+        node: the root of the scheduled model.
         output: what it gave on this rank.
 
     Returns:
@@ -187,7 +203,10 @@ def slapo_gather_output(node: Node, output: Any) -> Any | None:
 def slapo_partition(schedule: Any) -> Any | None:
     """Called when a dialect needs the model as pipeline stages.
 
-    First result: yes.
+    slapo-core itself never asks: a dialect that runs pipelines does, by ``schedule.hooks.call("slapo_partition", ...)``
+    with the arguments below.
+
+    First result: yes; two active plugins that answer are an error.
 
     Args:
         schedule: the schedule, with its split points recorded.
@@ -201,7 +220,10 @@ def slapo_partition(schedule: Any) -> Any | None:
 def slapo_liveness(stages: Any) -> Any | None:
     """Called when a dialect needs to know which tensors pass from stage to stage.
 
-    First result: yes.
+    slapo-core itself never asks: a dialect that runs pipelines does, by ``schedule.hooks.call("slapo_liveness", ...)``
+    with the arguments below.
+
+    First result: yes; two active plugins that answer are an error.
 
     Args:
         stages: what `slapo_partition` returned.
@@ -213,7 +235,7 @@ def slapo_liveness(stages: Any) -> Any | None:
 
 @hookspec()
 def slapo_doctor() -> Iterable[str] | None:
-    """Called when ``slapo doctor`` looks for what is wrong with this environment.
+    """Called when ``slapo doctor --ask PLUGIN`` looks for what is wrong with this environment.
 
     First result: no.
 

@@ -41,6 +41,8 @@ def _serve(request: dict[str, Any]) -> dict[str, Any]:
         pid = os.fork()
         if pid == 0:
             os.close(reading)
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # the real one carries requests: an import may ask for input
+            sys.stdin = open(0, closefd=False)  # noqa: SIM115 - and what was read ahead of it is not for the import
             os.dup2(printed.fileno(), 1)
             os.dup2(printed.fileno(), 2)
             _import(request, writing)
@@ -122,8 +124,15 @@ def _global_state(torch: Any) -> dict[str, str]:
         "the working directory": os.getcwd(),
         "sys.excepthook": sys.excepthook,
     }
+    functional = {f"torch.nn.functional.{name}": value for name, value in vars(torch.nn.functional).items()}
+    forwards = {
+        f"torch.nn.{name}.forward": vars(value)["forward"]
+        for name, value in vars(torch.nn).items()
+        if isinstance(value, type) and value is not torch.nn.Module and "forward" in vars(value)
+    }
+    code = {what: value for what, value in (functional | forwards).items() if callable(value) or value is None}
     variables = {f"the environment variable {name}": value for name, value in os.environ.items()}
-    return _WithDefault({what: repr(value) for what, value in (state | variables).items()})
+    return _WithDefault({what: repr(value) for what, value in (state | code | variables).items()})
 
 
 class _WithDefault(dict[str, str]):

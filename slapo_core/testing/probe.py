@@ -46,7 +46,8 @@ class ImportProbe:
     Args:
         cpu_seconds: CPU time beyond torch and slapo; None if the process did not live to tell.
         breaches: what is wrong with it, in words; empty for a light import.
-        usable: whether the modules could be imported, so that this process may import them too.
+        usable: whether the modules could be imported and left torch's layers and functions alone, so that this process
+            may import them too.
         traceback: of an import that raised.
     """
 
@@ -82,7 +83,8 @@ def _probe(modules: tuple[tuple[str, str | None], ...], path: tuple[str, ...]) -
         return ImportProbe(None, (ended,), usable=False, traceback=facts["output"])
     if facts["failure"]:
         return ImportProbe(None, (f"the import raised {facts['failure']}",), usable=False, traceback=facts["traceback"])
-    return ImportProbe(facts["cpu"], tuple(_breaches(facts)), usable=True)
+    patches_torch = any(change.startswith("torch.nn.") for change in facts["changed"])
+    return ImportProbe(facts["cpu"], tuple(_breaches(facts)), usable=not patches_torch)
 
 
 def _breaches(facts: dict[str, Any]) -> list[str]:

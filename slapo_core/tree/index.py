@@ -7,8 +7,9 @@ from collections.abc import Iterator
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
-__all__ = ["ModuleIndex", "TensorSites"]
+__all__ = ["ModuleIndex", "TensorSites", "shape_of"]
 
 
 class ModuleIndex:
@@ -110,6 +111,11 @@ def _own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in tensors.items():
             if tensor is not None:
                 yield name, tensor
+
+
+def shape_of(tensor: torch.Tensor) -> str:
+    """``"(4, 4)"``; a lazy module's tensors have no shape before its first call."""
+    return "(no shape yet)" if is_lazy(tensor) else str(tuple(tensor.shape))
 
 
 def full_name(path: str, name: str) -> str:

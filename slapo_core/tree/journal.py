@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +11,7 @@ from torch import nn
 
 from slapo_core.spec.layout import Layout
 from slapo_core.tree.assignment import MISSING, Assignment
+from slapo_core.tree.bound_forward import BoundForward
 from slapo_core.tree.index import full_name
 
 if TYPE_CHECKING:
@@ -216,12 +214,11 @@ class WrapForward(Entry):
     def __init__(self, module: nn.Module, wrapper: Callable[[Forward], Forward]) -> None:
         self.module, self.wrapper = module, wrapper
         self.before = module.__dict__.get("forward", MISSING)
-        self.bound: MethodType | None = None
+        self.bound: BoundForward | None = None
 
     def redo(self) -> None:
         if self.bound is None:
-            # A bound method, so that copy.deepcopy binds it to the copy.
-            self.bound = MethodType(self.wrapper(_unbound_forward(self.module)), self.module)
+            self.bound = BoundForward(self.module, self.wrapper)
         self.module.__dict__["forward"] = self.bound
 
     def undo(self) -> None:
@@ -292,25 +289,6 @@ class SetRequiresGrad(Entry):
 
     def describe(self) -> str:
         return f"{self.name} {'is trained' if self.new else 'is frozen'}"
-
-
-def _unbound_forward(module: nn.Module) -> Forward:
-    own = module.__dict__.get("forward")
-    if own is None:
-        return type(module).forward
-    if isinstance(own, MethodType) and own.__self__ is module:
-        return own.__func__
-
-    def forward(_module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return own(*args, **kwargs)  # set by the user on this very instance
-
-    with contextlib.suppress(TypeError, ValueError):  # a callable in C has no signature to show
-        signature = inspect.signature(own)
-        itself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
-        forward.__signature__ = signature.replace(  # type: ignore[attr-defined]
-            parameters=[itself, *signature.parameters.values()]
-        )
-    return forward
 
 
 def _attributes_to_carry(old: torch.Tensor | None, new: torch.Tensor | None) -> dict[str, Any]:

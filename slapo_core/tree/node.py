@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from slapo_core.errors import PathError
 from slapo_core.spec.layout import Layout
-from slapo_core.tree.index import full_name
+from slapo_core.tree.index import full_name, shape_of
 
 if TYPE_CHECKING:
     import torch
@@ -142,5 +142,5 @@ class TreeNode:
     def __repr__(self) -> str:
         module = self._tree.index.modules.get(self.path)
         kind = type(module).__name__ if module is not None else "gone"
-        own = ", ".join(f"{name} {tuple(t.shape)}" for name, t in self.parameters.items()) if module is not None else ""
+        own = ", ".join(f"{name} {shape_of(t)}" for name, t in self.parameters.items()) if module is not None else ""
         return f"<Node '{self.path}': {kind}{f', {own}' if own else ''}>"

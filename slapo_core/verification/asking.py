@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from slapo_core.errors import HookError, SlapoError
+from slapo_core.errors import SlapoError
 from slapo_core.verification.correspondence import Translate
 
 if TYPE_CHECKING:
@@ -20,10 +20,8 @@ def output_adapter(schedule: Schedule) -> Any:
     """Ask the plugins whether this rank's output has to be gathered first."""
 
     def adapt(output: Any) -> Any:
-        answers = schedule.hooks.call("slapo_gather_output", node=schedule.root, output=output)
-        if len(answers) > 1:
-            raise HookError("hook slapo_gather_output was answered by several plugins for the same output")
-        return answers[0] if answers else output
+        answer = schedule.hooks.single("slapo_gather_output", node=schedule.root, output=output)
+        return output if answer is None else answer[1]
 
     return adapt
 
@@ -39,7 +37,7 @@ def translator(schedule: Schedule) -> Translate:
         except SlapoError:
             return None  # a module under an alias: asked about under its canonical name
         full = layout.full(tensor, schedule.mesh) if layout is not None and layout.is_sharded else tensor
-        answers = schedule.hooks.call("slapo_to_reference", node=node, name=own, tensor=full)
-        return {key: value for answer in answers for key, value in answer.items()}
+        answer = schedule.hooks.single("slapo_to_reference", node=node, name=own, tensor=full)
+        return None if answer is None else answer[1]  # type: ignore[no-any-return]
 
     return translate

@@ -54,23 +54,29 @@ class Blame:
 
 
 def find_steps(
-    records: Sequence[Record], try_steps: Callable[[Sequence[Record]], Outcome], *, near: str | None
+    records: Sequence[Record],
+    try_steps: Callable[[Sequence[Record]], Outcome],
+    *,
+    near: str | None,
+    tied: Sequence[frozenset[str]] = (),
 ) -> Blame:
     """Narrow ``records``, which fail together, down to a part that fails alone.
 
     The steps are grouped by sub-tree, from the top: if exactly one group fails alone, or without exactly one group the
     rest agrees, the search goes on inside of that group; or else sub-trees are left out as long as the rest fails.
     Repeated blocks (``layer.0``, ``layer.1``) stand for themselves, so among several that fail the first is followed
-    and the others are named.
+    and the others are named. Steps at modules that share a parameter stay together: a tied vocabulary is split in one
+    place and synchronised in another.
 
     Args:
         records: the whole schedule.
         try_steps: repeats some steps on a fresh copy; every rank must get the same answer.
         near: the module that owns the first tensor that differs, for when nothing is found; None if there is none.
+        tied: the paths of modules that share a parameter, one set for each such parameter.
     """
     if not records:
         return Blame((), proven=False)
-    search = _Search(try_steps)
+    search = _Search(try_steps, tied)
     whole = search.outcome(tuple(records))
     if whole == "agrees":
         return Blame((), proven=True, trials=search.trials)
@@ -82,8 +88,9 @@ def find_steps(
 
 
 class _Search:
-    def __init__(self, try_steps: Callable[[Sequence[Record]], Outcome]) -> None:
+    def __init__(self, try_steps: Callable[[Sequence[Record]], Outcome], tied: Sequence[frozenset[str]]) -> None:
         self._try = try_steps
+        self._tied = _joined(tied)
         self._known: dict[tuple[int, ...], Outcome] = {}
         self.trials = 0
 
@@ -101,7 +108,7 @@ class _Search:
     def narrow(self, part: tuple[Record, ...]) -> tuple[tuple[Record, ...], list[str]]:
         likewise: list[str] = []
         while len(part) > 1:
-            groups = _groups(part)
+            groups = _groups(part, self._tied)
             guilty = self._guilty(part, groups, likewise)
             if guilty is None:
                 guilty = self._shrunk(part, groups)
@@ -139,17 +146,36 @@ class _Search:
         return groups[cures[0]] if len(cures) == 1 else None
 
 
-def _groups(part: tuple[Record, ...]) -> dict[str, tuple[Record, ...]]:
-    """The steps of each sub-tree below the deepest module that holds them all; single steps if that is one module."""
+def _joined(tied: Sequence[frozenset[str]]) -> list[frozenset[str]]:
+    """Sets that have a path in common, as one set."""
+    joined: list[frozenset[str]] = []
+    for paths in tied:
+        apart = [other for other in joined if not other & paths]
+        joined = [*apart, paths.union(*(other for other in joined if other & paths))]
+    return joined
+
+
+def _groups(part: tuple[Record, ...], tied: Sequence[frozenset[str]]) -> dict[str, tuple[Record, ...]]:
+    """The steps of each sub-tree below the deepest module that holds them all; single steps if that is one module.
+
+    Steps at tied modules that would come into several of these groups make one of their own.
+    """
     paths = [record.path.split(".") if record.path else [] for record in part]
     depth = 0
     while all(len(path) > depth for path in paths) and len({path[depth] for path in paths}) == 1:
         depth += 1
-    groups: dict[str, list[Record]] = {}
     same_place = len({record.path for record in part}) == 1
-    for record, path in zip(part, paths, strict=True):
-        key = f"{record.path}#{record.index}" if same_place else ".".join(path[: depth + 1])
-        groups.setdefault(key, []).append(record)
+    keys = {
+        record.index: f"{record.path}#{record.index}" if same_place else ".".join(path[: depth + 1])
+        for record, path in zip(part, paths, strict=True)
+    }
+    for together in tied if not same_place else ():
+        members = [record for record in part if record.path in together]
+        if len({keys[record.index] for record in members}) > 1:
+            keys.update({record.index: " and ".join(sorted(together)) for record in members})
+    groups: dict[str, list[Record]] = {}
+    for record in part:
+        groups.setdefault(keys[record.index], []).append(record)
     return {key: tuple(group) for key, group in groups.items()}
 
 

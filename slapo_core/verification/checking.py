@@ -85,6 +85,14 @@ def _reraise(attempt: Attempt[Any]) -> None:
     raise VerifyError(f"rank {first.rank} could not start: {first}", rank=first.rank)
 
 
+def _tied_modules(model: nn.Module) -> list[frozenset[str]]:
+    """For each parameter that several modules hold, their paths."""
+    holders: dict[int, set[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        holders.setdefault(id(parameter), set()).add(name.rpartition(".")[0])
+    return [frozenset(paths) for paths in holders.values() if len(paths) > 1]
+
+
 class _Check:
     def __init__(self, world: World, inputs: Inputs, subjects: Subjects, options: Options) -> None:
         self.world, self.inputs, self.subjects, self.options = world, inputs, subjects, options
@@ -253,7 +261,7 @@ class _Check:
         def try_steps(part: Sequence[Record]) -> Outcome:
             return self._try(reference, stages, part, raises=raises)
 
-        return find_steps(self.schedule.records, try_steps, near=near)
+        return find_steps(self.schedule.records, try_steps, near=near, tied=_tied_modules(self.subjects.untouched))
 
     def _try(self, reference: Reference, stages: Sequence[str], part: Sequence[Record], *, raises: bool) -> Outcome:
         """Whether ``part`` alone fails as the whole schedule did; the same answer on every rank."""

@@ -157,20 +157,20 @@ def _tensor_pairs(
         after = got[name]
         layout = correspondence.layouts.get(name)
         if layout is not None and layout.origin in expected:
-            covered.add(layout.origin)
+            covered.add(correspondence.ties.get(layout.origin, layout.origin))
             before = expected[layout.origin]
             yield name, None if before is None else correspondence.expected(name, before), after
             continue
         answers = correspondence.translated(name, after) if after is not None else {}
         for origin, value in answers.items():
-            covered.add(origin)
+            covered.add(correspondence.ties.get(origin, origin))
             yield origin, expected.get(origin), value
         if not answers and kind != "parameter":
             reason = correspondence.unexplained.get(name, f"the untouched model has no {kind} of that name")
             result.not_compared.append(f"{_noun(kind)} {name}: {reason}")
     if kind != "parameter":
         for name in expected:
-            if name not in covered:
+            if correspondence.ties.get(name, name) not in covered:
                 result.not_compared.append(f"{_noun(kind)} {name}: the scheduled model does not have it any more")
 
 

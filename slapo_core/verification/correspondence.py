@@ -33,6 +33,7 @@ class Correspondence:
         mesh: the schedule's mesh.
         translate: asked about the unexplained ones.
         places: name in the scheduled model -> the place of its tensor in the model's order; tied names share the first.
+        ties: name in the untouched model -> the first name of its tensor.
     """
 
     layouts: Mapping[str, Layout]
@@ -40,6 +41,7 @@ class Correspondence:
     mesh: Mesh | None
     translate: Translate
     places: Mapping[str, int]
+    ties: Mapping[str, str]
 
     @classmethod
     def between(
@@ -52,6 +54,8 @@ class Correspondence:
     ) -> Correspondence:
         """Match the tensors of two models by layout record, or else by name and shape."""
         shapes = {name: tuple(tensor.shape) for name, tensor in named_tensors(reference)}
+        first_names: dict[int, str] = {}
+        ties = {name: first_names.setdefault(id(tensor), name) for name, tensor in named_tensors(reference)}
         by_object = {id(tensor): layouts[name] for name, tensor in named_tensors(candidate) if name in layouts}
         first: dict[int, int] = {}
         places: dict[str, int] = {}
@@ -70,7 +74,7 @@ class Correspondence:
                 )
             else:
                 matched[name] = layout
-        return cls(matched, unexplained, mesh, translate, places)
+        return cls(matched, unexplained, mesh, translate, places, ties)
 
     def expected(self, name: str, full: torch.Tensor) -> torch.Tensor:
         """This rank's piece of the untouched tensor ``full`` that ``name`` corresponds to."""

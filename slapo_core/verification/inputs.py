@@ -12,6 +12,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from slapo_core.errors import ArgumentError
+from slapo_core.verification.precision import is_inexact
 
 __all__ = ["Batch", "Inputs", "tensor_digest"]
 
@@ -23,7 +24,8 @@ class Batch:
     Args:
         args: positional arguments of the call.
         kwargs: keyword arguments of the call.
-        watched: the floating-point inputs by name, as leaves whose gradient can be read; empty unless asked for.
+        watched: the floating-point and complex inputs by name, as leaves whose gradient can be read; empty unless
+            asked for.
     """
 
     args: tuple[Any, ...]
@@ -99,7 +101,7 @@ class Inputs:
 
         Args:
             dtype: what floating-point tensors are converted to; None leaves them.
-            watch: whether gradients of the floating-point inputs are wanted.
+            watch: whether gradients of the floating-point and complex inputs are wanted.
         """
         watched: dict[str, torch.Tensor] = {}
         names = iter([name for name, _ in self.leaves()])
@@ -109,9 +111,10 @@ class Inputs:
             if not isinstance(leaf, torch.Tensor):
                 return copy.deepcopy(leaf)
             tensor = leaf.detach().clone()
-            if not leaf.is_floating_point():
+            if not is_inexact(leaf):
                 return tensor
-            tensor = tensor.to(dtype or leaf.dtype)
+            if leaf.is_floating_point():
+                tensor = tensor.to(dtype or leaf.dtype)
             if not watch:
                 return tensor.requires_grad_(leaf.requires_grad)
             watched[name] = tensor.requires_grad_(True)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["DtypeObserver", "coarsest", "dtype_name", "own_dtype"]
+__all__ = ["DtypeObserver", "coarsest", "dtype_name", "is_inexact", "own_dtype"]
 
 
 def coarsest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
@@ -19,10 +19,13 @@ def coarsest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
 
 
 def own_dtype(model: nn.Module, inputs: Iterable[torch.Tensor] = ()) -> torch.dtype:
-    """The coarsest floating-point type among a model's parameters and buffers, or else among its inputs."""
+    """The coarsest floating-point type among a model's parameters and buffers, or else among its inputs.
+
+    A complex type counts as that of its parts.
+    """
     tensors = [*model.parameters(), *model.buffers()]
-    found = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
-    found = found or {tensor.dtype for tensor in inputs if tensor.is_floating_point()}
+    found = {tensor.dtype.to_real() for tensor in tensors if is_inexact(tensor)}
+    found = found or {tensor.dtype.to_real() for tensor in inputs if is_inexact(tensor)}
     return coarsest(found) if found else torch.get_default_dtype()
 
 
@@ -45,10 +48,11 @@ class DtypeObserver(TorchDispatchMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if any(_is_floating(leaf) for leaf in pytree.tree_leaves((args, kwargs))):
-            self.seen.update(leaf.dtype for leaf in pytree.tree_leaves(result) if _is_floating(leaf))
+        if any(is_inexact(leaf) for leaf in pytree.tree_leaves((args, kwargs))):
+            self.seen.update(leaf.dtype.to_real() for leaf in pytree.tree_leaves(result) if is_inexact(leaf))
         return result
 
 
-def _is_floating(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+def is_inexact(leaf: Any) -> bool:
+    """Whether it is a tensor of floating-point or complex numbers, which are rounded and have gradients."""
+    return isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex())

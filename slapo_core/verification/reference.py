@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from slapo_core.verification.inputs import Inputs
-from slapo_core.verification.precision import DtypeObserver, coarsest, own_dtype
+from slapo_core.verification.precision import DtypeObserver, coarsest, is_inexact, own_dtype
 from slapo_core.verification.run import STAGES, Conditions, Observation, run_stages, step_size
 from slapo_core.verification.subjects import Subjects
 
@@ -63,7 +63,7 @@ class ReferenceRuns:
         def run() -> tuple[Reference, float]:
             conditions, dtype = reference.conditions, reference.conditions.dtype
             stages, notes = list(EARLY), []
-            if any(tensor.is_floating_point() for _, tensor in self.inputs.tensors()):
+            if any(is_inexact(tensor) for _, tensor in self.inputs.tensors()):
                 refusal = self._run_input_stage(dtype, conditions, reference.seen)
                 if refusal is None:
                     stages.append("inputs")

@@ -75,8 +75,8 @@ def run_stages(model: nn.Module, inputs: Inputs, conditions: Conditions, stages:
 def step_size(model: nn.Module, seen: Observation) -> float:
     """A learning rate whose first step moves the weights by about one percent; 0 if there is nothing to follow."""
     gradients = [grad for grad in seen.of("gradient").values() if grad is not None]
-    length = math.sqrt(sum(float(grad.double().square().sum()) for grad in gradients))
-    weights = math.sqrt(sum(float(p.detach().double().square().sum()) for p in model.parameters()))
+    length = math.sqrt(sum(float(grad.abs().double().square().sum()) for grad in gradients))
+    weights = math.sqrt(sum(float(p.detach().abs().double().square().sum()) for p in model.parameters()))
     rate = 0.01 * (weights or 1.0) / length if length else 0.0
     return rate if math.isfinite(rate) else 0.0
 

@@ -16,6 +16,8 @@ from slapo_core.spec.layout import Layout
 from slapo_core.verification.conditions import switch_dropout_off
 from slapo_core.verification.correspondence import named_tensors
 from slapo_core.weights.initialise import cannot_initialise, initialising
+from slapo_core.weights.survey import live_tensors, refuse_lazy, survey
+from slapo_core.weights.translation import Translations
 
 if TYPE_CHECKING:
     from slapo_core.spec.record import Record
@@ -43,13 +45,14 @@ class Subjects:
 
     Raises:
         SealedError: the originals were dropped.
-        WeightsError: a tensor on the meta device has no initialiser.
+        WeightsError: a tensor on the meta device has no initialiser, or one of a lazy module no shape.
     """
 
     def __init__(self, schedule: Schedule, *, device: torch.device, seed: int) -> None:
         self.schedule = schedule
         self.device = device
         self._seed = seed
+        refuse_lazy(schedule.model)
         self._template = copy_model(schedule.model)
         with schedule.untouched() as model:
             self._untouched = copy_model(model)
@@ -61,7 +64,8 @@ class Subjects:
             for name, tensor in named_tensors(schedule.model)
             if tensor.is_meta and self._origin(name, self.layouts) not in self._values
         }
-        self._added = self._initial_values(added)
+        self._added = self._translated_values() if added else {}
+        self._added |= self._initial_values({name: t for name, t in added.items() if name not in self._added})
 
     @property
     def untouched(self) -> nn.Module:
@@ -122,7 +126,7 @@ class Subjects:
         if not on_meta:
             return values
         tree = self.schedule.tree
-        with initialising(tree, seed=self._seed) as initialiser:
+        with initialising(tree, self.schedule.hooks, seed=self._seed) as initialiser:
             for name, tensor in on_meta.items():
                 if id(tensor) not in by_object:
                     if name.rpartition(".")[0] not in tree.index.modules:
@@ -135,6 +139,19 @@ class Subjects:
                 values[name] = by_object[id(tensor)]
         if refused:
             raise cannot_initialise(refused)
+        return values
+
+    def _translated_values(self) -> dict[str, torch.Tensor]:
+        """Full values of tensors on the meta device that, as a plugin says, stand for untouched ones."""
+        surveyed, untouched = survey(self.schedule)
+        lives = live_tensors(self.schedule.tree)
+        translations = Translations.of(self.schedule.tree, surveyed, self.schedule.hooks, lives)
+        values: dict[str, torch.Tensor] = {}
+        for live in lives:
+            if live.tensor.is_meta and live.name in translations.stands_for:
+                names = [spec.name for spec in translations.stands_for[live.name]]
+                parts = {name: self._values[name] if name in self._values else untouched[name] for name in names}
+                values[live.name] = translations.from_reference(live, parts)
         return values
 
     def _fill(self, model: nn.Module, layouts: Mapping[str, Layout], added: Mapping[str, torch.Tensor]) -> None:

@@ -1,5 +1,7 @@
 """The model's own initialisation, run for one tensor at a time, so that any layout starts from the same values.
 
+A plugin that answers ``slapo_materialize`` for a tensor comes before all this.
+
 For a tensor that is to be initialised, it alone gets memory, at its full size; all others are on the meta device,
 where initialising costs nothing. Then the initialisers run in the order in which constructing the model runs them:
 ``reset_parameters()`` of its module and of the modules around it, from the inside out, and then
@@ -20,10 +22,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from slapo_core.errors import WeightsError
+from slapo_core.errors import HookError, WeightsError
 from slapo_core.tree.edit import TreeEdit
 
 if TYPE_CHECKING:
+    from slapo_core.plugins.manager import HookManager
     from slapo_core.tree.tree import Tree
 
 __all__ = ["Initialiser", "initialising"]
@@ -33,18 +36,19 @@ _SKIP_MARK = "_is_hf_initialized"  # on a tensor: transformers' initialisers lea
 
 
 @contextlib.contextmanager
-def initialising(tree: Tree, *, seed: int = 0) -> Iterator[Initialiser]:
+def initialising(tree: Tree, hooks: HookManager, *, seed: int = 0) -> Iterator[Initialiser]:
     """Prepare the model in ``tree`` for initialising; everything is put back at the end, the CPU's random state too.
 
     Args:
         tree: of the untouched model, inside of ``sch.untouched()``, or of the scheduled one.
+        hooks: of the schedule: a plugin that answers ``slapo_materialize`` comes before the model's own initialisation.
         seed: mixed into the seed of every tensor.
     """
     edit = TreeEdit(tree)
     try:
         _protect_values(tree, edit)
         with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
-            yield Initialiser(tree, seed)
+            yield Initialiser(tree, hooks, seed)
     finally:
         edit.rollback()
 
@@ -52,8 +56,9 @@ def initialising(tree: Tree, *, seed: int = 0) -> Iterator[Initialiser]:
 class Initialiser:
     """Made by :func:`initialising`."""
 
-    def __init__(self, tree: Tree, seed: int) -> None:
+    def __init__(self, tree: Tree, hooks: HookManager, seed: int) -> None:
         self._tree = tree
+        self._hooks = hooks
         self._seed = seed
 
     def value(self, name: str, shape: tuple[int, ...]) -> torch.Tensor | None:
@@ -64,10 +69,11 @@ class Initialiser:
             shape: its full shape, in elements.
 
         Returns:
-            None if no initialiser writes all of it.
+            None if no plugin and no initialiser gives all of it.
 
         Raises:
             WeightsError: an initialiser raised.
+            HookError: plugins disagree, or give something else than asked for.
         """
         path, _, own_name = name.rpartition(".")
         module = self._tree.index.modules[path]
@@ -75,12 +81,33 @@ class Initialiser:
         if present is None:
             present = module._buffers[own_name]
         assert present is not None
+        given = self._ask(path, own_name, name, shape, present.dtype)
+        if given is not None:
+            return given
         sites = self._tree.sites.of(present)
         for site_path, site_name in sites:  # a tied tensor: as its first place does it, if that can
             value = self._from(site_path, site_name, name, shape, present.dtype)
             if value is not None:
                 return value
         return None
+
+    def _ask(
+        self, path: str, own_name: str, seed_name: str, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> torch.Tensor | None:
+        torch.default_generator.manual_seed(_seed_of(seed_name, self._seed))
+        answer = self._hooks.single("slapo_materialize", path=path, name=own_name, shape=shape, dtype=dtype)
+        if answer is None:
+            return None
+        label, value = answer
+        fits = isinstance(value, torch.Tensor) and tuple(value.shape) == shape and value.dtype == dtype
+        if not fits or value.is_meta:
+            got = f"{tuple(value.shape)}, {value.dtype}, {value.device}" if isinstance(value, torch.Tensor) else value
+            raise HookError(
+                f"hook slapo_materialize of {label} must give a tensor of shape {shape}, {dtype}, with values, for "
+                f"'{seed_name}' (got {got})",
+                plugin=label,
+            )
+        return value.detach().to("cpu")
 
     def _from(
         self, path: str, own_name: str, seed_name: str, shape: tuple[int, ...], dtype: torch.dtype

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -40,7 +42,8 @@ def materialise(
 ) -> Materialisation:
     """Fill the model, each rank its own pieces only.
 
-    The largest thing in memory beside the local pieces is one full tensor at a time.
+    The largest thing in memory beside the local pieces is one full tensor at a time, and what waits for a plugin to
+    make a tensor of it.
 
     Args:
         schedule: not sealed.
@@ -54,22 +57,32 @@ def materialise(
         WeightsError: the weights do not fit, or a meta tensor cannot be initialised; the model is as before.
     """
     surveyed, untouched = survey(schedule)
-    reference = Reference(schedule.tree, surveyed)
+    reference = Reference(schedule.tree, surveyed, schedule.hooks)
     names = check_names(surveyed, source) if source is not None else {}
     target = device or _usual_device(schedule, reference)
     carried = list(reference.carried())
+    real_before = {id(live.tensor) for live in reference.live() if not live.tensor.is_meta}
     pieces = _Pieces(schedule, reference, source, names, untouched, seed)
-    pieces.collect(carried, reference.dropped())
+    pieces.collect(carried, reference.translated(), reference.dropped())
     done = Materialisation(reference, TreeEdit(schedule.tree))
     reference.kept = pieces.kept
     try:
         _install(schedule, done, pieces, target, device)
         if source is not None:
-            _overwrite(done, source, names, {id(live.tensor) for live, _ in carried if not live.tensor.is_meta})
+            _overwrite(done, source, names, real_before)
     except BaseException:
         done.take_back()
         raise
     return done
+
+
+@dataclass(eq=False)
+class _Waiting:
+    """A live meta tensor, made by a plugin of the untouched tensors ``origins``, and those that are there."""
+
+    live: LiveTensor
+    origins: list[str]
+    parts: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 class _Pieces:
@@ -88,34 +101,49 @@ class _Pieces:
         self.untouched, self.seed = untouched, seed
         self.local: dict[str, torch.Tensor] = {}  # live name -> value
         self.kept: dict[str, torch.Tensor] = {}
+        self._to_keep: list[str] = []
+        self._waiting: list[_Waiting] = []
         self._failed: list[str] = []
 
-    def collect(self, carried: list[tuple[LiveTensor, TensorSpec]], dropped: list[TensorSpec]) -> None:
+    def collect(
+        self,
+        carried: list[tuple[LiveTensor, TensorSpec]],
+        translated: list[tuple[LiveTensor, tuple[TensorSpec, ...]]],
+        dropped: list[TensorSpec],
+    ) -> None:
+        self._to_keep = [spec.name for spec in dropped]
+        self._waiting = [
+            _Waiting(live, [spec.name for spec in specs]) for live, specs in translated if live.tensor.is_meta
+        ]
         wanted: dict[str, list[LiveTensor]] = {}
         for live, spec in carried:
             if live.tensor.is_meta:
                 wanted.setdefault(spec.name, []).append(live)
         to_initialise: dict[str, list[LiveTensor]] = {}
         specs = self.reference.survey.specs
-        for origin, lives in (wanted | {spec.name: [] for spec in dropped}).items():
+        awaited = [origin for item in self._waiting for origin in item.origins]
+        for origin in dict.fromkeys([*wanted, *awaited, *self._to_keep]):
+            lives = wanted.get(origin, [])
             if self.source is not None and origin in self.names:
-                self._read(origin, lives, kept=not lives)
+                self._read(origin, lives)
             elif self.untouched[origin].is_meta:
                 to_initialise[origin] = lives
             else:
                 self._take(origin, self.untouched[origin].detach(), lives)
+            self._translate()
         if to_initialise:
             with self.schedule.untouched():
-                with initialising(self.schedule.tree, seed=self.seed) as initialiser:
+                with initialising(self.schedule.tree, self.schedule.hooks, seed=self.seed) as initialiser:
                     for origin, lives in to_initialise.items():
                         self._initialise(initialiser, origin, specs[origin].shape, lives)
+            self._translate()  # only here: plugins are asked about nodes of the scheduled model
         added = [
             live
             for live in self._live_meta()
             if live.name not in self.local and self.reference.survey.spec_of(live.layout) is None
         ]
         if added:
-            with initialising(self.schedule.tree, seed=self.seed) as initialiser:
+            with initialising(self.schedule.tree, self.schedule.hooks, seed=self.seed) as initialiser:
                 for live in added:
                     self._initialise(initialiser, live.name, live.layout.shape, [live])
         if self._failed:
@@ -134,13 +162,29 @@ class _Pieces:
     def _take(self, origin: str, full: torch.Tensor, lives: list[LiveTensor]) -> None:
         for live in lives:
             self.local[live.name] = live.layout.local(full, self.schedule.mesh)
-        if not lives:
+        if origin in self._to_keep:
             self.kept[origin] = full.to("cpu", copy=True)
+        self._hand_over(origin, full)
 
-    def _read(self, origin: str, lives: list[LiveTensor], *, kept: bool) -> None:
+    def _hand_over(self, origin: str, full: torch.Tensor) -> None:
+        for item in self._waiting:
+            if origin in item.origins:
+                item.parts[origin] = full
+
+    def _translate(self) -> None:
+        """Make the values of tensors that stand for untouched ones in another form, where all of these are there."""
+        for item in [item for item in self._waiting if len(item.parts) == len(item.origins)]:
+            whole = self.reference.translations.from_reference(item.live, item.parts)
+            self.local[item.live.name] = item.live.layout.local(whole, self.schedule.mesh)
+            self._waiting.remove(item)
+
+    def _read(self, origin: str, lives: list[LiveTensor]) -> None:
         assert self.source is not None
-        if kept:
-            self.kept[origin] = read_tensor(self.source, self.names[origin], self.reference.survey.specs[origin])
+        if origin in self._to_keep or any(origin in item.origins for item in self._waiting):
+            full = read_tensor(self.source, self.names[origin], self.reference.survey.specs[origin])
+            if origin in self._to_keep:
+                self.kept[origin] = full
+            self._hand_over(origin, full)
         for live in lives:
             self.local[live.name] = self.source.read(self.names[origin], live.layout, self.schedule.mesh)
 
@@ -165,9 +209,18 @@ def _install(
 def _overwrite(done: Materialisation, source: Source, names: dict[str, str], real_before: set[int]) -> None:
     """Copy the weights into tensors that had values already."""
     moved = {id(new): id(old) for old, new in _replaced(done.edit)}
-    for live, spec in done.reference.carried():
-        if spec.keys and moved.get(id(live.tensor), id(live.tensor)) in real_before:
-            piece = source.read(names[spec.name], live.layout, done.reference.mesh)
+    reference = done.reference
+    pieces: list[tuple[LiveTensor, Callable[[], torch.Tensor]]] = [
+        (live, partial(source.read, names[spec.name], live.layout, reference.mesh))
+        for live, spec in reference.carried()
+        if spec.keys
+    ]
+    pieces += [
+        (live, partial(reference.read_translated, source, names, live, specs)) for live, specs in reference.translated()
+    ]
+    for live, read in pieces:
+        if moved.get(id(live.tensor), id(live.tensor)) in real_before:
+            piece = read()
             with torch.no_grad():
                 done.overwritten.append((live.tensor, live.tensor.detach().clone()))
                 live.tensor.copy_(piece)

@@ -13,8 +13,10 @@ from slapo_core.errors import WeightsError
 from slapo_core.spec.layout import Layout
 from slapo_core.weights.sources import Source, open_source
 from slapo_core.weights.survey import LiveTensor, Survey, TensorSpec, live_tensors, survey
+from slapo_core.weights.translation import Translations
 
 if TYPE_CHECKING:
+    from slapo_core.plugins.manager import HookManager
     from slapo_core.schedule import Schedule
     from slapo_core.spec.mesh import Mesh
     from slapo_core.tree.tree import Tree
@@ -29,13 +31,16 @@ class Reference:
     Args:
         tree: the scheduled model with its layouts.
         survey: the tensors of the untouched model.
+        hooks: of the schedule: plugins say what the tensors stand for that no layout explains.
         kept: untouched tensors that no tensor of the scheduled model carries any more, by first name, on the CPU.
     """
 
     tree: Tree
     survey: Survey
+    hooks: HookManager
     kept: dict[str, torch.Tensor] = field(default_factory=dict)
     _told: bool = False
+    _translations: Translations | None = None
 
     @classmethod
     def of(cls, schedule: Schedule) -> Reference:
@@ -46,7 +51,7 @@ class Reference:
             WeightsError: a tensor that the schedule dropped has no values, because it is on the meta device.
         """
         surveyed, tensors = survey(schedule)
-        reference = cls(schedule.tree, surveyed)
+        reference = cls(schedule.tree, surveyed, schedule.hooks)
         for spec in reference.dropped():
             if tensors[spec.name].is_meta:
                 raise WeightsError(f"'{spec.name}' is on the meta device, so there is no state dict yet")
@@ -68,14 +73,28 @@ class Reference:
             if spec is not None:
                 yield live, spec
 
+    @property
+    def translations(self) -> Translations:
+        """What plugins say about the tensors that no layout explains; asked once."""
+        if self._translations is None:
+            self._translations = Translations.of(self.tree, self.survey, self.hooks, self.live())
+        return self._translations
+
+    def translated(self) -> list[tuple[LiveTensor, tuple[TensorSpec, ...]]]:
+        """Each live tensor that, as a plugin says, stands for untouched ones, with those."""
+        stands_for = self.translations.stands_for
+        return [(live, stands_for[live.name]) for live in self.live() if live.name in stands_for]
+
     def dropped(self) -> list[TensorSpec]:
         """What belongs into the state dict, but no live tensor carries it."""
         present = {spec.name for _, spec in self.carried()}
+        present |= {spec.name for _, specs in self.translated() for spec in specs}
         return [spec for spec in self.survey.specs.values() if spec.keys and spec.name not in present]
 
     def added(self) -> list[LiveTensor]:
-        """Persistent live tensors that the untouched model does not have."""
-        return [live for live in self.live() if live.is_persistent and self.survey.spec_of(live.layout) is None]
+        """Persistent live tensors that stand for nothing in the untouched model."""
+        known = {live.name for live, _ in self.carried()} | set(self.translations.stands_for)
+        return [live for live in self.live() if live.is_persistent and live.name not in known]
 
     def state_dict(self, *, rank0_only: bool = False, include_added: bool = False) -> dict[str, torch.Tensor]:
         """The untouched model's state dict: a collective where anything is sharded.
@@ -95,6 +114,11 @@ class Reference:
                 value = live.layout.full(live.tensor, self.mesh)
                 if wanted:
                     full[spec.name] = value.to("cpu", copy=True)
+        for live, _ in self.translated():
+            value = live.layout.full(live.tensor, self.mesh)
+            if wanted:
+                tensors = self.translations.to_reference(live, value)
+                full.update((name, tensor.to("cpu", copy=True).contiguous()) for name, tensor in tensors.items())
         added = self._added_state(wanted, include_added)
         if not wanted:
             return {}
@@ -127,11 +151,21 @@ class Reference:
         source = open_source(state)
         names = check_names(self.survey, source)
         with torch.no_grad():
+            pieces = [(live, self.read_translated(source, names, live, specs)) for live, specs in self.translated()]
             for live, spec in self.carried():
                 if spec.keys:
                     live.tensor.copy_(source.read(names[spec.name], live.layout, self.mesh))
+            for live, piece in pieces:
+                live.tensor.copy_(piece)
             for name in self.kept:
                 self.kept[name] = read_tensor(source, names[name], self.survey.specs[name])
+
+    def read_translated(
+        self, source: Source, names: Mapping[str, str], live: LiveTensor, specs: tuple[TensorSpec, ...]
+    ) -> torch.Tensor:
+        """This rank's piece of a live tensor that stands for ``specs``, made of a source's tensors."""
+        tensors = {spec.name: read_tensor(source, names[spec.name], spec) for spec in specs}
+        return live.layout.local(self.translations.from_reference(live, tensors), self.mesh)
 
 
 def reference_state_dict(

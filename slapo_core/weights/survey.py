@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
+from slapo_core.errors import WeightsError
 from slapo_core.spec.layout import Layout
 from slapo_core.tree.index import ModuleIndex, TensorSites, full_name
 
@@ -96,13 +98,29 @@ def survey(schedule: Schedule) -> tuple[Survey, dict[str, torch.Tensor]]:
 
     Raises:
         SealedError: the originals were dropped.
+        WeightsError: a lazy module has not been run yet.
     """
     with schedule.untouched() as model:
         return survey_model(model)
 
 
+def refuse_lazy(model: nn.Module) -> None:
+    """Refuse a model with tensors that have no shape yet.
+
+    Raises:
+        WeightsError: they are named.
+    """
+    lazy = [name for name, tensor in model.state_dict(keep_vars=True).items() if is_lazy(tensor)]
+    if lazy:
+        raise WeightsError(
+            f"tensors of lazy modules have no shape yet: {', '.join(lazy)}",
+            hint="run the model once on a batch before create_schedule(model), or give the layers their input size",
+        )
+
+
 def survey_model(model: nn.Module) -> tuple[Survey, dict[str, torch.Tensor]]:
     """As :func:`survey`, for a model without a schedule."""
+    refuse_lazy(model)
     index = ModuleIndex(model)
     sites = TensorSites(index)
     first: dict[int, str] = {}

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 
 import slapo_core as slapo
 from slapo_core.agreement import checksum, fingerprint, gather_objects
@@ -37,10 +40,21 @@ def build_with_steps_by_rank(case: str) -> str:
     options: dict[str, Any] = {}
     if case == "own error" and rank == 1:
         options["optimizer"] = adam(list(model.parameters()))
-    if case == "factory" and rank == 0:
-        options["optimizer"] = lambda parameters: None
+    if case == "factory":
+        options["optimizer"] = (lambda parameters: None) if rank == 0 else adam
     if case == "files":
-        options["weights"] = real("mlp").state_dict() if rank == 0 else {}
+        directory = tempfile.TemporaryDirectory()  # removed with this variable
+        file = Path(directory.name) / "model.safetensors"
+        save_file(real("mlp").state_dict() if rank == 0 else {}, file)
+        options["weights"] = file
+    if case == "no optimizer" and rank == 0:
+        options["optimizer"] = adam
+    if case == "no weights" and rank == 0:
+        options["weights"] = real("mlp").state_dict()
+    if case == "other weights":
+        options["weights"] = real("mlp", seed=rank).state_dict()
+    if case == "seed":
+        options["seed"] = rank
     result = outcome(lambda: slapo.build(schedule, **options))
     if case not in ("fine", "mesh", "own error"):
         assert not schedule.is_sealed
@@ -54,6 +68,7 @@ def real_like(case: str, rank: int) -> list[torch.Tensor]:
 
 
 CASES = ["fine", "argument", "missing step", "weights", "mesh", "own error", "factory", "files"]
+CASES += ["no optimizer", "no weights", "other weights", "seed"]
 
 
 def build_all(cases: list[str]) -> dict[str, str]:
@@ -122,8 +137,26 @@ def test_an_error_of_one_rank_ends_the_build_on_every_rank(results: list[dict[st
     assert first.startswith("OptimizerError: the optimizer factory must return a torch.optim.Optimizer (got NoneType)")
     assert second == "BuildError: making the optimiser failed on rank 0: " + first
     first, second = (result["files"] for result in results)
-    assert second.startswith("WeightsError: the weights given do not fit the model:\n  - missing: fc1.weight (8, 6)")
+    assert second.startswith("WeightsError: weights '")
+    assert "model.safetensors' do not fit the model:\n  - missing: fc1.weight (8, 6)" in second
     assert first == "BuildError: giving the model its values failed on rank 1: " + second
+
+
+@pytest.mark.ranks
+def test_ranks_that_call_build_with_other_arguments_are_told_and_none_of_them_hangs(
+    results: list[dict[str, str]],
+) -> None:
+    hint = "\n  hint: run the same script on the same installation on every rank"
+    start = "RankMismatchError: ranks disagree about "
+    for result in results:
+        assert result["no optimizer"] == (
+            f"{start}the optimizer given to build:\n  rank 0: a factory\n  rank 1: none{hint}"
+        )
+        assert result["no weights"] == (
+            f"{start}the weights given to build:\n  rank 0: a mapping\n  rank 1: those of the model{hint}"
+        )
+        assert result["other weights"].startswith(f"{start}the weights 'fc1.weight':\n  rank 0: (8, 6), torch.float")
+        assert result["seed"] == f"{start}the seed given to build:\n  rank 0: 0\n  rank 1: 1{hint}"
 
 
 def test_arguments_that_differ_from_process_to_process_are_compared_by_type() -> None:

@@ -93,8 +93,10 @@ def test_a_dialect_that_fails_after_the_model_got_its_values_leaves_it_as_schedu
         schedule = split(slapo.create_schedule(model, mesh={"tp": 1}), "mlp")
         schedule.registry.register(Fragile, kind="dialects")
         parameters = list(model.parameters())
-        with pytest.raises(RuntimeError, match="the runtime broke"):
+        with pytest.raises(slapo.BuildError) as caught:
             slapo.build(schedule, target="fragile", weights=real("mlp", seed=5).state_dict())
+        assert str(caught.value) == "target 'fragile' of tests local failed in build(): RuntimeError: the runtime broke"
+        assert isinstance(caught.value.__cause__, RuntimeError)
         assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
         assert not schedule.is_sealed
         schedule.undo(to=0)

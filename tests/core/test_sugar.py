@@ -42,7 +42,7 @@ def test_names_complete_and_document_themselves(path: str) -> None:
     assert {"checkpoint", "replace", "annotate", "core", "apply"} <= set(dir(target))
     assert {"checkpoint", "replace", "annotate"} <= set(dir(target.core))
     assert str(inspect.signature(target.annotate)).startswith("(param: 'str', key: 'str', value: 'Any')")
-    assert target.checkpoint.__doc__ == inspect.getdoc(Checkpoint)
+    assert target.checkpoint.__doc__ == (f"checkpoint(preserve_rng_state: bool = True)\n\n{inspect.getdoc(Checkpoint)}")
     assert target.checkpoint.__name__.endswith("checkpoint")
     where = path or ""
     assert repr(target.checkpoint) == f"<primitive core.checkpoint at '{where}'>"

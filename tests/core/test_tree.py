@@ -349,3 +349,17 @@ BertForMaskedLM
     assert "layer.0-1 x 2: BertLayer  <- checkpoint()" in text
     assert "─ 2: BertLayer\n" in text
     assert text.count("query") == 2
+
+
+def test_a_lazy_module_is_drawn_and_building_it_says_to_run_it_first() -> None:
+    sch = slapo.create_schedule(nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 2)))
+    assert str(sch).splitlines()[1] == "├─ 0: LazyLinear  weight (no shape yet), bias (no shape yet)"
+    assert repr(sch["0"]) == "<Node '0': LazyLinear, weight (no shape yet), bias (no shape yet)>"
+    message = (
+        "tensors of lazy modules have no shape yet: 0.weight, 0.bias\n  hint: run the model once on a batch before "
+        "create_schedule(model), or give the layers their input size"
+    )
+    for call in (slapo.build, lambda schedule: slapo.verify(schedule, torch.randn(2, 8))):
+        with pytest.raises(slapo.WeightsError) as caught:
+            call(sch)
+        assert str(caught.value) == message

@@ -327,3 +327,12 @@ def test_a_mode_that_the_user_has_on_stays_on() -> None:
     with _Spy() as spy:
         slapo.verify(slapo.create_schedule(nn.Linear(2, 2)), torch.randn(1, 2))
         assert torch.overrides._get_current_function_mode() is spy
+
+
+def test_complex_numbers_are_rounded_like_their_parts_and_their_input_gradients_are_compared() -> None:
+    model = nn.Sequential(nn.Linear(4, 4, dtype=torch.complex64), nn.Linear(4, 4, dtype=torch.complex64))
+    sch = slapo.create_schedule(model)
+    sch["0"].checkpoint()
+    report = slapo.verify(sch, torch.randn(2, 4, dtype=torch.complex64))
+    assert report.coarsest_dtype == "float32"
+    assert {one.kind: one.compared for one in report.largest}["input gradient"] == 1

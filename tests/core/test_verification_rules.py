@@ -55,7 +55,7 @@ def test_the_floor_never_grows_with_a_huge_value_in_another_output_or_buffer() -
 
 def differences(before: object, after: object, kind: str = "output", allowed: float = 0.0) -> list[str]:
     tolerance = Tolerance(torch.float64, REORDERED, rtol=0.0, atol=allowed, floor=0.0)
-    nothing = Correspondence({}, {}, None, lambda name, tensor: None, {})
+    nothing = Correspondence({}, {}, None, lambda name, tensor: None, {}, {})
     found = compare(Observation({kind: {"x": before}}), Observation({kind: {"x": after}}), nothing, tolerance)
     return [difference.problem for difference in found.differences]
 

@@ -81,6 +81,19 @@ def test_a_patched_module_forward_is_put_back_and_the_whole_distribution_refused
     assert registry.names("primitives") == ()
 
 
+def test_an_import_that_asks_for_input_or_replaces_a_builtin_is_contained(fake_distributions: FakeEnvironment) -> None:
+    asking = acme("ask-slapo", namespace="ask", before=("input('licence key? ')",))
+    taking = acme("take-slapo", namespace="take", before=("import builtins", "builtins.print = None"))
+    fake_distributions.install(asking, taking)
+    registry, own, stdin = fake_distributions.registry(), print, sys.stdin
+    with pytest.raises(BrokenPluginError, match="EOFError"), pytest.warns(PluginWarning, match="licence key"):
+        registry.load("ask.pad")
+    with pytest.raises(RejectedPluginError, match=r"builtins\.print was replaced \(put back\)"):
+        registry.load("take.pad")
+    assert print is own
+    assert sys.stdin is stdin
+
+
 def test_lazy_public_names_and_submodules_are_no_tampering() -> None:
     import slapo_core
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
 from slapo_core.testing import CHECKS, FakeDistribution, FakeEnvironment
 from slapo_core.testing.conformance import Finding, check_plugin
@@ -98,6 +99,12 @@ BAD = {
         "incompatible: needs slapo-core>=99; installed is slapo-core 0.1.0\n  way out: pip install",
     ),
     "prints": (acme(before=("print('hello')",)), "acme-slapo: light_import", "it prints 'hello'"),
+    "asks": (acme(before=("input()",)), "acme-slapo: light_import", "the import raised EOFError"),
+    "patches torch": (
+        acme(before=("import torch", "torch.nn.functional.linear = None")),
+        "acme-slapo: light_import",
+        "it changes torch.nn.functional.linear (<built-in function linear> -> None)",
+    ),
     "exits": (acme(before=("import os; os._exit(7)",)), "acme-slapo: light_import", "ended with exit code 7"),
     "class": (
         FakeDistribution(
@@ -141,6 +148,13 @@ def test_what_is_wrong_with_a_plugin_is_found(fake_distributions: FakeEnvironmen
 def test_a_module_that_ends_another_process_is_not_imported_into_this_one(fake_distributions: FakeEnvironment) -> None:
     found = findings(fake_distributions, acme(before=("import os; os._exit(7)",)))
     assert [item.check for item in found] == ["state", "light_import"]
+
+
+def test_a_module_that_patches_torch_is_not_imported_into_this_one(fake_distributions: FakeEnvironment) -> None:
+    linear = torch.nn.functional.linear
+    found = findings(fake_distributions, acme(before=("import torch", "torch.nn.functional.linear = None")))
+    assert [item.check for item in found] == ["state", "light_import"]
+    assert torch.nn.functional.linear is linear
 
 
 @pytest.mark.parametrize(
@@ -218,3 +232,13 @@ def test_an_unknown_plugin_is_an_error_with_a_suggestion(fake_distributions: Fak
     done = fake_distributions.slapo("plugins", "check", "acme-slap")
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == "error: no plugin 'acme-slap' is installed\n  hint: did you mean acme-slapo?\n"
+
+
+def test_entry_points_that_torch_cannot_read_are_named_without_a_traceback(fake_distributions: FakeEnvironment) -> None:
+    unreadable = FakeDistribution("odd-slapo", "1.0", files={"entry_points.txt": b"\xff\xfe[slapo.v1.primitives]"})
+    fake_distributions.install(acme(), unreadable)
+    done = fake_distributions.slapo("plugins", "check", "acme-slapo")
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: torch cannot be imported, because it reads the entry points of everything")
+    assert "hint: pip uninstall odd-slapo; or TORCH_DEVICE_BACKEND_AUTOLOAD=0 until then" in done.stderr
+    assert "Traceback" not in done.stderr

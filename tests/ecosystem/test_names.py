@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from slapo_core.errors import AmbiguousNameError, UnknownNameError
+from slapo_core.errors import AmbiguousNameError, DisabledPluginError, UnknownNameError
 from slapo_core.spec.names import RESERVED_NAMES
+from slapo_core.sugar import bound_primitive
 from slapo_core.testing.distributions import FakeDistribution, FakeEnvironment
 from tests.dists.healthy import acme
 
@@ -126,6 +127,19 @@ def test_kinds_without_namespace_use_plain_names(fake_distributions: FakeEnviron
     registry = fake_distributions.registry()
     assert registry.names("compilers") == registry.bare_names("compilers") == ("fast",)
     assert registry.load("fast", "compilers").name == "fast"
+
+
+def test_the_namespace_of_a_disabled_plugin_says_so(fake_distributions: FakeEnvironment) -> None:
+    fake_distributions.install(acme())
+    registry = fake_distributions.registry({"SLAPO_DISABLE_PLUGINS": "acme-slapo"})
+    with pytest.raises(DisabledPluginError) as caught:
+        bound_primitive(registry, "acme", None, "fc")
+    assert caught.value.message == (
+        "primitive 'acme.pad' of acme-slapo 1.0 is installed but disabled: SLAPO_DISABLE_PLUGINS names it"
+    )
+    with pytest.raises(UnknownNameError) as missing:
+        bound_primitive(registry, "pipeline", None, "fc")
+    assert missing.value.hint == "pip install slapo-pipeline"
 
 
 def test_no_primitive_can_hide_a_member_of_a_node_group_or_schedule() -> None:

@@ -1,6 +1,7 @@
 """The collectives of tensor parallelism, each with its gradient.
 
-Three pairs; in each, one function is the gradient of the other, so that gradients of gradients are right too:
+Three pairs; in each, one function is the gradient of the other, so that gradients of gradients are right too (where
+nobody asks for these, the backward of the first pair runs without an autograd function of its own):
 
 =================  =============================  =================================
 function           forward                        backward
@@ -13,9 +14,9 @@ function           forward                        backward
 `reduce_scatter`   sum, then this rank's piece    concatenate the ranks' gradients
 =================  =============================  =================================
 
-They are functional (no argument is overwritten), give plain tensors, and ``torch.compile`` traces them. Source: the
-conjugate operators f and g of Megatron-LM (paper section 2.2); ``megatron/core/tensor_parallel/mappings.py`` has the
-same table.
+They are functional (no argument is overwritten unless the caller says so), give plain tensors, and ``torch.compile``
+traces them. Source: the conjugate operators f and g of Megatron-LM (paper section 2.2);
+``megatron/core/tensor_parallel/mappings.py`` has the same table.
 """
 
 from __future__ import annotations
@@ -24,14 +25,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
 from torch.autograd import Function
+from torch.compiler import is_compiling
 
 from slapo_core import Mesh, MeshError
 
 __all__ = ["Group", "all_gather", "all_reduce", "copy", "gather_sum", "reduce_scatter", "split"]
 
-_ops = torch.ops._c10d_functional
+_ops = torch.ops._c10d_functional  # each by its overload: choosing one anew costs microseconds a call
 
 
 @dataclass(frozen=True)
@@ -70,8 +72,17 @@ class Group:
         return self.name
 
 
-def all_reduce(tensor: Tensor, group: Group) -> Tensor:
-    """Sum over the ranks; the gradient passes through."""
+def all_reduce(tensor: Tensor, group: Group, *, overwrite: bool = False) -> Tensor:
+    """Sum over the ranks; the gradient passes through.
+
+    Args:
+        tensor: this rank's part.
+        group: the ranks.
+        overwrite: the caller knows that nobody else holds ``tensor``, so that the sum may take its memory, which saves
+            a copy. ``torch.compile`` decides this by itself.
+    """
+    if overwrite and tensor.is_contiguous() and not is_compiling():
+        return _AllReduceInPlace.apply(tensor, group.running())
     return _AllReduce.apply(tensor, group.running())
 
 
@@ -108,7 +119,17 @@ class _AllReduce(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
+        if not is_grad_enabled():
+            return gradient, None
         return _Copy.apply(gradient, ctx.name), None
+
+
+class _AllReduceInPlace(_AllReduce):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, name: str) -> Tensor:
+        ctx.name = name
+        ctx.mark_dirty(tensor)
+        return _ops.wait_tensor.default(_ops.all_reduce_.default(tensor, "sum", name))
 
 
 class _Copy(Function):
@@ -119,6 +140,8 @@ class _Copy(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
+        if not is_grad_enabled():
+            return _sum(gradient, ctx.name), None
         return _AllReduce.apply(gradient, ctx.name), None
 
 
@@ -171,14 +194,14 @@ class _ReduceScatter(Function):
 
 
 def _sum(tensor: Tensor, name: str) -> Tensor:
-    return _ops.wait_tensor(_ops.all_reduce(tensor, "sum", name))
+    return _ops.wait_tensor.default(_ops.all_reduce.default(tensor, "sum", name))
 
 
 def _concatenate(tensor: Tensor, axis: int, name: str, size: int) -> Tensor:
-    pieces = _ops.wait_tensor(_ops.all_gather_into_tensor(tensor.contiguous(), size, name))
+    pieces = _ops.wait_tensor.default(_ops.all_gather_into_tensor.default(tensor.contiguous(), size, name))
     return pieces if axis % tensor.dim() == 0 else torch.cat(pieces.chunk(size), dim=axis)
 
 
 def _sum_piece(tensor: Tensor, axis: int, name: str, size: int) -> Tensor:
     stacked = tensor.contiguous() if axis % tensor.dim() == 0 else torch.cat(tensor.chunk(size, dim=axis))
-    return _ops.wait_tensor(_ops.reduce_scatter_tensor(stacked, "sum", size, name))
+    return _ops.wait_tensor.default(_ops.reduce_scatter_tensor.default(stacked, "sum", size, name))

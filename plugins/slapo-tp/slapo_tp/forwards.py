@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,11 +20,11 @@ def leave_bias_out(without_bias: Forward) -> Callable[[Forward], Forward]:
     Args:
         without_bias: the kind's forward with the bias left out.
     """
+    return functools.partial(bias_left_out, without_bias)
 
-    def bias_left_out(forward: Forward) -> Forward:
-        return without_bias
 
-    return bias_left_out
+def bias_left_out(without_bias: Forward, forward: Forward) -> Forward:
+    return without_bias
 
 
 def look_up_own_rows(start: int, vocabulary: int) -> Callable[[Forward], Forward]:
@@ -35,19 +36,19 @@ def look_up_own_rows(start: int, vocabulary: int) -> Callable[[Forward], Forward
         start: the first id of this rank, e.g. 15000.
         vocabulary: the number of ids of all ranks, e.g. 30000.
     """
+    return functools.partial(own_rows_looked_up, start, vocabulary)
 
-    def own_rows_looked_up(forward: Forward) -> Forward:
-        def look_up(module: Any, input: Tensor) -> Tensor:
-            rows = module.weight.shape[0]
-            stop = start + rows
-            others = ((input >= 0) & (input < start)) | ((input >= stop) & (input < vocabulary))
-            padding = module.padding_idx
-            if padding is not None:
-                padding = padding - start if start <= padding < stop else None
-            own = (input - start).masked_fill(others, 0)
-            found = F.embedding(own, module.weight, padding, sparse=module.sparse)
-            return found.masked_fill(others.unsqueeze(-1), 0.0)
 
-        return look_up
+def own_rows_looked_up(start: int, vocabulary: int, forward: Forward) -> Forward:
+    def look_up(module: Any, input: Tensor) -> Tensor:
+        rows = module.weight.shape[0]
+        stop = start + rows
+        others = ((input >= 0) & (input < start)) | ((input >= stop) & (input < vocabulary))
+        padding = module.padding_idx
+        if padding is not None:
+            padding = padding - start if start <= padding < stop else None
+        own = (input - start).masked_fill(others, 0)
+        found = F.embedding(own, module.weight, padding, sparse=module.sparse)
+        return found.masked_fill(others.unsqueeze(-1), 0.0)
 
-    return own_rows_looked_up
+    return look_up

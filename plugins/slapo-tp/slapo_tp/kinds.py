@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from slapo_core import Violation
 from slapo_core.spec.edit import Forward
 
-__all__ = ["Axis", "Kind", "kind_of"]
+__all__ = ["Axis", "Kind", "kind_of", "reads_weights_itself"]
 
 Role = Literal["output", "input", "vocabulary"]
 
@@ -82,6 +82,12 @@ def kind_of(module: nn.Module) -> Kind | None:
     if kind is None and cls.__name__ == "Conv1D" and hasattr(module, "nf") and hasattr(module, "nx"):
         return CONV1D  # transformers' own, recognised by name so that transformers is not needed
     return kind
+
+
+def reads_weights_itself(module: nn.Module, child: nn.Module) -> bool:
+    """Whether ``module`` is nn.MultiheadAttention, which does not call ``child``, its output projection (or is it)."""
+    is_attention = getattr(type(module), "forward", None) is nn.MultiheadAttention.forward
+    return is_attention and (child is module or child is module._modules.get("out_proj"))
 
 
 # -- forwards with the bias left out; argument names are those of the originals -------------------------------

@@ -122,6 +122,11 @@ class Shard(Primitive):
             edit.note(f"{type(node.module).__name__} is no kind that tp.shard knows: its forward and attributes stay")
             return
         if name != "weight":
+            if own_tensor(node, "weight") is None:
+                edit.note(
+                    f"the weight of '{node.path}' is computed from other tensors (weight_norm, a parametrisation): its "
+                    "forward and attributes stay, and sync needs its op"
+                )
             return
         weight: Tensor = node.parameters[name]
         edit.set_attribute(node, kind.axes[axis].attribute, weight.shape[axis])

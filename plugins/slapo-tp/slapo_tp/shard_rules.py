@@ -6,13 +6,13 @@ import difflib
 from collections import Counter
 from collections.abc import Iterator
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from slapo_core import Node, Violation
 from slapo_core.spec.conditions import Divisible
-from slapo_tp.kinds import Kind, kind_of
+from slapo_tp.kinds import Kind, kind_of, reads_weights_itself
 from slapo_tp.splits import as_tuple, mesh_size, own_tensor, sites, split_axis, tensor_axis
 
 __all__ = ["names_violations", "pieces", "tensor_violations"]
@@ -151,6 +151,14 @@ def _module_refuses(
     node: Node, place: Node, name: str, axis: int, packed: Packed, mesh_dim: str
 ) -> Iterator[Violation]:
     """Why the module at ``place``, which holds the tensor as ``name``, could not run with a piece of it."""
+    attention = place if isinstance(place.module, nn.MultiheadAttention) else place.parent
+    if attention is not None and reads_weights_itself(attention.module, place.module):
+        what = f", so '{place.path}' is never called" if attention is not place else ""
+        yield Violation(
+            f"nn.MultiheadAttention reads all of its weights in one function, which splits them by embed_dim{what}",
+            f"write sch['{attention.path}'].replace(...) with an attention of separate projections, and shard those",
+        )
+        return
     kind = kind_of(place.module)
     if kind is None:
         if place is not node:

@@ -13,7 +13,7 @@ from slapo_core.spec.conditions import Distributed
 from slapo_core.spec.edit import HookKind
 from slapo_tp.collectives import Group
 from slapo_tp.kinds import kind_of
-from slapo_tp.splits import bias_is_left_out, mesh_size
+from slapo_tp.splits import bias_is_left_out, mesh_size, output_state
 from slapo_tp.sync_hooks import AddBias, GradientHook, InputHook, OutputHook
 from slapo_tp.sync_rules import argument_violations, place_violations, resolve
 
@@ -122,7 +122,18 @@ class Sync(Primitive):
             if add_bias is not None:
                 yield "forward", add_bias
         elif mode == "fwd_post":
-            yield "forward", OutputHook(str(op), axis, group, node.path, self.outputs, add_bias)
+            yield (
+                "forward",
+                OutputHook(
+                    str(op),
+                    axis,
+                    group,
+                    node.path,
+                    self.outputs,
+                    add_bias,
+                    output_state(node, self.mesh_dim) == "partial",
+                ),
+            )
         elif mode == "fwd_pre":
             yield "forward_pre", InputHook(str(op), axis, group, node.path, self.inputs, parameters)
         else:

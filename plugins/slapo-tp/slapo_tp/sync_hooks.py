@@ -52,6 +52,7 @@ class OutputHook:
         path: of the module, for messages.
         outputs: which tensors of the flattened output; None for the only one.
         add_bias: adds the bias that the forward left out; None where there is none.
+        is_fresh: whether the forward makes its output anew and keeps no reference to it, as that of nn.Linear does.
     """
 
     op: str
@@ -60,10 +61,13 @@ class OutputHook:
     path: str
     outputs: tuple[int, ...] | None = None
     add_bias: AddBias | None = None
+    is_fresh: bool = False
 
     def __call__(self, module: nn.Module, args: Args, kwargs: Kwargs, output: Any) -> Any:
         if isinstance(output, Tensor) and self.outputs is None:
-            output = self._communicate(output)
+            # Another hook may have kept the output: then it must not be overwritten.
+            alone = self.is_fresh and len(module._forward_hooks) == 1
+            output = self._communicate(output, overwrite=alone)
         else:
             leaves, spec = tree_flatten(output)
             for position in self._positions(leaves):
@@ -71,9 +75,9 @@ class OutputHook:
             output = tree_unflatten(leaves, spec)
         return output if self.add_bias is None else self.add_bias(module, args, kwargs, output)
 
-    def _communicate(self, tensor: Tensor) -> Tensor:
+    def _communicate(self, tensor: Tensor, *, overwrite: bool = False) -> Tensor:
         if self.op == "all_reduce":
-            return collectives.all_reduce(tensor, self.group)
+            return collectives.all_reduce(tensor, self.group, overwrite=overwrite)
         _check_axis(tensor, self.axis, self.op, self.group, self.path)
         if self.op == "all_gather":
             return collectives.all_gather(tensor, self.axis, self.group)
@@ -121,6 +125,8 @@ class InputHook:
     parameters: tuple[str, ...] = ()
 
     def __call__(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+        if self.inputs is None and len(args) == 1 and not kwargs and _is_floating(args[0]):  # the usual call
+            return (self._communicate(args[0]),), kwargs
         if self.inputs is None:
             count = sum(_is_floating(leaf) for leaf in tree_flatten((args, kwargs))[0])
             if count != 1:
@@ -162,6 +168,8 @@ class GradientHook:
     def __call__(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         if not is_grad_enabled():
             return args, kwargs
+        if self.inputs is None and len(args) == 1 and not kwargs and isinstance(args[0], Tensor):  # the usual call
+            return ((collectives.copy(args[0], self.group),) if args[0].requires_grad else args), kwargs
         done: list[tuple[Tensor, Tensor]] = []
 
         def communicate(tensor: Tensor) -> Tensor:

@@ -314,3 +314,37 @@ def test_an_argument_of_the_wrong_type_is_refused_before_anything_is_looked_at()
         sch["fc"].sync("fwd", "all_reduce")
     with pytest.raises(ArgumentError, match=r"^tp.shard: argument 'axis' must be int \(got '0'\)$"):
         sch["fc"].shard("weight", axis="0")
+
+
+class Attending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.attention(x, x, x, need_weights=False)[0]
+
+
+def test_the_weights_of_multihead_attention_are_refused_because_it_reads_them_without_calling_anyone() -> None:
+    sch = slapo.create_schedule(Attending(), mesh={"tp": 2})
+    reason = "nn.MultiheadAttention reads all of its weights in one function, which splits them by embed_dim"
+    hint = "write sch['attention'].replace(...) with an attention of separate projections, and shard those"
+    with pytest.raises(slapo.PreconditionError) as caught:
+        sch["attention.out_proj"].shard("weight", axis=1)
+    assert str(caught.value) == (
+        f"cannot apply shard('weight', axis=1) at 'attention.out_proj': {reason}, so 'attention.out_proj' is never "
+        f"called; {hint}"
+    )
+    with pytest.raises(slapo.PreconditionError) as caught:
+        sch["attention"].shard("in_proj_weight", axis=0, packed=3)
+    assert str(caught.value) == (
+        f"cannot apply shard('in_proj_weight', axis=0, packed=3) at 'attention': {reason}; {hint}"
+    )
+    assert sch.records == ()
+
+
+def test_a_weight_that_is_computed_from_others_is_said_to_stay_as_it_is() -> None:
+    normed = torch.nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))
+    sch = slapo.create_schedule(nn.Sequential(normed), mesh={"tp": 2})
+    sch["0"].shard("bias", axis=0)
+    assert "the weight of '0' is computed from other tensors" in sch.explain()

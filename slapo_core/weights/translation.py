@@ -1,0 +1,159 @@
+"""Tensors that no layout explains: what a plugin says that they stand for, and the way there and back.
+
+A plugin answers ``slapo_to_reference`` for the tensors that its primitives made. It is asked first with tensors on the
+meta device: which tensors of the untouched model a tensor stands for is known before any of them has values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from slapo_core.errors import HookError, WeightsError
+
+if TYPE_CHECKING:
+    from slapo_core.plugins.manager import HookManager
+    from slapo_core.tree.tree import Tree
+    from slapo_core.weights.survey import LiveTensor, Survey, TensorSpec
+
+__all__ = ["Translations"]
+
+_OUT, _IN = "slapo_to_reference", "slapo_from_reference"
+
+
+@dataclass(frozen=True)
+class Translations:
+    """Made by :meth:`of`.
+
+    Args:
+        tree: the scheduled model.
+        hooks: of its schedule.
+        stands_for: name of a live tensor -> the tensors of the untouched model that it stands for.
+    """
+
+    tree: Tree
+    hooks: HookManager
+    stands_for: Mapping[str, tuple[TensorSpec, ...]]
+
+    @classmethod
+    def of(cls, tree: Tree, survey: Survey, hooks: HookManager, lives: Iterable[LiveTensor]) -> Translations:
+        """Ask the active plugins about every live tensor whose layout is of no tensor of the untouched model.
+
+        Raises:
+            WeightsError: a tensor is no piece of the untouched one, although its layout says so.
+            HookError: an answer names what the untouched model does not have, what another tensor carries, or has
+                another shape than the untouched tensor.
+        """
+        lives = list(lives)
+        specs = {live.name: survey.spec_of(live.layout) for live in lives}
+        carriers = {spec.name: name for name, spec in specs.items() if spec is not None}
+        stands_for: dict[str, tuple[TensorSpec, ...]] = {}
+        for live in lives:
+            spec = specs[live.name]
+            if spec is not None and tuple(live.tensor.shape) != live.layout.local_shape(tree.mesh):
+                raise _undescribed(live, spec)
+            if spec is not None or not live.is_persistent:
+                continue
+            empty = torch.empty(live.layout.shape, dtype=live.tensor.dtype, device="meta")
+            answer = _ask_out(tree, hooks, live, empty)
+            if answer is None and live.layout.origin in survey.origins:
+                raise _undescribed(live, survey.specs[survey.origins[live.layout.origin]])
+            if answer is None:
+                continue
+            label, tensors = answer
+            stands_for[live.name] = tuple(
+                _checked(survey, carriers, live, label, name, tensor) for name, tensor in tensors.items()
+            )
+            carriers.update((spec.name, live.name) for spec in stands_for[live.name])
+        return cls(tree, hooks, stands_for)
+
+    def to_reference(self, live: LiveTensor, full: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The untouched tensors, by first name, that the whole tensor ``full`` of ``live`` stands for."""
+        expected = {spec.name: spec.shape for spec in self.stands_for[live.name]}
+        answer = _ask_out(self.tree, self.hooks, live, full)
+        got = {name: tuple(tensor.shape) for name, tensor in answer[1].items()} if answer is not None else {}
+        if got != expected:
+            raise HookError(
+                f"hook {_OUT} answered for '{live.name}' with {got}, but for a meta tensor with {expected}",
+                plugin=answer[0] if answer is not None else None,
+                hint="the names and shapes of the answer must not depend on values",
+            )
+        return answer[1] if answer is not None else {}
+
+    def from_reference(self, live: LiveTensor, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The whole value of ``live`` made of the untouched tensors that it stands for.
+
+        Raises:
+            HookError: nobody answers, or with another shape.
+        """
+        node = self.tree.node(live.path)
+        answer = self.hooks.single(_IN, node=node, name=live.own_name, tensors=dict(tensors))
+        if answer is None:
+            raise HookError(
+                f"no plugin answers {_IN} for '{live.name}', for which one answers {_OUT}",
+                hint="a plugin must give both, one the reverse of the other",
+            )
+        label, full = answer
+        if not isinstance(full, torch.Tensor) or tuple(full.shape) != tuple(live.layout.shape):
+            raise HookError(
+                f"hook {_IN} of {label} must give a tensor of shape {tuple(live.layout.shape)} for '{live.name}' "
+                f"(got {_kind(full)})",
+                plugin=label,
+            )
+        return full.detach()
+
+
+def _undescribed(live: LiveTensor, spec: TensorSpec) -> WeightsError:
+    shape = tuple(live.tensor.shape)
+    return WeightsError(
+        f"'{live.name}' of shape {shape} is to stand for '{spec.name}' {spec.shape} of the untouched model, but no "
+        "layout says how",
+        path=live.path,
+        hint=f'the primitive that made it must record that: edit.set_parameter(node, "{live.own_name}", value, '
+        f'layout=Layout("", {shape})), and its plugin answer {_OUT} and {_IN}',
+    )
+
+
+def _ask_out(
+    tree: Tree, hooks: HookManager, live: LiveTensor, full: torch.Tensor
+) -> tuple[str, dict[str, torch.Tensor]] | None:
+    answer = hooks.single(_OUT, node=tree.node(live.path), name=live.own_name, tensor=full)
+    if answer is None:
+        return None
+    label, tensors = answer
+    if not isinstance(tensors, Mapping) or not all(isinstance(value, torch.Tensor) for value in tensors.values()):
+        raise HookError(
+            f"hook {_OUT} of {label} must give a mapping of tensors for '{live.name}' (got {_kind(tensors)})",
+            plugin=label,
+            hint='return {"encoder.fc.weight": tensor.t()}',
+        )
+    return label, {name: value.detach() for name, value in tensors.items()}
+
+
+def _checked(
+    survey: Survey, carriers: Mapping[str, str], live: LiveTensor, label: str, name: str, tensor: torch.Tensor
+) -> TensorSpec:
+    spec = survey.specs.get(name)
+    problem = None
+    if spec is None:
+        first = survey.origins.get(name)
+        meant = (
+            f"it is tied and goes by its first name, '{first}'" if first else "the untouched model has no such tensor"
+        )
+        problem = f"names '{name}': {meant}"
+    elif not spec.keys:
+        problem = f"names '{name}', a buffer that is in no state dict"
+    elif name in carriers:
+        problem = f"names '{name}', which '{carriers[name]}' carries"
+    elif tuple(tensor.shape) != spec.shape:
+        problem = f"gives '{name}' the shape {tuple(tensor.shape)}, not {spec.shape}"
+    if problem is not None or spec is None:
+        raise HookError(f"the answer of hook {_OUT} of {label} for '{live.name}' {problem}", plugin=label)
+    return spec
+
+
+def _kind(value: Any) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)

@@ -1,0 +1,78 @@
+"""Negative controls on a real BERT: whichever collective is missing, verify fails and names steps near it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import slapo_core as slapo
+from slapo_core.testing import preload_modules, run_ranks
+
+pytestmark = pytest.mark.ranks
+preload_modules("transformers.models.bert.modeling_bert")
+
+SYNCS = 11
+
+
+def bert() -> nn.Module:
+    from transformers import BertConfig, BertForMaskedLM
+
+    torch.manual_seed(0)
+    return BertForMaskedLM(
+        BertConfig(
+            vocab_size=40, hidden_size=16, num_hidden_layers=2, num_attention_heads=4, intermediate_size=24,
+            max_position_embeddings=12,
+        )
+    )  # fmt: skip
+
+
+def split(sch: Any, *, without: int | None) -> str:
+    """Split layers and the tied vocabulary; the path of the collective that was left out."""
+    syncs: list[tuple[Any, str]] = []
+    for layer in sch["bert.encoder.layer.*"]:
+        for name in ("query", "key", "value"):
+            layer[f"attention.self.{name}"].shard(["weight", "bias"], axis=0)
+        layer["attention.output.dense"].shard("weight", axis=1)
+        layer["intermediate.dense"].shard(["weight", "bias"], axis=0)
+        layer["output.dense"].shard("weight", axis=1)
+        syncs += [(layer["attention.self"], "backward"), (layer["attention.output.dense"], "forward")]
+        syncs += [(layer["intermediate.dense"], "backward"), (layer["output.dense"], "forward")]
+    sch["cls.predictions"].shard("bias", axis=0)
+    sch["cls.predictions.decoder"].shard("weight", axis=0)
+    syncs += [(sch["cls.predictions.decoder"], mode) for mode in ("backward", "forward")]
+    syncs += [(sch["bert.embeddings.word_embeddings"], "forward")]
+    assert len(syncs) == SYNCS
+    for position, (node, mode) in enumerate(syncs):
+        if position != without:
+            node.sync(mode)
+    return syncs[without][0].path if without is not None else ""
+
+
+def verify_each() -> list[tuple[str, list[str]]]:
+    ids = torch.randint(0, 40, (2, 7), generator=torch.Generator().manual_seed(3))
+    batch = {"input_ids": ids, "labels": ids}
+    whole = slapo.create_schedule(bert(), mesh={"tp": 2})
+    split(whole, without=None)
+    assert not slapo.verify(whole, batch, steps=1).not_compared
+    found = []
+    for number in range(SYNCS):
+        sch = slapo.create_schedule(bert(), mesh={"tp": 2})
+        path = split(sch, without=number)
+        try:
+            slapo.verify(sch, batch, steps=1)
+        except slapo.VerifyError as error:
+            found.append((path, error.steps))
+        else:
+            found.append((path, []))
+    return found
+
+
+def test_each_missing_collective_of_a_bert_is_found_and_steps_of_its_own_block_are_named() -> None:
+    for path, steps in run_ranks(verify_each, world_size=2)[0]:
+        assert steps, f"nobody noticed that the sync at {path} is missing"
+        layer = ".".join(path.split(".")[:4])
+        near = (layer,) if "encoder" in path else ("cls.predictions", "bert.embeddings.word_embeddings")
+        assert all(any(place in step for place in near) for step in steps), (path, steps)
