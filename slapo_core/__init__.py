@@ -48,10 +48,12 @@ if TYPE_CHECKING:
     from slapo_core.plugins.local import (
         register_primitive as register_primitive,
     )
+    from slapo_core.replaying import (
+        replay as replay,
+    )
     from slapo_core.schedule import (
         Schedule as Schedule,
         create_schedule as create_schedule,
-        replay as replay,
     )
     from slapo_core.spec.dialect import (
         Dialect as Dialect,
@@ -140,7 +142,7 @@ _PUBLIC = {
     "create_schedule": "slapo_core.schedule",
     "hookimpl": "slapo_core.spec.hookspecs",
     "register_primitive": "slapo_core.plugins.local",
-    "replay": "slapo_core.schedule",
+    "replay": "slapo_core.replaying",
     "verify": "slapo_core.verification",
 }
 

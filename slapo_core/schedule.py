@@ -5,18 +5,17 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from slapo_core.errors import ArgumentError, ReplayError, SealedError, SlapoError, UndoError
+from slapo_core.errors import ArgumentError, SealedError, UndoError
 from slapo_core.explanation import explain_records
 from slapo_core.location import caller_location
 from slapo_core.ownership import note_steps, refuse_if_scheduled
 from slapo_core.plugins.manager import HookManager
 from slapo_core.plugins.process import current_registry
-from slapo_core.records import dump_records, load_document, primitive_from_json
+from slapo_core.records import dump_records
 from slapo_core.spec.mesh import Mesh, declare_mesh
 from slapo_core.spec.names import canonical_distribution
 from slapo_core.spec.primitive import Primitive, check_primitive
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
     from slapo_core.plugins.registry import Registry
     from slapo_core.spec.node import Node
 
-__all__ = ["Schedule", "create_schedule", "replay"]
+__all__ = ["Schedule", "create_schedule"]
 
 
 class Schedule:
@@ -65,7 +64,6 @@ class Schedule:
         self._inner: list[Record] = []  # of the primitives that the one being applied has applied itself
         self._sealed_by: str | None = None
         self._in_force: int | None = None  # while rewound: how many steps the model is under
-        self._location: str | None = None  # while replaying: where the saved step was written
         self.tree = Tree(model, mesh, self)
         if self.plugins:
             for distribution in self.plugins:
@@ -228,8 +226,22 @@ class Schedule:
             self._hooks = HookManager(self.registry)
         return self._hooks
 
-    def apply_at(self, node: Node, primitive: Primitive, *, after_edit: Callable[[int], None] | None = None) -> Node:
-        """Apply ``primitive`` at ``node``: see :class:`slapo_core.transaction.Transaction`."""
+    def apply_at(
+        self,
+        node: Node,
+        primitive: Primitive,
+        *,
+        location: str | None = None,
+        after_edit: Callable[[int], None] | None = None,
+    ) -> Node:
+        """Apply ``primitive`` at ``node``: see :class:`slapo_core.transaction.Transaction`.
+
+        Args:
+            node: where.
+            primitive: what.
+            location: the ``file:line`` to record; None looks for the user's own.
+            after_edit: called with the number of edits made so far after each one.
+        """
         check_primitive(primitive)
         self._check_open(f"apply {primitive}")
         self.tree.look_again_if_changed(node)
@@ -238,7 +250,7 @@ class Schedule:
         )
         try:
             result, step = transaction.run(
-                node, primitive, index=len(self._steps) + 1, location=self._location or caller_location()
+                node, primitive, index=len(self._steps) + 1, location=location or caller_location()
             )
         except BaseException:
             self._refresh()
@@ -370,68 +382,3 @@ def create_schedule(
         )
     refuse_if_scheduled(model)
     return Schedule(model, mesh=declare_mesh(mesh, rank=rank), plugins=plugins, example_inputs=example_inputs)
-
-
-def replay(
-    model: nn.Module,
-    document: Mapping[str, Any] | str | PathLike[str],
-    *,
-    mesh: Mapping[str, int] | DeviceMesh | Mesh | None = None,
-    plugins: Sequence[str] = (),
-    example_inputs: Any = None,
-    rank: int = 0,
-) -> Schedule:
-    """Apply a saved schedule to another instance of the model.
-
-    Args:
-        model: a fresh instance.
-        document: what ``sch.to_json()`` or ``sch.document()`` gave, or the path of a file that holds it.
-        mesh: as for :func:`create_schedule`; None takes the mesh that the schedule was saved with. Another world
-            size is fine.
-        plugins: as for :func:`create_schedule`.
-        example_inputs: as for :func:`create_schedule`.
-        rank: as for :func:`create_schedule`.
-
-    Raises:
-        ReplayError: not a schedule, a primitive is not installed, or a step was refused; the model is untouched.
-    """
-    data = load_document(document)
-    schedule = create_schedule(
-        model,
-        mesh=mesh if mesh is not None else data.get("mesh"),
-        plugins=plugins,
-        example_inputs=example_inputs,
-        rank=rank,
-    )
-    saved = data["records"]
-    values = [_primitive_of(schedule, number, record) for number, record in enumerate(saved, start=1)]
-    try:
-        for number, (record, primitive) in enumerate(zip(saved, values, strict=True), start=1):
-            schedule._location = record.get("location") or None
-            try:
-                schedule.apply_at(schedule.tree.node(record["path"]), primitive)
-            except SlapoError as error:
-                raise ReplayError(
-                    f"step {number} of {len(saved)}, {primitive} at '{record['path']}', was refused: {error.message}",
-                    path=record["path"],
-                    hint=error.hint,
-                ) from error
-    except BaseException:
-        schedule.undo(to=0)
-        raise
-    finally:
-        schedule._location = None
-    return schedule
-
-
-def _primitive_of(schedule: Schedule, number: int, record: Mapping[str, Any]) -> Primitive:
-    try:
-        cls: type[Primitive] = schedule.registry.load(record["primitive"], "primitives")
-        return primitive_from_json(cls, record["arguments"])
-    except SlapoError as error:
-        saved_with = f" (saved with {record.get('distribution')} {record.get('version')})"
-        raise ReplayError(
-            f"step {number}, {record['primitive']}{saved_with}, cannot be replayed: {error.message}",
-            path=record["path"],
-            hint=error.hint,
-        ) from error

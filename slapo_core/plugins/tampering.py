@@ -33,7 +33,7 @@ class Snapshot:
     """
 
     def __init__(self) -> None:
-        self._modules = {name: module for name, module in sys.modules.items() if _is_ours(name)}
+        self._modules = {name: module for name, module in sorted(sys.modules.items()) if _is_ours(name)}
         self._attributes: list[tuple[str, Any, dict[str, Any]]] = []
         for name, module in self._modules.items():
             if not isinstance(module, ModuleType):

@@ -9,7 +9,7 @@ from torch import nn
 
 from slapo_core.errors import LaunchError, SerializationError, UnknownNameError, VerifyError
 from slapo_core.launcher import run_ranks
-from slapo_core.schedule import replay
+from slapo_core.replaying import replay
 from slapo_core.verification.checking import Options, check
 from slapo_core.verification.inputs import Inputs
 from slapo_core.verification.report import VerifyReport

@@ -1,0 +1,83 @@
+"""``replay``: a saved schedule on another instance of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from os import PathLike
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from slapo_core.errors import ReplayError, SlapoError
+from slapo_core.records import load_document, primitive_from_json
+from slapo_core.schedule import Schedule, create_schedule
+from slapo_core.spec.mesh import Mesh
+from slapo_core.spec.primitive import Primitive
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["replay"]
+
+
+def replay(
+    model: nn.Module,
+    document: Mapping[str, Any] | str | PathLike[str],
+    *,
+    mesh: Mapping[str, int] | DeviceMesh | Mesh | None = None,
+    plugins: Sequence[str] = (),
+    example_inputs: Any = None,
+    rank: int = 0,
+) -> Schedule:
+    """Apply a saved schedule to another instance of the model.
+
+    Args:
+        model: a fresh instance.
+        document: what ``sch.to_json()`` or ``sch.document()`` gave, or the path of a file that holds it.
+        mesh: as for :func:`create_schedule`; None takes the mesh that the schedule was saved with. Another world
+            size is fine.
+        plugins: as for :func:`create_schedule`.
+        example_inputs: as for :func:`create_schedule`.
+        rank: as for :func:`create_schedule`.
+
+    Raises:
+        ReplayError: not a schedule, a primitive is not installed, or a step was refused; the model is untouched.
+    """
+    data = load_document(document)
+    schedule = create_schedule(
+        model,
+        mesh=mesh if mesh is not None else data.get("mesh"),
+        plugins=plugins,
+        example_inputs=example_inputs,
+        rank=rank,
+    )
+    saved = data["records"]
+    values = [_primitive_of(schedule, number, record) for number, record in enumerate(saved, start=1)]
+    try:
+        for number, (record, primitive) in enumerate(zip(saved, values, strict=True), start=1):
+            try:
+                node = schedule.tree.node(record["path"])
+                schedule.apply_at(node, primitive, location=record.get("location") or None)
+            except SlapoError as error:
+                raise ReplayError(
+                    f"step {number} of {len(saved)}, {primitive} at '{record['path']}', was refused: {error.message}",
+                    path=record["path"],
+                    hint=error.hint,
+                ) from error
+    except BaseException:
+        schedule.undo(to=0)
+        raise
+    return schedule
+
+
+def _primitive_of(schedule: Schedule, number: int, record: Mapping[str, Any]) -> Primitive:
+    try:
+        cls: type[Primitive] = schedule.registry.load(record["primitive"], "primitives")
+        return primitive_from_json(cls, record["arguments"])
+    except SlapoError as error:
+        saved_with = f" (saved with {record.get('distribution')} {record.get('version')})"
+        raise ReplayError(
+            f"step {number}, {record['primitive']}{saved_with}, cannot be replayed: {error.message}",
+            path=record["path"],
+            hint=error.hint,
+        ) from error
