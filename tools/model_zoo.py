@@ -13,6 +13,7 @@ import datetime
 import importlib.metadata
 import json
 import os
+import re
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -143,6 +144,7 @@ def _word(result: str | None) -> str:
 
 def _line(text: str) -> str:
     one = " ".join(text.split()).replace("|", "\\|")
+    one = re.sub(r"\(/\S*site-packages/", "(", one)  # where a library lies is of this machine only
     return one if len(one) <= 240 else f"{one[:240]}..."
 
 

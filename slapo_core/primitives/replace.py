@@ -67,7 +67,7 @@ class Replace(Primitive):
     def equivalence(self) -> Equivalence:  # type: ignore[override]
         if self.rtol is None and self.atol is None:
             return Equivalence.REORDERED
-        return Equivalence.approximate(self.rtol or 0.0, self.atol or 0.0)
+        return Equivalence.APPROXIMATE(self.rtol or 0.0, self.atol or 0.0)
 
     def preconditions(self, node: Node) -> Iterator[Violation]:
         from torch import nn

@@ -27,7 +27,7 @@ class Equivalence:
         The same real-number function; floating-point sums are associated differently.
     ``Equivalence.RANDOM``
         The same distribution; random numbers (dropout) come from another stream.
-    ``Equivalence.approximate(rtol, atol)``
+    ``Equivalence.APPROXIMATE(rtol, atol)``
         Another function, within the stated tolerances (quantisation, a fast kernel).
 
     Args:
@@ -45,7 +45,7 @@ class Equivalence:
     RANDOM: ClassVar[Equivalence]
 
     @classmethod
-    def approximate(cls, rtol: float, atol: float = 0.0) -> Equivalence:
+    def APPROXIMATE(cls, rtol: float, atol: float = 0.0) -> Equivalence:
         """Another function that stays within ``rtol`` (relative) and ``atol`` (absolute)."""
         if rtol < 0 or atol < 0:
             raise ValueError(f"rtol and atol must not be negative (got rtol={rtol}, atol={atol})")

@@ -23,7 +23,7 @@ class Doubled(slapo.Primitive):
     """Wraps the forward in a local function, which pickle cannot find again."""
 
     name = "trial.doubled"
-    equivalence = slapo.Equivalence.approximate(2.0, 0.0)
+    equivalence = slapo.Equivalence.APPROXIMATE(2.0, 0.0)
 
     def apply(self, node: Node, edit: Edit) -> None:
         def doubled(forward: Any) -> Any:

@@ -39,7 +39,7 @@ def test_the_tolerance_follows_from_the_type_and_the_weakest_promise(
 
     assert rtol() == rtol(EXACT) == pytest.approx(exact, rel=0.03)
     assert rtol(EXACT, REORDERED) == rtol(RANDOM, EXACT) == reordered
-    approximate = slapo.Equivalence.approximate(0.25, 0.5)
+    approximate = slapo.Equivalence.APPROXIMATE(0.25, 0.5)
     assert rtol(approximate, REORDERED) == pytest.approx(reordered + 0.25)
     assert Tolerance.of(dtype, [approximate], rtol=None, atol=None).atol == 0.5
     given = Tolerance.of(dtype, [REORDERED], rtol=0.125, atol=0.0)

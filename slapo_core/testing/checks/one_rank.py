@@ -31,5 +31,5 @@ def not_equivalent(case: Case, difference: str) -> CheckError:
         required=f"equivalence {promise}, as the primitive declares",
         got=difference,
         hint="correct apply(); or declare what it really promises, e.g. Equivalence.REORDERED or "
-        "Equivalence.approximate(rtol=...)",
+        "Equivalence.APPROXIMATE(rtol=...)",
     )
