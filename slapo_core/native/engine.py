@@ -176,7 +176,7 @@ class _Signature:
 
 
 def _closed() -> BuildError:
-    return BuildError("the engine is closed", hint="build a new one from a new schedule of engine.module")
+    return BuildError("the engine is closed", hint="schedule and build a fresh model, with weights=engine.state_dict()")
 
 
 def _kind(value: Any) -> str:
