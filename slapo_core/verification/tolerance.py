@@ -13,8 +13,8 @@ from slapo_core.verification.precision import dtype_name
 __all__ = ["Tolerance"]
 
 _REORDERED: dict[torch.dtype, float] = {
-    # Sums of n terms associated differently differ by about sqrt(n) roundings, layer upon layer. Measured on 2 to 48
-    # layers that is 10 to 50 roundings of the largest element; a wrong term is 1e-3 and more.
+    # Sums of n terms associated differently differ by about sqrt(n) roundings, layer upon layer: an estimated
+    # tens to hundreds of roundings of the largest element; a wrong term is 1e-3 and more.
     torch.float64: 1e-10,  # 450,000 roundings: room for ill-conditioned layers, and still seven digits stricter
     torch.float32: 2e-5,  # 170 roundings
     torch.float16: 8e-3,  # 8 roundings: fewer, because kernels of these types accumulate in float32
