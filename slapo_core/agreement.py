@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,7 +28,7 @@ def fingerprint(schedule: Schedule) -> Facts:
     mesh = schedule.mesh
     plugins = {name: schedule.registry.plugin(name) for name in schedule.hooks.active}
     facts = [
-        ("the version of slapo-core", metadata.version("slapo-core")),
+        ("the version of slapo-core", str(schedule.registry.core_version)),
         ("the version of torch", torch.__version__),
         ("the mesh", str(mesh)),
         ("the model", f"{type(schedule.model).__module__}.{type(schedule.model).__qualname__}"),

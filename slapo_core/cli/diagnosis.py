@@ -117,14 +117,11 @@ def _version_problems(facts: dict[str, Any]) -> Iterator[Problem]:
 
 def _torch_misfit(version: str) -> str | None:
     """The requirement on torch that slapo-core declares, if ``version`` is not in it."""
-    import importlib_metadata
     from packaging.requirements import Requirement
 
-    try:
-        lines = importlib_metadata.requires("slapo-core") or []
-    except importlib_metadata.PackageNotFoundError:
-        return None
-    for requirement in map(Requirement, lines):
+    from slapo_core.plugins.metadata import core_requirements
+
+    for requirement in map(Requirement, core_requirements()):
         if requirement.name == "torch" and not requirement.specifier.contains(version, prereleases=True):
             return f"{requirement.name}{requirement.specifier}"
     return None

@@ -17,7 +17,7 @@ from slapo_core.spec.names import CORE_DISTRIBUTION, canonical_distribution
 if TYPE_CHECKING:
     from importlib_metadata import IDistribution
 
-__all__ = ["Found", "RawEntry", "core_version", "scan"]
+__all__ = ["Found", "RawEntry", "core_requirements", "core_version", "scan"]
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,16 @@ def core_version() -> str | None:
         return importlib_metadata.version(CORE_DISTRIBUTION)
     except importlib_metadata.PackageNotFoundError:
         return None
+
+
+def core_requirements() -> tuple[str, ...]:
+    """What the installed slapo-core requires, e.g. ``("torch>=2.11", ...)``; empty for a bare source tree."""
+    import importlib_metadata
+
+    try:
+        return tuple(importlib_metadata.requires(CORE_DISTRIBUTION) or ())
+    except importlib_metadata.PackageNotFoundError:
+        return ()
 
 
 def _distributions(path: Sequence[str] | None) -> Iterator[IDistribution]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -66,3 +67,11 @@ def test_each_contract_is_broken_by_an_import_against_it(tmp_path: Path, contrac
 def test_every_contract_has_an_import_that_breaks_it() -> None:
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     assert {contract["name"] for contract in contracts} == set(VIOLATIONS)
+
+
+def test_installed_metadata_is_read_in_one_file_only() -> None:
+    reader = re.compile(r"^\s*(import importlib[._]metadata|from importlib([._]metadata)? import)", re.MULTILINE)
+    assert reader.search("from importlib import metadata")  # the control: it can fail
+    root = ROOT / "slapo_core"
+    readers = [str(file.relative_to(root)) for file in root.rglob("*.py") if reader.search(file.read_text("utf-8"))]
+    assert readers == ["plugins/metadata.py"]

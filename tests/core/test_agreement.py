@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,9 @@ from safetensors.torch import save_file
 import slapo_core as slapo
 from slapo_core.agreement import checksum, fingerprint, gather_objects
 from slapo_core.launcher import run_ranks
+from slapo_core.plugins import use_registry
 from slapo_core.primitives.replace import Replace
+from slapo_core.testing import FakeDistribution, FakeEnvironment
 from tests.core.building_support import Split, adam, on_meta, real
 
 
@@ -215,4 +218,60 @@ def test_a_schedule_without_a_mesh_waits_for_nobody_and_says_so() -> None:
     assert run_ranks(build_alone, world_size=2, timeout=60)[0] == (
         "torch.distributed runs 2 processes, but the schedule has no mesh: this rank trains on its own; "
         'create_schedule(model, mesh={"dp": 2}) trains replicas together'
+    )
+
+
+NOTES = """
+from dataclasses import dataclass
+import slapo_core as slapo
+
+@dataclass(frozen=True)
+class Remark(slapo.Primitive):
+    name = "acme.remark"
+    equivalence = slapo.Equivalence.EXACT
+
+    def apply(self, node, edit):
+        edit.note("nothing to change")
+"""
+
+
+def build_with_installations_by_rank(case: str) -> str:
+    """Each rank has an installation of its own, with another version or other plugins named."""
+    rank = dist.get_rank()
+    version = f"1.{rank}" if case == "version" else "1.0"
+    with tempfile.TemporaryDirectory() as directory:
+        environment = FakeEnvironment(Path(directory))
+        points = {"slapo.v1.primitives": {"acme.remark": "acme_remarks:Remark"}}
+        environment.install(FakeDistribution("acme-slapo", version, points, {"acme_remarks": NOTES}))
+        sys.path.insert(0, directory)
+        try:
+            with use_registry(environment.registry(with_installed=True)):
+                named = ["acme-slapo"] if case == "plugins" and rank == 1 else []
+                schedule = slapo.create_schedule(real("mlp"), mesh={"tp": 2}, plugins=named)
+                if case == "version":
+                    schedule["fc1"].remark()
+                return outcome(lambda: slapo.build(schedule))
+        finally:
+            sys.path.remove(directory)
+            environment.forget_modules()
+
+
+def build_all_installations() -> dict[str, str]:
+    return {case: build_with_installations_by_rank(case) for case in ("same", "version", "plugins")}
+
+
+@pytest.mark.ranks
+def test_another_version_of_a_plugin_and_other_active_plugins_are_named() -> None:
+    first, second = run_ranks(build_all_installations, world_size=2)
+    assert first == second
+    assert first["same"] == "fine"
+    assert first["version"] == (
+        "RankMismatchError: ranks disagree about step 1:\n"
+        "  rank 0: acme.remark() at 'fc1', from acme-slapo 1.0\n"
+        "  rank 1: acme.remark() at 'fc1', from acme-slapo 1.1" + SAME_SCRIPT
+    )
+    assert first["plugins"] == (
+        "RankMismatchError: ranks disagree about the active plugins:\n"
+        "  rank 0: slapo-core 0.1.0\n"
+        "  rank 1: acme-slapo 1.0, slapo-core 0.1.0" + SAME_SCRIPT
     )
