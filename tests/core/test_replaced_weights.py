@@ -53,3 +53,19 @@ def test_undo_forgets_that_a_parameter_was_dropped() -> None:
     sch.undo()
     assert sch["first"].layout("bias").origin == "first.bias"
     assert sch.tree.layouts == {}
+
+
+def test_the_layout_of_a_dropped_piece_does_not_pass_to_the_new_tensor_of_its_name() -> None:
+    sch = slapo.create_schedule(Net(), mesh={"tp": 2})
+    sch["first"].shard(["weight", "bias"], axis=0)
+    assert sch["first"].layout("bias").is_sharded
+    sch["first"].replace(Other(), drop=["weight", "bias"])
+    for name in ("weight", "bias"):
+        layout = sch["first"].layout(name)
+        assert (layout.origin, layout.is_sharded, layout.shape) == (
+            "",
+            False,
+            tuple(sch["first"].parameters[name].shape),
+        )
+    sch.undo()
+    assert sch["first"].layout("bias").is_sharded
