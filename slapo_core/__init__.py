@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from slapo_core.building import (
+    from slapo_core.building.phases import (
         build as build,
     )
     from slapo_core.errors import (
@@ -48,10 +48,10 @@ if TYPE_CHECKING:
     from slapo_core.plugins.local import (
         register_primitive as register_primitive,
     )
-    from slapo_core.replaying import (
+    from slapo_core.schedule.replaying import (
         replay as replay,
     )
-    from slapo_core.schedule import (
+    from slapo_core.schedule.schedule import (
         Schedule as Schedule,
         create_schedule as create_schedule,
     )
@@ -127,7 +127,7 @@ _PUBLIC = {
     "Record": "slapo_core.spec.record",
     "RejectedPluginError": "slapo_core.errors",
     "ReplayError": "slapo_core.errors",
-    "Schedule": "slapo_core.schedule",
+    "Schedule": "slapo_core.schedule.schedule",
     "SealedError": "slapo_core.errors",
     "SerializationError": "slapo_core.errors",
     "SlapoError": "slapo_core.errors",
@@ -138,11 +138,11 @@ _PUBLIC = {
     "VerifyError": "slapo_core.errors",
     "Violation": "slapo_core.spec.violation",
     "WeightsError": "slapo_core.errors",
-    "build": "slapo_core.building",
-    "create_schedule": "slapo_core.schedule",
+    "build": "slapo_core.building.phases",
+    "create_schedule": "slapo_core.schedule.schedule",
     "hookimpl": "slapo_core.spec.hookspecs",
     "register_primitive": "slapo_core.plugins.local",
-    "replay": "slapo_core.replaying",
+    "replay": "slapo_core.schedule.replaying",
     "verify": "slapo_core.verification",
 }
 

@@ -78,7 +78,7 @@ def show(
 def as_json(registry: Registry, plugins: list[Plugin]) -> dict[str, Any]:
     """What ``slapo plugins list --json`` prints."""
     from slapo_core.spec.kinds import API_MAJOR
-    from slapo_core.spec.names import CORE_DISTRIBUTION
+    from slapo_core.spec.reserved import CORE_DISTRIBUTION
 
     error = registry.settings_error
     return {
@@ -128,7 +128,7 @@ def _print_remarks(registry: Registry, plugins: list[Plugin]) -> None:
 def _find(registry: Registry, name: str) -> Plugin:
     from slapo_core.errors import UnknownNameError
     from slapo_core.plugins.config import close_matches
-    from slapo_core.spec.names import canonical_distribution
+    from slapo_core.spec.reserved import canonical_distribution
 
     plugin = registry.plugin(canonical_distribution(name))
     if plugin is not None:

@@ -15,7 +15,7 @@ from slapo_core.errors import ArgumentError
 from slapo_core.plugins import rules
 from slapo_core.plugins.metadata import core_version
 from slapo_core.plugins.model import Entry
-from slapo_core.spec.names import (
+from slapo_core.spec.reserved import (
     CORE_DISTRIBUTION,
     FIRST_PARTY_NAMESPACES,
     RESERVED_NAMES,

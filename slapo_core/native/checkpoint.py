@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from slapo_core.agreement import together
 from slapo_core.errors import BuildError, WeightsError
 from slapo_core.native.optimizer_state import OptimizerState
+from slapo_core.ranks.agreement import together
 from slapo_core.weights.reference import is_first_rank
 from slapo_core.weights.sources import SafetensorsSource
 

@@ -63,9 +63,9 @@ class TorchDialect(Dialect):
         Raises:
             OptimizerError: the factory's optimiser does not hold the model's parameters.
         """
-        from slapo_core.agreement import together
         from slapo_core.native.engine import TorchEngine
         from slapo_core.native.optimizer import make_optimizer
+        from slapo_core.ranks.agreement import together
 
         model, mesh = schedule.model, schedule.mesh
         with together(mesh, "making the optimiser"):

@@ -11,7 +11,7 @@ from slapo_core.errors import OptimizerError
 from slapo_core.weights.survey import survey
 
 if TYPE_CHECKING:
-    from slapo_core.schedule import Schedule
+    from slapo_core.schedule.schedule import Schedule
 
 __all__ = ["make_optimizer"]
 

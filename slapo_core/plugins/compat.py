@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from slapo_core.spec.names import CORE_DISTRIBUTION
+from slapo_core.spec.reserved import CORE_DISTRIBUTION
 
 __all__ = ["Misfit", "check_majors", "check_requirement", "parse_group", "readable_majors"]
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from slapo_core.errors import PluginConfigError
-from slapo_core.spec.names import CORE_DISTRIBUTION, canonical_distribution
+from slapo_core.spec.reserved import CORE_DISTRIBUTION, canonical_distribution
 
 __all__ = ["Settings", "check_names", "close_matches", "nearest_pyproject", "read_settings"]
 

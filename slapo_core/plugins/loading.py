@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from slapo_core.plugins.model import Entry
 from slapo_core.plugins.tampering import Snapshot
 from slapo_core.spec.kinds import KINDS
-from slapo_core.spec.names import CORE_DISTRIBUTION
+from slapo_core.spec.reserved import CORE_DISTRIBUTION
 
 __all__ = [
     "SLOW_IMPORT_SECONDS",

@@ -14,7 +14,7 @@ from slapo_core.plugins.loading import PluginWarning
 from slapo_core.plugins.model import LOCAL_VERSION
 from slapo_core.plugins.requirements import raise_for_state
 from slapo_core.spec.hookspecs import FIRST_RESULT, HOOKS, PREFIX, PROJECT
-from slapo_core.spec.names import canonical_distribution
+from slapo_core.spec.reserved import canonical_distribution
 
 if TYPE_CHECKING:
     import pluggy

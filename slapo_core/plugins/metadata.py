@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import TYPE_CHECKING
 
-from slapo_core.spec.names import CORE_DISTRIBUTION, canonical_distribution
+from slapo_core.spec.reserved import CORE_DISTRIBUTION, canonical_distribution
 
 if TYPE_CHECKING:
     from importlib_metadata import IDistribution

@@ -14,10 +14,10 @@ from slapo_core.plugins import loading, metadata, rules
 from slapo_core.plugins.config import Settings, read_settings
 from slapo_core.plugins.local import LocalEntries
 from slapo_core.plugins.model import LOCAL_VERSION, Entry, Plugin, State, noun
-from slapo_core.plugins.names import NameIndex
 from slapo_core.plugins.requirements import first_settings_error, raise_for_state
+from slapo_core.plugins.resolution import NameIndex
 from slapo_core.spec.kinds import API_MAJOR, KINDS
-from slapo_core.spec.names import CORE_DISTRIBUTION
+from slapo_core.spec.reserved import CORE_DISTRIBUTION
 
 __all__ = ["Registry"]
 

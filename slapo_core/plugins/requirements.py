@@ -16,7 +16,7 @@ from slapo_core.errors import (
 )
 from slapo_core.plugins.config import Settings, check_names
 from slapo_core.plugins.model import Plugin, State
-from slapo_core.spec.names import CORE_DISTRIBUTION, canonical_distribution
+from slapo_core.spec.reserved import CORE_DISTRIBUTION, canonical_distribution
 
 __all__ = ["first_settings_error", "raise_for_state", "settings_errors"]
 

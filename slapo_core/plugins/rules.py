@@ -16,7 +16,7 @@ from slapo_core.plugins.config import DISABLE, Settings, close_matches
 from slapo_core.plugins.metadata import Found, RawEntry
 from slapo_core.plugins.model import Entry, Plugin, State, noun
 from slapo_core.spec.kinds import KINDS, group_name
-from slapo_core.spec.names import (
+from slapo_core.spec.reserved import (
     CORE_DISTRIBUTION,
     FIRST_PARTY_NAMESPACES,
     RESERVED_NAMES,

@@ -28,7 +28,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from slapo_core.launcher import (
+    from slapo_core.ranks.launcher import (
         preload_modules as preload_modules,
         run_ranks as run_ranks,
     )
@@ -75,9 +75,9 @@ _PUBLIC = {
     "fake_distributions": "slapo_core.testing.fixtures",
     "isolated_registry": "slapo_core.testing.fixtures",
     "parametrize_checks": "slapo_core.testing.parametrize",
-    "preload_modules": "slapo_core.launcher",
+    "preload_modules": "slapo_core.ranks.launcher",
     "primitive_source": "slapo_core.testing.distributions",
-    "run_ranks": "slapo_core.launcher",
+    "run_ranks": "slapo_core.ranks.launcher",
 }
 
 __all__ = sorted(_PUBLIC)

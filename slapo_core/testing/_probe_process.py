@@ -17,7 +17,7 @@ import time
 import traceback
 from typing import Any
 
-from slapo_core._rank import _make_importable
+from slapo_core.ranks.process import _make_importable
 
 __all__ = ["main"]
 
@@ -26,7 +26,7 @@ def main() -> None:
     """Serve requests until stdin is closed."""
     import torch  # noqa: F401 - imported once, for all that are forked
 
-    import slapo_core.schedule  # noqa: F401
+    import slapo_core.schedule.schedule  # noqa: F401
 
     for line in sys.stdin:
         answer = _serve(json.loads(line))

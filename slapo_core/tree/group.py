@@ -12,10 +12,10 @@ if TYPE_CHECKING:
     from slapo_core.spec.primitive import Primitive
     from slapo_core.tree.node import TreeNode
 
-__all__ = ["Group"]
+__all__ = ["NodeGroup"]
 
 
-class Group:
+class NodeGroup:
     """Nodes in the model's order; ``group.checkpoint()`` applies to each, all or none.
 
     Args:
@@ -29,10 +29,10 @@ class Group:
         self.nodes = nodes
         self.pattern = pattern
 
-    def apply(self, primitive: Primitive) -> Group:
+    def apply(self, primitive: Primitive) -> NodeGroup:
         """Apply ``primitive`` at every node; if one refuses, those before it are undone."""
         owner = self.nodes[0]._tree.owner
-        return Group(tuple(owner.apply_each(self.nodes, primitive)), self.pattern)  # type: ignore[arg-type]
+        return NodeGroup(tuple(owner.apply_each(self.nodes, primitive)), self.pattern)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[TreeNode]:
         return iter(self.nodes)
@@ -43,8 +43,8 @@ class Group:
     @overload
     def __getitem__(self, key: int) -> TreeNode: ...
     @overload
-    def __getitem__(self, key: slice | str) -> Group: ...
-    def __getitem__(self, key: int | slice | str) -> TreeNode | Group:
+    def __getitem__(self, key: slice | str) -> NodeGroup: ...
+    def __getitem__(self, key: int | slice | str) -> TreeNode | NodeGroup:
         """A node by position, a sub-group by slice, or by path what lies there below every node."""
         if isinstance(key, int):
             return self.nodes[key]
@@ -52,7 +52,7 @@ class Group:
             selected = self.nodes[key]
             if not selected:
                 raise PathError(f"{key} selects none of the {len(self)} nodes of '{self.pattern}'", path=self.pattern)
-            return Group(selected, f"{self.pattern}[{key.start}:{key.stop}]")
+            return NodeGroup(selected, f"{self.pattern}[{key.start}:{key.stop}]")
         if is_glob(key):
             refuse_number_ranges(key)
         found: dict[str, TreeNode] = {}  # a node that is below several of them counts once
@@ -63,14 +63,14 @@ class Group:
                 if is_glob(key):
                     continue  # as in one long glob, some place must match, not every one
                 raise
-            for each in below if isinstance(below, Group) else (below,):
+            for each in below if isinstance(below, NodeGroup) else (below,):
                 found.setdefault(each.path, each)
         if not found:
             raise PathError(
                 f"the pattern '{key}' matches no module below the {len(self)} nodes of '{self.pattern}'",
                 path=f"{self.pattern}.{key}",
             )
-        return Group(tuple(found.values()), f"{self.pattern}.{key}")
+        return NodeGroup(tuple(found.values()), f"{self.pattern}.{key}")
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         if name.startswith("_"):

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from slapo_core.spec.node import Node as NodeProtocol
     from slapo_core.spec.primitive import Primitive
     from slapo_core.spec.record import Record
-    from slapo_core.tree.group import Group
+    from slapo_core.tree.group import NodeGroup
     from slapo_core.tree.tree import Tree
 
 __all__ = ["TreeNode"]
@@ -128,7 +128,7 @@ class TreeNode:
     def apply(self, primitive: Primitive) -> NodeProtocol:
         return self._tree.owner.apply_at(self, primitive)
 
-    def __getitem__(self, path: str) -> TreeNode | Group:
+    def __getitem__(self, path: str) -> TreeNode | NodeGroup:
         return self._tree.find(full_name(self.path, path) if path else self.path)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:

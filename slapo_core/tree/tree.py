@@ -9,7 +9,7 @@ from torch import nn
 
 from slapo_core.errors import PathError, StaleNodeError
 from slapo_core.spec.layout import Layout
-from slapo_core.tree.group import Group
+from slapo_core.tree.group import NodeGroup
 from slapo_core.tree.index import ModuleIndex, TensorSites
 from slapo_core.tree.node import TreeNode
 from slapo_core.tree.select import close_matches, is_glob, matching
@@ -35,7 +35,7 @@ class Owner(Protocol):
 
     def apply_each(self, nodes: tuple[Node, ...], primitive: Primitive) -> tuple[Node, ...]: ...
 
-    def primitive_named(self, name: str, target: Node | Group, where: str) -> Callable[..., Any]: ...
+    def primitive_named(self, name: str, target: Node | NodeGroup, where: str) -> Callable[..., Any]: ...
 
     def primitive_names(self) -> tuple[str, ...]: ...
 
@@ -105,7 +105,7 @@ class Tree:
             node = self._nodes[path] = TreeNode(self, path)
         return node
 
-    def select(self, pattern: str) -> Group:
+    def select(self, pattern: str) -> NodeGroup:
         """The nodes that a glob matches, in the model's order.
 
         Raises:
@@ -120,9 +120,9 @@ class Tree:
         if not paths:
             literal = pattern.replace("*", "").strip(".") or pattern
             raise PathError(f"the pattern '{pattern}' matches no module", path=pattern, hint=self._suggest(literal))
-        return Group(tuple(self.node(path) for path in paths), pattern)
+        return NodeGroup(tuple(self.node(path) for path in paths), pattern)
 
-    def find(self, path: str) -> TreeNode | Group:
+    def find(self, path: str) -> TreeNode | NodeGroup:
         if is_glob(path) and path not in self.index.modules:
             return self.select(path)
         return self.node(path)

@@ -8,7 +8,7 @@ from slapo_core.errors import ArgumentError
 from slapo_core.verification.report import VerifyReport
 
 if TYPE_CHECKING:
-    from slapo_core.schedule import Schedule
+    from slapo_core.schedule.schedule import Schedule
 
 __all__ = ["VerifyReport", "verify"]
 

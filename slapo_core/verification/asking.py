@@ -11,7 +11,7 @@ from slapo_core.errors import SlapoError
 from slapo_core.verification.correspondence import Translate
 
 if TYPE_CHECKING:
-    from slapo_core.schedule import Schedule
+    from slapo_core.schedule.schedule import Schedule
 
 __all__ = ["output_adapter", "translator"]
 

@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 from slapo_core.errors import ArgumentError, VerifyError
+from slapo_core.ranks.world import Attempt, World
 from slapo_core.verification.asking import output_adapter, translator
 from slapo_core.verification.blame import Blame, Outcome, find_steps
 from slapo_core.verification.compare import Comparison, Difference, compare, label
 from slapo_core.verification.correspondence import Correspondence, named_tensors
 from slapo_core.verification.inputs import Inputs, tensor_digest
 from slapo_core.verification.precision import dtype_name
-from slapo_core.verification.ranks import Attempt, World
 from slapo_core.verification.reference import EARLY, Reference, ReferenceRuns
 from slapo_core.verification.report import VerifyReport, merge_largest
 from slapo_core.verification.run import Observation, run_stages
@@ -25,7 +25,7 @@ from slapo_core.verification.subjects import Subjects
 from slapo_core.verification.tolerance import Tolerance
 
 if TYPE_CHECKING:
-    from slapo_core.schedule import Schedule
+    from slapo_core.schedule.schedule import Schedule
     from slapo_core.spec.layout import Layout
     from slapo_core.spec.record import Record
 

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from slapo_core.errors import LaunchError, SerializationError, UnknownNameError, VerifyError
-from slapo_core.launcher import run_ranks
-from slapo_core.replaying import replay
+from slapo_core.ranks.launcher import run_ranks
+from slapo_core.schedule.replaying import replay
 from slapo_core.verification.checking import Options, check
 from slapo_core.verification.inputs import Inputs
 from slapo_core.verification.report import VerifyReport
 from slapo_core.verification.subjects import copy_model
 
 if TYPE_CHECKING:
-    from slapo_core.schedule import Schedule
+    from slapo_core.schedule.schedule import Schedule
     from slapo_core.spec.primitive import Primitive
 
 __all__ = ["check_in_processes"]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo_core.verification.conditions import fixed_conditions
+from slapo_core.verification.determinism import fixed_conditions
 from slapo_core.verification.inputs import Batch, Inputs
 from slapo_core.verification.leaves import output_leaves
 

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from slapo_core.errors import ApplyError
-from slapo_core.records import primitive_to_json
-from slapo_core.schedule import Schedule
+from slapo_core.schedule.records import primitive_to_json
+from slapo_core.schedule.schedule import Schedule
 from slapo_core.spec.layout import Layout
-from slapo_core.verification.conditions import switch_dropout_off
 from slapo_core.verification.correspondence import named_tensors
+from slapo_core.verification.determinism import switch_dropout_off
 from slapo_core.weights.initialise import cannot_initialise, initialising
 from slapo_core.weights.survey import live_tensors, refuse_lazy, survey
 from slapo_core.weights.translation import Translations

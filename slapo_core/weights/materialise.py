@@ -16,7 +16,7 @@ from slapo_core.weights.sources import Source
 from slapo_core.weights.survey import LiveTensor, TensorSpec, live_tensors, survey
 
 if TYPE_CHECKING:
-    from slapo_core.schedule import Schedule
+    from slapo_core.schedule.schedule import Schedule
 
 __all__ = ["Materialisation", "materialise"]
 

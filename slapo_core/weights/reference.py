@@ -17,7 +17,7 @@ from slapo_core.weights.translation import Translations
 
 if TYPE_CHECKING:
     from slapo_core.plugins.manager import HookManager
-    from slapo_core.schedule import Schedule
+    from slapo_core.schedule.schedule import Schedule
     from slapo_core.spec.mesh import Mesh
     from slapo_core.tree.tree import Tree
 

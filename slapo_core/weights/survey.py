@@ -15,7 +15,7 @@ from slapo_core.spec.layout import Layout
 from slapo_core.tree.index import ModuleIndex, TensorSites, full_name
 
 if TYPE_CHECKING:
-    from slapo_core.schedule import Schedule
+    from slapo_core.schedule.schedule import Schedule
     from slapo_core.tree.tree import Tree
 
 __all__ = ["LiveTensor", "Survey", "TensorSpec", "live_tensors", "survey", "survey_model"]

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 import slapo_core as slapo
-from slapo_core.agreement import checksum, fingerprint, gather_objects
-from slapo_core.launcher import run_ranks
 from slapo_core.plugins import use_registry
 from slapo_core.primitives.replace import Replace
+from slapo_core.ranks.agreement import checksum, fingerprint, gather_objects
+from slapo_core.ranks.launcher import run_ranks
 from slapo_core.testing import FakeDistribution, FakeEnvironment
 from tests.core.building_support import Split, adam, on_meta, real
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from slapo_core.errors import LaunchError, RankFailedError, RankTimeoutError
-from slapo_core.launcher import run_ranks
+from slapo_core.ranks.launcher import run_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -213,7 +213,7 @@ def test_numbers_that_make_no_sense_are_refused(arguments: dict[str, int], messa
 
 SCRIPT = """
 import os
-from slapo_core.launcher import run_ranks
+from slapo_core.ranks.launcher import run_ranks
 
 class Box:
     def __init__(self, value): self.value = value
@@ -248,7 +248,7 @@ def test_a_plain_script_can_launch_ranks_and_is_told_to_guard_its_main_part(tmp_
 
 
 TEST_MODULE = """
-from slapo_core.launcher import run_ranks
+from slapo_core.ranks.launcher import run_ranks
 
 class Answer:
     value = 42
@@ -276,7 +276,7 @@ def test_a_test_module_that_no_path_leads_to_is_imported_from_its_file(tmp_path:
 
 ORPHANS = """
 import os, sys, threading
-from slapo_core.launcher import run_ranks
+from slapo_core.ranks.launcher import run_ranks
 
 def hold_the_fifo_open(fifo):
     stream = open(fifo, "w")

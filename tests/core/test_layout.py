@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import Replicate, Shard
 
 from slapo_core.errors import MeshError
-from slapo_core.launcher import run_ranks
+from slapo_core.ranks.launcher import run_ranks
 from slapo_core.spec.layout import Layout
 from slapo_core.spec.mesh import Mesh, declare_mesh
 

@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 
 import slapo_core as slapo
-from slapo_core.spec.conditions import After
+from slapo_core.spec.preconditions import After
 
 
 @dataclass(frozen=True)

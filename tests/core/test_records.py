@@ -13,7 +13,7 @@ from torch import nn
 
 import slapo_core as slapo
 from slapo_core.errors import SerializationError
-from slapo_core.records import primitive_to_json
+from slapo_core.schedule.records import primitive_to_json
 from tests.core.edits import Call, TestPrimitive
 from tests.core.small_models import MLP, keep
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor.placement_types import Shard as OnAxis
 
 import slapo_core as slapo
-from slapo_core.launcher import run_ranks
+from slapo_core.ranks.launcher import run_ranks
 from slapo_core.spec.edit import Edit
 from slapo_core.spec.layout import Layout
 from slapo_core.spec.node import Node

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import slapo_core as slapo
-from slapo_core.launcher import run_ranks
 from slapo_core.primitives.replace import Replace
+from slapo_core.ranks.launcher import run_ranks
 from slapo_core.weights import load_reference_state_dict, reference_state_dict
 from tests.core.building_support import on_meta, real, split
 

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch.distributed.tensor import Shard
 
 import slapo_core as slapo
-from slapo_core.launcher import run_ranks
+from slapo_core.ranks.launcher import run_ranks
 from slapo_core.spec.layout import Layout
 from slapo_core.spec.mesh import Mesh
 from slapo_core.weights.sources import MappingSource, SafetensorsSource

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from slapo_core.errors import AmbiguousNameError, DisabledPluginError, UnknownNameError
-from slapo_core.spec.names import RESERVED_NAMES
-from slapo_core.sugar import bound_primitive
+from slapo_core.schedule.sugar import bound_primitive
+from slapo_core.spec.reserved import RESERVED_NAMES
 from slapo_core.testing.distributions import FakeDistribution, FakeEnvironment
 from tests.dists.healthy import acme
 
@@ -143,10 +143,10 @@ def test_the_namespace_of_a_disabled_plugin_says_so(fake_distributions: FakeEnvi
 
 
 def test_no_primitive_can_hide_a_member_of_a_node_group_or_schedule() -> None:
-    from slapo_core.schedule import Schedule
-    from slapo_core.tree.group import Group
+    from slapo_core.schedule.schedule import Schedule
+    from slapo_core.tree.group import NodeGroup
     from slapo_core.tree.node import TreeNode
 
-    members = {name for cls in (Schedule, Group, TreeNode) for name in dir(cls) if not name.startswith("_")}
+    members = {name for cls in (Schedule, NodeGroup, TreeNode) for name in dir(cls) if not name.startswith("_")}
     assert {"undo", "pattern", "module"} <= members
     assert members - RESERVED_NAMES == set()

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from slapo_core import Edit, Equivalence, Node, Primitive, Violation
-from slapo_core.spec.conditions import Distributed, Divisible
-from slapo_tp.kinds import kind_of
+from slapo_core.spec.preconditions import Distributed, Divisible
+from slapo_tp.layers import layer_type_of
 from slapo_tp.splits import as_tuple, mesh_size, own_tensor, split_axis
 
 __all__ = ["ShardAttribute"]
@@ -108,7 +108,7 @@ class ShardAttribute(Primitive):
                 and name in as_tuple(before.names)
             ):
                 return str(record)
-        kind = kind_of(node.module)
+        kind = layer_type_of(node.module)
         if kind is not None and own_tensor(node, "weight") is not None:
             axis = split_axis(node, "weight", self.mesh_dim)
             if axis is not None and kind.axes[axis].attribute == name:

@@ -31,13 +31,13 @@ from torch.compiler import is_compiling
 
 from slapo_core import Mesh, MeshError
 
-__all__ = ["Group", "all_gather", "all_reduce", "copy", "gather_sum", "reduce_scatter", "split"]
+__all__ = ["RankGroup", "all_gather", "all_reduce", "copy", "gather_sum", "reduce_scatter", "split"]
 
 _ops = torch.ops._c10d_functional  # each by its overload: choosing one anew costs microseconds a call
 
 
 @dataclass(frozen=True)
-class Group:
+class RankGroup:
     """The ranks along one mesh dimension, as plain data: it can be copied, compared and compiled.
 
     Args:
@@ -53,7 +53,7 @@ class Group:
     launch: str
 
     @classmethod
-    def along(cls, mesh: Mesh, mesh_dim: str) -> Group:
+    def along(cls, mesh: Mesh, mesh_dim: str) -> RankGroup:
         """The group along ``mesh_dim``, which has more than one rank."""
         group = None if mesh.is_dry else mesh.group(mesh_dim)
         name = None if group is None else group.group_name
@@ -72,7 +72,7 @@ class Group:
         return self.name
 
 
-def all_reduce(tensor: Tensor, group: Group, *, overwrite: bool = False) -> Tensor:
+def all_reduce(tensor: Tensor, group: RankGroup, *, overwrite: bool = False) -> Tensor:
     """Sum over the ranks; the gradient passes through.
 
     Args:
@@ -86,27 +86,27 @@ def all_reduce(tensor: Tensor, group: Group, *, overwrite: bool = False) -> Tens
     return _AllReduce.apply(tensor, group.running())
 
 
-def copy(tensor: Tensor, group: Group) -> Tensor:
+def copy(tensor: Tensor, group: RankGroup) -> Tensor:
     """The tensor itself; its gradient is summed over the ranks."""
     return _Copy.apply(tensor, group.running())
 
 
-def all_gather(tensor: Tensor, axis: int, group: Group) -> Tensor:
+def all_gather(tensor: Tensor, axis: int, group: RankGroup) -> Tensor:
     """The ranks' pieces one after the other along ``axis``; the gradient is this rank's piece."""
     return _AllGather.apply(tensor, axis, group.running(), group.size, group.rank)
 
 
-def split(tensor: Tensor, axis: int, group: Group) -> Tensor:
+def split(tensor: Tensor, axis: int, group: RankGroup) -> Tensor:
     """This rank's piece of ``axis``; the gradient is gathered."""
     return _Split.apply(tensor, axis, group.running(), group.size, group.rank)
 
 
-def gather_sum(tensor: Tensor, axis: int, group: Group) -> Tensor:
+def gather_sum(tensor: Tensor, axis: int, group: RankGroup) -> Tensor:
     """The ranks' pieces one after the other along ``axis``; the gradient is summed, then this rank's piece taken."""
     return _GatherSum.apply(tensor, axis, group.running(), group.size)
 
 
-def reduce_scatter(tensor: Tensor, axis: int, group: Group) -> Tensor:
+def reduce_scatter(tensor: Tensor, axis: int, group: RankGroup) -> Tensor:
     """Sum over the ranks, this rank's piece of ``axis``; the gradient is gathered."""
     return _ReduceScatter.apply(tensor, axis, group.running(), group.size)
 

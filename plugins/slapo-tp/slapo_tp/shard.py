@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.distributed.tensor import Shard as ShardPlacement
 
 from slapo_core import Edit, Equivalence, Layout, Node, Primitive, Violation
-from slapo_core.spec.conditions import Distributed
+from slapo_core.spec.preconditions import Distributed
 from slapo_tp.forwards import leave_bias_out, look_up_own_rows
-from slapo_tp.kinds import kind_of
+from slapo_tp.layers import layer_type_of
 from slapo_tp.shard_rules import names_violations, pieces, tensor_violations
 from slapo_tp.splits import as_tuple, mesh_size, own_tensor, sites, split_axis, tensor_axis
 
@@ -117,7 +117,7 @@ class Shard(Primitive):
 
     def _follow(self, node: Node, edit: Edit, name: str, axis: int) -> None:
         """Let a module that holds the tensor tell the truth about it, and run with it."""
-        kind = kind_of(node.module)
+        kind = layer_type_of(node.module)
         if kind is None:
             edit.note(f"{type(node.module).__name__} is no kind that tp.shard knows: its forward and attributes stay")
             return

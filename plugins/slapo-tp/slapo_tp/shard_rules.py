@@ -11,8 +11,8 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from slapo_core import Node, Violation
-from slapo_core.spec.conditions import Divisible
-from slapo_tp.kinds import Kind, kind_of, reads_weights_itself
+from slapo_core.spec.preconditions import Divisible
+from slapo_tp.layers import LayerType, layer_type_of, reads_weights_itself
 from slapo_tp.splits import as_tuple, mesh_size, own_tensor, sites, split_axis, tensor_axis
 
 __all__ = ["names_violations", "pieces", "tensor_violations"]
@@ -88,7 +88,7 @@ def _unsplittable(name: str, tensor: Tensor) -> Violation | None:
 
 
 def _no_such_axis(node: Node, name: str, tensor: Tensor, axis: int) -> Violation:
-    kind, weight = kind_of(node.module), own_tensor(node, "weight")
+    kind, weight = layer_type_of(node.module), own_tensor(node, "weight")
     if name == "bias" and kind is not None and weight is not None and -weight.dim() <= axis < weight.dim():
         output = kind.axis_of("output")
         return Violation(
@@ -159,7 +159,7 @@ def _module_refuses(
             f"write sch['{attention.path}'].replace(...) with an attention of separate projections, and shard those",
         )
         return
-    kind = kind_of(place.module)
+    kind = layer_type_of(place.module)
     if kind is None:
         if place is not node:
             yield Violation(
@@ -182,7 +182,7 @@ def _module_refuses(
         )
 
 
-def output_axis_is_not_split(place: Node, kind: Kind, mesh_dim: str) -> bool:
+def output_axis_is_not_split(place: Node, kind: LayerType, mesh_dim: str) -> bool:
     """Whether the weight is split over ``mesh_dim`` on another axis than that of the bias."""
     if own_tensor(place, "weight") is None:
         return False
@@ -190,7 +190,7 @@ def output_axis_is_not_split(place: Node, kind: Kind, mesh_dim: str) -> bool:
     return axis is not None and kind.role(axis) != "output"
 
 
-def _forward_refuses(place: Node, kind: Kind, axis: int, packed: Packed, mesh_dim: str) -> Iterator[Violation]:
+def _forward_refuses(place: Node, kind: LayerType, axis: int, packed: Packed, mesh_dim: str) -> Iterator[Violation]:
     role, bias = kind.role(axis), own_tensor(place, "bias")
     if role == "vocabulary" and packed != 1:
         yield Violation(f"the vocabulary of {kind.name} is one matrix (got packed={packed})", "leave packed out")

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from slapo_core import Node
-from slapo_tp.kinds import kind_of
+from slapo_tp.layers import layer_type_of
 
 __all__ = ["bias_is_left_out", "has_split_below", "mesh_size", "output_state", "sites", "split_axis", "tensor_axis"]
 
@@ -50,7 +50,7 @@ def tensor_axis(node: Node, name: str, names: tuple[str, ...], axis: int) -> int
     """
     tensor = own_tensor(node, name)
     assert tensor is not None
-    weight, kind = own_tensor(node, "weight"), kind_of(node.module)
+    weight, kind = own_tensor(node, "weight"), layer_type_of(node.module)
     along_weight = "weight" in names or not -1 <= axis < 1
     if name == "bias" and tensor.dim() == 1 and kind is not None and weight is not None and along_weight:
         position = _normalise(axis, weight.dim())
@@ -96,7 +96,7 @@ def output_state(node: Node, mesh_dim: str) -> Literal["partial", "split"] | Non
 
     None where it is neither, or where the module is of no known kind.
     """
-    kind = kind_of(node.module)
+    kind = layer_type_of(node.module)
     if kind is None or own_tensor(node, "weight") is None:
         return None
     axis = split_axis(node, "weight", mesh_dim)

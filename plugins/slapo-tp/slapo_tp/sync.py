@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from slapo_core import Edit, Equivalence, Node, Primitive, Violation
-from slapo_core.spec.conditions import Distributed
 from slapo_core.spec.edit import HookKind
-from slapo_tp.collectives import Group
-from slapo_tp.kinds import kind_of
+from slapo_core.spec.preconditions import Distributed
+from slapo_tp.collectives import RankGroup
+from slapo_tp.layers import layer_type_of
 from slapo_tp.splits import bias_is_left_out, mesh_size, output_state
 from slapo_tp.sync_hooks import AddBias, GradientHook, InputHook, OutputHook
 from slapo_tp.sync_rules import argument_violations, place_violations, resolve
@@ -105,13 +105,13 @@ class Sync(Primitive):
         """The hooks that this step stands for, with torch's name of their kind."""
         assert node.mesh is not None
         mode, op, axis = resolve(self, node)
-        group = Group.along(node.mesh, self.mesh_dim)
+        group = RankGroup.along(node.mesh, self.mesh_dim)
         parameters: tuple[str, ...] = ()
         if self.inputs is not None:
             parameters = tuple(inspect.signature(type(node.module).forward).parameters)[1:]
         add_bias = None
         if mode == "fwd_post" and bias_is_left_out(node, self.mesh_dim):
-            kind = kind_of(node.module)
+            kind = layer_type_of(node.module)
             assert kind is not None
             add_bias = AddBias(kind.feature_axis, pieces=group if op == "reduce_scatter" else None)
         if callable(op):

@@ -11,10 +11,10 @@ from typing import Any
 from torch import is_grad_enabled
 
 from slapo_core import Edit, Equivalence, Node, Primitive, Violation
-from slapo_core.spec.conditions import Distributed
 from slapo_core.spec.edit import Forward
+from slapo_core.spec.preconditions import Distributed
 from slapo_tp import collectives
-from slapo_tp.collectives import Group
+from slapo_tp.collectives import RankGroup
 from slapo_tp.splits import as_tuple, has_split_below, mesh_size, split_axis
 
 __all__ = ["SyncGradient"]
@@ -72,7 +72,7 @@ class SyncGradient(Primitive):
             edit.note(f"mesh_dim '{self.mesh_dim}' has one rank: it sees the whole gradient")
             return
         assert node.mesh is not None
-        group = Group.along(node.mesh, self.mesh_dim)
+        group = RankGroup.along(node.mesh, self.mesh_dim)
         edit.wrap_forward(node, functools.partial(gradients_summed, names=as_tuple(self.names), group=group))
 
     def postconditions(self, node: Node) -> Iterator[Violation]:
@@ -95,7 +95,7 @@ class SyncGradient(Primitive):
                 yield Violation(f"the gradient of '{name}' is summed already, by {record}", f"leave '{name}' out")
 
 
-def gradients_summed(forward: Forward, *, names: tuple[str, ...], group: Group) -> Forward:
+def gradients_summed(forward: Forward, *, names: tuple[str, ...], group: RankGroup) -> Forward:
     """``forward`` with other tensors in the place of the parameters: the same values, whose gradient is summed."""
 
     @functools.wraps(forward)

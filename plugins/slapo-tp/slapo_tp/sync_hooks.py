@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from slapo_core import ArgumentError
 from slapo_tp import collectives
-from slapo_tp.collectives import Group
+from slapo_tp.collectives import RankGroup
 
 __all__ = ["AddBias", "GradientHook", "InputHook", "OutputHook"]
 
@@ -30,7 +30,7 @@ class AddBias:
     """
 
     feature_axis: int
-    pieces: Group | None = None
+    pieces: RankGroup | None = None
 
     def __call__(self, module: nn.Module, args: Args, kwargs: Kwargs, output: Tensor) -> Tensor:
         bias: Tensor = module.bias  # type: ignore[assignment]
@@ -57,7 +57,7 @@ class OutputHook:
 
     op: str
     axis: int
-    group: Group
+    group: RankGroup
     path: str
     outputs: tuple[int, ...] | None = None
     add_bias: AddBias | None = None
@@ -119,7 +119,7 @@ class InputHook:
 
     op: str
     axis: int
-    group: Group
+    group: RankGroup
     path: str
     inputs: tuple[int | str, ...] | None = None
     parameters: tuple[str, ...] = ()
@@ -160,7 +160,7 @@ class GradientHook:
         parameters: the names of the forward's parameters, in order.
     """
 
-    group: Group
+    group: RankGroup
     path: str
     inputs: tuple[int | str, ...] | None = None
     parameters: tuple[str, ...] = ()
@@ -234,7 +234,7 @@ def _first(positions: list[int]) -> int:
     return positions[0] if positions else 0
 
 
-def _check_axis(tensor: Tensor, axis: int, op: str, group: Group, path: str) -> None:
+def _check_axis(tensor: Tensor, axis: int, op: str, group: RankGroup, path: str) -> None:
     if not -tensor.dim() <= axis < tensor.dim():
         _refuse(
             f"{op} along axis {axis}, but the tensor has {tensor.dim()} axes {tuple(tensor.shape)}",

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from slapo_core import Node, Violation
-from slapo_tp.kinds import kind_of
+from slapo_tp.layers import layer_type_of
 from slapo_tp.splits import bias_is_left_out, has_split_below, output_state
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ def resolve(sync: Sync, node: Node) -> tuple[str, str | Callable[..., Any] | Non
         return sync.mode, sync.op, sync.axis
     if sync.op is not None:
         return "fwd_post", sync.op, sync.axis
-    state, kind = output_state(node, sync.mesh_dim), kind_of(node.module)
+    state, kind = output_state(node, sync.mesh_dim), layer_type_of(node.module)
     if state == "split" and kind is not None:
         return "fwd_post", "all_gather", kind.feature_axis
     return "fwd_post", "all_reduce" if state == "partial" else None, sync.axis
@@ -132,7 +132,7 @@ def _overlap(one: tuple[Any, ...] | None, other: tuple[Any, ...] | None) -> bool
 
 
 def _output_violations(sync: Sync, node: Node, op: str, axis: int) -> list[Violation]:
-    state, kind = output_state(node, sync.mesh_dim), kind_of(node.module)
+    state, kind = output_state(node, sync.mesh_dim), layer_type_of(node.module)
     if state == "split" and kind is not None and op != "all_gather":
         return [
             Violation(
@@ -175,7 +175,7 @@ def _biases_below(sync: Sync, node: Node, op: str, axis: int) -> list[Violation]
 
 
 def _gradient_violations(sync: Sync, node: Node) -> list[Violation]:
-    state, kind = output_state(node, sync.mesh_dim), kind_of(node.module)
+    state, kind = output_state(node, sync.mesh_dim), layer_type_of(node.module)
     if kind is None or state is None:
         return []
     if kind.axis_of("input") is None:

@@ -14,7 +14,7 @@ import slapo_core as slapo
 from slapo_core import ArgumentError
 from slapo_core.testing import run_ranks
 from slapo_tp.collectives import (
-    Group,
+    RankGroup,
     all_gather,
     all_reduce,
     copy as copy_with_summed_gradient,
@@ -189,9 +189,9 @@ def sum_gradient(module: nn.Module, grad_input: Any, grad_output: Any) -> Any:
     return (summed,)
 
 
-def _world() -> Group:
+def _world() -> RankGroup:
     name = dist.distributed_c10d._get_default_group().group_name
-    return Group(name, dist.get_world_size(), dist.get_rank(), "")
+    return RankGroup(name, dist.get_world_size(), dist.get_rank(), "")
 
 
 def check_callables() -> None:

@@ -19,7 +19,7 @@ STUB_PACKAGE = "slapo_core-stubs"
 """The directory that type checkers look for (PEP 561)."""
 
 _SELECTION = '''
-class Selection(TreeNode, Group):
+class Selection(TreeNode, NodeGroup):
     """What ``sch[...]`` gives: a node for a path, a group for a glob.
 
     A type checker cannot tell which, so this type has the members of both.
@@ -28,7 +28,7 @@ class Selection(TreeNode, Group):
     @overload  # type: ignore[override]
     def __getitem__(self, key: int) -> TreeNode: ...
     @overload
-    def __getitem__(self, key: slice) -> Group: ...
+    def __getitem__(self, key: slice) -> NodeGroup: ...
     @overload
     def __getitem__(self, key: str) -> Selection: ...
 '''
@@ -101,7 +101,7 @@ def make_stubs(registry: Registry) -> StubPackage:
         "py.typed": "partial\n",
         "_vocabulary.pyi": vocabulary,
         "schedule.pyi": stub_of(
-            "slapo_core.schedule",
+            "slapo_core.schedule.schedule",
             bases={"Schedule": "OnRoot"},
             returns={"Schedule.__getitem__": "Selection", "Schedule.apply": "TreeNode"},
             imports=[on_nodes, "from slapo_core.tree.group import Selection"],
@@ -114,8 +114,8 @@ def make_stubs(registry: Registry) -> StubPackage:
         ),
         "tree/group.pyi": stub_of(
             "slapo_core.tree.group",
-            bases={"Group": "OnNodes"},
-            returns={"Group.apply": "Self"},
+            bases={"NodeGroup": "OnNodes"},
+            returns={"NodeGroup.apply": "Self"},
             imports=[on_nodes, "from typing import Self"],
             tail=_SELECTION.strip(),
         ),

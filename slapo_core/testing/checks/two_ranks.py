@@ -8,9 +8,9 @@ import pickle
 import sys
 from typing import Any
 
-from slapo_core._rank import _make_importable
 from slapo_core.errors import RankFailedError, VerifyError
-from slapo_core.launcher import run_ranks
+from slapo_core.ranks.launcher import run_ranks
+from slapo_core.ranks.process import _make_importable
 from slapo_core.testing.bench import Bench, build_inputs, build_model, prepare
 from slapo_core.testing.case import Case, made
 from slapo_core.testing.check import CheckError

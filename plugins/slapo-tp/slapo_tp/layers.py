@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from slapo_core import Violation
 from slapo_core.spec.edit import Forward
 
-__all__ = ["Axis", "Kind", "kind_of", "reads_weights_itself"]
+__all__ = ["Axis", "LayerType", "layer_type_of", "reads_weights_itself"]
 
 Role = Literal["output", "input", "vocabulary"]
 
@@ -35,7 +35,7 @@ class Axis:
 
 
 @dataclass(frozen=True)
-class Kind:
+class LayerType:
     """A kind of module with parameters ``weight`` and, maybe, ``bias`` (one element for each output feature).
 
     Args:
@@ -75,7 +75,7 @@ class Kind:
             )
 
 
-def kind_of(module: nn.Module) -> Kind | None:
+def layer_type_of(module: nn.Module) -> LayerType | None:
     """The kind of a module; None if its forward is not one that this plugin knows."""
     cls = type(module)
     kind = _BY_FORWARD.get(cls.forward)
@@ -105,17 +105,17 @@ def _conv1d(module: Any, x: Tensor) -> Tensor:
     return x @ module.weight
 
 
-LINEAR = Kind("nn.Linear", (Axis("output", "out_features"), Axis("input", "in_features")), without_bias=_linear)
-EMBEDDING = Kind("nn.Embedding", (Axis("vocabulary", "num_embeddings"), Axis("output", "embedding_dim")))
-CONV1D = Kind("transformers' Conv1D", (Axis("input", "nx"), Axis("output", "nf")), without_bias=_conv1d)
+LINEAR = LayerType("nn.Linear", (Axis("output", "out_features"), Axis("input", "in_features")), without_bias=_linear)
+EMBEDDING = LayerType("nn.Embedding", (Axis("vocabulary", "num_embeddings"), Axis("output", "embedding_dim")))
+CONV1D = LayerType("transformers' Conv1D", (Axis("input", "nx"), Axis("output", "nf")), without_bias=_conv1d)
 
 
-def _convolution_kind(name: str, kernel_axes: int) -> Kind:
+def _convolution_kind(name: str, kernel_axes: int) -> LayerType:
     axes = (Axis("output", "out_channels"), Axis("input", "in_channels"))
-    return Kind(name, axes, feature_axis=-1 - kernel_axes, without_bias=_convolution)
+    return LayerType(name, axes, feature_axis=-1 - kernel_axes, without_bias=_convolution)
 
 
-_BY_FORWARD: dict[Callable[..., Any], Kind] = {
+_BY_FORWARD: dict[Callable[..., Any], LayerType] = {
     nn.Linear.forward: LINEAR,
     nn.Embedding.forward: EMBEDDING,
     nn.Conv1d.forward: _convolution_kind("nn.Conv1d", 1),

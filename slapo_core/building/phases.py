@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from slapo_core.agreement import check_agreement, check_weights_agreement, together
 from slapo_core.errors import ArgumentError, BuildError, OptimizerError, SealedError, SlapoError
-from slapo_core.schedule import Schedule
-from slapo_core.spec.names import CORE_DISTRIBUTION
+from slapo_core.ranks.agreement import check_agreement, check_weights_agreement, together
+from slapo_core.schedule.schedule import Schedule
+from slapo_core.spec.reserved import CORE_DISTRIBUTION
 from slapo_core.weights.materialise import Materialisation, materialise
 from slapo_core.weights.sources import open_source
 from slapo_core.weights.survey import survey

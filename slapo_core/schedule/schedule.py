@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from slapo_core.errors import ArgumentError, SealedError, UndoError
-from slapo_core.explanation import explain_records
-from slapo_core.location import caller_location
-from slapo_core.ownership import note_steps, refuse_if_scheduled
 from slapo_core.plugins.manager import HookManager
 from slapo_core.plugins.process import current_registry
-from slapo_core.records import dump_records
+from slapo_core.schedule.explanation import explain_records
+from slapo_core.schedule.location import caller_location
+from slapo_core.schedule.records import dump_records
+from slapo_core.schedule.scheduled_models import note_steps, refuse_if_scheduled
+from slapo_core.schedule.sugar import bound_primitive
+from slapo_core.schedule.transaction import Step, Transaction
 from slapo_core.spec.mesh import Mesh, declare_mesh
-from slapo_core.spec.names import canonical_distribution
 from slapo_core.spec.primitive import Primitive, check_primitive
 from slapo_core.spec.record import Record
-from slapo_core.sugar import bound_primitive
-from slapo_core.transaction import Step, Transaction
-from slapo_core.tree.group import Group
+from slapo_core.spec.reserved import canonical_distribution
+from slapo_core.tree.group import NodeGroup
 from slapo_core.tree.journal import ReplaceModule
 from slapo_core.tree.node import TreeNode
 from slapo_core.tree.render import render_tree
@@ -71,7 +71,7 @@ class Schedule:
 
     # -- the tree ---------------------------------------------------------------------------------------------
 
-    def __getitem__(self, path: str) -> TreeNode | Group:
+    def __getitem__(self, path: str) -> TreeNode | NodeGroup:
         """The node at a path, or the group that a glob selects.
 
         Raises:
@@ -234,7 +234,7 @@ class Schedule:
         location: str | None = None,
         after_edit: Callable[[int], None] | None = None,
     ) -> Node:
-        """Apply ``primitive`` at ``node``: see :class:`slapo_core.transaction.Transaction`.
+        """Apply ``primitive`` at ``node``: see :class:`slapo_core.schedule.transaction.Transaction`.
 
         Args:
             node: where.
@@ -281,7 +281,7 @@ class Schedule:
             raise
         return tuple(results)
 
-    def primitive_named(self, name: str, target: Node | Group, where: str) -> Callable[..., Any]:
+    def primitive_named(self, name: str, target: Node | NodeGroup, where: str) -> Callable[..., Any]:
         return bound_primitive(self.registry, name, target, where)  # type: ignore[return-value]
 
     def primitive_names(self) -> tuple[str, ...]:

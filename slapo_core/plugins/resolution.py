@@ -11,7 +11,7 @@ from slapo_core.plugins.model import Entry, Plugin, noun
 from slapo_core.plugins.requirements import raise_for_state
 from slapo_core.plugins.rules import find_conflicts
 from slapo_core.spec.kinds import KINDS
-from slapo_core.spec.names import FIRST_PARTY_NAMES, FIRST_PARTY_NAMESPACES
+from slapo_core.spec.reserved import FIRST_PARTY_NAMES, FIRST_PARTY_NAMESPACES
 
 __all__ = ["NameIndex"]
 

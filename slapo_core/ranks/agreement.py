@@ -12,7 +12,7 @@ import torch.distributed as dist
 from slapo_core.errors import BuildError, RankMismatchError
 
 if TYPE_CHECKING:
-    from slapo_core.schedule import Schedule
+    from slapo_core.schedule.schedule import Schedule
     from slapo_core.spec.mesh import Mesh
 
 __all__ = ["check_agreement", "check_weights_agreement", "checksum", "fingerprint", "gather_objects", "together"]

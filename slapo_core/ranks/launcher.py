@@ -22,8 +22,8 @@ from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any, TypeVar
 
-from slapo_core._rank import Job, describe, origin, run_rank, trace_file
 from slapo_core.errors import LaunchError, RankFailedError, RankTimeoutError
+from slapo_core.ranks.process import Job, describe, origin, run_rank, trace_file
 
 __all__ = ["preload_modules", "run_ranks"]
 
@@ -35,7 +35,7 @@ _PRELOAD = [
     "torch.distributed.device_mesh",
     "torch.distributed._functional_collectives",
     "torch.utils.checkpoint",
-    "slapo_core._rank",
+    "slapo_core.ranks.process",
 ]
 _GRACE = 2.0  # seconds that the other ranks get to report their own failure after the first one
 _LAST_WORDS = 5.0  # seconds for writing a traceback, or for leaving the group, before a rank is killed

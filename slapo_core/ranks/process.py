@@ -1,4 +1,4 @@
-"""What happens inside one rank process of `slapo_core.launcher`."""
+"""What happens inside one rank process of `slapo_core.ranks.launcher`."""
 
 from __future__ import annotations
 

@@ -1,0 +1,1 @@
+"""`build`: a scheduled model becomes an engine, phase by phase."""

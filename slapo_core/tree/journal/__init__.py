@@ -1,0 +1,19 @@
+"""Journal entries: one class per way of changing a model, each able to undo and redo itself exactly."""
+
+from __future__ import annotations
+
+from slapo_core.tree.journal.calls import AddHook, WrapForward
+from slapo_core.tree.journal.entry import Entry
+from slapo_core.tree.journal.modules import ReplaceModule, SetAttribute
+from slapo_core.tree.journal.tensors import Annotate, SetRequiresGrad, SetTensor
+
+__all__ = [
+    "AddHook",
+    "Annotate",
+    "Entry",
+    "ReplaceModule",
+    "SetAttribute",
+    "SetRequiresGrad",
+    "SetTensor",
+    "WrapForward",
+]

@@ -1,0 +1,30 @@
+"""`Entry`: one change of the model, able to undo and redo itself exactly."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["Entry", "name_of"]
+
+
+class Entry(ABC):
+    """One change. ``redo`` after ``undo`` gives back the very same objects; both are safe after a partial redo."""
+
+    @abstractmethod
+    def redo(self) -> None: ...
+
+    @abstractmethod
+    def undo(self) -> None: ...
+
+    @abstractmethod
+    def describe(self) -> str:
+        """What changed, for ``explain``: ``"weight (3072, 768) -> (1536, 768), tp: S(0)"``."""
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """A function's name for people: ``"checkpointed"``, also of a ``functools.partial``."""
+    function = getattr(function, "func", function)  # functools.partial
+    name: str = getattr(function, "__qualname__", None) or type(function).__qualname__
+    return name.replace(".<locals>", "")
