@@ -59,6 +59,10 @@ if TYPE_CHECKING:
         Dialect as Dialect,
         Plan as Plan,
     )
+    from slapo_core.spec.doctor import (
+        Fact as Fact,
+        Problem as Problem,
+    )
     from slapo_core.spec.edit import (
         Edit as Edit,
     )
@@ -106,6 +110,7 @@ _PUBLIC = {
     "Edit": "slapo_core.spec.edit",
     "Engine": "slapo_core.spec.engine",
     "Equivalence": "slapo_core.spec.equivalence",
+    "Fact": "slapo_core.spec.doctor",
     "HookError": "slapo_core.errors",
     "IncompatiblePluginError": "slapo_core.errors",
     "LaunchError": "slapo_core.errors",
@@ -121,6 +126,7 @@ _PUBLIC = {
     "PostconditionError": "slapo_core.errors",
     "PreconditionError": "slapo_core.errors",
     "Primitive": "slapo_core.spec.primitive",
+    "Problem": "slapo_core.spec.doctor",
     "RankFailedError": "slapo_core.errors",
     "RankMismatchError": "slapo_core.errors",
     "RankTimeoutError": "slapo_core.errors",

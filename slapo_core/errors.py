@@ -334,7 +334,7 @@ class IncompatiblePluginError(PluginError):
 class RejectedPluginError(PluginError):
     """A plugin breaks a rule: a reserved or bare name, a class that is not what its group says.
 
-    What to do: this is for the plugin's author; ``slapo plugins check NAME`` lists every breach.
+    What to do: this is for the plugin's author; ``slapo plugins check NAME`` lists every violation.
     """
 
 

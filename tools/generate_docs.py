@@ -14,8 +14,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import pluggy
+
 from slapo_core import errors
-from slapo_core.spec.hookspecs import FIRST_RESULT, HOOKS
+from slapo_core.spec import hookspecs
 
 DOCS = Path(__file__).parents[1] / "docs"
 NOTE = "<!-- Made by tools/generate_docs.py; change the docstrings in {source} instead. -->\n"
@@ -23,8 +25,6 @@ NOTE = "<!-- Made by tools/generate_docs.py; change the docstrings in {source} i
 
 def hooks_page() -> str:
     """Every hook: when it is called, its arguments, who may answer."""
-    from slapo_core.spec import hookspecs
-
     lines = [
         "# Hooks",
         "",
@@ -32,10 +32,13 @@ def hooks_page() -> str:
         inspect.cleandoc(hookspecs.__doc__ or ""),
     ]
     lines += ["", "| hook | answers |", "|---|---|"]
-    for name in HOOKS:
-        answers = "at most one active plugin" if name in FIRST_RESULT else "any number of active plugins"
+    parse = pluggy.PluginManager(hookspecs.PROJECT).parse_hookspec_opts
+    hooks = {name: options for name in vars(hookspecs) if (options := parse(hookspecs, name))}
+    for name, options in hooks.items():
+        answers = "at most one active plugin" if options["firstresult"] else "any number of active plugins"
         lines.append(f"| [`{name}`](#{name}) | {answers} |")
-    for name, function in HOOKS.items():
+    for name in hooks:
+        function = getattr(hookspecs, name)
         signature = inspect.signature(function)
         arguments = ", ".join(str(parameter).replace("'", "") for parameter in signature.parameters.values())
         returns = str(signature.return_annotation).replace("'", "")

@@ -6,41 +6,30 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from slapo_core.spec.doctor import Fact, Problem
 
 if TYPE_CHECKING:
     from slapo_core.plugins.model import Plugin
     from slapo_core.plugins.registry import Registry
 
-__all__ = ["Problem", "Report", "diagnose"]
-
-
-@dataclass(frozen=True)
-class Problem:
-    """Something that is wrong.
-
-    Args:
-        what: the fact, with where it was found.
-        remedy: the command or edit that mends it; None where only the text can say.
-    """
-
-    what: str
-    remedy: str | None = None
+__all__ = ["Report", "diagnose"]
 
 
 @dataclass(frozen=True)
 class Report:
     """What ``slapo doctor`` found."""
 
-    facts: dict[str, Any]
+    facts: tuple[Fact, ...]
     problems: tuple[Problem, ...]
 
     def as_json(self) -> dict[str, Any]:
         """What ``slapo doctor --json`` prints."""
-        return {**self.facts, "problems": [asdict(problem) for problem in self.problems]}
+        return asdict(self)
 
 
 def diagnose(registry: Registry, *, ask: Sequence[str] = ()) -> Report:
@@ -50,36 +39,40 @@ def diagnose(registry: Registry, *, ask: Sequence[str] = ()) -> Report:
         registry: what is installed.
         ask: distributions whose ``slapo_doctor`` hook is called; no other plugin is imported.
     """
-    facts: dict[str, Any] = {
-        "python": f"{platform.python_version()} ({sys.executable})",
-        "platform": platform.platform(),
-        "slapo-core": registry.core_version or "not installed",
-        **_torch_facts(),
-        "cpus": _cpus(),
-        "threads": f"OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS', '(unset)')}",
-        "settings": _settings(registry),
-        "plugins": [
-            {"name": plugin.name, "source": plugin.source, "state": plugin.state, "version": plugin.version}
-            for plugin in registry.plugins
-        ],
-    }
-    problems = [
-        *_version_problems(facts),
-        *_settings_problems(registry),
-        *_plugin_problems(registry.plugins),
-        *_name_problems(registry),
-        *_thread_problems(facts),
-        *_answers(registry, ask),
-    ]
-    return Report(facts, tuple(problems))
+    found = [*_python(registry), *_torch(), *_processors(), *_settings(registry)]
+    for plugin in registry.plugins:
+        found += _plugin(plugin)
+    found += _ambiguous_names(registry)
+    for distribution in dict.fromkeys(ask):
+        found += _answers(registry, distribution)
+    return Report(
+        tuple(item for item in found if isinstance(item, Fact)),
+        tuple(item for item in found if isinstance(item, Problem)),
+    )
 
 
-def _torch_facts() -> dict[str, Any]:
+def _python(registry: Registry) -> Iterator[Fact | Problem]:
+    yield Fact("python", f"{platform.python_version()} ({sys.executable})")
+    yield Fact("platform", platform.platform())
+    yield Fact("slapo-core", registry.core_version or "not installed")
+    if registry.core_version is None:
+        yield Problem("slapo-core runs from a source tree without being installed", "pip install -e .")
+
+
+def _torch() -> Iterator[Fact | Problem]:
     try:
         import torch
         import torch.distributed as dist
     except ImportError as error:
-        return {"torch": f"cannot be imported: {error}", "devices": [], "backends": []}
+        yield Fact("torch", f"cannot be imported: {error}")
+        yield Problem(f"torch cannot be imported: {error}", "pip install --force-reinstall torch")
+        return
+    build = torch.version.cuda or torch.version.hip
+    version = f"{torch.__version__} ({f'for {build}' if build else 'CPU only'})"
+    yield Fact("torch", version)
+    required = _unmet_torch(torch.__version__)
+    if required is not None:
+        yield Problem(f"slapo-core needs {required}; installed is torch {version}", f'pip install "{required}"')
     devices = []
     if torch.accelerator.is_available():
         kind = torch.accelerator.current_accelerator()
@@ -87,35 +80,18 @@ def _torch_facts() -> dict[str, Any]:
         if kind is not None and kind.type == "cuda":
             names = [torch.cuda.get_device_name(index) for index in range(len(names))]
         devices = [f"{index}: {name}" for index, name in enumerate(names)]
-    backends = []
-    if dist.is_available():
-        known = {"gloo": dist.is_gloo_available, "mpi": dist.is_mpi_available, "nccl": dist.is_nccl_available}
-        backends = [name for name, available in known.items() if available()]
-    build = torch.version.cuda or torch.version.hip
-    return {
-        "torch": f"{torch.__version__} ({f'for {build}' if build else 'CPU only'})",
-        "devices": devices,
-        "backends": backends,
-    }
-
-
-def _version_problems(facts: dict[str, Any]) -> Iterator[Problem]:
-    if facts["slapo-core"] == "not installed":
-        yield Problem("slapo-core runs from a source tree without being installed", "pip install -e .")
-    if facts["torch"].startswith("cannot"):
-        yield Problem(f"torch {facts['torch']}", "pip install --force-reinstall torch")
-        return
-    misfit = _torch_misfit(facts["torch"].partition(" ")[0])
-    if misfit is not None:
-        yield Problem(f"slapo-core needs {misfit}; installed is torch {facts['torch']}", f'pip install "{misfit}"')
-    if not facts["backends"]:
+    yield Fact("devices", ", ".join(devices) or "none")
+    known = {"gloo": dist.is_gloo_available, "mpi": dist.is_mpi_available, "nccl": dist.is_nccl_available}
+    backends = [name for name, available in known.items() if dist.is_available() and available()]
+    yield Fact("backends", ", ".join(backends) or "none")
+    if not backends:
         yield Problem(
             "this torch has no torch.distributed backend: no schedule can run on several processes",
             "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cpu",
         )
 
 
-def _torch_misfit(version: str) -> str | None:
+def _unmet_torch(version: str) -> str | None:
     """The requirement on torch that slapo-core declares, if ``version`` is not in it."""
     from packaging.requirements import Requirement
 
@@ -127,36 +103,47 @@ def _torch_misfit(version: str) -> str | None:
     return None
 
 
-def _settings(registry: Registry) -> list[str]:
-    settings = registry.settings
+def _processors() -> Iterator[Fact | Problem]:
+    """More threads a process than there are processors: several ranks on one machine then stand in each other's way."""
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    value = os.environ.get("OMP_NUM_THREADS")
+    yield Fact("cpus", str(cpus))
+    yield Fact("threads", f"OMP_NUM_THREADS={'(unset)' if value is None else value}")
+    if value is None:
+        return
+    if not value.isdecimal() or int(value) < 1:
+        yield Problem(f"OMP_NUM_THREADS must be a positive integer (got {value!r})", "export OMP_NUM_THREADS=1")
+    elif int(value) > cpus:
+        message = f"OMP_NUM_THREADS={value}, but this process may use {cpus} processors"
+        yield Problem(message, f"export OMP_NUM_THREADS={cpus}")
+
+
+def _settings(registry: Registry) -> Iterator[Fact | Problem]:
+    settings, error = registry.settings, registry.settings_error
     shown = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("SLAPO_")]
     for key, values in (("prefer", settings.prefer), ("require", settings.require)):
         if values:
             shown.append(f"{key} = {json.dumps(list(values))} in {settings.pyproject}")
-    return shown
-
-
-def _settings_problems(registry: Registry) -> Iterator[Problem]:
-    error = registry.settings_error
+    yield Fact("settings", ", ".join(shown) or "none")
     if error is not None:
         yield Problem(error.message, error.hint)
 
 
-def _plugin_problems(plugins: Iterable[Plugin]) -> Iterator[Problem]:
-    for plugin in plugins:
-        if plugin.state == "disabled":
-            continue
-        if plugin.state != "ok":
-            yield Problem(f"plugin {plugin.label} is {plugin.state}: {plugin.reason}", plugin.remedy)
-        for shadow in plugin.shadows:
-            yield Problem(
-                f"{plugin.name} is installed twice: {plugin.source} is used, {shadow} is not",
-                f"pip uninstall {plugin.name}, once for each, and install it again",
-            )
-        yield from _editable_problems(plugin)
+def _plugin(plugin: Plugin) -> Iterator[Fact | Problem]:
+    yield Fact(f"plugin {plugin.name}", f"{plugin.version or '-'} {plugin.state} ({plugin.source})")
+    if plugin.state == "disabled":
+        return
+    if plugin.state != "ok":
+        yield Problem(f"plugin {plugin.label} is {plugin.state}: {plugin.reason}", plugin.remedy)
+    for shadow in plugin.shadows:
+        yield Problem(
+            f"{plugin.name} is installed twice: {plugin.source} is used, {shadow} is not",
+            f"pip uninstall {plugin.name}, once for each, and install it again",
+        )
+    yield from _editable(plugin)
 
 
-def _editable_problems(plugin: Plugin) -> Iterator[Problem]:
+def _editable(plugin: Plugin) -> Iterator[Problem]:
     """An editable installation whose source moved away, or says something else than what was installed."""
     metadata = Path(plugin.source)
     try:
@@ -170,14 +157,14 @@ def _editable_problems(plugin: Plugin) -> Iterator[Problem]:
     from urllib.request import url2pathname
 
     project = Path(url2pathname(urlsplit(origin["url"]).path))
-    again = f"pip install -e {project}"
     if not (project / "pyproject.toml").exists():
-        remedy = f"pip uninstall {plugin.name}"
-        yield Problem(f"{plugin.name} is installed in editable mode from {project}, which is no project now", remedy)
+        message = f"{plugin.name} is installed in editable mode from {project}, which is no project now"
+        yield Problem(message, f"pip uninstall {plugin.name}")
         return
     difference = _stale(project / "pyproject.toml", plugin)
     if difference is not None:
-        yield Problem(f"the editable installation of {plugin.name} is out of date: {difference}", again)
+        message = f"the editable installation of {plugin.name} is out of date: {difference}"
+        yield Problem(message, f"pip install -e {project}")
 
 
 def _stale(pyproject: Path, plugin: Plugin) -> str | None:
@@ -206,7 +193,7 @@ def _stale(pyproject: Path, plugin: Plugin) -> str | None:
     return None
 
 
-def _name_problems(registry: Registry) -> Iterator[Problem]:
+def _ambiguous_names(registry: Registry) -> Iterator[Problem]:
     for kind, bares in registry.ambiguous.items():
         for bare, full in bares.items():
             owner = registry.resolve(kind, full[0]).distribution if registry.settings_error is None else "DISTRIBUTION"
@@ -216,35 +203,41 @@ def _name_problems(registry: Registry) -> Iterator[Problem]:
             )
 
 
-def _thread_problems(facts: dict[str, Any]) -> Iterator[Problem]:
-    """More threads a process than there are processors: several ranks on one machine then stand in each other's way."""
-    value = os.environ.get("OMP_NUM_THREADS")
-    if value is None:
-        return
-    if not value.isdecimal() or int(value) < 1:
-        yield Problem(f"OMP_NUM_THREADS must be a positive integer (got {value!r})", "export OMP_NUM_THREADS=1")
-    elif int(value) > facts["cpus"]:
-        yield Problem(
-            f"OMP_NUM_THREADS={value}, but this process may use {facts['cpus']} processors",
-            f"export OMP_NUM_THREADS={facts['cpus']}",
-        )
-
-
-def _answers(registry: Registry, ask: Sequence[str]) -> Iterator[Problem]:
+def _answers(registry: Registry, distribution: str) -> Iterator[Fact | Problem]:
+    """What the ``slapo_doctor`` hook of one distribution says, under its name; one that fails is a problem itself."""
     from slapo_core.errors import PluginError
     from slapo_core.plugins.manager import HookManager
 
-    for distribution in dict.fromkeys(ask):  # one manager each: one that fails must not silence another
-        hooks = HookManager(registry)
-        try:
-            hooks.activate(distribution)
-            answers = hooks.call("slapo_doctor")
-        except PluginError as error:
-            yield Problem(error.message, error.hint)
-            continue
-        for lines in answers:
-            yield from (Problem(f"{distribution}: {line}") for line in ([lines] if isinstance(lines, str) else lines))
+    hooks = HookManager(registry)  # one manager each: one that fails must not silence another
+    try:
+        hooks.activate(distribution)
+        answers = [_checked(answer, distribution) for _, answer in hooks.call_each("slapo_doctor")]
+    except PluginError as error:
+        yield Problem(error.message, error.hint)
+        return
+    for item in (item for answer in answers for item in answer):
+        if isinstance(item, Fact):
+            yield Fact(f"{distribution}: {item.what}", item.value)
+        else:
+            yield Problem(f"{distribution}: {item.message}", item.hint)
 
 
-def _cpus() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def _checked(answer: Any, distribution: str) -> list[Fact | Problem]:
+    """The facts and problems of one answer.
+
+    Raises:
+        HookError: it is anything else.
+    """
+    from slapo_core.errors import HookError
+
+    items = list(answer) if isinstance(answer, (list, tuple)) else [answer]
+    for item in items:
+        if not isinstance(item, (Fact, Problem)):
+            raise HookError(
+                f"hook slapo_doctor of {distribution} must yield Fact and Problem objects (got {item!r})",
+                plugin=distribution,
+                hint=f"yield slapo_core.Problem({item!r})"
+                if isinstance(item, str)
+                else 'yield slapo_core.Problem("what is wrong", hint="the command that mends it")',
+            )
+    return items

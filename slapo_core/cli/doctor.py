@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from slapo_core.cli.diagnosis import Report
 
 __all__ = ["register"]
 
@@ -33,27 +36,21 @@ def doctor(
     if as_json:
         print_json(report.as_json())
     else:
-        _print(report.facts, report.problems)
+        _print(report)
     if report.problems:
         raise typer.Exit(1)
 
 
-def _print(facts: dict[str, Any], problems: Any) -> None:
-    for name, value in facts.items():
-        if name == "plugins":
-            continue
-        shown = ", ".join(map(str, value)) or "none" if isinstance(value, list) else value
-        print(f"{name:<12}{shown}")
-    print(
-        "plugins     "
-        + "; ".join(f"{item['name']} {item['version'] or '-'} {item['state']}" for item in facts["plugins"])
-    )
+def _print(report: Report) -> None:
+    width = max(len(fact.what) for fact in report.facts) + 2
+    for fact in report.facts:
+        print(f"{fact.what:<{width}}{fact.value}")
     print()
-    if not problems:
+    if not report.problems:
         print("nothing is wrong")
         return
-    print(f"{len(problems)} problem{'s' if len(problems) != 1 else ''}:")
-    for number, problem in enumerate(problems, start=1):
-        print(f"{number}. {problem.what}")
-        if problem.remedy:
-            print(f"   mend it: {problem.remedy}")
+    print(f"{len(report.problems)} problem{'s' if len(report.problems) != 1 else ''}:")
+    for number, problem in enumerate(report.problems, start=1):
+        print(f"{number}. {problem.message}")
+        if problem.hint:
+            print(f"   mend it: {problem.hint}")

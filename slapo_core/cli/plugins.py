@@ -28,9 +28,9 @@ def list_plugins(
     """List the installed plugins with their state, and what to do about those that are not ok. Imports none."""
     from slapo_core.cli.output import print_json, print_table
     from slapo_core.plugins.process import current_registry
-    from slapo_core.spec.kinds import KINDS
+    from slapo_core.spec.kinds import KINDS, PLANNED_KINDS
 
-    if kind is not None and kind not in KINDS:
+    if kind is not None and kind not in (*KINDS, *PLANNED_KINDS):
         raise typer.BadParameter(f"no kind '{kind}'; the kinds are {', '.join(KINDS)}", param_hint="--kind")
     registry = current_registry()
     chosen = [plugin for plugin in registry.plugins if kind is None or plugin.provides(kind)]
@@ -126,14 +126,14 @@ def _print_remarks(registry: Registry, plugins: list[Plugin]) -> None:
 
 
 def _find(registry: Registry, name: str) -> Plugin:
-    from slapo_core.errors import UnknownNameError
-    from slapo_core.plugins.config import close_matches
-    from slapo_core.spec.reserved import canonical_distribution
+    from packaging.utils import canonicalize_name
 
-    plugin = registry.plugin(canonical_distribution(name))
+    from slapo_core.errors import UnknownNameError
+    from slapo_core.plugins.requirements import suggestions
+
+    plugin = registry.plugin(canonicalize_name(name))
     if plugin is not None:
         return plugin
-    owners = [item.name for item in registry.plugins if any(entry.namespace == name for entry in item.entries)]
-    close = owners or close_matches(name, [item.name for item in registry.plugins])
+    close = suggestions(name, registry.plugins)
     hint = f"did you mean {' or '.join(close)}?" if close else "`slapo plugins list` shows what is installed"
     raise UnknownNameError(f"no plugin '{name}' is installed", hint=hint)

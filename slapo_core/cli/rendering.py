@@ -11,15 +11,16 @@ from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path, PurePosixPath
 
+from packaging.utils import canonicalize_name
+
 from slapo_core.errors import ArgumentError
 from slapo_core.plugins import rules
 from slapo_core.plugins.metadata import core_version
 from slapo_core.plugins.model import Entry
 from slapo_core.spec.reserved import (
     CORE_DISTRIBUTION,
-    FIRST_PARTY_NAMESPACES,
     RESERVED_NAMES,
-    canonical_distribution,
+    RESERVED_NAMESPACES,
     is_identifier,
 )
 
@@ -61,9 +62,8 @@ class Project:
                 "beginning and ending with a letter or digit",
                 hint="slapo plugins new acme-slapo",
             )
-        canonical = canonical_distribution(name)
-        owners = {owner for names in FIRST_PARTY_NAMESPACES.values() for owner in names}
-        if canonical in owners:
+        canonical = canonicalize_name(name)
+        if canonical in RESERVED_NAMESPACES.values():
             raise ArgumentError(f"'{canonical}' is a distribution of the slapo project", hint="choose another name")
         package = canonical.replace("-", "_")
         if not is_identifier(package) or package in sys.stdlib_module_names or package in ("torch", "slapo_core"):
@@ -81,12 +81,12 @@ class Project:
         hint = f"slapo plugins new {name} --namespace acme"
         if not is_identifier(namespace):
             raise ArgumentError(f"namespace {namespace!r} must be a lowercase identifier", hint=hint)
-        if namespace in RESERVED_NAMES and namespace not in FIRST_PARTY_NAMESPACES:
+        if namespace in RESERVED_NAMES and namespace not in RESERVED_NAMESPACES:
             raise ArgumentError(f"namespace '{namespace}' would hide a member of nodes or schedules", hint=hint)
-        entry = Entry("primitives", f"{namespace}.offload", "offload", "", name, "0.1.0")
-        problem = rules.check_entry(entry)
-        if problem is not None:
-            raise ArgumentError(problem.replace(f" of '{entry.name}'", ""), hint=hint)
+        entry = Entry("primitives", f"{namespace}.offload", "", name, "0.1.0")
+        violation = rules.name_violation(entry)
+        if violation is not None:
+            raise ArgumentError(violation.replace(f" of '{entry.name}'", ""), hint=hint)
 
     def values(self) -> dict[str, str]:
         """What the placeholders of the template stand for."""

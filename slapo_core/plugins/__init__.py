@@ -4,18 +4,7 @@ from __future__ import annotations
 
 from slapo_core.plugins.loading import PluginWarning
 from slapo_core.plugins.local import register_primitive
-from slapo_core.plugins.manager import HookManager
-from slapo_core.plugins.model import Entry, Plugin
 from slapo_core.plugins.process import current_registry, use_registry
 from slapo_core.plugins.registry import Registry
 
-__all__ = [
-    "Entry",
-    "HookManager",
-    "Plugin",
-    "PluginWarning",
-    "Registry",
-    "current_registry",
-    "register_primitive",
-    "use_registry",
-]
+__all__ = ["PluginWarning", "Registry", "current_registry", "register_primitive", "use_registry"]

@@ -13,10 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slapo_core.errors import PluginConfigError
-from slapo_core.spec.reserved import CORE_DISTRIBUTION, canonical_distribution
+from packaging.utils import canonicalize_name
 
-__all__ = ["Settings", "check_names", "close_matches", "nearest_pyproject", "read_settings"]
+from slapo_core.errors import PluginConfigError
+from slapo_core.spec.reserved import CORE_DISTRIBUTION
+
+__all__ = ["Settings", "close_matches", "nearest_pyproject", "read_settings"]
 
 ALLOW = "SLAPO_PLUGINS"
 DISABLE = "SLAPO_DISABLE_PLUGINS"
@@ -49,14 +51,14 @@ class Settings:
     pyproject: str | None = None
     errors: tuple[PluginConfigError, ...] = ()
 
-    def switched_off(self, distribution: str) -> str | None:
-        """The setting that switches a distribution off, in words; None if it is on."""
+    def switched_off(self, distribution: str) -> tuple[str, str] | None:
+        """The setting that switches a distribution off, in words, and the way to switch it on; None if it is on."""
         if distribution == CORE_DISTRIBUTION:
             return None
         if distribution in self.disabled:
-            return f"{DISABLE} names it"
+            return f"{DISABLE} names it", f"remove {distribution} from {DISABLE}"
         if self.allow is not None and distribution not in self.allow:
-            return f"{ALLOW} does not name it"
+            return f"{ALLOW} does not name it", f"add {distribution} to {ALLOW}"
         return None
 
 
@@ -85,36 +87,10 @@ def read_settings(environ: Mapping[str, str], project: Path | None) -> Settings:
         strict=_flag(environ, STRICT, errors),
         trace=_flag(environ, TRACE, errors),
         require=_strings(table, "require", pyproject, errors),
-        prefer=tuple(map(canonical_distribution, _strings(table, "prefer", pyproject, errors))),
+        prefer=tuple(map(canonicalize_name, _strings(table, "prefer", pyproject, errors))),
         pyproject=str(pyproject) if pyproject is not None and table else None,
         errors=tuple(errors),
     )
-
-
-def check_names(settings: Settings, installed: Mapping[str, Iterable[str]]) -> list[PluginConfigError]:
-    """One error for every setting that names a distribution which is not installed.
-
-    Args:
-        settings: what was read.
-        installed: the namespaces that each installed plugin provides, by canonical distribution name.
-    """
-    where = f"[tool.slapo] prefer in {settings.pyproject}"
-    named = [(ALLOW, name) for name in sorted(settings.allow or ())]
-    named += [(DISABLE, name) for name in sorted(settings.disabled)]
-    named += [(where, name) for name in settings.prefer]
-    errors = []
-    for setting, name in named:
-        if name in installed or name == CORE_DISTRIBUTION:
-            continue
-        owners = sorted(owner for owner, namespaces in installed.items() if name in namespaces)
-        close = owners or close_matches(name, installed)
-        errors.append(
-            PluginConfigError(
-                f"{setting} names '{name}', but no plugin of that name is installed",
-                hint=f"did you mean {' or '.join(close)}?" if close else "`slapo plugins list` shows what is",
-            )
-        )
-    return errors
 
 
 def close_matches(name: str, known: Iterable[str]) -> list[str]:
@@ -134,7 +110,7 @@ def nearest_pyproject(directory: Path) -> Path | None:
 
 
 def _names(text: str) -> list[str]:
-    return [canonical_distribution(part) for part in re.split(r"[,\s]+", text) if part]
+    return [canonicalize_name(part) for part in re.split(r"[,\s]+", text) if part]
 
 
 def _flag(environ: Mapping[str, str], name: str, errors: list[PluginConfigError]) -> bool:

@@ -3,183 +3,129 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import importlib
 import inspect
 import io
+import pkgutil
 import sys
-import time
 import warnings
 from collections.abc import Callable, Iterator
-from functools import reduce
 from types import ModuleType
 from typing import Any, TypeVar
 
 from slapo_core.plugins.model import Entry
-from slapo_core.plugins.tampering import Snapshot
+from slapo_core.plugins.tampering import ImportGuard
 from slapo_core.spec.kinds import KINDS
 from slapo_core.spec.reserved import CORE_DISTRIBUTION
 
-__all__ = [
-    "SLOW_IMPORT_SECONDS",
-    "ImportFailed",
-    "ImportReport",
-    "PluginWarning",
-    "Refused",
-    "base_class",
-    "class_breaches",
-    "load",
-]
-
-SLOW_IMPORT_SECONDS = 1.0
-"""Imports that take longer are reported by ``slapo plugins check``."""
+__all__ = ["ImportFailed", "PluginWarning", "RuleViolated", "class_violations", "load"]
 
 _Result = TypeVar("_Result")
 
 
 class PluginWarning(UserWarning):
-    """A plugin did something at import that it should not, and that slapo could contain."""
+    """A plugin does something that it should not, or that has no effect, and that slapo could contain."""
 
 
 class ImportFailed(Exception):  # noqa: N818 - internal, becomes BrokenPluginError
     """The import raised; the cause is chained."""
 
 
-class Refused(Exception):  # noqa: N818 - internal, becomes RejectedPluginError
-    """The object breaks a rule.
+class RuleViolated(Exception):  # noqa: N818 - internal, becomes RejectedPluginError
+    """The object breaks a rule, or its import did.
 
     Args:
-        reason: which.
+        violation: which.
         whole_distribution: whether nothing of that distribution is to be trusted any more.
     """
 
-    def __init__(self, reason: str, *, whole_distribution: bool = False) -> None:
-        self.reason = reason
+    def __init__(self, violation: str, *, whole_distribution: bool = False) -> None:
         self.whole_distribution = whole_distribution
-        super().__init__(reason)
+        super().__init__(violation)
 
 
-@dataclasses.dataclass(frozen=True)
-class ImportReport:
-    """What one import did.
-
-    Args:
-        entry: what was imported.
-        seconds: wall-clock time of the import.
-        output: what it printed to stdout and stderr.
-    """
-
-    entry: Entry
-    seconds: float
-    output: str
-
-    @property
-    def slow(self) -> bool:
-        return self.seconds > SLOW_IMPORT_SECONDS
-
-
-def load(entry: Entry) -> tuple[Any, ImportReport]:
+def load(entry: Entry) -> Any:
     """Import what ``entry`` points to and hold it against the rules of its kind.
 
     What the plugin prints becomes a `PluginWarning`; changes it made to slapo or to `torch.nn.Module` are taken back.
 
     Raises:
         ImportFailed: the import raised anything but KeyboardInterrupt.
-        Refused: the object breaks a rule, or its import tampered with slapo.
+        RuleViolated: the object breaks a rule, or its import tampered with slapo.
     """
-    base = base_class(entry.kind)
-    loaded, report = _guarded(entry, lambda: _import(entry.value))
+    base = KINDS[entry.kind].base
+    if base is not None:
+        pkgutil.resolve_name(base)  # what slapo itself imports is no change made by the plugin
+    loaded = _guarded(entry, lambda: pkgutil.resolve_name(entry.value if ":" in entry.value else f"{entry.value}:"))
     # The checks touch code of the plugin too (metaclasses, descriptors): the same guard.
-    breaches, _ = _guarded(entry, lambda: class_breaches(loaded, entry, base=base))
-    if breaches:
-        raise Refused("; ".join(breaches))
-    return loaded, report
+    violations = _guarded(entry, lambda: class_violations(loaded, entry))
+    if violations:
+        raise RuleViolated("; ".join(violations))
+    return loaded
 
 
-def class_breaches(loaded: Any, entry: Entry, *, base: type | None) -> list[str]:
+def class_violations(loaded: Any, entry: Entry) -> list[str]:
     """Every rule of its kind that a loaded object breaks, in words.
 
     Args:
         loaded: what the entry point gave.
-        entry: the entry point.
-        base: the base class of the kind; None where any object is accepted.
+        entry: the entry point, of a kind in `KINDS`.
     """
-    if entry.kind == "hooks":
+    declared = KINDS[entry.kind].base
+    if declared is None:
         return [] if isinstance(loaded, ModuleType) else [f"must be a module (got {loaded!r})"]
-    if base is None:
-        return []
-    cls = loaded if isinstance(loaded, type) else type(loaded)
-    if not isinstance(loaded, type) and (entry.kind == "primitives" or not isinstance(loaded, base)):
-        return [f"must be a subclass of {base.__module__}.{base.__qualname__} (got {_describe(loaded)})"]
-    if not issubclass(cls, base):
-        return [f"must be a subclass of {base.__module__}.{base.__qualname__} (got class {cls.__qualname__})"]
-    breaches = []
-    missing = sorted(getattr(cls, "__abstractmethods__", ()))
+    base = pkgutil.resolve_name(declared)
+    is_class = isinstance(loaded, type)
+    if not (is_class and issubclass(loaded, base)):
+        got = f"class {loaded.__qualname__}" if is_class else f"an instance of {type(loaded).__qualname__}"
+        return [f"must be a subclass of {base.__module__}.{base.__qualname__} (got {got})"]
+    violations = []
+    missing = sorted(getattr(loaded, "__abstractmethods__", ()))
     if missing:
-        breaches.append(f"class {cls.__qualname__} does not define {', '.join(missing)}()")
-    name = inspect.getattr_static(cls, "name", None)
+        violations.append(f"class {loaded.__qualname__} does not define {', '.join(missing)}()")
+    name = inspect.getattr_static(loaded, "name", None)
     if name != entry.name:
-        breaches.append(f"{cls.__qualname__}.name must be '{entry.name}', the name of its entry point (got {name!r})")
-    return breaches + (_primitive_breaches(cls) if entry.kind == "primitives" else [])
+        what = f"{loaded.__qualname__}.name"
+        violations.append(f"{what} must be '{entry.name}', the name of its entry point (got {name!r})")
+    return violations + (_primitive_violations(loaded) if entry.kind == "primitives" else [])
 
 
-def _primitive_breaches(cls: type) -> list[str]:
+def _primitive_violations(cls: type) -> list[str]:
     from slapo_core.spec.equivalence import Equivalence
 
-    breaches = []
+    violations = []
     parameters = vars(cls).get("__dataclass_params__")
     if parameters is None or not parameters.frozen:
         got = "no dataclass of its own" if parameters is None else "a dataclass that is not frozen"
-        breaches.append(f"class {cls.__qualname__} must be decorated with @dataclass(frozen=True) (got {got})")
+        violations.append(f"class {cls.__qualname__} must be decorated with @dataclass(frozen=True) (got {got})")
     equivalence = inspect.getattr_static(cls, "equivalence", None)
     if not isinstance(equivalence, (Equivalence, property)):
-        breaches.append(f"{cls.__qualname__}.equivalence must be an Equivalence (got {equivalence!r})")
-    return breaches
+        violations.append(f"{cls.__qualname__}.equivalence must be an Equivalence (got {equivalence!r})")
+    return violations
 
 
-def _import(value: str) -> Any:
-    module, _, attribute = value.partition(":")
-    return reduce(getattr, filter(None, attribute.split(".")), importlib.import_module(module))
-
-
-def base_class(kind: str) -> type | None:
-    """The base class of a kind, e.g. `Primitive`; None where core accepts any object."""
-    declared = KINDS[kind].base if kind in KINDS else None
-    if declared is None:
-        return None
-    base = _import(declared)
-    if not isinstance(base, type):
-        raise TypeError(f"the base of kind '{kind}' must be a class (got {base!r})")
-    return base
-
-
-def _guarded(entry: Entry, action: Callable[[], _Result]) -> tuple[_Result, ImportReport]:
+def _guarded(entry: Entry, action: Callable[[], _Result]) -> _Result:
     """Run code of a plugin: output captured, errors contained, tampering taken back."""
-    before = Snapshot() if entry.distribution != CORE_DISTRIBUTION else None
-    stdout, stderr = io.StringIO(), io.StringIO()
+    guard = ImportGuard() if entry.distribution != CORE_DISTRIBUTION else None
+    output = io.StringIO()
     failure: BaseException | None = None
-    result: Any = None
-    start = time.perf_counter()
-    with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr), _no_stdin():
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output), _no_stdin():
         try:
             result = action()
         except KeyboardInterrupt:
-            if before is not None:
-                before.restore()
+            if guard is not None:
+                guard.restore()
             raise
         except BaseException as error:  # noqa: BLE001 - SystemExit and the like must not end the user's process
             failure = error
-    seconds = time.perf_counter() - start
-    changes = before.restore() if before is not None else []
-    output = stdout.getvalue() + stderr.getvalue()
-    if output.strip():
-        warnings.warn(_printed(entry, output), PluginWarning, stacklevel=5)
+    changes = guard.restore() if guard is not None else []
+    if output.getvalue().strip():
+        warnings.warn(_printed(entry, output.getvalue().strip()), PluginWarning, stacklevel=5)
     if changes:
         shown = "; ".join(changes[:3]) + (f" and {len(changes) - 3} more" if len(changes) > 3 else "")
-        raise Refused(f"its import changed slapo: {shown} (put back)", whole_distribution=True) from failure
+        raise RuleViolated(f"its import changed slapo: {shown} (put back)", whole_distribution=True) from failure
     if failure is not None:
         raise ImportFailed(f"{type(failure).__name__}: {failure}") from failure
-    return result, ImportReport(entry, seconds, output)
+    return result
 
 
 @contextlib.contextmanager
@@ -193,11 +139,6 @@ def _no_stdin() -> Iterator[None]:
         sys.stdin = before
 
 
-def _printed(entry: Entry, output: str) -> str:
-    text = output.strip()
+def _printed(entry: Entry, text: str) -> str:
     shown = text if len(text) <= 200 else f"{text[:200]}..."
     return f"plugin {entry.label} printed while '{entry.value}' was imported: {shown!r}"
-
-
-def _describe(value: object) -> str:
-    return f"an instance of {type(value).__qualname__}" if not callable(value) else f"{value!r}"

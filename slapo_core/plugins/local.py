@@ -81,7 +81,7 @@ class LocalEntries:
 
     @staticmethod
     def _checked_entry(cls: Any, kind: str) -> Entry:
-        from slapo_core.plugins.loading import base_class, class_breaches
+        from slapo_core.plugins.loading import class_violations
 
         if kind not in KINDS or kind == "hooks":
             kinds = ", ".join(name for name in KINDS if name != "hooks")
@@ -92,10 +92,9 @@ class LocalEntries:
             hint = 'name = "my.freeze"' if KINDS[kind].namespaced else 'name = "mine"'
             raise RejectedPluginError(f"cannot register {value}: it has no name (got {name!r})", hint=hint)
         distribution = owner.__module__.partition(".")[0]
-        bare = name.rpartition(".")[2] if KINDS[kind].namespaced else name
-        entry = Entry(kind, name, bare, value, distribution, LOCAL_VERSION)
-        problem = rules.check_entry(entry)
-        breaches = [problem] if problem is not None else class_breaches(cls, entry, base=base_class(kind))
-        if breaches:
-            raise RejectedPluginError(f"cannot register {value}: {'; '.join(breaches)}", plugin=entry.label)
+        entry = Entry(kind, name, value, distribution, LOCAL_VERSION)
+        violation = rules.name_violation(entry)
+        violations = [violation] if violation is not None else class_violations(cls, entry)
+        if violations:
+            raise RejectedPluginError(f"cannot register {value}: {'; '.join(violations)}", plugin=entry.label)
         return entry

@@ -7,32 +7,20 @@ finds on disk: what cannot be read comes back as a `Found` with `error`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import TYPE_CHECKING
 
-from slapo_core.spec.reserved import CORE_DISTRIBUTION, canonical_distribution
+from packaging.utils import canonicalize_name
+
+from slapo_core.spec.reserved import CORE_DISTRIBUTION
 
 if TYPE_CHECKING:
-    from importlib_metadata import IDistribution
+    from importlib_metadata import EntryPoint, IDistribution
 
-__all__ = ["Found", "RawEntry", "core_requirements", "core_version", "scan"]
-
-
-@dataclass(frozen=True)
-class RawEntry:
-    """One line of an ``entry_points.txt``, unchecked.
-
-    Args:
-        group: e.g. ``"slapo.v1.primitives"``.
-        name: e.g. ``"tp.shard"``.
-        value: e.g. ``"slapo_tp.shard:Shard"``.
-    """
-
-    group: str
-    name: str
-    value: str
+__all__ = ["Found", "core_requirements", "core_version", "scan"]
 
 
 @dataclass(frozen=True)
@@ -52,7 +40,7 @@ class Found:
     name: str
     version: str | None
     source: str
-    entries: tuple[RawEntry, ...] = ()
+    entries: tuple[EntryPoint, ...] = ()
     requires: tuple[str, ...] = ()
     error: str | None = None
     shadows: tuple[str, ...] = ()
@@ -65,9 +53,11 @@ def scan(path: Sequence[str] | None = None) -> tuple[Found, ...]:
         path: directories to search, like ``sys.path``, which is the default. The first directory that has a
             distribution wins, as it does for ``import``.
     """
+    import importlib_metadata
+
     sources: dict[str, list[str]] = {}
     first: dict[str, IDistribution] = {}
-    for distribution in _distributions(path):
+    for distribution in importlib_metadata.distributions(path=list(sys.path if path is None else path)):
         name, source = _identity(distribution)
         first.setdefault(name, distribution)
         known = sources.setdefault(name, [])
@@ -98,28 +88,19 @@ def core_requirements() -> tuple[str, ...]:
         return ()
 
 
-def _distributions(path: Sequence[str] | None) -> Iterator[IDistribution]:
-    import importlib_metadata
-
-    if path is None:
-        yield from importlib_metadata.distributions()
-    else:
-        yield from importlib_metadata.distributions(path=list(path))
-
-
 def _identity(distribution: IDistribution) -> tuple[str, str]:
     """The canonical name and the place of a distribution, from its directory's name: METADATA is not parsed."""
     place = getattr(distribution, "_path", None)
     if place is None:  # from a custom finder, which has no directory
-        return canonical_distribution(distribution.name), f"{type(distribution).__module__} finder"
+        return canonicalize_name(distribution.name), f"{type(distribution).__module__} finder"
     stem = PurePath(str(place)).name.rpartition(".")[0]
-    return canonical_distribution(stem.partition("-")[0]), str(place)
+    return canonicalize_name(stem.partition("-")[0]), str(place)
 
 
 def _read(name: str, distribution: IDistribution, sources: Sequence[str]) -> Found | None:
     source, shadows = sources[0], tuple(sources[1:])
 
-    def broken(reason: str, version: str | None = None, entries: tuple[RawEntry, ...] = ()) -> Found:
+    def broken(reason: str, version: str | None = None, entries: tuple[EntryPoint, ...] = ()) -> Found:
         return Found(name, version, source, entries, error=reason, shadows=shadows)
 
     try:
@@ -132,7 +113,7 @@ def _read(name: str, distribution: IDistribution, sources: Sequence[str]) -> Fou
         return None
     try:
         points = distribution.entry_points
-        entries = tuple(RawEntry(p.group, p.name, p.value) for p in points if p.group.startswith("slapo."))
+        entries = tuple(point for point in points if point.group.startswith("slapo."))
     except Exception as error:  # noqa: BLE001 - the parser raises whatever its lines provoke
         line = _first_malformed_line(text)
         reason = f"malformed entry_points.txt: {line!r} is not 'name = module:attribute'" if line else str(error)
@@ -146,7 +127,7 @@ def _read(name: str, distribution: IDistribution, sources: Sequence[str]) -> Fou
     if not declared or not version:
         missing = "Name" if not declared else "Version"
         return broken(f"METADATA has no {missing}", version, entries)
-    if canonical_distribution(declared) != name:
+    if canonicalize_name(declared) != name:
         return broken(f"METADATA says 'Name: {declared}' but the directory is '{PurePath(source).name}'", version)
     return Found(name, version, source, entries, requires, shadows=shadows)
 

@@ -5,12 +5,26 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["LOCAL_VERSION", "USABLE_STATES", "Entry", "Plugin", "State", "noun"]
+from slapo_core.errors import (
+    BrokenPluginError,
+    ConflictingPluginError,
+    DisabledPluginError,
+    IncompatiblePluginError,
+    PluginError,
+    RejectedPluginError,
+)
+
+__all__ = ["LOCAL_VERSION", "Entry", "Plugin", "State", "core_label", "noun"]
 
 State = Literal["ok", "broken", "incompatible", "rejected", "conflict", "disabled"]
 
-USABLE_STATES: tuple[State, ...] = ("ok", "conflict")
-"""States in which a plugin's names can be used; in ``conflict``, all but the names concerned."""
+_ERRORS: dict[State, tuple[type[PluginError], str]] = {
+    "broken": (BrokenPluginError, "is broken"),
+    "conflict": (ConflictingPluginError, "is in conflict"),
+    "disabled": (DisabledPluginError, "is installed but disabled"),
+    "incompatible": (IncompatiblePluginError, "is incompatible"),
+    "rejected": (RejectedPluginError, "was rejected"),
+}
 
 LOCAL_VERSION = "local"
 """The version of what was registered in this process."""
@@ -21,6 +35,11 @@ def noun(kind: str) -> str:
     return "hooks module" if kind == "hooks" else kind.removesuffix("s")
 
 
+def core_label(version: str | None) -> str:
+    """slapo-core with its version, for messages; ``version`` is None where it runs from a bare source tree."""
+    return f"slapo-core {version or '(version unknown)'}"
+
+
 @dataclass(frozen=True)
 class Entry:
     """One name that one distribution provides.
@@ -28,7 +47,6 @@ class Entry:
     Args:
         kind: e.g. ``"primitives"``.
         name: the full name, e.g. ``"tp.shard"``.
-        bare: its last part, e.g. ``"shard"``; for kinds without namespaces the same as ``name``.
         value: where the object is, e.g. ``"slapo_tp.shard:Shard"``.
         distribution: e.g. ``"slapo-tp"``.
         version: e.g. ``"0.1.0"``; ``"local"`` for what was registered in this process.
@@ -36,10 +54,14 @@ class Entry:
 
     kind: str
     name: str
-    bare: str
     value: str
     distribution: str
     version: str
+
+    @property
+    def bare(self) -> str:
+        """``"shard"`` of ``"tp.shard"``; for kinds without namespaces the name itself."""
+        return self.name.rpartition(".")[2]
 
     @property
     def namespace(self) -> str | None:
@@ -81,10 +103,26 @@ class Plugin:
         return tuple(sorted({entry.name for entry in self.entries if entry.kind == kind}))
 
     @property
+    def namespaces(self) -> set[str]:
+        """The namespaces of its names: at most one, unless it is rejected."""
+        return {entry.namespace for entry in self.entries if entry.namespace is not None}
+
+    @property
     def label(self) -> str:
         """The distribution with its version, e.g. ``"slapo-tp 0.1.0"``."""
         return f"{self.name} {self.version}" if self.version else self.name
 
     @property
     def usable(self) -> bool:
-        return self.state in USABLE_STATES
+        """Whether its names can be used; in ``conflict``, all but the names concerned."""
+        return self.state in ("ok", "conflict")
+
+    def error(self, subject: str, *, path: str | None = None) -> PluginError:
+        """The error of its state, which is not ``ok``.
+
+        Args:
+            subject: what was asked for, the beginning of the message.
+            path: the node where it was asked for.
+        """
+        error, state = _ERRORS[self.state]
+        return error(f"{subject} {state}: {self.reason}", path=path, plugin=self.label, hint=self.remedy)

@@ -14,7 +14,7 @@ from slapo_core.plugins import loading, metadata, rules
 from slapo_core.plugins.config import Settings, read_settings
 from slapo_core.plugins.local import LocalEntries
 from slapo_core.plugins.model import LOCAL_VERSION, Entry, Plugin, State, noun
-from slapo_core.plugins.requirements import first_settings_error, raise_for_state
+from slapo_core.plugins.requirements import settings_violations
 from slapo_core.plugins.resolution import NameIndex
 from slapo_core.spec.kinds import API_MAJOR, KINDS
 from slapo_core.spec.reserved import CORE_DISTRIBUTION
@@ -38,7 +38,6 @@ class Registry:
         self._local = local if local is not None else LocalEntries()
         self._loaded: dict[Entry, Any] = {}
         self._failures: dict[Entry, PluginError] = {}
-        self._reports: list[loading.ImportReport] = []
         self._lock = threading.RLock()
         self._checked = False
         self._view: tuple[int, NameIndex] | None = None
@@ -100,17 +99,12 @@ class Registry:
         """The namespaces of usable names, sorted: ``("core", "tp")``."""
         return self._index.namespaces
 
-    @property
-    def import_reports(self) -> tuple[loading.ImportReport, ...]:
-        """Every import done so far, with its time and output, oldest first."""
-        return tuple(self._reports)
-
     # -- using it -----------------------------------------------------------------------------------------
 
     @property
     def settings_error(self) -> PluginConfigError | None:
         """What is wrong with the settings, the first thing; None if nothing is. Does not raise."""
-        return first_settings_error(self.settings, self._discovered)
+        return next(settings_violations(self.settings, self._discovered), None)
 
     def check_settings(self) -> None:
         """Hold the settings against what is installed.
@@ -125,7 +119,17 @@ class Registry:
         if self.settings.strict:
             for plugin in self.plugins:
                 if plugin.state not in ("ok", "disabled"):
-                    raise_for_state(plugin, f"SLAPO_STRICT_PLUGINS=1: plugin {plugin.label}")
+                    raise plugin.error(f"SLAPO_STRICT_PLUGINS=1: plugin {plugin.label}")
+
+    def require_usable_plugin(self, distribution: str) -> None:
+        """Refuse a plugin that is switched off or unusable; if only imports of it failed, its other names still work.
+
+        Raises:
+            PluginError: the error of that plugin's state.
+        """
+        for plugin in self._discovered:
+            if plugin.name == distribution and not plugin.usable:
+                raise plugin.error(f"plugin {plugin.label}")
 
     def resolve(self, kind: str, name: str, *, path: str | None = None) -> Entry:
         """What a bare or full name means; nothing is imported.
@@ -207,7 +211,8 @@ class Registry:
     def _index(self) -> NameIndex:
         if self._view is None or self._view[0] != self._local.revision:
             plugins = (*self._discovered, *self._local.plugins())
-            self._view = (self._local.revision, NameIndex(plugins, prefer=self.settings.prefer))
+            index = NameIndex(plugins, prefer=self.settings.prefer, core=self.core_version)
+            self._view = (self._local.revision, index)
         return self._view[1]
 
     def _first_use(self) -> None:
@@ -238,15 +243,13 @@ class Registry:
                 self._loaded[entry] = self._local.get(entry)
                 return self._loaded[entry]
             try:
-                loaded, report = loading.load(entry)
+                self._loaded[entry] = loading.load(entry)
             except loading.ImportFailed as failed:
                 raise self._fail(entry, "broken", str(failed)) from failed.__cause__
-            except loading.Refused as refused:
-                whole = refused.whole_distribution
-                raise self._fail(entry, "rejected", refused.reason, whole=whole) from refused.__cause__
-            self._loaded[entry] = loaded
-            self._reports.append(report)
-            return loaded
+            except loading.RuleViolated as violated:
+                whole = violated.whole_distribution
+                raise self._fail(entry, "rejected", str(violated), whole=whole) from violated.__cause__
+            return self._loaded[entry]
 
     def _fail(self, entry: Entry, state: State, reason: str, *, whole: bool = False) -> PluginError:
         """Remember that ``entry`` (or all of its distribution) cannot be used, and why."""

@@ -1,77 +1,59 @@
-"""Raise what the state of a plugin, or a setting about it, stands for."""
+"""Hold the user's settings against what is installed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import NoReturn
+from collections.abc import Iterator, Mapping, Sequence
 
-from slapo_core.errors import (
-    BrokenPluginError,
-    ConflictingPluginError,
-    DisabledPluginError,
-    IncompatiblePluginError,
-    PluginConfigError,
-    PluginError,
-    RejectedPluginError,
-)
-from slapo_core.plugins.config import Settings, check_names
-from slapo_core.plugins.model import Plugin, State
-from slapo_core.spec.reserved import CORE_DISTRIBUTION, canonical_distribution
+from packaging.utils import canonicalize_name
 
-__all__ = ["first_settings_error", "raise_for_state", "settings_errors"]
+from slapo_core.errors import PluginConfigError
+from slapo_core.plugins.config import ALLOW, DISABLE, Settings, close_matches
+from slapo_core.plugins.model import Plugin
+from slapo_core.spec.reserved import CORE_DISTRIBUTION
 
-_ERRORS: dict[State, tuple[type[PluginError], str]] = {
-    "broken": (BrokenPluginError, "is broken"),
-    "conflict": (ConflictingPluginError, "is in conflict"),
-    "disabled": (DisabledPluginError, "is installed but disabled"),
-    "incompatible": (IncompatiblePluginError, "is incompatible"),
-    "rejected": (RejectedPluginError, "was rejected"),
-}
+__all__ = ["settings_violations", "suggestions"]
 
 
-def raise_for_state(plugin: Plugin, subject: str, *, path: str | None = None) -> NoReturn:
-    """Raise the error of a plugin's state.
+def settings_violations(settings: Settings, plugins: Sequence[Plugin]) -> Iterator[PluginConfigError]:
+    """Everything that is wrong with the settings: malformed, of a plugin that is not installed, or not met.
 
     Args:
-        plugin: one whose state is not ``ok``.
-        subject: what was asked for, the beginning of the message.
-        path: the node where it was asked for.
+        settings: what was read.
+        plugins: what is installed, whatever its state.
     """
-    error, state = _ERRORS[plugin.state]
-    raise error(f"{subject} {state}: {plugin.reason}", path=path, plugin=plugin.label, hint=plugin.remedy)
-
-
-def first_settings_error(settings: Settings, plugins: Iterable[Plugin]) -> PluginConfigError | None:
-    """What is wrong with the settings, the first thing; None if nothing is."""
-    return next(iter(settings_errors(settings, tuple(plugins))), None)
-
-
-def settings_errors(settings: Settings, plugins: tuple[Plugin, ...]) -> list[PluginConfigError]:
-    """Everything that is wrong with the settings, given what is installed."""
-    installed = {plugin.name: _namespaces(plugin) for plugin in plugins}
-    errors = [*settings.errors, *check_names(settings, installed)]
+    installed = {plugin.name: plugin for plugin in plugins}
+    yield from settings.errors
+    named = [(ALLOW, name) for name in sorted(settings.allow or ())]
+    named += [(DISABLE, name) for name in sorted(settings.disabled)]
+    named += [(f"[tool.slapo] prefer in {settings.pyproject}", name) for name in settings.prefer]
+    for setting, name in named:
+        if name not in installed and name != CORE_DISTRIBUTION:
+            message = f"{setting} names '{name}', but no plugin of that name is installed"
+            close = suggestions(name, plugins)
+            hint = f"did you mean {' or '.join(close)}?" if close else "`slapo plugins list` shows what is"
+            yield PluginConfigError(message, hint=hint)
     for line in settings.require:
-        error = _requirement_error(line, settings, {plugin.name: plugin for plugin in plugins})
+        error = _unmet(line, f"[tool.slapo] require in {settings.pyproject}", installed)
         if error is not None:
-            errors.append(error)
-    return errors
+            yield error
 
 
-def _namespaces(plugin: Plugin) -> set[str]:
-    return {entry.namespace for entry in plugin.entries if entry.namespace is not None}
+def suggestions(name: str, plugins: Sequence[Plugin]) -> list[str]:
+    """The plugins that ``name`` may mean: those whose namespace it is, else those of a similar name."""
+    owners = [plugin.name for plugin in plugins if name in plugin.namespaces]
+    return owners or close_matches(name, [plugin.name for plugin in plugins])
 
 
-def _requirement_error(line: str, settings: Settings, plugins: dict[str, Plugin]) -> PluginConfigError | None:
+def _unmet(line: str, where: str, installed: Mapping[str, Plugin]) -> PluginConfigError | None:
     from packaging.requirements import InvalidRequirement, Requirement
     from packaging.version import InvalidVersion
 
-    where = f"[tool.slapo] require in {settings.pyproject}"
     try:
         requirement = Requirement(line)
     except InvalidRequirement:
         return PluginConfigError(f"{where}: {line!r} is not a requirement", hint='require = ["slapo-tp>=0.1"]')
-    name = canonical_distribution(requirement.name)
-    plugin = plugins.get(name)
+    name = canonicalize_name(requirement.name)
+    plugin = installed.get(name)
     if plugin is None:
         if name == CORE_DISTRIBUTION:
             return None
@@ -84,6 +66,5 @@ def _requirement_error(line: str, settings: Settings, plugins: dict[str, Plugin]
         return PluginConfigError(f"{where} needs {line}; installed is {plugin.label}", hint=f'pip install "{line}"')
     if plugin.usable:
         return None
-    return PluginConfigError(
-        f"{where} needs {line}, which is {plugin.state}: {plugin.reason}", plugin=plugin.label, hint=plugin.remedy
-    )
+    message = f"{where} needs {line}, which is {plugin.state}: {plugin.reason}"
+    return PluginConfigError(message, plugin=plugin.label, hint=plugin.remedy)

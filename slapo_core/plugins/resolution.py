@@ -7,11 +7,10 @@ from collections.abc import Mapping, Sequence
 
 from slapo_core.errors import AmbiguousNameError, ConflictingPluginError, UnknownNameError
 from slapo_core.plugins.config import DISABLE, close_matches
-from slapo_core.plugins.model import Entry, Plugin, noun
-from slapo_core.plugins.requirements import raise_for_state
+from slapo_core.plugins.model import Entry, Plugin, core_label, noun
 from slapo_core.plugins.rules import find_conflicts
-from slapo_core.spec.kinds import KINDS
-from slapo_core.spec.reserved import FIRST_PARTY_NAMES, FIRST_PARTY_NAMESPACES
+from slapo_core.spec.kinds import KINDS, PLANNED_KINDS
+from slapo_core.spec.reserved import FIRST_PARTY_NAMES, PLANNED_PRIMITIVES, RESERVED_DIALECTS, RESERVED_NAMESPACES
 
 __all__ = ["NameIndex"]
 
@@ -22,9 +21,11 @@ class NameIndex:
     Args:
         plugins: every plugin, whatever its state.
         prefer: distributions that win where a bare name is ambiguous, in order.
+        core: the version of slapo-core, for messages.
     """
 
-    def __init__(self, plugins: Sequence[Plugin], *, prefer: Sequence[str] = ()) -> None:
+    def __init__(self, plugins: Sequence[Plugin], *, prefer: Sequence[str], core: str | None) -> None:
+        self._core = core
         self._plugins = {plugin.name: plugin for plugin in plugins}
         self._prefer = tuple(prefer)
         known = [(plugin, entry) for plugin in plugins for entry in plugin.entries if entry.kind in KINDS]
@@ -58,9 +59,7 @@ class NameIndex:
 
     def resolve(self, kind: str, name: str, *, path: str | None = None) -> Entry:
         """The entry that ``name`` means; the errors are those of `Registry.resolve`."""
-        if kind not in KINDS:
-            hint = f"did you mean {' or '.join(close_matches(kind, KINDS) or KINDS)}?"
-            raise UnknownNameError(f"there is no kind of plugin object '{kind}'", path=path, hint=hint)
+        self._refuse_kind(kind, path)
         if name in self._by_full.get(kind, {}):
             return self._admit_full(kind, name, path)
         if name in self._by_bare.get(kind, {}):
@@ -75,6 +74,7 @@ class NameIndex:
 
     def admit(self, entry: Entry) -> Entry:
         """``entry`` itself, if its plugin is usable and nobody else provides the same full name."""
+        self._refuse_kind(entry.kind, None)
         plugin = self._plugins.get(entry.distribution)
         if plugin is None or entry not in plugin.entries:
             raise UnknownNameError(
@@ -102,6 +102,14 @@ class NameIndex:
         """Whether ``bare`` is also the namespace of somebody else: ``sch["x"].quant`` cannot be both."""
         return bare in self.namespaces and any(not name.startswith(f"{bare}.") for name in self._by_bare[kind][bare])
 
+    def _refuse_kind(self, kind: str, path: str | None) -> None:
+        if kind in PLANNED_KINDS:
+            message = f"{core_label(self._core)} does not use plugins of kind '{kind}' yet"
+            raise UnknownNameError(message, path=path, hint=f"it uses {_listed(list(KINDS))}")
+        if kind not in KINDS:
+            hint = f"did you mean {' or '.join(close_matches(kind, KINDS) or KINDS)}?"
+            raise UnknownNameError(f"there is no kind of plugin object '{kind}'", path=path, hint=hint)
+
     def _admit_full(self, kind: str, name: str, path: str | None) -> Entry:
         self._refuse_conflict(kind, name, path)
         return self._by_full[kind][name]
@@ -119,7 +127,7 @@ class NameIndex:
 
     def _raise_unusable(self, entry: Entry, path: str | None) -> None:
         plugin = self._plugins[entry.distribution]
-        raise_for_state(plugin, f"{noun(entry.kind)} '{entry.name}' of {plugin.label}", path=path)
+        raise plugin.error(f"{noun(entry.kind)} '{entry.name}' of {plugin.label}", path=path)
 
     def _ambiguity(self, kind: str, bare: str, path: str | None) -> AmbiguousNameError:
         full = self._by_bare[kind][bare]
@@ -138,22 +146,32 @@ class NameIndex:
         )
 
     def _unknown(self, kind: str, name: str, path: str | None) -> UnknownNameError:
-        namespace, _, bare = name.rpartition(".")
-        owner = FIRST_PARTY_NAMES.get(kind, {}).get(bare) if not namespace else None
-        namespace = namespace or name
-        if namespace in FIRST_PARTY_NAMESPACES and KINDS[kind].namespaced:
-            owner = FIRST_PARTY_NAMESPACES[namespace][0]
-        known = [*self._by_full.get(kind, {}), *self._by_bare.get(kind, {})]
-        close = close_matches(name, set(known)) or close_matches(bare, set(known))
         message = f"no installed plugin provides {noun(kind)} '{name}'"
-        if owner is not None and owner not in self._plugins:
-            message += f"; it is part of {owner}"
-            return UnknownNameError(message, path=path, plugin=owner, hint=f"pip install {owner}")
+        namespace, _, bare = name.rpartition(".")
+        reserved = {"primitives": RESERVED_NAMESPACES.get(namespace or name), "dialects": RESERVED_DIALECTS.get(name)}
+        owner = reserved.get(kind) or _first_party_owner(kind, name)
+        if owner in FIRST_PARTY_NAMES and owner not in self._plugins:
+            return UnknownNameError(
+                f"{message}; it is part of {owner}", path=path, plugin=owner, hint=f"pip install {owner}"
+            )
+        if owner is not None and owner not in FIRST_PARTY_NAMES:
+            what = f"the namespace '{namespace or name}'" if kind == "primitives" else "the name"
+            message += f"; {what} is reserved and not available in this version"
+        elif kind == "primitives" and name in PLANNED_PRIMITIVES:
+            message += "; it is not available in this version"
         unread = [plugin.name for plugin in self._plugins.values() if plugin.state == "broken" and not plugin.entries]
         if unread:
             message += f" (what {_listed(unread)} would provide is unknown: broken)"
+        known = {*self._by_full.get(kind, {}), *self._by_bare.get(kind, {})}
+        close = close_matches(name, known) or close_matches(bare, known)
         hint = f"did you mean {' or '.join(repr(item) for item in close)}?" if close else _command(kind)
         return UnknownNameError(message, path=path, hint=hint)
+
+
+def _first_party_owner(kind: str, bare: str) -> str | None:
+    """The distribution of the project that provides a bare name."""
+    owners = (distribution for distribution, names in FIRST_PARTY_NAMES.items() if bare in names.get(kind, ()))
+    return next(owners, None)
 
 
 def _listed(items: Sequence[str]) -> str:

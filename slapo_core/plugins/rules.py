@@ -1,6 +1,6 @@
 """From what lies on disk to the state of every plugin: the rules, in the order in which they are checked.
 
-disabled -> broken -> incompatible -> rejected -> conflict -> ok. A breach of a rule of names rejects the whole
+disabled -> broken -> incompatible -> rejected -> conflict -> ok. A violation of a rule of names rejects the whole
 distribution; the same full name from two distributions takes only that name out of use.
 """
 
@@ -8,67 +8,38 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from slapo_core.plugins import compat
 from slapo_core.plugins.config import DISABLE, Settings, close_matches
-from slapo_core.plugins.metadata import Found, RawEntry
-from slapo_core.plugins.model import Entry, Plugin, State, noun
-from slapo_core.spec.kinds import KINDS, group_name
+from slapo_core.plugins.metadata import Found
+from slapo_core.plugins.model import Entry, Plugin, State, core_label, noun
+from slapo_core.spec.kinds import API_MAJOR, KINDS, PLANNED_KINDS
 from slapo_core.spec.reserved import (
     CORE_DISTRIBUTION,
-    FIRST_PARTY_NAMESPACES,
+    RESERVED_DIALECTS,
     RESERVED_NAMES,
-    RESERVED_UNQUALIFIED,
+    RESERVED_NAMESPACES,
     is_identifier,
     split_name,
 )
 
-__all__ = ["check_entry", "find_conflicts", "judge", "judge_all"]
+__all__ = ["find_conflicts", "judge_all", "name_violation"]
 
-_OBJECT = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*\Z")
-_MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*\Z")
+_DOTTED = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*"
+_OBJECT = re.compile(rf"{_DOTTED}:{_DOTTED}\Z")
+_MODULE = re.compile(rf"{_DOTTED}\Z")
 
 
 def judge_all(found: Iterable[Found], settings: Settings, *, api_major: int, core: str | None) -> tuple[Plugin, ...]:
     """The state of every distribution found, each alone and then against the others; sorted by name."""
-    plugins = [judge(item, settings, api_major=api_major, core=core) for item in found]
-    plugins = _keep_core_names(plugins)
+    plugins = [_judge(item, settings, api_major=api_major, core=core) for item in found]
     conflicts = find_conflicts(entry for plugin in plugins if plugin.usable for entry in plugin.entries)
     return tuple(sorted((_mark_conflicts(plugin, conflicts) for plugin in plugins), key=lambda plugin: plugin.name))
 
 
-def judge(found: Found, settings: Settings, *, api_major: int, core: str | None) -> Plugin:
-    """The state of one distribution, as far as it depends on itself and the settings."""
-    raw, majors = _select(found.entries, api_major)
-    entries = tuple(
-        sorted((_entry(found, kind, item) for kind, item in raw), key=lambda entry: (entry.kind, entry.name))
-    )
-
-    def plugin(state: State, reason: str | None = None, remedy: str | None = None) -> Plugin:
-        return Plugin(found.name, found.version, state, reason, remedy, found.source, entries, found.shadows)
-
-    switched_off = settings.switched_off(found.name)
-    if switched_off is not None:
-        return plugin("disabled", switched_off, _switch_on(found.name, settings))
-    if found.error is not None:
-        return plugin("broken", found.error, f"pip install --force-reinstall {found.name}")
-    misfit = compat.check_majors(majors, plugin=found.name, api_major=api_major, core=core)
-    misfit = misfit or compat.check_requirement(found.requires, plugin=found.name, core=core)
-    if misfit is not None:
-        return plugin("broken" if misfit.malformed else "incompatible", misfit.reason, misfit.remedy)
-    breach = _breach(found, entries)
-    if breach is not None:
-        return plugin("rejected", breach, f"report it to the author of {found.name}; pip uninstall {found.name}")
-    unknown = sorted({entry.kind for entry in entries} - set(KINDS))
-    if unknown:
-        newer = f"provides {', '.join(unknown)}, which this slapo-core does not know and ignores"
-        return plugin("ok", newer, f"pip install --upgrade {CORE_DISTRIBUTION}")
-    return plugin("ok")
-
-
-def check_entry(entry: Entry) -> str | None:
+def name_violation(entry: Entry) -> str | None:
     """Why a name may not be provided by its distribution; None if it may."""
     kind = KINDS.get(entry.kind)
     if kind is None:
@@ -76,17 +47,17 @@ def check_entry(entry: Entry) -> str | None:
     if not kind.namespaced:
         if not is_identifier(entry.name):
             return f"{noun(entry.kind)} name {entry.name!r} must be a lowercase identifier"
-        owners = RESERVED_UNQUALIFIED.get(kind.name, {}).get(entry.name)
-        if owners is not None and entry.distribution not in owners:
-            return f"{noun(entry.kind)} name '{entry.name}' is reserved for {owners[0]}"
+        owner = RESERVED_DIALECTS.get(entry.name) if entry.kind == "dialects" else None
+        if owner not in (None, entry.distribution):
+            return f"{noun(entry.kind)} name '{entry.name}' is reserved for {owner}"
         return None
     parts = split_name(entry.name)
     if parts is None:
         return f"{noun(entry.kind)} name {entry.name!r} must be '<namespace>.<name>' in lowercase identifiers"
     namespace, bare = parts
-    owners = FIRST_PARTY_NAMESPACES.get(namespace)
-    if owners is not None and entry.distribution not in owners:
-        return f"namespace '{namespace}' of '{entry.name}' is reserved for {owners[0]}"
+    owner = RESERVED_NAMESPACES.get(namespace)
+    if owner not in (None, entry.distribution):
+        return f"namespace '{namespace}' of '{entry.name}' is reserved for {owner}"
     if bare in RESERVED_NAMES:
         return f"'{entry.name}' is refused: '{bare}' would hide a member of nodes or schedules"
     return None
@@ -96,80 +67,83 @@ def find_conflicts(entries: Iterable[Entry]) -> dict[tuple[str, str], tuple[str,
     """The distributions behind every ``(kind, full name)`` that more than one of them provides."""
     providers: dict[tuple[str, str], set[str]] = defaultdict(set)
     for entry in entries:
-        if entry.kind != "hooks":
+        if entry.kind in KINDS and entry.kind != "hooks":
             providers[entry.kind, entry.name].add(entry.distribution)
     return {key: tuple(sorted(names)) for key, names in providers.items() if len(names) > 1}
 
 
-def _select(entries: Sequence[RawEntry], api_major: int) -> tuple[list[tuple[str, RawEntry]], list[int]]:
-    """The entries of the newest readable API major with their kind, and every major declared.
+def _judge(found: Found, settings: Settings, *, api_major: int, core: str | None) -> Plugin:
+    """The state of one distribution, as far as it depends on itself and the settings."""
+    entries, majors = _select(found, api_major)
+
+    def plugin(state: State, reason: str | None = None, remedy: str | None = None) -> Plugin:
+        return Plugin(found.name, found.version, state, reason, remedy, found.source, entries, found.shadows)
+
+    switched_off = settings.switched_off(found.name)
+    if switched_off is not None:
+        return plugin("disabled", *switched_off)
+    if found.error is not None:
+        return plugin("broken", found.error, f"pip install --force-reinstall {found.name}")
+    verdict = compat.check_majors(majors, plugin=found.name, api_major=api_major, core=core)
+    verdict = verdict or compat.check_requirement(found.requires, plugin=found.name, core=core)
+    if verdict is not None:
+        return plugin(*verdict)
+    violation = next(_violations(entries), None)
+    if violation is not None:
+        return plugin("rejected", violation, f"report it to the author of {found.name}; pip uninstall {found.name}")
+    unused = sorted({entry.kind for entry in entries} - set(KINDS))
+    if unused:
+        remark = f"provides {', '.join(unused)}, which {core_label(core)} does not use yet"
+        is_newer = not set(unused) <= set(PLANNED_KINDS)
+        return plugin("ok", remark, f"pip install --upgrade {CORE_DISTRIBUTION}" if is_newer else None)
+    return plugin("ok")
+
+
+def _select(found: Found, api_major: int) -> tuple[tuple[Entry, ...], list[int]]:
+    """The entries of the newest readable API major, sorted, and every major declared.
 
     Groups that are not of the form ``slapo.v<major>.<kind>`` come back with the group as kind, to be rejected.
     """
-    parsed = [(compat.parse_group(entry.group), entry) for entry in entries]
+    parsed = [(compat.parse_group(point.group), point) for point in found.entries]
     majors = [group[0] for group, _ in parsed if group is not None]
     readable = [major for major in compat.readable_majors(api_major) if major in majors] or sorted(set(majors))[-1:]
-    chosen = [(group[1], entry) for group, entry in parsed if group is not None and group[0] in readable[:1]]
-    chosen += [(entry.group, entry) for group, entry in parsed if group is None]
-    return chosen, majors
+    version = found.version or "(unknown version)"
+    entries = [
+        Entry(group[1] if group else point.group, point.name, point.value, found.name, version)
+        for group, point in parsed
+        if group is None or group[0] == readable[0]
+    ]
+    return tuple(sorted(entries, key=lambda entry: (entry.kind, entry.name))), majors
 
 
-def _entry(found: Found, kind: str, raw: RawEntry) -> Entry:
-    namespaced = kind in KINDS and KINDS[kind].namespaced
-    bare = raw.name.rpartition(".")[2] if namespaced else raw.name
-    return Entry(kind, raw.name, bare, raw.value, found.name, found.version or "(unknown version)")
-
-
-def _breach(found: Found, entries: Sequence[Entry]) -> str | None:
-    """The first rule that the distribution's declarations break; None if they keep them all."""
-    for raw in found.entries:
-        if compat.parse_group(raw.group) is None:
-            kind = (close_matches(raw.group.rpartition(".")[2], KINDS) or ["primitives"])[0]
-            return f"group '{raw.group}' is not of the form 'slapo.v<major>.<kind>'; it should be '{group_name(kind)}'"
+def _violations(entries: Sequence[Entry]) -> Iterator[str]:
+    """The rules that the distribution's declarations break."""
+    known = (*KINDS, *PLANNED_KINDS)
     for entry in entries:
-        misspelt = close_matches(entry.kind, KINDS) if entry.kind not in KINDS else []
-        if misspelt:
-            return f"there is no kind '{entry.kind}'; did you mean '{misspelt[0]}'?"
-        problem = _value_problem(entry) or check_entry(entry)
-        if problem is not None:
-            return problem
-    for (kind_name, name), count in Counter((entry.kind, entry.name) for entry in entries).items():
+        close = close_matches(entry.kind.rpartition(".")[2], known)
+        if "." in entry.kind:
+            group = f"slapo.v{API_MAJOR}.{close[0] if close else 'primitives'}"
+            yield f"group '{entry.kind}' is not of the form 'slapo.v<major>.<kind>'; it should be '{group}'"
+        elif entry.kind not in known and close:
+            yield f"there is no kind '{entry.kind}'; did you mean '{close[0]}'?"
+        violation = _value_violation(entry) or name_violation(entry)
+        if violation is not None:
+            yield violation
+    for (kind, name), count in Counter((entry.kind, entry.name) for entry in entries).items():
         if count > 1:
-            return f"{noun(kind_name)} name '{name}' is declared {count} times"
+            yield f"{noun(kind)} name '{name}' is declared {count} times"
     namespaces = sorted({entry.namespace for entry in entries if entry.kind in KINDS and entry.namespace})
     if len(namespaces) > 1:
-        return f"names in {len(namespaces)} namespaces ({', '.join(namespaces)}); a distribution has one"
+        yield f"names in {len(namespaces)} namespaces ({', '.join(namespaces)}); a distribution has one"
     if sum(entry.kind == "hooks" for entry in entries) > 1:
-        return "more than one hooks module; a distribution has at most one"
-    return None
+        yield "more than one hooks module; a distribution has at most one"
 
 
-def _value_problem(entry: Entry) -> str | None:
+def _value_violation(entry: Entry) -> str | None:
     pattern, form = (_MODULE, "package.module") if entry.kind == "hooks" else (_OBJECT, "package.module:Class")
     if entry.kind not in KINDS or pattern.match(entry.value):
         return None
     return f"{noun(entry.kind)} '{entry.name}' points to {entry.value!r}, which is not of the form '{form}'"
-
-
-def _switch_on(name: str, settings: Settings) -> str:
-    return f"remove {name} from {DISABLE}" if name in settings.disabled else f"add {name} to SLAPO_PLUGINS"
-
-
-def _keep_core_names(plugins: Sequence[Plugin]) -> list[Plugin]:
-    """Reject whoever provides a name of slapo-core's own: core's stays usable whatever is installed."""
-    core = {
-        (entry.kind, entry.name) for plugin in plugins if plugin.name == CORE_DISTRIBUTION for entry in plugin.entries
-    }
-
-    def check(plugin: Plugin) -> Plugin:
-        taken = [entry for entry in plugin.entries if (entry.kind, entry.name) in core and entry.kind != "hooks"]
-        if plugin.name == CORE_DISTRIBUTION or plugin.state != "ok" or not taken:
-            return plugin
-        reason = f"{noun(taken[0].kind)} name '{taken[0].name}' belongs to {CORE_DISTRIBUTION}"
-        remedy = f"report it to the author of {plugin.name}; pip uninstall {plugin.name}"
-        return replace(plugin, state="rejected", reason=reason, remedy=remedy)
-
-    return [check(plugin) for plugin in plugins]
 
 
 def _mark_conflicts(plugin: Plugin, conflicts: dict[tuple[str, str], tuple[str, ...]]) -> Plugin:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
-__all__ = ["Snapshot"]
+__all__ = ["ImportGuard"]
 
 _BOOKKEEPING = frozenset(
     {"__abstractmethods__", "__annotate__", "__annotations__", "__annotations_cache__", "__warningregistry__"}
@@ -22,14 +22,14 @@ _BOOKKEEPING = frozenset(
 _ABSENT = object()
 
 
-class Snapshot:
+class ImportGuard:
     """The attributes of every loaded slapo_core module and class, of `torch.nn.Module` if loaded, and of builtins.
 
     Example::
 
-        before = Snapshot()
+        guard = ImportGuard()
         importlib.import_module("acme_slapo")
-        changes = before.restore()  # ["slapo_core.errors.SlapoError was replaced"]
+        changes = guard.restore()  # ["slapo_core.errors.SlapoError was replaced"]
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class Snapshot:
             self._attributes.append(("torch.nn.Module", torch_nn.Module, dict(vars(torch_nn.Module))))
 
     def restore(self) -> list[str]:
-        """Put back whatever differs now from when the snapshot was taken.
+        """Put back whatever differs now from when the guard was made.
 
         Returns:
             one line for each change undone, e.g. ``"torch.nn.Module.forward was replaced"``.

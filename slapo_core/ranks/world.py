@@ -1,26 +1,31 @@
-"""The ranks that verify together: every decision is taken by all of them, or by none."""
+"""The ranks of a mesh: every decision is taken by all of them, or by none."""
 
 from __future__ import annotations
 
+import contextlib
+import pickle
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from slapo_core.errors import RankMismatchError
+import torch
+
+from slapo_core.errors import BuildError, RankMismatchError
+from slapo_core.ranks.facts import RankFact, first_difference
 
 if TYPE_CHECKING:
     from slapo_core.spec.mesh import Mesh
 
-__all__ = ["Attempt", "Failure", "World"]
+__all__ = ["Attempt", "Failure", "World", "together"]
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Failure:
-    """An exception of some rank, as text that can travel."""
+    """An exception of some rank, as text that can travel; ``rank`` is the global one."""
 
     rank: int
     kind: str
@@ -52,53 +57,61 @@ class Attempt(Generic[T]):
 
 
 class World:
-    """The processes of a mesh, or this one alone; a context manager.
+    """The processes of a mesh, or this one alone; a context manager that all of them enter, in the same order.
 
-    Messages go through a group of their own: a rank that fails inside the model must not answer the collective in
-    which the others wait with one of ours.
+    Messages go through connections of their own, over gloo: a rank that fails inside the model must not answer the
+    collective in which the others wait with one of ours, and a mesh may be a part of the processes only.
 
     Args:
-        mesh: the schedule's mesh; None, or one rank, means alone.
+        mesh: the schedule's mesh; None, one rank, or a mesh that is only declared means alone.
+
+    Attributes:
+        ranks: the global ranks, ascending, e.g. ``(2, 3)``; ``(0,)`` where alone.
+        rank: this process's global rank.
     """
 
     def __init__(self, mesh: Mesh | None) -> None:
         self._device_mesh = mesh.device_mesh if mesh is not None and mesh.world_size > 1 else None
         self._group: Any = None
-        self.size = mesh.world_size if self._device_mesh is not None and mesh is not None else 1
+        self.ranks: tuple[int, ...] = (0,)
+        if self._device_mesh is not None:
+            self.ranks = tuple(sorted(self._device_mesh.mesh.flatten().tolist()))
         self.rank = 0
 
     def __enter__(self) -> World:
         if self._device_mesh is not None:
             import torch.distributed as dist
 
-            ranks = self._device_mesh.mesh.flatten().tolist()
-            part = len(ranks) != dist.get_world_size()
-            self._group = dist.new_group(ranks, backend="gloo", use_local_synchronization=part)
-            self.rank = ranks.index(dist.get_rank())
+            self.rank = dist.get_rank()
+            self._group = _connect(self.ranks, self.rank)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._group is not None:
-            import torch.distributed as dist
+        self._group = None
 
-            dist.destroy_process_group(self._group)
-            self._group = None
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
 
     @property
     def is_alone(self) -> bool:
         return self.size == 1
 
     def gather(self, value: T) -> list[T]:
-        """Every rank's value, in the order of ranks, on every rank."""
-        if self._group is None:
+        """Every rank's value, in the order of ``ranks``, on every rank."""
+        if self.is_alone:
             return [value]
-        import torch.distributed as dist
-
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self._group)
-        return values
+        assert self._group is not None, "a World is used inside of its with block"
+        message = bytearray(pickle.dumps(value))
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in self.ranks]
+        self._group.allgather([sizes], [torch.tensor([len(message)])]).wait()
+        length = max(int(size) for size in sizes)
+        message.extend(bytes(length - len(message)))
+        received = [bytearray(length) for _ in self.ranks]
+        self._group.allgather([[_bytes(buffer) for buffer in received]], [_bytes(message)]).wait()
+        return [pickle.loads(buffer) for buffer in received]  # each ends where its pickle says, before the padding
 
     def attempt(self, function: Callable[[], T]) -> Attempt[T]:
         """Call ``function`` on every rank and tell every rank who failed."""
@@ -110,22 +123,91 @@ class World:
         failure = None if error is None else _failure(self.rank, error)
         return Attempt(result, error, tuple(found for found in self.gather(failure) if found is not None))
 
-    def check_same(self, facts: Mapping[str, str]) -> None:
-        """Compare facts, by name, over all ranks.
+    @contextlib.contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """Let no rank go on alone: if the block raises on one rank, every rank raises. No collectives inside.
+
+        Args:
+            what: the work of the block, for the message on the other ranks, e.g. ``"loading the weights"``.
 
         Raises:
-            RankMismatchError: the first fact that is not the same everywhere, with both values; on every rank.
+            BuildError: on the ranks where the block went well, naming the rank where it did not, and why.
         """
-        everybody: Sequence[Mapping[str, str]] = self.gather(dict(facts))
-        for name in dict.fromkeys(name for own in everybody for name in own):
-            for rank, own in enumerate(everybody):
-                first, other = everybody[0].get(name, "nothing"), own.get(name, "nothing")
-                if first != other:
-                    raise RankMismatchError(
-                        f"{name} is not the same on every rank: {first} on rank 0, {other} on rank {rank}",
-                        hint="make every rank build the same model (torch.manual_seed), apply the same steps, and call "
-                        "verify with the same inputs",
-                    )
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as caught:  # noqa: BLE001 - raised again below, when every rank knows of it
+            error = caught
+        failures = self.gather(None if error is None else _failure(self.rank, error))
+        if error is not None:
+            raise error
+        for failure in failures:
+            if failure is not None:
+                raise BuildError(f"{what} failed on rank {failure.rank}: {failure.kind}: {failure.text}")
+
+    def agree(self, facts: Iterable[RankFact], *, hint: str) -> None:
+        """Compare facts over all ranks; where alone, they are not even asked for.
+
+        Args:
+            facts: every rank's own, in the order in which they matter. For facts with a scope the ranks must have
+                agreed about the mesh, at the latest by an earlier fact of the same list.
+            hint: the corrected call.
+
+        Raises:
+            RankMismatchError: on every rank; it names the first difference, the values and the ranks.
+        """
+        if self.is_alone:
+            return
+        attempt = self.attempt(lambda: list(facts))
+        if attempt.error is not None:
+            raise attempt.error
+        for failure in attempt.failures:
+            raise RankMismatchError(f"rank {failure.rank} cannot be compared with the others: {failure}")
+        own = attempt.value()
+        by_rank = dict(zip(self.ranks, self.gather(own), strict=True))
+        scopes = {fact.over for theirs in by_rank.values() for fact in theirs}
+        message = first_difference(by_rank, {over: self._parts(over) for over in scopes})
+        if message is not None:
+            raise RankMismatchError(message, hint=hint)
+
+    def _parts(self, over: str | None) -> Sequence[Sequence[int]]:
+        """The ranks that differ in nothing but their place along ``over``; without it, all of them."""
+        if over is None:
+            return [self.ranks]
+        assert self._device_mesh is not None
+        names = self._device_mesh.mesh_dim_names or ()
+        if over not in names:
+            return [(rank,) for rank in self.ranks]
+        grid = self._device_mesh.mesh.movedim(names.index(over), -1)
+        return [sorted(row) for row in grid.reshape(-1, grid.shape[-1]).tolist()]
+
+
+@contextlib.contextmanager
+def together(mesh: Mesh | None, what: str) -> Iterator[None]:
+    """As :meth:`World.together`, for a single block outside of any ``World``."""
+    with World(mesh) as world, world.together(what):
+        yield
+
+
+def _bytes(buffer: bytearray) -> torch.Tensor:
+    return torch.frombuffer(buffer, dtype=torch.uint8)
+
+
+def _connect(ranks: Sequence[int], rank: int) -> Any:
+    """Connections between these ranks, under a name that no others ever had.
+
+    Not by ``torch.distributed.new_group``: for a part of the processes its name depends on how many groups each of
+    them has, and comes back with the next group, which then finds the addresses of the one that is gone.
+    """
+    import torch.distributed as dist
+    from torch.distributed.constants import default_pg_timeout
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    store: Any = dist.PrefixStore(f"slapo/{'-'.join(map(str, ranks))}", _get_default_store())
+    count = store.add(f"opened by rank {rank}", 1)  # every rank opens the same ones, so all count alike
+    store = dist.PrefixStore(str(count), store)
+    timeout = max(store.timeout, default_pg_timeout)  # the user's own may be made for single steps of training
+    return dist.ProcessGroupGloo(store, list(ranks).index(rank), len(ranks), timeout)
 
 
 def _failure(rank: int, error: Exception) -> Failure:

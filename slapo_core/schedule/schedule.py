@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from packaging.utils import canonicalize_name
 from torch import nn
 
 from slapo_core.errors import ArgumentError, SealedError, UndoError
@@ -21,7 +22,6 @@ from slapo_core.schedule.transaction import Step, Transaction
 from slapo_core.spec.mesh import Mesh, declare_mesh
 from slapo_core.spec.primitive import Primitive, check_primitive
 from slapo_core.spec.record import Record
-from slapo_core.spec.reserved import canonical_distribution
 from slapo_core.tree.group import NodeGroup
 from slapo_core.tree.journal import ReplaceModule
 from slapo_core.tree.node import TreeNode
@@ -56,7 +56,7 @@ class Schedule:
         self.model = model
         self.mesh = mesh
         self.example_inputs = example_inputs
-        self.plugins: tuple[str, ...] = tuple(canonical_distribution(name) for name in plugins)
+        self.plugins: tuple[str, ...] = tuple(canonicalize_name(name) for name in plugins)
         self._registry = registry
         self._hooks: HookManager | None = None
         self._steps: list[Step] = []
@@ -141,6 +141,7 @@ class Schedule:
             self._check_open("seal")
         self._sealed_by = self._sealed_by or by
         self._steps = [Step(step.record, (), step.distributions) for step in self._steps]
+        self.tree.tensors.seal()
 
     @property
     def is_sealed(self) -> bool:
@@ -245,6 +246,8 @@ class Schedule:
         check_primitive(primitive)
         self._check_open(f"apply {primitive}")
         self.tree.look_again_if_changed(node)
+        if not self._steps:
+            self.tree.tensors.begin()
         transaction = Transaction(
             self.tree, ask=self.hooks.call_each, admit=self._admit, inner=self._inner, after_edit=after_edit
         )
@@ -320,6 +323,8 @@ class Schedule:
     def _refresh(self) -> None:
         """After steps went away: hooks of distributions that no step names any more are switched off."""
         self._records = tuple(step.record for step in self._steps)
+        if not self._steps:
+            self.tree.tensors.forget()
         note_steps(self.model, len(self._steps))
         if self._hooks is not None:
             needed = {*self.plugins, *(name for step in self._steps for name in step.distributions)}

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     from slapo_core.spec.engine import Engine
+    from slapo_core.spec.request import BuildRequest, ScheduledModel
     from slapo_core.spec.violation import Violation
 
 __all__ = ["Dialect", "Plan"]
@@ -35,26 +36,38 @@ class Plan:
 class Dialect(ABC):
     """A runtime: PyTorch itself, DeepSpeed, Megatron-core, ...
 
+    ``build`` calls :meth:`check`, :meth:`plan` and :meth:`build` in this order, on every rank. The first two must
+    change nothing, so that a refusal leaves the schedule as it was.
+
     Attributes:
         name: what users pass as ``build(sch, target=...)``.
-        supports: the mesh dimensions the runtime can run, e.g. ``frozenset({"dp", "tp"})``.
+        supports: the mesh dimensions the runtime can run, e.g. ``frozenset({"dp", "tp"})``; ``build`` refuses larger
+            ones than 1 that are not among them.
+        takes_tensors: whether :meth:`build` takes the tensors one by one, through ``request.materialise()``, because
+            it partitions them as they come. Otherwise they all have their values before it is called.
     """
 
     name: ClassVar[str]
     supports: ClassVar[frozenset[str]]
+    takes_tensors: ClassVar[bool] = False
 
-    @abstractmethod
-    def check(self, schedule: Any) -> Iterator[Violation]:
+    def check(self, schedule: ScheduledModel) -> Iterable[Violation]:
         """Every reason why this schedule cannot be handed to the runtime."""
+        return ()
 
     @abstractmethod
-    def plan(self, schedule: Any, config: Mapping[str, Any]) -> Plan:
-        """What ``build`` will do; pure.
+    def plan(self, schedule: ScheduledModel, config: Mapping[str, Any]) -> Plan:
+        """What :meth:`build` will do, with the options after defaults were filled in; pure.
 
         Raises:
-            BuildError: an option that the runtime does not have.
+            BuildError: an option that the runtime does not have, or a bad value.
         """
 
     @abstractmethod
-    def build(self, plan: Plan, schedule: Any, **options: Any) -> Engine:
-        """Hand the scheduled model, already materialised, to the runtime."""
+    def build(self, plan: Plan, request: BuildRequest) -> Engine:
+        """Hand the scheduled model to the runtime.
+
+        Args:
+            plan: what :meth:`plan` gave; all ranks have the same.
+            request: the model, its state, and what the user gave to ``build``.
+        """

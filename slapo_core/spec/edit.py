@@ -31,7 +31,8 @@ class Edit(Protocol):
             name: the parameter's own name, e.g. ``"weight"``.
             value: the new tensor, of any shape; a plain tensor becomes a parameter that requires a gradient if the old
                 one did. Attributes set on the old parameter are carried over. None empties the slot.
-            layout: how the new tensor lies in the untouched one; None keeps the present layout.
+            layout: how the new tensor lies in the untouched one; None keeps the present layout, or, where ``value`` is
+                a tensor of the model already (a tie), its own: then the old one is given up.
         """
         ...
 
@@ -41,6 +42,26 @@ class Edit(Protocol):
 
     def set_requires_grad(self, node: Node, name: str, flag: bool) -> None:
         """Freeze an own parameter, or train it; everywhere it is tied. ``verify`` treats the untouched model alike."""
+        ...
+
+    def set_layout(self, node: Node, name: str, layout: Layout) -> None:
+        """Record how an own parameter or buffer lies in the untouched one, where the tensor itself stays.
+
+        A split over a mesh dimension of one rank is such a case: what later steps may do must not depend on the size.
+        """
+        ...
+
+    def keep_on_rank(self, node: Node, name: str, mesh_dim: str, rank: int) -> None:
+        """Let an own parameter or buffer live on one rank of a mesh dimension; on the others its slot becomes None.
+
+        It stays a part of every state dict. What the other ranks use in its place is the primitive's business.
+
+        Args:
+            node: the module that holds it.
+            name: its own name, e.g. ``"weight"``.
+            mesh_dim: e.g. ``"pp"``.
+            rank: its owner along ``mesh_dim``, from 0.
+        """
         ...
 
     def replace_module(
@@ -59,7 +80,8 @@ class Edit(Protocol):
             moved: where parameters and buffers of the old module live in the new one, both as names relative to the
                 node; names that are the same on both sides need no entry.
             dropped: parameters and buffers of the old module that no tensor of the new one stands for, even where a
-                name is the same.
+                name is the same. What has no successor must be named here, or a plugin must say what stands for it
+                (``slapo_to_reference``): ``build`` and ``verify`` refuse a tensor that got lost.
         """
         ...
 

@@ -2,78 +2,47 @@
 
 A distribution declares one module of hook functions (entry-point group ``slapo.v1.hooks``)::
 
-    from slapo_core import hookimpl
+    from slapo_core import Fact, Problem, hookimpl
 
     @hookimpl
     def slapo_doctor():
-        yield "nccl not found: pip install nvidia-nccl-cu12"
+        yield Fact("network", "eth0, 25 Gbit/s")
+        yield Problem("nccl was not found", hint="pip install nvidia-nccl-cu12")
 
 Its hooks are active in a schedule only when the distribution is *named* there: one of its primitives was applied, its
 dialect is the target, or it is listed in ``create_schedule(..., plugins=[...])``. A function may take any subset of
-the arguments below, by name. The order in which plugins are called has no meaning.
+the arguments below, by name. All active plugins are asked, and the order has no meaning. A first-result hook has at most
+one answer, None being no answer: two are an error, and a plugin has at most one function for it.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import pluggy
 
 if TYPE_CHECKING:
-    import pluggy
     import torch
 
+    from slapo_core.spec.doctor import Fact, Problem
     from slapo_core.spec.node import Node
     from slapo_core.spec.primitive import Primitive
     from slapo_core.spec.record import Record
     from slapo_core.spec.violation import Violation
 
-    hookimpl: pluggy.HookimplMarker
-
-__all__ = ["FIRST_RESULT", "HOOKS", "PREFIX", "PROJECT", "hookimpl", "hookspec"]
+__all__ = ["NOT_ASKED", "PROJECT", "hookimpl", "hookspec"]
 
 PROJECT = "slapo"
-PREFIX = "slapo_"
 
-HOOKS: dict[str, Callable[..., Any]] = {}
-"""Every hook by name; filled by the decorator below while this module is imported, constant afterwards."""
+hookspec = pluggy.HookspecMarker(PROJECT)
+hookimpl = pluggy.HookimplMarker(PROJECT)
 
-FIRST_RESULT: set[str] = set()
-"""Hooks that at most one active plugin may answer."""
-
-_Function = TypeVar("_Function", bound=Callable[..., Any])
+NOT_ASKED = ("slapo_liveness", "slapo_partition")
+"""Names kept for hooks that this version never asks: whoever implements one is told so."""
 
 
-def hookspec(*, first_result: bool = False) -> Callable[[_Function], _Function]:
-    """Declare a hook.
-
-    Args:
-        first_result: whether at most one active plugin may answer with something other than None.
-    """
-
-    def declare(function: _Function) -> _Function:
-        HOOKS[function.__name__] = function
-        if first_result:
-            FIRST_RESULT.add(function.__name__)
-        return function
-
-    return declare
-
-
-def __getattr__(name: str) -> Any:
-    if name == "hookimpl":  # made on demand, so that reading the specifications does not import pluggy
-        return _hookimpl()
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-@functools.cache
-def _hookimpl() -> pluggy.HookimplMarker:
-    import pluggy
-
-    return pluggy.HookimplMarker(PROJECT)
-
-
-@hookspec()
+@hookspec
 def slapo_preconditions(node: Node, primitive: Primitive) -> Iterable[Violation] | None:
     """Called when a primitive, of whatever distribution, is about to be applied, after its own preconditions.
 
@@ -88,7 +57,7 @@ def slapo_preconditions(node: Node, primitive: Primitive) -> Iterable[Violation]
     """
 
 
-@hookspec()
+@hookspec
 def slapo_applied(node: Node, record: Record) -> None:
     """Called when a primitive was applied and its postconditions hold; an exception here takes it back.
 
@@ -103,7 +72,7 @@ def slapo_applied(node: Node, record: Record) -> None:
     """
 
 
-@hookspec()
+@hookspec
 def slapo_rolled_back(node: Node, primitive: Primitive, error: BaseException) -> None:
     """Called when a primitive failed and the model is as it was before.
 
@@ -119,7 +88,7 @@ def slapo_rolled_back(node: Node, primitive: Primitive, error: BaseException) ->
     """
 
 
-@hookspec(first_result=True)
+@hookspec(firstresult=True)
 def slapo_materialize(path: str, name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
     """Called when a tensor on the meta device needs values that no weights give: by ``build``, and by ``verify``.
 
@@ -140,7 +109,7 @@ def slapo_materialize(path: str, name: str, shape: Sequence[int], dtype: torch.d
     """
 
 
-@hookspec()
+@hookspec(firstresult=True)
 def slapo_to_reference(node: Node, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor] | None:
     """Called when a state dict leaves, and when ``verify`` compares, for each tensor that no layout explains.
 
@@ -151,8 +120,8 @@ def slapo_to_reference(node: Node, name: str, tensor: torch.Tensor) -> dict[str,
     It is asked with tensors on the meta device too, to learn the names, and by ``verify`` with gradients, so the answer
     must be a linear function of the tensor, and its names and shapes must not depend on values.
 
-    First result: no; plugins answer for the tensors that their own primitives made. Two answers for the same tensor
-    are an error.
+    First result: yes; plugins answer for the tensors that their own primitives made, and two answers for the same
+    tensor are an error.
 
     Args:
         node: the module that owns the tensor now.
@@ -165,14 +134,14 @@ def slapo_to_reference(node: Node, name: str, tensor: torch.Tensor) -> dict[str,
     """
 
 
-@hookspec()
+@hookspec(firstresult=True)
 def slapo_from_reference(node: Node, name: str, tensors: dict[str, torch.Tensor]) -> torch.Tensor | None:
     """Called when weights of the untouched model come in: the reverse of `slapo_to_reference`.
 
     Asked by ``build`` and ``load_state_dict``, for the tensors for which `slapo_to_reference` was answered.
 
-    First result: no; plugins answer for the tensors that their own primitives made. Two answers for the same tensor
-    are an error.
+    First result: yes; plugins answer for the tensors that their own primitives made, and two answers for the same
+    tensor are an error.
 
     Args:
         node: the module that owns the tensor now.
@@ -184,11 +153,12 @@ def slapo_from_reference(node: Node, name: str, tensors: dict[str, torch.Tensor]
     """
 
 
-@hookspec()
+@hookspec(firstresult=True)
 def slapo_gather_output(node: Node, output: Any) -> Any | None:
     """Called when ``verify`` compares outputs, to make of a rank's output the one that the untouched model gives.
 
-    First result: no; plugins answer for outputs that their own primitives left in pieces. Two answers are an error.
+    First result: yes; plugins answer for outputs that their own primitives left in pieces, and two answers are an
+    error.
 
     Args:
         node: the root of the scheduled model.
@@ -199,46 +169,13 @@ def slapo_gather_output(node: Node, output: Any) -> Any | None:
     """
 
 
-@hookspec(first_result=True)
-def slapo_partition(schedule: Any) -> Any | None:
-    """Called when a dialect needs the model as pipeline stages.
-
-    slapo-core itself never asks: a dialect that runs pipelines does, by ``schedule.hooks.call("slapo_partition", ...)``
-    with the arguments below.
-
-    First result: yes; two active plugins that answer are an error.
-
-    Args:
-        schedule: the schedule, with its split points recorded.
-
-    Returns:
-        the stages in order; None to leave it to others.
-    """
-
-
-@hookspec(first_result=True)
-def slapo_liveness(stages: Any) -> Any | None:
-    """Called when a dialect needs to know which tensors pass from stage to stage.
-
-    slapo-core itself never asks: a dialect that runs pipelines does, by ``schedule.hooks.call("slapo_liveness", ...)``
-    with the arguments below.
-
-    First result: yes; two active plugins that answer are an error.
-
-    Args:
-        stages: what `slapo_partition` returned.
-
-    Returns:
-        for each boundary between stages, the tensors alive there; None to leave it to others.
-    """
-
-
-@hookspec()
-def slapo_doctor() -> Iterable[str] | None:
-    """Called when ``slapo doctor --ask PLUGIN`` looks for what is wrong with this environment.
+@hookspec
+def slapo_doctor() -> Iterable[Fact | Problem] | None:
+    """Called when ``slapo doctor --ask PLUGIN`` looks over this environment.
 
     First result: no.
 
     Returns:
-        one line for each problem, with the command that mends it; nothing or None if all is well.
+        what it is that the plugin finds here, and what is wrong, each with the command that mends it; nothing or None
+        if there is nothing to say.
     """

@@ -53,6 +53,11 @@ class Mesh:
         return self._rank
 
     @property
+    def is_first_rank(self) -> bool:
+        """Whether this process is the first one in every dimension."""
+        return not any(self._coordinate.values())
+
+    @property
     def is_dry(self) -> bool:
         """Whether this process only plays one rank of the mesh: several ranks declared, none running."""
         return self._device_mesh is None and self.world_size > 1

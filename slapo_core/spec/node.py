@@ -73,6 +73,11 @@ class Node(Protocol):
         """The records of the steps applied here or at any descendant, oldest first."""
         ...
 
+    @property
+    def changed_attributes(self) -> frozenset[str]:
+        """The plain attributes of the module that stands here now which steps have set, e.g. ``{"num_heads"}``."""
+        ...
+
     def layout(self, name: str) -> Layout:
         """The layout of an own parameter or buffer; a replica of itself where no step changed it."""
         ...

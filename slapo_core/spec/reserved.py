@@ -12,57 +12,43 @@ import re
 __all__ = [
     "CORE_DISTRIBUTION",
     "FIRST_PARTY_NAMES",
-    "FIRST_PARTY_NAMESPACES",
+    "PLANNED_PRIMITIVES",
+    "RESERVED_DIALECTS",
     "RESERVED_NAMES",
-    "RESERVED_UNQUALIFIED",
-    "canonical_distribution",
+    "RESERVED_NAMESPACES",
     "is_identifier",
     "split_name",
 ]
 
 CORE_DISTRIBUTION = "slapo-core"
 
-FIRST_PARTY_NAMESPACES: dict[str, tuple[str, ...]] = {
-    "core": ("slapo-core",),
-    "deepspeed": ("slapo-deepspeed",),
-    "fusion": ("slapo-fusion",),
-    "megatron": ("slapo-megatron",),
-    "pipeline": ("slapo-pipeline",),
-    "slapo": ("slapo-core",),
-    "torch": ("slapo-core", "slapo-torch"),
-    "tp": ("slapo-tp",),
+RESERVED_NAMESPACES: dict[str, str] = {
+    "core": "slapo-core",
+    "deepspeed": "slapo-deepspeed",
+    "fusion": "slapo-fusion",
+    "megatron": "slapo-megatron",
+    "pipeline": "slapo-pipeline",
+    "slapo": "slapo-core",
+    "torch": "slapo-core",
+    "tp": "slapo-tp",
 }
-"""Namespaces kept for the project's own distributions; the first one listed is named in remedies."""
+"""Namespaces kept for the project's own distributions, whether or not this version has them."""
 
-RESERVED_UNQUALIFIED: dict[str, dict[str, tuple[str, ...]]] = {
-    "dialects": {
-        "deepspeed": ("slapo-deepspeed",),
-        "megatron": ("slapo-megatron",),
-        "torch": ("slapo-core",),
-    },
+RESERVED_DIALECTS: dict[str, str] = {
+    "deepspeed": "slapo-deepspeed",
+    "megatron": "slapo-megatron",
+    "torch": "slapo-core",
 }
-"""For kinds without namespaces: names kept for the project's own distributions."""
+"""Names of dialects kept for the project's own distributions, whether or not this version has them."""
 
-FIRST_PARTY_NAMES: dict[str, dict[str, str]] = {
-    "primitives": {
-        "annotate": "slapo-core",
-        "checkpoint": "slapo-core",
-        "decompose": "slapo-fusion",
-        "fork_rng": "slapo-tp",
-        "fuse": "slapo-fusion",
-        "pipeline_split": "slapo-pipeline",
-        "replace": "slapo-core",
-        "shard": "slapo-tp",
-        "sync": "slapo-tp",
-        "trace": "slapo-core",
-    },
-    "dialects": {
-        "deepspeed": "slapo-deepspeed",
-        "megatron": "slapo-megatron",
-        "torch": "slapo-core",
-    },
+FIRST_PARTY_NAMES: dict[str, dict[str, tuple[str, ...]]] = {
+    "slapo-core": {"primitives": ("annotate", "checkpoint", "replace"), "dialects": ("torch",)},
+    "slapo-tp": {"primitives": ("shard", "shard_attribute", "sync", "sync_gradient")},
 }
-"""Bare names that the project's own distributions provide, to tell a user what to install when one is missing."""
+"""The project's own distributions of this version and the bare names they provide, to tell a user what to install."""
+
+PLANNED_PRIMITIVES = ("decompose", "fork_rng", "fuse", "pipeline_split", "trace")
+"""Bare names that the project's own distributions do not provide yet."""
 
 RESERVED_NAMES: frozenset[str] = frozenset(
     {
@@ -71,7 +57,6 @@ RESERVED_NAMES: frozenset[str] = frozenset(
         "apply",
         "buffers",
         "children",
-        "find",
         "layout",
         "mesh",
         "module",
@@ -79,9 +64,8 @@ RESERVED_NAMES: frozenset[str] = frozenset(
         "parent",
         "path",
         "records",
-        "records_so_far",
         "records_below",
-        "schedule",
+        "records_so_far",
         "ties",
         "walk",
         # members of a group of nodes
@@ -90,41 +74,46 @@ RESERVED_NAMES: frozenset[str] = frozenset(
         # members of a schedule
         "apply_at",
         "apply_each",
-        "build",
-        "copy",
         "document",
-        "forget_target",
+        "example_inputs",
         "explain",
-        "fingerprint",
-        "group",
+        "forget_target",
         "hooks",
         "is_sealed",
-        "materialize",
         "model",
         "name",
-        "node",
         "plugins",
         "primitive_named",
         "primitive_names",
-        "rank",
         "registry",
         "removal_of",
-        "replay",
         "rewound",
         "root",
-        "save",
         "seal",
-        "state_dict",
         "to_json",
+        "tree",
         "undo",
-        "unseal",
         "untouched",
+        # kept for members to come
+        "build",
+        "copy",
+        "find",
+        "fingerprint",
+        "graph",
+        "group",
+        "materialize",
+        "node",
+        "rank",
+        "replay",
+        "save",
+        "schedule",
+        "state_dict",
         "verify",
         "world_size",
-        *FIRST_PARTY_NAMESPACES,
+        *RESERVED_NAMESPACES,
     }
 )
-"""Bare names that no primitive may have: they would hide a member of a node or schedule, or a first-party namespace."""
+"""Bare names that no primitive may have: they would hide a member of a node or schedule, or a reserved namespace."""
 
 _IDENTIFIER = re.compile(r"[a-z][a-z0-9_]*\Z")
 
@@ -138,8 +127,3 @@ def split_name(name: str) -> tuple[str, str] | None:
     """``"tp.shard"`` as ``("tp", "shard")``; None if it is not ``<namespace>.<name>`` in lowercase identifiers."""
     namespace, dot, bare = name.partition(".")
     return (namespace, bare) if dot and is_identifier(namespace) and is_identifier(bare) else None
-
-
-def canonical_distribution(name: str) -> str:
-    """A distribution's name as installers compare it: ``"Acme_Slapo"`` as ``"acme-slapo"``."""
-    return re.sub(r"[-_.]+", "-", name).lower()

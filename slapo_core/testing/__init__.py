@@ -57,7 +57,7 @@ if TYPE_CHECKING:
         parametrize_checks as parametrize_checks,
     )
     from slapo_core.testing.snapshot import (
-        Snapshot as Snapshot,
+        ModelSnapshot as ModelSnapshot,
         assert_bit_identical as assert_bit_identical,
     )
 
@@ -70,7 +70,7 @@ _PUBLIC = {
     "FakeDistribution": "slapo_core.testing.distributions",
     "FakeEnvironment": "slapo_core.testing.distributions",
     "NotApplicable": "slapo_core.testing.check",
-    "Snapshot": "slapo_core.testing.snapshot",
+    "ModelSnapshot": "slapo_core.testing.snapshot",
     "assert_bit_identical": "slapo_core.testing.snapshot",
     "fake_distributions": "slapo_core.testing.fixtures",
     "isolated_registry": "slapo_core.testing.fixtures",

@@ -72,12 +72,12 @@ def _read(descriptor: int, timeout: float) -> tuple[bytes, bool]:
 def _import(request: dict[str, Any], writing: int) -> None:
     import torch
 
-    from slapo_core.plugins.tampering import Snapshot
+    from slapo_core.plugins.tampering import ImportGuard
 
     sys.path[:] = request["path"]
     os.environ.clear()
     os.environ.update(request["environ"])
-    before, slapo_before, loaded = _global_state(torch), Snapshot(), set(sys.modules)
+    before, guard, loaded = _global_state(torch), ImportGuard(), set(sys.modules)
     failure, trace = "", ""
     start = time.process_time()
     try:
@@ -97,7 +97,7 @@ def _import(request: dict[str, Any], writing: int) -> None:
     answer = {
         "cpu": cpu,
         "heavy": sorted(new & set(request["heavy"])),
-        "changed": [*changes, *slapo_before.restore()],
+        "changed": [*changes, *guard.restore()],
         "failure": failure,
         "traceback": trace,
     }

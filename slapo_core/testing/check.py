@@ -1,38 +1,38 @@
-"""What a check is, and how it says that a primitive fails it."""
+"""What a check is, and how it says that a plugin fails it."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from slapo_core.testing.case import Case
+from typing import Generic, TypeVar
 
 __all__ = ["Check", "CheckError", "NotApplicable"]
 
+CaseT = TypeVar("CaseT")
+"""What a check looks at: a `Case` of a primitive, a `DialectCase` of a dialect."""
+
 
 class CheckError(AssertionError):
-    """A primitive does not keep a promise that every primitive makes.
+    """A primitive or dialect does not keep a promise that all of its kind make.
 
     Args:
-        problem: what is wrong.
+        violation: what is wrong.
         required: what the check asks for.
         got: what it found instead.
         hint: what the plugin's author can write to keep the promise.
     """
 
-    def __init__(self, problem: str, *, required: str, got: str, hint: str) -> None:
-        self.problem, self.required, self.got, self.hint = problem, required, got, hint
+    def __init__(self, violation: str, *, required: str, got: str, hint: str) -> None:
+        self.violation, self.required, self.got, self.hint = violation, required, got, hint
         self.check: str | None = None
         self.case: str | None = None
-        super().__init__(problem)
+        super().__init__(violation)
 
     def __str__(self) -> str:
         subject = f"{self.case} fails {self.check}: " if self.check else ""
         got = self.got.replace("\n", "\n            ")
-        return f"{subject}{self.problem}\n  required: {self.required}\n  got:      {got}\n  way out:  {self.hint}"
+        return f"{subject}{self.violation}\n  required: {self.required}\n  got:      {got}\n  way out:  {self.hint}"
 
 
 class NotApplicable(Exception):  # noqa: N818 - an outcome, not an error
@@ -40,14 +40,14 @@ class NotApplicable(Exception):  # noqa: N818 - an outcome, not an error
 
 
 @dataclass(frozen=True)
-class Check:
-    """One promise that every primitive makes, as something to run.
+class Check(Generic[CaseT]):
+    """One promise that every primitive, or every dialect, makes, as something to run.
 
     Args:
         function: raises `CheckError` where the promise is not kept, `NotApplicable` where there is nothing to see.
     """
 
-    function: Callable[[Case], None]
+    function: Callable[[CaseT], None]
 
     @property
     def name(self) -> str:
@@ -59,11 +59,11 @@ class Check:
         """One line."""
         return (inspect.getdoc(self.function) or "").partition("\n")[0]
 
-    def __call__(self, case: Case) -> None:
+    def __call__(self, case: CaseT) -> None:
         """Run the check.
 
         Raises:
-            CheckError: the promise is not kept, or the primitive raised where it must not; the cause is chained.
+            CheckError: the promise is not kept, or the plugin raised where it must not; the cause is chained.
             NotApplicable: the case gives the check nothing to look at.
         """
         try:

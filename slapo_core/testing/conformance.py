@@ -15,15 +15,15 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from slapo_core.errors import ArgumentError, PluginError
-from slapo_core.plugins.manager import hook_breaches
-from slapo_core.plugins.model import LOCAL_VERSION, Entry, Plugin
+from slapo_core.plugins.manager import hook_violations, hooks_not_asked
+from slapo_core.plugins.model import LOCAL_VERSION, Entry, Plugin, core_label
 from slapo_core.plugins.process import use_registry
 from slapo_core.plugins.registry import Registry
 from slapo_core.spec.kinds import KINDS
 from slapo_core.testing.case import Case
 from slapo_core.testing.check import Check, CheckError, NotApplicable
 from slapo_core.testing.checks import CHECKS
-from slapo_core.testing.checks.documentation import documentation_breaches
+from slapo_core.testing.checks.documentation import documentation_violations
 from slapo_core.testing.checks.json_round_trip import round_trip_value
 from slapo_core.testing.parametrize import case_labels
 from slapo_core.testing.probe import CPU_LIMIT, probe
@@ -76,13 +76,13 @@ def check_plugin(
         if not plugin.usable:
             return
     else:
-        yield report(plugin.name, "state", "passed")
+        yield report(plugin.name, "state", "passed", plugin.reason or "")
     progress(f"{plugin.name}: imports")
     modules = sorted({entry.value.partition(":")[0] for entry in plugin.entries})
     if plugin.version != LOCAL_VERSION:
         probed = probe(*modules)
-        outcome: Outcome = "failed" if probed.breaches else "passed"
-        message = "; ".join(probed.breaches) or f"{probed.cpu_seconds:.2f} s of CPU beyond torch, of {CPU_LIMIT:g} s"
+        outcome: Outcome = "failed" if probed.violations else "passed"
+        message = "; ".join(probed.violations) or f"{probed.cpu_seconds:.2f} s of CPU beyond torch, of {CPU_LIMIT:g} s"
         yield report(plugin.name, "light_import", outcome, message, probed.traceback)
         if not probed.usable:
             return  # what ends or hangs another process would do the same to this one
@@ -94,7 +94,8 @@ def check_plugin(
 
 def _check_entry(entry: Entry, registry: Registry, report: Callable[..., Finding]) -> Iterator[Finding]:
     if entry.kind not in KINDS:
-        yield report(entry.name, "load", "skipped", f"this slapo-core has no kind '{entry.kind}'")
+        why = f"{core_label(registry.core_version)} does not use {entry.kind} yet"
+        yield report(entry.name, "load", "skipped", why)
         return
     try:
         loaded = registry.load(entry)
@@ -103,9 +104,12 @@ def _check_entry(entry: Entry, registry: Registry, report: Callable[..., Finding
         return
     yield report(entry.name, "load", "passed")
     if entry.kind == "hooks":
-        yield _from_breaches(report, entry.name, "hooks", hook_breaches(loaded))
+        yield _from_violations(report, entry.name, "hooks", hook_violations(loaded))
+        for hook in hooks_not_asked(loaded):
+            why = f"{core_label(registry.core_version)} does not ask '{hook}' yet"
+            yield report(entry.name, "hooks", "skipped", why)
     elif entry.kind == "primitives":
-        yield _from_breaches(report, entry.name, "documentation", documentation_breaches(loaded))
+        yield _from_violations(report, entry.name, "documentation", documentation_violations(loaded))
         if all(_has_default(field) for field in dataclasses.fields(loaded)):
             yield _run(report, entry.name, "json_of_defaults", lambda: round_trip_value(loaded()))
 
@@ -163,8 +167,8 @@ def _run(report: Callable[..., Finding], subject: str, check: str, action: Calla
     return report(subject, check, "passed")
 
 
-def _from_breaches(report: Callable[..., Finding], subject: str, check: str, breaches: list[str]) -> Finding:
-    return report(subject, check, "failed" if breaches else "passed", "; ".join(breaches))
+def _from_violations(report: Callable[..., Finding], subject: str, check: str, violations: list[str]) -> Finding:
+    return report(subject, check, "failed" if violations else "passed", "; ".join(violations))
 
 
 def _has_default(field: dataclasses.Field[Any]) -> bool:

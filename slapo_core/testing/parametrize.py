@@ -1,33 +1,38 @@
-"""`parametrize_checks`: one pytest test for every check of every case."""
+"""`parametrize_checks` and `parametrize_dialect_checks`: one pytest test for every check of every case."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Generic, Protocol, TypeVar
 
 from slapo_core.errors import ArgumentError
 from slapo_core.testing.case import Case
+from slapo_core.testing.check import Check, NotApplicable
+from slapo_core.testing.dialects.case import DialectCase
 
-if TYPE_CHECKING:
-    from slapo_core.testing.check import Check
+__all__ = ["BoundCheck", "case_labels", "parametrize_checks", "parametrize_dialect_checks"]
 
-__all__ = ["BoundCheck", "case_labels", "parametrize_checks"]
+
+class _Labelled(Protocol):
+    @property
+    def label(self) -> str: ...
+
+
+CaseT = TypeVar("CaseT", bound=_Labelled)
 
 
 @dataclass(frozen=True)
-class BoundCheck:
+class BoundCheck(Generic[CaseT]):
     """A check with the case to run it on; call it."""
 
-    check: Check
-    case: Case
+    check: Check[CaseT]
+    case: CaseT
 
     def __call__(self) -> None:
         """Run the check; where the case gives it nothing to look at, the test is skipped with the reason."""
         import pytest
-
-        from slapo_core.testing.check import NotApplicable
 
         __tracebackhide__ = True
         try:
@@ -55,40 +60,37 @@ def parametrize_checks(cases: Iterable[Case], *, checks: Iterable[str] | None = 
     Raises:
         ArgumentError: no case, something that is no `Case`, or an unknown check.
     """
-    import pytest
-
-    listed, chosen = list(cases), select_checks(checks)
-    if not listed:
-        raise ArgumentError("parametrize_checks needs at least one Case", hint="parametrize_checks([Case(...)])")
-    for case in listed:
-        if not isinstance(case, Case):
-            raise ArgumentError(f"parametrize_checks takes Case objects (got {case!r})", hint="Case(Freeze(...), ...)")
-    parameters = [
-        pytest.param(BoundCheck(check, case), id=f"{label}-{check.name}")
-        for label, case in zip(case_labels(listed), listed, strict=True)
-        for check in chosen
-    ]
-    return pytest.mark.parametrize("check", parameters)
-
-
-def select_checks(names: Iterable[str] | None) -> tuple[Check, ...]:
-    """The checks of these names, in the order in which they are run; None selects all.
-
-    Raises:
-        ArgumentError: there is no check of that name.
-    """
     from slapo_core.testing.checks import CHECKS
 
-    if names is None:
-        return CHECKS
-    wanted = set(names)
-    unknown = sorted(wanted - {check.name for check in CHECKS})
-    if unknown:
-        raise ArgumentError(f"there is no check '{unknown[0]}'", hint=", ".join(check.name for check in CHECKS))
-    return tuple(check for check in CHECKS if check.name in wanted)
+    listed = _require_cases("parametrize_checks", cases, Case, example="Freeze(...), ...")
+    return _parametrize(listed, _select(CHECKS, checks))
 
 
-def case_labels(cases: Iterable[Case]) -> list[str]:
+def parametrize_dialect_checks(
+    cases: Iterable[DialectCase], *, checks: Iterable[str] | None = None
+) -> Callable[[Any], Any]:
+    """As :func:`parametrize_checks`, for dialects.
+
+    Example::
+
+        @parametrize_dialect_checks([DialectCase("accumulate", config={"micro_batches": 3})])
+        def test_accumulate(check):
+            check()
+
+    Args:
+        cases: at least one.
+        checks: names of the checks to run; default: all of ``slapo_core.testing.DIALECT_CHECKS``.
+
+    Raises:
+        ArgumentError: no case, something that is no `DialectCase`, or an unknown check.
+    """
+    from slapo_core.testing.dialects.checks import DIALECT_CHECKS
+
+    listed = _require_cases("parametrize_dialect_checks", cases, DialectCase, example='"mine"')
+    return _parametrize(listed, _select(DIALECT_CHECKS, checks))
+
+
+def case_labels(cases: Iterable[_Labelled]) -> list[str]:
     """The label of each case; the second and later ones of the same label are numbered: ``freeze``, ``freeze-2``."""
     seen: Counter[str] = Counter()
     labels = []
@@ -97,3 +99,35 @@ def case_labels(cases: Iterable[Case]) -> list[str]:
         seen[label] += 1
         labels.append(label if seen[label] == 1 else f"{label}-{seen[label]}")
     return labels
+
+
+def _require_cases(function: str, cases: Iterable[CaseT], kind: type[CaseT], *, example: str) -> list[CaseT]:
+    listed, name = list(cases), kind.__name__
+    if not listed:
+        raise ArgumentError(f"{function} needs at least one {name}", hint=f"{function}([{name}(...)])")
+    for case in listed:
+        if not isinstance(case, kind):
+            raise ArgumentError(f"{function} takes {name} objects (got {case!r})", hint=f"{name}({example})")
+    return listed
+
+
+def _select(checks: Sequence[Check[CaseT]], names: Iterable[str] | None) -> Sequence[Check[CaseT]]:
+    """The checks of these names, in the order in which they are run; None selects all."""
+    if names is None:
+        return checks
+    wanted = set(names)
+    unknown = sorted(wanted - {check.name for check in checks})
+    if unknown:
+        raise ArgumentError(f"there is no check '{unknown[0]}'", hint=", ".join(check.name for check in checks))
+    return [check for check in checks if check.name in wanted]
+
+
+def _parametrize(cases: Sequence[CaseT], checks: Sequence[Check[CaseT]]) -> Callable[[Any], Any]:
+    import pytest
+
+    parameters = [
+        pytest.param(BoundCheck(check, case), id=f"{label}-{check.name}")
+        for label, case in zip(case_labels(cases), cases, strict=True)
+        for check in checks
+    ]
+    return pytest.mark.parametrize("check", parameters)

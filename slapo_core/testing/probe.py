@@ -45,14 +45,14 @@ class ImportProbe:
 
     Args:
         cpu_seconds: CPU time beyond torch and slapo; None if the process did not live to tell.
-        breaches: what is wrong with it, in words; empty for a light import.
+        violations: what is wrong with it, in words; empty for a light import.
         usable: whether the modules could be imported and left torch's layers and functions alone, so that this process
             may import them too.
         traceback: of an import that raised.
     """
 
     cpu_seconds: float | None
-    breaches: tuple[str, ...]
+    violations: tuple[str, ...]
     usable: bool
     traceback: str = ""
 
@@ -84,19 +84,19 @@ def _probe(modules: tuple[tuple[str, str | None], ...], path: tuple[str, ...]) -
     if facts["failure"]:
         return ImportProbe(None, (f"the import raised {facts['failure']}",), usable=False, traceback=facts["traceback"])
     patches_torch = any(change.startswith("torch.nn.") for change in facts["changed"])
-    return ImportProbe(facts["cpu"], tuple(_breaches(facts)), usable=not patches_torch)
+    return ImportProbe(facts["cpu"], tuple(_violations(facts)), usable=not patches_torch)
 
 
-def _breaches(facts: dict[str, Any]) -> list[str]:
-    breaches = []
+def _violations(facts: dict[str, Any]) -> list[str]:
+    violations = []
     output = facts["output"].strip()
     if output:
-        breaches.append(f"it prints {output[:200]!r}")
+        violations.append(f"it prints {output[:200]!r}")
     if facts["heavy"]:
-        breaches.append(f"it imports {', '.join(facts['heavy'])}")
+        violations.append(f"it imports {', '.join(facts['heavy'])}")
     if facts["cpu"] > CPU_LIMIT:
-        breaches.append(f"it takes {facts['cpu']:.1f} s of CPU")
-    return breaches + [f"it changes {change}" for change in facts["changed"]]
+        violations.append(f"it takes {facts['cpu']:.1f} s of CPU")
+    return violations + [f"it changes {change}" for change in facts["changed"]]
 
 
 class _Server:

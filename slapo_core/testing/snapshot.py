@@ -1,8 +1,8 @@
-"""`Snapshot`: everything that is observable about a model, to prove that it is bit-identical to before."""
+"""`ModelSnapshot`: everything that is observable about a model, to prove that it is bit-identical to before."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["Snapshot", "assert_bit_identical"]
+__all__ = ["ModelSnapshot", "assert_bit_identical"]
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _OPAQUE = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType, partial)
@@ -19,17 +19,17 @@ _ABSENT: Any = object()
 _SHOWN = 20  # differences in one message
 
 
-class Snapshot:
+class ModelSnapshot:
     """The state of a model, down to identities and bits.
 
     Held are, for every module under every path: its identity, type and ``__dict__`` in order; parameters and buffers
-    with identity, dtype, shape, strides, device, bits, gradient, hooks and Python attributes; module hooks; plain
-    attributes, followed into containers and objects; and the attributes of the modules' classes. Objects are kept
-    alive, so that an identity cannot be taken by another object.
+    with identity, type, dtype, shape, strides, device, bits, gradient, hooks and Python attributes; module hooks; plain
+    attributes, followed into containers and objects, whose identity and type are held too; and the attributes of the
+    modules' classes. Objects are kept alive, so that an identity cannot be taken by another object.
 
     Example::
 
-        before = Snapshot(model)
+        before = ModelSnapshot(model)
         ...
         assert before.differences(model) == []
 
@@ -47,6 +47,7 @@ class Snapshot:
             if id(module) in self._visited:
                 continue
             self._visited[id(module)] = module
+            self._facts[f"{place} (type)"] = _Object(type(module))
             classes.update(dict.fromkeys(cls for cls in type(module).__mro__ if issubclass(cls, nn.Module)))
             self._mapping(place, vars(module), dotted=True)
         for cls in classes:
@@ -54,13 +55,13 @@ class Snapshot:
                 if name not in _CLASS_BOOKKEEPING:
                     self._facts[f"class {cls.__qualname__}.{name}"] = _Object(value)
 
-    def differences(self, later: Snapshot | nn.Module) -> list[str]:
+    def differences(self, later: ModelSnapshot | nn.Module) -> list[str]:
         """What differs in ``later``, one line each, e.g. ``"fc.weight: 3 of 16 elements differ, first [0, 1]: ..."``.
 
         Args:
             later: the same model now, or a later snapshot of it.
         """
-        after = later if isinstance(later, Snapshot) else Snapshot(later)
+        after = later if isinstance(later, ModelSnapshot) else ModelSnapshot(later)
         lines = []
         for place, fact in self._facts.items():
             other = after._facts.get(place, _ABSENT)
@@ -97,6 +98,7 @@ class Snapshot:
             if isinstance(value, (nn.Module, *_OPAQUE)) or id(value) in self._visited:
                 return
             self._visited[id(value)] = value
+            self._facts[f"{place} (type)"] = _Object(type(value))
             self._inside(place, value)
 
     def _inside(self, place: str, value: Any) -> None:
@@ -107,7 +109,7 @@ class Snapshot:
             for index, item in enumerate(value):
                 self._value(f"{place}[{index}]", item)
         elif isinstance(value, (set, frozenset)):
-            self._facts[f"{place} (members)"] = _Plain(frozenset(map(repr, value)))
+            self._facts[f"{place} (members)"] = _Members(value)
         elif isinstance(getattr(value, "__dict__", None), dict):
             self._mapping(place, vars(value), dotted=True)
 
@@ -128,7 +130,7 @@ class Snapshot:
             self._mapping(f"{place} (attributes)", tensor.__dict__, dotted=True)
 
 
-def assert_bit_identical(before: Snapshot, model: Snapshot | nn.Module) -> None:
+def assert_bit_identical(before: ModelSnapshot, model: ModelSnapshot | nn.Module) -> None:
     """Assert that ``model`` is as it was when ``before`` was taken.
 
     Raises:
@@ -173,13 +175,26 @@ class _Plain:
         self.value = value
 
     def compare(self, other: _Plain) -> Iterator[str]:
-        if type(self.value) is not type(other.value) or (
-            self.value != other.value and repr(self.value) != repr(other.value)
-        ):
+        # Not by ==, for which 0.0 is -0.0 and NaN is not itself.
+        if type(self.value) is not type(other.value) or repr(self.value) != repr(other.value):
             yield f"{self} -> {other}"
 
     def __str__(self) -> str:
         return repr(self.value)
+
+
+class _Members:
+    """The same members of a set: equal ones for plain values, the very same objects otherwise."""
+
+    def __init__(self, members: Iterable[Any]) -> None:
+        self.members = {repr(item) if isinstance(item, _PLAIN) else id(item): item for item in members}
+
+    def compare(self, other: _Members) -> Iterator[str]:
+        if self.members.keys() != other.members.keys():
+            yield f"{self} -> {other}"
+
+    def __str__(self) -> str:
+        return f"{{{', '.join(sorted(map(repr, self.members.values())))}}}"
 
 
 class _Order:
@@ -202,10 +217,11 @@ class _Order:
 
 
 class _Bits:
-    """The same dtype, shape, strides, device, gradient flag, and bits."""
+    """The same type, dtype, shape, strides, device, gradient flag, and bits."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.facts = {
+            "type": type(tensor),
             "dtype": tensor.dtype,
             "shape": tuple(tensor.shape),
             "strides": tensor.stride() if tensor.layout == torch.strided else None,

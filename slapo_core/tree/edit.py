@@ -13,8 +13,10 @@ from slapo_core.tree.journal import (
     AddHook,
     Annotate,
     Entry,
+    KeepOnRank,
     ReplaceModule,
     SetAttribute,
+    SetLayout,
     SetRequiresGrad,
     SetTensor,
     WrapForward,
@@ -82,6 +84,21 @@ class TreeEdit:
             raise ApplyError(f"parameter '{name}' of '{node.path}' is None and cannot be trained", path=node.path)
         self._do(SetRequiresGrad(self._tree, parameter, self._sites(node, name, parameter), flag))
 
+    def set_layout(self, node: NodeProtocol, name: str, layout: Layout) -> None:
+        self._do(SetLayout(self._tree, name, _tensor(node, name), layout))
+
+    def keep_on_rank(self, node: NodeProtocol, name: str, mesh_dim: str, rank: int) -> None:
+        mesh = node.mesh
+        if mesh is None or not 0 <= rank < mesh.size(mesh_dim):
+            raise ApplyError(
+                f"'{name}' of '{node.path}' cannot be kept on rank {rank} of mesh_dim '{mesh_dim}': the mesh is {mesh}",
+                path=node.path,
+            )
+        tensor = _tensor(node, name)
+        is_owner = mesh.rank(mesh_dim) == rank
+        sites = self._sites(node, name, tensor)
+        self._do(KeepOnRank(self._tree, sites, tensor, mesh_dim, rank, is_owner=is_owner))
+
     def replace_module(
         self,
         node: NodeProtocol,
@@ -115,7 +132,7 @@ class TreeEdit:
                 path=node.path,
                 hint="use edit.set_parameter, edit.set_buffer or edit.replace_module",
             )
-        self._do(SetAttribute(module, name, value))
+        self._do(SetAttribute(self._tree, module, name, value))
 
     def annotate(self, node: NodeProtocol, name: str, key: str, value: Any) -> None:
         parameter = _slot(node, "parameter", name)
@@ -185,3 +202,10 @@ def _slot(node: NodeProtocol, kind: str, name: str) -> torch.Tensor | None:
             f"'{node.path}' has no {kind} '{name}'", path=node.path, hint=f"it has {', '.join(slots) or 'none'}"
         )
     return slots[name]
+
+
+def _tensor(node: NodeProtocol, name: str) -> torch.Tensor:
+    tensor = _slot(node, "parameter" if name in node.module._parameters else "buffer", name)
+    if tensor is None:
+        raise ApplyError(f"'{name}' of '{node.path}' is None", path=node.path)
+    return tensor

@@ -93,6 +93,10 @@ class TensorSites:
         entry = self._sites.get(id(tensor))
         return tuple(entry[1]) if entry else ()
 
+    def at(self, path: str, name: str) -> torch.Tensor | None:
+        """The tensor that was registered at a place; None if there was none."""
+        return next((tensor for tensor, sites in self._sites.values() if (path, name) in sites), None)
+
     def move(self, old: torch.Tensor | None, new: torch.Tensor | None, sites: tuple[tuple[str, str], ...]) -> None:
         """Note that ``new`` now stands at ``sites``, where ``old`` stood."""
         if old is not None and id(old) in self._sites:

@@ -95,12 +95,13 @@ class TreeNode:
             if record.path == self.path or record.path.startswith(prefix)
         )
 
+    @property
+    def changed_attributes(self) -> frozenset[str]:
+        module = self.module
+        return frozenset(name for owner, name in self._tree.attributes if owner is module)
+
     def layout(self, name: str) -> Layout:
-        own = full_name(self.path, name)
-        layout = self._tree.layouts.get(own)
-        if layout is not None:
-            return layout
-        return Layout(own, tuple(self._tensor(name).shape))
+        return self._tree.tensors.layout(self._tensor(name), full_name(self.path, name))
 
     def ties(self, name: str) -> tuple[str, ...]:
         return tuple(full_name(*site) for site in self._tree.sites.of(self._tensor(name)))

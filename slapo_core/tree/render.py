@@ -44,7 +44,7 @@ def _draw(tree: Tree, path: str, applied: Callable[[str], list[str]]) -> _Drawn:
         if tensor is not None:
             first = full_name(*tree.sites.of(tensor)[0])
             tied = f" tied to {first}" if first != full_name(path, name) else ""
-            parts.append(_shape(name, tensor, tree.layouts.get(full_name(path, name))) + tied)
+            parts.append(_shape(name, tensor, tree.tensors.layout(tensor, full_name(path, name))) + tied)
     label = parts[0] + (f"  {', '.join(parts[1:])}" if len(parts) > 1 else "")
     steps = applied(path)
     if steps:
@@ -61,9 +61,9 @@ def _draw(tree: Tree, path: str, applied: Callable[[str], list[str]]) -> _Drawn:
     return _Drawn(label, children)
 
 
-def _shape(name: str, tensor: torch.Tensor, layout: Layout | None) -> str:
+def _shape(name: str, tensor: torch.Tensor, layout: Layout) -> str:
     local = shape_of(tensor)
-    if layout is None or not layout.placements:
+    if not layout.placements:
         return f"{name} {local}"
     return f"{name} {local} of {layout.shape} [{layout}]"
 

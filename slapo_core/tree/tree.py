@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import nn
@@ -13,8 +13,11 @@ from slapo_core.tree.group import NodeGroup
 from slapo_core.tree.index import ModuleIndex, TensorSites
 from slapo_core.tree.node import TreeNode
 from slapo_core.tree.select import close_matches, is_glob, matching
+from slapo_core.tree.tensors import TensorTable
 
 if TYPE_CHECKING:
+    import torch
+
     from slapo_core.spec.mesh import Mesh
     from slapo_core.spec.node import Node
     from slapo_core.spec.primitive import Primitive
@@ -53,12 +56,13 @@ class Tree:
 
     def __init__(self, root: nn.Module, mesh: Mesh | None, owner: Owner) -> None:
         self.root, self.mesh, self.owner = root, mesh, owner
-        self.layouts: dict[str, Layout] = {}  # full name -> layout, only where it is not the untouched one
-        self.trainable: dict[str, bool] = {}  # full name -> whether trained, only where a step decided it
         self.generation = 0
         self._index: ModuleIndex | None = ModuleIndex(root)
         self._sites: TensorSites | None = None
+        self._former_sites: TensorSites | None = None
         self._nodes: dict[str, TreeNode] = {}
+        self.tensors = TensorTable(self)
+        self.attributes: list[tuple[nn.Module, str]] = []  # those that steps have set, on the modules that they saw
 
     @property
     def index(self) -> ModuleIndex:
@@ -75,21 +79,22 @@ class Tree:
     def structure_changed(self) -> None:
         """Forget where things are; nodes look again."""
         self.generation += 1
+        self._former_sites = self._sites or self._former_sites
         self._index = self._sites = None
 
-    def set_layouts(self, layouts: Mapping[str, Layout | None]) -> None:
-        for name, layout in layouts.items():
-            if layout is None:
-                self.layouts.pop(name, None)
-            else:
-                self.layouts[name] = layout
+    @property
+    def layouts(self) -> dict[str, Layout]:
+        """Full name -> layout of every live tensor for which a step recorded one."""
+        return self.tensors.changed()
 
-    def set_trainable(self, flags: Mapping[str, bool | None]) -> None:
-        for name, flag in flags.items():
-            if flag is None:
-                self.trainable.pop(name, None)
-            else:
-                self.trainable[name] = flag
+    def former_tensor(self, name: str) -> torch.Tensor | None:
+        """What stood at a full name when the tree last looked, before it was last told to look again."""
+        path, _, own_name = name.rpartition(".")
+        for sites in (self._sites, self._former_sites):
+            tensor = sites.at(path, own_name) if sites is not None else None
+            if tensor is not None and self.index.tensor_at(name) is not tensor:
+                return tensor
+        return None
 
     def node(self, path: str) -> TreeNode:
         """The node at ``path``, canonical or alias.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,22 +11,23 @@ import torch
 from torch import nn
 
 from slapo_core.errors import ArgumentError, VerifyError
+from slapo_core.ranks.facts import RankFact, describe, describe_tensor
 from slapo_core.ranks.world import Attempt, World
-from slapo_core.verification.asking import output_adapter, translator
+from slapo_core.schedule.agreement import SAME_SCRIPT, schedule_facts
 from slapo_core.verification.blame import Blame, Outcome, find_steps
 from slapo_core.verification.compare import Comparison, Difference, compare, label
-from slapo_core.verification.correspondence import Correspondence, named_tensors
-from slapo_core.verification.inputs import Inputs, tensor_digest
+from slapo_core.verification.counterparts import Counterparts, named_tensors
+from slapo_core.verification.inputs import Inputs
 from slapo_core.verification.precision import dtype_name
-from slapo_core.verification.reference import EARLY, Reference, ReferenceRuns
 from slapo_core.verification.report import VerifyReport, merge_largest
 from slapo_core.verification.run import Observation, run_stages
 from slapo_core.verification.subjects import Subjects
 from slapo_core.verification.tolerance import Tolerance
+from slapo_core.verification.untouched import EARLY, UntouchedRun, UntouchedRuns
+from slapo_core.weights.correspondence import Correspondence
 
 if TYPE_CHECKING:
     from slapo_core.schedule.schedule import Schedule
-    from slapo_core.spec.layout import Layout
     from slapo_core.spec.record import Record
 
 __all__ = ["Options", "check"]
@@ -39,6 +40,7 @@ _STAGE_OF_KIND = {
     "input gradient": "inputs",
     "parameter": "steps",
 }
+_SAME_CALL = "make every rank build the same model (torch.manual_seed), and call verify with the same arguments"
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,8 @@ def check(schedule: Schedule, example_inputs: Any, options: Options) -> VerifyRe
         prepared = world.attempt(lambda: _prepare(schedule, example_inputs, options))
         _reraise(prepared)
         inputs, subjects = prepared.value()
-        world.check_same(_facts(schedule, inputs, subjects.untouched))
+        world.agree(schedule_facts(schedule), hint=SAME_SCRIPT)
+        world.agree(_facts(inputs, subjects.untouched, options), hint=_SAME_CALL)
         return _Check(world, inputs, subjects, options).run()
 
 
@@ -66,13 +69,13 @@ def _prepare(schedule: Schedule, example_inputs: Any, options: Options) -> tuple
     return inputs, Subjects(schedule, device=inputs.device, seed=options.seed)
 
 
-def _facts(schedule: Schedule, inputs: Inputs, untouched: nn.Module) -> dict[str, str]:
-    """What must be the same on every rank."""
-    records = {
-        f"step {record.index}": f"{record} ({record.distribution} {record.version})" for record in schedule.records
-    }
-    weights = {f"'{name}' of the untouched model": tensor_digest(tensor) for name, tensor in named_tensors(untouched)}
-    return records | inputs.digests() | weights
+def _facts(inputs: Inputs, untouched: nn.Module, options: Options) -> Iterator[RankFact]:
+    """What beside the schedule must be the same on every rank."""
+    for name, value in dataclasses.asdict(options).items():
+        yield RankFact(f"{name} given to verify", describe(value))
+    yield from inputs.facts()
+    for name, tensor in named_tensors(untouched):
+        yield RankFact(f"'{name}' of the untouched model", describe_tensor(tensor))
 
 
 def _reraise(attempt: Attempt[Any]) -> None:
@@ -102,6 +105,7 @@ class _Check:
             self.notes.append(f"as the schedule says, in both models: {', '.join(subjects.frozen)}")
 
     def run(self) -> VerifyReport:
+        self._refuse_unexplained()
         reference = self._reference(torch.float64)
         candidate = self._candidate(reference) if reference is not None else None
         if reference is None or (candidate is not None and candidate.failures):
@@ -122,15 +126,42 @@ class _Check:
             self._raise_exception(reference, candidate)
         return self._judge(reference, candidate.value())
 
+    def _refuse_unexplained(self) -> None:
+        """A tensor of which nobody says what it stands for cannot be compared, and so not be passed over."""
+        own = self.subjects.correspondence.unexplained()
+        first = [found[0] if found else None for found in self.world.gather(own[:1])]
+        found = next((item for item in first if item is not None), None)
+        if found is None:
+            return
+
+        def try_steps(part: Sequence[Record]) -> Outcome:
+            applied = self.world.attempt(lambda: Correspondence.of(self.subjects.trial(part))[0].unexplained())
+            if applied.failures:
+                return "refused"
+            return "differs" if any(self.world.gather(bool(applied.value()))) else "agrees"
+
+        owner = found.name.rpartition(".")[0]
+        tied = _tied_modules(self.subjects.untouched)
+        blame = find_steps(self.schedule.records, try_steps, near=owner, tied=tied)
+        rank = None if self.world.is_alone else next(r for r, item in zip(self.world.ranks, first, strict=True) if item)
+        raise VerifyError(
+            f"the scheduled model cannot be compared with the untouched one: {found.message}\n{blame}",
+            tensor=found.name,
+            rank=rank,
+            steps=[str(record) for record in blame.records],
+            path=owner,
+            hint=found.hint,
+        )
+
     # -- running ----------------------------------------------------------------------------------------------
 
-    def _reference(self, dtype: torch.dtype | None) -> Reference | None:
+    def _reference(self, dtype: torch.dtype | None) -> UntouchedRun | None:
         """Run the untouched model; None if it cannot run in ``dtype``.
 
         Raises:
             ArgumentError: it does not run in its own types either.
         """
-        runs = ReferenceRuns(self.inputs, self.subjects, seed=self.options.seed, steps=self.options.steps)
+        runs = UntouchedRuns(self.inputs, self.subjects, seed=self.options.seed, steps=self.options.steps)
         attempt = self.world.attempt(lambda: runs.run(dtype))
         if not attempt.failures:
             reference, own_rate = attempt.value()
@@ -148,53 +179,45 @@ class _Check:
             return None
         return attempt.value()[0]
 
-    def _candidate(self, reference: Reference) -> Attempt[tuple[Observation, Correspondence]]:
+    def _candidate(self, reference: UntouchedRun) -> Attempt[tuple[Observation, Counterparts]]:
         dtype = reference.conditions.dtype
 
-        def run() -> tuple[Observation, Correspondence]:
-            return self._run_stages(
-                lambda: self.subjects.candidate(dtype),
-                self.subjects.layouts,
-                self.schedule,
-                reference,
-                reference.stages,
-            )
+        def run() -> tuple[Observation, Counterparts]:
+            make = lambda: self.subjects.candidate(dtype)  # noqa: E731
+            return self._run_stages(make, self.subjects.counterparts, self.schedule, reference, reference.stages)
 
         return self.world.attempt(run)
 
     def _run_stages(
         self,
-        make: Any,
-        layouts: Mapping[str, Layout],
+        make: Callable[[], nn.Module],
+        counterparts: Counterparts,
         schedule: Schedule,
-        reference: Reference,
+        reference: UntouchedRun,
         stages: Sequence[str],
-    ) -> tuple[Observation, Correspondence]:
-        conditions = dataclasses.replace(reference.conditions, adapt_output=output_adapter(schedule))
+    ) -> tuple[Observation, Counterparts]:
+        conditions = dataclasses.replace(reference.conditions, adapt_output=_output_adapter(schedule))
         model = make()
-        correspondence = Correspondence.between(
-            self.subjects.untouched, model, layouts, schedule.mesh, translator(schedule)
-        )
         early = [stage for stage in stages if stage in EARLY]
         seen = run_stages(model, self.inputs, conditions, early) if early else Observation()
         for stage in stages:
             if stage not in early:
                 seen.values.update(run_stages(make(), self.inputs, conditions, (stage,)).values)
-        return seen, correspondence
+        return seen, counterparts
 
     # -- judging ----------------------------------------------------------------------------------------------
 
-    def _tolerance(self, reference: Reference, records: Sequence[Record]) -> Tolerance:
+    def _tolerance(self, reference: UntouchedRun, records: Sequence[Record]) -> Tolerance:
         promises = [record.primitive.equivalence for record in records]
         return Tolerance.of(reference.coarsest, promises, rtol=self.options.rtol, atol=self.options.atol)
 
     def _compare(
-        self, reference: Reference, ran: tuple[Observation, Correspondence], records: Sequence[Record]
+        self, reference: UntouchedRun, ran: tuple[Observation, Counterparts], records: Sequence[Record]
     ) -> Comparison:
-        seen, correspondence = ran
-        return compare(reference.seen, seen, correspondence, self._tolerance(reference, records))
+        seen, counterparts = ran
+        return compare(reference.seen, seen, counterparts, self._tolerance(reference, records))
 
-    def _judge(self, reference: Reference, ran: tuple[Observation, Correspondence]) -> VerifyReport:
+    def _judge(self, reference: UntouchedRun, ran: tuple[Observation, Counterparts]) -> VerifyReport:
         records = self.schedule.records
         compared = self.world.attempt(lambda: self._compare(reference, ran, records))
         _reraise(compared)
@@ -219,11 +242,11 @@ class _Check:
     def _shared(self, own: Comparison) -> list[Comparison]:
         return self.world.gather(dataclasses.replace(own, differences=own.differences[:1]))
 
-    def _raise_difference(self, reference: Reference, first: Sequence[Difference | None]) -> None:
+    def _raise_difference(self, reference: UntouchedRun, first: Sequence[Difference | None]) -> None:
         # Of the ranks that found one, the earliest kind decides: later ones are consequences.
         order = list(_STAGE_OF_KIND)
         rank, found = min(
-            ((rank, one) for rank, one in enumerate(first) if one is not None),
+            ((rank, one) for rank, one in zip(self.world.ranks, first, strict=True) if one is not None),
             key=lambda item: (order.index(item[1].kind), item[0]),
         )
         stage = _STAGE_OF_KIND[found.kind]
@@ -247,7 +270,7 @@ class _Check:
             hint=found.hint,
         )
 
-    def _raise_exception(self, reference: Reference, candidate: Attempt[Any]) -> None:
+    def _raise_exception(self, reference: UntouchedRun, candidate: Attempt[Any]) -> None:
         first = candidate.failures[0]
         blame = self._blame(reference, reference.stages, None, raises=True)
         where = f" on rank {first.rank}" if not self.world.is_alone else ""
@@ -257,25 +280,26 @@ class _Check:
             steps=[str(record) for record in blame.records],
         ) from candidate.error
 
-    def _blame(self, reference: Reference, stages: Sequence[str], near: str | None, *, raises: bool) -> Blame:
+    def _blame(self, reference: UntouchedRun, stages: Sequence[str], near: str | None, *, raises: bool) -> Blame:
         def try_steps(part: Sequence[Record]) -> Outcome:
             return self._try(reference, stages, part, raises=raises)
 
         return find_steps(self.schedule.records, try_steps, near=near, tied=_tied_modules(self.subjects.untouched))
 
-    def _try(self, reference: Reference, stages: Sequence[str], part: Sequence[Record], *, raises: bool) -> Outcome:
+    def _try(self, reference: UntouchedRun, stages: Sequence[str], part: Sequence[Record], *, raises: bool) -> Outcome:
         """Whether ``part`` alone fails as the whole schedule did; the same answer on every rank."""
         dtype = reference.conditions.dtype
-        applied = self.world.attempt(lambda: self.subjects.trial(part, dtype))
+        applied = self.world.attempt(lambda: self._trial(part))
         if applied.failures:
             return "refused"
-        model, layouts, schedule = applied.value()
-        models = iter([model])
+        schedule, counterparts = applied.value()
+        schedules = iter([schedule])
 
         def make() -> nn.Module:
-            return next(models, None) or self.subjects.trial(part, dtype)[0]
+            trial = next(schedules, None) or self.subjects.trial(part)
+            return self.subjects.ready(trial, counterparts, dtype)
 
-        ran = self.world.attempt(lambda: self._run_stages(make, layouts, schedule, reference, stages))
+        ran = self.world.attempt(lambda: self._run_stages(make, counterparts, schedule, reference, stages))
         if ran.failures:
             return "differs" if raises else "other"
         compared = self.world.attempt(lambda: self._compare(reference, ran.value(), part))
@@ -284,3 +308,19 @@ class _Check:
         if not wrong:
             return "agrees"
         return "other" if raises else "differs"
+
+    def _trial(self, part: Sequence[Record]) -> tuple[Schedule, Counterparts]:
+        schedule = self.subjects.trial(part)
+        correspondence, _ = Correspondence.of(schedule)
+        correspondence.check()
+        return schedule, Counterparts.of(correspondence, schedule.model)
+
+
+def _output_adapter(schedule: Schedule) -> Callable[[Any], Any]:
+    """Ask the plugins whether this rank's output has to be gathered first."""
+
+    def adapt(output: Any) -> Any:
+        answer = schedule.hooks.single("slapo_gather_output", node=schedule.root, output=output)
+        return output if answer is None else answer[1]
+
+    return adapt

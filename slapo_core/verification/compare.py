@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from slapo_core.verification.correspondence import Correspondence
+from slapo_core.verification.counterparts import Counterparts
 from slapo_core.verification.precision import dtype_name
 from slapo_core.verification.run import KINDS, Observation
 from slapo_core.verification.tolerance import Tolerance
@@ -77,7 +77,7 @@ def label(kind: str, name: str, steps: int) -> str:
 
 
 def compare(
-    reference: Observation, candidate: Observation, correspondence: Correspondence, tolerance: Tolerance
+    reference: Observation, candidate: Observation, counterparts: Counterparts, tolerance: Tolerance
 ) -> Comparison:
     """Hold this rank's ``candidate`` against the untouched model's ``reference``.
 
@@ -90,7 +90,7 @@ def compare(
             continue
         expected = reference.of(kind)
         biggest = max((_largest(value) for value in expected.values()), default=0.0)
-        pairs = _pairs(kind, expected, candidate.of(kind), correspondence, result)
+        pairs = _pairs(kind, expected, candidate.of(kind), counterparts, result)
         summary = Largest(kind, 0)
         for name, before, after in pairs:
             allowed = tolerance.allowed(kind, largest=_largest(before), largest_of_kind=biggest)
@@ -108,7 +108,7 @@ def _pairs(
     kind: str,
     expected: Mapping[str, Any],
     got: Mapping[str, Any],
-    correspondence: Correspondence,
+    counterparts: Counterparts,
     result: Comparison,
 ) -> Iterator[tuple[str, Any, Any]]:
     if kind in ("output", "evaluation output"):
@@ -117,7 +117,7 @@ def _pairs(
         for name, before in expected.items():
             yield name, before, got[name]
     else:
-        yield from _tensor_pairs(kind, expected, got, correspondence, result)
+        yield from _tensor_pairs(kind, expected, got, counterparts, result)
 
 
 def _output_pairs(
@@ -144,7 +144,7 @@ def _tensor_pairs(
     kind: str,
     expected: Mapping[str, Any],
     got: Mapping[str, Any],
-    correspondence: Correspondence,
+    counterparts: Counterparts,
     result: Comparison,
 ) -> Iterator[tuple[str, Any, Any]]:
     covered: set[str] = set()
@@ -152,26 +152,25 @@ def _tensor_pairs(
     if (
         kind in _OF_PARAMETERS
     ):  # stable: of tied names, which backward completes at the first place, the first one leads
-        names.sort(key=lambda name: -correspondence.places.get(name, 0))
+        names.sort(key=lambda name: -counterparts.places.get(name, 0))
     for name in names:
         after = got[name]
-        layout = correspondence.layouts.get(name)
-        if layout is not None and layout.origin in expected:
-            covered.add(correspondence.ties.get(layout.origin, layout.origin))
-            before = expected[layout.origin]
-            yield name, None if before is None else correspondence.expected(name, before), after
+        origin = counterparts.explained(name)
+        if origin is not None and origin in expected:
+            covered.add(origin)
+            before = expected[origin]
+            yield name, None if before is None else counterparts.expected(name, before), after
             continue
-        answers = correspondence.translated(name, after) if after is not None else {}
+        answers = counterparts.translated(name, after) if after is not None else {}
         for origin, value in answers.items():
-            covered.add(correspondence.ties.get(origin, origin))
+            covered.add(origin)
             yield origin, expected.get(origin), value
         if not answers and kind != "parameter":
-            reason = correspondence.unexplained.get(name, f"the untouched model has no {kind} of that name")
-            result.not_compared.append(f"{_noun(kind)} {name}: {reason}")
+            result.not_compared.append(f"{_noun(kind)} {name}: it exists only in the scheduled model")
     if kind != "parameter":
         for name in expected:
-            if correspondence.ties.get(name, name) not in covered:
-                result.not_compared.append(f"{_noun(kind)} {name}: the scheduled model does not have it any more")
+            if counterparts.first_name(name) not in covered:
+                result.not_compared.append(f"{_noun(kind)} {name}: {counterparts.absence(name)}")
 
 
 def _noun(kind: str) -> str:

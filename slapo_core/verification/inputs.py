@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,9 +11,10 @@ import torch
 from torch.utils import _pytree as pytree
 
 from slapo_core.errors import ArgumentError
+from slapo_core.ranks.facts import RankFact, describe, describe_tensor
 from slapo_core.verification.precision import is_inexact
 
-__all__ = ["Batch", "Inputs", "tensor_digest"]
+__all__ = ["Batch", "Inputs"]
 
 
 @dataclass(frozen=True)
@@ -123,27 +123,15 @@ class Inputs:
         args = pytree.tree_map(fresh, self.args)
         return Batch(args, pytree.tree_map(fresh, dict(self.kwargs)), watched)
 
-    def digests(self) -> dict[str, str]:
-        """A short text for each leaf that is the same on two ranks if the leaf is."""
-        return {
-            f"example input '{name}'": tensor_digest(leaf) if isinstance(leaf, torch.Tensor) else _plain(leaf)
+    def facts(self) -> list[RankFact]:
+        """Every leaf, to be compared over the ranks."""
+        return [
+            RankFact(
+                f"example input '{name}'",
+                describe_tensor(leaf) if isinstance(leaf, torch.Tensor) else describe(leaf),
+            )
             for name, leaf in self.leaves()
-        }
-
-
-def tensor_digest(tensor: torch.Tensor) -> str:
-    """Type, shape and a hash of the bits; two meta tensors differ in type and shape only."""
-    facts = f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
-    if tensor.is_meta:
-        return facts
-    dense = tensor.detach().cpu().resolve_conj().contiguous()
-    bits = dense.reshape(-1).view(torch.uint8).numpy().tobytes()
-    return f"{facts} {hashlib.blake2b(bits, digest_size=8).hexdigest()}"
-
-
-def _plain(leaf: Any) -> str:
-    # The repr of other objects holds their address, which is never the same on two ranks.
-    return repr(leaf) if leaf is None or isinstance(leaf, (bool, int, float, str)) else type(leaf).__qualname__
+        ]
 
 
 def _name(path: tuple[Any, ...]) -> str:

@@ -2,70 +2,71 @@
 
 A plugin that answers ``slapo_materialize`` for a tensor comes before all this.
 
-For a tensor that is to be initialised, it alone gets memory, at its full size; all others are on the meta device,
-where initialising costs nothing. Then the initialisers run in the order in which constructing the model runs them:
-``reset_parameters()`` of its module and of the modules around it, from the inside out, and then
-``_init_weights(module)`` of the nearest enclosing module that has such a method, which is the convention of
-transformers' ``PreTrainedModel``, for the same modules. The random generator is seeded from the tensor's name.
+It runs on a copy of the model without memory: the tensor that is to be initialised alone gets some, at its full size;
+all others are on the meta device, where initialising costs nothing. The initialisers run in the order in which
+constructing the model runs them: ``reset_parameters()`` of its module and of the modules around it, from the inside
+out, and then ``_init_weights(module)`` of the nearest enclosing module that has such a method, which is the convention
+of transformers' ``PreTrainedModel``, for the same modules. The random generator is seeded from the tensor's name.
 
 What a constructor does outside of these methods cannot be repeated: a tensor that only a constructor fills is refused.
 """
 
 from __future__ import annotations
 
-import contextlib
+import copy
 import hashlib
 import inspect
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from slapo_core.errors import HookError, WeightsError
-from slapo_core.tree.edit import TreeEdit
+from slapo_core.tree.assignment import Assignment
+from slapo_core.tree.index import ModuleIndex, TensorSites
 
 if TYPE_CHECKING:
     from slapo_core.plugins.manager import HookManager
-    from slapo_core.tree.tree import Tree
 
-__all__ = ["Initialiser", "initialising"]
+__all__ = ["Initialiser", "cannot_initialise", "copy_on_meta"]
 
 _RESETS = ("reset_parameters", "_reset_parameters")
 _SKIP_MARK = "_is_hf_initialized"  # on a tensor: transformers' initialisers leave it alone
 
 
-@contextlib.contextmanager
-def initialising(tree: Tree, hooks: HookManager, *, seed: int = 0) -> Iterator[Initialiser]:
-    """Prepare the model in ``tree`` for initialising; everything is put back at the end, the CPU's random state too.
-
-    Args:
-        tree: of the untouched model, inside of ``sch.untouched()``, or of the scheduled one.
-        hooks: of the schedule: a plugin that answers ``slapo_materialize`` comes before the model's own initialisation.
-        seed: mixed into the seed of every tensor.
-    """
-    edit = TreeEdit(tree)
-    try:
-        _protect_values(tree, edit)
-        with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
-            yield Initialiser(tree, hooks, seed)
-    finally:
-        edit.rollback()
+def copy_on_meta(model: nn.Module) -> nn.Module:
+    """A deep copy with every parameter and buffer on the meta device, so that it costs no memory."""
+    memo: dict[int, Any] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        twin: torch.Tensor = torch.empty_like(tensor.detach(), device="meta")
+        if isinstance(tensor, nn.Parameter):
+            twin = nn.Parameter(twin, requires_grad=tensor.requires_grad)
+        twin.__dict__.update(tensor.__dict__)
+        memo[id(tensor)] = twin
+    return copy.deepcopy(model, memo)
 
 
 class Initialiser:
-    """Made by :func:`initialising`."""
+    """Initialises tensors as ``model`` would; the model is only read.
 
-    def __init__(self, tree: Tree, hooks: HookManager, seed: int) -> None:
-        self._tree = tree
+    Args:
+        model: the untouched one, or the scheduled one for what its steps added.
+        hooks: of the schedule: a plugin that answers ``slapo_materialize`` comes before the model's own initialisation.
+        seed: mixed into the seed of every tensor.
+    """
+
+    def __init__(self, model: nn.Module, hooks: HookManager, *, seed: int = 0) -> None:
+        self._index = ModuleIndex(copy_on_meta(model))
+        self._sites = TensorSites(self._index)
         self._hooks = hooks
         self._seed = seed
 
     def value(self, name: str, shape: tuple[int, ...]) -> torch.Tensor | None:
-        """The initial value of one tensor, on the CPU.
+        """The initial value of one tensor, on the CPU; torch's random state stays as it was.
 
         Args:
-            name: the tensor's full name in the tree, e.g. ``"encoder.layer.0.output.dense.weight"``.
+            name: the tensor's full name in the model, e.g. ``"encoder.layer.0.output.dense.weight"``.
             shape: its full shape, in elements.
 
         Returns:
@@ -75,8 +76,12 @@ class Initialiser:
             WeightsError: an initialiser raised.
             HookError: plugins disagree, or give something else than asked for.
         """
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
+            return self._value(name, shape)
+
+    def _value(self, name: str, shape: tuple[int, ...]) -> torch.Tensor | None:
         path, _, own_name = name.rpartition(".")
-        module = self._tree.index.modules[path]
+        module = self._index.modules[path]
         present: torch.Tensor | None = module._parameters.get(own_name)
         if present is None:
             present = module._buffers[own_name]
@@ -84,7 +89,7 @@ class Initialiser:
         given = self._ask(path, own_name, name, shape, present.dtype)
         if given is not None:
             return given
-        sites = self._tree.sites.of(present)
+        sites = self._sites.of(present)
         for site_path, site_name in sites:  # a tied tensor: as its first place does it, if that can
             value = self._from(site_path, site_name, name, shape, present.dtype)
             if value is not None:
@@ -115,28 +120,35 @@ class Initialiser:
         results = []
         for background in _backgrounds(dtype):
             full = torch.full(shape, background, dtype=dtype)
-            edit = TreeEdit(self._tree)
+            placed = self._place(path, own_name, full)
             try:
-                self._place(edit, path, own_name, full)
                 torch.default_generator.manual_seed(_seed_of(seed_name, self._seed))
                 for label, initialiser in self._initialisers(path):
                     _run(initialiser, label, seed_name)
             finally:
-                edit.rollback()
+                for holder in placed:
+                    holder.undo()
             results.append(full)
         if len(results) == 1:
             return None if torch.isnan(results[0]).any() else results[0]
         return results[0] if torch.equal(*results) else None
 
-    def _place(self, edit: TreeEdit, path: str, own_name: str, full: torch.Tensor) -> None:
-        node = self._tree.node(path)
-        present = node.module._parameters.get(own_name)
+    def _place(self, path: str, own_name: str, full: torch.Tensor) -> list[Assignment]:
+        """Put ``full`` into every place of the tensor."""
+        module = self._index.modules[path]
+        present = module._parameters.get(own_name)
         if present is None:
-            edit.set_buffer(node, own_name, full)
-            return
-        value = nn.Parameter(full, requires_grad=present.requires_grad)
-        edit.set_parameter(node, own_name, value)
-        value.__dict__.pop(_SKIP_MARK, None)
+            present = module._buffers[own_name]
+            assert present is not None
+        value: torch.Tensor = full
+        if isinstance(present, nn.Parameter):
+            value = nn.Parameter(full, requires_grad=present.requires_grad)
+        value.__dict__.update({key: item for key, item in present.__dict__.items() if key != _SKIP_MARK})
+        placed = []
+        for site_path, site_name in self._sites.of(present):
+            placed.append(Assignment(self._index.modules[site_path], site_name))
+            placed[-1].set(value)
+        return placed
 
     def _initialisers(self, path: str) -> Iterator[tuple[str, Callable[[], object]]]:
         chain = list(self._enclosing(path))
@@ -155,22 +167,10 @@ class Initialiser:
 
     def _enclosing(self, path: str) -> Iterator[tuple[str, nn.Module]]:
         while True:
-            yield path, self._tree.index.modules[path]
+            yield path, self._index.modules[path]
             if not path:
                 return
             path = path.rpartition(".")[0]
-
-
-def _protect_values(tree: Tree, edit: TreeEdit) -> None:
-    """Put meta tensors in the place of real ones: an initialiser writes to every tensor of its module."""
-    for path, module in tree.index.modules.items():
-        node = tree.node(path)
-        for name, parameter in list(module._parameters.items()):
-            if parameter is not None and not parameter.is_meta:
-                edit.set_parameter(node, name, torch.empty_like(parameter, device="meta"))
-        for name, buffer in list(module._buffers.items()):
-            if buffer is not None and not buffer.is_meta:
-                edit.set_buffer(node, name, torch.empty_like(buffer, device="meta"))
 
 
 def _has_init_weights(module: nn.Module) -> bool:

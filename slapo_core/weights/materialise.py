@@ -2,48 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import torch
 
+from slapo_core.spec.state import LiveTensor
 from slapo_core.tree.edit import TreeEdit
-from slapo_core.weights.initialise import Initialiser, cannot_initialise, initialising
-from slapo_core.weights.reference import Reference, check_names, read_tensor
-from slapo_core.weights.sources import Source
-from slapo_core.weights.survey import LiveTensor, TensorSpec, live_tensors, survey
+from slapo_core.weights.correspondence import Correspondence
+from slapo_core.weights.initialise import Initialiser, cannot_initialise
+from slapo_core.weights.sources import Source, check_names, read_tensor
+from slapo_core.weights.state import TensorState
 
 if TYPE_CHECKING:
     from slapo_core.schedule.schedule import Schedule
 
-__all__ = ["Materialisation", "materialise"]
+__all__ = ["Materialisation"]
 
 
-@dataclass
 class Materialisation:
-    """What was done to the model; it can be taken back until the schedule is sealed."""
+    """Fills the model, each rank its own pieces only, one tensor after the other; it can be taken back.
 
-    reference: Reference
-    edit: TreeEdit
-    overwritten: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
-
-    def take_back(self) -> None:
-        with torch.no_grad():
-            for tensor, before in self.overwritten:
-                tensor.copy_(before)
-        self.overwritten.clear()
-        self.edit.rollback()
-
-
-def materialise(
-    schedule: Schedule, source: Source | None, *, device: torch.device | None = None, seed: int = 0
-) -> Materialisation:
-    """Fill the model, each rank its own pieces only.
-
-    The largest thing in memory beside the local pieces is one full tensor at a time, and what waits for a plugin to
-    make a tensor of it.
+    The largest things in memory beside the local pieces are one full tensor, or those that a plugin merges into one.
 
     Args:
         schedule: not sealed.
@@ -54,184 +35,143 @@ def materialise(
         seed: mixed into the seed of every tensor that is initialised.
 
     Raises:
-        WeightsError: the weights do not fit, or a meta tensor cannot be initialised; the model is as before.
+        WeightsError: the weights do not fit, or nobody explains what a tensor stands for.
     """
-    surveyed, untouched = survey(schedule)
-    reference = Reference(schedule.tree, surveyed, schedule.hooks)
-    names = check_names(surveyed, source) if source is not None else {}
-    target = device or _usual_device(schedule, reference)
-    carried = list(reference.carried())
-    real_before = {id(live.tensor) for live in reference.live() if not live.tensor.is_meta}
-    pieces = _Pieces(schedule, reference, source, names, untouched, seed)
-    pieces.collect(carried, reference.translated(), reference.dropped())
-    done = Materialisation(reference, TreeEdit(schedule.tree))
-    reference.kept = pieces.kept
-    try:
-        _install(schedule, done, pieces, target, device)
-        if source is not None:
-            _overwrite(done, source, names, real_before)
-    except BaseException:
-        done.take_back()
-        raise
-    return done
-
-
-@dataclass(eq=False)
-class _Waiting:
-    """A live meta tensor, made by a plugin of the untouched tensors ``origins``, and those that are there."""
-
-    live: LiveTensor
-    origins: list[str]
-    parts: dict[str, torch.Tensor] = field(default_factory=dict)
-
-
-class _Pieces:
-    """Local values for live meta tensors, and full values of what the schedule dropped."""
 
     def __init__(
-        self,
-        schedule: Schedule,
-        reference: Reference,
-        source: Source | None,
-        names: dict[str, str],
-        untouched: dict[str, torch.Tensor],
-        seed: int,
+        self, schedule: Schedule, source: Source | None, *, device: torch.device | None = None, seed: int = 0
     ) -> None:
-        self.schedule, self.reference, self.source, self.names = schedule, reference, source, names
-        self.untouched, self.seed = untouched, seed
-        self.local: dict[str, torch.Tensor] = {}  # live name -> value
-        self.kept: dict[str, torch.Tensor] = {}
-        self._to_keep: list[str] = []
-        self._waiting: list[_Waiting] = []
+        self.correspondence, self._untouched = Correspondence.of(schedule)
+        self.correspondence.check()
+        self.state = TensorState(self.correspondence)
+        self.is_complete = False
+        self._schedule, self._source, self._device, self._seed = schedule, source, device, seed
+        self._names = check_names(self.correspondence.survey, source) if source is not None else {}
+        self._target = device or _usual_device(schedule, self.correspondence)
+        self._edit = TreeEdit(schedule.tree)
+        self._overwritten: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._failed: list[str] = []
+        self._initialisers: dict[str, Initialiser] = {}
 
-    def collect(
-        self,
-        carried: list[tuple[LiveTensor, TensorSpec]],
-        translated: list[tuple[LiveTensor, tuple[TensorSpec, ...]]],
-        dropped: list[TensorSpec],
-    ) -> None:
-        self._to_keep = [spec.name for spec in dropped]
-        self._waiting = [
-            _Waiting(live, [spec.name for spec in specs]) for live, specs in translated if live.tensor.is_meta
-        ]
-        wanted: dict[str, list[LiveTensor]] = {}
-        for live, spec in carried:
-            if live.tensor.is_meta:
-                wanted.setdefault(spec.name, []).append(live)
-        to_initialise: dict[str, list[LiveTensor]] = {}
-        specs = self.reference.survey.specs
-        awaited = [origin for item in self._waiting for origin in item.origins]
-        for origin in dict.fromkeys([*wanted, *awaited, *self._to_keep]):
-            lives = wanted.get(origin, [])
-            if self.source is not None and origin in self.names:
-                self._read(origin, lives)
-            elif self.untouched[origin].is_meta:
-                to_initialise[origin] = lives
-            else:
-                self._take(origin, self.untouched[origin].detach(), lives)
-            self._translate()
-        if to_initialise:
-            with self.schedule.untouched():
-                with initialising(self.schedule.tree, self.schedule.hooks, seed=self.seed) as initialiser:
-                    for origin, lives in to_initialise.items():
-                        self._initialise(initialiser, origin, specs[origin].shape, lives)
-            self._translate()  # only here: plugins are asked about nodes of the scheduled model
-        added = [
-            live
-            for live in self._live_meta()
-            if live.name not in self.local and self.reference.survey.spec_of(live.layout) is None
-        ]
-        if added:
-            with initialising(self.schedule.tree, self.schedule.hooks, seed=self.seed) as initialiser:
-                for live in added:
-                    self._initialise(initialiser, live.name, live.layout.shape, [live])
+    @property
+    def untouched(self) -> dict[str, torch.Tensor]:
+        """The untouched model's tensors by first name: its own, not copies."""
+        return self._untouched
+
+    def run(self) -> Iterator[LiveTensor]:
+        """Give one tensor after the other its value, in registration order; each comes when it is in its place.
+
+        Raises:
+            WeightsError: tensors on the meta device cannot be initialised; all of them are named, after the others.
+            HookError: a plugin's answer does not fit.
+        """
+        for live in self.correspondence.live():
+            value = self._value(live)
+            if value is not None:
+                yield self._install(live, value)
+            elif live.name not in self._failed:
+                yield live
+        for spec in self.correspondence.dropped():
+            whole = self._whole(spec.name)
+            if whole is not None:
+                self.state.dropped[spec.name] = whole.to("cpu", copy=True)
+        self._initialisers.clear()
         if self._failed:
-            raise cannot_initialise(self._failed)
+            raise cannot_initialise(list(dict.fromkeys(self._failed)))
+        self.is_complete = True
 
-    def _live_meta(self) -> list[LiveTensor]:
-        return [live for live in live_tensors(self.schedule.tree) if live.tensor.is_meta]
+    def take_back(self) -> None:
+        """Leave the model as it was before."""
+        with torch.no_grad():
+            for tensor, before in self._overwritten:
+                tensor.copy_(before)
+        self._overwritten.clear()
+        self._edit.rollback()
 
-    def _initialise(self, initialiser: Initialiser, name: str, shape: tuple[int, ...], lives: list[LiveTensor]) -> None:
-        full = initialiser.value(name, tuple(shape))
-        if full is None:
+    def keep(self) -> None:
+        """End it; what taking back would need is released."""
+        self._overwritten.clear()
+        self._untouched.clear()
+        self._edit.close()
+        self._edit.entries.clear()
+
+    # -- one tensor -------------------------------------------------------------------------------------------
+
+    def _value(self, live: LiveTensor) -> torch.Tensor | None:
+        """What is to be installed; None where the tensor stays, or where its value cannot be had."""
+        if not live.tensor.is_meta:
+            moved = self._device is not None and live.tensor.device != self._device
+            if self._source is not None and all(name in self._names for name in live.stands_for) and live.stands_for:
+                piece = self._piece(live)
+                assert piece is not None
+                if moved:
+                    return piece.to(self._device, live.tensor.dtype)
+                with torch.no_grad():
+                    self._overwritten.append((live.tensor, live.tensor.detach().clone()))
+                    live.tensor.copy_(piece)
+                return None
+            return live.tensor.detach().to(self._device) if moved else None
+        piece = self._piece(live)
+        return piece.to(self._target, live.tensor.dtype) if piece is not None else None
+
+    def _piece(self, live: LiveTensor) -> torch.Tensor | None:
+        """This rank's piece, on the device where it was read or made."""
+        mesh, explained = self.correspondence.mesh, live.layout.origin in self.correspondence.survey.origins
+        if not live.stands_for:
+            whole = self._initialise("scheduled", live.name, tuple(live.layout.shape))
+        elif explained:
+            name = live.stands_for[0]
+            if self._source is not None and name in self._names:
+                return self._source.read(self._names[name], live.layout, mesh)
+            whole = self._whole(name)
+        else:
+            parts = {name: self._whole(name) for name in live.stands_for}
+            if any(part is None for part in parts.values()):
+                self._failed.append(live.name)
+                return None
+            tensors = {name: part for name, part in parts.items() if part is not None}
+            whole = self.correspondence.translations.from_reference(live, tensors)
+        if whole is None:
+            self._failed.append(live.name)
+            return None
+        return live.layout.local(whole, mesh)
+
+    def _whole(self, name: str) -> torch.Tensor | None:
+        """An untouched tensor at its full size; None where no initialiser fills it."""
+        spec = self.correspondence.survey.specs[name]
+        if self._source is not None and name in self._names:
+            return read_tensor(self._source, self._names[name], spec)
+        untouched = self._untouched[name]
+        if not untouched.is_meta:
+            return untouched.detach()
+        whole = self._initialise("untouched", name, spec.shape)
+        if whole is None:
             self._failed.append(name)
-        else:
-            self._take(name, full, lives)
+        return whole
 
-    def _take(self, origin: str, full: torch.Tensor, lives: list[LiveTensor]) -> None:
-        for live in lives:
-            self.local[live.name] = live.layout.local(full, self.schedule.mesh)
-        if origin in self._to_keep:
-            self.kept[origin] = full.to("cpu", copy=True)
-        self._hand_over(origin, full)
+    def _initialise(self, which: str, name: str, shape: tuple[int, ...]) -> torch.Tensor | None:
+        """The initial value of a tensor of the untouched model, or of one that a step added to the scheduled one."""
+        if which not in self._initialisers:
+            schedule = self._schedule
+            with schedule.untouched() if which == "untouched" else nullcontext(schedule.model) as model:
+                self._initialisers[which] = Initialiser(model, schedule.hooks, seed=self._seed)
+        return self._initialisers[which].value(name, shape)
 
-    def _hand_over(self, origin: str, full: torch.Tensor) -> None:
-        for item in self._waiting:
-            if origin in item.origins:
-                item.parts[origin] = full
-
-    def _translate(self) -> None:
-        """Make the values of tensors that stand for untouched ones in another form, where all of these are there."""
-        for item in [item for item in self._waiting if len(item.parts) == len(item.origins)]:
-            whole = self.reference.translations.from_reference(item.live, item.parts)
-            self.local[item.live.name] = item.live.layout.local(whole, self.schedule.mesh)
-            self._waiting.remove(item)
-
-    def _read(self, origin: str, lives: list[LiveTensor]) -> None:
-        assert self.source is not None
-        if origin in self._to_keep or any(origin in item.origins for item in self._waiting):
-            full = read_tensor(self.source, self.names[origin], self.reference.survey.specs[origin])
-            if origin in self._to_keep:
-                self.kept[origin] = full
-            self._hand_over(origin, full)
-        for live in lives:
-            self.local[live.name] = self.source.read(self.names[origin], live.layout, self.schedule.mesh)
-
-
-def _install(
-    schedule: Schedule, done: Materialisation, pieces: _Pieces, target: torch.device, device: torch.device | None
-) -> None:
-    for live in live_tensors(schedule.tree):
-        if live.tensor.is_meta:
-            value = pieces.local[live.name].to(target, live.tensor.dtype)
-        elif device is not None and live.tensor.device != device:
-            value = live.tensor.detach().to(device)
-        else:
-            continue
-        node = schedule.tree.node(live.path)
+    def _install(self, live: LiveTensor, value: torch.Tensor) -> LiveTensor:
+        node = self._schedule.tree.node(live.path)
         if live.is_parameter:
-            done.edit.set_parameter(node, live.own_name, value)
+            self._edit.set_parameter(node, live.own_name, value)
+            tensor: torch.Tensor = node.parameters[live.own_name]
         else:
-            done.edit.set_buffer(node, live.own_name, value)
+            self._edit.set_buffer(node, live.own_name, value)
+            tensor = node.buffers[live.own_name]
+        return LiveTensor(
+            live.path, live.own_name, tensor, live.layout, live.is_parameter, live.is_persistent, live.stands_for
+        )
 
 
-def _overwrite(done: Materialisation, source: Source, names: dict[str, str], real_before: set[int]) -> None:
-    """Copy the weights into tensors that had values already."""
-    moved = {id(new): id(old) for old, new in _replaced(done.edit)}
-    reference = done.reference
-    pieces: list[tuple[LiveTensor, Callable[[], torch.Tensor]]] = [
-        (live, partial(source.read, names[spec.name], live.layout, reference.mesh))
-        for live, spec in reference.carried()
-        if spec.keys
-    ]
-    pieces += [
-        (live, partial(reference.read_translated, source, names, live, specs)) for live, specs in reference.translated()
-    ]
-    for live, read in pieces:
-        if moved.get(id(live.tensor), id(live.tensor)) in real_before:
-            piece = read()
-            with torch.no_grad():
-                done.overwritten.append((live.tensor, live.tensor.detach().clone()))
-                live.tensor.copy_(piece)
-
-
-def _replaced(edit: TreeEdit) -> list[tuple[object, object]]:
-    return [(entry.old, entry.new) for entry in edit.entries]  # type: ignore[attr-defined]
-
-
-def _usual_device(schedule: Schedule, reference: Reference) -> torch.device:
-    for live, _ in reference.carried():
+def _usual_device(schedule: Schedule, correspondence: Correspondence) -> torch.device:
+    for live, _ in correspondence.carried():
         if not live.tensor.is_meta:
             return live.tensor.device
     mesh = schedule.mesh.device_mesh if schedule.mesh is not None else None

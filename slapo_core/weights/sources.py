@@ -16,8 +16,9 @@ from slapo_core.spec.layout import Layout
 
 if TYPE_CHECKING:
     from slapo_core.spec.mesh import Mesh
+    from slapo_core.weights.survey import Survey, TensorSpec
 
-__all__ = ["MappingSource", "SafetensorsSource", "Source", "open_source"]
+__all__ = ["MappingSource", "SafetensorsSource", "Source", "check_names", "open_source", "read_tensor"]
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -187,3 +188,41 @@ def _read_segments(stored: Any, layout: Layout, mesh: Mesh | None) -> torch.Tens
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=axis)
 
     return read(0, ()).contiguous()
+
+
+def check_names(survey: Survey, source: Source) -> dict[str, str]:
+    """Hold a source's names and shapes against the untouched model's.
+
+    Returns:
+        first name of each tensor of the state dict -> its name in the source.
+
+    Raises:
+        WeightsError: every missing name, unexpected name and wrong shape.
+    """
+    shapes = source.shapes()
+    names: dict[str, str] = {}
+    wrong: list[str] = []
+    for spec in survey.specs.values():
+        if not spec.keys:
+            continue
+        found = [key for key in spec.keys if key in shapes]
+        if not found:
+            tied = f" (tied with {', '.join(spec.keys[1:])})" if spec.keys[1:] else ""
+            wrong.append(f"missing: {spec.keys[0]} {spec.shape}{tied}")
+            continue
+        names[spec.name] = found[0]
+        wrong += [
+            f"wrong shape: {key} must be {spec.shape} (got {shapes[key]})" for key in found if shapes[key] != spec.shape
+        ]
+    wrong += [f"unexpected: {name} {shape}" for name, shape in shapes.items() if name not in survey.keys]
+    if wrong:
+        raise WeightsError(
+            "\n".join([f"{source.label} do not fit the model:", *(f"  - {line}" for line in wrong)]),
+            hint="names and shapes are those of the untouched model's state_dict(), whatever the schedule",
+        )
+    return names
+
+
+def read_tensor(source: Source, name: str, spec: TensorSpec) -> torch.Tensor:
+    """A whole tensor, on the CPU and in the model's dtype."""
+    return source.read(name, Layout(spec.name, spec.shape), None).to("cpu", spec.dtype, copy=True)

@@ -1,9 +1,9 @@
-"""Which tensors the untouched model has, which the scheduled one has, and which stands for which."""
+"""Which tensors the untouched model has: names, ties, shapes, and their places in the state dict."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,9 +16,8 @@ from slapo_core.tree.index import ModuleIndex, TensorSites, full_name
 
 if TYPE_CHECKING:
     from slapo_core.schedule.schedule import Schedule
-    from slapo_core.tree.tree import Tree
 
-__all__ = ["LiveTensor", "Survey", "TensorSpec", "live_tensors", "survey", "survey_model"]
+__all__ = ["Survey", "TensorSpec", "own_tensors", "refuse_lazy", "survey", "survey_model"]
 
 
 @dataclass(frozen=True)
@@ -57,37 +56,12 @@ class Survey:
     keys: Mapping[str, str]
     not_tensors: tuple[str, ...] = ()
 
-    def spec_of(self, layout: Layout) -> TensorSpec | None:
-        """The untouched tensor that a layout speaks of; None if the schedule added the tensor."""
+    def carried_by(self, layout: Layout) -> TensorSpec | None:
+        """The untouched tensor that a layout speaks of; None where it speaks of none, or of another shape."""
         origin = self.origins.get(layout.origin)
         if origin is None or self.specs[origin].shape != tuple(layout.shape):
             return None
         return self.specs[origin]
-
-
-@dataclass(frozen=True)
-class LiveTensor:
-    """One parameter or buffer of the scheduled model.
-
-    Args:
-        path: of the module that holds it, e.g. ``"encoder.layer.0.output.dense"``.
-        own_name: its name there, e.g. ``"weight"``.
-        tensor: the local tensor.
-        layout: how it lies in the untouched tensor.
-        is_parameter: False for a buffer.
-        is_persistent: whether it belongs into a state dict.
-    """
-
-    path: str
-    own_name: str
-    tensor: torch.Tensor = field(repr=False)
-    layout: Layout
-    is_parameter: bool
-    is_persistent: bool
-
-    @property
-    def name(self) -> str:
-        return full_name(self.path, self.own_name)
 
 
 def survey(schedule: Schedule) -> tuple[Survey, dict[str, torch.Tensor]]:
@@ -126,7 +100,7 @@ def survey_model(model: nn.Module) -> tuple[Survey, dict[str, torch.Tensor]]:
     first: dict[int, str] = {}
     origins: dict[str, str] = {}
     tensors: dict[str, torch.Tensor] = {}
-    for path, own_name, tensor, _ in _own_tensors(index.modules):
+    for path, own_name, tensor, _ in own_tensors(index.modules):
         name = first.setdefault(id(tensor), full_name(path, own_name))
         tensors.setdefault(name, tensor)
     for name, tensor in tensors.items():
@@ -156,18 +130,8 @@ def survey_model(model: nn.Module) -> tuple[Survey, dict[str, torch.Tensor]]:
     return Survey(specs, origins | keys, keys, tuple(not_tensors)), tensors
 
 
-def live_tensors(tree: Tree) -> list[LiveTensor]:
-    """Every parameter and buffer of the model as it is now, each object once, in registration order."""
-    found: dict[int, LiveTensor] = {}
-    for path, own_name, tensor, persistent in _own_tensors(tree.index.modules):
-        if id(tensor) not in found:
-            layout = tree.node(path).layout(own_name)
-            is_parameter = own_name in tree.index.modules[path]._parameters
-            found[id(tensor)] = LiveTensor(path, own_name, tensor, layout, is_parameter, persistent)
-    return list(found.values())
-
-
-def _own_tensors(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, str, torch.Tensor, bool]]:
+def own_tensors(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, str, torch.Tensor, bool]]:
+    """``(module path, own name, tensor, whether it belongs into a state dict)``, parameters before buffers."""
     for path, module in modules.items():
         for name, parameter in module._parameters.items():
             if parameter is not None:

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from slapo_core.errors import HookError, WeightsError
+from slapo_core.errors import HookError
 
 if TYPE_CHECKING:
     from slapo_core.plugins.manager import HookManager
+    from slapo_core.spec.state import LiveTensor
     from slapo_core.tree.tree import Tree
-    from slapo_core.weights.survey import LiveTensor, Survey, TensorSpec
+    from slapo_core.weights.survey import Survey, TensorSpec
 
 __all__ = ["Translations"]
 
@@ -40,27 +41,20 @@ class Translations:
 
     @classmethod
     def of(cls, tree: Tree, survey: Survey, hooks: HookManager, lives: Iterable[LiveTensor]) -> Translations:
-        """Ask the active plugins about every live tensor whose layout is of no tensor of the untouched model.
+        """Ask the active plugins about every persistent live tensor that no layout explains.
 
         Raises:
-            WeightsError: a tensor is no piece of the untouched one, although its layout says so.
             HookError: an answer names what the untouched model does not have, what another tensor carries, or has
                 another shape than the untouched tensor.
         """
         lives = list(lives)
-        specs = {live.name: survey.spec_of(live.layout) for live in lives}
-        carriers = {spec.name: name for name, spec in specs.items() if spec is not None}
+        carriers = {live.stands_for[0]: live.name for live in lives if live.stands_for}
         stands_for: dict[str, tuple[TensorSpec, ...]] = {}
         for live in lives:
-            spec = specs[live.name]
-            if spec is not None and tuple(live.tensor.shape) != live.layout.local_shape(tree.mesh):
-                raise _undescribed(live, spec)
-            if spec is not None or not live.is_persistent:
+            if live.stands_for or not live.is_persistent:
                 continue
             empty = torch.empty(live.layout.shape, dtype=live.tensor.dtype, device="meta")
             answer = _ask_out(tree, hooks, live, empty)
-            if answer is None and live.layout.origin in survey.origins:
-                raise _undescribed(live, survey.specs[survey.origins[live.layout.origin]])
             if answer is None:
                 continue
             label, tensors = answer
@@ -104,17 +98,6 @@ class Translations:
                 plugin=label,
             )
         return full.detach()
-
-
-def _undescribed(live: LiveTensor, spec: TensorSpec) -> WeightsError:
-    shape = tuple(live.tensor.shape)
-    return WeightsError(
-        f"'{live.name}' of shape {shape} is to stand for '{spec.name}' {spec.shape} of the untouched model, but no "
-        "layout says how",
-        path=live.path,
-        hint=f'the primitive that made it must record that: edit.set_parameter(node, "{live.own_name}", value, '
-        f'layout=Layout("", {shape})), and its plugin answer {_OUT} and {_IN}',
-    )
 
 
 def _ask_out(

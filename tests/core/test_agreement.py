@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,15 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 import slapo_core as slapo
+from slapo_core.building.agreement import weights_facts
 from slapo_core.plugins import use_registry
 from slapo_core.primitives.replace import Replace
-from slapo_core.ranks.agreement import checksum, fingerprint, gather_objects
+from slapo_core.ranks.checksum import checksum
+from slapo_core.ranks.facts import RankFact
 from slapo_core.ranks.launcher import run_ranks
+from slapo_core.schedule.agreement import schedule_facts
 from slapo_core.testing import FakeDistribution, FakeEnvironment
+from slapo_core.weights.sources import SafetensorsSource, open_source
 from tests.core.building_support import Split, adam, on_meta, real
 
 
@@ -32,8 +37,10 @@ def outcome(function: Any, *args: Any) -> str:
 
 def build_with_steps_by_rank(case: str) -> str:
     rank = dist.get_rank()
-    mesh = {"dp": 2} if case == "mesh" and rank == 1 else {"tp": 2}
+    mesh = {"dp": 2} if (case == "mesh" and rank == 1) or case == "random state of replicas" else {"tp": 2}
     model = real("mlp", seed=rank) if case == "weights" else real("mlp")
+    if case == "device" and rank == 1:
+        model = on_meta("mlp")
     schedule = slapo.create_schedule(model, mesh=mesh)
     if case == "argument":
         schedule["fc1"].apply(Split(("weight",), axis=rank))
@@ -44,11 +51,17 @@ def build_with_steps_by_rank(case: str) -> str:
     if case == "own error" and rank == 1:
         options["optimizer"] = adam(list(model.parameters()))
     if case == "factory":
-        options["optimizer"] = (lambda parameters: None) if rank == 0 else adam
-    if case == "files":
+        options["optimizer"] = lambda parameters: None if rank == 0 else adam(parameters)
+    if case == "another factory":
+        options["optimizer"] = adam if rank == 0 else partial(torch.optim.SGD, lr=0.5)
+    if case == "loss" and rank == 0:
+        options["loss"] = lambda output, batch: output
+    if case == "option":
+        options["find_unused_parameters"] = rank == 1
+    if case in ("files", "unreadable file"):
         directory = tempfile.TemporaryDirectory()  # removed with this variable
         file = Path(directory.name) / "model.safetensors"
-        save_file(real("mlp").state_dict() if rank == 0 else {}, file)
+        save_file({} if case == "files" and rank == 1 else real("mlp").state_dict(), file)
         options["weights"] = file
     if case == "no optimizer" and rank == 0:
         options["optimizer"] = adam
@@ -58,12 +71,20 @@ def build_with_steps_by_rank(case: str) -> str:
         options["weights"] = real("mlp", seed=rank).state_dict()
     if case == "seed":
         options["seed"] = rank
-    result = outcome(lambda: slapo.build(schedule, **options))
-    if case not in ("fine", "mesh", "own error"):
+    torch.manual_seed(rank if case.startswith("random state") else 0)
+    with pytest.MonkeyPatch.context() as patch:
+        if case == "unreadable file" and rank == 1:
+            patch.setattr(SafetensorsSource, "read", unreadable)
+        result = outcome(lambda: slapo.build(schedule, **options))
+    if case not in ("fine", "mesh", "own error", "device", "random state of replicas"):
         assert not schedule.is_sealed
         schedule.undo(to=0)
         assert all(torch.equal(a, b) for a, b in zip(model.parameters(), real_like(case, rank), strict=True))
     return result
+
+
+def unreadable(*args: Any) -> None:
+    raise slapo.WeightsError("the disk is gone")
 
 
 def real_like(case: str, rank: int) -> list[torch.Tensor]:
@@ -72,6 +93,8 @@ def real_like(case: str, rank: int) -> list[torch.Tensor]:
 
 CASES = ["fine", "argument", "missing step", "weights", "mesh", "own error", "factory", "files"]
 CASES += ["no optimizer", "no weights", "other weights", "seed"]
+CASES += ["another factory", "loss", "option", "device", "unreadable file"]
+CASES += ["random state", "random state of replicas"]
 
 
 def build_all(cases: list[str]) -> dict[str, str]:
@@ -142,67 +165,84 @@ def test_an_error_of_one_rank_ends_the_build_on_every_rank(results: list[dict[st
     first, second = (result["files"] for result in results)
     assert second.startswith("WeightsError: weights '")
     assert "model.safetensors' do not fit the model:\n  - missing: fc1.weight (8, 6)" in second
-    assert first == "BuildError: giving the model its values failed on rank 1: " + second
+    assert first.startswith("BuildError: ")
+    assert first.endswith(" failed on rank 1: " + second)
+    assert [result["unreadable file"] for result in results] == [
+        "BuildError: giving the model its values failed on rank 1: WeightsError: the disk is gone",
+        "WeightsError: the disk is gone",
+    ]
 
 
 @pytest.mark.ranks
 def test_ranks_that_call_build_with_other_arguments_are_told_and_none_of_them_hangs(
     results: list[dict[str, str]],
 ) -> None:
-    hint = "\n  hint: run the same script on the same installation on every rank"
     start = "RankMismatchError: ranks disagree about "
     for result in results:
         assert result["no optimizer"] == (
-            f"{start}the optimizer given to build:\n  rank 0: a factory\n  rank 1: none{hint}"
+            f"{start}the optimizer given to build:\n"
+            f"  rank 0: <function tests.core.building_support.adam>\n  rank 1: none{SAME_SCRIPT}"
         )
+        assert result["another factory"] == (
+            f"{start}the optimizer given to build:\n"
+            "  rank 0: <function tests.core.building_support.adam>\n"
+            f"  rank 1: <functools.partial of <class torch.optim.sgd.SGD>, lr=0.5>{SAME_SCRIPT}"
+        )
+        assert result["loss"] == (f"{start}the loss given to build:\n  rank 0: a function\n  rank 1: none{SAME_SCRIPT}")
         assert result["no weights"] == (
-            f"{start}the weights given to build:\n  rank 0: a mapping\n  rank 1: those of the model{hint}"
+            f"{start}the weights given to build:\n  rank 0: a mapping\n  rank 1: those of the model{SAME_SCRIPT}"
         )
         assert result["other weights"].startswith(f"{start}the weights 'fc1.weight':\n  rank 0: (8, 6), torch.float")
-        assert result["seed"] == f"{start}the seed given to build:\n  rank 0: 0\n  rank 1: 1{hint}"
-
-
-def test_arguments_that_differ_from_process_to_process_are_compared_by_type() -> None:
-    def facts() -> list[tuple[str, str]]:
-        schedule = slapo.create_schedule(real("mlp"))
-        schedule["fc2"].apply(Replace(torch.nn.Linear(8, 4, bias=False)))
-        return fingerprint(schedule)
-
-    assert facts() == facts()
-    assert dict(facts())["step 1"].startswith("core.replace(new_module=<torch.nn.modules.linear.Linear>, params=()")
-    assert dict(facts())["the active plugins"].startswith("slapo-core ")
-
-
-def test_a_checksum_sees_every_bit_and_the_order() -> None:
-    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.complex64):
-        tensor = torch.arange(1, 25, dtype=torch.int64).reshape(4, 6).to(dtype)
-        assert checksum(tensor) == checksum(tensor.clone()) == checksum(tensor.t().contiguous().t())
-        other = tensor.clone()
-        other[3, 5] = 99
-        assert checksum(other) != checksum(tensor)
-        assert checksum(tensor.flip(0)) != checksum(tensor)
-    assert checksum(torch.tensor([0.0])) != checksum(torch.tensor([-0.0]))
-    assert checksum(torch.zeros(3)) != checksum(torch.zeros(4))
-    assert checksum(torch.empty(0)) == checksum(torch.empty(0))
-
-
-def gather_over_a_part_of_the_world() -> list[tuple[int, Any]]:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from slapo_core.spec.mesh import declare_mesh
-
-    halves = [DeviceMesh("cpu", part, mesh_dim_names=("tp",)) for part in ([0, 1], [2])]
-    if dist.get_rank() == 2:
-        return []
-    mesh = declare_mesh(halves[0])
-    assert mesh is not None
-    return gather_objects(mesh, f"value {dist.get_rank()}")
+        assert result["other weights"].endswith('or the files they came from: weights="dir/with/safetensors"')
+        assert result["seed"] == f"{start}the seed given to build:\n  rank 0: 0\n  rank 1: 1{SAME_SCRIPT}"
+        assert result["device"] == f"{start}the device of the model:\n  rank 0: cpu\n  rank 1: meta{SAME_SCRIPT}"
 
 
 @pytest.mark.ranks
-def test_a_mesh_over_a_part_of_the_world_asks_only_that_part() -> None:
-    both = [(0, "value 0"), (1, "value 1")]
-    assert run_ranks(gather_over_a_part_of_the_world, world_size=3, timeout=60) == [both, both, []]
+def test_an_option_of_the_runtime_that_would_make_ranks_wait_for_each_other_is_named(
+    results: list[dict[str, str]],
+) -> None:
+    for result in results:
+        assert result["option"] == (
+            "RankMismatchError: ranks disagree about option 'find_unused_parameters' of target 'torch':\n"
+            "  rank 0: False\n  rank 1: True" + SAME_SCRIPT
+        )
+
+
+@pytest.mark.ranks
+def test_ranks_that_share_a_replica_must_draw_the_same_random_numbers(results: list[dict[str, str]]) -> None:
+    states = [checksum(torch.Generator().manual_seed(rank).get_state()) for rank in range(2)]
+    for result in results:
+        assert result["random state"] == (
+            "RankMismatchError: ranks disagree about torch's random state on the CPU:\n"
+            f"  rank 0: seed 0, checksum {states[0]:016x}\n"
+            f"  rank 1: seed 1, checksum {states[1]:016x}\n"
+            "  hint: torch.manual_seed(0) on every rank that shares a replica (same dp rank), before build"
+        )
+        assert result["random state of replicas"] == "fine"
+
+
+def test_weights_are_compared_by_their_bits_and_files_by_what_is_in_them(tmp_path: Path) -> None:
+    state = {"b": torch.ones(2, 3), "a": torch.tensor(1.0)}
+    save_file(state, tmp_path / "model.safetensors")
+    assert list(weights_facts(state, open_source(state))) == [
+        RankFact("the weights 'b'", f"(2, 3), torch.float32, checksum {checksum(torch.ones(6)):016x}"),
+        RankFact("the weights 'a'", f"(), torch.float32, checksum {checksum(torch.ones(1)):016x}"),
+    ]
+    in_files = [RankFact("the weights 'a'", "()"), RankFact("the weights 'b'", "(2, 3)")]
+    assert list(weights_facts(None, open_source(tmp_path))) == in_files
+    assert list(weights_facts(None, open_source(tmp_path / "model.safetensors"))) == in_files
+
+
+def test_arguments_that_differ_from_process_to_process_are_compared_by_type() -> None:
+    def facts() -> dict[str, str | None]:
+        schedule = slapo.create_schedule(real("mlp"))
+        schedule["fc2"].apply(Replace(torch.nn.Linear(8, 4, bias=False)))
+        return {fact.what: fact.value for fact in schedule_facts(schedule)}
+
+    assert facts() == facts()
+    assert facts()["step 1"].startswith("core.replace(new_module=<torch.nn.modules.linear.Linear>, params=()")
+    assert facts()["the active plugins"].startswith("slapo-core ")
 
 
 def build_alone() -> str:

@@ -8,14 +8,14 @@ from torch import nn
 
 import slapo_core as slapo
 from slapo_core.errors import PreconditionError
-from tests.core.bit_identical import Snapshot, assert_bit_identical
+from slapo_core.testing import ModelSnapshot, assert_bit_identical
 from tests.core.edits import Halve
 from tests.core.small_models import MLP, Tied
 
 
 def test_mark_survives_sharding_replacing_and_tying() -> None:
     model = Tied()
-    before = Snapshot(model)
+    before = ModelSnapshot(model)
     sch = slapo.create_schedule(model)
     sch["out"].annotate("weight", "no_weight_decay", True)
     assert model.embed.weight.no_weight_decay is True
@@ -78,7 +78,7 @@ def test_lists_become_tuples_and_dictionaries_are_the_records_own() -> None:
 def test_refused_marks(path: str, arguments: tuple[str, str, int], message: str) -> None:
     model = MLP()
     sch = slapo.create_schedule(model)
-    before = Snapshot(model)
+    before = ModelSnapshot(model)
     with pytest.raises(PreconditionError) as caught:
         sch[path].annotate(*arguments)
     assert message in str(caught.value)

@@ -33,7 +33,7 @@ def engine_on(mesh: dict[str, int] | None, optimizer: Any = grouped_adam) -> Any
 
 
 def train(engine: Any, first: int, last: int) -> dict[str, torch.Tensor]:
-    mesh = engine._reference.mesh
+    mesh = engine._state.mesh
     replicas, place = (mesh.size("dp"), mesh.rank("dp")) if mesh is not None else (1, 0)
     for number, batch in enumerate(batches(last)):
         if number >= first:

@@ -12,7 +12,7 @@ from torch import nn
 
 import slapo_core as slapo
 from slapo_core.errors import MeshError, ReplayError
-from tests.core.bit_identical import Snapshot, assert_bit_identical
+from slapo_core.testing import ModelSnapshot, assert_bit_identical
 from tests.core.small_models import MLP, MODELS, run
 
 
@@ -158,7 +158,7 @@ def _document(**changes: Any) -> dict[str, Any]:
 )
 def test_what_cannot_be_replayed_says_why_and_leaves_the_model_untouched(document: Any, message: str) -> None:
     model = MLP()
-    before = Snapshot(model)
+    before = ModelSnapshot(model)
     for given in (document, json.dumps(document)) if isinstance(document, dict) else (document,):
         with pytest.raises(ReplayError) as caught:
             slapo.replay(model, given)

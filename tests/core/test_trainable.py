@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import slapo_core as slapo
-from slapo_core.testing import Snapshot
+from slapo_core.testing import ModelSnapshot
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ IDS = torch.arange(6).view(2, 3)
 
 def test_freezing_is_undone_exactly() -> None:
     model = Tied()
-    before = Snapshot(model)
+    before = ModelSnapshot(model)
     sch = slapo.create_schedule(model)
     sch["out"].apply(Freeze("weight"))
     assert not model.embed.weight.requires_grad
@@ -71,7 +71,7 @@ def test_freezing_is_undone_exactly() -> None:
     assert sch.records[0].effects == ("weight is frozen",)
     sch.undo()
     assert before.differences(model) == []
-    assert sch.tree.trainable == {}
+    assert sch.tree.tensors.trained == {}
 
 
 def test_verify_freezes_the_untouched_model_alike_and_says_so() -> None:
@@ -117,7 +117,7 @@ def test_requires_grad_is_no_annotation() -> None:
             edit.annotate(node, "weight", "requires_grad", False)
 
     model = Tied()
-    before = Snapshot(model)
+    before = ModelSnapshot(model)
     with pytest.raises(slapo.ApplyError, match=r"edit\.set_requires_grad"):
         slapo.create_schedule(model)["inner"].apply(Wrong())
     assert before.differences(model) == []

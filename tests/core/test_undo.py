@@ -16,7 +16,7 @@ from slapo_core.errors import SealedError, SlapoError, UndoError
 from slapo_core.primitives.annotate import Annotate
 from slapo_core.primitives.checkpoint import Checkpoint
 from slapo_core.primitives.replace import Replace
-from tests.core.bit_identical import Snapshot, assert_bit_identical
+from slapo_core.testing import ModelSnapshot, assert_bit_identical
 from tests.core.edits import Call, Everything, Halve, HookAll
 from tests.core.small_models import MLP, MODELS, Counting, Odd, Tied, run
 
@@ -72,7 +72,7 @@ def _tensor_parallel() -> list[Callable[[], slapo.Primitive]]:
 def test_random_sequences_end_bit_identical_after_undoing_all(name: str) -> None:
     model = MODELS[name]().double()
     run(model, name).backward()  # gradients are part of the state
-    before = Snapshot(model)
+    before = ModelSnapshot(model)
     sch = slapo.create_schedule(model, mesh={"tp": 2})
     makers = _primitives(sch)
     applied = refused = undone = 0
@@ -150,7 +150,7 @@ def test_undo_of_an_unknown_step_is_refused() -> None:
 def test_sealed_schedule_changes_no_more() -> None:
     sch = slapo.create_schedule(MLP())
     sch["head"].checkpoint()
-    scheduled = Snapshot(sch.model)
+    scheduled = ModelSnapshot(sch.model)
     sch.seal("build()")
     for call, what in (
         (sch.undo, "undo"),
@@ -169,10 +169,10 @@ def test_sealed_schedule_changes_no_more() -> None:
 # -- untouched() and rewound() ------------------------------------------------------------------------------------
 
 
-def _scheduled_odd() -> tuple[nn.Module, Snapshot, slapo.Schedule]:
+def _scheduled_odd() -> tuple[nn.Module, ModelSnapshot, slapo.Schedule]:
     torch.manual_seed(0)
     model = Odd()
-    before = Snapshot(model)
+    before = ModelSnapshot(model)
     sch = slapo.create_schedule(model, mesh={"tp": 2})
     sch["lstm"].apply(Halve())
     sch["hooked"].apply(HookAll())
@@ -186,7 +186,7 @@ def _scheduled_odd() -> tuple[nn.Module, Snapshot, slapo.Schedule]:
 
 def test_untouched_model_is_bit_identical_inside_and_scheduled_again_after() -> None:
     model, before, sch = _scheduled_odd()
-    scheduled = Snapshot(model)
+    scheduled = ModelSnapshot(model)
     layouts = dict(sch.tree.layouts)
     for _ in range(2):
         with sch.untouched() as inside:
@@ -203,7 +203,7 @@ def test_rewound_model_is_as_it_was_after_each_step() -> None:
     torch.manual_seed(0)
     model = Odd()
     sch = slapo.create_schedule(model)
-    looks = [Snapshot(model)]
+    looks = [ModelSnapshot(model)]
     for path, primitive in (
         ("hooked", HookAll()),
         ("hooked", HookAll(prepend=True)),
@@ -212,7 +212,7 @@ def test_rewound_model_is_as_it_was_after_each_step() -> None:
         ("normed.parametrizations.weight", Halve()),
     ):
         sch.apply_at(sch.tree.node(path), primitive)
-        looks.append(Snapshot(model))
+        looks.append(ModelSnapshot(model))
     for step, look in enumerate(looks):
         with sch.rewound(step):
             assert_bit_identical(look, model)
@@ -223,7 +223,7 @@ def test_rewound_model_is_as_it_was_after_each_step() -> None:
 
 def test_untouched_comes_back_when_the_body_raises() -> None:
     model, _, sch = _scheduled_odd()
-    scheduled = Snapshot(model)
+    scheduled = ModelSnapshot(model)
     for error in (ValueError, KeyboardInterrupt):
         with pytest.raises(error), sch.untouched():
             raise error
@@ -232,9 +232,9 @@ def test_untouched_comes_back_when_the_body_raises() -> None:
 
 def test_nested_rewinding_comes_back_to_where_it_was() -> None:
     model, before, sch = _scheduled_odd()
-    scheduled = Snapshot(model)
+    scheduled = ModelSnapshot(model)
     with sch.rewound(2):
-        middle = Snapshot(model)
+        middle = ModelSnapshot(model)
         with sch.untouched():
             assert_bit_identical(before, model)
             with sch.rewound(2):
@@ -341,7 +341,7 @@ def test_undo_takes_back_attributes_carried_to_a_tensor_of_the_users_own() -> No
 def test_undo_takes_back_what_a_modules_own_setattr_did_besides() -> None:
     model = nn.Sequential(Counting())
     sch = slapo.create_schedule(model)
-    before = Snapshot(model)
+    before = ModelSnapshot(model)
     sch["0"].apply(Call(lambda node, edit: edit.set_attribute(node, "half", 16)))
     assert model[0].width == 32
     assert model[0].assigned > before.facts["0.assigned"].value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Shard as OnAxis
 
 import slapo_core as slapo
@@ -16,6 +18,7 @@ from slapo_core.ranks.launcher import run_ranks
 from slapo_core.spec.edit import Edit
 from slapo_core.spec.layout import Layout
 from slapo_core.spec.node import Node
+from slapo_core.verification import VerifyReport
 
 pytestmark = pytest.mark.ranks
 
@@ -91,6 +94,25 @@ class Reduce(slapo.Primitive):
             edit.add_hook(node, "forward_pre", lambda m, args, kwargs: ((_Sum.apply(args[0], False, True),), kwargs))
 
 
+class Handle:
+    """Something of this process only, as its repr tells."""
+
+    def __repr__(self) -> str:
+        return f"<a handle of process {os.getpid()}>"
+
+
+@dataclass(frozen=True)
+class Remember(slapo.Primitive):
+    """Change nothing."""
+
+    name = "mini.remember"
+    equivalence = slapo.Equivalence.EXACT
+    handle: Any
+
+    def apply(self, node: Node, edit: Edit) -> None:
+        edit.note("nothing to change")
+
+
 IDS = torch.arange(10).reshape(2, 5)
 
 
@@ -113,10 +135,10 @@ def tensor_parallel(sch: slapo.Schedule, *, without: str = "") -> slapo.Schedule
     return sch
 
 
-def outcome(sch: slapo.Schedule, inputs: Any) -> Any:
+def outcome(sch: slapo.Schedule, inputs: Any, **options: Any) -> Any:
     """The report, or the error with its fields; both travel."""
     try:
-        return slapo.verify(sch, inputs)
+        return slapo.verify(sch, inputs, **options)
     except slapo.SlapoError as error:
         error.__cause__ = None
         return error
@@ -131,13 +153,15 @@ def verify_on_rank(without: str = "", differ: str = "", meta: bool = False) -> A
     sch = tensor_parallel(slapo.create_schedule(model, mesh={"tp": 2}), without=without)
     if differ == "steps" and rank == 1:
         sch.undo()
+    if differ == "handles":
+        sch.apply(Remember(Handle()))
     inputs = IDS + rank if differ == "inputs" else IDS
     if differ == "missing inputs" and rank == 1:
         inputs = None
     if differ == "one rank's weight" and rank == 1:
         with torch.no_grad():
             sch["layer.1.up"].parameters["weight"][2, 3] += 0.25
-    return outcome(sch, inputs)
+    return outcome(sch, inputs, steps=rank if differ == "options" else 3)
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -150,6 +174,8 @@ CASES: dict[str, dict[str, Any]] = {
     "inputs": {"differ": "inputs"},
     "weights": {"differ": "weights"},
     "steps": {"differ": "steps"},
+    "options": {"differ": "options"},
+    "handles": {"differ": "handles"},
     "missing inputs": {"differ": "missing inputs"},
 }
 
@@ -225,12 +251,14 @@ def test_a_piece_that_is_wrong_on_one_rank_only_is_told_to_all(cases: dict[str, 
 @pytest.mark.parametrize(
     ("differ", "start"),
     [
-        ("inputs", "example input '0' is not the same on every rank: int64 (2, 5) "),
-        ("weights", "'embed.weight' of the untouched model is not the same on every rank: float32 (11, 8) "),
+        ("inputs", "example input '0':\n  rank 0: (2, 5), torch.int64, checksum "),
+        ("weights", "'embed.weight' of the untouched model:\n  rank 0: (11, 8), torch.float32, checksum "),
         (
             "steps",
-            "step 12 is not the same on every rank: #12 reduce('forward') at 'layer.2.down' (tests local) on rank 0",
+            "step 12:\n  rank 0: mini.reduce(direction='forward') at 'layer.2.down', from tests local\n"
+            "  rank 1: (nothing)",
         ),
+        ("options", "steps given to verify:\n  rank 0: 0\n  rank 1: 1"),
     ],
 )
 def test_ranks_that_disagree_are_told_so_on_every_rank(
@@ -239,7 +267,43 @@ def test_ranks_that_disagree_are_told_so_on_every_rank(
     first, second = cases[differ]
     assert isinstance(first, slapo.RankMismatchError)
     assert first.message == second.message
-    assert first.message.startswith(start)
+    assert first.message.startswith(f"ranks disagree about {start}")
+    assert first.hint == (
+        "run the same script on the same installation on every rank"
+        if differ == "steps"
+        else "make every rank build the same model (torch.manual_seed), and call verify with the same arguments"
+    )
+
+
+def test_an_argument_that_every_process_shows_in_its_own_way_is_no_disagreement(
+    cases: dict[str, tuple[Any, Any]],
+) -> None:
+    first, second = cases["handles"]
+    assert isinstance(first, VerifyReport), first
+    assert first == second
+    assert first.steps_verified == 13
+
+
+def verify_on_a_part_of_the_processes() -> list[Any]:
+    parts = [DeviceMesh("cpu", ranks, mesh_dim_names=("tp",)) for ranks in ([0], [1, 2])]
+    if dist.get_rank() == 0:
+        return []
+    found: list[Any] = []
+    for differ in (False, False, True):
+        torch.manual_seed(dist.get_rank() if differ else 0)
+        sch = slapo.create_schedule(nn.Linear(3, 2), mesh=parts[1])
+        found.append(outcome(sch, torch.ones(4, 3), steps=0))
+    return found
+
+
+def test_a_mesh_over_a_part_of_the_processes_is_verified_as_often_as_one_likes() -> None:
+    outside, first, second = run_ranks(verify_on_a_part_of_the_processes, world_size=3, timeout=60)
+    assert outside == []
+    assert first[:2] == second[:2]
+    assert [report.world_size for report in first[:2]] == [2, 2]
+    assert first[2].message == second[2].message
+    assert "\n  rank 1: (2, 3), torch.float32, checksum " in first[2].message
+    assert "\n  rank 2: (2, 3), torch.float32, checksum " in first[2].message
 
 
 def test_a_rank_without_inputs_stops_the_others_too(cases: dict[str, tuple[Any, Any]]) -> None:

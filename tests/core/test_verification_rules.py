@@ -14,7 +14,7 @@ from slapo_core.spec.edit import Edit
 from slapo_core.spec.node import Node
 from slapo_core.verification.blame import find_steps
 from slapo_core.verification.compare import compare
-from slapo_core.verification.correspondence import Correspondence
+from slapo_core.verification.counterparts import Counterparts
 from slapo_core.verification.leaves import output_leaves
 from slapo_core.verification.run import Observation
 from slapo_core.verification.tolerance import Tolerance
@@ -55,7 +55,7 @@ def test_the_floor_never_grows_with_a_huge_value_in_another_output_or_buffer() -
 
 def differences(before: object, after: object, kind: str = "output", allowed: float = 0.0) -> list[str]:
     tolerance = Tolerance(torch.float64, REORDERED, rtol=0.0, atol=allowed, floor=0.0)
-    nothing = Correspondence({}, {}, None, lambda name, tensor: None, {}, {})
+    nothing = Counterparts()
     found = compare(Observation({kind: {"x": before}}), Observation({kind: {"x": after}}), nothing, tolerance)
     return [difference.problem for difference in found.differences]
 

@@ -191,8 +191,8 @@ def _tampering() -> list[Hostile]:
     return [
         tampers(
             "patch_function",
-            ("import slapo_core.spec.kinds as k", "k.group_name = None"),
-            "slapo_core.spec.kinds.group_name was replaced",
+            ("import slapo_core.spec.kinds as k", "k.Kind = None"),
+            "slapo_core.spec.kinds.Kind was replaced",
         ),
         tampers(
             "patch_method",

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from slapo_core.errors import AmbiguousNameError, BrokenPluginError, DisabledPluginError
-from slapo_core.plugins import HookManager
+from slapo_core.plugins.manager import HookManager
 from slapo_core.testing.distributions import FakeDistribution, FakeEnvironment, primitive_source
 from tests.dists.healthy import acme
 

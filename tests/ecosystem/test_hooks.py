@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 
+import pluggy
 import pytest
 
-from slapo_core.errors import DisabledPluginError, HookError
-from slapo_core.plugins import HookManager, PluginWarning
-from slapo_core.spec.hookspecs import FIRST_RESULT, HOOKS
-from slapo_core.testing.distributions import FakeEnvironment
+from slapo_core.errors import DisabledPluginError, HookError, RejectedPluginError
+from slapo_core.plugins import PluginWarning
+from slapo_core.plugins.manager import HookManager
+from slapo_core.spec import hookspecs
+from slapo_core.testing.distributions import FakeDistribution, FakeEnvironment
 from tests.dists.healthy import acme, with_hooks
 
 DOCTOR = "@hookimpl\ndef slapo_doctor():\n    return ['{}']\n"
@@ -26,25 +29,25 @@ def hooks_of(environment: FakeEnvironment, source: str, **environ: str) -> HookM
 
 
 def test_the_hooks_are_those_of_the_design_and_fully_described() -> None:
-    assert sorted(HOOKS) == [
+    hooks = {name: value for name, value in vars(hookspecs).items() if name.startswith("slapo_")}
+    assert sorted(hooks) == [
         "slapo_applied",
         "slapo_doctor",
         "slapo_from_reference",
         "slapo_gather_output",
-        "slapo_liveness",
         "slapo_materialize",
-        "slapo_partition",
         "slapo_preconditions",
         "slapo_rolled_back",
         "slapo_to_reference",
     ]
-    assert sorted(FIRST_RESULT) == ["slapo_liveness", "slapo_materialize", "slapo_partition"]
-    for name, function in HOOKS.items():
+    for name, function in hooks.items():
+        options = pluggy.PluginManager("slapo").parse_hookspec_opts(hookspecs, name)
+        assert options is not None, f"{name} is not decorated with @hookspec"
         text = function.__doc__ or ""
         assert text.startswith("Called when ")
-        assert f"First result: {'yes' if name in FIRST_RESULT else 'no'}" in text
+        assert f"First result: {'yes' if options['firstresult'] else 'no'}" in text
         assert "Returns:" in text
-        for argument in function.__code__.co_varnames[: function.__code__.co_argcount]:
+        for argument in inspect.signature(function).parameters:
             assert f"\n        {argument}: " in text, (name, argument)
 
 
@@ -54,23 +57,21 @@ def test_an_installed_plugin_has_no_effect_until_it_is_named(fake_distributions:
     assert manager.call("slapo_doctor") == []
     assert manager.call("slapo_materialize", **TENSOR) is None
     assert "acme_hooks_hooks" not in sys.modules
-    assert manager.activate("Acme_Hooks")
-    assert not manager.activate("acme-hooks")
+    manager.activate("Acme_Hooks")
+    manager.activate("acme-hooks")
     assert manager.active == ("acme-hooks",)
     assert manager.call("slapo_doctor") == [["acme"]]
-    assert manager.deactivate("acme-hooks")
-    assert not manager.deactivate("acme-hooks")
+    manager.deactivate("acme-hooks")
     assert manager.call("slapo_doctor") == []
     assert manager.active == ()
-    assert manager.activate("acme-hooks")
+    manager.activate("acme-hooks")
     assert manager.call("slapo_doctor") == [["acme"]]
 
 
-def test_a_manager_without_active_plugin_imports_no_pluggy(fake_distributions: FakeEnvironment) -> None:
+def test_finding_plugins_imports_no_pluggy(fake_distributions: FakeEnvironment) -> None:
     code = (
-        "import sys; from slapo_core.plugins import HookManager, Registry\n"
-        "manager = HookManager(Registry.discover(environ={}))\n"
-        "assert manager.call('slapo_doctor') == []\nassert 'pluggy' not in sys.modules\n"
+        "import sys; from slapo_core.plugins import Registry\n"
+        "assert Registry.discover(environ={}).plugins\nassert 'pluggy' not in sys.modules\n"
         "from slapo_core import hookimpl\nassert 'pluggy' in sys.modules\n"
     )
     done = fake_distributions.run("-c", code)
@@ -91,12 +92,12 @@ def test_a_plugin_without_hooks_and_code_of_this_process_are_only_remembered(
 ) -> None:
     fake_distributions.install(acme())
     manager = HookManager(fake_distributions.registry())
-    assert manager.activate("acme-slapo")
-    assert manager.activate("__main__", version="local")
-    assert not manager.activate("__main__", version="local")
+    manager.activate("acme-slapo")
+    manager.activate("__main__", version="local")
     assert manager.active == ("__main__", "acme-slapo")
     assert manager.call("slapo_doctor") == []
-    assert manager.deactivate("__main__")
+    manager.deactivate("__main__")
+    assert manager.active == ("acme-slapo",)
     assert "acme_slapo" not in sys.modules
 
 
@@ -113,8 +114,47 @@ def test_activating_what_is_not_installed_or_disabled_is_an_error(fake_distribut
     assert "acme_hooks_hooks" not in sys.modules
 
 
+def test_a_rejected_plugin_cannot_be_named_although_it_has_no_hooks(fake_distributions: FakeEnvironment) -> None:
+    fake_distributions.install(acme(bare="undo"))
+    manager = HookManager(fake_distributions.registry())
+    with pytest.raises(RejectedPluginError) as caught:
+        manager.activate("acme-slapo")
+    assert str(caught.value) == (
+        "plugin acme-slapo 1.0 was rejected: 'acme.undo' is refused: 'undo' would hide a member of nodes or schedules\n"
+        "  hint: report it to the author of acme-slapo; pip uninstall acme-slapo"
+    )
+    assert manager.active == ()
+
+
+def test_a_hook_that_this_version_does_not_ask_is_told_and_the_others_work(fake_distributions: FakeEnvironment) -> None:
+    source = DOCTOR.format("x") + "@hookimpl\ndef slapo_partition(schedule, anything): return 1 / 0\n"
+    fake_distributions.install(with_hooks("acme-hooks", source))
+    manager = HookManager(fake_distributions.registry(core="0.1.0"))
+    with pytest.warns(PluginWarning) as caught:
+        manager.activate("acme-hooks")
+    assert [str(item.message) for item in caught] == [
+        "plugin acme-hooks 1.0 has 'slapo_partition', which slapo-core 0.1.0 does not ask yet"
+    ]
+    assert manager.call("slapo_doctor") == [["x"]]
+    with pytest.raises(HookError) as error:
+        manager.call("slapo_partition", schedule=None)
+    assert str(error.value) == "slapo-core 0.1.0 does not ask hook 'slapo_partition' yet"
+
+
+def test_one_hooks_module_of_two_distributions_is_refused_for_the_second(fake_distributions: FakeEnvironment) -> None:
+    one = with_hooks("acme-hooks", DOCTOR.format("x"))
+    fake_distributions.install(one, FakeDistribution("beta-hooks", "1.0", one.entry_points))
+    manager = HookManager(fake_distributions.registry())
+    manager.activate("acme-hooks")
+    with pytest.raises(HookError, match=r"the hooks of beta-hooks 1\.0 \(acme_hooks_hooks\) are refused: ") as caught:
+        manager.activate("beta-hooks")
+    assert caught.value.plugin == "beta-hooks 1.0"
+    assert manager.active == ("acme-hooks",)
+    assert manager.call_each("slapo_doctor") == [("acme-hooks", ["x"])]
+
+
 @pytest.mark.parametrize(
-    ("source", "problem"),
+    ("source", "violation"),
     [
         (
             "@hookimpl\ndef slapo_aplied(node, record): pass\n",
@@ -131,14 +171,22 @@ def test_activating_what_is_not_installed_or_disabled_is_an_error(fake_distribut
             "@hookimpl(tryfirst=True)\ndef slapo_doctor(): pass\n",
             "'slapo_doctor' uses @hookimpl(tryfirst=True); the order of calls has no meaning here",
         ),
+        (
+            "@hookimpl\ndef slapo_doctor(node): pass\n",
+            "'slapo_doctor' takes 'node', but the arguments of this hook are ()",
+        ),
+        (
+            f"{MATERIALIZE.format(1)}@hookimpl(specname='slapo_materialize')\ndef more(name): return 2\n",
+            "'slapo_materialize' is implemented 2 times; it may have one answer",
+        ),
     ],
 )
 def test_a_hook_that_would_never_be_called_is_refused(
-    fake_distributions: FakeEnvironment, source: str, problem: str
+    fake_distributions: FakeEnvironment, source: str, violation: str
 ) -> None:
     with pytest.raises(HookError) as caught:
         hooks_of(fake_distributions, source)
-    assert caught.value.message == f"the hooks of acme-hooks 1.0 (acme_hooks_hooks) are refused: {problem}"
+    assert caught.value.message == f"the hooks of acme-hooks 1.0 (acme_hooks_hooks) are refused: {violation}"
     assert caught.value.plugin == "acme-hooks 1.0"
 
 
@@ -164,6 +212,15 @@ def test_an_exception_carries_the_hook_and_the_plugin(fake_distributions: FakeEn
         "  hint: report it to acme-hooks, or SLAPO_DISABLE_PLUGINS=acme-hooks"
     )
     assert type(caught.value.__cause__).__name__ == kind
+
+
+def test_an_answer_belongs_to_its_plugin_whatever_its_function_is_called(fake_distributions: FakeEnvironment) -> None:
+    other = "@hookimpl(specname='slapo_doctor')\ndef look(): return ['beta']\n"
+    fake_distributions.install(with_hooks("acme-hooks", DOCTOR.format("acme")), with_hooks("beta-hooks", other))
+    manager = HookManager(fake_distributions.registry())
+    manager.activate("acme-hooks")
+    manager.activate("beta-hooks")
+    assert manager.call_each("slapo_doctor") == [("acme-hooks", ["acme"]), ("beta-hooks", ["beta"])]
 
 
 def test_an_exception_in_rolled_back_never_masks_the_original_error(fake_distributions: FakeEnvironment) -> None:
@@ -223,9 +280,10 @@ def test_calling_a_hook_wrongly_is_an_error(fake_distributions: FakeEnvironment)
     with pytest.raises(HookError) as caught:
         idle.call("slapo_doktor")
     assert str(caught.value) == "there is no hook 'slapo_doktor'\n  hint: did you mean 'slapo_doctor'?"
-    manager = hooks_of(fake_distributions, DOCTOR.format("x"))
-    with pytest.raises(HookError, match=r"hook slapo_applied takes \(node, record\), got \(node\)"):
-        manager.call("slapo_applied", node=None)
+    for manager in (idle, hooks_of(fake_distributions, DOCTOR.format("x"))):
+        with pytest.raises(HookError) as caught:
+            manager.call("slapo_applied", node=None)
+        assert str(caught.value) == "hook slapo_applied takes (node, record), got (node)"
 
 
 @pytest.mark.parametrize("trace", ["1", "0"])

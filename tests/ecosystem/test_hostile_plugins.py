@@ -84,9 +84,9 @@ def test_using_a_hostile_plugin_names_it_and_spares_the_healthy_one(everything: 
 def test_all_hostile_plugins_used_in_turn_leave_the_healthy_one_and_slapo_whole(everything: Registry) -> None:
     import slapo_core.errors
     import slapo_core.spec.kinds
-    from slapo_core.plugins.tampering import Snapshot
+    from slapo_core.plugins.tampering import ImportGuard
 
-    before = Snapshot()
+    before = ImportGuard()
     for item in HOSTILE:
         for name in everything.plugin(item.distribution.name).provides("primitives"):
             with pytest.raises(PluginError):

@@ -10,8 +10,7 @@ import torch
 
 from slapo_core.errors import BrokenPluginError, DisabledPluginError, PluginError, RejectedPluginError
 from slapo_core.plugins import PluginWarning
-from slapo_core.plugins.loading import ImportReport
-from slapo_core.plugins.tampering import Snapshot
+from slapo_core.plugins.tampering import ImportGuard
 from slapo_core.testing.distributions import FakeDistribution, FakeEnvironment
 from tests.dists.healthy import acme
 
@@ -97,14 +96,14 @@ def test_an_import_that_asks_for_input_or_replaces_a_builtin_is_contained(fake_d
 def test_lazy_public_names_and_submodules_are_no_tampering() -> None:
     import slapo_core
 
-    before = Snapshot()
+    before = ImportGuard()
     for name in ("Violation", "hookimpl", "PathError"):
         vars(slapo_core).pop(name, None)
         getattr(slapo_core, name)
     assert before.restore() == []
-    before = Snapshot()
+    before = ImportGuard()
     vars(slapo_core).pop("Violation")
-    clean = Snapshot()
+    clean = ImportGuard()
     slapo_core.Violation = object  # type: ignore[misc]
     assert clean.restore() == ["slapo_core.Violation was added"]
     assert slapo_core.Violation.__name__ == "Violation"
@@ -120,17 +119,6 @@ def test_a_plugin_may_use_slapo_while_it_is_imported(fake_distributions: FakeEnv
     )
     fake_distributions.install(acme(before=use))
     assert fake_distributions.registry().load("pad").name == "acme.pad"
-
-
-def test_every_import_is_reported_with_its_time(fake_distributions: FakeEnvironment) -> None:
-    fake_distributions.install(acme())
-    registry = fake_distributions.registry()
-    registry.load("pad")
-    (report,) = registry.import_reports
-    assert report.entry.name == "acme.pad"
-    assert report.seconds > 0
-    assert ImportReport(report.entry, 1.5, "").slow
-    assert not ImportReport(report.entry, 0.5, "").slow
 
 
 def test_a_class_imported_past_the_registry_is_refused_when_its_plugin_is_disabled(

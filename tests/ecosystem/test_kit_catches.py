@@ -21,7 +21,7 @@ from slapo_core.testing import (
     NotApplicable,
     primitive_source,
 )
-from slapo_core.testing.checks.documentation import documentation_breaches
+from slapo_core.testing.checks.documentation import documentation_violations
 from slapo_core.testing.probe import probe
 from tests.ecosystem import kit_primitives as kit
 
@@ -191,9 +191,9 @@ DOCSTRINGS = {
 def test_an_incomplete_docstring_is_caught(name: str) -> None:
     text, says = DOCSTRINGS[name]
     made = dataclasses.dataclass(frozen=True)(type("Thing", (kit.Good,), {"__doc__": text, "__module__": __name__}))
-    breaches = documentation_breaches(made)
-    assert len(breaches) == 1
-    assert says in breaches[0]
+    violations = documentation_violations(made)
+    assert len(violations) == 1
+    assert says in violations[0]
     with pytest.raises(CheckError, match="the docstring of Thing is incomplete"):
         CHECK["documentation"](case(made()))
 
@@ -216,7 +216,7 @@ def test_a_case_that_cannot_be_set_up_says_so(options: dict[str, Any], says: str
 
 
 def test_complete_docstrings_pass() -> None:
-    assert documentation_breaches(kit.Good) == documentation_breaches(kit.GoodOnMesh) == []
+    assert documentation_violations(kit.Good) == documentation_violations(kit.GoodOnMesh) == []
 
 
 # -- entry points -----------------------------------------------------------------------------------------------
@@ -298,9 +298,9 @@ def test_an_import_that_is_not_light_is_caught(fake_distributions: FakeEnvironme
     source, says = IMPORTS[module]
     (fake_distributions.directory / f"{module}.py").write_text(source)
     (fake_distributions.directory / "transformers.py").write_text("")
-    breaches = probe(module).breaches
-    assert len(breaches) == 1
-    assert says in breaches[0]
+    violations = probe(module).violations
+    assert len(violations) == 1
+    assert says in violations[0]
 
 
 def test_an_import_that_does_not_end_is_ended(
@@ -309,7 +309,7 @@ def test_an_import_that_does_not_end_is_ended(
     (fake_distributions.directory / "heavy_forever.py").write_text("while True: pass")
     monkeypatch.setattr("slapo_core.testing.probe._TIMEOUT", 0.2)
     found = probe("heavy_forever")
-    assert (found.breaches, found.usable) == (("the import did not end within 0.2 s",), False)
+    assert (found.violations, found.usable) == (("the import did not end within 0.2 s",), False)
 
 
 def test_the_check_reports_what_the_probe_finds(fake_distributions: FakeEnvironment) -> None:

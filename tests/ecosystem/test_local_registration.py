@@ -72,7 +72,7 @@ def test_an_installed_name_cannot_be_taken(fake_distributions: FakeEnvironment) 
 
 
 @pytest.mark.parametrize(
-    ("name", "problem"),
+    ("name", "violation"),
     [
         ("freeze", "primitive name 'freeze' must be '<namespace>.<name>' in lowercase identifiers"),
         ("tp.freeze", "namespace 'tp' of 'tp.freeze' is reserved for slapo-tp"),
@@ -80,10 +80,10 @@ def test_an_installed_name_cannot_be_taken(fake_distributions: FakeEnvironment) 
         (3, "it has no name (got 3)"),
     ],
 )
-def test_the_rules_are_those_of_packages(isolated_registry: Registry, name: Any, problem: str) -> None:
+def test_the_rules_are_those_of_packages(isolated_registry: Registry, name: Any, violation: str) -> None:
     with pytest.raises(RejectedPluginError) as caught:
         isolated_registry.register(make(name))
-    assert caught.value.message == f"cannot register __main__:Freeze: {problem}"
+    assert caught.value.message == f"cannot register __main__:Freeze: {violation}"
 
 
 def test_a_class_that_is_no_primitive_is_refused(isolated_registry: Registry) -> None:

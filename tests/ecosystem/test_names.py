@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import tomllib
+from pathlib import Path
+
 import pytest
+from torch import nn
 
 from slapo_core.errors import AmbiguousNameError, DisabledPluginError, UnknownNameError
 from slapo_core.schedule.sugar import bound_primitive
-from slapo_core.spec.reserved import RESERVED_NAMES
+from slapo_core.spec.reserved import FIRST_PARTY_NAMES, PLANNED_PRIMITIVES, RESERVED_NAMES
 from slapo_core.testing.distributions import FakeDistribution, FakeEnvironment
 from tests.dists.healthy import acme
 
@@ -70,9 +74,20 @@ def test_a_failed_import_does_not_hand_its_bare_name_to_another_plugin(fake_dist
             "pip install slapo-tp",
         ),
         (
+            "tp.anything",
+            "no installed plugin provides primitive 'tp.anything'; it is part of slapo-tp",
+            "pip install slapo-tp",
+        ),
+        (
             "fusion.anything",
-            "no installed plugin provides primitive 'fusion.anything'; it is part of slapo-fusion",
-            "pip install slapo-fusion",
+            "no installed plugin provides primitive 'fusion.anything'; "
+            "the namespace 'fusion' is reserved and not available in this version",
+            "`slapo primitives` shows what is installed",
+        ),
+        (
+            "pipeline_split",
+            "no installed plugin provides primitive 'pipeline_split'; it is not available in this version",
+            "`slapo primitives` shows what is installed",
         ),
     ],
 )
@@ -90,7 +105,10 @@ def test_an_unknown_dialect_and_an_unknown_kind_say_so(fake_distributions: FakeE
     registry = fake_distributions.registry()
     with pytest.raises(UnknownNameError) as caught:
         registry.resolve("dialects", "deepspeed")
-    assert caught.value.hint == "pip install slapo-deepspeed"
+    assert str(caught.value) == (
+        "no installed plugin provides dialect 'deepspeed'; the name is reserved and not available in this version\n"
+        "  hint: `slapo dialects` shows what is installed"
+    )
     with pytest.raises(UnknownNameError) as caught:
         registry.resolve("primitive", "pad")
     assert str(caught.value) == "there is no kind of plugin object 'primitive'\n  hint: did you mean primitives?"
@@ -117,16 +135,29 @@ def test_a_bare_name_that_is_anothers_namespace_is_never_guessed(fake_distributi
 
 
 def test_kinds_without_namespace_use_plain_names(fake_distributions: FakeEnvironment) -> None:
-    source = (
-        "from slapo_core.spec.compiler import Compiler\n"
-        "class Fast(Compiler):\n    name = 'fast'\n    def compile(self, module, example_inputs): return module\n"
-    )
+    source = "from slapo_core.native.dialect import TorchDialect\nclass Fast(TorchDialect):\n    name = 'fast'\n"
     fake_distributions.install(
-        FakeDistribution("acme-fast", "1.0", {"slapo.v1.compilers": {"fast": "acme_fast:Fast"}}, {"acme_fast": source})
+        FakeDistribution("acme-fast", "1.0", {"slapo.v1.dialects": {"fast": "acme_fast:Fast"}}, {"acme_fast": source})
     )
     registry = fake_distributions.registry()
-    assert registry.names("compilers") == registry.bare_names("compilers") == ("fast",)
-    assert registry.load("fast", "compilers").name == "fast"
+    assert registry.names("dialects") == registry.bare_names("dialects") == ("fast",)
+    assert registry.load("fast", "dialects").name == "fast"
+
+
+def test_what_a_user_is_told_to_install_is_what_this_repository_has() -> None:
+    root = Path(__file__).parents[2]
+    files = [root / "pyproject.toml", *(root / "plugins").glob("*/pyproject.toml")]
+    projects = [tomllib.loads(file.read_text())["project"] for file in files]
+    assert {
+        project["name"]: {
+            group.removeprefix("slapo.v1."): tuple(sorted(name.rpartition(".")[2] for name in points))
+            for group, points in project["entry-points"].items()
+            if group != "slapo.v1.hooks"
+        }
+        for project in projects
+    } == FIRST_PARTY_NAMES
+    provided = {name for names in FIRST_PARTY_NAMES.values() for name in names["primitives"]}
+    assert provided.isdisjoint(PLANNED_PRIMITIVES)
 
 
 def test_the_namespace_of_a_disabled_plugin_says_so(fake_distributions: FakeEnvironment) -> None:
@@ -139,14 +170,19 @@ def test_the_namespace_of_a_disabled_plugin_says_so(fake_distributions: FakeEnvi
     )
     with pytest.raises(UnknownNameError) as missing:
         bound_primitive(registry, "pipeline", None, "fc")
-    assert missing.value.hint == "pip install slapo-pipeline"
+    assert missing.value.message == (
+        "no installed plugin provides primitive 'pipeline'; "
+        "the namespace 'pipeline' is reserved and not available in this version"
+    )
 
 
 def test_no_primitive_can_hide_a_member_of_a_node_group_or_schedule() -> None:
-    from slapo_core.schedule.schedule import Schedule
-    from slapo_core.tree.group import NodeGroup
-    from slapo_core.tree.node import TreeNode
+    import slapo_core as slapo
 
-    members = {name for cls in (Schedule, NodeGroup, TreeNode) for name in dir(cls) if not name.startswith("_")}
-    assert {"undo", "pattern", "module"} <= members
+    schedule = slapo.create_schedule(nn.Sequential(nn.Linear(2, 2)))
+    things = (schedule, schedule["0"], schedule["*"])
+    assert [type(thing).__name__ for thing in things] == ["Schedule", "TreeNode", "NodeGroup"]
+    attributes = [name for thing in things for name in (*dir(type(thing)), *getattr(thing, "__dict__", ()))]
+    members = {name for name in attributes if not name.startswith("_")}
+    assert {"undo", "pattern", "module", "plugins"} <= members
     assert members - RESERVED_NAMES == set()

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 
-from slapo_core.errors import BrokenPluginError, DisabledPluginError, IncompatiblePluginError, RejectedPluginError
+from slapo_core.errors import (
+    BrokenPluginError,
+    DisabledPluginError,
+    IncompatiblePluginError,
+    RejectedPluginError,
+    UnknownNameError,
+)
 from slapo_core.plugins.compat import check_majors, check_requirement, parse_group, readable_majors
-from slapo_core.plugins.model import Plugin
+from slapo_core.plugins.model import Entry, Plugin
+from slapo_core.plugins.rules import name_violation
 from slapo_core.testing.distributions import FakeDistribution, FakeEnvironment
 from tests.dists.healthy import acme
 
@@ -43,13 +54,13 @@ def test_a_plugin_for_two_apis_is_read_in_the_newest_that_core_reads(fake_distri
 def test_the_remedy_upgrades_whichever_side_is_old() -> None:
     newer = check_majors([2], plugin="acme", api_major=1, core="0.1")
     older = check_majors([1], plugin="acme", api_major=3, core="3.0")
-    assert newer is not None
-    assert older is not None
-    assert (newer.reason, newer.remedy) == (
+    assert newer == (
+        "incompatible",
         "written for plugin API v2; slapo-core 0.1 reads v1",
         "pip install --upgrade slapo-core",
     )
-    assert (older.reason, older.remedy) == (
+    assert older == (
+        "incompatible",
         "written for plugin API v1; slapo-core 3.0 reads v3 and v2",
         "pip install --upgrade acme",
     )
@@ -140,20 +151,69 @@ def test_a_broken_import_changes_the_state_and_spares_the_other_names(fake_distr
     assert registry.load("pad").name == "acme.pad"
 
 
-def test_a_kind_that_core_does_not_know_yet_is_said_and_ignored(fake_distributions: FakeEnvironment) -> None:
-    points = {"slapo.v1.primitives": {"acme.pad": "acme_slapo:Thing"}, "slapo.v1.gizmos": {"x": "acme_slapo:X"}}
+NOT_USED = {
+    "compilers": ("compilers, which slapo-core 0.1.0 does not use yet", None),
+    "patterns": ("patterns, which slapo-core 0.1.0 does not use yet", None),
+    "gizmos": ("gizmos, which slapo-core 0.1.0 does not use yet", "pip install --upgrade slapo-core"),
+}
+
+
+@pytest.mark.parametrize("kind", NOT_USED)
+def test_what_a_plugin_provides_of_a_kind_not_in_use_is_told_and_the_rest_works(
+    fake_distributions: FakeEnvironment, kind: str
+) -> None:
+    points = {"slapo.v1.primitives": {"acme.pad": "acme_slapo:Thing"}, f"slapo.v1.{kind}": {"x": "acme_slapo:X"}}
     fake_distributions.install(FakeDistribution("acme-slapo", "1.0", points, acme().modules))
-    registry = fake_distributions.registry()
+    registry = fake_distributions.registry(core="0.1.0")
     (plugin,) = registry.plugins
-    assert plugin.state == "ok"
-    assert plugin.reason == "provides gizmos, which this slapo-core does not know and ignores"
-    assert plugin.provides("gizmos") == ("x",)
+    assert (plugin.state, plugin.reason, plugin.remedy) == ("ok", f"provides {NOT_USED[kind][0]}", NOT_USED[kind][1])
+    assert plugin.provides(kind) == ("x",)
     assert registry.load("pad").name == "acme.pad"
+    assert fake_distributions.registry({"SLAPO_STRICT_PLUGINS": "1"}).load("pad").name == "acme.pad"
 
 
-def test_nobody_can_take_a_name_of_core(fake_distributions: FakeEnvironment) -> None:
-    points = {"slapo.v1.tracers": {"record": "x:Y"}}
-    fake_distributions.install(FakeDistribution("slapo-core", "0.1.0", points), FakeDistribution("evil", "1", points))
-    registry = fake_distributions.registry()
-    assert {plugin.name: plugin.state for plugin in registry.plugins} == {"evil": "rejected", "slapo-core": "ok"}
-    assert registry.resolve("tracers", "record").distribution == "slapo-core"
+def test_an_object_of_a_kind_not_in_use_cannot_be_had(fake_distributions: FakeEnvironment) -> None:
+    points = {"slapo.v1.compilers": {"fast": "acme_fast:Fast"}, "slapo.v1.gizmos": {"x": "acme_fast:Fast"}}
+    modules = {"acme_fast": "raise SystemExit('was imported')\n"}
+    fake_distributions.install(FakeDistribution("acme-fast", "1.0", points, modules))
+    registry = fake_distributions.registry(core="0.1.0")
+    (plugin,) = registry.plugins
+    compiler, gizmo = plugin.entries
+    uses: list[Callable[[], object]] = [
+        lambda: registry.load("fast", "compilers"),
+        lambda: registry.load(compiler),
+        lambda: registry.resolve("compilers", "fast"),
+    ]
+    for use in uses:
+        with pytest.raises(UnknownNameError) as caught:
+            use()
+        assert str(caught.value) == (
+            "slapo-core 0.1.0 does not use plugins of kind 'compilers' yet\n"
+            "  hint: it uses primitives, dialects and hooks"
+        )
+    with pytest.raises(UnknownNameError, match="there is no kind of plugin object 'gizmos'"):
+        registry.load(gizmo)
+    assert registry.names("compilers") == registry.bare_names("compilers") == ()
+    with pytest.raises(RejectedPluginError, match=r"nothing of kind 'compilers' can be registered in process"):
+        registry.register(object, kind="compilers")
+
+
+def test_two_plugins_may_provide_one_name_of_a_kind_not_in_use(fake_distributions: FakeEnvironment) -> None:
+    points = {"slapo.v1.compilers": {"fast": "x:Y"}}
+    fake_distributions.install(FakeDistribution("one", "1", points), FakeDistribution("two", "1", points))
+    assert [plugin.state for plugin in fake_distributions.registry().plugins] == ["ok", "ok"]
+
+
+def test_a_misspelt_kind_not_in_use_is_still_misspelt(fake_distributions: FakeEnvironment) -> None:
+    fake_distributions.install(FakeDistribution("one", "1", {"slapo.v1.compiler": {"fast": "x:Y"}}))
+    (plugin,) = fake_distributions.registry().plugins
+    assert (plugin.state, plugin.reason) == ("rejected", "there is no kind 'compiler'; did you mean 'compilers'?")
+
+
+def test_nobody_can_take_a_name_of_core() -> None:
+    declared = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["entry-points"]
+    own = [(group.rpartition(".")[2], name) for group, points in declared.items() for name in points]
+    assert len(own) >= 4
+    for kind, name in own:
+        assert name_violation(Entry(kind, name, "x:Y", "slapo-core", "1")) is None
+        assert (name_violation(Entry(kind, name, "x:Y", "evil", "1")) or "").endswith(" is reserved for slapo-core")

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import slapo_core as slapo
-from slapo_core.testing import Snapshot
+from slapo_core.testing import ModelSnapshot
 from slapo_tp import Shard, Sync
 
 
@@ -137,7 +137,7 @@ def test_a_mistake_is_one_clear_error_and_the_model_stays_intact(
     mistake: Callable[[Mlp], None], error: type[slapo.SlapoError], words: tuple[str, ...]
 ) -> None:
     model = Mlp()
-    before = Snapshot(model)
+    before = ModelSnapshot(model)
     with pytest.raises(error) as caught:
         mistake(model)
     for word in words:
@@ -151,7 +151,7 @@ def test_a_mistake_is_one_clear_error_and_the_model_stays_intact(
 def test_a_right_schedule_does_change_the_model() -> None:
     """The control: the snapshot above would notice."""
     model = Mlp()
-    before = Snapshot(model)
+    before = ModelSnapshot(model)
     sch = slapo.create_schedule(model, mesh={"tp": 2})
     sch["fc2"].apply(Shard("weight", axis=1)).apply(Sync("fwd_post", "all_reduce"))
     assert before.differences(model) != []

@@ -57,9 +57,6 @@ class ShardAttribute(Primitive):
 
     def apply(self, node: Node, edit: Edit) -> None:
         size = mesh_size(node, self.mesh_dim)
-        if size == 1:
-            edit.note(f"mesh_dim '{self.mesh_dim}' has one rank: nothing to divide")
-            return
         for name in as_tuple(self.names):
             edit.set_attribute(node, name, getattr(node.module, name) // size)
 
@@ -100,7 +97,7 @@ class ShardAttribute(Primitive):
 
     def _divided_by(self, node: Node, name: str) -> str | None:
         """The step that divided the attribute before."""
-        for record in node.records:
+        for record in node.records if name in node.changed_attributes else ():
             before = record.primitive
             if (
                 isinstance(before, ShardAttribute)

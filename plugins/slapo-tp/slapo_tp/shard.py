@@ -51,7 +51,7 @@ class Shard(Primitive):
 
         ``Embedding, axis 1``: ``w[ids] (..., e)`` -> ``w[r][ids] (..., e/n)``: the output is split
 
-    On a mesh dimension of one rank nothing changes.
+    On a mesh dimension of one rank the layout is recorded, and nothing else changes.
 
     Source: paper section 3.2.2, ``.shard(param, axis)``; section 2.2, "Tensor parallelism".
     """
@@ -75,9 +75,6 @@ class Shard(Primitive):
             yield from tensor_violations(node, name, names, self.axis, self.packed, self.mesh_dim)
 
     def apply(self, node: Node, edit: Edit) -> None:
-        if mesh_size(node, self.mesh_dim) == 1:
-            edit.note(f"mesh_dim '{self.mesh_dim}' has one rank: nothing to split")
-            return
         names = as_tuple(self.names)
         for name in names:
             axis = tensor_axis(node, name, names, self.axis)
@@ -88,8 +85,6 @@ class Shard(Primitive):
                 self._follow(place, edit, own, axis)
 
     def postconditions(self, node: Node) -> Iterator[Violation]:
-        if mesh_size(node, self.mesh_dim) == 1:
-            return
         for name in as_tuple(self.names):
             tensor, layout = own_tensor(node, name), node.layout(name)
             if split_axis(node, name, self.mesh_dim) is None:
@@ -106,10 +101,13 @@ class Shard(Primitive):
         placements = ((self.mesh_dim, ShardPlacement(axis)),)
         packing = ((axis, sizes),) if len(sizes) > 1 else ()
         before = node.layout(name)
-        piece = Layout(before.origin, tuple(old.shape), placements, packing).local(old, node.mesh)
         layout = dataclasses.replace(
             before, placements=(*before.placements, *placements), packing=(*before.packing, *packing)
         )
+        if mesh_size(node, self.mesh_dim) == 1:
+            edit.set_layout(node, name, layout)
+            return
+        piece = Layout(before.origin, tuple(old.shape), placements, packing).local(old, node.mesh)
         if name in node.parameters:
             edit.set_parameter(node, name, piece, layout=layout)
         else:
@@ -129,13 +127,14 @@ class Shard(Primitive):
                 )
             return
         weight: Tensor = node.parameters[name]
+        active = mesh_size(node, self.mesh_dim) > 1
         edit.set_attribute(node, kind.axes[axis].attribute, weight.shape[axis])
         bias, role = own_tensor(node, "bias"), kind.role(axis)
         if role == "vocabulary":
             start = weight.shape[0] * (node.mesh.rank(self.mesh_dim) if node.mesh else 0)
-            edit.wrap_forward(node, look_up_own_rows(start, node.layout(name).shape[0]))
+            edit.wrap_forward(node, look_up_own_rows(start, node.layout(name).shape[0]), active=active)
         elif role == "input" and bias is not None and kind.without_bias is not None:
-            edit.wrap_forward(node, leave_bias_out(kind.without_bias))
+            edit.wrap_forward(node, leave_bias_out(kind.without_bias), active=active)
         elif (
             role == "output"
             and bias is not None

@@ -198,7 +198,8 @@ def _forward_refuses(place: Node, kind: LayerType, axis: int, packed: Packed, me
         yield Violation(
             "the bias is split already, which belongs to the weight's output axis", f"use axis={kind.axis_of('output')}"
         )
-    if "forward" in place.module.__dict__ and (role == "vocabulary" or (role == "input" and bias is not None)):
+    changed = bool(place.wrappers) or "forward" in place.module.__dict__
+    if changed and (role == "vocabulary" or (role == "input" and bias is not None)):
         steps = f" by {place.records[-1]}" if place.records else ""
         yield Violation(
             f"the forward of '{place.path}' was changed{steps}, and splitting this axis has to change it too",

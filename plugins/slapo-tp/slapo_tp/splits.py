@@ -1,7 +1,7 @@
 """Questions that the rules of all primitives ask: what is split where, and what a module's output is by now.
 
-On a mesh of size 1 nothing is cut, so the answers come from the records: a schedule that is right there is right
-everywhere.
+The answers come from the layouts alone, which are recorded on a mesh of size 1 too: a schedule that is right there is
+right everywhere.
 """
 
 from __future__ import annotations
@@ -63,27 +63,11 @@ def split_axis(node: Node, name: str, mesh_dim: str) -> int | None:
     tensor = own_tensor(node, name)
     if tensor is None or is_lazy(tensor):
         return None
-    for split_dim, axis in node.layout(name).shards():
-        if split_dim == mesh_dim:
-            return axis
-    if mesh_size(node, mesh_dim) > 1:
-        return None
-    for site, own in sites(node, name):
-        for record in site.records:
-            arguments = record.primitive.arguments()
-            if record.name != "tp.shard" or arguments["mesh_dim"] != mesh_dim:
-                continue
-            names = as_tuple(arguments["names"])
-            if own in names:
-                return tensor_axis(site, own, names, arguments["axis"])
-    return None
+    return next((axis for split_dim, axis in node.layout(name).shards() if split_dim == mesh_dim), None)
 
 
 def has_split_below(node: Node, mesh_dim: str) -> bool:
     """Whether a tensor here or at any descendant was split over ``mesh_dim``, be it through a tie."""
-    for record in node.records_below():
-        if record.name == "tp.shard" and record.primitive.arguments()["mesh_dim"] == mesh_dim:
-            return True
     return any(
         split_axis(below, name, mesh_dim) is not None
         for below in node.walk()

@@ -82,23 +82,14 @@ class Sync(Primitive):
         yield from unplaced or argument_violations(self, node) or place_violations(self, node)
 
     def apply(self, node: Node, edit: Edit) -> None:
-        if mesh_size(node, self.mesh_dim) == 1:
-            edit.note(f"mesh_dim '{self.mesh_dim}' has one rank: nothing to synchronise")
-            return
+        active = mesh_size(node, self.mesh_dim) > 1
         for kind, hook in self._hooks(node):
-            edit.add_hook(node, kind, hook)
+            edit.add_hook(node, kind, hook, active=active)
 
     def postconditions(self, node: Node) -> Iterator[Violation]:
-        if mesh_size(node, self.mesh_dim) == 1:
-            return
-        module = node.module
-        registered = {
-            "forward_pre": module._forward_pre_hooks,
-            "forward": module._forward_hooks,
-            "full_backward": module._backward_hooks,
-        }
+        registered = [hook for _, hook in node.hooks]
         for kind, hook in self._hooks(node):
-            if hook not in registered[kind].values():
+            if hook not in registered:
                 yield Violation(f"the {kind} hook {hook} is not registered")
 
     def _hooks(self, node: Node) -> Iterator[tuple[HookKind, Callable[..., Any]]]:

@@ -68,15 +68,13 @@ class SyncGradient(Primitive):
             yield Violation("nothing in the model is split, so every rank sees the whole gradient", "shard first")
 
     def apply(self, node: Node, edit: Edit) -> None:
-        if mesh_size(node, self.mesh_dim) == 1:
-            edit.note(f"mesh_dim '{self.mesh_dim}' has one rank: it sees the whole gradient")
-            return
         assert node.mesh is not None
         group = RankGroup.along(node.mesh, self.mesh_dim)
-        edit.wrap_forward(node, functools.partial(gradients_summed, names=as_tuple(self.names), group=group))
+        wrapper = functools.partial(gradients_summed, names=as_tuple(self.names), group=group)
+        edit.wrap_forward(node, wrapper, active=mesh_size(node, self.mesh_dim) > 1)
 
     def postconditions(self, node: Node) -> Iterator[Violation]:
-        if mesh_size(node, self.mesh_dim) > 1 and "forward" not in node.module.__dict__:
+        if not node.wrappers:
             yield Violation("the module's forward is not wrapped")
 
     def _violations(self, node: Node, name: str) -> Iterator[Violation]:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import slapo_core as slapo
-from slapo_core.testing import Snapshot, preload_modules, run_ranks
+from slapo_core.testing import ModelSnapshot, preload_modules, run_ranks
 from slapo_tp import Shard, SyncGradient
 
 from .checks import differs_from_untouched, rand, same_as_untouched
@@ -113,7 +113,7 @@ def scheduled(size: int = 2) -> slapo.Schedule:
 
 def test_undo_brings_the_untouched_module_back() -> None:
     model = Block()
-    before = Snapshot(model)
+    before = ModelSnapshot(model)
     split_block(sch := slapo.create_schedule(model, mesh={"tp": 2}))
     assert before.differences(model) != []
     sch.undo(to=0)

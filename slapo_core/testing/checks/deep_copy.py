@@ -51,12 +51,12 @@ def _tensors(model: nn.Module, batch: object) -> list[torch.Tensor]:
         ]
 
 
-def _compare(expected: list[torch.Tensor], got: list[torch.Tensor], problem: str, required: str) -> None:
+def _compare(expected: list[torch.Tensor], got: list[torch.Tensor], violation: str, required: str) -> None:
     if len(expected) != len(got):
-        raise CheckError(problem, required=required, got=f"{len(got)} tensors, not {len(expected)}", hint=_HINT)
+        raise CheckError(violation, required=required, got=f"{len(got)} tensors, not {len(expected)}", hint=_HINT)
     for number, (one, other) in enumerate(zip(expected, got, strict=True), start=1):
         if one.shape != other.shape or not torch.equal(one.nan_to_num(), other.nan_to_num()):
             what = f"shape {tuple(other.shape)}, not {tuple(one.shape)}"
             if one.shape == other.shape:
                 what = f"a difference of up to {(one.double() - other.double()).abs().max().item():.3g}"
-            raise CheckError(problem, required=required, got=f"tensor {number} of the output: {what}", hint=_HINT)
+            raise CheckError(violation, required=required, got=f"tensor {number} of the output: {what}", hint=_HINT)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from slapo_core.errors import PluginError
-from slapo_core.plugins.loading import base_class, class_breaches
+from slapo_core.plugins.loading import class_violations
 from slapo_core.plugins.model import LOCAL_VERSION, Entry
 from slapo_core.plugins.process import current_registry
 from slapo_core.testing.case import Case
@@ -55,12 +55,12 @@ def entry_point_agrees(case: Case) -> None:
 
 
 def _hold(cls: type, entry: Entry, declaration: str) -> None:
-    breaches = class_breaches(cls, entry, base=base_class("primitives"))
-    if breaches:
+    violations = class_violations(cls, entry)
+    if violations:
         raise CheckError(
             f"the class {cls.__qualname__} and its entry point '{entry.name}' do not agree",
             required=f"a frozen dataclass derived from Primitive, with {declaration}",
-            got="; ".join(breaches),
+            got="; ".join(violations),
             hint="correct the class, or the entry point in pyproject.toml and run `pip install -e .` again",
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from slapo_core.testing.bench import Bench, prepare
 from slapo_core.testing.case import Case
 from slapo_core.testing.check import CheckError, NotApplicable
-from slapo_core.testing.snapshot import Snapshot, listed
+from slapo_core.testing.snapshot import ModelSnapshot, listed
 
 __all__ = ["faults_roll_back"]
 
@@ -20,7 +20,7 @@ def faults_roll_back(case: Case) -> None:
     if not edits:
         raise NotApplicable("it makes no edit in this case, only a note: there is nothing to roll back")
     bench = prepare(case, mesh_size=2)
-    before, records = Snapshot(bench.model), bench.schedule.records
+    before, records = ModelSnapshot(bench.model), bench.schedule.records
     layouts = dict(bench.schedule.tree.layouts)
     for number in range(1, edits + 1):
         place = f"a fault after edit {number} of {edits}"

@@ -14,12 +14,12 @@ def light_import(case: Case) -> None:
     module = type(case.value()).__module__
     if module == "__main__":
         raise NotApplicable("the primitive is defined in a script: nothing imports it")
-    breaches = probe(module).breaches
-    if breaches:
+    violations = probe(module).violations
+    if violations:
         raise CheckError(
             f"importing {module} is not light",
             required=f"less than {CPU_LIMIT:g} s of CPU beyond torch, nothing printed, no framework imported, "
             "no global state changed",
-            got="; ".join(breaches),
+            got="; ".join(violations),
             hint="import frameworks and do work inside the functions that need them",
         )

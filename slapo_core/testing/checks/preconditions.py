@@ -8,7 +8,7 @@ from slapo_core.spec.violation import Violation
 from slapo_core.testing.bench import Bench, prepare
 from slapo_core.testing.case import Case
 from slapo_core.testing.check import CheckError
-from slapo_core.testing.snapshot import Snapshot, listed
+from slapo_core.testing.snapshot import ModelSnapshot, listed
 
 __all__ = ["preconditions_mutate_nothing"]
 
@@ -23,7 +23,7 @@ def preconditions_mutate_nothing(case: Case) -> None:
 
 def _ask(bench: Bench, path: str, primitive: object) -> None:
     node = bench.node_at(path)
-    before, random = Snapshot(bench.model), torch.get_rng_state()
+    before, random = ModelSnapshot(bench.model), torch.get_rng_state()
     first = _violations(primitive, node)
     second = _violations(primitive, node)
     if first != second:

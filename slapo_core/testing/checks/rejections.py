@@ -7,7 +7,7 @@ from slapo_core.spec.primitive import Primitive
 from slapo_core.testing.bench import Bench, prepare
 from slapo_core.testing.case import Case
 from slapo_core.testing.check import CheckError, NotApplicable
-from slapo_core.testing.snapshot import Snapshot, listed
+from slapo_core.testing.snapshot import ModelSnapshot, listed
 
 __all__ = ["rejected_cases_change_nothing"]
 
@@ -19,7 +19,7 @@ def rejected_cases_change_nothing(case: Case) -> None:
         raise NotApplicable("the case has no rejects=[...]: values that must be refused")
     bench = prepare(case, mesh_size=2)
     for path, primitive in rejected:
-        before = Snapshot(bench.model)
+        before = ModelSnapshot(bench.model)
         records = bench.schedule.records
         error = _refusal(bench, path, primitive)
         bare = [violation.message for violation in error.violations if not violation.hint]

@@ -5,14 +5,16 @@ from __future__ import annotations
 from slapo_core.tree.journal.calls import AddHook, WrapForward
 from slapo_core.tree.journal.entry import Entry
 from slapo_core.tree.journal.modules import ReplaceModule, SetAttribute
-from slapo_core.tree.journal.tensors import Annotate, SetRequiresGrad, SetTensor
+from slapo_core.tree.journal.tensors import Annotate, KeepOnRank, SetLayout, SetRequiresGrad, SetTensor
 
 __all__ = [
     "AddHook",
     "Annotate",
     "Entry",
+    "KeepOnRank",
     "ReplaceModule",
     "SetAttribute",
+    "SetLayout",
     "SetRequiresGrad",
     "SetTensor",
     "WrapForward",

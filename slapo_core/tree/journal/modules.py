@@ -5,21 +5,27 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch.nn.parameter import is_lazy
 
 from slapo_core.spec.layout import Layout
 from slapo_core.tree.assignment import MISSING, Assignment
-from slapo_core.tree.index import full_name
 from slapo_core.tree.journal.entry import Entry
 
 if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
     from slapo_core.tree.tree import Tree
 
 __all__ = ["ReplaceModule", "SetAttribute"]
 
 
 class ReplaceModule(Entry):
-    """Another module under every path of the old one."""
+    """Another module under every path of the old one.
+
+    A tensor of the old module that the new one holds too stays what it is. Any other one of the same name, or of the
+    name that ``moved`` gives, takes over its layout; the rest of the new module's tensors is added.
+    """
 
     def __init__(self, tree: Tree, path: str, new: nn.Module, moved: dict[str, str], dropped: frozenset[str]) -> None:
         self.tree, self.path, self.new = tree, path, new
@@ -28,39 +34,28 @@ class ReplaceModule(Entry):
             (tree.module_at(parent), name)
             for parent, _, name in (place.rpartition(".") for place in tree.index.paths_of(path))
         ]
-        prefix = f"{path}."
-        below = {name: layout for name, layout in tree.layouts.items() if name.startswith(prefix)}
-        arrived: dict[str, Layout | None] = {}
-        for name, tensor in _named_tensors(self.old):
-            if name in dropped:
-                continue
-            target = moved.get(name, name)
-            layout = below.get(prefix + name)
-            if layout is None and target != name:
-                layout = Layout(prefix + name, tuple(tensor.shape))
-            if layout is not None:
-                arrived[prefix + target] = layout
+        table = tree.tensors
+        before = {name: (tensor, table.layout(tensor, f"{path}.{name}")) for name, tensor in _named_tensors(self.old)}
+        successor = {moved.get(name, name): layout for name, (_, layout) in before.items() if name not in dropped}
+        self.assigned: list[tuple[torch.Tensor, Layout]] = []
         for name, tensor in _named_tensors(new):
-            if name in dropped and prefix + name not in arrived:  # another tensor of the same name
-                arrived[prefix + name] = Layout("", tuple(tensor.shape))
-        self.old_layouts: dict[str, Layout | None] = dict.fromkeys(arrived) | below
-        self.new_layouts: dict[str, Layout | None] = dict.fromkeys(below) | arrived
-        # A module that stands in a second place has its canonical path there once the first is gone, or the reverse.
-        self.elsewhere = [(name, tree.index.tensor_at(name), layout) for name, layout in tree.layouts.items()]
-        self.arrived = arrived
+            if not table.is_known(tensor):
+                shape = () if is_lazy(tensor) else tuple(tensor.shape)
+                self.assigned.append((tensor, successor.get(name) or Layout("", shape)))
+        self.dropped = frozenset(before[name][1].origin for name in dropped if name in before)
+        self.before: list[Layout | None] = []
+        self.dropped_before: frozenset[str] = frozenset()
 
     def redo(self) -> None:
         self._set(self.new)
-        for name, tensor, layout in self.elsewhere:
-            sites = [full_name(*site) for site in self.tree.sites.of(tensor)] if tensor is not None else []
-            for other in {name, *sites} - self.arrived.keys():
-                self.old_layouts.setdefault(other, self.tree.layouts.get(other))
-                self.new_layouts[other] = layout if other in sites else None
-        self.tree.set_layouts(self.new_layouts)
+        self.before = [self.tree.tensors.assign(tensor, layout) for tensor, layout in self.assigned]
+        self.dropped_before = self.tree.tensors.drop(self.dropped)
 
     def undo(self) -> None:
         self._set(self.old)
-        self.tree.set_layouts(self.old_layouts)
+        for (tensor, _), layout in zip(self.assigned, self.before, strict=False):
+            self.tree.tensors.assign(tensor, layout)
+        self.tree.tensors.dropped = self.dropped_before
 
     def _set(self, module: nn.Module) -> None:
         for parent, name in self.holders:
@@ -74,16 +69,19 @@ class ReplaceModule(Entry):
 class SetAttribute(Entry):
     """A plain attribute."""
 
-    def __init__(self, module: nn.Module, name: str, value: Any) -> None:
-        self.module, self.name, self.new = module, name, value
+    def __init__(self, tree: Tree, module: nn.Module, name: str, value: Any) -> None:
+        self.tree, self.module, self.name, self.new = tree, module, name, value
         self.old = module.__dict__.get(name, MISSING)
         self.assignment = Assignment(module, name)
 
     def redo(self) -> None:
         self.assignment.set(self.new)
+        self.tree.attributes.append((self.module, self.name))
 
     def undo(self) -> None:
         self.assignment.undo()
+        if (self.module, self.name) in self.tree.attributes:
+            self.tree.attributes.remove((self.module, self.name))
 
     def describe(self) -> str:
         old = "(none)" if self.old is MISSING else repr(self.old)

@@ -1,11 +1,8 @@
-"""Another parameter or buffer object, its attributes, and whether it is trained."""
+"""Another parameter or buffer object, where it lives, what it stands for, its attributes, whether it is trained."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
-
-import torch
-from torch import nn
 
 from slapo_core.spec.layout import Layout
 from slapo_core.tree.assignment import MISSING, Assignment
@@ -13,38 +10,55 @@ from slapo_core.tree.index import full_name
 from slapo_core.tree.journal.entry import Entry
 
 if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
     from slapo_core.tree.tree import Tree
 
-__all__ = ["Annotate", "SetRequiresGrad", "SetTensor"]
+__all__ = ["Annotate", "KeepOnRank", "SetLayout", "SetRequiresGrad", "SetTensor"]
+
+Sites = tuple[tuple[str, str], ...]
 
 
 class SetTensor(Entry):
-    """Another parameter or buffer object in every place that holds the old one."""
+    """Another parameter or buffer object in every place that holds the old one.
+
+    Args:
+        tree: the tree.
+        sites: ``(module path, own name)`` of each place.
+        old: what stands there; None for an empty slot.
+        new: what comes there; None empties the slot.
+        layout: of ``new``; None: a tensor of the model keeps its own, and another one takes over that of ``old``.
+    """
 
     def __init__(
-        self,
-        tree: Tree,
-        sites: tuple[tuple[str, str], ...],
-        old: torch.Tensor | None,
-        new: torch.Tensor | None,
-        layout: Layout | None,
+        self, tree: Tree, sites: Sites, old: torch.Tensor | None, new: torch.Tensor | None, layout: Layout | None
     ) -> None:
         self.tree, self.sites, self.old, self.new = tree, sites, old, new
         self.holders = [Assignment(tree.index.modules[path], name) for path, name in sites]
         # What the model's author or ``annotate`` set on the old object goes with it, and goes away again with ``undo``.
         self.carried = _attributes_to_carry(old, new)
-        names = [full_name(path, name) for path, name in sites]
-        self.old_layouts = {name: tree.layouts.get(name) for name in names}
-        self.new_layouts = {name: layout or self.old_layouts[name] for name in names}
+        former = tree.tensors.layout(old, full_name(*sites[0])) if old is not None else None
+        self.layout, self.dropped = layout, tuple[str, ...]()
+        if new is not None and layout is None and not tree.tensors.is_known(new):
+            self.layout = former or Layout("", tuple(new.shape))
+        elif former is not None and layout is None:
+            own = tree.tensors.layout(new, "").origin if new is not None else None
+            self.dropped = (former.origin,) if own != former.origin else ()
+        self.before: Layout | None = None
+        self.dropped_before: frozenset[str] = frozenset()
 
     def redo(self) -> None:
+        table = self.tree.tensors
         if self.new is not None:
             self.new.__dict__.update(self.carried)
         for holder in self.holders:
             # By attribute and not into the dictionary: modules such as nn.LSTM keep further references.
             holder.set(self.new)
         self.tree.sites.move(self.old, self.new, self.sites)
-        self.tree.set_layouts(self.new_layouts)
+        if self.new is not None and self.layout is not None:
+            self.before = table.assign(self.new, self.layout)
+        self.dropped_before = table.drop(self.dropped)
 
     def undo(self) -> None:
         for holder in reversed(self.holders):
@@ -52,15 +66,71 @@ class SetTensor(Entry):
         for key in self.carried:
             self.new.__dict__.pop(key, None)
         self.tree.sites.move(self.new, self.old, self.sites)
-        self.tree.set_layouts(self.old_layouts)
+        if self.new is not None and self.layout is not None:
+            self.tree.tensors.assign(self.new, self.before)
+        self.tree.tensors.dropped = self.dropped_before
 
     def describe(self) -> str:
         (_, name), *others = self.sites
         shapes = [tuple(tensor.shape) if tensor is not None else None for tensor in (self.old, self.new)]
         change = f"{shapes[0]} -> {shapes[1]}" if shapes[0] != shapes[1] else f"{shapes[0]}, other values"
-        layout = self.new_layouts[full_name(*self.sites[0])]
+        layout = self.layout
         tied = f", tied with {', '.join(full_name(*site) for site in others)}" if others else ""
         return f"{name} {change}" + (f", {layout}" if layout and layout.placements else "") + tied
+
+
+class SetLayout(Entry):
+    """What a tensor stands for, where the tensor itself stays: a split over a mesh dimension of one rank."""
+
+    def __init__(self, tree: Tree, name: str, tensor: torch.Tensor, layout: Layout) -> None:
+        self.tree, self.name, self.tensor, self.layout = tree, name, tensor, layout
+        self.before: Layout | None = None
+
+    def redo(self) -> None:
+        self.before = self.tree.tensors.assign(self.tensor, self.layout)
+
+    def undo(self) -> None:
+        self.tree.tensors.assign(self.tensor, self.before)
+
+    def describe(self) -> str:
+        return f"{self.name} {tuple(self.tensor.shape)} stays, {self.layout}"
+
+
+class KeepOnRank(Entry):
+    """A tensor on one rank of a mesh dimension only; elsewhere its slot is empty.
+
+    Args:
+        tree: the tree.
+        sites: every place of the tensor.
+        tensor: what stands there.
+        mesh_dim: e.g. ``"pp"``.
+        rank: its owner along ``mesh_dim``.
+        is_owner: whether this process is it.
+    """
+
+    def __init__(
+        self, tree: Tree, sites: Sites, tensor: torch.Tensor, mesh_dim: str, rank: int, *, is_owner: bool
+    ) -> None:
+        self.tree, self.sites, self.owner = tree, sites, (mesh_dim, rank)
+        self.origin = tree.tensors.layout(tensor, full_name(*sites[0])).origin
+        self.emptied = None if is_owner else SetTensor(tree, sites, tensor, None, None)
+        self.before = tree.tensors.kept_on
+
+    def redo(self) -> None:
+        self.before, dropped = self.tree.tensors.kept_on, self.tree.tensors.dropped
+        if self.emptied is not None:
+            self.emptied.redo()
+            self.tree.tensors.dropped = dropped
+        self.tree.tensors.kept_on = {**self.before, self.origin: self.owner}
+
+    def undo(self) -> None:
+        if self.emptied is not None:
+            self.emptied.undo()
+        self.tree.tensors.kept_on = self.before
+
+    def describe(self) -> str:
+        mesh_dim, rank = self.owner
+        return f"{self.sites[0][1]} is kept on rank {rank} of '{mesh_dim}' only"
 
 
 class Annotate(Entry):
@@ -86,19 +156,21 @@ class Annotate(Entry):
 class SetRequiresGrad(Entry):
     """Whether a parameter is trained."""
 
-    def __init__(self, tree: Tree, parameter: nn.Parameter, sites: tuple[tuple[str, str], ...], flag: bool) -> None:
+    def __init__(self, tree: Tree, parameter: nn.Parameter, sites: Sites, flag: bool) -> None:
         self.tree, self.parameter, self.new = tree, parameter, flag
-        self.old = parameter.requires_grad
-        self.name = sites[0][1]
-        self.before = {full_name(*site): tree.trainable.get(full_name(*site)) for site in sites}
+        self.old, self.name = parameter.requires_grad, sites[0][1]
+        own = full_name(*sites[0])
+        self.key = tree.tensors.layout(parameter, own).origin or own
+        self.before = tree.tensors.trained
 
     def redo(self) -> None:
         self.parameter.requires_grad_(self.new)
-        self.tree.set_trainable(dict.fromkeys(self.before, self.new))
+        self.before = self.tree.tensors.trained
+        self.tree.tensors.trained = {**self.before, self.key: self.new}
 
     def undo(self) -> None:
         self.parameter.requires_grad_(self.old)
-        self.tree.set_trainable(self.before)
+        self.tree.tensors.trained = self.before
 
     def describe(self) -> str:
         return f"{self.name} {'is trained' if self.new else 'is frozen'}"

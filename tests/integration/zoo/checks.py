@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import slapo_core as slapo
 from slapo_core.errors import VerifyError, WeightsError
-from tests.core.bit_identical import Snapshot, assert_bit_identical
+from slapo_core.testing import ModelSnapshot, assert_bit_identical
 from tests.integration.zoo.subjects import Subject, call
 
 __all__ = ["CHECKS", "NotApplicable", "blocks", "run_checks"]
@@ -134,7 +134,7 @@ def keeps_names(subject: Subject) -> None:
 def undoes(subject: Subject) -> None:
     """After verify and undo(to=0) everything that one can see of the model is as before."""
     model, batch = subject.given()
-    before = Snapshot(model)
+    before = ModelSnapshot(model)
     sch = slapo.create_schedule(model)
     path = a_linear(model)
     if path is not None:
@@ -143,7 +143,7 @@ def undoes(subject: Subject) -> None:
         sch[path].checkpoint()
     if not sch.records:
         raise NotApplicable("nothing to apply: no block, no nn.Linear")
-    assert before.difference(Snapshot(model)) is not None
+    assert before.differences(model)
     slapo.verify(sch, batch, steps=0)
     sch.undo(to=0)
     assert_bit_identical(before, model)

@@ -13,14 +13,14 @@ from slapo_core.verification.precision import DtypeObserver, coarsest, is_inexac
 from slapo_core.verification.run import STAGES, Conditions, Observation, run_stages, step_size
 from slapo_core.verification.subjects import Subjects
 
-__all__ = ["EARLY", "Reference", "ReferenceRuns"]
+__all__ = ["EARLY", "UntouchedRun", "UntouchedRuns"]
 
 EARLY = STAGES[:2]
 """The stages that every model can run; on one copy."""
 
 
 @dataclass
-class Reference:
+class UntouchedRun:
     """What the untouched model gave, and in which types it computed."""
 
     seen: Observation
@@ -32,7 +32,7 @@ class Reference:
 
 
 @dataclass(frozen=True)
-class ReferenceRuns:
+class UntouchedRuns:
     """Runs the untouched model.
 
     Args:
@@ -47,7 +47,7 @@ class ReferenceRuns:
     seed: int
     steps: int
 
-    def run(self, dtype: torch.dtype | None) -> tuple[Reference, float]:
+    def run(self, dtype: torch.dtype | None) -> tuple[UntouchedRun, float]:
         """The first two stages of the untouched model, and the learning rate for the last."""
         model = self.subjects.reference(dtype)
         conditions = Conditions(dtype=dtype, seed=self.seed, steps=self.steps)
@@ -57,10 +57,10 @@ class ReferenceRuns:
         with observer:
             seen = run_stages(model, inputs, conditions, EARLY)
         lowest = coarsest([base, *(found for found in observer.seen if _coarser(found, base))])
-        return Reference(seen, conditions, EARLY, lowest, base, ()), step_size(model, seen)
+        return UntouchedRun(seen, conditions, EARLY, lowest, base, ()), step_size(model, seen)
 
-    def late_stages(self, reference: Reference, rate: float) -> Callable[[], tuple[Reference, float]]:
-        def run() -> tuple[Reference, float]:
+    def late_stages(self, reference: UntouchedRun, rate: float) -> Callable[[], tuple[UntouchedRun, float]]:
+        def run() -> tuple[UntouchedRun, float]:
             conditions, dtype = reference.conditions, reference.conditions.dtype
             stages, notes = list(EARLY), []
             if any(is_inexact(tensor) for _, tensor in self.inputs.tensors()):

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
 from slapo_core.errors import OptimizerError
-from slapo_core.weights.survey import survey
-
-if TYPE_CHECKING:
-    from slapo_core.schedule.schedule import Schedule
 
 __all__ = ["make_optimizer"]
 
@@ -19,16 +15,22 @@ _CALL = "build(sch, optimizer=lambda params: torch.optim.AdamW(params, lr=1e-4))
 
 
 def make_optimizer(
-    schedule: Schedule, factory: Callable[[list[torch.nn.Parameter]], Any] | None
+    parameters: Mapping[str, torch.nn.Parameter],
+    factory: Callable[[list[torch.nn.Parameter]], Any] | None,
+    originals: Mapping[int, str],
 ) -> torch.optim.Optimizer | None:
-    """Call the factory with the model's parameters, each once, and check what it made.
+    """Call the factory with the engine's parameters, and check what it made.
+
+    Args:
+        parameters: those to train, each once, by name.
+        factory: the user's; None makes none.
+        originals: the untouched model's names of its tensors, by the tensors' identity.
 
     Raises:
         OptimizerError: it made something else, left out parameters that need training, or took foreign ones.
     """
     if factory is None:
         return None
-    parameters = dict(schedule.model.named_parameters())
     optimizer = factory(list(parameters.values()))
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise OptimizerError(
@@ -40,7 +42,7 @@ def make_optimizer(
     if foreign:
         raise OptimizerError(
             f"the optimiser holds {len(foreign)} parameters that are not the engine's: "
-            + ", ".join(_names_of(schedule, foreign)),
+            + ", ".join(_names_of(originals, foreign)),
             hint=f"use the parameters that the factory is given: {_CALL}",
         )
     in_optimizer = {id(parameter) for parameter in held}
@@ -55,8 +57,7 @@ def make_optimizer(
     return optimizer
 
 
-def _names_of(schedule: Schedule, foreign: list[torch.Tensor]) -> list[str]:
-    originals = {id(tensor): name for name, tensor in survey(schedule)[1].items()}
+def _names_of(originals: Mapping[int, str], foreign: list[torch.Tensor]) -> list[str]:
     return [
         f"'{originals[id(tensor)]}' of the untouched model"
         if id(tensor) in originals

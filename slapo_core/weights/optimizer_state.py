@@ -12,8 +12,8 @@ from slapo_core.spec.layout import Layout
 from slapo_core.weights.sources import Source
 
 if TYPE_CHECKING:
-    from slapo_core.weights.reference import Reference
-    from slapo_core.weights.survey import LiveTensor
+    from slapo_core.spec.state import LiveTensor
+    from slapo_core.weights.state import TensorState
 
 __all__ = ["OptimizerState"]
 
@@ -24,7 +24,7 @@ class OptimizerState:
     """The state of an optimiser over a scheduled model's parameters.
 
     Args:
-        reference: of the model.
+        state: of the model.
         optimizer: its parameters are the model's.
 
     Raises:
@@ -32,21 +32,22 @@ class OptimizerState:
             parameter, or a value is neither a tensor nor JSON.
     """
 
-    def __init__(self, reference: Reference, optimizer: torch.optim.Optimizer) -> None:
-        self._mesh = reference.mesh
+    def __init__(self, state: TensorState, optimizer: torch.optim.Optimizer) -> None:
+        self._mesh = state.mesh
         self._optimizer = optimizer
         self._kind = type(optimizer).__name__
+        origins = state.correspondence.survey.origins
         self._layouts: dict[int, tuple[str, Layout, tuple[int, ...]]] = {}
-        for live in reference.live():
-            spec = reference.survey.spec_of(live.layout)
-            name = spec.name if spec is not None else _own_name(live, reference)
+        for live in state.tensors():
+            carried = bool(live.stands_for) and live.layout.origin in origins
+            name = live.stands_for[0] if carried else _own_name(live, origins)
             self._layouts[id(live.tensor)] = (name, live.layout, tuple(live.tensor.shape))
         self._loaded: dict[str, Any] | None = None
         self._tensors: list[tuple[str, Layout, torch.Tensor]] = []
         self._groups = [self._group(group) for group in optimizer.param_groups]
         self._scalars: dict[str, dict[str, Any]] = {}
-        for parameter, state in optimizer.state.items():
-            self._collect(parameter, state)
+        for parameter, values in optimizer.state.items():
+            self._collect(parameter, values)
         self._tensors.sort(key=lambda item: item[0])  # gathering is a collective: the same order on every rank
 
     # -- out --------------------------------------------------------------------------------------------------
@@ -134,10 +135,9 @@ class OptimizerState:
         return {"state": state, "param_groups": packed}
 
 
-def _own_name(live: LiveTensor, reference: Reference) -> str:
+def _own_name(live: LiveTensor, origins: Mapping[str, str]) -> str:
     """The name of a parameter that no untouched one is: never that of an untouched one, whose state is another."""
-    taken = live.name in reference.survey.origins
-    return f"{live.name} as {tuple(live.layout.shape)} of its own" if taken else live.name
+    return f"{live.name} as {tuple(live.layout.shape)} of its own" if live.name in origins else live.name
 
 
 def _groups_differ(saved: list[list[str]], present: list[list[str]]) -> str:

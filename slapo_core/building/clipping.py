@@ -10,7 +10,7 @@ from torch import nn
 
 if TYPE_CHECKING:
     from slapo_core.spec.mesh import Mesh
-    from slapo_core.weights.reference import Reference
+    from slapo_core.weights.correspondence import Correspondence
 
 __all__ = ["GradientClipper"]
 
@@ -21,16 +21,21 @@ class GradientClipper:
     Pieces of a sharded parameter are counted on every rank of the mesh dimensions that split it; replicas once.
     """
 
-    def __init__(self, reference: Reference, max_norm: float) -> None:
-        self._mesh: Mesh | None = reference.mesh
+    def __init__(self, correspondence: Correspondence, max_norm: float) -> None:
+        self._mesh: Mesh | None = correspondence.mesh
         self._max_norm = max_norm
         by_dims: dict[tuple[str, ...], list[nn.Parameter]] = {(): []}
-        for live in reference.live():
+        for mesh_dim, _ in sorted(set(correspondence.tree.tensors.kept_on.values())):
+            by_dims.setdefault(self._running(mesh_dim), [])  # the owner's gradients; the other ranks have none
+        for live in correspondence.live():
             if isinstance(live.tensor, nn.Parameter):
                 dims = {mesh_dim for mesh_dim, _ in live.layout.shards()}
-                split = tuple(dim for dim in sorted(dims) if self._mesh is not None and self._mesh.size(dim) > 1)
-                by_dims.setdefault(split, []).append(live.tensor)
+                dims.update(mesh_dim for mesh_dim, _ in correspondence.owners(live))
+                by_dims.setdefault(self._running(*dims), []).append(live.tensor)
         self._by_dims = by_dims
+
+    def _running(self, *mesh_dims: str) -> tuple[str, ...]:
+        return tuple(dim for dim in sorted(mesh_dims) if self._mesh is not None and self._mesh.size(dim) > 1)
 
     def clip(self) -> torch.Tensor:
         """Clip in place.
@@ -43,7 +48,8 @@ class GradientClipper:
             gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
             norm = nn.utils.get_total_norm(gradients)
             if dims and self._mesh is not None:
-                square = norm.to(parameters[0].device).square()  # a rank without gradients takes part too
+                device = parameters[0].device if parameters else norm.device
+                square = norm.to(device).square()  # a rank without gradients takes part too
                 for mesh_dim in dims:
                     dist.all_reduce(square, group=self._mesh.group(mesh_dim))
                 norm = square.sqrt()

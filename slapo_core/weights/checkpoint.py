@@ -18,13 +18,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from slapo_core.errors import BuildError, WeightsError
-from slapo_core.native.optimizer_state import OptimizerState
-from slapo_core.ranks.agreement import together
-from slapo_core.weights.reference import is_first_rank
+from slapo_core.ranks.world import together
+from slapo_core.weights.optimizer_state import OptimizerState
 from slapo_core.weights.sources import SafetensorsSource
 
 if TYPE_CHECKING:
-    from slapo_core.weights.reference import Reference
+    from slapo_core.weights.state import TensorState
 
 __all__ = ["load_checkpoint", "save_checkpoint"]
 
@@ -33,28 +32,28 @@ MODEL, ADDED, OPTIMIZER, MANIFEST = "model.safetensors", "added.safetensors", "o
 
 
 def save_checkpoint(
-    directory: str | os.PathLike[str], reference: Reference, optimizer: torch.optim.Optimizer | None
+    directory: str | os.PathLike[str], state: TensorState, optimizer: torch.optim.Optimizer | None
 ) -> None:
     """Write weights and optimiser state: a collective; the first rank of the mesh writes.
 
     Raises:
         BuildError: the optimiser holds something that has no place in a checkpoint, or writing failed; on every rank.
     """
-    mesh = reference.mesh
+    mesh = state.mesh
     with together(mesh, "saving the optimiser's state"):
-        state = OptimizerState(reference, optimizer) if optimizer is not None else None
-    weights = reference.state_dict(rank0_only=True, include_added=True)
-    tensors = state.gather() if state is not None else {}
+        moments = OptimizerState(state, optimizer) if optimizer is not None else None
+    weights = state.state_dict(rank0_only=True, include_added=True)
+    tensors = moments.gather() if moments is not None else {}
     with together(mesh, f"writing the checkpoint '{directory}'"):
-        if is_first_rank(mesh):
-            own = {key: weights[key] for key in reference.survey.keys}
+        if mesh is None or mesh.is_first_rank:
+            own = {key: weights[key] for key in state.correspondence.survey.keys}
             added = {name: tensor for name, tensor in weights.items() if name not in own}
-            manifest = {"format": FORMAT, "optimizer": state.description() if state is not None else None}
+            manifest = {"format": FORMAT, "optimizer": moments.description() if moments is not None else None}
             _write(Path(directory), {MODEL: own, ADDED: added, OPTIMIZER: tensors}, manifest)
 
 
 def load_checkpoint(
-    directory: str | os.PathLike[str], reference: Reference, optimizer: torch.optim.Optimizer | None
+    directory: str | os.PathLike[str], state: TensorState, optimizer: torch.optim.Optimizer | None
 ) -> None:
     """Read weights and, if the engine has an optimiser, its state; every rank reads its own pieces.
 
@@ -63,36 +62,36 @@ def load_checkpoint(
         BuildError: the optimiser's state does not fit this optimiser; nothing was changed.
     """
     path = Path(directory)
-    with together(reference.mesh, f"reading the checkpoint '{directory}'"):
+    with together(state.mesh, f"reading the checkpoint '{directory}'"):
         manifest = _read_manifest(path)
         source = SafetensorsSource(path / MODEL)
         added = SafetensorsSource(path / ADDED) if ADDED in manifest["files"] else None
-        state = None
+        moments = None
         if optimizer is not None:
             if manifest["optimizer"] is None:
                 raise BuildError(
                     f"the checkpoint '{path}' holds no optimiser state, and this engine has an optimiser",
                     hint="load the weights only: build(sch, weights=dir)",
                 )
-            state = OptimizerState(reference, optimizer)
+            moments = OptimizerState(state, optimizer)
             tensors = SafetensorsSource(path / OPTIMIZER) if OPTIMIZER in manifest["files"] else None
-            state.prepare(manifest["optimizer"], tensors)
-        reference.load_state_dict(source)
-        _load_added(reference, added)
-        if state is not None:
-            state.load()
+            moments.prepare(manifest["optimizer"], tensors)
+        state.load_state_dict(source)
+        _load_added(state, added)
+        if moments is not None:
+            moments.load()
 
 
-def _load_added(reference: Reference, added: SafetensorsSource | None) -> None:
+def _load_added(state: TensorState, added: SafetensorsSource | None) -> None:
     import warnings
 
     shapes = added.shapes() if added is not None else {}
-    live = {tensor.name: tensor for tensor in reference.added()}
+    live = {tensor.name: tensor for tensor in state.correspondence.added()}
     fitting = [name for name, tensor in live.items() if shapes.get(name) == tuple(tensor.layout.shape)]
     for name in fitting:
         assert added is not None
         with torch.no_grad():
-            live[name].tensor.copy_(added.read(name, live[name].layout, reference.mesh))
+            live[name].tensor.copy_(added.read(name, live[name].layout, state.mesh))
     for names, what in (
         (set(live) - set(fitting), "not in the checkpoint, so left as they are"),
         (set(shapes) - set(fitting), "in the checkpoint, but nowhere in this schedule"),

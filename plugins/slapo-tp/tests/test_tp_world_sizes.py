@@ -1,0 +1,152 @@
+"""A schedule is accepted or refused alike at every world size: layouts, hooks and forwards are state at size 1 too."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import slapo_core as slapo
+
+
+class Block(nn.Module):
+    """Two layers that share nothing, and an embedding; all sizes divide by 4."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, 8)
+        self.up = nn.Linear(8, 16)
+        self.down = nn.Linear(16, 8)
+        self.up.heads = 4
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.relu(self.up(self.embed(ids))))
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.block(ids)
+
+
+def _fresh(old: Any) -> nn.Module:
+    """A module of the present sizes."""
+    if isinstance(old, nn.Embedding):
+        return nn.Embedding(old.num_embeddings, old.embedding_dim)
+    return nn.Linear(old.in_features, old.out_features)
+
+
+class Wrapped(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+Step = Callable[[slapo.Schedule], Any]
+
+STEPS: dict[str, Step] = {
+    "shard(weight, 0)": lambda sch: sch["block.up"].shard("weight", axis=0),
+    "shard(weight, 1)": lambda sch: sch["block.up"].shard("weight", axis=1),
+    "shard(bias)": lambda sch: sch["block.up"].shard("bias", axis=0),
+    "shard(both)": lambda sch: sch["block.up"].shard(["weight", "bias"], axis=0),
+    "sync(all_reduce)": lambda sch: sch["block.up"].sync("fwd_post", "all_reduce"),
+    "sync(all_gather)": lambda sch: sch["block.up"].sync("fwd_post", "all_gather"),
+    "sync(forward)": lambda sch: sch["block.up"].sync("forward"),
+    "sync(backward)": lambda sch: sch["block.up"].sync("backward"),
+    "sync above": lambda sch: sch["block"].sync("fwd_post", "all_reduce"),
+    "sync_gradient": lambda sch: sch["block.up"].sync_gradient("bias"),
+    "shard_attribute": lambda sch: sch["block.up"].shard_attribute("heads"),
+    "checkpoint": lambda sch: sch["block.up"].checkpoint(),
+    "checkpoint above": lambda sch: sch["block"].checkpoint(),
+    "replace, weights dropped": lambda sch: sch["block.up"].replace(nn.Linear(8, 16), drop=["weight", "bias"]),
+    "replace, weights taken": lambda sch: sch["block.up"].replace(_fresh),
+    "replace, fixed sizes": lambda sch: sch["block.up"].replace(nn.Linear(8, 16)),
+    "wrap": lambda sch: sch["block.up"].replace(Wrapped),
+    "replace above": lambda sch: sch["block"].replace(lambda old: Block()),
+    "shard rows": lambda sch: sch["block.embed"].shard("weight", axis=0),
+    "replace rows": lambda sch: sch["block.embed"].replace(_fresh),
+    "undo": lambda sch: sch.undo(),
+}
+
+
+def outcome(names: tuple[str, ...], size: int) -> tuple[str, ...]:
+    """What each step of a sequence comes to on a declared mesh of ``size`` ranks."""
+    sch = slapo.create_schedule(Blocks(), mesh={"tp": size})
+    found = []
+    for name in names:
+        try:
+            STEPS[name](sch)
+        except slapo.SlapoError as error:
+            found.append(type(error).__name__)
+        else:
+            found.append("accepted")
+    return tuple(found)
+
+
+def differing(sequences: Any, sizes: tuple[int, ...]) -> list[str]:
+    found = []
+    for names in sequences:
+        first, *others = [outcome(names, size) for size in sizes]
+        found += [f"{names}: {first} on one rank, {other} on more" for other in others if other != first]
+    return found
+
+
+def test_every_pair_of_steps_is_judged_alike_at_every_world_size() -> None:
+    assert differing(itertools.product(STEPS, repeat=2), (1, 2, 4)) == []
+
+
+@pytest.mark.parametrize("first", ["shard(weight, 0)", "shard(weight, 1)", "shard(both)", "shard rows"])
+def test_what_follows_a_split_is_judged_alike_at_every_world_size(first: str) -> None:
+    assert differing(((first, *rest) for rest in itertools.product(STEPS, repeat=2)), (1, 2)) == []
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_new_module_may_be_split_again(size: int) -> None:
+    sch = slapo.create_schedule(Blocks(), mesh={"tp": size})
+    sch["block.up"].shard("weight", axis=0)
+    sch["block.up"].replace(nn.Linear(8, 16), drop=["weight", "bias"])
+    assert sch["block.up"].layout("weight").placements == ()
+    sch["block.up"].shard("weight", axis=0)
+    assert sch["block.up"].layout("weight").shards() == (("tp", 0),)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_sync_of_a_module_that_is_whole_again_is_refused(size: int) -> None:
+    """It would add up the whole output once for every rank."""
+    sch = slapo.create_schedule(Blocks(), mesh={"tp": size})
+    sch["block.up"].shard("weight", axis=0)
+    sch["block.up"].replace(nn.Linear(8, 16), drop=["weight", "bias"])
+    with pytest.raises(slapo.PreconditionError) as caught:
+        sch["block.up"].sync("fwd_post", "all_reduce")
+    assert str(caught.value) == (
+        "cannot apply sync('fwd_post', op='all_reduce') at 'block.up': nothing was split over mesh_dim 'tp' on this "
+        'module or below it; write shard("weight", axis=...) before'
+    )
+
+
+def test_one_rank_costs_nothing() -> None:
+    """No hook, no forward and no other tensor: only the schedule knows of the split."""
+    model = Blocks()
+    up, weight, before = model.block.up, model.block.up.weight, dict(model.block.up.__dict__)
+    sch = slapo.create_schedule(model, mesh={"tp": 1})
+    sch["block.up"].shard("weight", axis=1).sync("forward")
+    sch["block.down"].shard(["weight", "bias"], axis=0).sync("backward")
+    sch["block.embed"].shard("weight", axis=0).sync("forward")
+    assert up.weight is weight
+    assert {key: value for key, value in up.__dict__.items() if before[key] is not value} == {}
+    assert "forward" not in up.__dict__
+    assert not up._forward_hooks
+    assert not up._forward_pre_hooks
+    assert sch["block.up"].layout("weight").shards() == (("tp", 1),)
+    sch.undo(to=0)
+    assert sch["block.up"].layout("weight").placements == ()

@@ -1,0 +1,65 @@
+"""What the user gave to `build`, beside the schedule and the options of the dialect."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from slapo_core.errors import BuildError, OptimizerError
+
+__all__ = ["Arguments"]
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The arguments of :func:`slapo_core.build`, as they were given."""
+
+    optimizer: Any
+    weights: Any
+    loss: Any
+    max_grad_norm: float | None
+    device: torch.device | str | None
+    seed: int
+
+    def check(self) -> None:
+        """Refuse what cannot be meant.
+
+        Raises:
+            OptimizerError: an optimiser instead of a factory.
+            BuildError: a bad number, or a loss that cannot be called.
+        """
+        optimizer = self.optimizer
+        if isinstance(optimizer, torch.optim.Optimizer):
+            name = type(optimizer).__name__
+            rate = optimizer.param_groups[0].get("lr")
+            shown = f", lr={float(rate):g}" if isinstance(rate, (int, float)) else ""
+            raise OptimizerError(
+                f"optimizer must be a factory (got a {name} made before the schedule was built, which holds the "
+                "untouched model's parameters)",
+                hint=f"build(sch, optimizer=lambda params: torch.optim.{name}(params{shown}))",
+            )
+        if optimizer is not None and not callable(optimizer):
+            raise OptimizerError(
+                f"optimizer must be a factory (got {optimizer!r})",
+                hint="build(sch, optimizer=lambda params: torch.optim.AdamW(params, lr=1e-4))",
+            )
+        if self.loss is not None and not callable(self.loss):
+            raise BuildError(
+                f"loss must be a function of the output and the batch (got {self.loss!r})",
+                hint="loss=lambda output, batch: ...",
+            )
+        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
+            raise BuildError(
+                f"max_grad_norm must be positive (got {self.max_grad_norm})", hint="max_grad_norm=1.0, or None"
+            )
+
+    def torch_device(self) -> torch.device | None:
+        """The device with its index, so that it compares equal to that of a tensor."""
+        if self.device is None:
+            return None
+        device = torch.device(self.device)
+        if device.type == "cuda" and device.index is None:
+            return torch.device("cuda", torch.cuda.current_device())
+        return device

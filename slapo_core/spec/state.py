@@ -1,0 +1,94 @@
+"""What the tensors of a scheduled model stand for, and the way to and from the untouched model's layout."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+    from slapo_core.spec.layout import Layout
+
+__all__ = ["LiveTensor", "ModelState"]
+
+
+@dataclass(frozen=True)
+class LiveTensor:
+    """One parameter or buffer of the scheduled model.
+
+    Args:
+        path: of the module that holds it, e.g. ``"encoder.layer.0.output.dense"``; the first place of a tied one.
+        own_name: its name there, e.g. ``"weight"``.
+        tensor: the local tensor.
+        layout: how it lies in the untouched tensor; ``layout.origin`` is ``""`` where no single one explains it.
+        is_parameter: False for a buffer.
+        is_persistent: whether it belongs into a state dict.
+        stands_for: the untouched tensors that it carries, by first name: one for a layout, several for what a plugin
+            merged, none for what a step added.
+    """
+
+    path: str
+    own_name: str
+    tensor: torch.Tensor = field(repr=False)
+    layout: Layout
+    is_parameter: bool
+    is_persistent: bool
+    stands_for: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The full name in the scheduled model, e.g. ``"encoder.layer.0.output.dense.weight"``."""
+        return f"{self.path}.{self.own_name}" if self.path else self.own_name
+
+    @property
+    def reference_name(self) -> str:
+        """The untouched model's name where there is one; else the tensor's own."""
+        return self.layout.origin or self.name
+
+
+class ModelState(Protocol):
+    """The state of a scheduled model, by the untouched model's names, shapes and layout.
+
+    All methods are collectives where the mesh has several ranks: every rank calls them, in the same order.
+    """
+
+    def tensors(self) -> tuple[LiveTensor, ...]:
+        """Every parameter and buffer of the scheduled model as it is now, each once, in registration order."""
+        ...
+
+    def state_dict(self, *, rank0_only: bool = False, include_added: bool = False) -> dict[str, torch.Tensor]:
+        """The untouched model's state dict: copies on the CPU, with its keys in its order.
+
+        Args:
+            rank0_only: other ranks take part but return an empty dictionary.
+            include_added: also give what a step added, under its own name; without, a warning names it once.
+        """
+        ...
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """The reverse: every rank copies its own pieces into the live tensors.
+
+        Raises:
+            WeightsError: missing or unexpected names, or other shapes; nothing was changed.
+        """
+        ...
+
+    def save(self, directory: str | os.PathLike[str], *, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Write weights and the optimiser's state, readable under any schedule of the same model.
+
+        Raises:
+            BuildError: the optimiser holds something that has no place in a checkpoint, or writing failed.
+        """
+        ...
+
+    def load(self, directory: str | os.PathLike[str], *, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Read what :meth:`save` wrote.
+
+        Raises:
+            WeightsError: no whole checkpoint, or of another model; nothing was changed.
+            BuildError: the optimiser's state does not fit this optimiser; nothing was changed.
+        """
+        ...

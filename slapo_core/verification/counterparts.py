@@ -1,0 +1,75 @@
+"""What of the untouched model each tensor of a copy of the scheduled one stands for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from slapo_core.spec.state import LiveTensor
+    from slapo_core.weights.correspondence import Correspondence
+
+__all__ = ["Counterparts", "named_tensors"]
+
+
+def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters, then buffers, under every name that they have."""
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+
+
+@dataclass(frozen=True)
+class Counterparts:
+    """A correspondence by name, so that it holds for every copy of the scheduled model.
+
+    Args:
+        correspondence: of the schedule; None where no tensor is compared.
+        tensors: every name in the scheduled model, aliases and ties included.
+        places: name in the scheduled model -> the place of its tensor in the model's order; tied names share the first.
+    """
+
+    correspondence: Correspondence | None = None
+    tensors: Mapping[str, LiveTensor] = field(default_factory=dict)
+    places: Mapping[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, correspondence: Correspondence, model: nn.Module) -> Counterparts:
+        """Those of the scheduled ``model`` itself."""
+        tensors = correspondence.by_name(model)
+        first: dict[int, int] = {}
+        places = {name: first.setdefault(id(live.tensor), place) for place, (name, live) in enumerate(tensors.items())}
+        return cls(correspondence, tensors, places)
+
+    def explained(self, name: str) -> str | None:
+        """The first name of the untouched tensor that a layout says ``name`` is (a piece of); None if none does."""
+        live = self.tensors.get(name)
+        return live.stands_for[0] if live is not None and live.stands_for and live.layout.origin else None
+
+    def expected(self, name: str, full: torch.Tensor) -> torch.Tensor:
+        """This rank's piece of the untouched tensor ``full`` that ``name`` corresponds to."""
+        assert self.correspondence is not None
+        return self.tensors[name].layout.local(full, self.correspondence.mesh)
+
+    def translated(self, name: str, tensor: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        """The untouched tensors that one without a layout stands for, as a plugin says; empty if it is added."""
+        live = self.tensors.get(name)
+        if self.correspondence is None or live is None or not live.stands_for:
+            return {}
+        full = live.layout.full(tensor, self.correspondence.mesh)
+        return self.correspondence.translations.to_reference(live, full)
+
+    def first_name(self, name: str) -> str:
+        """The first name of an untouched tensor."""
+        return self.correspondence.survey.origins.get(name, name) if self.correspondence is not None else name
+
+    def absence(self, name: str) -> str:
+        """Why this rank has nothing that stands for the untouched tensor ``name``."""
+        table = self.correspondence.tree.tensors if self.correspondence is not None else None
+        owner = table.kept_on.get(self.first_name(name)) if table is not None else None
+        if owner is not None:
+            return f"it lives on rank {owner[1]} of mesh_dim '{owner[0]}'"
+        return "the scheduled model does not have it any more"

@@ -1,0 +1,185 @@
+"""Which live tensor stands for which untouched one: what weights, checkpoints, ``verify`` and dialects all ask."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from slapo_core.errors import WeightsError
+from slapo_core.spec.state import LiveTensor
+from slapo_core.weights.survey import Survey, TensorSpec, own_tensors, survey
+from slapo_core.weights.translation import Translations
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from slapo_core.plugins.manager import HookManager
+    from slapo_core.schedule.schedule import Schedule
+    from slapo_core.spec.mesh import Mesh
+    from slapo_core.tree.tree import Tree
+
+__all__ = ["Correspondence", "Unexplained"]
+
+
+@dataclass(frozen=True)
+class Unexplained:
+    """A tensor of which nobody knows what it stands for, or an untouched one of which nobody knows what became of it.
+
+    Args:
+        name: its full name: in the scheduled model, or the first one in the untouched model.
+        message: what is wrong.
+        hint: what the primitive that did it must record.
+    """
+
+    name: str
+    message: str
+    hint: str
+
+
+@dataclass
+class Correspondence:
+    """Made by :meth:`of`; it goes on being right after the schedule is sealed.
+
+    Args:
+        tree: the scheduled model, with what its steps recorded.
+        survey: the tensors of the untouched model.
+        hooks: of the schedule: plugins say what the tensors stand for that no layout explains.
+    """
+
+    tree: Tree
+    survey: Survey
+    hooks: HookManager
+    _translations: Translations | None = field(default=None, repr=False)
+
+    @classmethod
+    def of(cls, schedule: Schedule) -> tuple[Correspondence, dict[str, torch.Tensor]]:
+        """The correspondence of a schedule that is not sealed, and the untouched model's tensors by first name.
+
+        Raises:
+            SealedError: the originals were dropped.
+            WeightsError: a lazy module has not been run yet.
+            HookError: a plugin's answer about a tensor cannot be right.
+        """
+        surveyed, untouched = survey(schedule)
+        return cls(schedule.tree, surveyed, schedule.hooks), untouched
+
+    @property
+    def mesh(self) -> Mesh | None:
+        return self.tree.mesh
+
+    @property
+    def translations(self) -> Translations:
+        """What plugins say about the tensors that no layout explains; asked once."""
+        if self._translations is None:
+            self._translations = Translations.of(self.tree, self.survey, self.hooks, self._lives())
+        return self._translations
+
+    def live(self) -> tuple[LiveTensor, ...]:
+        """Every tensor of the scheduled model as it is now, each once, in registration order."""
+        translated = self.translations.stands_for
+        return tuple(
+            live
+            if live.name not in translated
+            else dataclasses.replace(live, stands_for=tuple(spec.name for spec in translated[live.name]))
+            for live in self._lives()
+        )
+
+    def carried(self) -> Iterator[tuple[LiveTensor, TensorSpec]]:
+        """Each live tensor that a layout explains, with the untouched one."""
+        for live in self._lives():
+            if live.stands_for:
+                yield live, self.survey.specs[live.stands_for[0]]
+
+    def translated(self) -> list[tuple[LiveTensor, tuple[TensorSpec, ...]]]:
+        """Each live tensor that, as a plugin says, stands for untouched ones, with those."""
+        stands_for = self.translations.stands_for
+        return [(live, stands_for[live.name]) for live in self._lives() if live.name in stands_for]
+
+    def added(self) -> list[LiveTensor]:
+        """Persistent live tensors that stand for nothing in the untouched model."""
+        return [live for live in self.live() if live.is_persistent and not live.stands_for]
+
+    def dropped(self) -> list[TensorSpec]:
+        """What belongs into the state dict, and a step gave up; where another place carries it, it is not dropped."""
+        gone = self._missing()
+        return [spec for spec in gone if spec.name in self.tree.tensors.dropped]
+
+    def kept_on(self, spec: TensorSpec) -> tuple[str, int] | None:
+        """The mesh dimension and the rank along it on which alone an untouched tensor lives; None: on every rank."""
+        return self.tree.tensors.kept_on.get(spec.name)
+
+    def owners(self, live: LiveTensor) -> list[tuple[str, int]]:
+        """As :meth:`kept_on`, of what a live tensor stands for."""
+        table = self.tree.tensors.kept_on
+        return [table[name] for name in live.stands_for if name in table]
+
+    def unexplained(self) -> list[Unexplained]:
+        """Every tensor of which nobody said what it stands for, or what became of it."""
+        found = [_no_layout(live, self.survey) for live in self.live() if self._is_unexplained(live)]
+        explained = {*self.tree.tensors.dropped, *self.tree.tensors.kept_on}
+        return found or [_lost(spec) for spec in self._missing() if spec.name not in explained]
+
+    def check(self) -> None:
+        """Refuse a model with tensors that nobody explains.
+
+        Raises:
+            WeightsError: every one of them.
+        """
+        found = self.unexplained()
+        if found:
+            lines = [item.message for item in found]
+            raise WeightsError("\n".join(lines), path=found[0].name.rpartition(".")[0], hint=found[0].hint)
+
+    def by_name(self, model: nn.Module) -> dict[str, LiveTensor]:
+        """Every name of every tensor of the scheduled ``model``, aliases and ties included."""
+        by_object = {id(live.tensor): live for live in self.live()}
+        named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+        return {name: by_object[id(tensor)] for name, tensor in named if id(tensor) in by_object}
+
+    def _is_unexplained(self, live: LiveTensor) -> bool:
+        if tuple(live.tensor.shape) != live.layout.local_shape(self.mesh):
+            return bool(live.layout.origin) or bool(live.layout.placements)
+        return live.is_persistent and not live.stands_for and live.layout.origin in self.survey.origins
+
+    def _missing(self) -> list[TensorSpec]:
+        present = {name for live in self.live() for name in live.stands_for}
+        return [spec for spec in self.survey.specs.values() if spec.keys and spec.name not in present]
+
+    def _lives(self) -> list[LiveTensor]:
+        found: dict[int, LiveTensor] = {}
+        table = self.tree.tensors
+        for path, own_name, tensor, persistent in own_tensors(self.tree.index.modules):
+            if id(tensor) in found:
+                continue
+            layout = table.layout(tensor, f"{path}.{own_name}" if path else own_name)
+            spec = self.survey.carried_by(layout)
+            is_parameter = own_name in self.tree.index.modules[path]._parameters
+            stands_for = (spec.name,) if spec is not None else ()
+            found[id(tensor)] = LiveTensor(path, own_name, tensor, layout, is_parameter, persistent, stands_for)
+        return list(found.values())
+
+
+def _no_layout(live: LiveTensor, survey: Survey) -> Unexplained:
+    shape = tuple(live.tensor.shape)
+    origin = survey.origins.get(live.layout.origin, live.layout.origin)
+    spec = survey.specs.get(origin)
+    whole = spec.shape if spec is not None else live.layout.shape
+    return Unexplained(
+        live.name,
+        f"'{live.name}' of shape {shape} is to stand for '{origin}' {whole} of the untouched model, but no layout says "
+        "how",
+        f'the primitive that made it must record that: edit.set_parameter(node, "{live.own_name}", value, '
+        f'layout=Layout("", {shape})), and its plugin answer slapo_to_reference and slapo_from_reference',
+    )
+
+
+def _lost(spec: TensorSpec) -> Unexplained:
+    return Unexplained(
+        spec.name,
+        f"'{spec.name}' {spec.shape} of the untouched model is gone, and no step says what became of it",
+        'the primitive that removed it must say so: edit.replace_module(..., moved={"old": "new"}) or '
+        f'dropped=["{spec.name.rpartition(".")[2]}"], or its plugin answer slapo_to_reference',
+    )

@@ -1,0 +1,170 @@
+"""The state of a scheduled model: state dicts with the untouched names and shapes, whatever the schedule did."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from slapo_core.errors import WeightsError
+from slapo_core.spec.state import LiveTensor
+from slapo_core.weights.checkpoint import load_checkpoint, save_checkpoint
+from slapo_core.weights.correspondence import Correspondence
+from slapo_core.weights.sources import Source, check_names, open_source, read_tensor
+from slapo_core.weights.survey import TensorSpec
+
+if TYPE_CHECKING:
+    from slapo_core.schedule.schedule import Schedule
+    from slapo_core.spec.mesh import Mesh
+
+__all__ = ["TensorState", "load_reference_state_dict", "reference_state_dict"]
+
+
+@dataclass
+class TensorState:
+    """The implementation of :class:`slapo_core.spec.state.ModelState`.
+
+    Args:
+        correspondence: which live tensor stands for which untouched one.
+        dropped: the values of untouched tensors that the schedule gave up, by first name, on the CPU.
+    """
+
+    correspondence: Correspondence
+    dropped: dict[str, torch.Tensor] = field(default_factory=dict)
+    _told: bool = False
+
+    @classmethod
+    def of(cls, schedule: Schedule) -> TensorState:
+        """The state of a schedule that is not sealed.
+
+        Raises:
+            SealedError: the originals were dropped.
+            WeightsError: a tensor that nobody explains; or one that the schedule dropped has no values, because it is
+                on the meta device.
+        """
+        correspondence, tensors = Correspondence.of(schedule)
+        correspondence.check()
+        state = cls(correspondence)
+        for spec in correspondence.dropped():
+            if tensors[spec.name].is_meta:
+                raise WeightsError(f"'{spec.name}' is on the meta device, so there is no state dict yet")
+            state.dropped[spec.name] = tensors[spec.name].detach().to("cpu", copy=True)
+        return state
+
+    @property
+    def mesh(self) -> Mesh | None:
+        return self.correspondence.mesh
+
+    # -- the protocol; documented in spec/state.py ------------------------------------------------------------
+
+    def tensors(self) -> tuple[LiveTensor, ...]:
+        return self.correspondence.live()
+
+    def state_dict(self, *, rank0_only: bool = False, include_added: bool = False) -> dict[str, torch.Tensor]:
+        wanted = not rank0_only or self.mesh is None or self.mesh.is_first_rank
+        full = self._carried(wanted)
+        for live, _ in self.correspondence.translated():
+            value = live.layout.full(live.tensor, self.mesh)
+            if wanted:
+                tensors = self.correspondence.translations.to_reference(live, value)
+                full.update((name, tensor.to("cpu", copy=True).contiguous()) for name, tensor in tensors.items())
+        added = self._added(wanted, include_added)
+        if not wanted:
+            return {}
+        full.update((name, tensor.clone()) for name, tensor in self.dropped.items())
+        return {key: full[origin] for key, origin in self.correspondence.survey.keys.items()} | added
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor] | Source) -> None:
+        source = open_source(state)
+        names = check_names(self.correspondence.survey, source)
+        with torch.no_grad():
+            pieces = [
+                (live, self.read_translated(source, names, live, specs))
+                for live, specs in self.correspondence.translated()
+            ]
+            for live, spec in self.correspondence.carried():
+                if spec.keys:
+                    live.tensor.copy_(source.read(names[spec.name], live.layout, self.mesh))
+            for live, piece in pieces:
+                live.tensor.copy_(piece)
+            for name in self.dropped:
+                self.dropped[name] = read_tensor(source, names[name], self.correspondence.survey.specs[name])
+
+    def save(self, directory: str | os.PathLike[str], *, optimizer: torch.optim.Optimizer | None = None) -> None:
+        save_checkpoint(directory, self, optimizer)
+
+    def load(self, directory: str | os.PathLike[str], *, optimizer: torch.optim.Optimizer | None = None) -> None:
+        load_checkpoint(directory, self, optimizer)
+
+    # -- inside -----------------------------------------------------------------------------------------------
+
+    def read_translated(
+        self, source: Source, names: Mapping[str, str], live: LiveTensor, specs: tuple[TensorSpec, ...]
+    ) -> torch.Tensor:
+        """This rank's piece of a live tensor that stands for ``specs``, made of a source's tensors."""
+        tensors = {spec.name: read_tensor(source, names[spec.name], spec) for spec in specs}
+        return live.layout.local(self.correspondence.translations.from_reference(live, tensors), self.mesh)
+
+    def _carried(self, wanted: bool) -> dict[str, torch.Tensor]:
+        """Whole values of the untouched tensors that layouts explain, in the same order on every rank."""
+        carriers: dict[str, LiveTensor] = {}
+        for live, spec in self.correspondence.carried():
+            carriers.setdefault(spec.name, live)
+        full = {}
+        for spec in self.correspondence.survey.specs.values():
+            owner = self.correspondence.kept_on(spec)
+            carrier = carriers.get(spec.name)
+            if not spec.keys or (carrier is None and owner is None):
+                continue
+            value = carrier.layout.full(carrier.tensor, self.mesh) if carrier is not None else None
+            if owner is not None:
+                value = self._from_owner(value, spec, *owner)
+            if wanted and value is not None:
+                full[spec.name] = value.to("cpu", copy=True)
+        return full
+
+    def _from_owner(self, value: torch.Tensor | None, spec: TensorSpec, mesh_dim: str, rank: int) -> torch.Tensor:
+        """A tensor that lives on one rank of ``mesh_dim``, on all of them: a collective."""
+        mesh = self.mesh
+        group = mesh.group(mesh_dim) if mesh is not None else None
+        if group is None:
+            assert value is not None
+            return value
+        import torch.distributed as dist
+
+        if value is None:
+            device = next((live.tensor.device for live in self.tensors()), torch.device("cpu"))
+            value = torch.empty(spec.shape, dtype=spec.dtype, device=device)
+        value = value.contiguous()
+        dist.broadcast(value, group_src=rank, group=group)
+        return value
+
+    def _added(self, wanted: bool, include: bool) -> dict[str, torch.Tensor]:
+        added = self.correspondence.added()
+        if not include:
+            left_out = [live.name for live in added] + list(self.correspondence.survey.not_tensors)
+            if left_out and not self._told:
+                self._told = True
+                warnings.warn(
+                    "not in the state dict, because the untouched model has no such tensor: " + ", ".join(left_out),
+                    stacklevel=5,
+                )
+            return {}
+        values = {live.name: live.layout.full(live.tensor, self.mesh) for live in added}
+        return {name: value.to("cpu", copy=True) for name, value in values.items()} if wanted else {}
+
+
+def reference_state_dict(
+    schedule: Schedule, *, rank0_only: bool = False, include_added: bool = False
+) -> dict[str, torch.Tensor]:
+    """The untouched model's state dict of a scheduled model; see :meth:`TensorState.state_dict`."""
+    return TensorState.of(schedule).state_dict(rank0_only=rank0_only, include_added=include_added)
+
+
+def load_reference_state_dict(schedule: Schedule, state: Mapping[str, torch.Tensor] | Source) -> None:
+    """The reverse of :func:`reference_state_dict`; what the schedule dropped is checked, but not kept."""
+    TensorState.of(schedule).load_state_dict(state)

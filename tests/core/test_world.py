@@ -1,0 +1,140 @@
+"""The ranks of a mesh take every decision together, also where the mesh is a part of the processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+import slapo_core as slapo
+from slapo_core.ranks.facts import RankFact
+from slapo_core.ranks.launcher import run_ranks
+from slapo_core.ranks.world import World, together
+from slapo_core.schedule.agreement import schedule_facts
+from slapo_core.spec.mesh import Mesh, declare_mesh
+from tests.core.building_support import real
+
+
+def error_of(function: Any, *args: Any, **kwargs: Any) -> str:
+    try:
+        function(*args, **kwargs)
+    except (slapo.SlapoError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "fine"
+
+
+def fail_on(mesh: Mesh | None, rank: int) -> None:
+    with together(mesh, "painting"):
+        if dist.get_rank() == rank:
+            raise ValueError("out of paint")
+
+
+def broken(rank: int) -> Iterator[RankFact]:
+    yield RankFact("the colour", "red")
+    if dist.get_rank() == rank:
+        raise ValueError("out of paint")
+
+
+def scoped(mesh: Any, value: object) -> str:
+    with World(declare_mesh(mesh)) as world:
+        return error_of(world.agree, [RankFact("the seed", str(value), over="tp")], hint="one seed")
+
+
+def whole_world() -> dict[str, Any]:
+    rank = dist.get_rank()
+    mesh = declare_mesh({"dp": 2, "tp": 2})
+    assert mesh is not None
+    transposed = DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("dp", "tp"))
+    with World(mesh) as world:
+        found: dict[str, Any] = {
+            "ranks": world.ranks,
+            "gathered": world.gather("x" * rank),
+            "failing fact": error_of(world.agree, broken(2), hint=""),
+            "failures": [failure.rank for failure in world.attempt(lambda: 1 // (rank % 2)).failures],
+        }
+    return found | {
+        "by replica": scoped(mesh, mesh.rank("dp")),
+        "by rank": scoped(mesh, rank),
+        "transposed, by column": scoped(transposed, rank % 2),
+        "transposed, by row": scoped(transposed, rank // 2),
+        "without the dimension": scoped({"dp": 4}, rank),
+        "together": error_of(fail_on, mesh, 3),
+        "sizes alone": mesh_fact(mesh),
+        "unusual order": mesh_fact(declare_mesh(transposed)),
+    }
+
+
+def mesh_fact(mesh: Mesh | None) -> str | None:
+    schedule = slapo.create_schedule(real("mlp"), mesh=mesh)  # type: ignore[arg-type]
+    return {fact.what: fact.value for fact in schedule_facts(schedule)}["the mesh"]
+
+
+@pytest.mark.ranks
+def test_the_ranks_of_a_mesh_hear_of_each_other() -> None:
+    every = run_ranks(whole_world, world_size=4, timeout=60)
+    for rank, found in enumerate(every):
+        assert found["ranks"] == (0, 1, 2, 3)
+        assert found["gathered"] == ["", "x", "xx", "xxx"]
+        assert found["failures"] == [0, 2]
+        if rank == 2:
+            assert found["failing fact"] == "ValueError: out of paint"
+        else:
+            assert found["failing fact"].startswith(
+                "RankMismatchError: rank 2 cannot be compared with the others: ValueError: out of paint ("
+            )
+        own = rank == 3
+        assert found["together"] == (
+            "ValueError: out of paint" if own else "BuildError: painting failed on rank 3: ValueError: out of paint"
+        )
+        start = "RankMismatchError: ranks disagree about the seed:\n"
+        assert found["by replica"] == found["transposed, by column"] == found["without the dimension"] == "fine"
+        assert found["by rank"] == f"{start}  rank 0: 0\n  rank 1: 1\n  hint: one seed"
+        assert found["transposed, by row"] == f"{start}  rank 0: 0\n  rank 2: 1\n  hint: one seed"
+        assert found["sizes alone"] == "{'dp': 2, 'tp': 2}"
+        assert found["unusual order"] == "{'dp': 2, 'tp': 2} of the ranks [[0, 2], [1, 3]]"
+
+
+def part_of_the_world() -> list[Any]:
+    rank = dist.get_rank()
+    parts = [DeviceMesh("cpu", ranks, mesh_dim_names=("tp",)) for ranks in ([0], [1, 2])]
+    if rank == 0:
+        return []
+    if rank == 2:
+        dist.new_group([2], use_local_synchronization=True)  # ranks need not have as many groups as each other
+    mesh = declare_mesh(parts[1])
+    found: list[Any] = []
+    for _ in range(3):
+        with World(mesh) as world:
+            found.append(world.gather(f"value {rank}"))
+    return [*found, world.ranks, error_of(fail_on, mesh, 2), scoped(parts[1], rank)]
+
+
+@pytest.mark.ranks
+def test_a_mesh_over_a_part_of_the_processes_asks_only_that_part_as_often_as_it_likes() -> None:
+    outside, first, second = run_ranks(part_of_the_world, world_size=3, timeout=60)
+    both = ["value 1", "value 2"]
+    differ = "RankMismatchError: ranks disagree about the seed:\n  rank 1: 1\n  rank 2: 2\n  hint: one seed"
+    assert outside == []
+    assert first == [both] * 3 + [(1, 2), "BuildError: painting failed on rank 2: ValueError: out of paint", differ]
+    assert second == [both] * 3 + [(1, 2), "ValueError: out of paint", differ]
+
+
+def never() -> Iterator[RankFact]:
+    raise AssertionError("nobody is there to compare with")
+    yield
+
+
+@pytest.mark.parametrize("mesh", [None, {"tp": 1}, {"tp": 2}], ids=["no mesh", "one rank", "only declared"])
+def test_a_process_by_itself_has_nobody_to_ask(mesh: dict[str, int] | None) -> None:
+    with World(declare_mesh(mesh)) as world:
+        assert (world.is_alone, world.size, world.rank) == (True, 1, 0)
+        assert world.gather(torch.Size([2])) == [torch.Size([2])]
+        world.agree(never(), hint="")
+        attempt = world.attempt(lambda: 1 // 0)
+        assert [str(failure)[:17] for failure in attempt.failures] == ["ZeroDivisionError"]
+        with pytest.raises(ValueError, match="out of paint"), world.together("painting"):
+            raise ValueError("out of paint")
