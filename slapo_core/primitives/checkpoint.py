@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,7 +50,7 @@ class Checkpoint(Primitive):
                 f"{type(node.module).__name__} has no forward of its own: it is never called",
                 f"checkpoint its children: sch['{node.path}.*'].checkpoint()",
             )
-        if any(isinstance(record.primitive, Checkpoint) for record in node.records):
+        if any(_is_checkpointing(wrapper) for wrapper in node.wrappers):
             yield Violation("the module is checkpointed already", "remove this second call")
 
     def apply(self, node: Node, edit: Edit) -> None:
@@ -59,8 +59,12 @@ class Checkpoint(Primitive):
         )
 
     def postconditions(self, node: Node) -> Iterator[Violation]:
-        if "forward" not in node.module.__dict__:
+        if "forward" not in node.module.__dict__ or not any(_is_checkpointing(wrapper) for wrapper in node.wrappers):
             yield Violation("the module's forward is not wrapped")
+
+
+def _is_checkpointing(wrapper: Callable[..., Any]) -> bool:
+    return isinstance(wrapper, functools.partial) and wrapper.func is checkpointed
 
 
 def checkpointed(forward: Forward, *, preserve_rng_state: bool, path: str) -> Forward:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from slapo_core.spec.node import Node
@@ -12,14 +12,18 @@ from slapo_core.spec.violation import Violation
 if TYPE_CHECKING:
     from torch import nn
 
+    from slapo_core.spec.edit import HookKind
+    from slapo_core.spec.layout import Layout
+
 __all__ = ["TensorPlan", "hooks_to_carry", "lost_changes", "signature_mismatches"]
 
 
 class TensorPlan:
-    """What becomes of every tensor of the old module."""
+    """What becomes of every tensor of the node's module."""
 
-    def __init__(self, old: nn.Module, new: nn.Module, renamed: dict[str, str], drop: tuple[str, ...]) -> None:
-        self.old = _named_tensors(old)
+    def __init__(self, node: Node, new: nn.Module, renamed: dict[str, str], drop: tuple[str, ...]) -> None:
+        self._node = node
+        self.old = _named_tensors(node.module)
         self.new = _named_tensors(new)
         self.renamed, self.drop = renamed, drop
         self.moved: dict[str, str] = {}  # old name -> new name, where they differ
@@ -75,8 +79,20 @@ class TensorPlan:
                     f'make them the same, or write drop=["{name}"] to give the old one up',
                 )
             )
+        elif self._layout(name).is_sharded:
+            self.violations.append(
+                Violation(
+                    f"'{name}' is a piece ({self._layout(name)}), and a new tensor of its shape fits on this mesh only",
+                    "let the new module hold the same parameter, as in replace(lambda old: Wrapper(old)), "
+                    f'write drop=["{name}"], or replace first and split then',
+                )
+            )
         else:
             self.taken[target] = tensor
+
+    def _layout(self, name: str) -> Layout:
+        path, _, own = name.rpartition(".")
+        return (self._node[path] if path else self._node).layout(own)
 
     def describe(self) -> str:
         parts = []
@@ -97,33 +113,58 @@ def _where(node: Node) -> str:
     return f"'{node.path}'" if node.path else "the root"
 
 
-def lost_changes(node: Node, old: nn.Module, new: nn.Module) -> Iterator[Violation]:
-    """Forwards that were wrapped, and hooks below, that would silently go with the old module."""
+def lost_changes(node: Node, new: nn.Module) -> Iterator[Violation]:
+    """Forwards that were wrapped, and hooks below, that would silently go with the node's module.
+
+    What has nothing to do on this mesh counts too: a schedule that is refused on two ranks is refused on one.
+    """
     staying = {id(module) for module in new.modules()}
-    for name, module in old.named_modules():
+    for name, module in node.module.named_modules():
         if id(module) in staying:
             continue
+        below = node[name] if name else node
         place = ".".join(filter(None, (node.path, name)))
-        steps = [str(record) for record in node.records_below() if record.path == place]
-        by = f" by {' and '.join(steps)}" if steps else ""
-        if "forward" in module.__dict__:
+        by = f"by {' and '.join(map(str, below.records)) or 'a step at another module'}"
+        if below.wrappers or "forward" in module.__dict__:
             yield Violation(
-                f"the forward of '{place}' was changed{by}, and that would be lost", "replace first, change then"
+                f"the forward of '{place}' was changed {by if below.wrappers else _OUTSIDE}, and that would be lost",
+                "replace first, change then",
             )
-        hooks = [hook for table in _CALL_HOOKS for hook in getattr(module, table).values()]
-        if name and hooks:
+        registered = [hook for table in _HOOK_TABLES.values() for hook in getattr(module, table).values()]
+        of_user = _without(registered, [function for _, function in below.hooks])
+        count = len(of_user) + len(below.hooks)
+        if name and count:
+            who = " and ".join([*([by] if below.hooks else []), *([_OUTSIDE] if of_user else [])])
             yield Violation(
-                f"'{place}' has {len(hooks)} hooks, set{by or ' outside of the schedule'}, and they would be lost",
-                "replace first, add hooks then",
+                f"'{place}' has {count} hooks, set {who}, and they would be lost", "replace first, add hooks then"
             )
-        elif hooks and module._backward_hooks and not module._is_full_backward_hook:
+        elif registered and module._backward_hooks and not module._is_full_backward_hook:
             yield Violation(
                 f"'{place}' has a hook of the deprecated register_backward_hook, which cannot be carried over",
                 "use register_full_backward_hook",
             )
 
 
-_CALL_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_OUTSIDE = "outside of the schedule"
+_HOOK_TABLES: dict[HookKind, str] = {
+    "forward_pre": "_forward_pre_hooks",
+    "forward": "_forward_hooks",
+    "full_backward_pre": "_backward_pre_hooks",
+    "full_backward": "_backward_hooks",
+}
+
+
+def _without(functions: Sequence[Callable[..., Any]], others: Sequence[Callable[..., Any]]) -> list[Callable[..., Any]]:
+    """``functions``, each of ``others`` taken out once."""
+    left = list(others)
+    kept = []
+    for function in functions:
+        position = next((index for index, other in enumerate(left) if other is function), None)
+        if position is None:
+            kept.append(function)
+        else:
+            del left[position]
+    return kept
 
 
 def type_of(tensor: Any) -> str:
@@ -140,18 +181,28 @@ def _named_tensors(module: nn.Module) -> dict[str, Any]:
     }
 
 
-def hooks_to_carry(old: nn.Module, new: nn.Module) -> Iterator[tuple[Any, Callable[..., Any], bool]]:
-    """Hooks on the old module that calls of the new one must still run; none where the old one lives on inside."""
+def hooks_to_carry(node: Node, new: nn.Module) -> Iterator[tuple[HookKind, Callable[..., Any], bool]]:
+    """Hooks on the node's module that calls of ``new`` must still run; none where the old module lives on inside.
+
+    Gives kind, function, and whether it is active; in the order in which they run.
+    """
+    old = node.module
     if any(module is old for module in new.modules()):
         return
-    for identity, function in old._forward_pre_hooks.items():
-        yield "forward_pre", _with_kwargs(function, identity in old._forward_pre_hooks_with_kwargs, 2), False
-    for identity, function in old._forward_hooks.items():
-        yield "forward", _with_kwargs(function, identity in old._forward_hooks_with_kwargs, 3), False
-    for function in old._backward_pre_hooks.values():
-        yield "full_backward_pre", function, False
-    for function in old._backward_hooks.values():
-        yield "full_backward", function, False
+    for kind, name in _HOOK_TABLES.items():
+        table: dict[int, Callable[..., Any]] = getattr(old, name)
+        of_steps = [function for one, function in node.hooks if one == kind]
+        inactive = _without(of_steps, list(table.values()))
+        for identity, function in table.items():
+            if any(function is one for one in of_steps):  # those in front of it stay in front of it
+                ahead = of_steps[: next(index for index, one in enumerate(of_steps) if one is function)]
+                yield from ((kind, one, False) for one in inactive if any(one is other for other in ahead))
+                inactive = _without(inactive, ahead)
+            if kind in ("forward_pre", "forward"):
+                has_kwargs = identity in getattr(old, f"{name}_with_kwargs")
+                function = _with_kwargs(function, has_kwargs, 2 if kind == "forward_pre" else 3)
+            yield kind, function, True
+        yield from ((kind, function, False) for function in inactive)
 
 
 def _with_kwargs(function: Callable[..., Any], has_kwargs: bool, position: int) -> Callable[..., Any]:

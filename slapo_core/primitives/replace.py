@@ -105,7 +105,8 @@ class Replace(Primitive):
             if violations:
                 text = "; ".join(str(violation) for violation in violations)
                 raise ApplyError(f"the module made for '{node.path}' does not fit: {text}", path=node.path)
-        plan = self._plan(old, new)
+        plan = self._plan(node, new)
+        hooks = list(hooks_to_carry(node, new))
         edit.replace_module(node, new, moved=plan.moved, dropped=plan.dropped)
         for new_name, tensor in plan.taken.items():
             holder, _, own_name = new_name.rpartition(".")
@@ -116,8 +117,8 @@ class Replace(Primitive):
                 edit.set_buffer(target, own_name, tensor)
         if old.training != new.training:
             _set_mode(node, edit, old.training)
-        for kind, function, prepend in hooks_to_carry(old, new):
-            edit.add_hook(node, kind, function, prepend=prepend)
+        for kind, function, active in hooks:
+            edit.add_hook(node, kind, function, active=active)
         edit.note(plan.describe())
 
     def postconditions(self, node: Node) -> Iterator[Violation]:
@@ -143,12 +144,12 @@ class Replace(Primitive):
                 yield Violation(f"the new module contains {_where(above)}, in which it is to stand")
                 return
             above = above.parent
-        yield from lost_changes(node, old, new)
+        yield from lost_changes(node, new)
         yield from signature_mismatches(old, new)
-        yield from self._plan(old, new).violations
+        yield from self._plan(node, new).violations
 
-    def _plan(self, old: nn.Module, new: nn.Module) -> TensorPlan:
-        return TensorPlan(old, new, dict(self.params), tuple(self.drop))
+    def _plan(self, node: Node, new: nn.Module) -> TensorPlan:
+        return TensorPlan(node, new, dict(self.params), tuple(self.drop))
 
 
 def _module_class() -> type[nn.Module]:

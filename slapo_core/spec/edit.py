@@ -85,18 +85,38 @@ class Edit(Protocol):
         """
         ...
 
-    def add_hook(self, node: Node, kind: HookKind, function: Callable[..., Any], *, prepend: bool = False) -> None:
+    def add_hook(
+        self,
+        node: Node,
+        kind: HookKind,
+        function: Callable[..., Any],
+        *,
+        prepend: bool = False,
+        active: bool = True,
+    ) -> None:
         """Register a hook on the module.
 
-        Forward hooks are called with keyword arguments, ``function(module, args, kwargs)`` and
-        ``function(module, args, kwargs, output)``; backward hooks as torch calls them.
+        Args:
+            node: the module.
+            kind: when it is called.
+            function: forward hooks are called with keyword arguments, ``function(module, args, kwargs)`` and
+                ``function(module, args, kwargs, output)``; backward hooks as torch calls them.
+            prepend: before the hooks that are there, and not behind them.
+            active: False where it has nothing to do, such as a collective on a mesh of one rank: it is recorded, and
+                ``node.hooks`` gives it, but torch is not told of it, so that it costs nothing. What later steps may do
+                then does not depend on the size of the mesh.
         """
         ...
 
-    def wrap_forward(self, node: Node, wrapper: Callable[[Forward], Forward]) -> None:
+    def wrap_forward(self, node: Node, wrapper: Callable[[Forward], Forward], *, active: bool = True) -> None:
         """Replace the module's forward ``f`` by ``wrapper(f)``; both take the module first.
 
-        The result must not keep a reference to a particular module, so that a deep copy of the model runs on itself.
+        Args:
+            node: the module.
+            wrapper: called again when ``f`` changes, or for a copy of the model. The result must not keep a reference
+                to a particular module, so that a deep copy of the model runs on itself.
+            active: False where it has nothing to do, as for a hook: it is recorded, and ``node.wrappers`` gives it, but
+                it is not called and the forward stays.
         """
         ...
 

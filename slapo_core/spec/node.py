@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from slapo_core.spec.edit import Forward, HookKind
     from slapo_core.spec.layout import Layout
     from slapo_core.spec.mesh import Mesh
     from slapo_core.spec.primitive import Primitive
@@ -57,6 +58,23 @@ class Node(Protocol):
     @property
     def buffers(self) -> Mapping[str, torch.Tensor]:
         """The module's own buffers by name, without its children's."""
+        ...
+
+    @property
+    def wrappers(self) -> tuple[Callable[[Forward], Forward], ...]:
+        """What steps wrapped around the module's forward, innermost first, the same on a mesh of any size.
+
+        Inactive ones, which have nothing to do on this mesh, are among them; a forward that the user set is not.
+        """
+        ...
+
+    @property
+    def hooks(self) -> tuple[tuple[HookKind, Callable[..., Any]], ...]:
+        """The module's hooks that steps registered, those of one kind in the order in which they run.
+
+        Inactive ones, which have nothing to do on this mesh, are among them; hooks of the user are not, unless a step
+        carried them here from a module that it replaced.
+        """
         ...
 
     @property

@@ -68,6 +68,7 @@ RESERVED_NAMES: frozenset[str] = frozenset(
         "records_so_far",
         "ties",
         "walk",
+        "wrappers",
         # members of a group of nodes
         "nodes",
         "pattern",

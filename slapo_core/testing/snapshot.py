@@ -76,17 +76,20 @@ class ModelSnapshot:
 
     # -- collecting -------------------------------------------------------------------------------------------
 
-    def _mapping(self, place: str, mapping: Mapping[Any, Any], *, dotted: bool) -> None:
+    def _mapping(self, place: str, mapping: Mapping[Any, Any], *, dotted: bool, shown: str | None = None) -> None:
+        """Every item, under ``shown``, which is ``place`` unless given."""
         self._facts[f"{place} (names)"] = _Order(tuple(mapping))
+        shown = shown or place
         for key, value in mapping.items():
             if dotted and key in ("_parameters", "_buffers") and isinstance(value, dict):
-                # Shown by their state-dict names; the dictionaries themselves may not be exchanged either.
+                # Parameters are shown by their state-dict names; the dictionaries may not be exchanged either.
                 self._facts[f"{place}.{key}"] = _Object(value)
-                self._mapping(place if key == "_parameters" else f"{place}.{key}", value, dotted=True)
+                below = place if key == "_parameters" else None
+                self._mapping(f"{place}.{key}", value, dotted=True, shown=below)
             elif dotted and isinstance(key, str):
-                self._value(f"{place}.{key}", value)
+                self._value(f"{shown}.{key}", value)
             else:
-                self._value(f"{place}[{key!r}]", value)
+                self._value(f"{shown}[{key!r}]", value)
 
     def _value(self, place: str, value: Any) -> None:
         if isinstance(value, torch.Tensor):

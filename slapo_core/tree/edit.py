@@ -115,12 +115,18 @@ class TreeEdit:
         self._do(ReplaceModule(self._tree, node.path, module, dict(moved or {}), frozenset(dropped)))
 
     def add_hook(
-        self, node: NodeProtocol, kind: HookKind, function: Callable[..., Any], *, prepend: bool = False
+        self,
+        node: NodeProtocol,
+        kind: HookKind,
+        function: Callable[..., Any],
+        *,
+        prepend: bool = False,
+        active: bool = True,
     ) -> None:
-        self._do(AddHook(node.module, kind, function, prepend))
+        self._do(AddHook(self._tree.calls, node.module, kind, function, prepend, active))
 
-    def wrap_forward(self, node: NodeProtocol, wrapper: Callable[[Forward], Forward]) -> None:
-        self._do(WrapForward(node.module, wrapper))
+    def wrap_forward(self, node: NodeProtocol, wrapper: Callable[[Forward], Forward], *, active: bool = True) -> None:
+        self._do(WrapForward(self._tree.calls, node.module, wrapper, active))
 
     def set_attribute(self, node: NodeProtocol, name: str, value: Any) -> None:
         module = node.module

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from slapo_core.spec.edit import Forward, HookKind
     from slapo_core.spec.mesh import Mesh
     from slapo_core.spec.node import Node as NodeProtocol
     from slapo_core.spec.primitive import Primitive
@@ -78,6 +79,14 @@ class TreeNode:
     @property
     def buffers(self) -> Mapping[str, torch.Tensor]:
         return {name: tensor for name, tensor in self.module._buffers.items() if tensor is not None}
+
+    @property
+    def wrappers(self) -> tuple[Callable[[Forward], Forward], ...]:
+        return self._tree.calls.wrappers(self.module)
+
+    @property
+    def hooks(self) -> tuple[tuple[HookKind, Callable[..., Any]], ...]:
+        return self._tree.calls.hooks(self.module)
 
     @property
     def mesh(self) -> Mesh | None:

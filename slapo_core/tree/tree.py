@@ -9,6 +9,7 @@ from torch import nn
 
 from slapo_core.errors import PathError, StaleNodeError
 from slapo_core.spec.layout import Layout
+from slapo_core.tree.calls import Calls
 from slapo_core.tree.group import NodeGroup
 from slapo_core.tree.index import ModuleIndex, TensorSites
 from slapo_core.tree.node import TreeNode
@@ -62,6 +63,7 @@ class Tree:
         self._former_sites: TensorSites | None = None
         self._nodes: dict[str, TreeNode] = {}
         self.tensors = TensorTable(self)
+        self.calls = Calls()
         self.attributes: list[tuple[nn.Module, str]] = []  # those that steps have set, on the modules that they saw
 
     @property

@@ -53,7 +53,7 @@ def verify(
     Raises:
         VerifyError: they differ; the first tensor that does, the numbers, the tolerance and the steps are named. The
             same on every rank.
-        RankMismatchError: ranks have other inputs, other untouched weights or other steps.
+        RankMismatchError: ranks have other inputs, options, untouched weights or steps.
         ArgumentError: there are no inputs, or the untouched model does not run on them.
         SealedError: the schedule was built or sealed, and the originals are gone.
 

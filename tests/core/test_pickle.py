@@ -14,7 +14,7 @@ from torch import nn
 import slapo_core as slapo
 from slapo_core.spec.edit import Edit
 from slapo_core.spec.node import Node
-from slapo_core.tree.bound_forward import BoundForward
+from slapo_core.tree.forward import ModuleForward
 from tests.core.small_models import MLP
 
 
@@ -49,7 +49,7 @@ def test_a_checkpointed_model_comes_back_checkpointed_and_bound_to_itself(saved:
     x = torch.randn(3, 8, requires_grad=True)
     assert torch.equal(loaded(x), model(x))
     for layer in loaded.layers:
-        assert isinstance(layer.__dict__["forward"], BoundForward)
+        assert isinstance(layer.__dict__["forward"], ModuleForward)
         assert layer.forward.__self__ is layer
         assert layer.forward.__func__.__qualname__ == model.layers[0].forward.__func__.__qualname__
     kept: list[int] = []

@@ -12,6 +12,7 @@ from torch import nn
 import slapo_core as slapo
 from slapo_core.errors import ApplyError, PreconditionError
 from slapo_core.testing import ModelSnapshot, assert_bit_identical
+from tests.core.building_support import Split
 from tests.core.edits import Halve
 from tests.core.small_models import MLP, Block, Odd, Tied
 
@@ -413,6 +414,22 @@ def test_equivalence_is_what_the_arguments_say() -> None:
     ]
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_new_tensor_does_not_take_over_a_piece_by_its_shape(size: int) -> None:
+    """It would fit on meshes of that size only."""
+    model = MLP()
+    sch = slapo.create_schedule(model, mesh={"tp": size})
+    sch["head"].apply(Split(("weight",)))
+    message = (
+        f"cannot apply replace(Linear(in_features=8, out_features={4 // size}, bias=True)) at 'head': 'weight' is a "
+        "piece (tp: S(0)), and a new tensor of its shape fits on this mesh only; let the new module hold the same "
+        'parameter, as in replace(lambda old: Wrapper(old)), write drop=["weight"], or replace first and split then'
+    )
+    new = nn.Linear(8, 4 // size)
+    new.bias = model.head.bias
+    assert _refusal(lambda: sch["head"].replace(new)) == message
+
+
 def test_layout_of_a_module_shared_with_another_place_survives_replacing_its_first_place() -> None:
     class Two(nn.Module):
         def __init__(self) -> None:
@@ -427,7 +444,13 @@ def test_layout_of_a_module_shared_with_another_place_survives_replacing_its_fir
     sch = slapo.create_schedule(model, mesh={"tp": 2})
     sch["decoder.0"].apply(Halve())
     layout = sch["decoder.0"].layout("weight")
-    sch["encoder"].replace(lambda old: nn.Sequential(nn.Embedding(2, 8)))
+
+    def with_the_same_weight(old: nn.Sequential) -> nn.Module:
+        new = nn.Sequential(nn.Embedding(2, 8))
+        new[0].weight = old[0].weight
+        return new
+
+    sch["encoder"].replace(with_the_same_weight)
     assert model.encoder[0].weight is model.decoder[0].weight
     assert sch["decoder.0"].layout("weight") == layout
     assert sch["encoder.0"].layout("weight") == layout

@@ -49,7 +49,7 @@ def whole_world() -> dict[str, Any]:
     mesh = declare_mesh({"dp": 2, "tp": 2})
     assert mesh is not None
     transposed = DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("dp", "tp"))
-    with World(mesh) as world:
+    with World(mesh) as world, torch.device("meta"):  # of the model that a user makes around the call
         found: dict[str, Any] = {
             "ranks": world.ranks,
             "gathered": world.gather("x" * rank),

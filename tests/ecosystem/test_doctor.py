@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from slapo_core.cli.diagnosis import Problem, diagnose
+from slapo_core import Fact, Problem
+from slapo_core.cli.diagnosis import diagnose
 from slapo_core.testing.distributions import FakeDistribution, FakeEnvironment
 from tests.dists.healthy import acme, with_hooks
 from tests.ecosystem.overlay import Overlay
 
-SICK = "@hookimpl\ndef slapo_doctor():\n    yield 'no fast network: pip install fast-network'\n"
+SICK = """
+from slapo_core import Fact, Problem
+
+@hookimpl
+def slapo_doctor():
+    yield Fact("network", "eth0")
+    yield Problem("the network is slow", hint="pip install fast-network")
+"""
 RAISING = "@hookimpl\ndef slapo_doctor():\n    raise OSError('no such device')\n"
 
 
@@ -32,14 +41,15 @@ def test_a_healthy_environment_has_no_problems_and_exit_status_0(fake_distributi
     done = fake_distributions.slapo("doctor", environ={"SLAPO_PLUGINS": "acme-slapo"})
     assert done.returncode == 0, done.stdout
     assert done.stdout.endswith("\nnothing is wrong\n")
-    facts = dict(line.split(maxsplit=1) for line in done.stdout.splitlines()[:10])
-    assert set(facts) == {
+    shown = done.stdout.partition("\n\n")[0].splitlines()
+    facts = dict(re.split(r" {2,}", line, maxsplit=1) for line in shown)
+    assert set(facts) >= {
         *("python", "platform", "slapo-core", "torch", "devices"),
-        *("backends", "cpus", "threads", "settings", "plugins"),
+        *("backends", "cpus", "threads", "settings", "plugin acme-slapo"),
     }
     assert "gloo" in facts["backends"]
     assert facts["settings"] == "SLAPO_PLUGINS=acme-slapo"
-    assert "acme-slapo 1.0 ok" in facts["plugins"]
+    assert facts["plugin acme-slapo"] == f"1.0 ok ({fake_distributions.directory}/acme_slapo-1.0.dist-info)"
 
 
 def test_json_has_the_same_facts_and_problems_and_exit_status_1(fake_distributions: FakeEnvironment) -> None:
@@ -48,15 +58,17 @@ def test_json_has_the_same_facts_and_problems_and_exit_status_1(fake_distributio
     assert done.returncode == 1
     report = json.loads(done.stdout)
     assert done.stdout == json.dumps(report, indent=2, sort_keys=True) + "\n"
-    (bad,) = (plugin for plugin in report["plugins"] if plugin["name"] == "bad-slapo")
-    assert bad["state"] == "broken"
+    assert set(report) == {"facts", "problems"}
+    facts = {fact["what"]: fact["value"] for fact in report["facts"]}
+    assert facts["plugin bad-slapo"] == f"- broken ({fake_distributions.directory}/bad_slapo-0.dist-info)"
+    assert facts["threads"] == "OMP_NUM_THREADS=999999"
     assert {
-        "what": "plugin bad-slapo is broken: METADATA has no Version",
-        "remedy": "pip install --force-reinstall bad-slapo",
+        "message": "plugin bad-slapo is broken: METADATA has no Version",
+        "hint": "pip install --force-reinstall bad-slapo",
     } in report["problems"]
     assert {
-        "what": f"OMP_NUM_THREADS=999999, but this process may use {report['cpus']} processors",
-        "remedy": f"export OMP_NUM_THREADS={report['cpus']}",
+        "message": f"OMP_NUM_THREADS=999999, but this process may use {facts['cpus']} processors",
+        "hint": f"export OMP_NUM_THREADS={facts['cpus']}",
     } in report["problems"]
 
 
@@ -170,9 +182,54 @@ def test_only_plugins_that_are_named_are_asked(fake_distributions: FakeEnvironme
             "hook slapo_doctor of odd-slapo 1.0 raised OSError: no such device",
             "report it to odd-slapo, or SLAPO_DISABLE_PLUGINS=odd-slapo",
         ),
-        Problem("sick-slapo: no fast network: pip install fast-network"),
+        Problem("sick-slapo: the network is slow", "pip install fast-network"),
         Problem("cannot activate plugin 'no-slapo': it is not installed", "did you mean odd-slapo or sick-slapo?"),
     )
+
+
+FACT = "from slapo_core import Fact\n@hookimpl\ndef slapo_doctor():\n    return [Fact('network', 'eth0')]\n"
+
+
+def test_a_fact_of_a_plugin_is_no_problem(fake_distributions: FakeEnvironment) -> None:
+    fake_distributions.install(with_hooks("well-slapo", FACT), with_hooks("sick-slapo", SICK))
+    environ = {"SLAPO_PLUGINS": "well-slapo,sick-slapo"}
+    well = fake_distributions.slapo("doctor", "--ask", "well-slapo", environ=environ)
+    assert well.returncode == 0, well.stdout
+    assert re.search(r"^well-slapo: network +eth0\n\nnothing is wrong\n\Z", well.stdout, re.MULTILINE), well.stdout
+    sick = fake_distributions.slapo("doctor", "--ask", "sick-slapo", environ=environ)
+    assert sick.returncode == 1
+    facts, _, problems = sick.stdout.partition("\n\n")
+    assert re.search(r"^sick-slapo: network +eth0\Z", facts, re.MULTILINE), facts
+    assert problems == "1 problem:\n1. sick-slapo: the network is slow\n   mend it: pip install fast-network\n"
+    report = json.loads(fake_distributions.slapo("doctor", "--json", "--ask", "sick-slapo", environ=environ).stdout)
+    assert report["facts"][-1] == {"what": "sick-slapo: network", "value": "eth0"}
+    assert report["problems"] == [{"message": "sick-slapo: the network is slow", "hint": "pip install fast-network"}]
+
+
+ADVICE = 'yield slapo_core.Problem("what is wrong", hint="the command that mends it")'
+
+
+@pytest.mark.parametrize(
+    ("answer", "got", "hint"),
+    [
+        ("'no network'", "'no network'", "yield slapo_core.Problem('no network')"),
+        ("['no network']", "'no network'", "yield slapo_core.Problem('no network')"),
+        ("iter([Fact('network', 'eth0'), 'slow'])", "'slow'", "yield slapo_core.Problem('slow')"),
+        ("5", "5", ADVICE),
+        ("[None]", "None", ADVICE),
+        ("{'network': 'eth0'}", "{'network': 'eth0'}", ADVICE),
+    ],
+)
+def test_an_answer_that_is_neither_fact_nor_problem_shows_the_line_to_write(
+    fake_distributions: FakeEnvironment, answer: str, got: str, hint: str
+) -> None:
+    source = f"from slapo_core import Fact\n@hookimpl\ndef slapo_doctor():\n    return {answer}\n"
+    fake_distributions.install(with_hooks("odd-slapo", source))
+    report = diagnose(fake_distributions.registry(core="0.1.0"), ask=("odd-slapo",))
+    assert report.problems == (
+        Problem(f"hook slapo_doctor of odd-slapo must yield Fact and Problem objects (got {got})", hint),
+    )
+    assert Fact("odd-slapo: network", "eth0") not in report.facts
 
 
 @pytest.mark.parametrize("value", ["", "0", "two"])

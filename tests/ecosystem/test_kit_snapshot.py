@@ -18,7 +18,7 @@ from tests.ecosystem.kit_primitives import Net, batch
 def model() -> Net:
     torch.manual_seed(0)
     net = Net()
-    net.config = SimpleNamespace(heads=4, sizes=[1, 2, 3])
+    net.config = Config(heads=4, sizes=[1, 2, 3])
     net.tied = net.fc1.weight
     net.lstm = nn.LSTM(2, 2)
     net.fc1.weight.data[0, 0] = float("nan")
@@ -37,6 +37,10 @@ class Marked(nn.Parameter):
 
 
 class Config(SimpleNamespace):
+    pass
+
+
+class OtherConfig(SimpleNamespace):
     pass
 
 
@@ -102,7 +106,7 @@ CHANGES: dict[str, tuple[Callable[[Net], Any], str]] = {
     ),
     "parameter attribute": (lambda net: setattr(net.fc1.bias, "mark", 1), "fc1.bias (attributes).mark: added (1)"),
     "parameter hook": (lambda net: net.fc1.bias.register_hook(print), "fc1.bias._backward_hooks"),
-    "parameter order": (swap_order, "fc1 (names): another order, ['weight', 'bias'] -> ['bias', 'weight']"),
+    "parameter order": (swap_order, "fc1._parameters (names): another order, ['weight', 'bias'] -> ['bias', 'weight']"),
     "emptied slot": (lambda net: setattr(net.fc1, "bias", None), "fc1.bias: Parameter (8,) became None"),
     "module": (lambda net: setattr(net, "drop", nn.Dropout(0.1)), "drop: another object, a Dropout as before"),
     "child": (lambda net: setattr(net, "extra", nn.ReLU()), "extra: added (a ReLU)"),
@@ -134,8 +138,8 @@ CHANGES: dict[str, tuple[Callable[[Net], Any], str]] = {
         "(root).config.ratio: 0.0 -> -0.0",
     ),
     "class of an object": (
-        lambda net: setattr(net.config, "__class__", Config),
-        "(root).config (type): another object, type SimpleNamespace -> type Config",
+        lambda net: setattr(net.config, "__class__", OtherConfig),
+        "(root).config (type): another object, type Config -> type OtherConfig",
     ),
     "attribute": (lambda net: setattr(net.fc1, "in_features", 5), "fc1.in_features: 4 -> 5"),
     "type of an attribute": (lambda net: setattr(net.fc1, "in_features", 4.0), "fc1.in_features: 4 -> 4.0"),

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
-
-from slapo_core.tree.assignment import MISSING
-from slapo_core.tree.bound_forward import BoundForward
+from slapo_core.tree.calls import CallChange, Calls
+from slapo_core.tree.forward import ModuleForward, Wrapping
 from slapo_core.tree.journal.entry import Entry, name_of
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from slapo_core.spec.edit import Forward, HookKind
 
 __all__ = ["AddHook", "WrapForward"]
@@ -30,16 +30,46 @@ _HOOK_TABLES: dict[str, tuple[str, tuple[str, ...]]] = {
 
 
 class AddHook(Entry):
-    """A hook, put back at the same place among the user's own when redone."""
+    """A hook, put back at the same place among the user's own when redone.
 
-    def __init__(self, module: nn.Module, kind: HookKind, function: Callable[..., Any], prepend: bool) -> None:
-        self.module, self.kind, self.function, self.prepend = module, kind, function, prepend
+    Args:
+        calls: where it is noted.
+        module: which gets it.
+        kind: of the hook.
+        function: the hook.
+        prepend: whether it runs before those that are there.
+        active: whether torch is told of it.
+    """
+
+    def __init__(
+        self, calls: Calls, module: nn.Module, kind: HookKind, function: Callable[..., Any], prepend: bool, active: bool
+    ) -> None:
+        self.calls, self.module, self.kind, self.function = calls, module, kind, function
+        self.prepend, self.active = prepend, active
+        self.change = CallChange(kind, function)
         self.register, self.tables = _HOOK_TABLES[kind]
         self.id: int | None = None
         self.full_backward_before = module._is_full_backward_hook
         self.taken: dict[str, _TakenHook] | None = None  # by table, after an undo
 
     def redo(self) -> None:
+        if self.active:
+            self._register()
+        self.calls.add(self.module, self.change, first=self.prepend)
+
+    def undo(self) -> None:
+        self.calls.remove(self.module, self.change)
+        if self.id is None:
+            return
+        hooks = {table: getattr(self.module, table) for table in self.tables}
+        self.taken = {table: _TakenHook(own, self.id) for table, own in hooks.items() if self.id in own}
+        if self.kind == "full_backward" and not self.module._backward_hooks:
+            self.module._is_full_backward_hook = self.full_backward_before
+
+    def describe(self) -> str:
+        return f"{self.kind} hook {name_of(self.function)}{_if_inactive(self.active)}"
+
+    def _register(self) -> None:
         if self.taken is not None:
             for table, taken in self.taken.items():
                 taken.put_back(getattr(self.module, table))
@@ -49,17 +79,6 @@ class AddHook(Entry):
         options = {"with_kwargs": True} if self.kind in ("forward_pre", "forward") else {}
         handle = getattr(self.module, self.register)(self.function, prepend=self.prepend, **options)
         self.id = handle.id
-
-    def undo(self) -> None:
-        if self.id is None:
-            return
-        hooks = {table: getattr(self.module, table) for table in self.tables}
-        self.taken = {table: _TakenHook(own, self.id) for table, own in hooks.items() if self.id in own}
-        if self.kind == "full_backward" and not self.module._backward_hooks:
-            self.module._is_full_backward_hook = self.full_backward_before
-
-    def describe(self) -> str:
-        return f"{self.kind} hook {name_of(self.function)}"
 
 
 class _TakenHook:
@@ -84,23 +103,39 @@ class _TakenHook:
 
 
 class WrapForward(Entry):
-    """An instance-level forward around the present one."""
+    """A wrapper around the present forward.
 
-    def __init__(self, module: nn.Module, wrapper: Callable[[Forward], Forward]) -> None:
-        self.module, self.wrapper = module, wrapper
-        self.before = module.__dict__.get("forward", MISSING)
-        self.bound: BoundForward | None = None
+    Args:
+        calls: where it is noted.
+        module: whose forward it is.
+        wrapper: makes the new forward of the present one.
+        active: whether calls go through it.
+    """
+
+    def __init__(self, calls: Calls, module: nn.Module, wrapper: Callable[[Forward], Forward], active: bool) -> None:
+        self.calls, self.module, self.wrapper, self.active = calls, module, wrapper, active
+        self.change = CallChange("wrapper", wrapper)
+        self.wrapping = Wrapping(wrapper)
+        self.forward: ModuleForward | None = None
+        self.was_in_place = True
 
     def redo(self) -> None:
-        if self.bound is None:
-            self.bound = BoundForward(self.module, self.wrapper)
-        self.module.__dict__["forward"] = self.bound
+        if self.active:
+            # A forward that the user set while this step was taken back is what the wrapper goes around now.
+            if self.forward is None or (self.was_in_place and not self.forward.is_in_place):
+                self.forward = ModuleForward.of(self.module)
+            self.forward.add(self.wrapping)
+        self.calls.add(self.module, self.change)
 
     def undo(self) -> None:
-        if self.before is MISSING:
-            self.module.__dict__.pop("forward", None)
-        else:
-            self.module.__dict__["forward"] = self.before
+        self.calls.remove(self.module, self.change)
+        if self.forward is not None:
+            self.was_in_place = self.forward.is_in_place
+            self.forward.remove(self.wrapping)
 
     def describe(self) -> str:
-        return f"forward wrapped by {name_of(self.wrapper)}"
+        return f"forward wrapped by {name_of(self.wrapper)}{_if_inactive(self.active)}"
+
+
+def _if_inactive(active: bool) -> str:
+    return "" if active else ", inactive (nothing to do on this mesh)"

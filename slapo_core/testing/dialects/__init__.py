@@ -1,0 +1,1 @@
+"""The kit for dialects: what to train, with what, and what must come of it."""

@@ -1,0 +1,127 @@
+"""`DialectCase`: a dialect, and what to train with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from slapo_core.errors import ArgumentError
+from slapo_core.spec.dialect import Dialect
+from slapo_core.spec.mesh import MESH_DIMS
+from slapo_core.testing.dialects.models import Regression, Subject, adamw, regression_batch, regression_steps, sgd
+
+if TYPE_CHECKING:
+    from slapo_core.schedule.schedule import Schedule
+    from slapo_core.spec.request import LossFunction, OptimizerFactory
+
+__all__ = ["DialectCase"]
+
+_TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
+
+
+@dataclass(frozen=True, eq=False)
+class DialectCase:
+    """A dialect with the options, the model and the batches to try it on; everything but the dialect has a default.
+
+    Args:
+        target: the name that the dialect is installed under, e.g. ``"accumulate"``, or its class.
+        config: the options to build with, e.g. ``{"micro_batches": 3}``.
+        rejects: options that must be refused, e.g. ``[{"micro_batches": 0}]``.
+        model: makes a fresh model; called under a fixed random seed, so that every call gives the same weights.
+        batch: makes a batch as ``train_step`` takes it; called under another seed for each batch. The first axis of
+            every tensor counts the samples, and the loss is a mean over them.
+        loss: ``loss(output, batch)``; None takes that of the model's output.
+        schedule: applies steps to a schedule of the model, on each mesh and without: ``schedule.mesh`` says which.
+            Default: those of the default model, which on ``tp`` use ``shard`` and ``sync``; none for another model.
+        optimizers: factories, each at the top level of a module; the first one serves where one is enough.
+        meshes: the meshes to train on, with one process a rank; None tries two ranks of ``dp`` and of ``tp`` as far as
+            the dialect supports them.
+        dtype: of the model and of the floating-point numbers in a batch.
+        tolerance: the largest difference to plain training, relative to the largest element of a tensor; None allows
+            1e-9 in float64, 1e-4 in float32, and 1e-2 otherwise.
+        needs_process_group: whether the runtime needs ``torch.distributed`` for a single process too.
+        name: stands in the test's id; default: the dialect's name.
+
+    Raises:
+        ArgumentError: an argument of another kind; the message gives the call to write.
+    """
+
+    target: str | type[Dialect]
+    _: KW_ONLY
+    config: Mapping[str, Any] = field(default_factory=dict)
+    rejects: Sequence[Mapping[str, Any]] = ()
+    model: Callable[[], nn.Module] = Regression
+    batch: Callable[[], Any] = regression_batch
+    loss: LossFunction | None = None
+    schedule: Callable[[Schedule], Any] | None = None
+    optimizers: Sequence[OptimizerFactory] = (sgd, adamw)
+    meshes: Sequence[Mapping[str, int]] | None = None
+    dtype: torch.dtype = torch.float64
+    tolerance: float | None = None
+    needs_process_group: bool = False
+    name: str | None = None
+
+    def __post_init__(self) -> None:
+        target = self.target
+        if not isinstance(target, str) and not (isinstance(target, type) and issubclass(target, Dialect)):
+            raise ArgumentError(
+                f"DialectCase: target must be the name or the class of a dialect (got {target!r})",
+                hint='DialectCase("torch")',
+            )
+        if isinstance(self.rejects, Mapping):
+            raise ArgumentError(
+                f"DialectCase: rejects must be a list of options (got {self.rejects!r})",
+                hint=f"rejects=[{dict(self.rejects)!r}]",
+            )
+        for name in ("model", "batch"):
+            value = getattr(self, name)
+            # A live module can be called too: a class is a fine factory, an instance would be shared by all checks.
+            if not callable(value) or isinstance(value, nn.Module):
+                raise ArgumentError(
+                    f"DialectCase: {name} must be a function that makes a fresh one (got a {type(value).__name__})",
+                    hint=f"{name}=lambda: ...",
+                )
+        if not self.optimizers or not all(map(callable, self.optimizers)):
+            raise ArgumentError(
+                f"DialectCase: optimizers must be a list of factories (got {self.optimizers!r})",
+                hint="optimizers=[make_adamw]",
+            )
+        for mesh in self.meshes or ():
+            if not isinstance(mesh, Mapping) or not mesh or set(mesh) - set(MESH_DIMS):
+                raise ArgumentError(
+                    f"DialectCase: meshes must be a list of mappings of {', '.join(MESH_DIMS)} to sizes (got {mesh!r})",
+                    hint='meshes=[{"dp": 2}]',
+                )
+
+    @property
+    def subject(self) -> Subject:
+        """What is trained where a check needs nothing special."""
+        return Subject(self.model, self.batch, self.loss)
+
+    @property
+    def steps(self) -> Callable[[Schedule], Any] | None:
+        """What applies the steps of a schedule of the model; None if the case has none."""
+        return self.schedule or (regression_steps if self.model is Regression else None)
+
+    @property
+    def allowed(self) -> float:
+        """The relative tolerance."""
+        return _TOLERANCES.get(self.dtype, 1e-2) if self.tolerance is None else self.tolerance
+
+    @property
+    def dialect_name(self) -> str:
+        """The name that ``build`` takes."""
+        return self.target if isinstance(self.target, str) else self.target.name
+
+    @property
+    def label(self) -> str:
+        """The case's part of a test's id, e.g. ``"accumulate"``."""
+        return self.name or self.dialect_name
+
+    def __str__(self) -> str:
+        options = ", ".join(f"{name}={value!r}" for name, value in self.config.items())
+        return f"target '{self.dialect_name}'" + (f" with {options}" if options else "")

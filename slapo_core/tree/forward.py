@@ -1,0 +1,239 @@
+"""`ModuleForward`: the forward of one module while steps change it, copied and pickled with its module."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from types import FunctionType, MethodType
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from slapo_core.errors import SerializationError
+
+if TYPE_CHECKING:
+    from slapo_core.spec.edit import Forward
+
+__all__ = ["ModuleForward", "Wrapping"]
+
+
+class _Nothing:
+    """In place of a module's own forward: it had none. A class, because it stays the same one in copies and pickles."""
+
+
+class Wrapping:
+    """One wrapper, and what it made of the forward beneath it.
+
+    Args:
+        wrapper: makes a forward of a forward; both take the module first.
+    """
+
+    __slots__ = ("_beneath", "_made", "wrapper")
+
+    def __init__(self, wrapper: Callable[[Forward], Forward]) -> None:
+        self.wrapper = wrapper
+        self._beneath: Forward | None = None
+        self._made: Any = None
+
+    def over(self, forward: Forward) -> Forward:
+        """``wrapper(forward)``, made again only if another forward lay beneath it the last time."""
+        if self._beneath is not forward:
+            made = self.wrapper(forward)
+            if not callable(made):
+                raise TypeError(f"the function given to wrap_forward must return a function (got {made!r})")
+            self._beneath, self._made = forward, made
+        return self._made  # type: ignore[no-any-return]
+
+
+class ModuleForward:
+    """What stands in ``module.__dict__["forward"]`` while steps change the forward: callable like a bound method.
+
+    It is a base, and wrappings around it in order. The base is what the user had set on the instance, or the class's
+    forward; another one may come in its place (a graph), and the wrappings stay around it. With the first change this
+    object comes into the module's ``__dict__``, and with the last change undone it goes: what the user had there is
+    there again. A forward that the user sets meanwhile is his: it is neither removed nor replaced.
+
+    Not a bound method itself, because pickle stores that by its name alone: the module would come back with its class's
+    own forward, and nobody would notice.
+
+    Args:
+        module: the module that is called.
+    """
+
+    # What is called follows from the rest: whoever compares the state of two models need not see it.
+    __slots__ = ("__dict__", "__weakref__", "_bottom", "_function")
+
+    _module: nn.Module
+    _own: Any  # what the user had set on the instance, or _Nothing
+    _base: Callable[..., Any] | None
+    _wrappings: list[Wrapping]
+    _bottom: Forward
+    _function: Forward
+
+    def __init__(self, module: nn.Module) -> None:
+        own = module.__dict__.get("forward", _Nothing)
+        self._set_up(module, own, None if own is _Nothing else own, ())
+
+    @classmethod
+    def of(cls, module: nn.Module) -> ModuleForward:
+        """The one that stands on ``module``; or else a new one around what stands there, not put in place yet."""
+        present = module.__dict__.get("forward")
+        return present if isinstance(present, cls) and present._module is module else cls(module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(self._module, *args, **kwargs)
+
+    # -- changing ---------------------------------------------------------------------------------------------
+
+    @property
+    def base(self) -> Callable[..., Any] | None:
+        """What the wrappings lie around, called without the module; None for the class's forward."""
+        return self._base
+
+    @property
+    def wrappers(self) -> tuple[Callable[[Forward], Forward], ...]:
+        """Innermost first."""
+        return tuple(wrapping.wrapper for wrapping in self._wrappings)
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether the module's ``__dict__`` holds what this object left there, and not another forward of the user."""
+        return self._module.__dict__.get("forward", _Nothing) is (self._own if self._is_idle else self)
+
+    def add(self, wrapping: Wrapping) -> None:
+        """Put ``wrapping`` around everything."""
+        self._change([*self._wrappings, wrapping], self._base)
+
+    def remove(self, wrapping: Wrapping) -> None:
+        """Take ``wrapping`` away, wherever it is; nothing happens if it is not here."""
+        self._change([one for one in self._wrappings if one is not wrapping], self._base)
+
+    def set_base(self, base: Callable[..., Any] | None) -> Callable[..., Any] | None:
+        """Put the wrappings around another base.
+
+        Args:
+            base: called without the module, as what a user sets on an instance; a bound method of the module is called
+                without a detour, and a copy of the model deep-copies it. None is the class's forward.
+
+        Returns:
+            the base before, for undo.
+        """
+        before = self._base
+        self._change(self._wrappings, base)
+        return before
+
+    @property
+    def _is_idle(self) -> bool:
+        return not self._wrappings and self._base is (None if self._own is _Nothing else self._own)
+
+    def _change(self, wrappings: Sequence[Wrapping], base: Callable[..., Any] | None) -> None:
+        is_in_place = self.is_in_place
+        bottom, function = self._composed(wrappings, base)  # first of all: a wrapper may raise
+        self._wrappings[:] = wrappings
+        self._base, self._bottom, self._function = base, bottom, function
+        if not is_in_place:
+            return
+        instance = self._module.__dict__
+        if not self._is_idle:
+            instance["forward"] = self
+        elif self._own is _Nothing:
+            instance.pop("forward", None)
+        else:
+            instance["forward"] = self._own
+
+    def _composed(self, wrappings: Sequence[Wrapping], base: Callable[..., Any] | None) -> tuple[Forward, Forward]:
+        """The base as a function that takes the module first, and the wrappings around it."""
+        if base is None:
+            bottom: Forward = type(self._module).forward
+        else:
+            bottom = self._bottom if base is self._base else _taking_the_module(self._module, base)
+        function = bottom
+        for wrapping in wrappings:
+            function = wrapping.over(function)
+        return bottom, function
+
+    # -- like a bound method ----------------------------------------------------------------------------------
+
+    @property
+    def __self__(self) -> nn.Module:
+        """The module, as of a bound method."""
+        return self._module
+
+    @property
+    def __func__(self) -> Forward:
+        """The forward that takes the module first, as of a bound method."""
+        return self._function
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        signature = inspect.signature(self._function)
+        parameters = list(signature.parameters.values())
+        if parameters and parameters[0].kind is not inspect.Parameter.VAR_POSITIONAL:
+            parameters = parameters[1:]
+        return signature.replace(parameters=parameters)
+
+    def __repr__(self) -> str:
+        return f"<forward of {type(self._module).__name__}, wrapped>"
+
+    # -- copies -----------------------------------------------------------------------------------------------
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModuleForward:
+        """Around a copy of the base, for the copy of the module; the wrappers are shared, as functions are."""
+        twin = ModuleForward.__new__(ModuleForward)
+        memo[id(self)] = twin
+        module = copy.deepcopy(self._module, memo)
+        twin._set_up(module, copy.deepcopy(self._own, memo), copy.deepcopy(self._base, memo), self.wrappers)
+        return twin
+
+    def __getstate__(self) -> dict[str, Any]:
+        for wrapper in self.wrappers:
+            _refuse_nameless(wrapper, self._module)
+        return {"module": self._module, "own": self._own, "base": self._base, "wrappers": self.wrappers}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._set_up(**state)
+
+    def _set_up(
+        self,
+        module: nn.Module,
+        own: Any,
+        base: Callable[..., Any] | None,
+        wrappers: Sequence[Callable[[Forward], Forward]],
+    ) -> None:
+        self._module, self._own, self._base = module, own, base
+        self._wrappings = [Wrapping(wrapper) for wrapper in wrappers]
+        self._bottom = _taking_the_module(module, base) if base is not None else type(module).forward
+        self._bottom, self._function = self._composed(self._wrappings, base)
+
+
+def _taking_the_module(module: nn.Module, base: Callable[..., Any]) -> Forward:
+    """A base as a function of the module and its arguments; it holds this base, so that a copy makes its own."""
+    if isinstance(base, MethodType) and base.__self__ is module:
+        return base.__func__
+
+    def forward(_module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return base(*args, **kwargs)
+
+    with contextlib.suppress(TypeError, ValueError):  # a callable in C has no signature to show
+        signature = inspect.signature(base)
+        itself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        forward.__signature__ = signature.replace(  # type: ignore[attr-defined]
+            parameters=[itself, *signature.parameters.values()]
+        )
+    return forward
+
+
+def _refuse_nameless(wrapper: Callable[..., Any], module: nn.Module) -> None:
+    """Pickle finds a function again by its name; one made inside of another function has none to be found by."""
+    while isinstance(wrapper, functools.partial):
+        wrapper = wrapper.func
+    if isinstance(wrapper, FunctionType) and "<" in wrapper.__qualname__:  # <locals>, <lambda>
+        raise SerializationError(
+            f"a {type(module).__name__} cannot be pickled: its forward is wrapped by "
+            f"{wrapper.__module__}.{wrapper.__qualname__}, which has no name to be found by again",
+            hint="save the state dict instead; or, in the primitive, give edit.wrap_forward a function that is "
+            "defined at the top level of its module, with functools.partial for its arguments",
+        )

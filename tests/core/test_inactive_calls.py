@@ -1,0 +1,316 @@
+"""Promise: what a step does to calls is known on a mesh of any size; what has nothing to do there leaves no trace."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import pickle
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import slapo_core as slapo
+from slapo_core.errors import ApplyError, PreconditionError
+from slapo_core.primitives.checkpoint import Checkpoint
+from slapo_core.testing import ModelSnapshot, assert_bit_identical
+from slapo_core.testing.fixtures import isolated_registry  # noqa: F401 - a fixture
+from tests.core.edits import Call, Fault, TestPrimitive, backward_hook, fault_after, post_hook, pre_hook
+from tests.core.small_models import MLP, Block
+
+SIZES = pytest.mark.parametrize("size", [1, 2])
+"""Of the mesh: on one rank the steps below have nothing to do."""
+
+
+def doubled(forward: Any) -> Any:
+    return lambda module, *args: 2 * forward(module, *args)
+
+
+def ran(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+    return output + 1
+
+
+@dataclass(frozen=True)
+class Collective(TestPrimitive):
+    """Two hooks and a wrapper, which have nothing to do on one rank."""
+
+    name = "test.collective"
+
+    def apply(self, node: slapo.Node, edit: slapo.Edit) -> None:
+        active = node.mesh is not None and node.mesh.size("tp") > 1
+        edit.add_hook(node, "forward", ran, active=active)
+        edit.add_hook(node, "full_backward", backward_hook, prepend=True, active=active)
+        edit.wrap_forward(node, doubled, active=active)
+
+
+@dataclass(frozen=True)
+class Hook(TestPrimitive):
+    """One hook, which has nothing to do on one rank of ``mesh_dim``."""
+
+    name = "test.hook"
+    function: Any = post_hook
+    kind: Any = "forward"
+    mesh_dim: str = "tp"
+    prepend: bool = False
+
+    def apply(self, node: slapo.Node, edit: slapo.Edit) -> None:
+        assert node.mesh is not None
+        active = node.mesh.size(self.mesh_dim) > 1
+        edit.add_hook(node, self.kind, self.function, prepend=self.prepend, active=active)
+
+
+def _refusal(call: Callable[[], Any]) -> str:
+    with pytest.raises(PreconditionError) as caught:
+        call()
+    return str(caught.value)
+
+
+def _schedule(size: int, model: nn.Module | None = None) -> slapo.Schedule:
+    return slapo.create_schedule(model if model is not None else MLP(), mesh={"dp": 2, "tp": size})
+
+
+# -- what is there, and what is not ---------------------------------------------------------------------------------
+
+
+def test_what_is_inactive_leaves_no_trace_on_the_module_and_never_runs() -> None:
+    model, x = MLP(), torch.randn(2, 8)
+    before, expected = ModelSnapshot(model), model(x)
+    sch = _schedule(1, model)
+    sch["head"].apply(Collective())
+    assert_bit_identical(before, model)
+    assert torch.equal(model(x), expected)
+    assert sch["head"].module.forward.__func__ is nn.Linear.forward
+    active = MLP()
+    active.load_state_dict(model.state_dict())
+    _schedule(2, active)["head"].apply(Collective())
+    assert torch.equal(active(x), 2 * expected + 1)
+
+
+@SIZES
+def test_nodes_give_the_hooks_and_wrappers_of_steps_on_a_mesh_of_any_size(size: int) -> None:
+    sch = _schedule(size)
+    node = sch["head"]
+    node.module.register_forward_hook(lambda *_: None)  # the user's own are not among them
+    node.module.forward = functools.partial(nn.Linear.forward, node.module)
+    assert (node.hooks, node.wrappers) == ((), ())
+    node.apply(Collective())
+    assert node.hooks == (("full_backward", backward_hook), ("forward", ran))
+    assert node.wrappers == (doubled,)
+    node.apply(Hook(pre_hook, "forward_pre"))
+    node.apply(Hook(prepend=True))
+    node.checkpoint()
+    everything = node.hooks, node.wrappers
+    assert [function for kind, function in node.hooks if kind == "forward"] == [post_hook, ran]
+    assert node.hooks[-1] == ("forward_pre", pre_hook)
+    assert node.wrappers[0] is doubled
+    assert [wrapper.func.__name__ for wrapper in node.wrappers[1:]] == ["checkpointed"]
+    assert sch["layers.0"].hooks == ()
+    with sch.rewound(1):
+        assert node.hooks == (("full_backward", backward_hook), ("forward", ran))
+        assert node.wrappers == (doubled,)
+        with sch.untouched():
+            assert (node.hooks, node.wrappers) == ((), ())
+    assert (node.hooks, node.wrappers) == everything
+    sch.undo(to=1)
+    assert (node.hooks, node.wrappers) == ((("full_backward", backward_hook), ("forward", ran)), (doubled,))
+    sch.undo()
+    assert (node.hooks, node.wrappers) == ((), ())
+
+
+@SIZES
+def test_a_step_that_fails_leaves_no_hook_or_wrapper_behind(size: int) -> None:
+    for done in (1, 2, 3):
+        sch = _schedule(size)
+        before = ModelSnapshot(sch.model)
+        with pytest.raises(ApplyError) as caught:
+            sch.apply_at(sch["head"], Collective(), after_edit=fault_after(done))
+        assert isinstance(caught.value.__cause__, Fault)
+        assert (sch["head"].hooks, sch["head"].wrappers) == ((), ())
+        assert_bit_identical(before, sch.model)
+
+
+def test_explain_says_what_is_inactive() -> None:
+    sch = _schedule(1)
+    sch["head"].apply(Collective())
+    assert sch.records[0].effects == (
+        "forward hook ran, inactive (nothing to do on this mesh)",
+        "full_backward hook backward_hook, inactive (nothing to do on this mesh)",
+        "forward wrapped by doubled, inactive (nothing to do on this mesh)",
+    )
+    assert "\n    forward hook ran, inactive (nothing to do on this mesh)\n" in sch.explain()
+    sch = _schedule(2)
+    sch["head"].apply(Collective())
+    assert sch.records[0].effects == (
+        "forward hook ran",
+        "full_backward hook backward_hook",
+        "forward wrapped by doubled",
+    )
+
+
+@pytest.mark.usefixtures("isolated_registry")
+def test_replay_on_another_mesh_makes_active_what_was_not() -> None:
+    slapo.register_primitive()(Collective)
+    sch = _schedule(1)
+    sch["head"].collective()
+    for size, count in ((2, 1), (1, 0)):
+        again = slapo.replay(MLP(), sch.to_json(), mesh={"dp": 2, "tp": size})
+        assert (again["head"].hooks, again["head"].wrappers) == (sch["head"].hooks, sch["head"].wrappers)
+        assert len(again["head"].module._forward_hooks) == count
+        assert ("forward" in again["head"].module.__dict__) == bool(count)
+
+
+def test_copies_of_a_model_with_inactive_calls_are_whole() -> None:
+    model, x = MLP(), torch.randn(2, 8)
+    sch = _schedule(1, model)
+    sch["head"].apply(Collective())
+    sch["head"].apply(Call(lambda node, edit: edit.wrap_forward(node, lambda forward: None, active=False)))
+    expected = model(x)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(twin(x), expected)
+        assert "forward" not in twin.head.__dict__
+        with torch.no_grad():
+            twin.head.bias.zero_()
+            twin.head.weight.zero_()
+        assert not twin(x).any()
+    assert torch.equal(model(x), expected)
+
+
+@SIZES
+def test_a_shared_module_has_its_hooks_under_every_name(size: int) -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    model.again = model[0]
+    sch = _schedule(size, model)
+    sch["again"].apply(Collective())
+    assert sch["0"].hooks == sch["again"].hooks != ()
+
+
+def test_a_replaced_module_is_let_go_when_the_schedule_is_sealed() -> None:
+    model = MLP()
+    sch = _schedule(1, model)
+    sch["head"].apply(Hook())
+    sch["head"].replace(lambda old: nn.Linear(8, 4))
+    old = weakref.ref(sch._steps[1].entries[0].old)  # type: ignore[attr-defined]
+    assert old() is not None
+    sch.seal()
+    gc.collect()
+    assert old() is None
+    assert sch["head"].hooks == (("forward", post_hook),)
+
+
+# -- replace --------------------------------------------------------------------------------------------------------
+
+
+@SIZES
+def test_a_wrapped_forward_is_never_lost_silently(size: int) -> None:
+    sch = _schedule(size)
+    sch["head"].apply(Collective())
+    assert _refusal(lambda: sch["head"].replace(nn.Linear(8, 4))).endswith(
+        " at 'head': the forward of 'head' was changed by #1 collective() at 'head', and that would be lost; "
+        "replace first, change then"
+    )
+
+
+@SIZES
+def test_hooks_and_forwards_below_are_never_lost_silently(size: int) -> None:
+    sch = _schedule(size, nn.Sequential(Block(4), Block(4)))
+    sch["0.conv1"].apply(Hook())
+    sch["0.bn1"].apply(Collective())
+    text = _refusal(lambda: sch["0"].replace(Block(4)))
+    assert "'0.conv1' has 1 hooks, set by #1 hook(" in text
+    assert "'0.bn1' has 2 hooks, set by #2 collective() at '0.bn1', and they would be lost" in text
+    assert "the forward of '0.bn1' was changed by #2 collective() at '0.bn1', and that would be lost" in text
+    sch["0.conv1"].module.register_forward_hook(lambda *_: None)
+    assert "at '0.conv1' and outside of the schedule, and they would be lost" in _refusal(
+        lambda: sch["0"].replace(Block(4))
+    )
+    # What lives on inside of the new module is not lost, and is found there.
+    sch["0"].replace(lambda old: nn.Sequential(old))
+    assert sch["0.0.bn1"].wrappers == (doubled,)
+    assert sch["0.0.conv1"].hooks == (("forward", post_hook),)
+    sch.undo()
+    assert sch["0.bn1"].wrappers == (doubled,)
+
+
+def test_a_forward_or_hooks_that_no_step_set_are_the_users() -> None:
+    model = nn.Sequential(Block(4), Block(4))
+    sch = slapo.create_schedule(model)
+    sch["0.conv1"].annotate("weight", "mark", 1)
+    model[0].conv1.forward = functools.partial(nn.Conv2d.forward, model[0].conv1)
+    model[0].conv1.register_forward_hook(lambda *_: None)
+    text = _refusal(lambda: sch["0"].replace(Block(4)))
+    assert "the forward of '0.conv1' was changed outside of the schedule, and that would be lost" in text
+    assert "'0.conv1' has 1 hooks, set outside of the schedule, and they would be lost" in text
+
+
+@SIZES
+def test_a_forward_that_a_step_changed_from_elsewhere_is_not_lost_either(size: int) -> None:
+    sch = _schedule(size)
+
+    def below(node: slapo.Node, edit: slapo.Edit) -> None:
+        edit.apply(node["head"], Collective())
+
+    sch.apply(Call(below))
+    assert _refusal(lambda: sch["head"].replace(nn.Linear(8, 4))).endswith(
+        ": the forward of 'head' was changed by a step at another module, and that would be lost; "
+        "replace first, change then"
+    )
+
+
+@SIZES
+def test_hooks_are_carried_to_the_new_module_as_they_were(size: int) -> None:
+    model = MLP()
+    sch = _schedule(size, model)
+    first, second, third = (functools.partial(post_hook) for _ in range(3))
+    sch["head"].apply(Hook(first))
+    sch["head"].apply(Hook(second, mesh_dim="dp"))
+    sch["head"].apply(Hook(third))
+    sch["head"].apply(Hook(pre_hook, "forward_pre"))
+    before = ModelSnapshot(model)
+    expected = sch["head"].hooks
+    sch["head"].replace(nn.Linear(8, 4))
+    assert {kind for kind, _ in sch["head"].hooks} == {"forward", "forward_pre"}
+    for kind in ("forward", "forward_pre"):
+        assert [f for k, f in sch["head"].hooks if k == kind] == [f for k, f in expected if k == kind]
+    active = [first, second, third] if size == 2 else [second]
+    assert list(model.head._forward_hooks.values()) == active
+    assert list(model.head._forward_pre_hooks.values()) == ([pre_hook] if size == 2 else [])
+    assert sum("hook" in effect for effect in sch.records[-1].effects) == 4
+    assert sum("inactive" in effect for effect in sch.records[-1].effects) == (0 if size == 2 else 3)
+    sch.undo()
+    assert sch["head"].hooks == expected
+    assert_bit_identical(before, model)
+    # Around the old module they stay where they are.
+    sch["head"].replace(lambda old: nn.Sequential(old), params={"weight": "0.weight", "bias": "0.bias"})
+    assert sch["head"].hooks == ()
+    assert sch["head.0"].hooks == expected
+
+
+# -- checkpoint -----------------------------------------------------------------------------------------------------
+
+
+def test_checkpointed_already_is_judged_by_the_module_that_stands_there() -> None:
+    sch = slapo.create_schedule(MLP())
+    sch["layers.0"].checkpoint()
+    sch["layers.0"].replace(lambda old: nn.Sequential(old))
+    # The new module is not checkpointed, the one inside of it is.
+    assert _refusal(lambda: sch["layers.0.0"].checkpoint()) == (
+        "cannot apply checkpoint() at 'layers.0.0': the module is checkpointed already; remove this second call"
+    )
+    sch["layers.0"].checkpoint()
+    assert _refusal(lambda: sch["layers.0"].checkpoint()).endswith(
+        "the module is checkpointed already; remove this second call"
+    )
+
+
+def test_a_checkpoint_made_by_another_step_counts() -> None:
+    sch = slapo.create_schedule(MLP())
+
+    sch.apply(Call(lambda node, edit: edit.apply(node["head"], Checkpoint())))
+    assert "the module is checkpointed already" in _refusal(lambda: sch["head"].checkpoint())
+    sch.undo()
+    sch["head"].checkpoint()
