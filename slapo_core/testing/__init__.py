@@ -18,8 +18,16 @@ A plugin's test file needs one decorator::
     def test_freeze(check):
         check()
 
-and gets one test for every check, e.g. ``test_freeze[freeze-undo_is_exact]``. ``slapo plugins check`` runs the same
-code on the cases that a plugin ships. Names are loaded when they are first used: neither torch nor pytest is imported.
+and gets one test for every check, e.g. ``test_freeze[freeze-undo_is_exact]``. The test of a dialect needs one as well::
+
+    from slapo_core.testing import DialectCase, parametrize_dialect_checks
+
+    @parametrize_dialect_checks([DialectCase("accumulate", config={"micro_batches": 3}, rejects=[{"micro_batches": 0}])])
+    def test_accumulate(check):
+        check()
+
+``slapo plugins check`` runs the same code on the cases that a plugin ships. Names are loaded when they are first used:
+neither torch nor pytest is imported.
 """
 
 from __future__ import annotations
@@ -43,6 +51,12 @@ if TYPE_CHECKING:
     from slapo_core.testing.checks import (
         CHECKS as CHECKS,
     )
+    from slapo_core.testing.dialects.case import (
+        DialectCase as DialectCase,
+    )
+    from slapo_core.testing.dialects.checks import (
+        DIALECT_CHECKS as DIALECT_CHECKS,
+    )
     from slapo_core.testing.distributions import (
         FakeDistribution as FakeDistribution,
         FakeEnvironment as FakeEnvironment,
@@ -55,6 +69,7 @@ if TYPE_CHECKING:
     from slapo_core.testing.parametrize import (
         BoundCheck as BoundCheck,
         parametrize_checks as parametrize_checks,
+        parametrize_dialect_checks as parametrize_dialect_checks,
     )
     from slapo_core.testing.snapshot import (
         ModelSnapshot as ModelSnapshot,
@@ -67,6 +82,8 @@ _PUBLIC = {
     "Case": "slapo_core.testing.case",
     "Check": "slapo_core.testing.check",
     "CheckError": "slapo_core.testing.check",
+    "DIALECT_CHECKS": "slapo_core.testing.dialects.checks",
+    "DialectCase": "slapo_core.testing.dialects.case",
     "FakeDistribution": "slapo_core.testing.distributions",
     "FakeEnvironment": "slapo_core.testing.distributions",
     "NotApplicable": "slapo_core.testing.check",
@@ -75,6 +92,7 @@ _PUBLIC = {
     "fake_distributions": "slapo_core.testing.fixtures",
     "isolated_registry": "slapo_core.testing.fixtures",
     "parametrize_checks": "slapo_core.testing.parametrize",
+    "parametrize_dialect_checks": "slapo_core.testing.parametrize",
     "preload_modules": "slapo_core.ranks.launcher",
     "primitive_source": "slapo_core.testing.distributions",
     "run_ranks": "slapo_core.ranks.launcher",

@@ -128,10 +128,14 @@ class TreeNode:
         return tensor
 
     def walk(self) -> Iterator[TreeNode]:
-        prefix = f"{self.path}." if self.path else ""
-        for path in list(self._tree.index.modules):
-            if path == self.path or path.startswith(prefix):
-                yield self._tree.node(path)
+        stack = [self.path]
+        while stack:
+            path = stack.pop()
+            node = self._tree.node(path)
+            yield node
+            modules = self._tree.index.modules
+            below = [full_name(path, name) for name, child in node.module._modules.items() if child is not None]
+            stack.extend(child for child in reversed(below) if child in modules)
 
     # -- doing ------------------------------------------------------------------------------------------------
 

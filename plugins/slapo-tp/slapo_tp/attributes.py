@@ -57,6 +57,8 @@ class ShardAttribute(Primitive):
 
     def apply(self, node: Node, edit: Edit) -> None:
         size = mesh_size(node, self.mesh_dim)
+        if size == 1:
+            edit.note(f"mesh_dim '{self.mesh_dim}' has one rank: nothing to divide")
         for name in as_tuple(self.names):
             edit.set_attribute(node, name, getattr(node.module, name) // size)
 

@@ -75,6 +75,8 @@ class Shard(Primitive):
             yield from tensor_violations(node, name, names, self.axis, self.packed, self.mesh_dim)
 
     def apply(self, node: Node, edit: Edit) -> None:
+        if mesh_size(node, self.mesh_dim) == 1:
+            edit.note(f"mesh_dim '{self.mesh_dim}' has one rank: nothing to split")
         names = as_tuple(self.names)
         for name in names:
             axis = tensor_axis(node, name, names, self.axis)

@@ -71,7 +71,7 @@ def has_split_below(node: Node, mesh_dim: str) -> bool:
     return any(
         split_axis(below, name, mesh_dim) is not None
         for below in node.walk()
-        for name in (*below.parameters, *below.buffers)
+        for name in (*below.module._parameters, *below.module._buffers)
     )
 
 

@@ -69,9 +69,12 @@ class SyncGradient(Primitive):
 
     def apply(self, node: Node, edit: Edit) -> None:
         assert node.mesh is not None
+        active = mesh_size(node, self.mesh_dim) > 1
+        if not active:
+            edit.note(f"mesh_dim '{self.mesh_dim}' has one rank: it sees the whole gradient")
         group = RankGroup.along(node.mesh, self.mesh_dim)
         wrapper = functools.partial(gradients_summed, names=as_tuple(self.names), group=group)
-        edit.wrap_forward(node, wrapper, active=mesh_size(node, self.mesh_dim) > 1)
+        edit.wrap_forward(node, wrapper, active=active)
 
     def postconditions(self, node: Node) -> Iterator[Violation]:
         if not node.wrappers:

@@ -123,7 +123,10 @@ def test_undo_brings_the_untouched_module_back() -> None:
 def test_on_one_rank_it_is_recorded_and_costs_nothing() -> None:
     sch = scheduled(1)
     split_block(sch)
-    assert sch.records[-1].effects == ("mesh_dim 'tp' has one rank: it sees the whole gradient",)
+    assert sch.records[-1].effects == (
+        "forward wrapped by gradients_summed, inactive (nothing to do on this mesh)",
+        "mesh_dim 'tp' has one rank: it sees the whole gradient",
+    )
     assert "forward" not in sch.model.norm.__dict__
 
 

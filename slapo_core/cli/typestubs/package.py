@@ -100,7 +100,7 @@ def make_stubs(registry: Registry) -> StubPackage:
     files = {
         "py.typed": "partial\n",
         "_vocabulary.pyi": vocabulary,
-        "schedule.pyi": stub_of(
+        "schedule/schedule.pyi": stub_of(
             "slapo_core.schedule.schedule",
             bases={"Schedule": "OnRoot"},
             returns={"Schedule.__getitem__": "Selection", "Schedule.apply": "TreeNode"},

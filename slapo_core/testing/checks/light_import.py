@@ -6,14 +6,24 @@ from slapo_core.testing.case import Case
 from slapo_core.testing.check import CheckError, NotApplicable
 from slapo_core.testing.probe import CPU_LIMIT, probe
 
-__all__ = ["light_import"]
+__all__ = ["light_import", "require_light_import"]
 
 
 def light_import(case: Case) -> None:
     """A fresh process imports the module fast, silently, without frameworks, and without touching global state."""
-    module = type(case.value()).__module__
+    require_light_import(type(case.value()))
+
+
+def require_light_import(cls: type) -> None:
+    """Hold the module of a class against the rules of importing.
+
+    Raises:
+        CheckError: every rule that it breaks is named.
+        NotApplicable: the class is defined in a script.
+    """
+    module = cls.__module__
     if module == "__main__":
-        raise NotApplicable("the primitive is defined in a script: nothing imports it")
+        raise NotApplicable(f"{cls.__qualname__} is defined in a script: nothing imports it")
     violations = probe(module).violations
     if violations:
         raise CheckError(

@@ -29,20 +29,21 @@ if TYPE_CHECKING:
     from slapo_core.spec.engine import Engine
     from slapo_core.spec.request import OptimizerFactory
 
-__all__ = ["DialectBench", "open_bench"]
+__all__ = ["DialectBench", "open_bench", "process_group_of_one"]
 
 
 @dataclass(frozen=True)
 class DialectBench:
     """Makes what a check needs of a case; a ``subject`` takes the place of the case's model, batch and loss.
 
-    Args:
-        case: the dialect and what to train.
-        dialect: the class of the dialect, under whose name ``build`` finds it.
+        Args:
+            case: the dialect and what to train.
+    `build`` finds it.
     """
 
     case: DialectCase
     dialect: type[Dialect]
+    registry: Registry
 
     def model(self, subject: Subject | None = None, *, seed: int = SEED) -> nn.Module:
         """A fresh model; the same weights every time for the same seed."""
@@ -117,6 +118,10 @@ class DialectBench:
         }
         given = {name: value for name, value in arguments.items() if value is not None}
         return build(schedule or self.schedule(self.model(subject)), target or self.case.dialect_name, **given)
+
+    def build_with(self, schedule: Schedule, options: Mapping[str, Any]) -> Engine:
+        """Build with these options of the dialect and no others."""
+        return build(schedule, self.case.dialect_name, optimizer=self.case.optimizers[0], **options)
 
     def evaluator(self, schedule: Schedule | None = None, **options: Any) -> Engine:
         """An engine without an optimiser."""
@@ -196,8 +201,8 @@ def open_bench(case: DialectCase) -> Iterator[DialectBench]:
     """
     registry, cls = current_registry(), case.target
     if isinstance(cls, str):
-        with _process_group(case.needs_process_group):
-            yield DialectBench(case, registry.load(cls, "dialects"))
+        with process_group_of_one(case.needs_process_group):
+            yield DialectBench(case, registry.load(cls, "dialects"), registry)
         return
     if cls.name not in registry.names("dialects"):
         registry = Registry.discover()
@@ -210,12 +215,12 @@ def open_bench(case: DialectCase) -> Iterator[DialectBench]:
             got=f"{installed.__module__}:{installed.__qualname__}",
             hint="correct the entry point, or the name of the class",
         )
-    with use_registry(registry), _process_group(case.needs_process_group):
-        yield DialectBench(case, cls)
+    with use_registry(registry), process_group_of_one(case.needs_process_group):
+        yield DialectBench(case, cls, registry)
 
 
 @contextlib.contextmanager
-def _process_group(needed: bool) -> Iterator[None]:
+def process_group_of_one(needed: bool = True) -> Iterator[None]:
     """A process group of this process alone, for the duration of the block, unless there is one."""
     import torch.distributed as dist
 

@@ -1,0 +1,104 @@
+"""The checks of dialects, in the order in which they are run: those that start processes last."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+from slapo_core.testing.check import Check
+from slapo_core.testing.dialects.bench import DialectBench, open_bench
+from slapo_core.testing.dialects.case import DialectCase
+from slapo_core.testing.dialects.checks.batches import batches_of_every_form, labels_are_left_to_the_loss
+from slapo_core.testing.dialects.checks.checkpoints import (
+    checkpoint_is_read_by_other_targets,
+    checkpoint_resumes_exactly,
+)
+from slapo_core.testing.dialects.checks.engines import (
+    closed_engine_says_so,
+    engine_has_every_member,
+    module_keeps_the_paths,
+    without_optimizer_it_only_evaluates,
+)
+from slapo_core.testing.dialects.checks.evaluation import eval_step_changes_nothing, eval_step_equals_the_plain_model
+from slapo_core.testing.dialects.checks.failures import failed_build_changes_nothing, wrong_optimizer_is_refused
+from slapo_core.testing.dialects.checks.installation import entry_point_agrees, light_import
+from slapo_core.testing.dialects.checks.plans import (
+    bad_options_are_refused,
+    plan_changes_nothing,
+    plan_is_the_same_again,
+    unknown_option_is_refused,
+)
+from slapo_core.testing.dialects.checks.ranks import (
+    failure_on_one_rank_ends_the_build_on_all,
+    other_options_on_a_rank_are_refused,
+    replicas_train_as_one_process,
+    split_model_trains_as_one_process,
+    unsupported_mesh_is_refused,
+)
+from slapo_core.testing.dialects.checks.states import (
+    bad_state_dict_changes_nothing,
+    loaded_state_is_trained_on,
+    state_dict_is_the_untouched_models,
+)
+from slapo_core.testing.dialects.checks.steps import (
+    clipping_is_that_of_plain_training,
+    frozen_parameters_stay,
+    scheduled_model_trains_the_same,
+    step_result_is_complete,
+    tied_weights_stay_tied,
+    training_is_that_of_the_plain_model,
+)
+from slapo_core.testing.dialects.checks.values import meta_model_is_given_its_values, weights_are_read
+
+__all__ = ["DIALECT_CHECKS"]
+
+
+def _check(function: Callable[[DialectBench], None]) -> Check[DialectCase]:
+    @functools.wraps(function)
+    def run(case: DialectCase) -> None:
+        with open_bench(case) as bench:
+            function(bench)
+
+    return Check(run)
+
+
+_ON_A_BENCH = (
+    plan_changes_nothing,
+    plan_is_the_same_again,
+    unknown_option_is_refused,
+    bad_options_are_refused,
+    failed_build_changes_nothing,
+    wrong_optimizer_is_refused,
+    engine_has_every_member,
+    module_keeps_the_paths,
+    without_optimizer_it_only_evaluates,
+    closed_engine_says_so,
+    step_result_is_complete,
+    training_is_that_of_the_plain_model,
+    scheduled_model_trains_the_same,
+    tied_weights_stay_tied,
+    frozen_parameters_stay,
+    clipping_is_that_of_plain_training,
+    batches_of_every_form,
+    labels_are_left_to_the_loss,
+    eval_step_equals_the_plain_model,
+    eval_step_changes_nothing,
+    state_dict_is_the_untouched_models,
+    loaded_state_is_trained_on,
+    bad_state_dict_changes_nothing,
+    checkpoint_resumes_exactly,
+    checkpoint_is_read_by_other_targets,
+    meta_model_is_given_its_values,
+    weights_are_read,
+    unsupported_mesh_is_refused,
+    replicas_train_as_one_process,
+    split_model_trains_as_one_process,
+    failure_on_one_rank_ends_the_build_on_all,
+    other_options_on_a_rank_are_refused,
+)
+
+DIALECT_CHECKS: tuple[Check[DialectCase], ...] = (
+    Check(entry_point_agrees),
+    *map(_check, _ON_A_BENCH),
+    Check(light_import),
+)

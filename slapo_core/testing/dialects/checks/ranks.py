@@ -1,0 +1,162 @@
+"""Several ranks train as one process, and decide together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from slapo_core.errors import BuildError
+from slapo_core.spec.mesh import MESH_DIMS
+from slapo_core.testing.bench import SEED
+from slapo_core.testing.check import CheckError, NotApplicable
+from slapo_core.testing.dialects.bench import DialectBench
+from slapo_core.testing.dialects.on_ranks import (
+    MeshTraining,
+    Part,
+    Refusal,
+    checkpoint_of,
+    clipping_norm,
+    meshes,
+    on_ranks,
+    unsupported_dim,
+)
+from slapo_core.testing.dialects.training import Training, train
+
+__all__ = [
+    "failure_on_one_rank_ends_the_build_on_all",
+    "other_options_on_a_rank_are_refused",
+    "replicas_train_as_one_process",
+    "split_model_trains_as_one_process",
+    "unsupported_mesh_is_refused",
+]
+
+_REPLICAS = "average the gradients over mesh.group('dp') before request.clip_gradients(), which is a collective too"
+_SPLIT = "leave collectives to the schedule's steps, clipping to request.clip_gradients(), names to request.state"
+_TOGETHER = "let request.make_optimizer() call the factory; with request.together('making ...'): what else may fail"
+
+
+def unsupported_mesh_is_refused(bench: DialectBench) -> None:
+    """A mesh dimension that is not in supports is a BuildError that names it, before anything is touched."""
+    supports = bench.dialect.supports
+    if not isinstance(supports, frozenset) or supports - set(MESH_DIMS):
+        raise CheckError(
+            "supports is no set of mesh dimensions",
+            required=f"a frozenset of {', '.join(MESH_DIMS)}",
+            got=repr(supports),
+            hint='supports = frozenset({"dp"}), or frozenset() for one process',
+        )
+    mesh_dim = unsupported_dim(bench)
+    if mesh_dim is None:
+        raise NotApplicable("the dialect supports every mesh dimension")
+    refusals = on_ranks(bench, Part("unsupported", ((mesh_dim, 2),)))
+    for rank, refusal in enumerate(refusals):
+        _require_refusal(refusal, rank, "BuildError", names=f"'{mesh_dim}'", what=f"a mesh with {mesh_dim}=2")
+
+
+def replicas_train_as_one_process(bench: DialectBench) -> None:
+    """Replicas, each with its share of every batch, take the steps of one process with the whole batch."""
+    for part in _trained(bench, split=False):
+        _compare(bench, part, hint=_REPLICAS)
+
+
+def split_model_trains_as_one_process(bench: DialectBench) -> None:
+    """A model that is split over ranks takes the steps of the plain model; its state is the untouched model's."""
+    for part in _trained(bench, split=True):
+        _compare(bench, part, hint=_SPLIT)
+
+
+def failure_on_one_rank_ends_the_build_on_all(bench: DialectBench) -> None:
+    """An optimiser's factory that raises on one rank ends the build on every rank, and the others name that rank."""
+    refusals = on_ranks(bench, _first_mesh(bench, "fault"))
+    for rank, refusal in enumerate(refusals):
+        if not refusal.error or refusal.unusable or refusal.left or (rank != 1 and "rank 1" not in refusal.text):
+            _raise_for(refusal, rank, "an optimiser that cannot be made on rank 1", "an error that names rank 1")
+
+
+def other_options_on_a_rank_are_refused(bench: DialectBench) -> None:
+    """Ranks that build with different options are told so, all of them, before anything is touched."""
+    part = _first_mesh(bench, "other_options")
+    schedule, dialect = bench.schedule(steps=True), bench.dialect()
+    try:
+        defaults = dialect.plan(schedule, {}).config
+    except BuildError as error:
+        raise NotApplicable(f"there is nothing else to build with: {error.message}") from error
+    if defaults == dialect.plan(schedule, dict(bench.case.config)).config:
+        raise NotApplicable("the case has no config= that differs from the defaults")
+    for rank, refusal in enumerate(on_ranks(bench, part)):
+        _require_refusal(refusal, rank, "RankMismatchError", names="option", what="another option on rank 1")
+
+
+def _trained(bench: DialectBench, *, split: bool) -> Iterator[Part]:
+    chosen, reasons = [], []
+    for words, mesh in meshes(bench).items():
+        if isinstance(mesh, str):
+            if ("dp" in words) is not split:
+                reasons.append(mesh)
+        elif any(size > 1 for mesh_dim, size in mesh.items() if mesh_dim != "dp") is split:
+            chosen.append(Part("train", tuple(mesh.items())))
+    if not chosen:
+        raise NotApplicable("; ".join(reasons) or "none of the case's meshes= is of this sort")
+    yield from chosen
+
+
+def _first_mesh(bench: DialectBench, name: str) -> Part:
+    usable = [mesh for mesh in meshes(bench).values() if not isinstance(mesh, str)]
+    if not usable:
+        raise NotApplicable("; ".join(str(why) for why in meshes(bench).values()))
+    return Part(name, tuple(usable[0].items()))
+
+
+def _compare(bench: DialectBench, part: Part, *, hint: str) -> None:
+    results: list[MeshTraining] = on_ranks(bench, part)
+    batches, last = bench.batches(4), bench.case.optimizers[-1]
+    begun = bench.train_by_hand(batches[:2], optimizer=last)
+    whole = bench.train_by_hand(batches, optimizer=last)
+    expected = {
+        "clipped": bench.train_by_hand(batches[:3], max_grad_norm=clipping_norm(bench, batches)),
+        "begun": begun,
+        "resumed": Training(whole.losses[2:], (), whole.state),
+    }
+    has_replicas = part.mesh.get("dp", 1) > 1
+    for name, training in expected.items():
+        trainings: list[Training] = [getattr(result, name) for result in results]
+        for rank, got in enumerate(trainings):
+            # The loss of a replica is that of its own samples: their mean is that of all.
+            losses = [torch.stack(step).mean() for step in zip(*(one.losses for one in trainings), strict=True)]
+            own = Training(losses if has_replicas else got.losses, got.norms, got.state)
+            under = f"on the mesh {part.mesh}, rank {rank} ({name} training)"
+            bench.require_same(training.named(), own.named(), under=under, hint=hint)
+    names = tuple(begun.state)
+    for rank, result in enumerate(results):
+        if result.rank0_only != (names if rank == 0 else ()):
+            raise CheckError(
+                f"state_dict(rank0_only=True) gives {len(result.rank0_only)} tensors on rank {rank}",
+                required="all of them on rank 0, none on the others",
+                got=", ".join(result.rank0_only) or "no tensors",
+                hint="return request.state.state_dict(rank0_only=rank0_only)",
+            )
+    engine = bench.engine(bench.schedule(bench.model(seed=SEED + 99)), optimizer=last)
+    engine.load(checkpoint_of(bench, part))
+    got = train(engine, batches[2:], first=2)
+    under = f"resumed by one process from a checkpoint of the mesh {part.mesh}"
+    bench.require_same(expected["resumed"].named(), got.named(), under=under, hint=hint)
+
+
+def _require_refusal(refusal: Refusal, rank: int, error: str, *, names: str, what: str) -> None:
+    if error not in refusal.error or names not in refusal.text or refusal.left or refusal.unusable:
+        _raise_for(refusal, rank, what, f"{error} that names {names}")
+
+
+def _raise_for(refusal: Refusal, rank: int, what: str, required: str) -> None:
+    got = f"{refusal.error[0]}: {refusal.text}" if refusal.error else "an engine"
+    if refusal.left:
+        got += f"\nleft behind: {'; '.join(refusal.left[:3])}"
+    if refusal.unusable:
+        got += f"\nbuilding again, as it should be: {refusal.unusable}"
+    raise CheckError(
+        f"{what} is not refused on rank {rank} as it must be",
+        required=f"{required}, the model unchanged, and a second build that works",
+        got=got,
+        hint=_TOGETHER,
+    )

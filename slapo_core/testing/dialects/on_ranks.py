@@ -1,0 +1,296 @@
+"""What the ranks of a mesh do for the checks: in as few launches as can be, because starting processes is slow."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from slapo_core.errors import RankFailedError
+from slapo_core.ranks.launcher import run_ranks
+from slapo_core.spec.mesh import MESH_DIMS, Mesh
+from slapo_core.testing.check import CheckError
+from slapo_core.testing.dialects.before import Before
+from slapo_core.testing.dialects.bench import DialectBench, open_bench
+from slapo_core.testing.dialects.case import DialectCase
+from slapo_core.testing.dialects.models import regression_steps
+from slapo_core.testing.dialects.training import Training, train
+from slapo_core.testing.sending import Parcel, pack
+
+__all__ = ["MeshTraining", "Part", "Refusal", "checkpoint_of", "clipping_norm", "meshes", "on_ranks", "unsupported_dim"]
+
+_TIMEOUT = 60.0  # seconds for everything that is launched at once
+_STEPS_NEED = ("shard", "sync")  # the primitives that the default steps use on ``tp``
+
+
+@dataclass(frozen=True)
+class Part:
+    """Something that all ranks do.
+
+    Args:
+        name: of a function in ``_DO``.
+        sizes: of the mesh, e.g. ``(("dp", 2),)``.
+    """
+
+    name: str
+    sizes: tuple[tuple[str, int], ...]
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        return dict(self.sizes)
+
+    @property
+    def world_size(self) -> int:
+        return math.prod(self.mesh.values())
+
+
+@dataclass(frozen=True)
+class MeshTraining:
+    """What training came to on one rank.
+
+    Args:
+        clipped: three steps with the first optimiser and ``max_grad_norm``.
+        begun: two steps with the last optimiser, which were then saved.
+        resumed: two more, from the checkpoint of one process.
+        rank0_only: the names of ``state_dict(rank0_only=True)``.
+    """
+
+    clipped: Training
+    begun: Training
+    resumed: Training
+    rank0_only: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """What a build that must fail came to on one rank.
+
+    Args:
+        error: the names of the error's class and its bases; empty where an engine was built.
+        text: the error's.
+        left: what was left behind, one line each.
+        unusable: the error of building again, as it should be; empty where that went well.
+    """
+
+    error: tuple[str, ...] = ()
+    text: str = ""
+    left: tuple[str, ...] = ()
+    unusable: str = ""
+
+
+def meshes(bench: DialectBench) -> dict[str, Mapping[str, int] | str]:
+    """The meshes to try, by the words for them; a text in the place of one says why it cannot be tried."""
+    case = bench.case
+    if case.meshes is not None:
+        return {str(Mesh(mesh)): dict(mesh) for mesh in case.meshes}
+    found: dict[str, Mapping[str, int] | str] = {}
+    for mesh_dim in ("dp", "tp"):
+        sizes = {mesh_dim: 2}
+        why = _cannot(bench, mesh_dim)
+        found[str(Mesh(sizes))] = sizes if why is None else why
+    return found
+
+
+def _cannot(bench: DialectBench, mesh_dim: str) -> str | None:
+    if mesh_dim not in bench.dialect.supports:
+        return f"the dialect does not support mesh_dim '{mesh_dim}'"
+    if mesh_dim == "dp":
+        return None
+    if bench.case.steps is None:
+        return f"the case has no schedule=, which splits its model over mesh_dim '{mesh_dim}'"
+    known = bench.registry.bare_names("primitives")
+    missing = [name for name in _STEPS_NEED if name not in known]
+    if bench.case.steps is regression_steps and missing:
+        return f"no installed plugin provides {' and '.join(missing)}: pip install slapo-tp"
+    return None
+
+
+def unsupported_dim(bench: DialectBench) -> str | None:
+    """A mesh dimension that the dialect does not support."""
+    return next((mesh_dim for mesh_dim in MESH_DIMS if mesh_dim not in bench.dialect.supports), None)
+
+
+def on_ranks(bench: DialectBench, part: Part) -> list[Any]:
+    """What every rank gave for a part.
+
+    Raises:
+        CheckError: a rank raised, died or did not end.
+    """
+    results = _results(bench.case)
+    found = results.of_all(bench, part.world_size)
+    try:
+        return found[part] if found is not None else results.launch(bench, [part])[part]
+    except RankFailedError as error:
+        raise CheckError(
+            f"it failed on the mesh {Mesh(part.mesh)}",
+            required="every rank comes to the end",
+            got=str(error),
+            hint="the traceback of each rank is above; every rank must reach the same collectives in the same order",
+        ) from error
+
+
+def checkpoint_of(bench: DialectBench, part: Part) -> Path:
+    """Where the ranks saved a checkpoint."""
+    return _results(bench.case).path(part)
+
+
+class _Results:
+    """The results of one case, and the directory in which processes meet."""
+
+    def __init__(self) -> None:
+        self._directory = tempfile.TemporaryDirectory(prefix="slapo-dialect-")
+        self._by_world_size: dict[int, dict[Part, list[Any]] | None] = {}
+
+    def path(self, part: Part | None) -> Path:
+        name = "one-process" if part is None else "-".join(f"{dim}{size}" for dim, size in part.sizes)
+        return Path(self._directory.name) / name
+
+    def of_all(self, bench: DialectBench, world_size: int) -> dict[Part, list[Any]] | None:
+        """Every part with this many ranks, in one launch; None where that failed, so that each is to be tried alone."""
+        if world_size not in self._by_world_size:
+            parts = [part for part in _parts(bench) if part.world_size == world_size]
+            try:
+                self._by_world_size[world_size] = self.launch(bench, parts)
+            except RankFailedError:
+                self._by_world_size[world_size] = None
+        return self._by_world_size[world_size]
+
+    def launch(self, bench: DialectBench, parts: Sequence[Part]) -> dict[Part, list[Any]]:
+        """Run these parts, one after the other, on one group of processes."""
+        case, batches = bench.case, bench.batches(4)
+        if not self.path(None).exists():
+            engine = bench.engine(bench.schedule(steps=True), optimizer=case.optimizers[-1])
+            train(engine, batches[:2])
+            engine.save(self.path(None))
+        parcel = pack(
+            {
+                "target": case.target,
+                "config": dict(case.config),
+                "model": bench.model(),
+                "batches": batches,
+                "loss": case.loss,
+                "schedule": case.steps,
+                "optimizers": tuple(case.optimizers),
+                "dtype": case.dtype,
+            }
+        )
+        tasks = [(part, str(self.path(None)), str(self.path(part))) for part in parts]
+        by_rank = run_ranks(_run, parcel, tasks, world_size=parts[0].world_size, timeout=_TIMEOUT)
+        return dict(zip(parts, map(list, zip(*by_rank, strict=True)), strict=True))
+
+
+@functools.lru_cache(maxsize=4)
+def _results(case: DialectCase) -> _Results:
+    return _Results()
+
+
+def _parts(bench: DialectBench) -> list[Part]:
+    usable = [tuple(mesh.items()) for mesh in meshes(bench).values() if not isinstance(mesh, str)]
+    parts = [Part("train", sizes) for sizes in usable]
+    mesh_dim = unsupported_dim(bench)
+    if mesh_dim is not None:
+        parts.append(Part("unsupported", ((mesh_dim, 2),)))
+    for sizes in usable[:1]:
+        parts += [Part("other_options", sizes), Part("fault", sizes)]
+    return parts
+
+
+# -- on a rank ------------------------------------------------------------------------------------------------
+
+
+def _run(parcel: Parcel, tasks: Sequence[tuple[Part, str, str]]) -> list[Any]:
+    contents = parcel.unpack()
+    model, batches = contents.pop("model"), contents.pop("batches")
+    case = DialectCase(model=lambda: copy.deepcopy(model), **contents)
+    with open_bench(case) as bench:
+        return [_DO[part.name](bench, part.mesh, batches, own, others) for part, others, own in tasks]
+
+
+def _train(bench: DialectBench, sizes: dict[str, int], batches: list[Any], own: str, others: str) -> MeshTraining:
+    def engine_for(optimizer: Any, **options: Any) -> Any:
+        return bench.engine(bench.schedule(steps=True, mesh=sizes), optimizer=optimizer, **options)
+
+    first, last = bench.case.optimizers[0], bench.case.optimizers[-1]
+    mesh = bench.schedule(mesh=sizes).mesh
+    assert mesh is not None
+    shares = [_share(batch, mesh) for batch in batches]
+    clipped = train(engine_for(first, max_grad_norm=clipping_norm(bench, batches)), shares[:3])
+    engine = engine_for(last)
+    begun = train(engine, shares[:2])
+    names = tuple(engine.state_dict(rank0_only=True))
+    engine.save(own)
+    engine = engine_for(last)
+    engine.load(others)
+    return MeshTraining(clipped, begun, train(engine, shares[2:], first=2), names)
+
+
+def clipping_norm(bench: DialectBench, batches: Sequence[Any]) -> float:
+    """A norm that every gradient of three steps exceeds."""
+    return 0.5 * min(map(float, bench.train_by_hand(batches[:3], max_grad_norm=1e6).norms))
+
+
+def _share(batch: Any, mesh: Mesh) -> Any:
+    """This replica's samples."""
+    replicas, place = mesh.size("dp"), mesh.rank("dp")
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.chunk(replicas)[place] if tensor.dim() else tensor, batch)
+
+
+def _unsupported(bench: DialectBench, sizes: dict[str, int], *_: Any) -> Refusal:
+    return _refusal(bench, bench.schedule(mesh=sizes), lambda schedule: bench.engine(schedule), again=False)
+
+
+def _other_options(bench: DialectBench, sizes: dict[str, int], *_: Any) -> Refusal:
+    def build(schedule: Any) -> Any:
+        return bench.build_with(schedule, bench.case.config if schedule.mesh.global_rank == 0 else {})
+
+    return _refusal(bench, bench.schedule(steps=True, mesh=sizes), build)
+
+
+def _fault(bench: DialectBench, sizes: dict[str, int], *_: Any) -> Refusal:
+    def build(schedule: Any) -> Any:
+        def optimizer(parameters: Any) -> Any:
+            if schedule.mesh.global_rank == 1:
+                raise ValueError("no optimiser on this rank")
+            return bench.case.optimizers[0](parameters)
+
+        return bench.engine(schedule, optimizer=optimizer)
+
+    return _refusal(bench, bench.schedule(steps=True, mesh=sizes), build)
+
+
+def _refusal(bench: DialectBench, schedule: Any, build: Callable[[Any], Any], *, again: bool = True) -> Refusal:
+    import torch.distributed as dist
+
+    before = Before(schedule)
+    try:
+        build(schedule)
+    except Exception as error:  # noqa: BLE001 - whatever it is: the check judges
+        kinds = tuple(kind.__name__ for kind in type(error).__mro__)
+        refusal = Refusal(kinds, str(error), tuple(before.differences()))
+    else:
+        refusal = Refusal()
+    failed: list[bool] = [False] * dist.get_world_size()
+    dist.all_gather_object(failed, bool(refusal.error))
+    if not again or not all(failed):
+        return refusal
+    try:
+        bench.engine(schedule)
+    except Exception as error:  # noqa: BLE001 - as above
+        return Refusal(refusal.error, refusal.text, refusal.left, f"{type(error).__name__}: {error}")
+    return refusal
+
+
+_DO: dict[str, Callable[..., Any]] = {
+    "train": _train,
+    "unsupported": _unsupported,
+    "other_options": _other_options,
+    "fault": _fault,
+}
