@@ -48,12 +48,14 @@ if TYPE_CHECKING:
     from slapo_core.plugins.local import (
         register_primitive as register_primitive,
     )
+    from slapo_core.schedule.creation import (
+        create_schedule as create_schedule,
+    )
     from slapo_core.schedule.replaying import (
         replay as replay,
     )
     from slapo_core.schedule.schedule import (
         Schedule as Schedule,
-        create_schedule as create_schedule,
     )
     from slapo_core.spec.dialect import (
         Dialect as Dialect,
@@ -145,7 +147,7 @@ _PUBLIC = {
     "Violation": "slapo_core.spec.violation",
     "WeightsError": "slapo_core.errors",
     "build": "slapo_core.building.phases",
-    "create_schedule": "slapo_core.schedule.schedule",
+    "create_schedule": "slapo_core.schedule.creation",
     "hookimpl": "slapo_core.spec.hookspecs",
     "register_primitive": "slapo_core.plugins.local",
     "replay": "slapo_core.schedule.replaying",

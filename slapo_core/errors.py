@@ -2,7 +2,7 @@
 
 This module imports nothing of slapo, so that every layer may raise from it. `docs/errors.md` is generated
 from the docstrings below: the first paragraph says *when*, the paragraph starting with "What to do:" says what
-to do.
+to do. It is one long module on purpose: a taxonomy is read as a whole.
 """
 
 from __future__ import annotations

@@ -131,7 +131,7 @@ class _Build:
             raise BuildError(
                 f"target '{plan.target}' of {target.label} left tensors without their values",
                 plugin=target.label,
-                hint="with takes_tensors = True, build() must take all of them: for tensor in request.materialise(): ...",
+                hint="with takes_tensors = True, build() takes all of them: for tensor in request.materialise(): ...",
             )
         return engine
 

@@ -220,18 +220,13 @@ class Registry:
             return
         self.check_settings()
         self._checked = True  # before the imports below: a plugin may use the registry while it is imported
-        if self.settings.strict:
-            try:
-                self._load_all()
-            except BaseException:
-                self._checked = False
-                raise
-
-    def _load_all(self) -> None:
-        for plugin in self.plugins:
-            for entry in plugin.entries if plugin.usable else ():
-                if entry.kind in KINDS:
-                    self._load(entry)
+        usable = [plugin for plugin in self.plugins if plugin.usable] if self.settings.strict else []
+        try:
+            for entry in (entry for plugin in usable for entry in plugin.entries if entry.kind in KINDS):
+                self._load(entry)
+        except BaseException:
+            self._checked = False
+            raise
 
     def _load(self, entry: Entry) -> Any:
         with self._lock:

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from slapo_core.errors import ReplayError, SlapoError
+from slapo_core.schedule.creation import create_schedule
 from slapo_core.schedule.records import load_document, primitive_from_json
-from slapo_core.schedule.schedule import Schedule, create_schedule
+from slapo_core.schedule.schedule import Schedule
 from slapo_core.spec.mesh import Mesh
 from slapo_core.spec.primitive import Primitive
 

@@ -4,41 +4,39 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from packaging.utils import canonicalize_name
 from torch import nn
 
-from slapo_core.errors import ArgumentError, SealedError, UndoError
+from slapo_core.errors import ArgumentError, SealedError
 from slapo_core.plugins.manager import HookManager
 from slapo_core.plugins.process import current_registry
 from slapo_core.schedule.explanation import explain_records
+from slapo_core.schedule.history import History
 from slapo_core.schedule.location import caller_location
 from slapo_core.schedule.records import dump_records
-from slapo_core.schedule.scheduled_models import note_steps, refuse_if_scheduled
+from slapo_core.schedule.scheduled_models import note_steps
 from slapo_core.schedule.sugar import bound_primitive
-from slapo_core.schedule.transaction import Step, Transaction
-from slapo_core.spec.mesh import Mesh, declare_mesh
+from slapo_core.schedule.transaction import Transaction
+from slapo_core.spec.mesh import Mesh
 from slapo_core.spec.primitive import Primitive, check_primitive
 from slapo_core.spec.record import Record
 from slapo_core.tree.group import NodeGroup
-from slapo_core.tree.journal import ReplaceModule
 from slapo_core.tree.node import TreeNode
 from slapo_core.tree.render import render_tree
 from slapo_core.tree.tree import Tree
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
     from slapo_core.plugins.registry import Registry
     from slapo_core.spec.node import Node
 
-__all__ = ["Schedule", "create_schedule"]
+__all__ = ["Schedule"]
 
 
 class Schedule:
-    """How one model runs; made by :func:`create_schedule`.
+    """How one model runs; made by :func:`slapo_core.create_schedule`.
 
     ``sch["encoder.layer.0"]`` is a node, ``sch["encoder.layer.*"]`` a group; primitives are applied there and change
     the model at once. Attributes that are not listed here are primitives applied at the root.
@@ -59,11 +57,9 @@ class Schedule:
         self.plugins: tuple[str, ...] = tuple(canonicalize_name(name) for name in plugins)
         self._registry = registry
         self._hooks: HookManager | None = None
-        self._steps: list[Step] = []
-        self._records: tuple[Record, ...] = ()
+        self._history = History()
         self._inner: list[Record] = []  # of the primitives that the one being applied has applied itself
         self._sealed_by: str | None = None
-        self._in_force: int | None = None  # while rewound: how many steps the model is under
         self.tree = Tree(model, mesh, self)
         if self.plugins:
             for distribution in self.plugins:
@@ -99,7 +95,7 @@ class Schedule:
 
     def __repr__(self) -> str:
         mesh = f", mesh={self.mesh}" if self.mesh else ""
-        return f"<Schedule of {type(self.model).__name__}: {len(self._steps)} steps{mesh}>"
+        return f"<Schedule of {type(self.model).__name__}: {len(self._history)} steps{mesh}>"
 
     # -- the steps --------------------------------------------------------------------------------------------
 
@@ -110,7 +106,7 @@ class Schedule:
     @property
     def records(self) -> tuple[Record, ...]:
         """What was applied, oldest first."""
-        return self._records
+        return self._history.records
 
     def undo(self, *, to: Record | int | None = None) -> tuple[Record, ...]:
         """Take steps back: the last one, or every step after ``to``.
@@ -126,22 +122,18 @@ class Schedule:
             SealedError: the originals were dropped by ``build`` or ``seal``.
         """
         self._check_open("undo")
-        keep = self._position(to)
-        undone = []
-        while len(self._steps) > keep:
-            step = self._steps.pop()
-            step.undo()
-            undone.append(step.record)
+        undone = self._history.undo(self._history.position(to))
         self._refresh()
-        return tuple(undone)
+        return undone
 
     def seal(self, by: str = "seal()") -> None:
         """End the schedule: no more steps, no undo; the originals that undo needed are dropped."""
         if not self.is_sealed:
             self._check_open("seal")
         self._sealed_by = self._sealed_by or by
-        self._steps = [Step(step.record, (), step.distributions) for step in self._steps]
+        self._history.drop_originals()
         self.tree.tensors.seal()
+        self.tree.attributes.clear()
 
     @property
     def is_sealed(self) -> bool:
@@ -169,24 +161,8 @@ class Schedule:
         """
         if self.is_sealed:
             self._check_open("go back")
-        before = self._in_force
-        self._move(self._position(to))
-        try:
+        with self._history.rewound(self._history.position(to)):
             yield self.model
-        finally:
-            self._move(before if before is not None else len(self._steps))
-            self._in_force = before
-
-    def _move(self, to: int) -> None:
-        """Have the first ``to`` steps in force."""
-        if self._in_force is None:
-            self._in_force = len(self._steps)
-        while self._in_force > to:
-            self._steps[self._in_force - 1].undo()
-            self._in_force -= 1
-        while self._in_force < to:
-            self._steps[self._in_force].redo()
-            self._in_force += 1
 
     # -- as data ----------------------------------------------------------------------------------------------
 
@@ -194,7 +170,7 @@ class Schedule:
         """The schedule as plain data; see :meth:`to_json`."""
         model_type = f"{type(self.model).__module__}.{type(self.model).__qualname__}"
         return dump_records(
-            self._records,
+            self.records,
             model_type=model_type,
             mesh=self.mesh.sizes if self.mesh else None,
             version=self.registry.core_version,
@@ -210,7 +186,7 @@ class Schedule:
 
     def explain(self) -> str:
         """What each step changed, steps that did the same in repeated layers folded."""
-        return explain_records(self._records)
+        return explain_records(self.records)
 
     # -- what nodes and engines need --------------------------------------------------------------------------
 
@@ -246,23 +222,22 @@ class Schedule:
         check_primitive(primitive)
         self._check_open(f"apply {primitive}")
         self.tree.look_again_if_changed(node)
-        if not self._steps:
+        if not self._history:
             self.tree.tensors.begin()
         transaction = Transaction(
             self.tree, ask=self.hooks.call_each, admit=self._admit, inner=self._inner, after_edit=after_edit
         )
         try:
             result, step = transaction.run(
-                node, primitive, index=len(self._steps) + 1, location=location or caller_location()
+                node, primitive, index=len(self._history) + 1, location=location or caller_location()
             )
         except BaseException:
             self._refresh()
             raise
         finally:
             self._inner.clear()
-        self._steps.append(step)
-        self._records = (*self._records, step.record)
-        note_steps(self.model, len(self._steps))
+        self._history.append(step)
+        note_steps(self.model, len(self._history))
         return result
 
     def _admit(self, primitive: Primitive) -> tuple[str, str]:
@@ -274,7 +249,7 @@ class Schedule:
 
     def apply_each(self, nodes: tuple[Node, ...], primitive: Primitive) -> tuple[Node, ...]:
         """Apply ``primitive`` at every node, or, if one refuses, at none."""
-        before = len(self._steps)
+        before = len(self._history)
         results = []
         try:
             for node in nodes:
@@ -292,42 +267,19 @@ class Schedule:
 
     def records_so_far(self) -> tuple[Record, ...]:
         """The records, and inside of a primitive those of the primitives that it applied itself."""
-        return (*self._records, *self._inner) if self._inner else self._records
+        return (*self.records, *self._inner) if self._inner else self.records
 
     def removal_of(self, path: str) -> Record | None:
         """The step that removed the module at ``path``; None if none did."""
-        for step in reversed(self._steps):
-            for entry in step.entries:
-                if isinstance(entry, ReplaceModule) and path.startswith(f"{entry.path}."):
-                    try:
-                        entry.old.get_submodule(path.removeprefix(f"{entry.path}."))
-                    except AttributeError:
-                        continue
-                    return step.record
-        return None
-
-    def _position(self, to: Record | int | None) -> int:
-        count = len(self._steps)
-        if to is None:
-            if not count:
-                raise UndoError("there is no step to undo", hint="sch.records lists the steps")
-            return count - 1
-        if not isinstance(to, (Record, int)) or isinstance(to, bool):
-            raise UndoError(f"a step is named by its record or its index (got {to!r})", hint="see sch.records")
-        index = to.index if isinstance(to, Record) else to
-        known = 0 <= index <= count and (not isinstance(to, Record) or (index > 0 and self._records[index - 1] == to))
-        if not known:
-            raise UndoError(f"step {to} is not in this schedule, which has {count} steps", hint="see sch.records")
-        return index
+        return self._history.removal_of(path)
 
     def _refresh(self) -> None:
         """After steps went away: hooks of distributions that no step names any more are switched off."""
-        self._records = tuple(step.record for step in self._steps)
-        if not self._steps:
+        if not self._history:
             self.tree.tensors.forget()
-        note_steps(self.model, len(self._steps))
+        note_steps(self.model, len(self._history))
         if self._hooks is not None:
-            needed = {*self.plugins, *(name for step in self._steps for name in step.distributions)}
+            needed = self._history.distributions.union(self.plugins)
             for distribution in self._hooks.active:
                 if distribution not in needed:
                     self._hooks.deactivate(distribution)
@@ -342,48 +294,9 @@ class Schedule:
                 f"cannot {what}: the schedule was sealed by {self._sealed_by}",
                 hint="apply every primitive before build(), or create a new schedule of a fresh model",
             )
-        if self._in_force is not None:
+        if self._history.in_force is not None:
             raise SealedError(
-                f"cannot {what}: the schedule is taken back to step {self._in_force} for the time of a `with` block",
+                f"cannot {what}: the schedule is taken back to step {self._history.in_force} for the time of a `with` "
+                "block",
                 hint="leave the block of sch.untouched() or sch.rewound() first",
             )
-
-
-def create_schedule(
-    model: nn.Module,
-    *,
-    mesh: Mapping[str, int] | DeviceMesh | Mesh | None = None,
-    plugins: Sequence[str] = (),
-    example_inputs: Any = None,
-    rank: int = 0,
-) -> Schedule:
-    """The default schedule of a model: the model as it is.
-
-    Args:
-        model: any ``nn.Module``, on any device, ``meta`` included. It is changed in place by the steps, and put back
-            by ``undo``.
-        mesh: the device mesh, as ``{"dp": 2, "tp": 2}`` (outermost dimension first) or torch's ``DeviceMesh``. In a
-            process without torch.distributed, a dictionary of several ranks makes a *dry* schedule that plays ``rank``.
-        plugins: distributions whose hooks are active from the start; others are once one of their primitives is
-            applied.
-        example_inputs: one batch, as ``verify`` takes it: a mapping, a tuple, or one argument.
-        rank: for a dry schedule, the global rank to play.
-
-    Raises:
-        ArgumentError: ``model`` is not a module, it carries the steps of another schedule, or ``plugins`` is one
-            string.
-        PluginError: one of ``plugins`` is not installed, or not usable.
-        MeshError: the mesh does not fit.
-
-    Source: paper section 3.1, ``slapo.create_schedule``.
-    """
-    if not isinstance(model, nn.Module):
-        raise ArgumentError(
-            f"model must be a torch.nn.Module (got {type(model).__name__})", hint="create_schedule(MyModel())"
-        )
-    if isinstance(plugins, str):
-        raise ArgumentError(
-            f"plugins must be a sequence of distributions (got {plugins!r})", hint=f"plugins=[{plugins!r}]"
-        )
-    refuse_if_scheduled(model)
-    return Schedule(model, mesh=declare_mesh(mesh, rank=rank), plugins=plugins, example_inputs=example_inputs)

@@ -22,7 +22,7 @@ class Plan:
     Args:
         target: the dialect's name, e.g. ``"torch"``.
         steps: one line each, in order, e.g. ``"DistributedDataParallel over mesh_dim 'dp' (2 ranks)"``.
-        config: the options after defaults were filled in.
+        config: the options after defaults were filled in; the same on every rank, which ``build`` makes sure of.
     """
 
     target: str

@@ -11,8 +11,8 @@ A distribution declares one module of hook functions (entry-point group ``slapo.
 
 Its hooks are active in a schedule only when the distribution is *named* there: one of its primitives was applied, its
 dialect is the target, or it is listed in ``create_schedule(..., plugins=[...])``. A function may take any subset of
-the arguments below, by name. All active plugins are asked, and the order has no meaning. A first-result hook has at most
-one answer, None being no answer: two are an error, and a plugin has at most one function for it.
+the arguments below, by name. All active plugins are asked, and the order has no meaning. A first-result hook has at
+most one answer, None being no answer: two are an error, and a plugin has at most one function for it.
 """
 
 from __future__ import annotations

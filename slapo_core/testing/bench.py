@@ -12,7 +12,8 @@ import torch
 from slapo_core.errors import SlapoError
 from slapo_core.plugins.process import current_registry, use_registry
 from slapo_core.plugins.registry import Registry
-from slapo_core.schedule.schedule import Schedule, create_schedule
+from slapo_core.schedule.creation import create_schedule
+from slapo_core.schedule.schedule import Schedule
 from slapo_core.spec.primitive import Primitive
 from slapo_core.testing.case import Case, Making, made
 from slapo_core.testing.check import CheckError

@@ -78,8 +78,8 @@ def check_plugin(
     else:
         yield report(plugin.name, "state", "passed", plugin.reason or "")
     progress(f"{plugin.name}: imports")
-    modules = sorted({entry.value.partition(":")[0] for entry in plugin.entries})
-    if plugin.version != LOCAL_VERSION:
+    modules = sorted({entry.value.partition(":")[0] for entry in plugin.entries if entry.kind in KINDS})
+    if modules and plugin.version != LOCAL_VERSION:
         probed = probe(*modules)
         outcome: Outcome = "failed" if probed.violations else "passed"
         message = "; ".join(probed.violations) or f"{probed.cpu_seconds:.2f} s of CPU beyond torch, of {CPU_LIMIT:g} s"

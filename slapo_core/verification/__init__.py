@@ -19,7 +19,7 @@ def verify(
     *,
     rtol: float | None = None,
     atol: float | None = None,
-    steps: int = 3,
+    optimizer_steps: int = 3,
     seed: int = 0,
     timeout: float = 120.0,
 ) -> VerifyReport:
@@ -43,7 +43,7 @@ def verify(
         rtol: the difference allowed, relative to the largest element of a tensor; None follows from the type in which
             the model computes and from what the steps promise: see ``slapo_core.verification.tolerance``.
         atol: the absolute difference allowed, in place of the floor that follows from the type.
-        steps: the number of optimiser steps; 0 compares none.
+        optimizer_steps: how many are compared; 0 compares none.
         seed: of the inputs' cotangents and of everything random.
         timeout: for a mesh that is only declared, seconds for its processes.
 
@@ -59,9 +59,10 @@ def verify(
 
     Source: paper section 3.5, the verifier.
     """
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
+    if isinstance(optimizer_steps, bool) or not isinstance(optimizer_steps, int) or optimizer_steps < 0:
         raise ArgumentError(
-            f"steps must be 0 or a positive integer (got {steps!r})", hint="verify(sch, batch, steps=3)"
+            f"optimizer_steps must be 0 or a positive integer (got {optimizer_steps!r})",
+            hint="verify(sch, batch, optimizer_steps=3)",
         )
     for name, value in (("rtol", rtol), ("atol", atol)):
         if value is not None and not value >= 0:
@@ -69,7 +70,7 @@ def verify(
     from slapo_core.verification.checking import Options, check
     from slapo_core.verification.dry import check_in_processes
 
-    options = Options(rtol=rtol, atol=atol, steps=steps, seed=seed)
+    options = Options(rtol=rtol, atol=atol, optimizer_steps=optimizer_steps, seed=seed)
     if sch.mesh is not None and sch.mesh.is_dry:
         return check_in_processes(sch, example_inputs, options, timeout=timeout)
     return check(sch, example_inputs, options)

@@ -23,6 +23,7 @@ from slapo_core.verification.report import VerifyReport, merge_largest
 from slapo_core.verification.run import Observation, run_stages
 from slapo_core.verification.subjects import Subjects
 from slapo_core.verification.tolerance import Tolerance
+from slapo_core.verification.unexplained import refuse_unexplained
 from slapo_core.verification.untouched import EARLY, UntouchedRun, UntouchedRuns
 from slapo_core.weights.correspondence import Correspondence
 
@@ -38,7 +39,7 @@ _STAGE_OF_KIND = {
     "gradient": "training",
     "evaluation output": "evaluation",
     "input gradient": "inputs",
-    "parameter": "steps",
+    "parameter": "updates",
 }
 _SAME_CALL = "make every rank build the same model (torch.manual_seed), and call verify with the same arguments"
 
@@ -49,7 +50,7 @@ class Options:
 
     rtol: float | None
     atol: float | None
-    steps: int
+    optimizer_steps: int
     seed: int
 
 
@@ -88,14 +89,6 @@ def _reraise(attempt: Attempt[Any]) -> None:
     raise VerifyError(f"rank {first.rank} could not start: {first}", rank=first.rank)
 
 
-def _tied_modules(model: nn.Module) -> list[frozenset[str]]:
-    """For each parameter that several modules hold, their paths."""
-    holders: dict[int, set[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        holders.setdefault(id(parameter), set()).add(name.rpartition(".")[0])
-    return [frozenset(paths) for paths in holders.values() if len(paths) > 1]
-
-
 class _Check:
     def __init__(self, world: World, inputs: Inputs, subjects: Subjects, options: Options) -> None:
         self.world, self.inputs, self.subjects, self.options = world, inputs, subjects, options
@@ -105,7 +98,7 @@ class _Check:
             self.notes.append(f"as the schedule says, in both models: {', '.join(subjects.frozen)}")
 
     def run(self) -> VerifyReport:
-        self._refuse_unexplained()
+        refuse_unexplained(self.world, self.subjects)
         reference = self._reference(torch.float64)
         candidate = self._candidate(reference) if reference is not None else None
         if reference is None or (candidate is not None and candidate.failures):
@@ -126,33 +119,6 @@ class _Check:
             self._raise_exception(reference, candidate)
         return self._judge(reference, candidate.value())
 
-    def _refuse_unexplained(self) -> None:
-        """A tensor of which nobody says what it stands for cannot be compared, and so not be passed over."""
-        own = self.subjects.correspondence.unexplained()
-        first = [found[0] if found else None for found in self.world.gather(own[:1])]
-        found = next((item for item in first if item is not None), None)
-        if found is None:
-            return
-
-        def try_steps(part: Sequence[Record]) -> Outcome:
-            applied = self.world.attempt(lambda: Correspondence.of(self.subjects.trial(part))[0].unexplained())
-            if applied.failures:
-                return "refused"
-            return "differs" if any(self.world.gather(bool(applied.value()))) else "agrees"
-
-        owner = found.name.rpartition(".")[0]
-        tied = _tied_modules(self.subjects.untouched)
-        blame = find_steps(self.schedule.records, try_steps, near=owner, tied=tied)
-        rank = None if self.world.is_alone else next(r for r, item in zip(self.world.ranks, first, strict=True) if item)
-        raise VerifyError(
-            f"the scheduled model cannot be compared with the untouched one: {found.message}\n{blame}",
-            tensor=found.name,
-            rank=rank,
-            steps=[str(record) for record in blame.records],
-            path=owner,
-            hint=found.hint,
-        )
-
     # -- running ----------------------------------------------------------------------------------------------
 
     def _reference(self, dtype: torch.dtype | None) -> UntouchedRun | None:
@@ -161,7 +127,9 @@ class _Check:
         Raises:
             ArgumentError: it does not run in its own types either.
         """
-        runs = UntouchedRuns(self.inputs, self.subjects, seed=self.options.seed, steps=self.options.steps)
+        runs = UntouchedRuns(
+            self.inputs, self.subjects, seed=self.options.seed, optimizer_steps=self.options.optimizer_steps
+        )
         attempt = self.world.attempt(lambda: runs.run(dtype))
         if not attempt.failures:
             reference, own_rate = attempt.value()
@@ -233,7 +201,7 @@ class _Check:
             dtype=dtype_name(reference.dtype),
             coarsest_dtype=dtype_name(reference.coarsest),
             tolerance=str(self._tolerance(reference, records)),
-            optimiser_steps=self.options.steps if "steps" in reference.stages else 0,
+            optimizer_steps=self.options.optimizer_steps if "updates" in reference.stages else 0,
             largest=merge_largest([comparison.largest for comparison in shared]),
             not_compared=tuple(dict.fromkeys(text for comparison in shared for text in comparison.not_compared)),
             notes=(*self.notes, *reference.notes),
@@ -255,7 +223,7 @@ class _Check:
         )
         owner = None if "output" in found.kind or found.kind == "input gradient" else found.name.rpartition(".")[0]
         blame = self._blame(reference, stages, owner, raises=False)
-        name = label(found.kind, found.name, self.options.steps)
+        name = label(found.kind, found.name, self.options.optimizer_steps)
         where = f" on rank {rank}" if not self.world.is_alone else ""
         tolerance = self._tolerance(reference, self.schedule.records)
         raise VerifyError(
@@ -284,7 +252,7 @@ class _Check:
         def try_steps(part: Sequence[Record]) -> Outcome:
             return self._try(reference, stages, part, raises=raises)
 
-        return find_steps(self.schedule.records, try_steps, near=near, tied=_tied_modules(self.subjects.untouched))
+        return find_steps(self.schedule.records, try_steps, near=near, tied=self.subjects.tied_modules())
 
     def _try(self, reference: UntouchedRun, stages: Sequence[str], part: Sequence[Record], *, raises: bool) -> Outcome:
         """Whether ``part`` alone fails as the whole schedule did; the same answer on every rank."""

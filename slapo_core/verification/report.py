@@ -30,7 +30,7 @@ class VerifyReport:
         dtype: the type in which both models ran, e.g. ``"float64"``.
         coarsest_dtype: the coarsest type in which the untouched model computes there, e.g. ``"float32"``.
         tolerance: the rule, in words.
-        optimiser_steps: how many were compared.
+        optimizer_steps: how many were compared.
         largest: per kind, the tensor that came closest to the tolerance, over all ranks.
         not_compared: what could not be compared, and why.
         notes: what was done otherwise than asked, and why.
@@ -42,7 +42,7 @@ class VerifyReport:
     dtype: str
     coarsest_dtype: str
     tolerance: str
-    optimiser_steps: int
+    optimizer_steps: int
     largest: tuple[Largest, ...]
     not_compared: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()

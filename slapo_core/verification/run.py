@@ -16,7 +16,7 @@ from slapo_core.verification.leaves import output_leaves
 
 __all__ = ["KINDS", "STAGES", "Conditions", "Observation", "run_stages", "step_size"]
 
-STAGES = ("training", "evaluation", "inputs", "steps")
+STAGES = ("training", "evaluation", "inputs", "updates")
 """In the order in which they are run; evaluation goes on with the model as training left it."""
 
 KINDS = ("output", "buffer", "gradient", "evaluation output", "input gradient", "parameter")
@@ -32,14 +32,14 @@ class Conditions:
     Args:
         dtype: the type that floating-point inputs are converted to; None leaves them.
         seed: of every random number generator, set before each forward.
-        steps: the number of optimiser steps.
+        optimizer_steps: the number of updates.
         learning_rate: of the optimiser steps.
         adapt_output: makes of a rank's output the one that the untouched model gives.
     """
 
     dtype: torch.dtype | None
     seed: int
-    steps: int
+    optimizer_steps: int
     learning_rate: float = 0.0
     adapt_output: Callable[[Any], Any] = lambda output: output
 
@@ -114,10 +114,10 @@ def _input_gradients(model: nn.Module, inputs: Inputs, conditions: Conditions, s
     }
 
 
-def _optimiser_steps(model: nn.Module, inputs: Inputs, conditions: Conditions, seen: Observation) -> None:
+def _updates(model: nn.Module, inputs: Inputs, conditions: Conditions, seen: Observation) -> None:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.SGD(trained, lr=conditions.learning_rate, momentum=MOMENTUM)
-    for _ in range(conditions.steps):
+    for _ in range(conditions.optimizer_steps):
         optimizer.zero_grad(set_to_none=True)
         _forward_backward(model, inputs.batch(conditions.dtype), conditions)
         optimizer.step()
@@ -129,7 +129,7 @@ _STAGE_FUNCTIONS: dict[str, Callable[[nn.Module, Inputs, Conditions, Observation
     "training": _training,
     "evaluation": _evaluation,
     "inputs": _input_gradients,
-    "steps": _optimiser_steps,
+    "updates": _updates,
 }
 
 

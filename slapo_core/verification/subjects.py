@@ -65,6 +65,13 @@ class Subjects:
         """The copy of the untouched model that all others are made from; to read only."""
         return self._untouched
 
+    def tied_modules(self) -> list[frozenset[str]]:
+        """For each parameter of the untouched model that several modules hold, their paths."""
+        holders: dict[int, set[str]] = {}
+        for name, parameter in self._untouched.named_parameters(remove_duplicate=False):
+            holders.setdefault(id(parameter), set()).add(name.rpartition(".")[0])
+        return [frozenset(paths) for paths in holders.values() if len(paths) > 1]
+
     def reference(self, dtype: torch.dtype | None) -> nn.Module:
         """A fresh copy of the untouched model."""
         model = copy_model(self._untouched)

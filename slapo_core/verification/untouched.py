@@ -39,18 +39,18 @@ class UntouchedRuns:
         inputs: one batch.
         subjects: gives fresh copies of it.
         seed: of everything random.
-        steps: the number of optimiser steps.
+        optimizer_steps: the number of updates.
     """
 
     inputs: Inputs
     subjects: Subjects
     seed: int
-    steps: int
+    optimizer_steps: int
 
     def run(self, dtype: torch.dtype | None) -> tuple[UntouchedRun, float]:
         """The first two stages of the untouched model, and the learning rate for the last."""
         model = self.subjects.reference(dtype)
-        conditions = Conditions(dtype=dtype, seed=self.seed, steps=self.steps)
+        conditions = Conditions(dtype=dtype, seed=self.seed, optimizer_steps=self.optimizer_steps)
         base = dtype or own_dtype(model, (tensor for _, tensor in self.inputs.tensors()))
         inputs = self.inputs.cast(dtype)  # before observing: the conversion is not the model's
         observer = DtypeObserver()
@@ -71,12 +71,12 @@ class UntouchedRuns:
                     notes.append(
                         f"gradients of the inputs were not compared, because the untouched model raises: {refusal}"
                     )
-            if self.steps and rate:
+            if self.optimizer_steps and rate:
                 conditions = dataclasses.replace(conditions, learning_rate=rate)
-                late = run_stages(self.subjects.reference(dtype), self.inputs, conditions, ("steps",))
+                late = run_stages(self.subjects.reference(dtype), self.inputs, conditions, ("updates",))
                 reference.seen.values.update(late.values)
-                stages.append("steps")
-            elif self.steps:
+                stages.append("updates")
+            elif self.optimizer_steps:
                 notes.append("no optimiser steps were compared, because no parameter has a finite gradient")
             done = dataclasses.replace(reference, conditions=conditions, stages=tuple(stages), notes=tuple(notes))
             return done, rate

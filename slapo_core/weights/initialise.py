@@ -81,11 +81,7 @@ class Initialiser:
 
     def _value(self, name: str, shape: tuple[int, ...]) -> torch.Tensor | None:
         path, _, own_name = name.rpartition(".")
-        module = self._index.modules[path]
-        present: torch.Tensor | None = module._parameters.get(own_name)
-        if present is None:
-            present = module._buffers[own_name]
-        assert present is not None
+        present = self._present(path, own_name)
         given = self._ask(path, own_name, name, shape, present.dtype)
         if given is not None:
             return given
@@ -133,13 +129,17 @@ class Initialiser:
             return None if torch.isnan(results[0]).any() else results[0]
         return results[0] if torch.equal(*results) else None
 
-    def _place(self, path: str, own_name: str, full: torch.Tensor) -> list[Assignment]:
-        """Put ``full`` into every place of the tensor."""
+    def _present(self, path: str, own_name: str) -> torch.Tensor:
         module = self._index.modules[path]
-        present = module._parameters.get(own_name)
+        present: torch.Tensor | None = module._parameters.get(own_name)
         if present is None:
             present = module._buffers[own_name]
-            assert present is not None
+        assert present is not None
+        return present
+
+    def _place(self, path: str, own_name: str, full: torch.Tensor) -> list[Assignment]:
+        """Put ``full`` into every place of the tensor."""
+        present = self._present(path, own_name)
         value: torch.Tensor = full
         if isinstance(present, nn.Parameter):
             value = nn.Parameter(full, requires_grad=present.requires_grad)

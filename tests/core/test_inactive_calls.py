@@ -194,7 +194,7 @@ def test_a_replaced_module_is_let_go_when_the_schedule_is_sealed() -> None:
     sch = _schedule(1, model)
     sch["head"].apply(Hook())
     sch["head"].replace(lambda old: nn.Linear(8, 4))
-    old = weakref.ref(sch._steps[1].entries[0].old)  # type: ignore[attr-defined]
+    old = weakref.ref(sch._history._steps[1].entries[0].old)  # type: ignore[attr-defined]
     assert old() is not None
     sch.seal()
     gc.collect()

@@ -91,16 +91,16 @@ def test_a_cnn_with_batch_norm_agrees_in_outputs_buffers_gradients_and_optimiser
         "output": 1, "buffer": 3, "gradient": 6, "evaluation output": 1, "input gradient": 1, "parameter": 6,
     }  # fmt: skip
     assert 0 < largest(report, "output").difference < 1e-14  # it did look: this is no bitwise copy
-    assert (report.dtype, report.coarsest_dtype, report.world_size, report.optimiser_steps) == (
+    assert (report.dtype, report.coarsest_dtype, report.world_size, report.optimizer_steps) == (
         "float64", "float64", 1, 3,
     )  # fmt: skip
     assert report.notes == report.not_compared == ()
 
 
 def test_no_optimiser_steps_are_run_when_none_are_asked_for() -> None:
-    report = slapo.verify(slapo.create_schedule(Cnn()), torch.randn(2, 3, 8, 8), steps=0)
+    report = slapo.verify(slapo.create_schedule(Cnn()), torch.randn(2, 3, 8, 8), optimizer_steps=0)
     assert "parameter" not in {entry.kind for entry in report.largest}
-    assert report.optimiser_steps == 0
+    assert report.optimizer_steps == 0
 
 
 def test_torch_transformer_with_dropout_agrees_bit_for_bit_when_checkpointed() -> None:

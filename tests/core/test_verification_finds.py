@@ -195,7 +195,7 @@ def test_without_the_mistakes_the_same_schedule_agrees() -> None:
 def test_a_stale_copy_of_a_weight_needs_the_optimiser_steps_to_show() -> None:
     sch = net()
     sch["layer.1.fc2"].apply(Wrap("stale"))
-    assert slapo.verify(sch, torch.randn(5, 6), steps=0)
+    assert slapo.verify(sch, torch.randn(5, 6), optimizer_steps=0)
 
 
 def test_a_model_that_raises_says_what_and_who() -> None:
@@ -345,7 +345,7 @@ def test_missing_inputs_bad_inputs_and_bad_arguments_say_what_to_write() -> None
     ):
         slapo.verify(sch, torch.randn(5, 7))
     with pytest.raises(slapo.ArgumentError, match=r"steps must be 0 or a positive integer \(got -1\)"):
-        slapo.verify(sch, torch.randn(5, 6), steps=-1)
+        slapo.verify(sch, torch.randn(5, 6), optimizer_steps=-1)
     with pytest.raises(slapo.ArgumentError, match=r"rtol must not be negative \(got -1\.0\)"):
         slapo.verify(sch, torch.randn(5, 6), rtol=-1.0)
     sch.seal()

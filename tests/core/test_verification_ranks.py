@@ -161,7 +161,7 @@ def verify_on_rank(without: str = "", differ: str = "", meta: bool = False) -> A
     if differ == "one rank's weight" and rank == 1:
         with torch.no_grad():
             sch["layer.1.up"].parameters["weight"][2, 3] += 0.25
-    return outcome(sch, inputs, steps=rank if differ == "options" else 3)
+    return outcome(sch, inputs, optimizer_steps=rank if differ == "options" else 3)
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -292,7 +292,7 @@ def verify_on_a_part_of_the_processes() -> list[Any]:
     for differ in (False, False, True):
         torch.manual_seed(dist.get_rank() if differ else 0)
         sch = slapo.create_schedule(nn.Linear(3, 2), mesh=parts[1])
-        found.append(outcome(sch, torch.ones(4, 3), steps=0))
+        found.append(outcome(sch, torch.ones(4, 3), optimizer_steps=0))
     return found
 
 

@@ -103,6 +103,18 @@ def test_show_tells_everything_about_one_plugin(one: FakeEnvironment) -> None:
     assert json.loads(one.slapo("plugins", "show", "acme-slapo", "--json").stdout)["state"] == "ok"
 
 
+def test_what_a_plugin_provides_and_this_version_does_not_use_is_shown(fake_distributions: FakeEnvironment) -> None:
+    points = {"slapo.v1.compilers": {"fast": "fast_slapo:Fast"}}
+    fake_distributions.install(FakeDistribution("fast-slapo", entry_points=points))
+    remark = f"provides compilers, which slapo-core {core_version()} does not use yet"
+    listed = fake_distributions.slapo("plugins", "list", "--strict", "--kind", "compilers")
+    assert listed.returncode == 0, listed.stderr
+    assert listed.stdout.splitlines()[1] == f"fast-slapo  1.0      ok     fast      {remark}"
+    shown = fake_distributions.slapo("plugins", "show", "fast-slapo")
+    assert shown.stdout.startswith(f"plugin    fast-slapo 1.0\nstate     ok\nreason    {remark}\nsource    ")
+    assert fake_distributions.slapo("plugins", "check", "fast-slapo").returncode == 0
+
+
 @pytest.mark.parametrize("name", ["acme", "acme-slap"])
 def test_show_of_an_unknown_plugin_suggests_and_fails(one: FakeEnvironment, name: str) -> None:
     done = one.slapo("plugins", "show", name)

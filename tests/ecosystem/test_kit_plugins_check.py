@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 
+from slapo_core.plugins.metadata import core_version
 from slapo_core.testing import CHECKS, FakeDistribution, FakeEnvironment
 from slapo_core.testing.conformance import Finding, check_plugin
 from tests.dists.healthy import acme, with_hooks
@@ -143,6 +144,25 @@ def test_what_is_wrong_with_a_plugin_is_found(fake_distributions: FakeEnvironmen
     assert says in failed[where].message
     if name in ("class", "defaults"):
         assert "Traceback (most recent call last)" in failed[where].traceback
+
+
+def test_what_this_version_does_not_use_is_no_failure(fake_distributions: FakeEnvironment) -> None:
+    kinds = FakeDistribution(
+        "fast-slapo", "1.0", {"slapo.v1.compilers": {"fast": "fast_slapo:Fast"}}, {"fast_slapo": "1 / 0"}
+    )
+    hooks = with_hooks("stage-slapo", "@hookimpl\ndef slapo_partition(schedule):\n    pass\n")
+    found = findings(fake_distributions, kinds, hooks)
+    core = f"slapo-core {core_version()}"
+    assert [
+        (item.subject, item.check, item.outcome, item.message) for item in found if item.check != "light_import"
+    ] == [
+        ("fast-slapo", "state", "passed", f"provides compilers, which {core} does not use yet"),
+        ("fast", "load", "skipped", f"{core} does not use compilers yet"),
+        ("stage-slapo", "state", "passed", ""),
+        ("stage_slapo", "load", "passed", ""),
+        ("stage_slapo", "hooks", "passed", ""),
+        ("stage_slapo", "hooks", "skipped", f"{core} does not ask 'slapo_partition' yet"),
+    ]
 
 
 def test_a_module_that_ends_another_process_is_not_imported_into_this_one(fake_distributions: FakeEnvironment) -> None:

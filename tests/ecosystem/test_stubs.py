@@ -155,7 +155,7 @@ def test_a_broken_plugin_is_left_out_with_the_reason(world: World) -> None:
 def test_every_stub_is_python_and_every_method_has_its_first_line(world: World) -> None:
     package = world.overlay.site_packages / "slapo_core-stubs"
     files = sorted(path.relative_to(package).as_posix() for path in package.rglob("*") if path.is_file())
-    assert files == ["_vocabulary.pyi", "py.typed", "schedule.pyi", "tree/group.pyi", "tree/node.pyi"]
+    assert files == ["_vocabulary.pyi", "py.typed", "schedule/schedule.pyi", "tree/group.pyi", "tree/node.pyi"]
     assert (package / "py.typed").read_text() == "partial\n"
     classes = {
         node.name: node

@@ -56,13 +56,13 @@ def verify_each() -> list[tuple[str, list[str]]]:
     batch = {"input_ids": ids, "labels": ids}
     whole = slapo.create_schedule(bert(), mesh={"tp": 2})
     split(whole, without=None)
-    assert not slapo.verify(whole, batch, steps=1).not_compared
+    assert not slapo.verify(whole, batch, optimizer_steps=1).not_compared
     found = []
     for number in range(SYNCS):
         sch = slapo.create_schedule(bert(), mesh={"tp": 2})
         path = split(sch, without=number)
         try:
-            slapo.verify(sch, batch, steps=1)
+            slapo.verify(sch, batch, optimizer_steps=1)
         except slapo.VerifyError as error:
             found.append((path, error.steps))
         else:

@@ -1,59 +1,61 @@
 """The dialect ``accumulate``: every batch in pieces, one optimiser step for all of them."""
 
+from functools import partial
+
+import torch
+from torch.utils import _pytree as pytree
+
 import slapo_core as slapo
 
 
 class Accumulate(slapo.Dialect):
     """One process of plain PyTorch; option ``micro_batches`` says into how many pieces a batch is cut (default 2)."""
 
-    name = "accumulate"
-    supports = frozenset()  # no mesh dimension larger than 1
-
-    def check(self, schedule):
-        if not any(parameter.requires_grad for parameter in schedule.model.parameters()):
-            yield slapo.Violation("the model has no parameter to train", 'target="torch" evaluates it')
+    name, supports = "accumulate", frozenset()  # no mesh dimension larger than 1
 
     def plan(self, schedule, config):
         count = config.get("micro_batches", 2)
         if set(config) - {"micro_batches"} or type(count) is not int or count < 1:
             raise slapo.BuildError(f"target 'accumulate' takes micro_batches, an int >= 1 (got {dict(config)})")
-        step = f"{count} micro-batches a step, gradients summed, one optimiser step"
-        return slapo.Plan(self.name, (step,), {"micro_batches": count})
+        return slapo.Plan(self.name, (f"one optimiser step for {count} micro-batches",), {"micro_batches": count})
 
-    def build(self, plan, schedule, **options):
-        torch_dialect = schedule.registry.load("torch", "dialects")()
-        engine = torch_dialect.build(torch_dialect.plan(schedule, {}), schedule, **options)
-        return AccumulatingEngine(engine, options.get("loss"), options.get("max_grad_norm"), plan)
+    def build(self, plan, request):
+        return Engine(plan, request)
 
 
-class AccumulatingEngine:
-    """The engine of target ``torch`` with another training step. Batches are mappings of tensors, samples first."""
-
-    def __init__(self, engine, loss, max_grad_norm, plan):
-        self.loss, self.max_grad_norm, self.plan, self.optimizer = loss, max_grad_norm, plan, engine.optimizer
-        for name in ("module", "eval_step", "state_dict", "load_state_dict", "save", "load"):
-            setattr(self, name, getattr(engine, name))
-        self._engine = engine
-
-    def close(self):
-        self.optimizer = None
-        self._engine.close()
+class Engine:
+    def __init__(self, plan, request):
+        self.plan, self.request, self.module, self.is_closed = plan, request, request.schedule.model, False
+        self.optimizer, state = request.make_optimizer(), request.state
+        self.state_dict, self.load_state_dict = state.state_dict, state.load_state_dict
+        self.save, self.load = (partial(do, optimizer=self.optimizer) for do in (state.save, state.load))
 
     def train_step(self, batch):
-        import torch
-
-        if self.optimizer is None:
-            raise slapo.BuildError("this engine cannot train: it is closed, or was built without an optimizer")
-        size, total, norm = len(next(iter(batch.values()))), 0.0, None
+        if self.is_closed or self.optimizer is None:
+            why = "it is closed" if self.is_closed else "it was built without an optimizer"
+            raise slapo.BuildError(f"the engine cannot train: {why}", hint="build(sch, 'accumulate', optimizer=...)")
+        total, size = 0.0, next(len(leaf) for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor))
         self.optimizer.zero_grad()
-        for indices in torch.arange(size).chunk(self.plan.config["micro_batches"]):
-            piece = {name: tensor[indices] for name, tensor in batch.items()}
-            inputs = {name: tensor for name, tensor in piece.items() if self.loss is None or name != "labels"}
-            output = self.module(**inputs)
-            loss = (self.loss(output, piece) if self.loss else output.loss) * (len(indices) / size)
+        for rows in torch.arange(size).chunk(self.plan.config["micro_batches"]):
+            piece = pytree.tree_map_only(torch.Tensor, lambda tensor, rows=rows: tensor[rows], batch)
+            loss = self.request.compute_loss(piece)[0] * (len(rows) / size)  # it is a mean over the samples of a piece
             loss.backward()
-            total = total + loss.detach()
-        if self.max_grad_norm is not None:
-            norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), self.max_grad_norm)
+            total += loss.detach()
+        norm = self.request.clip_gradients()
         self.optimizer.step()
         return slapo.StepResult(total, grad_norm=norm)
+
+    @torch.no_grad()
+    def eval_step(self, batch):
+        if self.is_closed:
+            raise slapo.BuildError("the engine is closed", hint="schedule and build a fresh model")
+        modes = [(module, module.training) for module in self.module.modules()]
+        self.module.eval()
+        try:
+            return slapo.StepResult(*self.request.compute_loss(batch))
+        finally:
+            for module, training in modes:
+                module.training = training
+
+    def close(self):
+        self.is_closed = True

@@ -14,7 +14,7 @@ from slapo_core.building.phases import build
 from slapo_core.errors import SlapoError
 from slapo_core.plugins.process import current_registry, use_registry
 from slapo_core.plugins.registry import Registry
-from slapo_core.schedule.schedule import create_schedule
+from slapo_core.schedule.creation import create_schedule
 from slapo_core.testing.bench import SEED, seeded
 from slapo_core.testing.check import CheckError
 from slapo_core.testing.dialects.case import DialectCase

@@ -15,7 +15,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from slapo_core.errors import RankFailedError
-from slapo_core.ranks.launcher import run_ranks
+from slapo_core.ranks.launcher import preload_modules, run_ranks
 from slapo_core.spec.mesh import MESH_DIMS, Mesh
 from slapo_core.testing.check import CheckError
 from slapo_core.testing.dialects.before import Before
@@ -182,6 +182,7 @@ class _Results:
                 "dtype": case.dtype,
             }
         )
+        preload_modules("torch._dynamo", __name__)  # every optimiser imports the first, in seconds
         tasks = [(part, str(self.path(None)), str(self.path(part))) for part in parts]
         by_rank = run_ranks(_run, parcel, tasks, world_size=parts[0].world_size, timeout=_TIMEOUT)
         return dict(zip(parts, map(list, zip(*by_rank, strict=True)), strict=True))

@@ -104,7 +104,7 @@ def addresses(subject: Subject) -> None:
 def checkpoint_verifies(subject: Subject) -> None:
     """With every block checkpointed, outputs, gradients, buffers and an optimiser step are the untouched model's."""
     model, batch = subject.given()
-    report = slapo.verify(checkpointed(slapo.create_schedule(model)), batch, steps=1)
+    report = slapo.verify(checkpointed(slapo.create_schedule(model)), batch, optimizer_steps=1)
     assert str(report)
 
 
@@ -144,7 +144,7 @@ def undoes(subject: Subject) -> None:
     if not sch.records:
         raise NotApplicable("nothing to apply: no block, no nn.Linear")
     assert before.differences(model)
-    slapo.verify(sch, batch, steps=0)
+    slapo.verify(sch, batch, optimizer_steps=0)
     sch.undo(to=0)
     assert_bit_identical(before, model)
 

@@ -113,7 +113,7 @@ def _verify(name: str, size: int) -> str:
         attentions, mlps = split(sch)
         if not attentions or not mlps:
             raise NotApplicable(f"{attentions} attentions and {mlps} MLPs recognised")
-        slapo.verify(sch, made.batch(model), steps=1)
+        slapo.verify(sch, made.batch(model), optimizer_steps=1)
     except (CannotMake, NotApplicable) as reason:
         return f"none: {reason}"
     except (

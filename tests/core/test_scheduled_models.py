@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 
 import slapo_core as slapo
-from slapo_core import ownership
+from slapo_core.schedule import scheduled_models
 
 
 def test_a_second_schedule_on_a_scheduled_model_is_refused_and_the_way_out_works() -> None:
@@ -48,10 +48,10 @@ def test_models_are_forgotten_with_the_last_reference() -> None:
     model = nn.Sequential(nn.Linear(4, 4))
     sch = slapo.create_schedule(model)
     sch["0"].checkpoint()
-    before = len(ownership._STEPS)
+    before = len(scheduled_models._STEPS)
     del model, sch
     gc.collect()
-    assert len(ownership._STEPS) < before
+    assert len(scheduled_models._STEPS) < before
 
 
 def test_a_copy_of_the_untouched_model_is_a_model_of_its_own() -> None:

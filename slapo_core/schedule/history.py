@@ -1,0 +1,101 @@
+"""The steps of a schedule in order: which of them are in force, and how to go back to an earlier one."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from slapo_core.errors import UndoError
+from slapo_core.schedule.transaction import Step
+from slapo_core.spec.record import Record
+from slapo_core.tree.journal import ReplaceModule
+
+__all__ = ["History"]
+
+
+class History:
+    """What was applied, oldest first."""
+
+    def __init__(self) -> None:
+        self._steps: list[Step] = []
+        self.records: tuple[Record, ...] = ()
+        self.in_force: int | None = None
+        """While rewound: how many steps the model is under."""
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    @property
+    def distributions(self) -> frozenset[str]:
+        """Whose primitives took part."""
+        return frozenset(name for step in self._steps for name in step.distributions)
+
+    def append(self, step: Step) -> None:
+        self._steps.append(step)
+        self.records = (*self.records, step.record)
+
+    def position(self, to: Record | int | None) -> int:
+        """How many steps stay when everything after ``to`` goes; None: all but the last.
+
+        Raises:
+            UndoError: there is no such step.
+        """
+        count = len(self._steps)
+        if to is None:
+            if not count:
+                raise UndoError("there is no step to undo", hint="sch.records lists the steps")
+            return count - 1
+        if not isinstance(to, (Record, int)) or isinstance(to, bool):
+            raise UndoError(f"a step is named by its record or its index (got {to!r})", hint="see sch.records")
+        index = to.index if isinstance(to, Record) else to
+        known = 0 <= index <= count and (not isinstance(to, Record) or (index > 0 and self.records[index - 1] == to))
+        if not known:
+            raise UndoError(f"step {to} is not in this schedule, which has {count} steps", hint="see sch.records")
+        return index
+
+    def undo(self, keep: int) -> tuple[Record, ...]:
+        """Take back all but the first ``keep`` steps, for good; gives their records, latest first."""
+        undone = []
+        while len(self._steps) > keep:
+            step = self._steps.pop()
+            step.undo()
+            undone.append(step.record)
+        self.records = tuple(step.record for step in self._steps)
+        return tuple(undone)
+
+    @contextlib.contextmanager
+    def rewound(self, to: int) -> Iterator[None]:
+        """Have only the first ``to`` steps in force for the duration of a ``with`` block."""
+        before = self.in_force
+        self._move(to)
+        try:
+            yield
+        finally:
+            self._move(before if before is not None else len(self._steps))
+            self.in_force = before
+
+    def removal_of(self, path: str) -> Record | None:
+        """The step that removed the module at ``path``; None if none did."""
+        for step in reversed(self._steps):
+            for entry in step.entries:
+                if isinstance(entry, ReplaceModule) and path.startswith(f"{entry.path}."):
+                    try:
+                        entry.old.get_submodule(path.removeprefix(f"{entry.path}."))
+                    except AttributeError:
+                        continue
+                    return step.record
+        return None
+
+    def drop_originals(self) -> None:
+        """Let go of what undo would need."""
+        self._steps = [Step(step.record, (), step.distributions) for step in self._steps]
+
+    def _move(self, to: int) -> None:
+        if self.in_force is None:
+            self.in_force = len(self._steps)
+        while self.in_force > to:
+            self._steps[self.in_force - 1].undo()
+            self.in_force -= 1
+        while self.in_force < to:
+            self._steps[self.in_force].redo()
+            self.in_force += 1
