@@ -250,14 +250,11 @@ class Schedule:
     def apply_each(self, nodes: tuple[Node, ...], primitive: Primitive) -> tuple[Node, ...]:
         """Apply ``primitive`` at every node, or, if one refuses, at none."""
         before = len(self._history)
-        results = []
         try:
-            for node in nodes:
-                results.append(self.apply_at(node, primitive))
+            return tuple([self.apply_at(node, primitive) for node in nodes])
         except BaseException:
             self.undo(to=before)
             raise
-        return tuple(results)
 
     def primitive_named(self, name: str, target: Node | NodeGroup, where: str) -> Callable[..., Any]:
         return bound_primitive(self.registry, name, target, where)  # type: ignore[return-value]

@@ -56,6 +56,7 @@ RESERVED_NAMES: frozenset[str] = frozenset(
         "aliases",
         "apply",
         "buffers",
+        "changed_attributes",
         "children",
         "layout",
         "mesh",

@@ -14,7 +14,10 @@ __all__ = ["ModelSnapshot", "assert_bit_identical"]
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _OPAQUE = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType, partial)
-_CLASS_BOOKKEEPING = frozenset({"__abstractmethods__", "__annotate__", "__annotations__", "__annotations_cache__"})
+_CLASS_BOOKKEEPING = frozenset(
+    {"__abstractmethods__", "__annotate__", "__annotations__", "__annotations_cache__", "__slotnames__"}
+)
+"""What the interpreter itself adds to a class while it is used; the last one when an instance is copied."""
 _ABSENT: Any = object()
 _SHOWN = 20  # differences in one message
 

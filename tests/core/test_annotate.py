@@ -20,7 +20,7 @@ def test_mark_survives_sharding_replacing_and_tying() -> None:
     sch["out"].annotate("weight", "no_weight_decay", True)
     assert model.embed.weight.no_weight_decay is True
     sch["embed"].apply(Halve())
-    sch["out"].replace(nn.Linear(8, 5, bias=False))
+    sch["out"].replace(with_the_same_weight)
     sch["embed"].apply(Halve() if model.embed.weight.shape[0] % 2 == 0 else slapo_mark())
     assert model.out.weight is model.embed.weight
     assert model.out.weight.no_weight_decay is True
@@ -29,6 +29,12 @@ def test_mark_survives_sharding_replacing_and_tying() -> None:
     sch.undo()
     assert not hasattr(model.out.weight, "no_weight_decay")
     assert_bit_identical(before, model)
+
+
+def with_the_same_weight(old: nn.Linear) -> nn.Linear:
+    new = nn.Linear(8, 5, bias=False)
+    new.weight = old.weight
+    return new
 
 
 def slapo_mark() -> slapo.Primitive:

@@ -64,7 +64,10 @@ class LoseBias(slapo.Primitive):
 
 
 LOST = "'first.bias' (6,) of the untouched model is gone, and no step says what became of it"
-UNDESCRIBED = "'first.weight' of shape (4, 6) is to stand for 'first.weight' (6, 4) of the untouched model, but no layout says how"
+UNDESCRIBED = (
+    "'first.weight' of shape (4, 6) is to stand for 'first.weight' (6, 4) of the untouched model, but "
+    "no layout says how"
+)
 
 
 @pytest.mark.parametrize(

@@ -258,7 +258,7 @@ def test_a_piece_that_is_wrong_on_one_rank_only_is_told_to_all(cases: dict[str, 
             "step 12:\n  rank 0: mini.reduce(direction='forward') at 'layer.2.down', from tests local\n"
             "  rank 1: (nothing)",
         ),
-        ("options", "steps given to verify:\n  rank 0: 0\n  rank 1: 1"),
+        ("options", "optimizer_steps given to verify:\n  rank 0: 0\n  rank 1: 1"),
     ],
 )
 def test_ranks_that_disagree_are_told_so_on_every_rank(

@@ -32,8 +32,7 @@ class Engine:
 
     def train_step(self, batch):
         if self.is_closed or self.optimizer is None:
-            why = "it is closed" if self.is_closed else "it was built without an optimizer"
-            raise slapo.BuildError(f"the engine cannot train: {why}", hint="build(sch, 'accumulate', optimizer=...)")
+            raise slapo.BuildError("the engine is closed, or cannot train", hint="build(sch, ..., optimizer=...)")
         total, size = 0.0, next(len(leaf) for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor))
         self.optimizer.zero_grad()
         for rows in torch.arange(size).chunk(self.plan.config["micro_batches"]):

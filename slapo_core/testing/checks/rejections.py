@@ -21,7 +21,7 @@ def rejected_cases_change_nothing(case: Case) -> None:
     for path, primitive in rejected:
         before = ModelSnapshot(bench.model)
         records = bench.schedule.records
-        error = _refusal(bench, path, primitive)
+        error = _precondition_error(bench, path, primitive)
         bare = [violation.message for violation in error.violations if not violation.hint]
         if bare:
             raise CheckError(
@@ -40,7 +40,7 @@ def rejected_cases_change_nothing(case: Case) -> None:
             )
 
 
-def _refusal(bench: Bench, path: str, primitive: Primitive) -> PreconditionError:
+def _precondition_error(bench: Bench, path: str, primitive: Primitive) -> PreconditionError:
     try:
         bench.schedule.apply_at(bench.node_at(path), primitive)
     except PreconditionError as error:

@@ -231,4 +231,5 @@ def process_group_of_one(needed: bool = True) -> Iterator[None]:
     try:
         yield
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from slapo_core.errors import BuildError
+from slapo_core.errors import BuildError, SlapoError
 from slapo_core.spec.dialect import Plan
 from slapo_core.testing.bench import seeded
 from slapo_core.testing.check import CheckError, NotApplicable
@@ -118,6 +118,8 @@ def _require_refusal(bench: DialectBench, options: Mapping[str, Any], *, names: 
         # The options alone: what the case's config gives to the same names must not hide them.
         bench.build_with(schedule, options)
     except BuildError as error:
+        if error.__cause__ is not None and not isinstance(error.__cause__, SlapoError):
+            raise _other_error(shown, listed_in, error.__cause__, hint) from error
         if not any(name in str(error) for name in names):
             raise CheckError(
                 f"the refusal of {shown} does not say what is wrong",
@@ -126,12 +128,16 @@ def _require_refusal(bench: DialectBench, options: Mapping[str, Any], *, names: 
                 hint=hint,
             ) from error
     except Exception as error:
-        raise CheckError(
-            f"{shown}{listed_in} is refused by another error",
-            required="BuildError",
-            got=f"{type(error).__name__}: {error}",
-            hint=hint,
-        ) from error
+        raise _other_error(shown, listed_in, error, hint) from error
     else:
         raise CheckError(f"{shown}{listed_in} was accepted", required="BuildError", got="an engine", hint=hint)
     before.require(f"refusing {shown}")
+
+
+def _other_error(shown: str, listed_in: str, error: BaseException, hint: str) -> CheckError:
+    return CheckError(
+        f"{shown}{listed_in} is refused by another error",
+        required="BuildError",
+        got=f"{type(error).__name__}: {error}",
+        hint=hint,
+    )
