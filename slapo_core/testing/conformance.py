@@ -1,7 +1,8 @@
 """Hold an installed plugin against every rule: what ``slapo plugins check`` runs.
 
-A distribution may ship the cases of its primitives: a function ``slapo_cases()`` in the module that a primitive's entry
-point names, which returns a list of `Case`. The same list serves its own tests: ``@parametrize_checks(slapo_cases())``.
+A distribution may ship the cases of its primitives and dialects: a function ``slapo_cases()`` in the module that an
+entry point names, which returns a list of `Case` and `DialectCase`. The same list serves its own tests:
+``@parametrize_checks(slapo_cases())``, or ``@parametrize_dialect_checks(slapo_cases())``.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import dataclasses
 import functools
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -21,17 +22,22 @@ from slapo_core.plugins.process import use_registry
 from slapo_core.plugins.registry import Registry
 from slapo_core.spec.kinds import KINDS
 from slapo_core.testing.case import Case
-from slapo_core.testing.check import Check, CheckError, NotApplicable
+from slapo_core.testing.check import CheckError, NotApplicable
 from slapo_core.testing.checks import CHECKS
 from slapo_core.testing.checks.documentation import documentation_violations
 from slapo_core.testing.checks.json_round_trip import round_trip_value
+from slapo_core.testing.dialects.case import DialectCase
+from slapo_core.testing.dialects.checks import DIALECT_CHECKS
 from slapo_core.testing.parametrize import case_labels
 from slapo_core.testing.probe import CPU_LIMIT, probe
 
 __all__ = ["CASES_FUNCTION", "Finding", "check_plugin"]
 
 CASES_FUNCTION = "slapo_cases"
-"""The function of a primitive's module that gives its cases."""
+"""The function of a plugin's module that gives its cases."""
+
+_KINDS_WITH_CASES = ("primitives", "dialects")
+_DONE_FOR_EVERY_ENTRY = ("documentation", "light_import")
 
 Outcome = Literal["passed", "failed", "skipped"]
 
@@ -117,8 +123,9 @@ def _check_entry(entry: Entry, registry: Registry, report: Callable[..., Finding
 def _check_cases(
     plugin: Plugin, registry: Registry, report: Callable[..., Finding], progress: Callable[[str], None]
 ) -> Iterator[Finding]:
-    modules = dict.fromkeys(entry.value.partition(":")[0] for entry in plugin.entries if entry.kind == "primitives")
-    tested: set[str] = set()
+    entries = [entry for entry in plugin.entries if entry.kind in _KINDS_WITH_CASES]
+    modules = dict.fromkeys(entry.value.partition(":")[0] for entry in entries)
+    tested: set[tuple[str, str]] = set()
     for module in modules:
         function = getattr(sys.modules.get(module), CASES_FUNCTION, None)
         if function is None:
@@ -130,28 +137,35 @@ def _check_cases(
             yield report(f"{module}.{CASES_FUNCTION}()", "cases", "failed", text, _traceback(error))
             continue
         for label, case in zip(case_labels(cases), cases, strict=True):
-            name = case.value().name
-            tested.add(name)
-            for check in _checks_beyond_conformance():
-                progress(f"{plugin.name}: {name} [{label}]: {check.name}")
-                yield _run(report, f"{name} [{label}]", check.name, functools.partial(check, case))
-    for entry in plugin.entries:
+            kind, name, checks = _checks_of(case)
+            tested.add((kind, name))
+            for check, run in checks.items():
+                progress(f"{plugin.name}: {name} [{label}]: {check}")
+                yield _run(report, f"{name} [{label}]", check, run)
+    for entry in entries:
         module = entry.value.partition(":")[0]
-        if entry.kind == "primitives" and entry.name not in tested and module in sys.modules:
+        if (entry.kind, entry.name) not in tested and module in sys.modules:
             why = f"{module} has no {CASES_FUNCTION}() with a case for it: behaviour is not checked"
             yield report(entry.name, "cases", "skipped", why)
 
 
-def _checks_beyond_conformance() -> Iterable[Check]:
-    """Those that need a case; the others were done for every entry."""
-    return (check for check in CHECKS if check.name not in ("documentation", "light_import"))
+def _checks_of(case: Case | DialectCase) -> tuple[str, str, dict[str, Callable[[], None]]]:
+    """The kind and the name of what a case is about, and the checks that need a case: the others were done before."""
+    checks: dict[str, Callable[[], None]]
+    if isinstance(case, Case):
+        kind, name = "primitives", case.value().name
+        checks = {check.name: functools.partial(check, case) for check in CHECKS}
+    else:
+        kind, name = "dialects", case.dialect_name
+        checks = {check.name: functools.partial(check, case) for check in DIALECT_CHECKS}
+    return kind, name, {check: run for check, run in checks.items() if check not in _DONE_FOR_EVERY_ENTRY}
 
 
-def _cases(function: Any) -> list[Case]:
+def _cases(function: Any) -> list[Case | DialectCase]:
     cases = list(function())
     for case in cases:
-        if not isinstance(case, Case):
-            raise ArgumentError(f"{CASES_FUNCTION}() must return a list of Case (got {case!r})")
+        if not isinstance(case, (Case, DialectCase)):
+            raise ArgumentError(f"{CASES_FUNCTION}() must return a list of Case and DialectCase (got {case!r})")
     return cases
 
 

@@ -92,6 +92,7 @@ class Materialisation:
         """End it; what taking back would need is released."""
         self._overwritten.clear()
         self._untouched.clear()
+        self._source = None
         self._edit.close()
         self._edit.entries.clear()
 

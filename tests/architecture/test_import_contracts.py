@@ -78,3 +78,15 @@ def test_installed_metadata_is_read_in_one_file_only() -> None:
     root = ROOT / "slapo_core"
     readers = [str(file.relative_to(root)) for file in root.rglob("*.py") if reader.search(file.read_text("utf-8"))]
     assert readers == ["plugins/metadata.py"]
+
+
+def test_the_architecture_page_lists_the_layers_in_their_order() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    described = re.findall(r"^\| `(\w+)(?:/|\.py)` \|", page, re.MULTILINE)
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+    layers = next(item["layers"] for item in settings["contracts"] if item["type"] == "layers")
+    levels = [re.findall(r"\w+", line) for line in layers]
+    present = {file.stem for file in (ROOT / "slapo_core").iterdir() if file.is_dir() or file.stem == "errors"}
+    assert set(described) == present - {"__pycache__", "template"}
+    level_of = {name: number for number, names in enumerate(levels) for name in names}
+    assert [level_of[name] for name in described] == sorted(level_of[name] for name in described)

@@ -441,6 +441,24 @@ class AveragesNothing(GoodEngine):
         pass
 
 
+class AveragesOnOneRankOnly(Good):
+    def build(self, plan: Plan, request: Any) -> Any:
+        engine = super().build(plan, request)
+        if dist.is_initialized() and dist.get_rank() == 1:
+            engine.average = _raise
+        return engine
+
+
+def _raise() -> None:
+    raise ZeroDivisionError("rank 1 is not thought of")
+
+
+class NeedsAGroup(Good):
+    def build(self, plan: Plan, request: Any) -> Any:
+        dist.barrier()
+        return super().build(plan, request)
+
+
 class ClipsByItself(GoodEngine):
     def clip(self) -> Any:
         most = self.request.max_grad_norm

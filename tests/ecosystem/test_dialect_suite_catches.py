@@ -38,8 +38,8 @@ TP = {"meshes": [{"tp": 2}]}
 
 CAUGHT = [
     ("entry_point_agrees", case(kit.Good), "no installed distribution provides 'good'"),
-    ("plan_changes_nothing", case(kit.PlanMarksTheModel), "planned: added (True)"),
     ("plan_changes_nothing", case(kit.CheckDraws), "torch's random state: advanced"),
+    ("plan_changes_nothing", case(kit.PlanMarksTheModel), "planned: added (True)"),
     ("plan_changes_nothing", case(kit.PlanFillsInTheOptions), "the options given: {'bucket': 3} -> "),
     ("plan_is_the_same_again", case(kit.PlanCounts), "asked for the second time, the dialect plans something else"),
     ("plan_is_the_same_again", case(kit.PlanForgetsDefaults), "the plan does not tell option 'bucket'"),
@@ -48,8 +48,8 @@ CAUGHT = [
     ("unknown_option_is_refused", case(kit.RefusesWithoutWords), "does not say what is wrong"),
     ("bad_options_are_refused", case(kit.AcceptsBadValues), "bucket='many' of rejects= was accepted"),
     ("bad_options_are_refused", case(kit.RaisesAnotherError), "bucket='many' of rejects= is refused by another error"),
-    ("failed_build_changes_nothing", case(kit.MarksTheModelFirst), "built_by: added ('good')"),
     ("failed_build_changes_nothing", case(kit.SwallowsErrors), "of the optimiser's factory is swallowed"),
+    ("failed_build_changes_nothing", case(kit.MarksTheModelFirst), "built_by: added ('good')"),
     ("failed_build_changes_nothing", case(kit.HidesErrors), "the error of the optimiser's factory is lost"),
     ("wrong_optimizer_is_refused", case(kit.CallsTheFactory), "a factory that gives no optimiser is not refused"),
     ("engine_has_every_member", case(kit.WithoutLoad), "the engine has no load"),
@@ -72,14 +72,14 @@ CAUGHT = [
     ("clipping_is_that_of_plain_training", case(kit.ClipsAfterTheStep), "with gradients that are clipped"),
     ("batches_of_every_form", case(kit.TakesMappingsOnly), "TypeError was raised"),
     ("labels_are_left_to_the_loss", case(kit.IgnoresTheLoss), "TypeError was raised"),
-    ("eval_step_equals_the_plain_model", case(kit.EvaluatesInTrainingMode), "the loss: "),
     ("eval_step_equals_the_plain_model", case(kit.KeepsTheGraph), "tensor 1 of the output: requires a gradient"),
+    ("eval_step_equals_the_plain_model", case(kit.EvaluatesInTrainingMode), "the loss: "),
     ("eval_step_changes_nothing", case(kit.StaysInEvaluationMode), "eval_step() changes the mode of modules"),
     ("eval_step_changes_nothing", case(kit.ForgetsTheModeOnErrors), "with a batch that the model does not take"),
     ("state_dict_is_the_untouched_models", case(kit.GivesLiveNames), "got:      up.weight, up.bias, down.weight"),
     ("state_dict_is_the_untouched_models", case(kit.GivesLiveTensors), "a state dict changes when training goes on"),
-    ("loaded_state_is_trained_on", case(kit.LoadsNothing), "does not load what state_dict() gives"),
     ("loaded_state_is_trained_on", case(kit.LoadsIntoNewParameters), "after load_state_dict()"),
+    ("loaded_state_is_trained_on", case(kit.LoadsNothing), "does not load what state_dict() gives"),
     ("bad_state_dict_changes_nothing", case(kit.LoadsWhatFits), "a state dict without a tensor is not refused"),
     ("checkpoint_resumes_exactly", case(kit.SavesNoOptimizer), "resumed with sgd"),
     ("checkpoint_is_read_by_other_targets", case(kit.HasItsOwnFormat), "WeightsError was raised"),
@@ -106,3 +106,73 @@ def test_a_bad_dialect_is_caught(check: str, case: DialectCase, says: str) -> No
     assert says in text
     assert text.startswith(f"{case} fails {check}: ")
     assert re.search(r"\n  required: .+\n  got:      .+\n(?s:.*)  way out:  .+", text), text
+
+
+SHOWS_ELSEWHERE = {  # what is built, trained or saved wrongly is wrong wherever that is looked at
+    "WithoutLoad",
+    "KeepsGradients",
+    "TrainsKnownNamesOnly",
+    "GivesLiveNames",
+    "SavesNoOptimizer",
+    "InitialisesItself",
+}
+ON_RANKS = {
+    "unsupported_mesh_is_refused",
+    "replicas_train_as_one_process",
+    "split_model_trains_as_one_process",
+    "failure_on_one_rank_ends_the_build_on_all",
+    "other_options_on_a_rank_are_refused",
+}
+NOT_ON_A_BENCH = {"entry_point_agrees", "light_import"}
+FIRST = {check: case for check, case, _ in reversed(CAUGHT) if check not in ON_RANKS | NOT_ON_A_BENCH}
+
+
+@pytest.mark.parametrize("check", [check for check, case in FIRST.items() if case.label not in SHOWS_ELSEWHERE])
+def test_a_fault_is_told_by_its_own_check_and_by_no_other(check: str) -> None:
+    assert [name for name in FIRST if fails(CHECK[name], FIRST[check])] == [check]
+
+
+def fails(check: Any, faulty: DialectCase) -> bool:
+    try:
+        check(faulty)
+    except CheckError:
+        return True
+    except NotApplicable:
+        return False
+    return False
+
+
+def test_every_check_has_a_negative_control() -> None:
+    assert {check for check, _, _ in CAUGHT} | {"light_import"} == set(CHECK)
+
+
+def dist(value: str, source: str = "") -> FakeDistribution:
+    points = {"slapo.v1.dialects": {"good": value}}
+    return FakeDistribution("good-dist", "1.0", points, {"good_dist": source}, ("slapo-core",))
+
+
+def test_an_entry_point_that_agrees_passes(fake_distributions: FakeEnvironment) -> None:
+    fake_distributions.install(dist("tests.ecosystem.kit_dialects:Good"))
+    with use_registry(fake_distributions.registry()):
+        CHECK["entry_point_agrees"](case(kit.Good))
+
+
+def test_an_entry_point_of_another_class_is_caught(fake_distributions: FakeEnvironment) -> None:
+    source = "from tests.ecosystem.kit_dialects import Good\nclass Other(Good): pass\n"
+    fake_distributions.install(dist("good_dist:Other", source))
+    with use_registry(fake_distributions.registry()):
+        with pytest.raises(CheckError) as caught:
+            CHECK["entry_point_agrees"](case(kit.Good))
+        assert "the entry point 'good' of good-dist 1.0 loads another class" in str(caught.value)
+        with pytest.raises(CheckError) as caught:
+            CHECK["plan_changes_nothing"](case(kit.Good))
+    assert "the target 'good' is another class than the case's" in str(caught.value)
+
+
+def test_an_import_that_is_not_light_is_caught(fake_distributions: FakeEnvironment) -> None:
+    source = "print('hello')\nfrom tests.ecosystem.kit_dialects import Good\nclass Loud(Good): pass\n"
+    (fake_distributions.directory / "loud_dialect.py").write_text(source)
+    import loud_dialect
+
+    with pytest.raises(CheckError, match="importing loud_dialect is not light"):
+        CHECK["light_import"](DialectCase(loud_dialect.Loud))

@@ -180,7 +180,7 @@ def test_a_module_that_patches_torch_is_not_imported_into_this_one(fake_distribu
 @pytest.mark.parametrize(
     ("cases", "says"),
     [
-        ("return ['a']", "ArgumentError: slapo_cases() must return a list of Case (got 'a')"),
+        ("return ['a']", "ArgumentError: slapo_cases() must return a list of Case and DialectCase (got 'a')"),
         ("raise OSError('no data')", "OSError: no data"),
     ],
 )

@@ -104,7 +104,7 @@ def _trained(bench: DialectBench, *, split: bool) -> Iterator[Part]:
 def _first_mesh(bench: DialectBench, name: str) -> Part:
     usable = [mesh for mesh in meshes(bench).values() if not isinstance(mesh, str)]
     if not usable:
-        raise NotApplicable("; ".join(str(why) for why in meshes(bench).values()))
+        raise NotApplicable("; ".join(map(str, meshes(bench).values())) or "the case has no meshes=")
     return Part(name, tuple(usable[0].items()))
 
 

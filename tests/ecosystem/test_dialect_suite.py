@@ -1,0 +1,211 @@
+"""The kit of dialects in use: target "torch" passes it, and its cases say what they need."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import slapo_core as slapo
+from slapo_core.testing import (
+    DIALECT_CHECKS,
+    CheckError,
+    DialectCase,
+    FakeDistribution,
+    FakeEnvironment,
+    NotApplicable,
+    parametrize_checks,
+    parametrize_dialect_checks,
+)
+from slapo_core.testing.conformance import check_plugin
+from tests.core.building_support import gpt2
+from tests.ecosystem import kit_dialects as kit
+
+CHECK = {check.name: check for check in DIALECT_CHECKS}
+ON_RANKS = {
+    "unsupported_mesh_is_refused",
+    "replicas_train_as_one_process",
+    "split_model_trains_as_one_process",
+    "failure_on_one_rank_ends_the_build_on_all",
+    "other_options_on_a_rank_are_refused",
+}
+
+
+@parametrize_dialect_checks([DialectCase("torch", config={"bucket_cap_mb": 1}, rejects=[{"bucket_size": 1}])])
+def test_torch(check: Any) -> None:
+    check()
+
+
+def tokens() -> dict[str, torch.Tensor]:
+    ids = torch.randint(96, (4, 8))
+    return {"input_ids": ids, "labels": ids}
+
+
+def checkpoint_layers(sch: Any) -> None:
+    sch["transformer.h.*"].checkpoint()
+
+
+@parametrize_dialect_checks(
+    [DialectCase("torch", model=gpt2, batch=tokens, schedule=checkpoint_layers, name="gpt2")],
+    checks=set(CHECK) - ON_RANKS - {"light_import"},
+)
+def test_a_model_of_transformers_with_dropout_and_tied_weights(check: Any) -> None:
+    check()
+
+
+@parametrize_dialect_checks([DialectCase("torch", dtype=torch.float32)], checks=set(CHECK) - ON_RANKS)
+def test_single_precision(check: Any) -> None:
+    check()
+
+
+# -- cases ----------------------------------------------------------------------------------------------------
+
+REFUSED = {
+    "target": (
+        {"target": nn.Linear},
+        "DialectCase: target must be the name or the class of a dialect (got <class 'torch.nn.modules.linear.Linear'>)"
+        '\n  hint: DialectCase("torch")',
+    ),
+    "rejects": (
+        {"rejects": {"bucket": 0}},
+        "DialectCase: rejects must be a list of options (got {'bucket': 0})\n  hint: rejects=[{'bucket': 0}]",
+    ),
+    "model": (
+        {"model": nn.Linear(2, 2)},
+        "DialectCase: model must be a function that makes a fresh one (got a Linear)\n  hint: model=lambda: ...",
+    ),
+    "batch": (
+        {"batch": torch.ones(2)},
+        "DialectCase: batch must be a function that makes a fresh one (got a Tensor)\n  hint: batch=lambda: ...",
+    ),
+    "optimizers": (
+        {"optimizers": ()},
+        "DialectCase: optimizers must be a list of factories (got ())\n  hint: optimizers=[make_adamw]",
+    ),
+    "meshes": (
+        {"meshes": [{"data": 2}]},
+        "DialectCase: meshes must be a list of mappings of dp, pp, cp, ep, tp to sizes (got {'data': 2})\n"
+        '  hint: meshes=[{"dp": 2}]',
+    ),
+}
+
+
+@pytest.mark.parametrize("field", REFUSED)
+def test_a_case_that_makes_no_sense_is_refused_with_the_call(field: str) -> None:
+    options, says = REFUSED[field]
+    with pytest.raises(slapo.ArgumentError) as caught:
+        DialectCase(**{"target": "torch", **options})
+    assert str(caught.value) == says
+
+
+def test_a_case_is_named_after_its_dialect_and_says_its_options() -> None:
+    assert (DialectCase("torch").label, str(DialectCase("torch"))) == ("torch", "target 'torch'")
+    case = DialectCase(kit.Good, config={"bucket": 3}, name="mine")
+    assert (case.label, str(case)) == ("mine", "target 'good' with bucket=3")
+
+
+def test_the_two_kits_do_not_take_each_others_cases() -> None:
+    with pytest.raises(slapo.ArgumentError, match="^parametrize_dialect_checks needs at least one DialectCase\n"):
+        parametrize_dialect_checks([])
+    with pytest.raises(slapo.ArgumentError, match="^parametrize_dialect_checks takes DialectCase objects "):
+        parametrize_dialect_checks(["torch"])  # type: ignore[list-item]
+    with pytest.raises(slapo.ArgumentError, match="^parametrize_checks takes Case objects "):
+        parametrize_checks([DialectCase("torch")])  # type: ignore[list-item]
+    with pytest.raises(slapo.ArgumentError, match="^there is no check 'undo_is_exact'\n  hint: entry_point_agrees, "):
+        parametrize_dialect_checks([DialectCase("torch")], checks=["undo_is_exact"])
+
+
+SKIPPED = {
+    "scheduled_model_trains_the_same": "the case has no schedule=, which applies steps to its model=",
+    "bad_options_are_refused": "the case has no rejects=[...]: options that must be refused",
+    "replicas_train_as_one_process": "none of the case's meshes= is of this sort",
+    "failure_on_one_rank_ends_the_build_on_all": "the case has no meshes=",
+    "other_options_on_a_rank_are_refused": "the case has no meshes=",
+}
+
+
+@pytest.mark.parametrize("check", SKIPPED)
+def test_a_check_without_anything_to_look_at_says_why(check: str) -> None:
+    with pytest.raises(NotApplicable) as caught:
+        CHECK[check](DialectCase("torch", model=gpt2, batch=tokens, meshes=[]))
+    assert str(caught.value) == SKIPPED[check]
+
+
+def test_a_runtime_that_needs_a_process_group_is_given_one() -> None:
+    check = CHECK["training_is_that_of_the_plain_model"]
+    with pytest.raises(CheckError, match="Default process group has not been initialized"):
+        check(DialectCase(kit.NeedsAGroup))
+    check(DialectCase(kit.NeedsAGroup, needs_process_group=True))
+    assert not torch.distributed.is_initialized()
+
+
+def test_what_cannot_be_sent_to_ranks_is_named() -> None:
+    with pytest.raises(CheckError) as caught:
+        CHECK["replicas_train_as_one_process"](DialectCase("torch", schedule=lambda sch: None))
+    assert str(caught.value).startswith(
+        "target 'torch' fails replicas_train_as_one_process: the case's schedule cannot be sent to other processes\n"
+        "  required: classes and functions defined at the top level of a module, no lambdas or inner functions\n"
+    )
+
+
+@pytest.mark.ranks
+def test_a_failure_on_ranks_does_not_hide_what_the_others_find() -> None:
+    case = DialectCase(kit.AveragesOnOneRankOnly, meshes=[{"dp": 2}])
+    with pytest.raises(CheckError) as caught:
+        CHECK["replicas_train_as_one_process"](case)
+    assert "it failed on the mesh {'dp': 2}\n" in str(caught.value)
+    assert "ZeroDivisionError: rank 1 is not thought of" in str(caught.value)
+    CHECK["unsupported_mesh_is_refused"](case)
+
+
+# -- slapo plugins check --------------------------------------------------------------------------------------
+
+MINE = """
+from tests.ecosystem.kit_dialects import Good
+
+
+class Mine(Good):
+    name = "mine"
+"""
+
+CASES = """
+
+def slapo_cases():
+    from slapo_core.testing import DialectCase
+
+    return [DialectCase(Mine, config={"bucket": 3})]
+"""
+
+
+def mine(source: str) -> FakeDistribution:
+    points = {"slapo.v1.dialects": {"mine": "slapo_mine:Mine"}}
+    return FakeDistribution("slapo-mine", "1.0", points, {"slapo_mine": source}, ("slapo-core>=0.1",))
+
+
+def test_the_cases_that_a_dialect_ships_are_run(
+    fake_distributions: FakeEnvironment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_distributions.install(mine(MINE + CASES))
+    few = ("entry_point_agrees", "plan_is_the_same_again", "bad_options_are_refused", "light_import")
+    monkeypatch.setattr("slapo_core.testing.conformance.DIALECT_CHECKS", [CHECK[name] for name in few])
+    registry = fake_distributions.registry(with_installed=True)
+    plugin = registry.plugin("slapo-mine")
+    assert plugin is not None
+    assert [f"{item.subject}: {item.check}: {item.outcome}" for item in check_plugin(plugin, registry)] == [
+        "slapo-mine: state: passed",
+        "slapo-mine: light_import: passed",
+        "mine: load: passed",
+        "mine [mine]: entry_point_agrees: passed",
+        "mine [mine]: plan_is_the_same_again: passed",
+        "mine [mine]: bad_options_are_refused: skipped",
+    ]
+
+
+def test_a_dialect_without_cases_says_that_its_behaviour_is_not_checked(fake_distributions: FakeEnvironment) -> None:
+    fake_distributions.install(mine(MINE))
+    registry = fake_distributions.registry()
+    last = list(check_plugin(registry.plugins[0], registry))[-1]
+    assert (last.subject, last.check, last.outcome) == ("mine", "cases", "skipped")
+    assert last.message == "slapo_mine has no slapo_cases() with a case for it: behaviour is not checked"
