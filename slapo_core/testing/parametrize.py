@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from slapo_core.errors import ArgumentError
 from slapo_core.testing.case import Case
 from slapo_core.testing.check import Check, NotApplicable
-from slapo_core.testing.dialects.case import DialectCase
+
+if TYPE_CHECKING:
+    from slapo_core.testing.dialects.case import DialectCase
 
 __all__ = ["BoundCheck", "case_labels", "parametrize_checks", "parametrize_dialect_checks"]
 
@@ -84,6 +86,7 @@ def parametrize_dialect_checks(
     Raises:
         ArgumentError: no case, something that is no `DialectCase`, or an unknown check.
     """
+    from slapo_core.testing.dialects.case import DialectCase
     from slapo_core.testing.dialects.checks import DIALECT_CHECKS
 
     listed = _require_cases("parametrize_dialect_checks", cases, DialectCase, example='"mine"')

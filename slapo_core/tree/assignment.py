@@ -23,6 +23,10 @@ class Assignment:
         self.module, self.name = module, name
         self._changes: list[_Change] = []
 
+    def present(self) -> Any:
+        """What stands there now."""
+        return getattr(self.module, self.name, None)
+
     def set(self, value: Any) -> None:
         cls = type(self.module)
         plain = cls.__setattr__ is nn.Module.__setattr__ and not hasattr(cls, self.name)

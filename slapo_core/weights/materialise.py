@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -65,6 +64,9 @@ class Materialisation:
             WeightsError: tensors on the meta device cannot be initialised; all of them are named, after the others.
             HookError: a plugin's answer does not fit.
         """
+        if any(tensor.is_meta for name, tensor in self._untouched.items() if name not in self._names):
+            with self._schedule.untouched() as model:  # before anything is installed
+                self._initialisers["untouched"] = Initialiser(model, self._schedule.hooks, seed=self._seed)
         for live in self.correspondence.live():
             value = self._value(live)
             if value is not None:
@@ -153,9 +155,7 @@ class Materialisation:
     def _initialise(self, which: str, name: str, shape: tuple[int, ...]) -> torch.Tensor | None:
         """The initial value of a tensor of the untouched model, or of one that a step added to the scheduled one."""
         if which not in self._initialisers:
-            schedule = self._schedule
-            with schedule.untouched() if which == "untouched" else nullcontext(schedule.model) as model:
-                self._initialisers[which] = Initialiser(model, schedule.hooks, seed=self._seed)
+            self._initialisers[which] = Initialiser(self._schedule.model, self._schedule.hooks, seed=self._seed)
         return self._initialisers[which].value(name, shape)
 
     def _install(self, live: LiveTensor, value: torch.Tensor) -> LiveTensor:

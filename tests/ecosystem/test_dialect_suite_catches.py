@@ -7,28 +7,35 @@ from typing import Any
 
 import pytest
 
+from slapo_core.plugins import use_registry
 from slapo_core.testing import (
     DIALECT_CHECKS,
     CheckError,
     DialectCase,
+    FakeDistribution,
+    FakeEnvironment,
+    NotApplicable,
     parametrize_dialect_checks,
 )
-from tests.ecosystem import kit_dialects as kit
+from tests.core.building_support import sgd
+from tests.ecosystem import kit_dialects as kit, kit_engines as engines
+
+pytestmark = pytest.mark.ranks
 
 CHECK = {check.name: check for check in DIALECT_CHECKS}
-BUCKET: dict[str, Any] = {"config": {"bucket": 3}, "rejects": [{"bucket": "many"}]}
+OPTIONS: dict[str, Any] = {"config": {"bucket": 3}, "rejects": [{"bucket": "many"}]}
 
 
 def case(faulty: type, **options: Any) -> DialectCase:
-    """A case of a dialect, or of the good dialect with another engine."""
+    """A case of a dialect, or of the good dialect with another engine; one optimiser is enough to find a fault."""
     target = faulty if issubclass(faulty, kit.Good) else kit.WITH[faulty]
-    return DialectCase(target, **{**BUCKET, "name": faulty.__name__, **options})
+    return DialectCase(target, name=faulty.__name__, optimizers=[sgd], **OPTIONS, **options)
 
 
 GOOD = [check.name for check in DIALECT_CHECKS if check.name != "entry_point_agrees"]
 
 
-@parametrize_dialect_checks([case(kit.Good)], checks=GOOD)
+@parametrize_dialect_checks([DialectCase(kit.Good, **OPTIONS)], checks=GOOD)
 def test_a_good_dialect_passes(check: Any) -> None:
     check()
 
@@ -48,50 +55,60 @@ CAUGHT = [
     ("unknown_option_is_refused", case(kit.RefusesWithoutWords), "does not say what is wrong"),
     ("bad_options_are_refused", case(kit.AcceptsBadValues), "bucket='many' of rejects= was accepted"),
     ("bad_options_are_refused", case(kit.RaisesAnotherError), "bucket='many' of rejects= is refused by another error"),
-    ("failed_build_changes_nothing", case(kit.SwallowsErrors), "of the optimiser's factory is swallowed"),
+    ("failed_build_changes_nothing", case(engines.SwallowsErrors), "of the optimiser's factory is swallowed"),
     ("failed_build_changes_nothing", case(kit.MarksTheModelFirst), "built_by: added ('good')"),
-    ("failed_build_changes_nothing", case(kit.HidesErrors), "the error of the optimiser's factory is lost"),
-    ("wrong_optimizer_is_refused", case(kit.CallsTheFactory), "a factory that gives no optimiser is not refused"),
-    ("engine_has_every_member", case(kit.WithoutLoad), "the engine has no load"),
-    ("engine_has_every_member", case(kit.WithoutRank0Only), "state_dict() of the engine cannot be called"),
-    ("module_keeps_the_paths", case(kit.WrapsTheModule), "no 'up', 'act', 'down'"),
+    ("failed_build_changes_nothing", case(engines.HidesErrors), "the error of the optimiser's factory is lost"),
+    ("wrong_optimizer_is_refused", case(engines.CallsTheFactory), "a factory that gives no optimiser is not refused"),
+    ("engine_has_every_member", case(engines.WithoutLoad), "the engine has no load"),
+    ("engine_has_every_member", case(engines.WithoutRank0Only), "state_dict() of the engine cannot be called"),
+    ("module_keeps_the_paths", case(engines.WrapsTheModule), "no 'up', 'act', 'down'"),
     (
         "without_optimizer_it_only_evaluates",
-        case(kit.TrainsWithoutOptimizer),
+        case(engines.TrainsWithoutOptimizer),
         "train_step() of an engine without an optimiser is not refused",
     ),
-    ("without_optimizer_it_only_evaluates", case(kit.RefusesWithoutWayOut), "is refused without a way out"),
-    ("closed_engine_says_so", case(kit.StaysOpen), "train_step() of a closed engine is not refused"),
-    ("closed_engine_says_so", case(kit.EndsTheProcessGroup), "close() ends the process group of the caller"),
-    ("step_result_is_complete", case(kit.GivesTheGraph), "the result of train_step() is not complete"),
-    ("step_result_is_complete", case(kit.GivesANormAlways), "grad_norm=tensor(0.)"),
-    ("training_is_that_of_the_plain_model", case(kit.KeepsGradients), "the loss of step 3: "),
-    ("scheduled_model_trains_the_same", case(kit.TrainsKnownNamesOnly), "the loss of step 2: "),
+    ("without_optimizer_it_only_evaluates", case(engines.RefusesWithoutWayOut), "is refused without a way out"),
+    ("closed_engine_says_so", case(engines.StaysOpen), "train_step() of a closed engine is not refused"),
+    ("closed_engine_says_so", case(engines.EndsTheProcessGroup), "close() ends the process group of the caller"),
+    ("step_result_is_complete", case(engines.GivesTheGraph), "the result of train_step() is not complete"),
+    ("step_result_is_complete", case(engines.GivesANormAlways), "grad_norm=tensor(0.)"),
+    ("training_is_that_of_the_plain_model", case(engines.KeepsGradients), "the loss of step 3: "),
+    ("scheduled_model_trains_the_same", case(engines.TrainsKnownNamesOnly), "the loss of step 2: "),
     ("tied_weights_stay_tied", case(kit.Unties), "with two layers that share a weight"),
     ("frozen_parameters_stay", case(kit.TrainsEverything), "with parameters that need no gradient"),
-    ("clipping_is_that_of_plain_training", case(kit.ClipsAfterTheStep), "with gradients that are clipped"),
-    ("batches_of_every_form", case(kit.TakesMappingsOnly), "TypeError was raised"),
-    ("labels_are_left_to_the_loss", case(kit.IgnoresTheLoss), "TypeError was raised"),
-    ("eval_step_equals_the_plain_model", case(kit.KeepsTheGraph), "tensor 1 of the output: requires a gradient"),
-    ("eval_step_equals_the_plain_model", case(kit.EvaluatesInTrainingMode), "the loss: "),
-    ("eval_step_changes_nothing", case(kit.StaysInEvaluationMode), "eval_step() changes the mode of modules"),
-    ("eval_step_changes_nothing", case(kit.ForgetsTheModeOnErrors), "with a batch that the model does not take"),
-    ("state_dict_is_the_untouched_models", case(kit.GivesLiveNames), "got:      up.weight, up.bias, down.weight"),
-    ("state_dict_is_the_untouched_models", case(kit.GivesLiveTensors), "a state dict changes when training goes on"),
-    ("loaded_state_is_trained_on", case(kit.LoadsIntoNewParameters), "after load_state_dict()"),
-    ("loaded_state_is_trained_on", case(kit.LoadsNothing), "does not load what state_dict() gives"),
-    ("bad_state_dict_changes_nothing", case(kit.LoadsWhatFits), "a state dict without a tensor is not refused"),
-    ("checkpoint_resumes_exactly", case(kit.SavesNoOptimizer), "resumed with sgd"),
-    ("checkpoint_is_read_by_other_targets", case(kit.HasItsOwnFormat), "WeightsError was raised"),
+    ("clipping_is_that_of_plain_training", case(engines.ClipsAfterTheStep), "with gradients that are clipped"),
+    ("batches_of_every_form", case(engines.TakesMappingsOnly), "TypeError was raised"),
+    ("labels_are_left_to_the_loss", case(engines.IgnoresTheLoss), "TypeError was raised"),
+    ("eval_step_equals_the_plain_model", case(engines.KeepsTheGraph), "tensor 1 of the output: requires a gradient"),
+    ("eval_step_equals_the_plain_model", case(engines.EvaluatesInTrainingMode), "the loss: "),
+    ("eval_step_changes_nothing", case(engines.StaysInEvaluationMode), "eval_step() changes the mode of modules"),
+    ("eval_step_changes_nothing", case(engines.ForgetsTheModeOnErrors), "with a batch that the model does not take"),
+    ("state_dict_is_the_untouched_models", case(engines.GivesLiveNames), "got:      up.weight, up.bias, down.weight"),
+    (
+        "state_dict_is_the_untouched_models",
+        case(engines.GivesLiveTensors),
+        "a state dict changes when training goes on",
+    ),
+    ("loaded_state_is_trained_on", case(engines.LoadsIntoNewParameters), "after load_state_dict()"),
+    ("loaded_state_is_trained_on", case(engines.LoadsNothing), "does not load what state_dict() gives"),
+    ("bad_state_dict_changes_nothing", case(engines.LoadsWhatFits), "a state dict without a tensor is not refused"),
+    ("checkpoint_resumes_exactly", case(engines.SavesNoOptimizer), "resumed with sgd"),
+    ("checkpoint_is_read_by_other_targets", case(engines.HasItsOwnFormat), "WeightsError was raised"),
     ("meta_model_is_given_its_values", case(kit.InitialisesItself), "gets other values than for target 'torch'"),
     ("weights_are_read", case(kit.KeepsItsValues), "weights= are not what the engine holds (from a mapping)"),
     ("unsupported_mesh_is_refused", case(kit.SupportsText), "supports is no set of mesh dimensions"),
-    ("replicas_train_as_one_process", case(kit.AveragesNothing, **DP), "on the mesh {'dp': 2}, rank 0"),
-    ("replicas_train_as_one_process", case(kit.SavesOnItsOwn, **DP), "gives 7 tensors on rank 1"),
-    ("split_model_trains_as_one_process", case(kit.ClipsByItself, **TP), "the gradient norm of step 1: "),
+    ("replicas_train_as_one_process", case(engines.AveragesNothing, **DP), "on the mesh {'dp': 2}, rank 0"),
+    ("replicas_train_as_one_process", case(engines.EvaluatesOnTheFirstRank, **DP), "(evaluation)"),
+    (
+        "replicas_train_as_one_process",
+        case(kit.InitialisesByRank, **DP),
+        "a model on the meta device gets other values on the mesh {'dp': 2}, rank 1",
+    ),
+    ("replicas_train_as_one_process", case(engines.SavesOnItsOwn, **DP), "gives 7 tensors on rank 1"),
+    ("split_model_trains_as_one_process", case(engines.ClipsByItself, **TP), "the gradient norm of step 1: "),
     (
         "failure_on_one_rank_ends_the_build_on_all",
-        case(kit.CallsTheFactory, **DP),
+        case(engines.CallsTheFactory, **DP),
         "an optimiser that cannot be made on rank 1 is not refused on rank 0",
     ),
     ("other_options_on_a_rank_are_refused", case(kit.PlanHidesValues, **DP), "another option on rank 1 is not refused"),

@@ -16,7 +16,8 @@ from slapo_core.spec import hookspecs
 from tests.ecosystem.overlay import Overlay
 
 ROOT = Path(__file__).parents[2]
-TUTORIAL = ROOT / "docs" / "writing-a-plugin.md"
+TUTORIALS = {"writing-a-plugin.md": 15, "writing-a-dialect.md": 7}
+"""The pages whose commands are run, and how many commands they have at least."""
 
 OFFLINE = {
     "PIP_NO_DEPS": "1",
@@ -80,12 +81,15 @@ class Shell:
         return done.stdout + (f"[exit status {done.returncode}]\n" if done.returncode else "")
 
 
-def test_the_tutorial_prints_what_it_shows(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", TUTORIALS)
+def test_a_tutorial_prints_what_it_shows(name: str, tmp_path: Path) -> None:
     shell, ran = Shell(tmp_path), 0
-    for block in blocks(TUTORIAL.read_text()):
-        where = f"{TUTORIAL.name}:{block.line}"
+    for block in blocks((ROOT / "docs" / name).read_text()):
+        where = f"{name}:{block.line}"
         if block.key == "file":
-            (shell.directory / block.value).write_text(block.text)
+            file = shell.directory / block.value
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(block.text)
         elif block.key == "excerpt":
             package = shell.directory
             assert block.text in (package / block.value).read_text(), f"{where} is not in {block.value}"
@@ -95,7 +99,15 @@ def test_the_tutorial_prints_what_it_shows(tmp_path: Path) -> None:
                 got = shell.run(command)
                 ran += 1
                 assert matches(expected, got), f"{where}\n$ {command}\n--- shown\n{expected}--- printed\n{got}"
-    assert ran >= 15
+    assert ran >= TUTORIALS[name]
+
+
+def test_the_dialect_of_the_tutorial_is_as_short_as_promised() -> None:
+    page = (ROOT / "docs" / "writing-a-dialect.md").read_text()
+    (source,) = (block.text for block in blocks(page) if block.value.endswith("src/acme_guard.py"))
+    lines = source.splitlines()
+    assert len(lines) <= 60
+    assert max(map(len, lines)) <= 120
 
 
 @pytest.mark.parametrize(

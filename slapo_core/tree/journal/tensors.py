@@ -47,20 +47,23 @@ class SetTensor(Entry):
             self.dropped = (former.origin,) if own != former.origin else ()
         self.before: Layout | None = None
         self.dropped_before: frozenset[str] = frozenset()
+        self.put_over: dict[int, torch.Tensor | None] = {}  # by holder: what the user put over it meanwhile
 
     def redo(self) -> None:
         table = self.tree.tensors
         if self.new is not None:
             self.new.__dict__.update(self.carried)
-        for holder in self.holders:
+        for position, holder in enumerate(self.holders):
             # By attribute and not into the dictionary: modules such as nn.LSTM keep further references.
-            holder.set(self.new)
+            holder.set(self.put_over.get(position, self.new))
         self.tree.sites.move(self.old, self.new, self.sites)
         if self.new is not None and self.layout is not None:
             self.before = table.assign(self.new, self.layout)
         self.dropped_before = table.drop(self.dropped)
 
     def undo(self) -> None:
+        present = {place: holder.present() for place, holder in enumerate(self.holders)}
+        self.put_over = {place: tensor for place, tensor in present.items() if tensor is not self.new}
         for holder in reversed(self.holders):
             holder.undo()
         for key in self.carried:

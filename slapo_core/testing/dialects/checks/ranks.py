@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
-from slapo_core.errors import BuildError
+from slapo_core.errors import BuildError, WeightsError
 from slapo_core.spec.mesh import MESH_DIMS
 from slapo_core.testing.bench import SEED
 from slapo_core.testing.check import CheckError, NotApplicable
 from slapo_core.testing.dialects.bench import DialectBench
-from slapo_core.testing.dialects.on_ranks import (
-    MeshTraining,
-    Part,
-    Refusal,
-    checkpoint_of,
-    clipping_norm,
-    meshes,
-    on_ranks,
-    unsupported_dim,
-)
-from slapo_core.testing.dialects.training import Training, train
+from slapo_core.testing.dialects.launch import checkpoint_of, meshes, on_ranks, unsupported_dim
+from slapo_core.testing.dialects.parts import MeshTraining, Part, Refusal, clipping_norm
+from slapo_core.testing.dialects.training import Training, differences, evaluate_by_hand, train
 
 __all__ = [
     "failure_on_one_rank_ends_the_build_on_all",
@@ -113,34 +106,71 @@ def _compare(bench: DialectBench, part: Part, *, hint: str) -> None:
     batches, last = bench.batches(4), bench.case.optimizers[-1]
     begun = bench.train_by_hand(batches[:2], optimizer=last)
     whole = bench.train_by_hand(batches, optimizer=last)
+    resumed = Training(whole.losses[2:], (), whole.state)
     expected = {
-        "clipped": bench.train_by_hand(batches[:3], max_grad_norm=clipping_norm(bench, batches)),
-        "begun": begun,
-        "resumed": Training(whole.losses[2:], (), whole.state),
+        "clipped training": bench.train_by_hand(batches[:3], max_grad_norm=clipping_norm(bench, batches)),
+        "training": begun,
+        "evaluation": Training([_evaluated(bench, begun, batches[2])], (), {}),
+        "training from a checkpoint of one process": resumed,
     }
-    has_replicas = part.mesh.get("dp", 1) > 1
-    for name, training in expected.items():
-        trainings: list[Training] = [getattr(result, name) for result in results]
-        for rank, got in enumerate(trainings):
-            # The loss of a replica is that of its own samples: their mean is that of all.
-            losses = [torch.stack(step).mean() for step in zip(*(one.losses for one in trainings), strict=True)]
-            own = Training(losses if has_replicas else got.losses, got.norms, got.state)
-            under = f"on the mesh {part.mesh}, rank {rank} ({name} training)"
-            bench.require_same(training.named(), own.named(), under=under, hint=hint)
-    names = tuple(begun.state)
+    got = {
+        "clipped training": [result.clipped for result in results],
+        "training": [result.begun for result in results],
+        "evaluation": [Training([result.evaluated], (), {}) for result in results],
+        "training from a checkpoint of one process": [result.resumed for result in results],
+    }
+    for what, plain in expected.items():
+        for rank, own in enumerate(_with_losses_of_all(got[what], part)):
+            under = f"on the mesh {part.mesh}, rank {rank} ({what})"
+            bench.require_same(plain.named(), own.named(), under=under, hint=hint)
+    _require_names(results, begun)
+    _require_initial_values(bench, results, part)
+    engine = bench.engine(bench.schedule(bench.model(seed=SEED + 99)), optimizer=last)
+    engine.load(checkpoint_of(bench, part))
+    under = f"resumed by one process from a checkpoint of the mesh {part.mesh}"
+    bench.require_same(resumed.named(), train(engine, batches[2:], first=2).named(), under=under, hint=hint)
+
+
+def _evaluated(bench: DialectBench, training: Training, batch: Any) -> torch.Tensor:
+    model = bench.model()
+    model.load_state_dict(training.state)
+    return evaluate_by_hand(model, batch, bench.case.loss)[0]
+
+
+def _with_losses_of_all(trainings: list[Training], part: Part) -> list[Training]:
+    """The loss of a replica is that of its own samples: their mean is that of all."""
+    if part.mesh.get("dp", 1) == 1:
+        return trainings
+    losses = [torch.stack(step).mean() for step in zip(*(one.losses for one in trainings), strict=True)]
+    return [Training(losses, one.norms, one.state) for one in trainings]
+
+
+def _require_names(results: list[MeshTraining], training: Training) -> None:
     for rank, result in enumerate(results):
-        if result.rank0_only != (names if rank == 0 else ()):
+        if result.rank0_only != (tuple(training.state) if rank == 0 else ()):
             raise CheckError(
                 f"state_dict(rank0_only=True) gives {len(result.rank0_only)} tensors on rank {rank}",
                 required="all of them on rank 0, none on the others",
                 got=", ".join(result.rank0_only) or "no tensors",
                 hint="return request.state.state_dict(rank0_only=rank0_only)",
             )
-    engine = bench.engine(bench.schedule(bench.model(seed=SEED + 99)), optimizer=last)
-    engine.load(checkpoint_of(bench, part))
-    got = train(engine, batches[2:], first=2)
-    under = f"resumed by one process from a checkpoint of the mesh {part.mesh}"
-    bench.require_same(expected["resumed"].named(), got.named(), under=under, hint=hint)
+
+
+def _require_initial_values(bench: DialectBench, results: list[MeshTraining], part: Part) -> None:
+    try:
+        engine = bench.engine(bench.schedule(bench.meta_model(), steps=True), target="torch", seed=3)
+    except WeightsError:
+        return  # the model cannot be initialised; meta_model_is_given_its_values says so
+    expected = engine.state_dict()
+    for rank, result in enumerate(results):
+        lines = differences(expected, result.initial, tolerance=0)
+        if lines:
+            raise CheckError(
+                f"a model on the meta device gets other values on the mesh {part.mesh}, rank {rank}",
+                required="the same initial values on every mesh, for the same seed",
+                got="\n".join(lines[:3]),
+                hint="leave the values to build(); with takes_tensors = True: for tensor in request.materialise(): ...",
+            )
 
 
 def _require_refusal(refusal: Refusal, rank: int, error: str, *, names: str, what: str) -> None:
