@@ -78,7 +78,7 @@ class Check(Generic[CaseT]):
                 f"{type(cause).__name__} was raised",
                 required=self.description,
                 got=str(cause),
-                hint="the chained traceback shows where; if the case is wrong, correct its model, path or inputs",
+                hint="the chained traceback shows where; if the case is wrong, correct its arguments",
             )
             unexpected.check, unexpected.case = self.name, str(case)
             raise unexpected from cause

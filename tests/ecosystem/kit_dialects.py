@@ -195,6 +195,15 @@ class PlanHidesValues(Good):
         return Plan(plan.target, plan.steps, {name: Opaque(value) for name, value in plan.config.items()})
 
 
+class TakesTheTensors(Good):
+    takes_tensors = True
+
+    def build(self, plan: Plan, request: Any) -> Any:
+        for _ in request.materialise():
+            pass
+        return super().build(plan, request)
+
+
 WITH = {
     engine: type(f"With{engine.__name__}", (Good,), {"engine": engine, "__module__": __name__})
     for engine in GoodEngine.__subclasses__()

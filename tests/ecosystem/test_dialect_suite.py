@@ -141,6 +141,25 @@ def test_a_check_without_anything_to_look_at_says_why(check: str) -> None:
     assert str(caught.value) == SKIPPED[check]
 
 
+class Handmade(nn.Module):
+    """Its parameter is filled by the constructor alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(6, 4))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return nn.functional.mse_loss(x @ self.weight, y)
+
+
+def test_a_model_that_cannot_be_initialised_is_not_held_against_the_dialect() -> None:
+    case = DialectCase("torch", model=Handmade)
+    with pytest.raises(NotApplicable, match=r"^the case's model cannot be initialised on the meta device: "):
+        CHECK["meta_model_is_given_its_values"](case)
+    CHECK["weights_are_read"](case)
+    CHECK["failed_build_changes_nothing"](case)
+
+
 def test_a_runtime_that_needs_a_process_group_is_given_one() -> None:
     check = CHECK["training_is_that_of_the_plain_model"]
     with pytest.raises(CheckError, match="Default process group has not been initialized"):

@@ -32,10 +32,12 @@ def case(faulty: type, **options: Any) -> DialectCase:
     return DialectCase(target, name=faulty.__name__, optimizers=[sgd], **OPTIONS, **options)
 
 
-GOOD = [check.name for check in DIALECT_CHECKS if check.name != "entry_point_agrees"]
+GOOD = [check.name for check in DIALECT_CHECKS if check.name not in ("entry_point_agrees", "light_import")]
 
 
-@parametrize_dialect_checks([DialectCase(kit.Good, **OPTIONS)], checks=GOOD)
+@parametrize_dialect_checks(
+    [DialectCase(kit.Good, **OPTIONS), DialectCase(kit.TakesTheTensors, name="takes_tensors", **OPTIONS)], checks=GOOD
+)
 def test_a_good_dialect_passes(check: Any) -> None:
     check()
 

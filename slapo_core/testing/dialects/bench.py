@@ -36,9 +36,10 @@ __all__ = ["DialectBench", "open_bench", "process_group_of_one"]
 class DialectBench:
     """Makes what a check needs of a case; a ``subject`` takes the place of the case's model, batch and loss.
 
-        Args:
-            case: the dialect and what to train.
-    `build`` finds it.
+    Args:
+        case: the dialect and what to train.
+        dialect: its class.
+        registry: where ``build`` finds it under its name.
     """
 
     case: DialectCase

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ from slapo_core.testing.sending import Parcel
 from slapo_core.weights.initialise import copy_on_meta
 
 __all__ = ["MeshTraining", "Part", "Refusal", "clipping_norm", "run_parts"]
+
+_PATIENCE = timedelta(seconds=20)  # for which a rank whose build has ended waits for the others
 
 
 @dataclass(frozen=True)
@@ -164,6 +167,7 @@ def _refusal(bench: DialectBench, schedule: Any, build: Callable[[Any], Any], *,
     import torch.distributed as dist
 
     before = Before(schedule)
+    group = dist.new_group(timeout=_PATIENCE)
     try:
         build(schedule)
     except Exception as error:  # noqa: BLE001 - whatever it is: the check judges
@@ -172,14 +176,16 @@ def _refusal(bench: DialectBench, schedule: Any, build: Callable[[Any], Any], *,
     else:
         refusal = Refusal()
     failed: list[bool] = [False] * dist.get_world_size()
-    dist.all_gather_object(failed, bool(refusal.error))
+    dist.all_gather_object(failed, bool(refusal.error), group=group)
     if not again or not all(failed):
         return refusal
+    unusable = ""
     try:
         bench.engine(schedule)
     except Exception as error:  # noqa: BLE001 - as above
-        return Refusal(refusal.error, refusal.text, refusal.left, f"{type(error).__name__}: {error}")
-    return refusal
+        unusable = f"{type(error).__name__}: {error}"
+    dist.barrier(group=group)
+    return replace(refusal, unusable=unusable)
 
 
 _DO: dict[str, Callable[..., Any]] = {
