@@ -126,14 +126,15 @@ class _Build:
                     pass
 
     def _hand_over(self, target: Target, plan: Plan, values: Materialisation) -> Engine:
-        engine = target.build(plan, Request(self.schedule, self.arguments, values))
-        if not values.is_complete:
-            raise BuildError(
-                f"target '{plan.target}' of {target.label} left tensors without their values",
-                plugin=target.label,
-                hint="with takes_tensors = True, build() takes all of them: for tensor in request.materialise(): ...",
-            )
-        return engine
+        with self.world.together(f"build() of target '{plan.target}'"):
+            engine = target.build(plan, Request(self.schedule, self.arguments, values, self.world))
+            if not values.is_complete:
+                raise BuildError(
+                    f"target '{plan.target}' of {target.label} left tensors without their values",
+                    plugin=target.label,
+                    hint="with takes_tensors = True, build() takes them all: for tensor in request.materialise(): ...",
+                )
+            return engine
 
     def _seal(self, values: Materialisation) -> None:
         values.keep()

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from slapo_core.building.clipping import GradientClipper
 from slapo_core.building.loss import LossCall
 from slapo_core.building.optimizer import make_optimizer
-from slapo_core.ranks.world import together
+from slapo_core.ranks.world import World, together
 
 if TYPE_CHECKING:
     from slapo_core.building.arguments import Arguments
@@ -30,9 +29,11 @@ class Request:
         schedule: all ranks have the same.
         arguments: what the user gave to ``build``.
         values: the tensors and their values.
+        world: the ranks, while ``build`` goes on.
     """
 
-    def __init__(self, schedule: Schedule, arguments: Arguments, values: Materialisation) -> None:
+    def __init__(self, schedule: Schedule, arguments: Arguments, values: Materialisation, world: World) -> None:
+        self._world = world
         self._schedule, self._arguments, self._values = schedule, arguments, values
         self._state: ModelState = values.state
         self._mesh = schedule.mesh
@@ -67,16 +68,23 @@ class Request:
     def materialise(self) -> Iterator[LiveTensor]:
         return self._values.run()
 
-    def make_optimizer(self, parameters: Sequence[nn.Parameter] | None = None) -> torch.optim.Optimizer | None:
-        named = dict(self._schedule.model.named_parameters())
-        if parameters is not None:
-            wanted = {id(parameter) for parameter in parameters}
-            named = {name: parameter for name, parameter in named.items() if id(parameter) in wanted}
+    def make_optimizer(self) -> torch.optim.Optimizer | None:
         with self.together("making the optimiser"):
-            return make_optimizer(named, self._arguments.optimizer, self._originals)
+            parameters = dict(self._schedule.model.named_parameters())
+            return make_optimizer(parameters, self._arguments.optimizer, self._originals)
 
     def compute_loss(self, batch: Any, forward: Callable[..., Any] | None = None) -> tuple[torch.Tensor, Any]:
         return self._loss_call(batch, forward)
+
+    def evaluate(self, batch: Any) -> tuple[torch.Tensor, Any]:
+        modes = [(module, module.training) for module in self._schedule.model.modules()]
+        self._schedule.model.eval()
+        try:
+            with torch.no_grad():
+                return self._loss_call(batch)
+        finally:
+            for module, training in modes:
+                module.training = training
 
     def clip_gradients(self) -> torch.Tensor | None:
         if self.max_grad_norm is None:
@@ -86,4 +94,4 @@ class Request:
         return self._clipper.clip()
 
     def together(self, what: str) -> AbstractContextManager[None]:
-        return together(self._mesh, what)
+        return self._world.together(what) if self._world.is_open else together(self._mesh, what)

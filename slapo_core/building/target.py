@@ -74,12 +74,6 @@ class Target:
 
     def _check(self, schedule: Schedule) -> None:
         mesh = schedule.mesh
-        if mesh is not None and mesh.is_dry:
-            raise BuildError(
-                f"the mesh {mesh} is only declared: it needs {mesh.world_size} processes, and this is one without "
-                "torch.distributed",
-                hint=f"call torch.distributed.init_process_group() first and launch with `{mesh.launch_command()}`",
-            )
         with self._blamed("check"):
             reasons = [str(violation) for violation in self.dialect.check(schedule) or ()]
         for mesh_dim, size in mesh.sizes.items() if mesh is not None else ():
@@ -90,6 +84,12 @@ class Target:
             start = f"target '{self.dialect.name}' cannot run this schedule"
             lines = [f"{start}: {reasons[0]}"] if len(reasons) == 1 else [f"{start}:", *(f"  - {r}" for r in reasons)]
             raise BuildError("\n".join(lines))
+        if mesh is not None and mesh.is_dry:
+            raise BuildError(
+                f"the mesh {mesh} is only declared: it needs {mesh.world_size} processes, and this is one without "
+                "torch.distributed",
+                hint=f"call torch.distributed.init_process_group() first and launch with `{mesh.launch_command()}`",
+            )
         _warn_if_alone(schedule)
 
     def _blamed(self, method: str) -> contextlib.AbstractContextManager[None]:

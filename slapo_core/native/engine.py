@@ -31,7 +31,8 @@ class TorchEngine:
         self.optimizer = request.make_optimizer()
         self._module = request.schedule.model
         self._state = request.state
-        self._compute_loss, self._clip_gradients = request.compute_loss, request.clip_gradients
+        self._compute_loss, self._evaluate = request.compute_loss, request.evaluate
+        self._clip_gradients = request.clip_gradients
         self._forward: nn.Module | None = self._replicated(request)
 
     def _replicated(self, request: BuildRequest) -> nn.Module:
@@ -60,17 +61,10 @@ class TorchEngine:
         optimizer.step()
         return StepResult(loss.detach(), output, norm)
 
-    @torch.no_grad()
     def eval_step(self, batch: Any) -> StepResult:
         if self._forward is None:
             raise _closed()
-        modes = [(module, module.training) for module in self._module.modules()]
-        self._module.eval()
-        try:
-            loss, output = self._compute_loss(batch)
-        finally:
-            for module, training in modes:
-                module.training = training
+        loss, output = self._evaluate(batch)
         return StepResult(loss, output)
 
     # -- state ------------------------------------------------------------------------------------------------

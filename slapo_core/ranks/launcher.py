@@ -35,6 +35,7 @@ _PRELOAD = [
     "torch.distributed.device_mesh",
     "torch.distributed._functional_collectives",
     "torch.utils.checkpoint",
+    "torch._dynamo",  # by every optimiser
     "slapo_core.ranks.process",
 ]
 _GRACE = 2.0  # seconds that the other ranks get to report their own failure after the first one

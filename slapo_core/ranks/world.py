@@ -77,6 +77,7 @@ class World:
         if self._device_mesh is not None:
             self.ranks = tuple(sorted(self._device_mesh.mesh.flatten().tolist()))
         self.rank = 0
+        self._was_told = False  # of a failure on some rank: everybody ends, and nobody waits for another message
 
     def __enter__(self) -> World:
         if self._device_mesh is not None:
@@ -90,6 +91,11 @@ class World:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._group = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the ``with`` block goes on."""
+        return self.is_alone or self._group is not None
 
     @property
     def size(self) -> int:
@@ -125,7 +131,10 @@ class World:
 
     @contextlib.contextmanager
     def together(self, what: str) -> Iterator[None]:
-        """Let no rank go on alone: if the block raises on one rank, every rank raises. No collectives inside.
+        """Let no rank go on alone: if the block raises on one rank, every rank raises.
+
+        No collectives inside, but for further blocks of this kind: a rank that fails between them ends those that wait
+        in one.
 
         Args:
             what: the work of the block, for the message on the other ranks, e.g. ``"loading the weights"``.
@@ -138,7 +147,14 @@ class World:
             yield
         except Exception as caught:  # noqa: BLE001 - raised again below, when every rank knows of it
             error = caught
+        if self._was_told:  # inside of this block, and so the other ranks: nobody waits for another message
+            if error is None and not self.is_alone:
+                error = BuildError(f"{what} went on after a failure that ended the other ranks")
+            if error is not None:
+                raise error
+            return
         failures = self.gather(None if error is None else _failure(self.rank, error))
+        self._was_told = any(failure is not None for failure in failures)
         if error is not None:
             raise error
         for failure in failures:

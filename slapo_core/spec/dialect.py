@@ -59,6 +59,8 @@ class Dialect(ABC):
     def plan(self, schedule: ScheduledModel, config: Mapping[str, Any]) -> Plan:
         """What :meth:`build` will do, with the options after defaults were filled in; pure.
 
+        Given the options of its own plan, it gives that plan again.
+
         Raises:
             BuildError: an option that the runtime does not have, or a bad value.
         """

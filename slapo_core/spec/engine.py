@@ -19,7 +19,7 @@ class StepResult:
     """The outcome of one step on this rank.
 
     Args:
-        loss: scalar tensor, detached.
+        loss: scalar tensor, detached; of this rank's own samples.
         output: the model's output; None where the runtime does not give it out.
         grad_norm: the L2 norm of all gradients over all ranks before clipping; None unless ``max_grad_norm`` was given.
     """
@@ -42,7 +42,10 @@ class Engine(Protocol):
         """Forward, backward, and one optimiser step.
 
         Args:
-            batch: a mapping (keyword arguments), a tuple (positional arguments), or one argument.
+            batch: a mapping (keyword arguments), a tuple or list (positional arguments), or one argument.
+
+        Raises:
+            BuildError: the engine was built without an optimizer, or is closed; or there is no loss.
         """
         ...
 
@@ -71,5 +74,8 @@ class Engine(Protocol):
         ...
 
     def close(self) -> None:
-        """Release what the engine holds; process groups made by the caller stay."""
+        """Release what the engine holds; process groups made by the caller stay.
+
+        It may be called again; a step afterwards is a BuildError that says so. The state can still be read.
+        """
         ...

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -107,11 +107,8 @@ class BuildRequest(Protocol):
         """
         ...
 
-    def make_optimizer(self, parameters: Sequence[nn.Parameter] | None = None) -> torch.optim.Optimizer | None:
-        """Call the user's factory, and check what it made.
-
-        Args:
-            parameters: what the optimiser is to train; None takes every parameter of the scheduled model, each once.
+    def make_optimizer(self) -> torch.optim.Optimizer | None:
+        """Call the user's factory with every parameter of the scheduled model, each once, and check what it made.
 
         Returns:
             None if the user gave no factory: the engine then only evaluates.
@@ -125,7 +122,7 @@ class BuildRequest(Protocol):
         """Call the model on a batch in any form that ``train_step`` takes.
 
         Args:
-            batch: a mapping (keyword arguments), a tuple (positional arguments), or one argument.
+            batch: a mapping (keyword arguments), a tuple or list (positional arguments), or one argument.
             forward: what to call, such as a wrapper around the model; None calls the model.
 
         Returns:
@@ -136,8 +133,14 @@ class BuildRequest(Protocol):
         """
         ...
 
+    def evaluate(self, batch: Any) -> tuple[torch.Tensor, Any]:
+        """As :meth:`compute_loss`, in evaluation mode and without gradients; the mode of every module is restored."""
+        ...
+
     def clip_gradients(self) -> torch.Tensor | None:
         """Scale all gradients so that their norm over all ranks is at most ``max_grad_norm``: a collective.
+
+        Replicas (``dp``) must hold the same, averaged gradients by then.
 
         Returns:
             the norm before, a scalar tensor, the same on every rank; None where ``max_grad_norm`` is None.
@@ -145,7 +148,10 @@ class BuildRequest(Protocol):
         ...
 
     def together(self, what: str) -> AbstractContextManager[None]:
-        """Let no rank go on alone: if the block raises on one rank, every rank raises. No collectives inside.
+        """Let no rank go on alone: if the block raises on one rank, every rank raises.
+
+        No collectives inside, but for :meth:`make_optimizer` and further blocks of this kind. ``Dialect.build`` as a
+        whole is such a block.
 
         Args:
             what: the work of the block, for the message on the other ranks, e.g. ``"making the optimiser"``.

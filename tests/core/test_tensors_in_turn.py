@@ -94,7 +94,7 @@ def test_a_dialect_that_leaves_some_is_told_so_and_the_schedule_stays_usable() -
     assert str(caught.value).startswith("target 'in_turn' of ")
     assert str(caught.value).endswith(
         "left tensors without their values\n"
-        "  hint: with takes_tensors = True, build() takes all of them: for tensor in request.materialise(): ..."
+        "  hint: with takes_tensors = True, build() takes them all: for tensor in request.materialise(): ..."
     )
     assert all(parameter.is_meta for parameter in sch.model.parameters())
     assert slapo.build(sch).state_dict().keys() == Net().state_dict().keys()

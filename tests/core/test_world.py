@@ -138,3 +138,42 @@ def test_a_process_by_itself_has_nobody_to_ask(mesh: dict[str, int] | None) -> N
         assert [str(failure)[:17] for failure in attempt.failures] == ["ZeroDivisionError"]
         with pytest.raises(ValueError, match="out of paint"), world.together("painting"):
             raise ValueError("out of paint")
+
+
+def blocks_within_a_block(fails: str) -> str:
+    """What this rank is told when rank 1 fails between, inside of, or after inner blocks, or hides that it did."""
+    guilty = dist.get_rank() == 1
+    with World(declare_mesh({"dp": 2})) as world:
+        try:
+            with world.together("the whole"):
+                if fails == "before" and guilty:
+                    raise ValueError("rank 1 before the inner block")
+                try:
+                    with world.together("a part"):
+                        if fails in ("inside", "hidden") and guilty:
+                            raise ValueError("rank 1 inside the inner block")
+                except ValueError:
+                    if fails != "hidden":
+                        raise
+                if fails == "after" and guilty:
+                    raise ValueError("rank 1 after the inner block")
+        except (ValueError, slapo.BuildError) as error:
+            return str(error)
+    return "fine"
+
+
+def test_a_rank_that_fails_anywhere_in_a_block_of_blocks_ends_the_others() -> None:
+    told = [run_ranks(blocks_within_a_block, fails, world_size=2) for fails in ("before", "inside", "hidden", "after")]
+    assert [rank_0 for rank_0, _ in told] == [
+        "a part failed on rank 1: ValueError: rank 1 before the inner block",
+        "a part failed on rank 1: ValueError: rank 1 inside the inner block",
+        "a part failed on rank 1: ValueError: rank 1 inside the inner block",
+        "the whole failed on rank 1: ValueError: rank 1 after the inner block",
+    ]
+    assert [rank_1 for _, rank_1 in told] == [
+        "rank 1 before the inner block",
+        "rank 1 inside the inner block",
+        "the whole went on after a failure that ended the other ranks",
+        "rank 1 after the inner block",
+    ]
+    assert run_ranks(blocks_within_a_block, "nowhere", world_size=2) == ["fine", "fine"]

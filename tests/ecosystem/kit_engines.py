@@ -102,6 +102,11 @@ class CallsTheFactory(GoodEngine):
         return self.request.optimizer and self.request.optimizer(list(self.module.parameters()))
 
 
+class MakesNoOptimizer(GoodEngine):
+    def make_optimizer(self) -> Any:
+        return None
+
+
 class WithoutLoad(GoodEngine):
     @property
     def load(self) -> Any:  # type: ignore[override]
@@ -164,9 +169,8 @@ class KeepsGradients(GoodEngine):
 class TrainsKnownNamesOnly(GoodEngine):
     def make_optimizer(self) -> Any:
         known = self.request.state.state_dict()
-        return self.request.make_optimizer(
-            [parameter for name, parameter in self.module.named_parameters() if name in known]
-        )
+        factory = self.request.optimizer
+        return factory and factory([p for name, p in self.module.named_parameters() if name in known])
 
 
 class ClipsAfterTheStep(GoodEngine):

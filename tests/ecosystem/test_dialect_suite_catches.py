@@ -110,7 +110,7 @@ CAUGHT = [
     ("split_model_trains_as_one_process", case(engines.ClipsByItself, **TP), "the gradient norm of step 1: "),
     (
         "failure_on_one_rank_ends_the_build_on_all",
-        case(engines.CallsTheFactory, **DP),
+        case(engines.MakesNoOptimizer, **DP),
         "an optimiser that cannot be made on rank 1 is not refused on rank 0",
     ),
     ("other_options_on_a_rank_are_refused", case(kit.PlanHidesValues, **DP), "another option on rank 1 is not refused"),

@@ -44,17 +44,10 @@ class Engine:
         self.optimizer.step()
         return slapo.StepResult(total, grad_norm=norm)
 
-    @torch.no_grad()
     def eval_step(self, batch):
         if self.is_closed:
             raise slapo.BuildError("the engine is closed", hint="schedule and build a fresh model")
-        modes = [(module, module.training) for module in self.module.modules()]
-        self.module.eval()
-        try:
-            return slapo.StepResult(*self.request.compute_loss(batch))
-        finally:
-            for module, training in modes:
-                module.training = training
+        return slapo.StepResult(*self.request.evaluate(batch))
 
     def close(self):
         self.is_closed = True
