@@ -9,41 +9,12 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from slapo_core import errors
+from slapo_core.errors import *  # noqa: F403 - all of it is public, and it imports nothing
+
 if TYPE_CHECKING:
     from slapo_core.building.phases import (
         build as build,
-    )
-    from slapo_core.errors import (
-        AmbiguousNameError as AmbiguousNameError,
-        ApplyError as ApplyError,
-        ArgumentError as ArgumentError,
-        BrokenPluginError as BrokenPluginError,
-        BuildError as BuildError,
-        ConflictingPluginError as ConflictingPluginError,
-        DisabledPluginError as DisabledPluginError,
-        HookError as HookError,
-        IncompatiblePluginError as IncompatiblePluginError,
-        LaunchError as LaunchError,
-        MeshError as MeshError,
-        OptimizerError as OptimizerError,
-        PathError as PathError,
-        PluginConfigError as PluginConfigError,
-        PluginError as PluginError,
-        PostconditionError as PostconditionError,
-        PreconditionError as PreconditionError,
-        RankFailedError as RankFailedError,
-        RankMismatchError as RankMismatchError,
-        RankTimeoutError as RankTimeoutError,
-        RejectedPluginError as RejectedPluginError,
-        ReplayError as ReplayError,
-        SealedError as SealedError,
-        SerializationError as SerializationError,
-        SlapoError as SlapoError,
-        StaleNodeError as StaleNodeError,
-        UndoError as UndoError,
-        UnknownNameError as UnknownNameError,
-        VerifyError as VerifyError,
-        WeightsError as WeightsError,
     )
     from slapo_core.plugins.local import (
         register_primitive as register_primitive,
@@ -101,51 +72,21 @@ if TYPE_CHECKING:
     )
 
 _PUBLIC = {
-    "AmbiguousNameError": "slapo_core.errors",
-    "ApplyError": "slapo_core.errors",
-    "ArgumentError": "slapo_core.errors",
-    "BrokenPluginError": "slapo_core.errors",
-    "BuildError": "slapo_core.errors",
-    "ConflictingPluginError": "slapo_core.errors",
     "Dialect": "slapo_core.spec.dialect",
-    "DisabledPluginError": "slapo_core.errors",
     "Edit": "slapo_core.spec.edit",
     "Engine": "slapo_core.spec.engine",
     "Equivalence": "slapo_core.spec.equivalence",
     "Fact": "slapo_core.spec.doctor",
-    "HookError": "slapo_core.errors",
-    "IncompatiblePluginError": "slapo_core.errors",
-    "LaunchError": "slapo_core.errors",
     "Layout": "slapo_core.spec.layout",
     "Mesh": "slapo_core.spec.mesh",
-    "MeshError": "slapo_core.errors",
     "Node": "slapo_core.spec.node",
-    "OptimizerError": "slapo_core.errors",
-    "PathError": "slapo_core.errors",
     "Plan": "slapo_core.spec.dialect",
-    "PluginConfigError": "slapo_core.errors",
-    "PluginError": "slapo_core.errors",
-    "PostconditionError": "slapo_core.errors",
-    "PreconditionError": "slapo_core.errors",
     "Primitive": "slapo_core.spec.primitive",
     "Problem": "slapo_core.spec.doctor",
-    "RankFailedError": "slapo_core.errors",
-    "RankMismatchError": "slapo_core.errors",
-    "RankTimeoutError": "slapo_core.errors",
     "Record": "slapo_core.spec.record",
-    "RejectedPluginError": "slapo_core.errors",
-    "ReplayError": "slapo_core.errors",
     "Schedule": "slapo_core.schedule.schedule",
-    "SealedError": "slapo_core.errors",
-    "SerializationError": "slapo_core.errors",
-    "SlapoError": "slapo_core.errors",
-    "StaleNodeError": "slapo_core.errors",
     "StepResult": "slapo_core.spec.engine",
-    "UndoError": "slapo_core.errors",
-    "UnknownNameError": "slapo_core.errors",
-    "VerifyError": "slapo_core.errors",
     "Violation": "slapo_core.spec.violation",
-    "WeightsError": "slapo_core.errors",
     "build": "slapo_core.building.phases",
     "create_schedule": "slapo_core.schedule.creation",
     "hookimpl": "slapo_core.spec.hookspecs",
@@ -153,6 +94,8 @@ _PUBLIC = {
     "replay": "slapo_core.schedule.replaying",
     "verify": "slapo_core.verification",
 }
+
+_PUBLIC |= dict.fromkeys(errors.__all__, "slapo_core.errors")
 
 __all__ = sorted(_PUBLIC)
 
