@@ -10,6 +10,7 @@ STAMP := $(VENV)/.installed
 PROJECTS := pyproject.toml $(sort $(wildcard plugins/*/pyproject.toml))
 EDITABLES := -e '.[dev]' $(foreach project,$(sort $(wildcard plugins/*/pyproject.toml)),-e $(patsubst %/pyproject.toml,%,$(project)))
 PYTEST_ARGS ?=
+TEST_PROCESSES ?= 2
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export TOKENIZERS_PARALLELISM := false
@@ -22,7 +23,7 @@ demo: $(STAMP)  ## train a BERT on two processes and compare it with one
 	$(PYTHON) examples/bert_tp.py
 
 test: $(STAMP)  ## style, types, import contracts and all tests (PYTEST_ARGS=... is passed on)
-	$(PYTHON) -m pytest $(PYTEST_ARGS)
+	$(PYTHON) -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile $(PYTEST_ARGS)
 
 lint: $(STAMP)  ## style, types and import contracts only
 	$(PYTHON) -m ruff check .
