@@ -254,9 +254,9 @@ class RankMismatchError(SlapoError):
 
 
 class LaunchError(SlapoError):
-    """Rank processes cannot be started: a function that cannot be sent to them, or a bad world size.
+    """Rank processes cannot be started: what cannot be sent, a script that they cannot import, a bad world size.
 
-    What to do: pass a function defined at the top level of a module and plain arguments, as the message says.
+    What to do: pass functions defined at the top level of a module, and call under ``if __name__ == "__main__":``.
     """
 
 

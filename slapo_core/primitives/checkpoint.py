@@ -26,7 +26,9 @@ class Checkpoint(Primitive):
     Buffers that the forward changes (running statistics) are changed once, by the first run.
 
     Args:
-        preserve_rng_state: whether the second run draws the same random numbers (dropout) as the first.
+        preserve_rng_state: whether the second run draws the same random numbers (dropout) as the first. False saves
+            keeping the random state, and is right only for modules that draw none: for others the gradients would be
+            those of another loss, which ``verify`` finds.
 
     Raises:
         PreconditionError: the module is checkpointed already, or has no forward of its own.

@@ -29,7 +29,8 @@ class Replace(Primitive):
     renamed by ``params``, or given up by ``drop``.
 
     Args:
-        new_module: the new module, or a function ``fn(old) -> new`` that must not change the old one.
+        new_module: the new module, or a function ``fn(old) -> new`` that must not change the old one. A function at the
+            top level of a module is saved by its name, and can be replayed; a lambda or a module cannot.
         params: ``{"old.name": "new.name"}``, relative to the module, for parameters and buffers whose name changes.
         drop: names of parameters and buffers of the old module that the new one does without. Their untouched values
             are what a state dict will hold.
@@ -49,6 +50,7 @@ class Replace(Primitive):
     """
 
     name = "core.replace"
+    named_functions = ("new_module",)
 
     new_module: Any
     params: Any = ()

@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 
 from slapo_core.errors import LaunchError, RankFailedError, RankTimeoutError
 from slapo_core.ranks.process import Job, describe, origin, run_rank, trace_file
+from slapo_core.ranks.script import MAIN_HINT, import_error, require_importable_script
 
 __all__ = ["preload_modules", "run_ranks"]
 
@@ -40,8 +41,6 @@ _PRELOAD = [
 ]
 _GRACE = 2.0  # seconds that the other ranks get to report their own failure after the first one
 _LAST_WORDS = 5.0  # seconds for writing a traceback, or for leaving the group, before a rank is killed
-
-_MAIN_HINT = "in a script, call it under `if __name__ == '__main__':`, because every rank imports the script"
 
 
 def preload_modules(*names: str) -> None:
@@ -82,7 +81,8 @@ def run_ranks(
         The results in the order of the ranks.
 
     Raises:
-        LaunchError: the function or an argument cannot be sent, or a number makes no sense.
+        LaunchError: the function or an argument cannot be sent, a number makes no sense, or the ranks cannot import the
+            script: it calls `run_ranks` outside of ``if __name__ == "__main__":``, or came from standard input.
         RankFailedError: a rank raised or died. Ranks that then wait in a collective are ended after two seconds.
         RankTimeoutError: the time was over; every rank's traceback is in the message.
     """
@@ -91,10 +91,11 @@ def run_ranks(
     if timeout <= 0:
         raise LaunchError(f"timeout must be a positive number of seconds (got {timeout})")
     if getattr(multiprocessing.current_process(), "_inheriting", False):
-        raise LaunchError("run_ranks was called while a rank was still importing the main script", hint=_MAIN_HINT)
+        raise LaunchError("run_ranks was called while a rank was still importing the main script", hint=MAIN_HINT)
     if "forkserver" not in multiprocessing.get_all_start_methods():
         raise LaunchError(f"ranks are started by forkserver, which this platform ({sys.platform}) does not have")
 
+    require_importable_script()
     payload = _pickle_call(function, args, kwargs)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(_PRELOAD))
@@ -157,6 +158,7 @@ class _Run:
     causes: dict[int, BaseException] = field(default_factory=dict)
     ended: dict[int, str] = field(default_factory=dict)
     called: set[int] = field(default_factory=set)
+    unprepared: bool = False
     first: int | None = None
 
     def start(self, context: ForkServerContext, job: Job) -> None:
@@ -164,8 +166,13 @@ class _Run:
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
             process = context.Process(target=run_rank, args=(rank, theirs, job), name=f"rank {rank}")
-            process.start()
-            theirs.close()  # ours must be the only other end, so that a death shows as its closing
+            try:
+                process.start()
+            except (BrokenPipeError, ConnectionResetError) as error:  # it ended before it had read its arguments
+                ours.close()
+                raise import_error() from error
+            finally:
+                theirs.close()  # ours must be the only other end, so that a death shows as its closing
             self.connections.append(ours)
             self.processes.append(process)
 
@@ -196,6 +203,8 @@ class _Run:
 
     def results(self) -> list[Any]:
         """Every rank's result, or the error that tells what happened to all of them."""
+        if self.unprepared:
+            raise import_error()
         if self.failures or self.ended:
             cause = self.causes[min(self.causes)] if self.causes else None
             raise self._error() from cause
@@ -237,8 +246,9 @@ class _Run:
         code = process.exitcode
         how = f"by signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"with exit code {code}"
         when = "without returning or raising" if rank in self.called else "before the function was called"
-        hint = "" if rank in self.called else f" ({_MAIN_HINT})"
-        return f"The process ended {how}, {when}{hint}\n{self._trace(rank)}"
+        if code is not None and code > 0 and not trace_file(self.directory, rank).exists():
+            self.unprepared = True
+        return f"The process ended {how}, {when}\n{self._trace(rank)}"
 
     def _end(self, pending: list[int]) -> None:
         """End ranks that will not report, with a traceback of where each of them stands."""

@@ -39,8 +39,8 @@ def create_schedule(
         rank: for a dry schedule, the global rank to play.
 
     Raises:
-        ArgumentError: ``model`` is not a module, it carries the steps of another schedule, or ``plugins`` is one
-            string.
+        ArgumentError: ``model`` is not a module; it, a part of it, or a model that it is a part or a copy of carries
+            the steps of another schedule; or ``plugins`` is one string.
         PluginError: one of ``plugins`` is not installed, or not usable.
         MeshError: the mesh does not fit.
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
+from torch import nn
+
 from slapo_core.errors import UndoError
+from slapo_core.schedule.scheduled_models import Claim, refuse_if_scheduled
 from slapo_core.schedule.transaction import Step
 from slapo_core.spec.record import Record
 from slapo_core.tree.journal import ReplaceModule
@@ -14,9 +17,14 @@ __all__ = ["History"]
 
 
 class History:
-    """What was applied, oldest first."""
+    """What was applied, oldest first.
 
-    def __init__(self) -> None:
+    Args:
+        model: to which it was applied.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model, self._claim = model, Claim()
         self._steps: list[Step] = []
         self.records: tuple[Record, ...] = ()
         self.in_force: int | None = None
@@ -30,9 +38,19 @@ class History:
         """Whose primitives took part."""
         return frozenset(name for step in self._steps for name in step.distributions)
 
+    def check_start(self) -> None:
+        """Without steps, the model as it is now is taken for the untouched one.
+
+        Raises:
+            ArgumentError: it carries the steps of another schedule.
+        """
+        if not self._steps:
+            refuse_if_scheduled(self._model)
+
     def append(self, step: Step) -> None:
         self._steps.append(step)
         self.records = (*self.records, step.record)
+        self._claim.note(self._model, len(self._steps))
 
     def position(self, to: Record | int | None) -> int:
         """How many steps stay when everything after ``to`` goes; None: all but the last.
@@ -61,6 +79,7 @@ class History:
             step.undo()
             undone.append(step.record)
         self.records = tuple(step.record for step in self._steps)
+        self._claim.note(self._model, len(self._steps))
         return tuple(undone)
 
     @contextlib.contextmanager
@@ -78,11 +97,7 @@ class History:
         """The step that removed the module at ``path``; None if none did."""
         for step in reversed(self._steps):
             for entry in step.entries:
-                if isinstance(entry, ReplaceModule) and path.startswith(f"{entry.path}."):
-                    try:
-                        entry.old.get_submodule(path.removeprefix(f"{entry.path}."))
-                    except AttributeError:
-                        continue
+                if isinstance(entry, ReplaceModule) and entry.took_out(path):
                     return step.record
         return None
 

@@ -8,11 +8,16 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slapo_core.errors import ReplayError, SerializationError, SlapoError
+from slapo_core.schedule.coverage import count_blocks
+from slapo_core.schedule.functions import find_function, name_of_function
 from slapo_core.spec.primitive import Primitive
 from slapo_core.spec.record import Record
+
+if TYPE_CHECKING:
+    from torch import nn
 
 __all__ = ["FORMAT", "dump_records", "load_document", "primitive_from_json", "primitive_to_json"]
 
@@ -21,7 +26,7 @@ FORMAT = 1
 
 
 def dump_records(
-    records: Sequence[Record], *, model_type: str, mesh: Mapping[str, int] | None, version: str | None
+    records: Sequence[Record], *, model: nn.Module, mesh: Mapping[str, int] | None, version: str | None
 ) -> dict[str, Any]:
     """The document of a schedule.
 
@@ -31,7 +36,8 @@ def dump_records(
     return {
         "format": FORMAT,
         "slapo-core": version,
-        "model": model_type,
+        "model": f"{type(model).__module__}.{type(model).__qualname__}",
+        "blocks": count_blocks(model, [record.path for record in records]),
         "mesh": dict(mesh) if mesh is not None else None,
         "records": [
             {
@@ -50,17 +56,20 @@ def dump_records(
 def load_document(document: Mapping[str, Any] | str | os.PathLike[str]) -> Mapping[str, Any]:
     """Read a document given as data, as JSON text, or as the path of a file.
 
+    Text that does not begin as a JSON object and names a file is a path.
+
     Raises:
         ReplayError: it is not a schedule, or was written in a newer format.
     """
-    if isinstance(document, os.PathLike):
+    if isinstance(document, os.PathLike) or (isinstance(document, str) and _is_file(document)):
         document = Path(document).read_text(encoding="utf-8")
     if isinstance(document, str):
         try:
             document = json.loads(document)
         except ValueError as error:
             raise ReplayError(
-                f"this is not a schedule in JSON: {error}", hint="a file is given as pathlib.Path('schedule.json')"
+                f"this is neither a schedule in JSON nor an existing file: {error}",
+                hint="replay(model, 'schedule.json'), or replay(model, sch.to_json())",
             ) from error
     if not isinstance(document, Mapping) or not isinstance(document.get("records"), Sequence):
         raise ReplayError("this is not a schedule: it has no list of 'records'", hint="save one with sch.to_json()")
@@ -78,8 +87,17 @@ def load_document(document: Mapping[str, Any] | str | os.PathLike[str]) -> Mappi
     return document
 
 
+def _is_file(text: str) -> bool:
+    if text.lstrip().startswith("{"):
+        return False
+    try:
+        return Path(text).is_file()
+    except (OSError, ValueError):  # longer than any path, or with a character that no path has
+        return False
+
+
 def primitive_to_json(primitive: Primitive, *, where: str) -> dict[str, Any]:
-    """The arguments of a primitive as JSON values.
+    """The arguments of a primitive as JSON values; a function, where the primitive says so, as ``"module:name"``.
 
     Raises:
         SerializationError: a value such as a lambda or a module.
@@ -88,14 +106,19 @@ def primitive_to_json(primitive: Primitive, *, where: str) -> dict[str, Any]:
     def place(name: str) -> Callable[[str], str]:
         return lambda part: f"argument '{name}'{part} of {where}"
 
-    return {name: _encode(value, place(name)) for name, value in primitive.arguments().items()}
+    encoded = {}
+    for name, value in primitive.arguments().items():
+        function = name_of_function(value) if name in primitive.named_functions else None
+        encoded[name] = function if function is not None else _encode(value, place(name))
+    return encoded
 
 
 def primitive_from_json(cls: type[Primitive], arguments: Mapping[str, Any]) -> Primitive:
     """The primitive value that ``primitive_to_json`` gave the arguments of.
 
     Raises:
-        ReplayError: an argument that the installed primitive does not have, or one that it needs is missing.
+        ReplayError: an argument that the installed primitive does not have, or one that it needs is missing, or a
+            function that is not there.
     """
     known = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     unknown = sorted(set(arguments) - known)
@@ -108,8 +131,13 @@ def primitive_from_json(cls: type[Primitive], arguments: Mapping[str, Any]) -> P
         inspect.signature(cls).bind(**arguments)
     except TypeError as error:
         raise ReplayError(f"{cls.name}: {error}", hint=f"{cls.name} takes {', '.join(sorted(known))}") from None
+    functions = {
+        name: find_function(arguments[name], where=f"{cls.name}: argument '{name}'")
+        for name in cls.named_functions
+        if isinstance(arguments.get(name), str)
+    }
     try:
-        return cls(**arguments)
+        return cls(**{**arguments, **functions})
     except SlapoError:
         raise
     except Exception as error:  # a check of the primitive's author

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from os import PathLike
 from typing import TYPE_CHECKING, Any
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from slapo_core.errors import ReplayError, SlapoError
+from slapo_core.schedule.coverage import uncovered
 from slapo_core.schedule.creation import create_schedule
 from slapo_core.schedule.records import load_document, primitive_from_json
 from slapo_core.schedule.schedule import Schedule
@@ -34,12 +36,16 @@ def replay(
 
     Args:
         model: a fresh instance.
-        document: what ``sch.to_json()`` or ``sch.document()`` gave, or the path of a file that holds it.
+        document: what ``sch.to_json()`` or ``sch.document()`` gave, or the path of a file that holds it. A function
+            in it is found by its name in a module that is imported already; replay imports none.
         mesh: as for :func:`create_schedule`; None takes the mesh that the schedule was saved with. Another world
             size is fine.
         plugins: as for :func:`create_schedule`.
         example_inputs: as for :func:`create_schedule`.
         rank: as for :func:`create_schedule`.
+
+    A schedule that leaves out blocks of a deeper model than it was written for is replayed, with a warning that names
+    them.
 
     Raises:
         ReplayError: not a schedule, a primitive is not installed, or a step was refused; the model is untouched.
@@ -54,6 +60,9 @@ def replay(
     )
     saved = data["records"]
     values = [_primitive_of(schedule, number, record) for number, record in enumerate(saved, start=1)]
+    blocks = data.get("blocks")
+    paths = [record["path"] for record in saved]
+    missing = list(uncovered(model, paths, blocks if isinstance(blocks, Mapping) else {}))
     try:
         for number, (record, primitive) in enumerate(zip(saved, values, strict=True), start=1):
             try:
@@ -68,6 +77,8 @@ def replay(
     except BaseException:
         schedule.undo(to=0)
         raise
+    for line in missing:
+        warnings.warn(f"{line}; give those their steps, or undo with sch.undo(to=0)", stacklevel=2)
     return schedule
 
 

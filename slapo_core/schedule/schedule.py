@@ -17,7 +17,6 @@ from slapo_core.schedule.explanation import explain_records
 from slapo_core.schedule.history import History
 from slapo_core.schedule.location import caller_location
 from slapo_core.schedule.records import dump_records
-from slapo_core.schedule.scheduled_models import note_steps
 from slapo_core.schedule.sugar import bound_primitive
 from slapo_core.schedule.transaction import Transaction
 from slapo_core.spec.mesh import Mesh
@@ -57,7 +56,7 @@ class Schedule:
         self.plugins: tuple[str, ...] = tuple(canonicalize_name(name) for name in plugins)
         self._registry = registry
         self._hooks: HookManager | None = None
-        self._history = History()
+        self._history = History(model)
         self._inner: list[Record] = []  # of the primitives that the one being applied has applied itself
         self._sealed_by: str | None = None
         self.tree = Tree(model, mesh, self)
@@ -158,9 +157,11 @@ class Schedule:
         Raises:
             UndoError: there is no such step.
             SealedError: the originals were dropped.
+            ArgumentError: the model, taken for untouched, carries the steps of another schedule.
         """
         if self.is_sealed:
             self._check_open("go back")
+        self._history.check_start()
         with self._history.rewound(self._history.position(to)):
             yield self.model
 
@@ -168,10 +169,9 @@ class Schedule:
 
     def document(self) -> dict[str, Any]:
         """The schedule as plain data; see :meth:`to_json`."""
-        model_type = f"{type(self.model).__module__}.{type(self.model).__qualname__}"
         return dump_records(
             self.records,
-            model_type=model_type,
+            model=self.model,
             mesh=self.mesh.sizes if self.mesh else None,
             version=self.registry.core_version,
         )
@@ -221,6 +221,7 @@ class Schedule:
         """
         check_primitive(primitive)
         self._check_open(f"apply {primitive}")
+        self._history.check_start()
         self.tree.look_again_if_changed(node)
         if not self._history:
             self.tree.tensors.begin()
@@ -237,7 +238,6 @@ class Schedule:
         finally:
             self._inner.clear()
         self._history.append(step)
-        note_steps(self.model, len(self._history))
         return result
 
     def _admit(self, primitive: Primitive) -> tuple[str, str]:
@@ -274,7 +274,6 @@ class Schedule:
         """After steps went away: hooks of distributions that no step names any more are switched off."""
         if not self._history:
             self.tree.tensors.forget()
-        note_steps(self.model, len(self._history))
         if self._hooks is not None:
             needed = self._history.distributions.union(self.plugins)
             for distribution in self._hooks.active:

@@ -1,40 +1,97 @@
-"""Which models carry the steps of a schedule: a second schedule on top of them would take pieces for whole tensors."""
+"""Which models carry the steps of a schedule: a second schedule on top of them would take pieces for whole tensors.
+
+A model is known by itself, while it lives, with all that it contains. A copy of it is known by a mark: steps leave one
+on the modules that they changed, which is copied and pickled with them, and goes away when the steps are undone.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
-from weakref import WeakKeyDictionary
+
+from torch.utils.weak import WeakIdKeyDictionary
 
 from slapo_core.errors import ArgumentError
 
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["note_steps", "refuse_if_scheduled"]
+__all__ = ["Claim", "mark", "refuse_if_scheduled", "unmark"]
+
+_MARK = "_slapo_steps"
+"""On a module: how many steps changed it."""
+
+_FRESH = "go on with that schedule, take it back first with sch.undo(to=0), or make a fresh model"
+
+
+class Claim:
+    """One schedule's hold on its model, which it does not keep alive."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def note(self, model: nn.Module, steps: int) -> None:
+        """Remember that ``model`` carries so many steps of this schedule now."""
+        self.steps = steps
+        if steps:
+            _CLAIMS[model] = self
+        elif _CLAIMS.get(model) is self:
+            del _CLAIMS[model]
+
 
 # About models and not about plugins or settings: an entry goes with its model, so nothing leaks from test to test.
-_STEPS: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+_CLAIMS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-def note_steps(model: nn.Module, count: int) -> None:
-    """Remember that ``model`` carries ``count`` steps now."""
-    if count:
-        _STEPS[model] = count
-    else:
-        _STEPS.pop(model, None)
+def mark(modules: Iterable[nn.Module]) -> None:
+    """Note that one more step changed each of ``modules``."""
+    for module in modules:
+        module.__dict__[_MARK] = module.__dict__.get(_MARK, 0) + 1
+
+
+def unmark(modules: Iterable[nn.Module]) -> None:
+    """The reverse of :func:`mark`."""
+    for module in modules:
+        left = module.__dict__.pop(_MARK, 1) - 1
+        if left:
+            module.__dict__[_MARK] = left
 
 
 def refuse_if_scheduled(model: nn.Module) -> None:
-    """Raise if ``model`` carries the steps of a schedule.
+    """Raise if ``model`` carries steps, whole or in part, or is a part of a model that does.
 
     Raises:
-        ArgumentError: it does; the message says how many.
+        ArgumentError: it does; the message says which part, of what, and how many steps.
     """
-    count = _STEPS.get(model, 0)
-    if count:
-        steps = "1 step" if count == 1 else f"{count} steps"
-        raise ArgumentError(
-            f"this {type(model).__name__} carries {steps} of another schedule, which would be taken for the untouched "
-            "model",
-            hint="go on with that schedule, take it back first with sch.undo(to=0), or make a fresh model",
-        )
+    kind = type(model).__name__
+    parts = {id(part): path for path, part in model.named_modules()}
+    for other, claim in list(_CLAIMS.items()):
+        steps = "1 step" if claim.steps == 1 else f"{claim.steps} steps"
+        carries = f"carries {steps} of another schedule, which would be taken for the untouched model"
+        if other is model:
+            raise ArgumentError(f"this {kind} {carries}", hint=_FRESH)
+        if id(other) in parts:
+            raise ArgumentError(
+                f"'{parts[id(other)]}' of this {kind} {carries}",
+                hint=f"{_FRESH}; parts are scheduled through the whole: sch['{parts[id(other)]}']",
+            )
+        for path, part in other.named_modules():
+            if part is model:
+                raise ArgumentError(
+                    f"this {kind} is '{path}' of a {type(other).__name__} that {carries}",
+                    hint=f"{_FRESH}; parts are scheduled through the whole: sch['{path}']",
+                )
+            if id(part) in parts:
+                raise ArgumentError(
+                    f"'{parts[id(part)]}' of this {kind} is also '{path}' of a {type(other).__name__} that {carries}",
+                    hint="put both models into one, e.g. nn.ModuleDict, and make one schedule of it",
+                )
+    for path, part in model.named_modules():
+        if _MARK in part.__dict__:
+            where = f"'{path}' of this {kind}" if path else f"this {kind}"
+            raise ArgumentError(
+                f"{where} is a copy, or a part, of a model under another schedule: steps changed it, which would be "
+                "taken for the untouched model",
+                hint="copy the model before its first step, or inside of `with sch.untouched() as model:`, or make a "
+                "fresh model",
+            )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from slapo_core.errors import (
     PreconditionError,
     SlapoError,
 )
+from slapo_core.schedule.scheduled_models import mark, unmark
 from slapo_core.spec.primitive import Primitive, check_primitive
 from slapo_core.spec.record import Record
 from slapo_core.spec.violation import Violation
@@ -20,6 +21,8 @@ from slapo_core.tree.edit import TreeEdit
 from slapo_core.tree.journal import Entry
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from slapo_core.spec.node import Node
     from slapo_core.tree.tree import Tree
 
@@ -34,19 +37,36 @@ Admit = Callable[[Primitive], tuple[str, str]]
 
 @dataclass(frozen=True)
 class Step:
-    """A committed application: the record, the entries that undo it, and whose primitives took part."""
+    """A committed application.
+
+    Args:
+        record: what was applied.
+        entries: they undo it.
+        distributions: whose primitives took part.
+    """
 
     record: Record
     entries: tuple[Entry, ...]
     distributions: frozenset[str] = frozenset()
 
     def undo(self) -> None:
+        unmark(self._changed)
         for entry in reversed(self.entries):
             entry.undo()
 
     def redo(self) -> None:
         for entry in self.entries:
             entry.redo()
+        self.mark()
+
+    def mark(self) -> None:
+        """Leave it on the changed modules that they carry a step."""
+        mark(self._changed)
+
+    @property
+    def _changed(self) -> Iterator[nn.Module]:
+        """Each module that a copy of the model would hold in another state than the untouched one."""
+        return iter({id(module): module for entry in self.entries for module in entry.changed}.values())
 
 
 class Transaction:
@@ -89,6 +109,7 @@ class Transaction:
         """
         self._provider = self._admit(primitive)
         self._check(node, primitive)
+        outer, self._tree.open_edit = self._tree.open_edit, self._edit
         try:
             result = self._change(node, primitive)
             record = Record(index, primitive, node.path, *self._provider, location, self._edit.effects())
@@ -98,8 +119,12 @@ class Transaction:
             self._edit.rollback()
             self._ask("slapo_rolled_back", node=node, primitive=primitive, error=error)
             raise
+        finally:
+            self._tree.open_edit = outer
         distributions = frozenset({record.distribution, *(inner.distribution for inner in self._inner)})
-        return result, Step(record, tuple(self._edit.close()), distributions)
+        step = Step(record, tuple(self._edit.close()), distributions)
+        step.mark()
+        return result, step
 
     def _check(self, node: Node, primitive: Primitive) -> None:
         violations = _collect(primitive.preconditions(node), primitive, "preconditions", self._plugin)

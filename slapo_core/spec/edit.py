@@ -21,7 +21,11 @@ Forward = Callable[..., Any]
 
 
 class Edit(Protocol):
-    """Changes made by one application of a primitive; undone together, in reverse order."""
+    """Changes made by one application of a primitive; undone together, in reverse order.
+
+    A node is a place: after ``replace_module`` it is the new module. What lay below the old one and has no place in the
+    new one is gone; editing it raises ApplyError.
+    """
 
     def set_parameter(self, node: Node, name: str, value: torch.Tensor | None, *, layout: Layout | None = None) -> None:
         """Put another tensor in the place of an own parameter, everywhere it is tied.
@@ -30,7 +34,8 @@ class Edit(Protocol):
             node: the module that holds it.
             name: the parameter's own name, e.g. ``"weight"``.
             value: the new tensor, of any shape; a plain tensor becomes a parameter that requires a gradient if the old
-                one did. Attributes set on the old parameter are carried over. None empties the slot.
+                one did. Attributes set on the old parameter are carried over, and where the shape is the same, the
+                hooks that the user registered on it; where it is not, the edit is refused. None empties the slot.
             layout: how the new tensor lies in the untouched one; None keeps the present layout, or, where ``value`` is
                 a tensor of the model already (a tie), its own: then the old one is given up.
         """
@@ -76,7 +81,8 @@ class Edit(Protocol):
 
         Args:
             node: any node but the root.
-            module: the new module.
+            module: the new module. Hooks that the user registered on tensors of the old one are treated as by
+                :meth:`set_parameter`.
             moved: where parameters and buffers of the old module live in the new one, both as names relative to the
                 node; names that are the same on both sides need no entry.
             dropped: parameters and buffers of the old module that no tensor of the new one stands for, even where a

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from slapo_core.spec.node import Node
     from slapo_core.spec.primitive import Primitive
     from slapo_core.spec.record import Record
+    from slapo_core.spec.request import ScheduledModel
     from slapo_core.spec.violation import Violation
 
 __all__ = ["NOT_ASKED", "PROJECT", "hookimpl", "hookspec"]
@@ -166,6 +167,26 @@ def slapo_gather_output(node: Node, output: Any) -> Any | None:
 
     Returns:
         the whole output, the same on every rank; None if it needs nothing of this plugin.
+    """
+
+
+@hookspec
+def slapo_check(schedule: ScheduledModel) -> Iterable[Violation] | None:
+    """Called when ``build`` starts, and when ``verify`` has found a difference: what is still missing in the schedule?
+
+    ``build`` refuses the schedule with every answer, and ``verify`` names them beside the difference. A plugin
+    answers for what its own primitives left open, such as a partial sum that nobody reduces, and only where that is
+    certain to train another model: what it cannot know without running the model is left to ``verify``.
+
+    First result: no; the violations of all plugins are collected.
+
+    Args:
+        schedule: with all steps applied; must not be changed. On every rank, and whatever the sizes of the mesh, the
+            answer must be the same.
+
+    Returns:
+        everything that is missing, each with the step that asks for it and the call to add; nothing or None if the
+        schedule is complete.
     """
 
 

@@ -29,10 +29,14 @@ class Layout:
             that the schedule added.
         shape: its shape in the untouched model, in elements, e.g. ``(768, 3072)``.
         placements: ``(mesh_dim, placement)`` with torch's own placement types, in the order in which they were
-            applied, e.g. ``(("tp", Shard(0)),)``; a mesh dimension that is not named holds a replica.
+            applied, e.g. ``(("tp", Shard(0)),)``; a mesh dimension that is not named holds a replica. ``Partial()``:
+            the tensors along the mesh dimension add up to the untouched one.
         packing: ``(axis, sizes)`` for an axis that holds several matrices one after the other, e.g.
             ``((1, (768, 768, 768)),)`` for a fused query-key-value weight: each is split by itself.
         padding: ``(axis, elements)`` of zeros appended to the untouched tensor before it is split.
+
+    Raises:
+        MeshError: a placement of another kind, or a mesh dimension that is partial and something else too.
     """
 
     origin: str
@@ -41,6 +45,23 @@ class Layout:
     packing: tuple[tuple[int, tuple[int, ...]], ...] = ()
     padding: tuple[tuple[int, int], ...] = ()
 
+    def __post_init__(self) -> None:
+        for mesh_dim, placement in self.placements:
+            is_sum = placement.is_partial() and placement.reduce_op == "sum"  # type: ignore[attr-defined]
+            if not (placement.is_shard() or placement.is_replicate() or is_sum):
+                raise MeshError(
+                    f"'{self.origin}' cannot lie as {placement!r} along mesh_dim '{mesh_dim}'",
+                    hint="a tensor is Shard(axis), Replicate() or Partial('sum') along a mesh dimension",
+                )
+        dims = [mesh_dim for mesh_dim, _ in self.placements]
+        for mesh_dim in self.partials():
+            if dims.count(mesh_dim) > 1:
+                raise MeshError(
+                    f"'{self.origin}' is a partial sum along mesh_dim '{mesh_dim}', and cannot be "
+                    f"{self} at the same time",
+                    hint="reduce it before it is split",
+                )
+
     @property
     def is_sharded(self) -> bool:
         return any(placement.is_shard() for _, placement in self.placements)
@@ -48,6 +69,17 @@ class Layout:
     def shards(self) -> tuple[tuple[str, int], ...]:
         """``(mesh_dim, axis)`` of every split, in the order applied, e.g. ``(("tp", 0),)``."""
         return tuple((mesh_dim, p.dim) for mesh_dim, p in self.placements if p.is_shard())  # type: ignore[attr-defined]
+
+    def partials(self) -> tuple[str, ...]:
+        """The mesh dimensions along which the tensors add up to the untouched one, in the order applied."""
+        return tuple(mesh_dim for mesh_dim, placement in self.placements if placement.is_partial())
+
+    def holds_values(self, mesh: Mesh | None) -> bool:
+        """Whether this rank's piece has the values of the untouched tensor; of a partial sum, all but one have zeros.
+
+        The first rank along each partial mesh dimension has the values, so that they add up to the untouched ones.
+        """
+        return mesh is None or all(mesh.rank(mesh_dim) == 0 for mesh_dim in self.partials())
 
     def segments(self, mesh: Mesh | None) -> list[list[tuple[int, int]]]:
         """This rank's ranges of the (padded) untouched tensor: for each axis a list of ``(start, length)``.
@@ -80,7 +112,10 @@ class Layout:
         return tuple(sum(length for _, length in ranges) for ranges in self.segments(mesh))
 
     def local(self, full: torch.Tensor, mesh: Mesh | None) -> torch.Tensor:
-        """This rank's piece of the untouched tensor ``full``, as new contiguous memory."""
+        """This rank's piece of the untouched tensor ``full``, as new contiguous memory.
+
+        Of a partial sum, the first rank along the mesh dimension gets the values, and the others zeros.
+        """
         import torch
 
         piece = self._pad(full)
@@ -89,41 +124,40 @@ class Layout:
                 continue
             parts = [piece.narrow(axis, start, length) for start, length in ranges]
             piece = parts[0] if len(parts) == 1 else torch.cat(parts, dim=axis)
+        if not self.holds_values(mesh):
+            return torch.zeros_like(piece.detach(), memory_format=torch.contiguous_format)
         return piece.detach().clone(memory_format=torch.contiguous_format)
 
     def full(self, local: torch.Tensor, mesh: Mesh | None) -> torch.Tensor:
-        """The untouched tensor, gathered from every rank's piece: a collective over the sharded mesh dimensions.
+        """The untouched tensor, of every rank's piece: a collective over the sharded and the partial mesh dimensions.
 
         Args:
-            local: this rank's piece, of shape ``local_shape(mesh)``.
+            local: this rank's piece, of shape ``local_shape(mesh)``; of a partial sum, its summand.
 
         Returns:
-            a new tensor of shape ``shape`` on every rank; ``local`` itself where nothing is sharded.
+            a new tensor of shape ``shape`` on every rank; ``local`` itself where every rank has the whole tensor.
         """
+        tensor, layout = local.detach(), self
+        while layout.placements:
+            *kept, (mesh_dim, placement) = layout.placements
+            if mesh is not None and mesh.size(mesh_dim) > 1:
+                if placement.is_shard():
+                    tensor = layout._gathered(tensor, mesh, mesh_dim, placement.dim)  # type: ignore[attr-defined]
+                elif placement.is_partial():
+                    tensor = _summed(tensor, mesh, mesh_dim)
+            layout = Layout(self.origin, self.shape, tuple(kept), self.packing, self.padding)
+        return self._unpad(tensor)
+
+    def _gathered(self, tensor: torch.Tensor, mesh: Mesh, mesh_dim: str, axis: int) -> torch.Tensor:
+        """The tensor before its last split, which was over ``mesh_dim``."""
         import torch
         import torch.distributed as dist
 
-        tensor, layout = local.detach(), self
-        for mesh_dim, axis in reversed(self.shards()):
-            if mesh is None or mesh.size(mesh_dim) == 1:
-                continue
-            lengths = [length for _, length in layout.segments(mesh)[axis]]
-            pieces = [
-                torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(mesh.size(mesh_dim))
-            ]
-            dist.all_gather(pieces, tensor.contiguous(), group=mesh.group(mesh_dim))
-            parts = [piece.split(lengths, dim=axis) for piece in pieces]
-            tensor = torch.cat([part[index] for index in range(len(lengths)) for part in parts], dim=axis)
-            layout = layout._without(mesh_dim, axis)
-        return self._unpad(tensor)
-
-    def _without(self, mesh_dim: str, axis: int) -> Layout:
-        kept = tuple(
-            (name, p)
-            for name, p in self.placements
-            if not (name == mesh_dim and p.is_shard() and p.dim == axis)  # type: ignore[attr-defined]
-        )
-        return Layout(self.origin, self.shape, kept, self.packing, self.padding)
+        lengths = [length for _, length in self.segments(mesh)[axis]]
+        pieces = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(mesh.size(mesh_dim))]
+        dist.all_gather(pieces, tensor.contiguous(), group=mesh.group(mesh_dim))
+        parts = [piece.split(lengths, dim=axis) for piece in pieces]
+        return torch.cat([part[index] for index in range(len(lengths)) for part in parts], dim=axis)
 
     def _pad(self, full: torch.Tensor) -> torch.Tensor:
         import torch
@@ -145,3 +179,13 @@ class Layout:
         parts = [f"{mesh_dim}: {placement}" for mesh_dim, placement in self.placements]
         parts += [f"packed {sizes} on axis {axis}" for axis, sizes in self.packing]
         return ", ".join(parts)
+
+
+def _summed(tensor: torch.Tensor, mesh: Mesh, mesh_dim: str) -> torch.Tensor:
+    """The sum over ``mesh_dim``, as new memory."""
+    import torch
+    import torch.distributed as dist
+
+    total = tensor.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=mesh.group(mesh_dim))
+    return total

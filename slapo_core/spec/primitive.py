@@ -42,10 +42,13 @@ class Primitive(ABC):
         name: the full name ``<namespace>.<name>``, e.g. ``"tp.shard"``.
         equivalence: what the primitive promises about the numbers. An instance may narrow or widen it by a
             property of the same name when its arguments decide.
+        named_functions: the fields that may hold a function which is saved by its name, ``"module:name"``. Functions in
+            other fields cannot be saved.
     """
 
     name: ClassVar[str]
     equivalence: ClassVar[Equivalence]
+    named_functions: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
         _check_fields(self)
@@ -114,13 +117,12 @@ def _check_fields(primitive: Primitive) -> None:
     Raises:
         ArgumentError: a field has another type than declared; the message names argument, type and value.
     """
-    hints = _field_types(type(primitive))
-    for name, expected in hints.items():
+    for name, (expected, default) in _declared_fields(type(primitive)).items():
         value = getattr(primitive, name)
         frozen = _freeze(value)
         if frozen is not value:
             object.__setattr__(primitive, name, frozen)
-        if expected is Any or type(frozen) is expected:
+        if expected is Any or type(frozen) is expected or frozen is default:  # the author's own value
             continue
         from typeguard import CollectionCheckStrategy, TypeCheckError, check_type
 
@@ -135,14 +137,16 @@ def _check_fields(primitive: Primitive) -> None:
             ) from None
 
 
-_TYPES_BY_CLASS: dict[type, dict[str, Any]] = {}  # a cache of a pure function, not a registry
+_FIELDS_BY_CLASS: dict[type, dict[str, tuple[Any, Any]]] = {}  # a cache of a pure function, not a registry
 
 
-def _field_types(cls: type) -> dict[str, Any]:
-    if cls not in _TYPES_BY_CLASS:
+def _declared_fields(cls: type) -> dict[str, tuple[Any, Any]]:
+    """Name -> type and default of each field."""
+    if cls not in _FIELDS_BY_CLASS:
         hints = typing.get_type_hints(cls)
-        _TYPES_BY_CLASS[cls] = {field.name: hints[field.name] for field in dataclasses.fields(cls)}
-    return _TYPES_BY_CLASS[cls]
+        fields = dataclasses.fields(cls)
+        _FIELDS_BY_CLASS[cls] = {field.name: (hints[field.name], field.default) for field in fields}
+    return _FIELDS_BY_CLASS[cls]
 
 
 def _freeze(value: Any) -> Any:

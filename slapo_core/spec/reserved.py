@@ -43,11 +43,11 @@ RESERVED_DIALECTS: dict[str, str] = {
 
 FIRST_PARTY_NAMES: dict[str, dict[str, tuple[str, ...]]] = {
     "slapo-core": {"primitives": ("annotate", "checkpoint", "replace"), "dialects": ("torch",)},
-    "slapo-tp": {"primitives": ("shard", "shard_attribute", "sync", "sync_gradient")},
+    "slapo-tp": {"primitives": ("fork_rng", "shard", "shard_attribute", "sync", "sync_gradient")},
 }
 """The project's own distributions of this version and the bare names they provide, to tell a user what to install."""
 
-PLANNED_PRIMITIVES = ("decompose", "fork_rng", "fuse", "pipeline_split", "trace")
+PLANNED_PRIMITIVES = ("decompose", "fuse", "pipeline_split", "trace")
 """Bare names that the project's own distributions do not provide yet."""
 
 RESERVED_NAMES: frozenset[str] = frozenset(

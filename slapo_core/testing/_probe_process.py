@@ -18,6 +18,7 @@ import traceback
 from typing import Any
 
 from slapo_core.ranks.process import _make_importable
+from slapo_core.testing._watching import Watch
 
 __all__ = ["main"]
 
@@ -79,7 +80,7 @@ def _import(request: dict[str, Any], writing: int) -> None:
     os.environ.update(request["environ"])
     before, guard, loaded = _global_state(torch), ImportGuard(), set(sys.modules)
     failure, trace = "", ""
-    start = time.process_time()
+    watch = Watch()
     try:
         for name, file in request["modules"]:
             if file is None:
@@ -88,15 +89,16 @@ def _import(request: dict[str, Any], writing: int) -> None:
                 _make_importable(name, file)
     except BaseException as error:  # noqa: BLE001 - SystemExit and the like are answers here
         failure, trace = f"{type(error).__name__}: {error}", traceback.format_exc()
-    cpu = time.process_time() - start
-    after = _global_state(torch)
-    new = {name.partition(".")[0] for name in set(sys.modules) - loaded}
+    watch.end()
+    after, new = _global_state(torch), set(sys.modules) - loaded
+    packages = {name.partition(".")[0] for name in new}
     changes = [
         f"{what} ({before[what]} -> {after[what]})" for what in {**before, **after} if before[what] != after[what]
     ]
     answer = {
-        "cpu": cpu,
-        "heavy": sorted(new & set(request["heavy"])),
+        "modules": len(new),
+        "heavy": sorted(packages & set(request["heavy"])),
+        "done": watch.seen,
         "changed": [*changes, *guard.restore()],
         "failure": failure,
         "traceback": trace,
@@ -122,6 +124,7 @@ def _global_state(torch: Any) -> dict[str, str]:
         "the level of the root logger": logging.getLogger().level,
         "the handler of SIGINT": signal.getsignal(signal.SIGINT),
         "the working directory": os.getcwd(),
+        "whether CUDA is initialised": torch.cuda.is_initialized(),
         "sys.excepthook": sys.excepthook,
     }
     functional = {f"torch.nn.functional.{name}": value for name, value in vars(torch.nn.functional).items()}

@@ -29,7 +29,7 @@ from slapo_core.testing.checks.json_round_trip import round_trip_value
 from slapo_core.testing.dialects.case import DialectCase
 from slapo_core.testing.dialects.checks import DIALECT_CHECKS
 from slapo_core.testing.parametrize import case_labels
-from slapo_core.testing.probe import CPU_LIMIT, probe
+from slapo_core.testing.probe import MODULE_LIMIT, probe
 
 __all__ = ["CASES_FUNCTION", "Finding", "check_plugin"]
 
@@ -88,7 +88,7 @@ def check_plugin(
     if modules and plugin.version != LOCAL_VERSION:
         probed = probe(*modules)
         outcome: Outcome = "failed" if probed.violations else "passed"
-        message = "; ".join(probed.violations) or f"{probed.cpu_seconds:.2f} s of CPU beyond torch, of {CPU_LIMIT:g} s"
+        message = "; ".join(probed.violations) or f"{probed.modules} modules beyond torch, of {MODULE_LIMIT}"
         yield report(plugin.name, "light_import", outcome, message, probed.traceback)
         if not probed.usable:
             return  # what ends or hangs another process would do the same to this one

@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 from slapo_core.errors import ApplyError
+from slapo_core.tree.gradient_hooks import gradient_hooks
+from slapo_core.tree.index import full_name
 from slapo_core.tree.journal import (
     AddHook,
     Annotate,
@@ -64,6 +66,7 @@ class TreeEdit:
         if value is not None and not isinstance(value, nn.Parameter):
             requires_grad = old.requires_grad if old is not None else value.is_floating_point()
             value = nn.Parameter(value, requires_grad=requires_grad)
+        self._keep_hooks(node, name, old, value)
         self._do(SetTensor(self._tree, self._sites(node, name, old), old, value, layout))
 
     def set_buffer(
@@ -76,6 +79,7 @@ class TreeEdit:
                 path=node.path,
                 hint="pass value.detach()",
             )
+        self._keep_hooks(node, name, old, value)
         self._do(SetTensor(self._tree, self._sites(node, name, old), old, value, layout))
 
     def set_requires_grad(self, node: NodeProtocol, name: str, flag: bool) -> None:
@@ -96,6 +100,8 @@ class TreeEdit:
             )
         tensor = _tensor(node, name)
         is_owner = mesh.rank(mesh_dim) == rank
+        if mesh.size(mesh_dim) > 1:  # also on the rank that keeps it: every rank does the same
+            self._keep_hooks(node, name, tensor, None)
         sites = self._sites(node, name, tensor)
         self._do(KeepOnRank(self._tree, sites, tensor, mesh_dim, rank, is_owner=is_owner))
 
@@ -112,7 +118,10 @@ class TreeEdit:
                 "the root of the model cannot be replaced",
                 hint="replace its children, or make a schedule of the new model",
             )
-        self._do(ReplaceModule(self._tree, node.path, module, dict(moved or {}), frozenset(dropped)))
+        entry = ReplaceModule(self._tree, node.path, module, dict(moved or {}), frozenset(dropped))
+        for name, hooks in entry.hooks.items():
+            self._keep_hooks(node, name, hooks.old, hooks.new)
+        self._do(entry)
 
     def add_hook(
         self,
@@ -177,6 +186,11 @@ class TreeEdit:
         self._open = False
         return self.entries
 
+    def removal_of(self, path: str) -> ReplaceModule | None:
+        """Which of the edits so far took out the module at ``path``; None if none did."""
+        replacements = [entry for entry in self.entries if isinstance(entry, ReplaceModule)]
+        return next((entry for entry in reversed(replacements) if entry.took_out(path)), None)
+
     def effects(self) -> tuple[str, ...]:
         return (*(entry.describe() for entry in self.entries), *self.notes)
 
@@ -190,6 +204,27 @@ class TreeEdit:
         entry.redo()
         if self._after_edit is not None:
             self._after_edit(len(self.entries))
+
+    def _keep_hooks(self, node: NodeProtocol, name: str, old: torch.Tensor | None, new: torch.Tensor | None) -> None:
+        """Refuse to lose the hooks that the user registered on ``old``: a tensor of its shape takes them over."""
+        lost = gradient_hooks(old, but=new)
+        if old is None or old is new or not lost:
+            return
+        if new is not None and old.shape == new.shape and not self._tree.tensors.is_known(new):
+            return
+        if new is None:
+            what = "leaves no tensor in its place"
+        elif old.shape != new.shape:
+            what = f"puts one of shape {tuple(new.shape)} in its place"
+        else:
+            what = "puts another tensor of the model in its place"
+        full = full_name(node.path, name)
+        raise ApplyError(
+            f"'{full}' of shape {tuple(old.shape)} has hooks ({', '.join(lost)}), and this step {what}: they would be "
+            "lost",
+            path=node.path,
+            hint="remove them before the step, and register them after it on what stands there then",
+        )
 
     def _sites(self, node: NodeProtocol, name: str, old: torch.Tensor | None) -> tuple[tuple[str, str], ...]:
         if old is None:

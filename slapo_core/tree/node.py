@@ -128,6 +128,9 @@ class TreeNode:
         return tensor
 
     def walk(self) -> Iterator[TreeNode]:
+        if not self.path:
+            yield from map(self._tree.node, list(self._tree.index.modules))
+            return
         stack = [self.path]
         while stack:
             path = stack.pop()

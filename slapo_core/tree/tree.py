@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import nn
 
-from slapo_core.errors import PathError, StaleNodeError
+from slapo_core.errors import ApplyError, PathError, StaleNodeError
 from slapo_core.spec.layout import Layout
 from slapo_core.tree.calls import Calls
 from slapo_core.tree.group import NodeGroup
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from slapo_core.spec.node import Node
     from slapo_core.spec.primitive import Primitive
     from slapo_core.spec.record import Record
+    from slapo_core.tree.edit import TreeEdit
 
 __all__ = ["Owner", "Tree"]
 
@@ -64,6 +65,7 @@ class Tree:
         self._nodes: dict[str, TreeNode] = {}
         self.tensors = TensorTable(self)
         self.calls = Calls()
+        self.open_edit: TreeEdit | None = None  # of the primitive that is being applied
         self.attributes: list[tuple[nn.Module, str]] = []  # those that steps have set, on the modules that they saw
 
     @property
@@ -139,6 +141,7 @@ class Tree:
 
         Raises:
             StaleNodeError: it is gone; the step that removed it is named.
+            ApplyError: it is gone since an earlier edit of the primitive that is being applied.
         """
         module = self.index.modules.get(path)
         if module is not None:
@@ -146,6 +149,13 @@ class Tree:
         canonical = self.index.aliases.get(path)
         if canonical is not None:
             return self.index.modules[canonical]
+        removal = self.open_edit.removal_of(path) if self.open_edit is not None else None
+        if removal is not None:
+            raise ApplyError(
+                f"the module '{path}' is gone: an earlier edit of the same primitive replaced '{removal.path}'",
+                path=path,
+                hint=f"edit it before '{removal.path}' is replaced, or edit what stands there now",
+            )
         record = self.owner.removal_of(path)
         reason = (
             f"step {record}, at {record.location}, removed it" if record else "it was removed outside of the schedule"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from slapo_core.errors import ArgumentError
@@ -17,6 +18,7 @@ def verify(
     sch: Schedule,
     example_inputs: Any = None,
     *,
+    more_batches: Sequence[Any] = (),
     rtol: float | None = None,
     atol: float | None = None,
     optimizer_steps: int = 3,
@@ -26,20 +28,24 @@ def verify(
     """Compare the scheduled model with the untouched one, and name the steps that broke it.
 
     Compared are the outputs in training mode, the buffers and the gradients of all parameters after a forward and a
-    backward, the outputs in evaluation mode, the gradients of floating-point inputs, and the parameters after some
-    steps of SGD with momentum. (Not of an adaptive optimiser: it divides by the gradient's size, and so makes
-    full-sized differences of the rounding noise in a gradient that is zero.) Every rank of the mesh calls it and
-    compares its own pieces; every rank gets the same answer. Where the mesh is only declared, the processes are
+    backward; outputs and buffers in evaluation mode; outputs and gradients for a batch of twice the size, without the
+    tensors that the model can be called without; the gradients of floating-point inputs; and after some steps of SGD
+    with momentum the parameters, buffers and outputs. (Not of an adaptive optimiser: it divides by the gradient's size,
+    and so makes full-sized differences of the rounding noise in a gradient that is zero.) All that with dropout off;
+    who drops how much is compared too, and outputs and gradients with dropout on, unless the schedule draws other
+    random numbers, rightly: for a piece of a tensor, or by a step that promises RANDOM. Every rank of the mesh calls it
+    and compares its own pieces; every rank gets the same answer. Where the mesh is only declared, the processes are
     started on this machine's CPU and repeat the schedule.
 
-    Both run as copies, with dropout off, the same random numbers, and in float64 where they can; the model, its
-    gradients, buffers, mode and the random number generators stay as they are. Tensors on the meta device get the
-    values that the model's own initialisation gives.
+    Both run as copies, with the same random numbers, and in float64 where they can; the model, its gradients, buffers,
+    mode and the random number generators stay as they are. Tensors on the meta device get the values that the model's
+    own initialisation gives.
 
     Args:
         sch: the schedule, not yet built.
         example_inputs: one batch: a mapping (keyword arguments), a tuple (positional ones), or one argument; the same
             on every rank. None takes ``sch.example_inputs``.
+        more_batches: further ones, in the same form, of which outputs and gradients are compared.
         rtol: the difference allowed, relative to the largest element of a tensor; None follows from the type in which
             the model computes and from what the steps promise: see ``slapo_core.verification.tolerance``.
         atol: the absolute difference allowed, in place of the floor that follows from the type.
@@ -69,8 +75,12 @@ def verify(
             raise ArgumentError(f"{name} must not be negative (got {value!r})", hint=f"verify(sch, batch, {name}=1e-6)")
     from slapo_core.verification.checking import Options, check
     from slapo_core.verification.dry import check_in_processes
+    from slapo_core.verification.inputs import Inputs
 
-    options = Options(rtol=rtol, atol=atol, optimizer_steps=optimizer_steps, seed=seed)
-    if sch.mesh is not None and sch.mesh.is_dry:
+    further = tuple(Inputs.of(batch) for batch in more_batches)
+    is_dry = sch.mesh is not None and sch.mesh.is_dry
+    further = tuple(batch.on_cpu() for batch in further) if is_dry else further
+    options = Options(rtol=rtol, atol=atol, optimizer_steps=optimizer_steps, seed=seed, more_batches=further)
+    if is_dry:
         return check_in_processes(sch, example_inputs, options, timeout=timeout)
     return check(sch, example_inputs, options)

@@ -11,10 +11,12 @@ from slapo_core.spec.record import Record
 __all__ = ["Blame", "Outcome", "find_steps"]
 
 Outcome = Literal["agrees", "differs", "other", "refused"]
-"""Of a trial: it agrees with the untouched model; it fails the way the whole schedule does (another value, or an
-exception); it fails in the other way, so the part does not stand on its own; a step was refused without the others."""
+"""Of a trial: it agrees with the untouched model; it fails as the whole schedule does (first in the same tensor, or by
+the same exception at the same place); it fails in another way, so it is another failure, or the part does not stand on
+its own; a step was refused without the others."""
 
 MAX_TRIALS = 40
+SINGLE_STEPS = 6  # so many are tried one by one before anything else
 
 
 @dataclass(frozen=True)
@@ -60,10 +62,12 @@ def find_steps(
     near: str | None,
     tied: Sequence[frozenset[str]] = (),
 ) -> Blame:
-    """Narrow ``records``, which fail together, down to a part that fails alone.
+    """Narrow ``records``, which fail together, down to a part that fails alone, and in the same way.
 
-    The steps are grouped by sub-tree, from the top: if exactly one group fails alone, or without exactly one group the
-    rest agrees, the search goes on inside of that group; or else sub-trees are left out as long as the rest fails.
+    A few steps, or those at the first tensor that differs, are tried one by one first: a step that fails alone, and
+    without which the rest agrees, is it. Then the steps are grouped by sub-tree, from the top: if exactly one group
+    fails alone, or without exactly one group the rest agrees, the search goes on inside of that group; or else
+    sub-trees are left out as long as the rest fails.
     Repeated blocks (``layer.0``, ``layer.1``) stand for themselves, so among several that fail the first is followed
     and the others are named. Steps at modules that share a parameter stay together: a tied vocabulary is split in one
     place and synchronised in another.
@@ -80,6 +84,9 @@ def find_steps(
     whole = search.outcome(tuple(records))
     if whole == "agrees":
         return Blame((), proven=True, trials=search.trials)
+    single = search.single(tuple(records), near)
+    if single is not None:
+        return Blame((single,), proven=True, trials=search.trials)
     part, likewise = search.narrow(tuple(records))
     proven = len(part) < len(records) or (len(records) == 1 and whole == "differs")
     if not proven:
@@ -104,6 +111,15 @@ class _Search:
             self.trials += 1
             self._known[key] = self._try(part)
         return self._known[key]
+
+    def single(self, records: tuple[Record, ...], near: str | None) -> Record | None:
+        """The step that fails alone, and without which the rest agrees."""
+        likely = records if len(records) <= SINGLE_STEPS else tuple(r for r in records if r.path == near)
+        for record in likely[:SINGLE_STEPS] if len(records) > 1 else ():
+            rest = tuple(other for other in records if other is not record)
+            if self.outcome((record,)) == "differs" and self.outcome(rest) == "agrees":
+                return record
+        return None
 
     def narrow(self, part: tuple[Record, ...]) -> tuple[tuple[Record, ...], list[str]]:
         likewise: list[str] = []

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,33 +13,24 @@ from slapo_core.errors import ArgumentError, VerifyError
 from slapo_core.ranks.facts import RankFact, describe, describe_tensor
 from slapo_core.ranks.world import Attempt, World
 from slapo_core.schedule.agreement import SAME_SCRIPT, schedule_facts
-from slapo_core.verification.blame import Blame, Outcome, find_steps
-from slapo_core.verification.compare import Comparison, Difference, compare, label
-from slapo_core.verification.counterparts import Counterparts, named_tensors
+from slapo_core.schedule.obligations import obligations
+from slapo_core.verification.compare import label
+from slapo_core.verification.counterparts import named_tensors
+from slapo_core.verification.freezing import refuse_unsaid_freezing
 from slapo_core.verification.inputs import Inputs
-from slapo_core.verification.precision import dtype_name
+from slapo_core.verification.precision import dtype_name, own_dtype
 from slapo_core.verification.report import VerifyReport, merge_largest
-from slapo_core.verification.run import Observation, run_stages
 from slapo_core.verification.subjects import Subjects
-from slapo_core.verification.tolerance import Tolerance
+from slapo_core.verification.trials import Failed, Ran, Subject, Trials, first_difference, reraise, stages_for
 from slapo_core.verification.unexplained import refuse_unexplained
-from slapo_core.verification.untouched import EARLY, UntouchedRun, UntouchedRuns
-from slapo_core.weights.correspondence import Correspondence
+from slapo_core.verification.untouched import UntouchedRun, UntouchedRuns
+from slapo_core.verification.values import Difference
 
 if TYPE_CHECKING:
     from slapo_core.schedule.schedule import Schedule
-    from slapo_core.spec.record import Record
 
 __all__ = ["Options", "check"]
 
-_STAGE_OF_KIND = {
-    "output": "training",
-    "buffer": "training",
-    "gradient": "training",
-    "evaluation output": "evaluation",
-    "input gradient": "inputs",
-    "parameter": "updates",
-}
 _SAME_CALL = "make every rank build the same model (torch.manual_seed), and call verify with the same arguments"
 
 
@@ -52,13 +42,14 @@ class Options:
     atol: float | None
     optimizer_steps: int
     seed: int
+    more_batches: tuple[Inputs, ...] = ()
 
 
 def check(schedule: Schedule, example_inputs: Any, options: Options) -> VerifyReport:
     """Verify in this process, together with the other ranks of the mesh; see :func:`slapo_core.verify`."""
     with World(schedule.mesh) as world:
         prepared = world.attempt(lambda: _prepare(schedule, example_inputs, options))
-        _reraise(prepared)
+        reraise(prepared)
         inputs, subjects = prepared.value()
         world.agree(schedule_facts(schedule), hint=SAME_SCRIPT)
         world.agree(_facts(inputs, subjects.untouched, options), hint=_SAME_CALL)
@@ -72,63 +63,63 @@ def _prepare(schedule: Schedule, example_inputs: Any, options: Options) -> tuple
 
 def _facts(inputs: Inputs, untouched: nn.Module, options: Options) -> Iterator[RankFact]:
     """What beside the schedule must be the same on every rank."""
-    for name, value in dataclasses.asdict(options).items():
-        yield RankFact(f"{name} given to verify", describe(value))
+    for name in ("rtol", "atol", "optimizer_steps", "seed"):
+        yield RankFact(f"{name} given to verify", describe(getattr(options, name)))
     yield from inputs.facts()
+    for number, batch in enumerate(options.more_batches, start=2):
+        yield from batch.facts(f"batch {number}, input")
     for name, tensor in named_tensors(untouched):
         yield RankFact(f"'{name}' of the untouched model", describe_tensor(tensor))
-
-
-def _reraise(attempt: Attempt[Any]) -> None:
-    """Raise what a rank raised before anything ran: its own error, or the first one of the others."""
-    if not attempt.failures:
-        return
-    if attempt.error is not None:
-        raise attempt.error
-    first = attempt.failures[0]
-    raise VerifyError(f"rank {first.rank} could not start: {first}", rank=first.rank)
 
 
 class _Check:
     def __init__(self, world: World, inputs: Inputs, subjects: Subjects, options: Options) -> None:
         self.world, self.inputs, self.subjects, self.options = world, inputs, subjects, options
         self.schedule = subjects.schedule
+        self.trials = Trials(world, inputs, subjects, rtol=options.rtol, atol=options.atol)
         self.notes: list[str] = []
         if subjects.frozen:
             self.notes.append(f"as the schedule says, in both models: {', '.join(subjects.frozen)}")
 
     def run(self) -> VerifyReport:
         refuse_unexplained(self.world, self.subjects)
-        reference = self._reference(torch.float64)
-        candidate = self._candidate(reference) if reference is not None else None
-        if reference is None or (candidate is not None and candidate.failures):
-            raised = None if candidate is None else candidate.failures[0]
-            own = self._reference(None)
-            assert own is not None  # its failure was raised
-            if candidate is None or own.dtype is not torch.float64:
-                reference = own
-                candidate = self._candidate(reference)
-                if raised is not None and not candidate.failures:
-                    self.notes.append(
-                        f"both ran in {dtype_name(reference.dtype)}, because the scheduled model raises in float64: "
-                        f"{raised}"
-                    )
+        self.notes += refuse_unsaid_freezing(self.world, self.subjects)
+        own = own_dtype(self.subjects.untouched, (tensor for _, tensor in self.inputs.tensors()))
+        dtypes: list[torch.dtype | None] = [torch.float64, torch.float32, None]
+        if own in (torch.float32, torch.float64):
+            dtypes.remove(torch.float32)
+        raised: list[str] = []
+        for dtype in dtypes:
+            reference = self._reference(dtype, raised)
+            if reference is None:
+                continue
+            candidate = self._candidate(reference)
+            if not candidate.failures or own is torch.float64:
+                break
+            if dtype is not None:
+                raised.append(f"the scheduled model raises in {dtype_name(dtype)}: {candidate.failures[0]}")
         assert reference is not None
-        assert candidate is not None
         if candidate.failures:
             self._raise_exception(reference, candidate)
+        if raised:
+            ran = "the model's own types" if dtype is None else dtype_name(dtype)
+            self.notes.append(f"both ran in {ran}, because {'; '.join(raised)}")
         return self._judge(reference, candidate.value())
 
     # -- running ----------------------------------------------------------------------------------------------
 
-    def _reference(self, dtype: torch.dtype | None) -> UntouchedRun | None:
-        """Run the untouched model; None if it cannot run in ``dtype``.
+    def _reference(self, dtype: torch.dtype | None, raised: list[str]) -> UntouchedRun | None:
+        """Run the untouched model; None if it cannot run in ``dtype``, and why is added to ``raised``.
 
         Raises:
             ArgumentError: it does not run in its own types either.
         """
         runs = UntouchedRuns(
-            self.inputs, self.subjects, seed=self.options.seed, optimizer_steps=self.options.optimizer_steps
+            self.inputs,
+            self.options.more_batches,
+            self.subjects,
+            seed=self.options.seed,
+            optimizer_steps=self.options.optimizer_steps,
         )
         attempt = self.world.attempt(lambda: runs.run(dtype))
         if not attempt.failures:
@@ -141,94 +132,50 @@ class _Check:
                     f"the untouched model itself fails on the example inputs: {first}",
                     hint="verify(sch, example_inputs) takes what model(...) takes: a mapping, a tuple, or one argument",
                 ) from attempt.error
-            self.notes.append(
-                f"both ran in the model's own types, because the untouched one raises in float64: {first}"
-            )
+            raised.append(f"the untouched one raises in {dtype_name(dtype)}: {first}")
             return None
         return attempt.value()[0]
 
-    def _candidate(self, reference: UntouchedRun) -> Attempt[tuple[Observation, Counterparts]]:
+    def _candidate(self, reference: UntouchedRun) -> Attempt[Ran]:
+        return self.trials.run(self._subject(reference), reference, reference.stages)
+
+    def _subject(self, reference: UntouchedRun) -> Subject:
         dtype = reference.conditions.dtype
-
-        def run() -> tuple[Observation, Counterparts]:
-            make = lambda: self.subjects.candidate(dtype)  # noqa: E731
-            return self._run_stages(make, self.subjects.counterparts, self.schedule, reference, reference.stages)
-
-        return self.world.attempt(run)
-
-    def _run_stages(
-        self,
-        make: Callable[[], nn.Module],
-        counterparts: Counterparts,
-        schedule: Schedule,
-        reference: UntouchedRun,
-        stages: Sequence[str],
-    ) -> tuple[Observation, Counterparts]:
-        conditions = dataclasses.replace(reference.conditions, adapt_output=_output_adapter(schedule))
-        model = make()
-        early = [stage for stage in stages if stage in EARLY]
-        seen = run_stages(model, self.inputs, conditions, early) if early else Observation()
-        for stage in stages:
-            if stage not in early:
-                seen.values.update(run_stages(make(), self.inputs, conditions, (stage,)).values)
-        return seen, counterparts
+        return Subject(self.schedule, self.subjects.counterparts, lambda: self.subjects.candidate(dtype))
 
     # -- judging ----------------------------------------------------------------------------------------------
 
-    def _tolerance(self, reference: UntouchedRun, records: Sequence[Record]) -> Tolerance:
-        promises = [record.primitive.equivalence for record in records]
-        return Tolerance.of(reference.coarsest, promises, rtol=self.options.rtol, atol=self.options.atol)
-
-    def _compare(
-        self, reference: UntouchedRun, ran: tuple[Observation, Counterparts], records: Sequence[Record]
-    ) -> Comparison:
-        seen, counterparts = ran
-        return compare(reference.seen, seen, counterparts, self._tolerance(reference, records))
-
-    def _judge(self, reference: UntouchedRun, ran: tuple[Observation, Counterparts]) -> VerifyReport:
+    def _judge(self, reference: UntouchedRun, ran: Ran) -> VerifyReport:
         records = self.schedule.records
-        compared = self.world.attempt(lambda: self._compare(reference, ran, records))
-        _reraise(compared)
-        own = compared.value()
-        first = [comparison.differences[0] if comparison.differences else None for comparison in self._shared(own)]
-        if any(first):
-            self._raise_difference(reference, first)
-        shared = self._shared(own)
+        compared = self.world.attempt(lambda: self.trials.compare(reference, ran, records))
+        reraise(compared)
+        shared = self.trials.shared(compared.value())
+        first = first_difference(self.world, shared)
+        if first is not None:
+            self._raise_difference(reference, *first)
         return VerifyReport(
             model=type(self.schedule.model).__name__,
             steps_verified=len(records),
             world_size=self.world.size,
             dtype=dtype_name(reference.dtype),
             coarsest_dtype=dtype_name(reference.coarsest),
-            tolerance=str(self._tolerance(reference, records)),
+            tolerance=str(self.trials.tolerance(reference, records)),
             optimizer_steps=self.options.optimizer_steps if "updates" in reference.stages else 0,
             largest=merge_largest([comparison.largest for comparison in shared]),
             not_compared=tuple(dict.fromkeys(text for comparison in shared for text in comparison.not_compared)),
-            notes=(*self.notes, *reference.notes),
+            notes=(*self.notes, *reference.notes, *ran.notes),
         )
 
-    def _shared(self, own: Comparison) -> list[Comparison]:
-        return self.world.gather(dataclasses.replace(own, differences=own.differences[:1]))
-
-    def _raise_difference(self, reference: UntouchedRun, first: Sequence[Difference | None]) -> None:
-        # Of the ranks that found one, the earliest kind decides: later ones are consequences.
-        order = list(_STAGE_OF_KIND)
-        rank, found = min(
-            ((rank, one) for rank, one in zip(self.world.ranks, first, strict=True) if one is not None),
-            key=lambda item: (order.index(item[1].kind), item[0]),
-        )
-        stage = _STAGE_OF_KIND[found.kind]
-        stages = tuple(
-            name for name in reference.stages if name == stage or (stage == "evaluation" and name == "training")
-        )
-        owner = None if "output" in found.kind or found.kind == "input gradient" else found.name.rpartition(".")[0]
-        blame = self._blame(reference, stages, owner, raises=False)
+    def _raise_difference(self, reference: UntouchedRun, rank: int, found: Difference) -> None:
+        owner = _owner(found)
+        blame = self.trials.blame(reference, stages_for(found.kind), Failed.by(found), near=owner)
         name = label(found.kind, found.name, self.options.optimizer_steps)
         where = f" on rank {rank}" if not self.world.is_alone else ""
-        tolerance = self._tolerance(reference, self.schedule.records)
+        tolerance = self.trials.tolerance(reference, self.schedule.records)
         raise VerifyError(
             f"the scheduled model differs from the untouched one, first in {name}{where}: {found.problem}\n"
-            f"  allowed: {tolerance}\n{blame}" + "".join(f"\n  note: {note}" for note in self.notes),
+            f"  allowed: {found.rule or tolerance}\n{blame}{self._missing()}"
+            + "".join(f"\n  note: {note}" for note in self.notes),
             tensor=name,
             difference=found.largest,
             tolerance=found.allowed,
@@ -240,55 +187,21 @@ class _Check:
 
     def _raise_exception(self, reference: UntouchedRun, candidate: Attempt[Any]) -> None:
         first = candidate.failures[0]
-        blame = self._blame(reference, reference.stages, None, raises=True)
+        stages = self.trials.stages_raising(self._subject(reference), reference)
+        blame = self.trials.blame(reference, stages, Failed.with_exception(first), near=None)
         where = f" on rank {first.rank}" if not self.world.is_alone else ""
         raise VerifyError(
-            f"the scheduled model raises{where} where the untouched one does not: {first}\n{blame}",
+            f"the scheduled model raises{where} where the untouched one does not: {first}\n{blame}{self._missing()}",
             rank=None if self.world.is_alone else first.rank,
             steps=[str(record) for record in blame.records],
         ) from candidate.error
 
-    def _blame(self, reference: UntouchedRun, stages: Sequence[str], near: str | None, *, raises: bool) -> Blame:
-        def try_steps(part: Sequence[Record]) -> Outcome:
-            return self._try(reference, stages, part, raises=raises)
-
-        return find_steps(self.schedule.records, try_steps, near=near, tied=self.subjects.tied_modules())
-
-    def _try(self, reference: UntouchedRun, stages: Sequence[str], part: Sequence[Record], *, raises: bool) -> Outcome:
-        """Whether ``part`` alone fails as the whole schedule did; the same answer on every rank."""
-        dtype = reference.conditions.dtype
-        applied = self.world.attempt(lambda: self._trial(part))
-        if applied.failures:
-            return "refused"
-        schedule, counterparts = applied.value()
-        schedules = iter([schedule])
-
-        def make() -> nn.Module:
-            trial = next(schedules, None) or self.subjects.trial(part)
-            return self.subjects.ready(trial, counterparts, dtype)
-
-        ran = self.world.attempt(lambda: self._run_stages(make, counterparts, schedule, reference, stages))
-        if ran.failures:
-            return "differs" if raises else "other"
-        compared = self.world.attempt(lambda: self._compare(reference, ran.value(), part))
-        _reraise(compared)
-        wrong = any(self.world.gather(bool(compared.value().differences)))
-        if not wrong:
-            return "agrees"
-        return "other" if raises else "differs"
-
-    def _trial(self, part: Sequence[Record]) -> tuple[Schedule, Counterparts]:
-        schedule = self.subjects.trial(part)
-        correspondence, _ = Correspondence.of(schedule)
-        correspondence.check()
-        return schedule, Counterparts.of(correspondence, schedule.model)
+    def _missing(self) -> str:
+        return "".join(f"\n  missing: {violation}" for violation in obligations(self.schedule))
 
 
-def _output_adapter(schedule: Schedule) -> Callable[[Any], Any]:
-    """Ask the plugins whether this rank's output has to be gathered first."""
-
-    def adapt(output: Any) -> Any:
-        answer = schedule.hooks.single("slapo_gather_output", node=schedule.root, output=output)
-        return output if answer is None else answer[1]
-
-    return adapt
+def _owner(found: Difference) -> str | None:
+    """The module that a difference lies at; None if it is one of the whole model."""
+    if "output" in found.kind or found.kind == "input gradient":
+        return None
+    return found.name if "dropout" in found.kind and "gradient" not in found.kind else found.name.rpartition(".")[0]

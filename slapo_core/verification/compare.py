@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -9,35 +10,18 @@ from typing import Any
 
 import torch
 
+from slapo_core.spec.equivalence import Equivalence
 from slapo_core.verification.counterparts import Counterparts
-from slapo_core.verification.precision import dtype_name
+from slapo_core.verification.draws import DrawnAlike, compare_draws
 from slapo_core.verification.run import KINDS, Observation
 from slapo_core.verification.tolerance import Tolerance
+from slapo_core.verification.values import Difference, differ
 
-__all__ = ["Comparison", "Difference", "Largest", "compare", "label"]
+__all__ = ["Comparison", "Largest", "compare", "drawn_alike", "label"]
 
-_OF_PARAMETERS = ("gradient", "parameter")
-
-
-@dataclass(frozen=True)
-class Difference:
-    """One value that differs beyond the tolerance.
-
-    Args:
-        kind: of :data:`~slapo_core.verification.run.KINDS`.
-        name: the tensor's name in the scheduled model, or of the output leaf.
-        problem: what is wrong, in words and numbers.
-        largest: the largest absolute difference; infinite where there is none to measure.
-        allowed: the largest allowed.
-        hint: what usually causes it.
-    """
-
-    kind: str
-    name: str
-    problem: str
-    largest: float
-    allowed: float
-    hint: str | None = None
+_OF_PARAMETERS = ("gradient", "parameter", "batch gradient", "gradient with dropout")
+_OF_OUTPUTS = ("output", "evaluation output", "batch output", "updated output", "output with dropout")
+_OF_DRAWS = ("dropout", "evaluation dropout", "recomputed dropout")
 
 
 @dataclass(frozen=True)
@@ -66,42 +50,92 @@ class Comparison:
 
 def label(kind: str, name: str, steps: int) -> str:
     """``"gradient of fc.weight"``, ``"parameter fc.weight after 3 optimiser steps"``."""
+    after_steps = f"after {steps} optimiser step{'s' if steps != 1 else ''}"
     return {
         "output": name,
         "buffer": f"buffer {name} after a training step",
         "gradient": f"gradient of {name}",
+        "dropout": f"dropout of {name or 'the model'}",
         "evaluation output": f"{name} in evaluation mode",
+        "evaluation dropout": f"dropout of {name or 'the model'} in evaluation mode",
+        "evaluation buffer": f"buffer {name} after a forward in evaluation mode",
+        "batch output": name,
+        "batch gradient": f"gradient of {name} for further batches",
         "input gradient": f"gradient of input {name}",
-        "parameter": f"parameter {name} after {steps} optimiser step{'s' if steps != 1 else ''}",
+        "parameter": f"parameter {name} {after_steps}",
+        "updated output": f"{name} in evaluation mode {after_steps}",
+        "updated buffer": f"buffer {name} {after_steps}",
+        "recomputed dropout": f"recomputed dropout of {name or 'the model'}",
+        "output with dropout": f"{name} with dropout",
+        "gradient with dropout": f"gradient of {name} with dropout",
     }[kind]
 
 
 def compare(
-    reference: Observation, candidate: Observation, counterparts: Counterparts, tolerance: Tolerance
+    reference: Observation,
+    candidate: Observation,
+    counterparts: Counterparts,
+    tolerance: Tolerance,
+    finer: Mapping[tuple[str, str], Tolerance] | None = None,
 ) -> Comparison:
-    """Hold this rank's ``candidate`` against the untouched model's ``reference``.
+    """Hold this rank's ``candidate`` against the untouched model's ``reference``; kinds that one lacks are left out.
+
+    ``finer`` holds, by kind and name in the untouched model, what is allowed less than ``tolerance``.
 
     Gradients are looked at in the order in which backward makes them, last layer first, so that the first difference
     is the one nearest to its cause.
     """
     result = Comparison()
     for kind in KINDS:
-        if kind not in candidate.values:
+        if kind not in candidate.values or kind not in reference.values:
+            continue
+        if kind in _OF_DRAWS:
+            result.differences += _drawn(kind, reference, candidate, counterparts, tolerance)
             continue
         expected = reference.of(kind)
         biggest = max((_largest(value) for value in expected.values()), default=0.0)
         pairs = _pairs(kind, expected, candidate.of(kind), counterparts, result)
         summary = Largest(kind, 0)
-        for name, before, after in pairs:
-            allowed = tolerance.allowed(kind, largest=_largest(before), largest_of_kind=biggest)
-            difference, largest = _differ(kind, name, before, after, allowed)
+        for name, origin, before, after in pairs:
+            rule = (finer or {}).get((kind, origin), tolerance)
+            allowed = rule.allowed(kind, largest=_largest(before), largest_of_kind=biggest)
+            difference, largest = differ(kind, name, before, after, allowed)
             seen = Largest(kind, summary.compared + 1, largest, allowed, name)
             kept = Largest(kind, seen.compared, summary.difference, summary.allowed, summary.name)
             summary = seen if seen.fraction > kept.fraction or not kept.name else kept
             if difference is not None:
-                result.differences.append(difference)
+                result.differences.append(dataclasses.replace(difference, rule=str(rule)))
         result.largest[kind] = summary
     return result
+
+
+def drawn_alike(
+    kind: str, reference: Observation, candidate: Observation, counterparts: Counterparts, promise: Equivalence
+) -> DrawnAlike:
+    """Whether this rank's candidate drops the same as the untouched model."""
+    expected, got = (seen.of(kind).get("forward", []) for seen in (reference, candidate))
+    return compare_draws(expected, got, is_random=promise.is_random, is_split=counterparts.is_split_around)
+
+
+def _drawn(
+    kind: str, reference: Observation, candidate: Observation, counterparts: Counterparts, tolerance: Tolerance
+) -> list[Difference]:
+    if kind == "recomputed dropout":
+        return _recomputed(kind, reference, candidate)
+    alike = drawn_alike(kind, reference, candidate, counterparts, tolerance.promise)
+    if alike.wrong is None:
+        return []
+    hint = "a step that drops in a way of its own (in a kernel) says so: equivalence = Equivalence.RANDOM"
+    rule = "every module drops as often, and with the same probability, as in the untouched model"
+    return [Difference(kind, alike.path, alike.wrong, math.inf, 0.0, hint, rule)]
+
+
+def _recomputed(kind: str, reference: Observation, candidate: Observation) -> list[Difference]:
+    problem = "backward runs it again with other random numbers than the forward had, so the gradients are wrong"
+    hint = "keep the random state: checkpoint(preserve_rng_state=True), which is the default"
+    rule = "what is recomputed drops what it dropped at first"
+    paths = [path for path in candidate.of(kind) if path not in reference.of(kind)]
+    return [Difference(kind, path, problem, math.inf, 0.0, hint, rule) for path in paths]
 
 
 def _pairs(
@@ -110,19 +144,19 @@ def _pairs(
     got: Mapping[str, Any],
     counterparts: Counterparts,
     result: Comparison,
-) -> Iterator[tuple[str, Any, Any]]:
-    if kind in ("output", "evaluation output"):
+) -> Iterator[tuple[str, str, Any, Any]]:
+    if kind in _OF_OUTPUTS:
         yield from _output_pairs(kind, expected, got, result)
     elif kind == "input gradient":
         for name, before in expected.items():
-            yield name, before, got[name]
+            yield name, name, before, got[name]
     else:
         yield from _tensor_pairs(kind, expected, got, counterparts, result)
 
 
 def _output_pairs(
     kind: str, expected: Mapping[str, Any], got: Mapping[str, Any], result: Comparison
-) -> Iterator[tuple[str, Any, Any]]:
+) -> Iterator[tuple[str, str, Any, Any]]:
     if list(expected) != list(got):
         missing = [name for name in expected if name not in got]
         added = [name for name in got if name not in expected]
@@ -135,7 +169,7 @@ def _output_pairs(
         if name not in got:
             continue
         if before is None or isinstance(before, (torch.Tensor, bool, int, float, complex, str)):
-            yield name, before, got[name]
+            yield name, name, before, got[name]
         elif kind == "output":
             result.not_compared.append(f"{name}: slapo cannot look into a {type(before).__name__}")
 
@@ -146,7 +180,7 @@ def _tensor_pairs(
     got: Mapping[str, Any],
     counterparts: Counterparts,
     result: Comparison,
-) -> Iterator[tuple[str, Any, Any]]:
+) -> Iterator[tuple[str, str, Any, Any]]:
     covered: set[str] = set()
     names = list(got)
     if (
@@ -159,15 +193,15 @@ def _tensor_pairs(
         if origin is not None and origin in expected:
             covered.add(origin)
             before = expected[origin]
-            yield name, None if before is None else counterparts.expected(name, before), after
+            yield name, origin, None if before is None else counterparts.expected(name, before), after
             continue
         answers = counterparts.translated(name, after) if after is not None else {}
         for origin, value in answers.items():
             covered.add(origin)
-            yield origin, expected.get(origin), value
-        if not answers and kind != "parameter":
+            yield origin, origin, expected.get(origin), value
+        if not answers and kind in ("gradient", "buffer"):
             result.not_compared.append(f"{_noun(kind)} {name}: it exists only in the scheduled model")
-    if kind != "parameter":
+    if kind in ("gradient", "buffer"):
         for name in expected:
             if counterparts.first_name(name) not in covered:
                 result.not_compared.append(f"{_noun(kind)} {name}: {counterparts.absence(name)}")
@@ -177,106 +211,9 @@ def _noun(kind: str) -> str:
     return "buffer" if kind == "buffer" else "parameter"
 
 
-def _differ(kind: str, name: str, before: Any, after: Any, allowed: float) -> tuple[Difference | None, float]:
-    """The difference if it is too large, and its size in any case."""
-
-    def wrong(problem: str, hint: str | None = None) -> tuple[Difference, float]:
-        return Difference(kind, name, problem, math.inf, allowed, hint), math.inf
-
-    if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor):
-        return _differ_plain(kind, name, before, after, allowed)
-    if before.shape != after.shape:
-        return wrong(
-            f"its shape is {tuple(after.shape)}, not {tuple(before.shape)}", _shape_hint(before.shape, after.shape)
-        )
-    if before.dtype != after.dtype:
-        return wrong(f"its type is {dtype_name(after.dtype)}, not {dtype_name(before.dtype)}")
-    if before.numel() == 0:
-        return None, 0.0
-    after = after.to(before.device)
-    if not (before.is_floating_point() or before.is_complex()):
-        return _differ_exactly(kind, name, before, after)
-    return _differ_numerically(kind, name, before, after, allowed)
-
-
-def _differ_plain(kind: str, name: str, before: Any, after: Any, allowed: float) -> tuple[Difference | None, float]:
-    if isinstance(before, float) and isinstance(after, float):
-        return _differ(kind, name, torch.tensor(before).double(), torch.tensor(after).double(), allowed)
-    if isinstance(before, torch.Tensor) or isinstance(after, torch.Tensor):
-        if kind in ("gradient", "input gradient"):
-            side = "has no gradient" if after is None else "has a gradient where the untouched model has none"
-            hint = "the forward does not use it, or uses it detached" if after is None else None
-            return Difference(kind, name, f"it {side}", math.inf, allowed, hint), math.inf
-        problem = f"it is a {type(after).__name__}, not a {type(before).__name__}"
-        return Difference(kind, name, problem, math.inf, allowed), math.inf
-    if before == after:
-        return None, 0.0
-    return Difference(kind, name, f"it is {after!r}, not {before!r}", math.inf, allowed), math.inf
-
-
-def _differ_exactly(kind: str, name: str, before: torch.Tensor, after: torch.Tensor) -> tuple[Difference | None, float]:
-    other = before != after
-    count = int(other.sum())
-    if not count:
-        return None, 0.0
-    where = tuple(int(index) for index in other.nonzero()[0])
-    largest = float((before.double() - after.double()).abs().max())
-    problem = (
-        f"{count} of {before.numel()} elements differ; at {_index(where)} it is {after[where].item()}, "
-        f"not {before[where].item()}"
-    )
-    return Difference(kind, name, problem, largest, 0.0), largest
-
-
-def _differ_numerically(
-    kind: str, name: str, before: torch.Tensor, after: torch.Tensor, allowed: float
-) -> tuple[Difference | None, float]:
-    wide = torch.complex128 if before.is_complex() else torch.float64
-    before, after = before.to(wide), after.to(wide)
-    same = (before == after) | (before.isnan() & after.isnan())
-    gap = torch.where(same, 0.0, (before - after).abs())
-    largest_finite = gap.nan_to_num(nan=math.inf, posinf=math.inf)
-    place = int(largest_finite.argmax())
-    largest = float(largest_finite.flatten()[place])
-    if largest <= allowed:
-        return None, largest
-    where = tuple(int(index) for index in torch.unravel_index(torch.tensor(place), before.shape))
-    got, expected = after[where].item(), before[where].item()
-    if math.isinf(largest):
-        problem = f"at {_index(where)} it is {got}, not {expected}"
-    else:
-        largest_of_all = float(before.abs().nan_to_num(nan=0.0, posinf=0.0).max())
-        problem = (
-            f"it differs by up to {largest:.3g} where {allowed:.3g} is allowed: "
-            f"at {_index(where)} it is {_number(got)}, not {_number(expected)} (largest element {largest_of_all:.3g})"
-        )
-    return Difference(kind, name, problem, largest, allowed), largest
-
-
-def _number(value: complex) -> str:
-    return f"{value:.9g}"
-
-
-def _index(where: tuple[int, ...]) -> str:
-    return f"[{', '.join(map(str, where))}]" if where else "its one element"
-
-
 def _largest(value: Any) -> float:
     if not isinstance(value, torch.Tensor):
         return abs(float(value)) if isinstance(value, (int, float)) and math.isfinite(value) else 0.0
     if value.numel() == 0 or not (value.is_floating_point() or value.is_complex()):
         return 0.0
     return float(value.detach().abs().double().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).max())
-
-
-def _shape_hint(before: torch.Size, after: torch.Size) -> str | None:
-    if len(before) != len(after):
-        return None
-    smaller = [axis for axis in range(len(before)) if after[axis] != before[axis]]
-    if len(smaller) == 1 and after[smaller[0]] and before[smaller[0]] % after[smaller[0]] == 0:
-        axis = smaller[0] - len(before)
-        return (
-            f'a gather along axis {axis} is missing: .sync("fwd_post", "all_gather", axis={axis}) on the module that '
-            "gives this output"
-        )
-    return None

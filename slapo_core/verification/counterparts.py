@@ -62,6 +62,13 @@ class Counterparts:
         full = live.layout.full(tensor, self.correspondence.mesh)
         return self.correspondence.translations.to_reference(live, full)
 
+    def is_split_around(self, path: str) -> bool:
+        """Whether a tensor of a module, or of those beside it, is kept in pieces."""
+        around = path.rpartition(".")[0]
+        return any(
+            live.layout.is_sharded for name, live in self.tensors.items() if not around or name.startswith(f"{around}.")
+        )
+
     def first_name(self, name: str) -> str:
         """The first name of an untouched tensor."""
         return self.correspondence.survey.origins.get(name, name) if self.correspondence is not None else name

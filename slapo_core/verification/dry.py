@@ -34,7 +34,7 @@ def check_in_processes(schedule: Schedule, example_inputs: Any, options: Options
     Raises:
         VerifyError: what the processes found.
         SerializationError: a step cannot be sent to another process.
-        LaunchError: the model cannot be sent to another process.
+        LaunchError: the model cannot be sent to another process, or the script not be imported there.
         RankFailedError: a process ended otherwise; RankTimeoutError if it hung.
     """
     assert schedule.mesh is not None
@@ -49,15 +49,21 @@ def check_in_processes(schedule: Schedule, example_inputs: Any, options: Options
         raise SerializationError(f"{why}, but {error.message}", hint=launch) from error
     with schedule.untouched() as model:
         untouched = copy_model(model)
-    if any(not parameter.is_meta for parameter in untouched.parameters()):
-        untouched = untouched.cpu()
+    untouched._apply(lambda tensor: tensor if tensor.is_meta else tensor.cpu())
     primitives = tuple(dict.fromkeys(type(record.primitive) for record in schedule.records))
+    functions = tuple(
+        value
+        for record in schedule.records
+        for name, value in record.primitive.arguments().items()
+        if name in record.primitive.named_functions and callable(value)
+    )
     try:
         outcomes = run_ranks(
             _check_on_rank,
             untouched,
             document,
             primitives,
+            functions,
             schedule.mesh.sizes,
             schedule.plugins,
             (inputs.args, dict(inputs.kwargs)),
@@ -66,7 +72,8 @@ def check_in_processes(schedule: Schedule, example_inputs: Any, options: Options
             timeout=timeout,
         )
     except LaunchError as error:
-        raise LaunchError(f"{why}, but {error.message}", hint=launch) from error
+        hint = f"{error.hint}; or {launch}" if error.hint else launch
+        raise LaunchError(f"{why}, but {error.message}", hint=hint) from error
     outcome = outcomes[0]
     if isinstance(outcome, VerifyError):
         raise outcome
@@ -77,6 +84,7 @@ def _check_on_rank(
     model: nn.Module,
     document: Mapping[str, Any],
     primitives: tuple[type[Primitive], ...],
+    functions: tuple[Any, ...],  # received: their modules are imported, and replay finds them
     sizes: Mapping[str, int],
     plugins: tuple[str, ...],
     inputs: tuple[tuple[Any, ...], dict[str, Any]],

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils import _pytree as pytree
 
 from slapo_core.errors import ArgumentError
@@ -86,6 +88,45 @@ class Inputs:
         move = lambda leaf: leaf.detach().cpu() if isinstance(leaf, torch.Tensor) else leaf  # noqa: E731
         return Inputs(pytree.tree_map(move, self.args), pytree.tree_map(move, dict(self.kwargs)))
 
+    def variants(self, model: nn.Module) -> tuple[list[tuple[str, Inputs]], list[str]]:
+        """Batches of twice the size, the best to try first, each with what to call it; and why there is none.
+
+        The batch axis is the first one along which all tensors have one size; if there is none, the first axis, of
+        those tensors that have as much there as the first one. The first variant leaves out, too, the tensors that
+        the model can be called without.
+        """
+        tensors = [tensor for _, tensor in self.tensors() if tensor.dim()]
+        if not tensors or not tensors[0].numel():
+            return [], ["a batch of another size was not compared, because no input has a batch axis"]
+        axis = 0
+        for tried in (0, 1):
+            having = [tensor for tensor in tensors if tensor.dim() > tried]
+            if len(having) > tried and len({tensor.shape[tried] for tensor in having}) == 1:
+                axis = tried
+                break
+        size = tensors[0].shape[axis]
+
+        def twice(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor) or leaf.dim() <= axis or leaf.shape[axis] != size:
+                return leaf
+            value = leaf.detach()
+            return torch.cat([value, value.flip(axis)], axis).requires_grad_(leaf.requires_grad)
+
+        larger = Inputs(pytree.tree_map(twice, self.args), pytree.tree_map(twice, dict(self.kwargs)))
+        called = f"a batch of {2 * size}"
+        optional = self._optional(model)
+        if not optional:
+            return [(called, larger)], []
+        fewer = Inputs(larger.args, {name: value for name, value in larger.kwargs.items() if name not in optional})
+        return [(f"{called} without {' and '.join(optional)}", fewer), (called, larger)], []
+
+    def _optional(self, model: nn.Module) -> list[str]:
+        """Tensors given by keyword, beside the first argument, that the model's forward has a default for."""
+        parameters = inspect.signature(model.forward).parameters
+        names = [name for name in self.kwargs if name in parameters and isinstance(self.kwargs[name], torch.Tensor)]
+        optional = [name for name in names if parameters[name].default is not inspect.Parameter.empty]
+        return optional if self.args else [name for name in optional if name != next(iter(self.kwargs))]
+
     def cast(self, dtype: torch.dtype | None) -> Inputs:
         """The same batch with its floating-point tensors converted; None leaves them."""
 
@@ -123,11 +164,11 @@ class Inputs:
         args = pytree.tree_map(fresh, self.args)
         return Batch(args, pytree.tree_map(fresh, dict(self.kwargs)), watched)
 
-    def facts(self) -> list[RankFact]:
+    def facts(self, called: str = "example input") -> list[RankFact]:
         """Every leaf, to be compared over the ranks."""
         return [
             RankFact(
-                f"example input '{name}'",
+                f"{called} '{name}'",
                 describe_tensor(leaf) if isinstance(leaf, torch.Tensor) else describe(leaf),
             )
             for name, leaf in self.leaves()

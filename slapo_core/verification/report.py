@@ -14,8 +14,15 @@ _TITLES = {
     "buffer": "buffers after a training step",
     "gradient": "gradients of parameters",
     "evaluation output": "outputs, evaluation mode",
+    "evaluation buffer": "buffers after evaluation",
+    "batch output": "outputs, further batches",
+    "batch gradient": "gradients, further batches",
     "input gradient": "gradients of inputs",
     "parameter": "parameters after the optimiser steps",
+    "updated output": "outputs after the optimiser steps",
+    "updated buffer": "buffers after the optimiser steps",
+    "output with dropout": "outputs with dropout",
+    "gradient with dropout": "gradients with dropout",
 }
 
 

@@ -11,16 +11,39 @@ import torch
 from torch import nn
 
 from slapo_core.verification.determinism import fixed_conditions
+from slapo_core.verification.dropout import DropoutMode
 from slapo_core.verification.inputs import Batch, Inputs
 from slapo_core.verification.leaves import output_leaves
 
-__all__ = ["KINDS", "STAGES", "Conditions", "Observation", "run_stages", "step_size"]
+__all__ = ["EARLY", "KINDS", "STAGES", "STAGE_OF_KIND", "Conditions", "Observation", "run_stages", "step_size"]
 
-STAGES = ("training", "evaluation", "inputs", "updates")
-"""In the order in which they are run; evaluation goes on with the model as training left it."""
+STAGE_OF_KIND = {
+    "output": "training",
+    "buffer": "training",
+    "gradient": "training",
+    "dropout": "training",
+    "evaluation output": "evaluation",
+    "evaluation dropout": "evaluation",
+    "evaluation buffer": "evaluation",
+    "batch output": "batches",
+    "batch gradient": "batches",
+    "input gradient": "inputs",
+    "parameter": "updates",
+    "updated output": "updates",
+    "updated buffer": "updates",
+    "recomputed dropout": "dropout",
+    "output with dropout": "dropout",
+    "gradient with dropout": "dropout",
+}
+"""What is compared, in the order in which a difference is looked for, and the stage that it comes from."""
 
-KINDS = ("output", "buffer", "gradient", "evaluation output", "input gradient", "parameter")
-"""What is compared, in order: the first three come from the first stage."""
+KINDS = tuple(STAGE_OF_KIND)
+
+STAGES = tuple(dict.fromkeys(STAGE_OF_KIND.values()))
+"""In the order in which they are run, each on a fresh copy; but evaluation goes on with the one that training left."""
+
+EARLY = STAGES[:2]
+"""The stages that every model can run; on one copy."""
 
 MOMENTUM = 0.9
 
@@ -35,6 +58,7 @@ class Conditions:
         optimizer_steps: the number of updates.
         learning_rate: of the optimiser steps.
         adapt_output: makes of a rank's output the one that the untouched model gives.
+        more_batches: further ones, each with what to call it, e.g. ``"a batch of 4"``.
     """
 
     dtype: torch.dtype | None
@@ -42,6 +66,7 @@ class Conditions:
     optimizer_steps: int
     learning_rate: float = 0.0
     adapt_output: Callable[[Any], Any] = lambda output: output
+    more_batches: tuple[tuple[str, Inputs], ...] = ()
 
 
 @dataclass
@@ -64,10 +89,10 @@ def run_stages(model: nn.Module, inputs: Inputs, conditions: Conditions, stages:
         stages: of :data:`STAGES`, in their order.
     """
     modes = _training_modes(model)
+    model.zero_grad(set_to_none=True)
     seen = Observation()
     for stage in stages:
-        for module, training in modes:
-            module.training = training and stage != "evaluation"
+        _set_modes(modes, training=True)
         _STAGE_FUNCTIONS[stage](model, inputs, conditions, seen)
     return seen
 
@@ -86,23 +111,34 @@ def _training_modes(model: nn.Module) -> list[tuple[nn.Module, bool]]:
     return [(module, module.training or not kept) for module in model.modules()]
 
 
+def _set_modes(modes: list[tuple[nn.Module, bool]], *, training: bool) -> None:
+    for module, trains in modes:
+        module.training = trains and training
+
+
 def _training(model: nn.Module, inputs: Inputs, conditions: Conditions, seen: Observation) -> None:
-    model.zero_grad(set_to_none=True)
-    seen.values["output"] = _forward_backward(model, inputs.batch(conditions.dtype), conditions)
+    dropout = DropoutMode(_paths(model))
+    seen.values["output"] = _forward_backward(model, inputs, conditions, dropout)
     # After backward: recomputed activations may update buffers a second time.
     seen.values["buffer"] = _detached(model.named_buffers(remove_duplicate=False))
-    seen.values["gradient"] = {
-        name: None if parameter.grad is None else _dense(parameter.grad)
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-    }
-    model.zero_grad(set_to_none=True)
+    seen.values["gradient"] = _gradients(model)
+    seen.values["dropout"] = {"forward": dropout.draws}
 
 
 def _evaluation(model: nn.Module, inputs: Inputs, conditions: Conditions, seen: Observation) -> None:
-    batch = inputs.batch(conditions.dtype)
-    with fixed_conditions(conditions.seed), torch.no_grad():
-        output = conditions.adapt_output(model(*batch.args, **batch.kwargs))
-    seen.values["evaluation output"] = _detached(output_leaves(output))
+    dropout = DropoutMode(_paths(model))
+    seen.values["evaluation output"] = _evaluated(model, inputs, conditions, dropout)
+    seen.values["evaluation buffer"] = _detached(model.named_buffers(remove_duplicate=False))
+    seen.values["evaluation dropout"] = {"forward": dropout.draws}
+
+
+def _batches(model: nn.Module, inputs: Inputs, conditions: Conditions, seen: Observation) -> None:
+    outputs: dict[str, Any] = {}
+    for called, batch in conditions.more_batches:
+        ran = _forward_backward(model, batch, conditions)
+        outputs.update({f"{name} for {called}": value for name, value in ran.items()})
+    seen.values["batch output"] = outputs
+    seen.values["batch gradient"] = _gradients(model)
 
 
 def _input_gradients(model: nn.Module, inputs: Inputs, conditions: Conditions, seen: Observation) -> None:
@@ -115,28 +151,63 @@ def _input_gradients(model: nn.Module, inputs: Inputs, conditions: Conditions, s
 
 
 def _updates(model: nn.Module, inputs: Inputs, conditions: Conditions, seen: Observation) -> None:
+    modes = [(module, module.training) for module in model.modules()]
+    _evaluated(model, inputs, conditions)  # whoever keeps anything of it is behind the steps
+    _set_modes(modes, training=True)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.SGD(trained, lr=conditions.learning_rate, momentum=MOMENTUM)
     for _ in range(conditions.optimizer_steps):
         optimizer.zero_grad(set_to_none=True)
-        _forward_backward(model, inputs.batch(conditions.dtype), conditions)
+        _forward_backward(model, inputs, conditions)
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     seen.values["parameter"] = _detached(model.named_parameters(remove_duplicate=False))
+    seen.values["updated output"] = _evaluated(model, inputs, conditions)
+    seen.values["updated buffer"] = _detached(model.named_buffers(remove_duplicate=False))
+
+
+def _with_dropout(model: nn.Module, inputs: Inputs, conditions: Conditions, seen: Observation) -> None:
+    dropout = DropoutMode(_paths(model), is_on=True)
+    seen.values["output with dropout"] = _forward_backward(model, inputs, conditions, dropout)
+    drawn = set(dropout.draws)
+    seen.values["recomputed dropout"] = {draw.path: draw for draw in dropout.recomputed if draw not in drawn}
+    seen.values["gradient with dropout"] = _gradients(model)
 
 
 _STAGE_FUNCTIONS: dict[str, Callable[[nn.Module, Inputs, Conditions, Observation], None]] = {
     "training": _training,
     "evaluation": _evaluation,
+    "batches": _batches,
     "inputs": _input_gradients,
     "updates": _updates,
+    "dropout": _with_dropout,
 }
 
 
-def _forward_backward(model: nn.Module, batch: Batch, conditions: Conditions) -> dict[str, Any]:
-    """One forward, and backward from every floating-point leaf against a fixed random cotangent."""
-    with fixed_conditions(conditions.seed):
+def _evaluated(
+    model: nn.Module, inputs: Inputs, conditions: Conditions, dropout: DropoutMode | None = None
+) -> dict[str, Any]:
+    """The output in evaluation mode, in which the model is left."""
+    for module in model.modules():
+        module.training = False
+    batch = inputs.batch(conditions.dtype)
+    with fixed_conditions(conditions.seed, dropout), torch.no_grad():
         output = conditions.adapt_output(model(*batch.args, **batch.kwargs))
+    return _detached(output_leaves(output))
+
+
+def _forward_backward(
+    model: nn.Module,
+    inputs: Inputs | Batch,
+    conditions: Conditions,
+    dropout: DropoutMode | None = None,
+) -> dict[str, Any]:
+    """One forward, and backward from every floating-point leaf against a fixed random cotangent."""
+    batch = inputs if isinstance(inputs, Batch) else inputs.batch(conditions.dtype)
+    dropout = dropout or DropoutMode()
+    with fixed_conditions(conditions.seed, dropout):
+        output = conditions.adapt_output(model(*batch.args, **batch.kwargs))
+        dropout.in_backward = True
         leaves = list(output_leaves(output))
         seen = _detached(leaves)
         roots = [
@@ -148,6 +219,20 @@ def _forward_backward(model: nn.Module, batch: Batch, conditions: Conditions) ->
             cotangents = [_cotangent(leaf, position, conditions.seed) for position, leaf in roots]
             _backward(tuple(leaf for _, leaf in roots), tuple(cotangents))
     return seen
+
+
+def _gradients(model: nn.Module) -> dict[str, Any]:
+    """Those of all parameters, which are taken away from them."""
+    found = {
+        name: None if parameter.grad is None else _dense(parameter.grad)
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+    }
+    model.zero_grad(set_to_none=True)
+    return found
+
+
+def _paths(model: nn.Module) -> dict[int, str]:
+    return {id(module): path for path, module in model.named_modules()}
 
 
 def _backward(roots: tuple[torch.Tensor, ...], cotangents: tuple[torch.Tensor, ...]) -> None:

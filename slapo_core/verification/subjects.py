@@ -13,7 +13,6 @@ from slapo_core.errors import ApplyError, SerializationError
 from slapo_core.schedule.records import primitive_to_json
 from slapo_core.schedule.schedule import Schedule
 from slapo_core.verification.counterparts import Counterparts, named_tensors
-from slapo_core.verification.determinism import switch_dropout_off
 from slapo_core.weights.correspondence import Correspondence
 from slapo_core.weights.initialise import Initialiser, cannot_initialise
 
@@ -85,14 +84,42 @@ class Subjects:
         self._fill_scheduled(model, self.schedule, self.counterparts)
         return _prepared(model, dtype)
 
-    def trial(self, records: Sequence[Record]) -> Schedule:
+    def frozen_parameters(self) -> list[str]:
+        """Parameters of the untouched model that are not trained, though no step decided it."""
+        decided = self.schedule.tree.tensors.trained
+        parameters = self._untouched.named_parameters()
+        return [name for name, parameter in parameters if not parameter.requires_grad and name not in decided]
+
+    def frozen_by(self, records: Sequence[Record]) -> list[str]:
+        """Names of the parameters that ``records`` freeze, without saying so, in a model of which all is trained.
+
+        Raises:
+            SlapoError: as for :meth:`trial`.
+        """
+        schedule = self.trial(records, all_trained=True)
+        table = schedule.tree.tensors
+        found = []
+        for name, parameter in schedule.model.named_parameters():
+            origin = table.layout(parameter, name).origin or name
+            if _can_be_trained(parameter) and not parameter.requires_grad and origin not in table.trained:
+                found.append(name)
+        return found
+
+    def trial(self, records: Sequence[Record], *, all_trained: bool = False) -> Schedule:
         """A schedule of a fresh copy of the untouched model, with only ``records`` applied.
+
+        Args:
+            records: the steps.
+            all_trained: whether they find every parameter trained, however the untouched model has it.
 
         Raises:
             SlapoError: a step is refused without the others, or cannot be repeated on a copy.
         """
         given = self.schedule
         model = copy_model(self._untouched)
+        if all_trained:
+            for parameter in model.parameters():
+                parameter.requires_grad_(_can_be_trained(parameter))
         schedule = Schedule(
             model, mesh=given.mesh, plugins=given.plugins, registry=given.registry, example_inputs=given.example_inputs
         )
@@ -184,8 +211,11 @@ def _fill(model: nn.Module, value: Any) -> None:
 
 
 def _prepared(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
-    switch_dropout_off(model)
-    return model.double() if dtype is torch.float64 else model
+    return model if dtype is None else model._apply(lambda t: t.to(dtype) if t.is_floating_point() else t)
+
+
+def _can_be_trained(parameter: nn.Parameter) -> bool:
+    return parameter.is_floating_point() or parameter.is_complex()
 
 
 def _parts(model: nn.Module) -> Iterator[Any]:

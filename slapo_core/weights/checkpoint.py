@@ -1,9 +1,9 @@
 """Checkpoints in the untouched model's layout: saved under one schedule, loaded under any other.
 
 A directory holds ``model.safetensors`` (the untouched model's state dict, readable by anybody), where needed
-``added.safetensors`` (what replacements added) and ``optimizer.safetensors``, and ``checkpoint.json``. Every file is
-written beside its place and then renamed; all carry the same identifier, so that a save that was interrupted between
-two renames is recognised.
+``added.safetensors`` (what replacements added) and ``optimizer.safetensors``, and ``checkpoint.json``. They are
+replaced together: who reads finds the checkpoint before or the new one, wherever a save was interrupted. All carry the
+same identifier, so that files of two checkpoints that were copied into one directory are recognised.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from slapo_core.errors import BuildError, WeightsError
 from slapo_core.ranks.world import together
 from slapo_core.weights.optimizer_state import OptimizerState
 from slapo_core.weights.sources import SafetensorsSource
+from slapo_core.weights.swap import located, replacing
 
 if TYPE_CHECKING:
     from slapo_core.weights.state import TensorState
@@ -62,11 +63,11 @@ def load_checkpoint(
         BuildError: the optimiser's state does not fit this optimiser; nothing was changed.
     """
     path = Path(directory)
+    moments: OptimizerState | None = None
     with together(state.mesh, f"reading the checkpoint '{directory}'"):
         manifest = _read_manifest(path)
-        source = SafetensorsSource(path / MODEL)
-        added = SafetensorsSource(path / ADDED) if ADDED in manifest["files"] else None
-        moments = None
+        loading = state.prepare(_source(path, MODEL))
+        loading.values += _read_added(state, _source(path, ADDED) if ADDED in manifest["files"] else None)
         if optimizer is not None:
             if manifest["optimizer"] is None:
                 raise BuildError(
@@ -74,50 +75,49 @@ def load_checkpoint(
                     hint="load the weights only: build(sch, weights=dir)",
                 )
             moments = OptimizerState(state, optimizer)
-            tensors = SafetensorsSource(path / OPTIMIZER) if OPTIMIZER in manifest["files"] else None
+            tensors = _source(path, OPTIMIZER) if OPTIMIZER in manifest["files"] else None
             moments.prepare(manifest["optimizer"], tensors)
-        state.load_state_dict(source)
-        _load_added(state, added)
-        if moments is not None:
-            moments.load()
+    if moments is not None:  # first, because an optimiser may refuse what was read, and can be given back its own
+        try:
+            with together(state.mesh, f"giving the optimiser its state of '{directory}'"):
+                moments.load()
+        except BaseException:
+            moments.take_back()
+            raise
+    loading.assign()
 
 
-def _load_added(state: TensorState, added: SafetensorsSource | None) -> None:
+def _source(directory: Path, name: str) -> SafetensorsSource:
+    return SafetensorsSource(located(directory, name, last=MANIFEST))
+
+
+def _read_added(state: TensorState, added: SafetensorsSource | None) -> list[tuple[torch.Tensor, torch.Tensor]]:
     import warnings
 
     shapes = added.shapes() if added is not None else {}
     live = {tensor.name: tensor for tensor in state.correspondence.added()}
     fitting = [name for name, tensor in live.items() if shapes.get(name) == tuple(tensor.layout.shape)]
-    for name in fitting:
-        assert added is not None
-        with torch.no_grad():
-            live[name].tensor.copy_(added.read(name, live[name].layout, state.mesh))
     for names, what in (
         (set(live) - set(fitting), "not in the checkpoint, so left as they are"),
         (set(shapes) - set(fitting), "in the checkpoint, but nowhere in this schedule"),
     ):
         if names:
             warnings.warn(f"tensors added by replacements, {what}: {', '.join(sorted(names))}", stacklevel=4)
+    if added is None:
+        return []
+    return [(live[name].tensor, added.read(name, live[name].layout, state.mesh)) for name in fitting]
 
 
 def _write(directory: Path, files: Mapping[str, Mapping[str, torch.Tensor]], manifest: dict[str, Any]) -> None:
     from safetensors.torch import save_file
 
-    directory.mkdir(parents=True, exist_ok=True)
     identifier = uuid.uuid4().hex
     written = {name: tensors for name, tensors in files.items() if tensors or name == MODEL}
     manifest = {**manifest, "id": identifier, "files": sorted(written)}
-    temporary = {name: directory / f".{name}.{identifier}" for name in (*written, MANIFEST)}
-    try:
+    with replacing(directory, last=MANIFEST) as new:
         for name, tensors in written.items():
-            save_file(_unshared(tensors), temporary[name], metadata={"format": "pt", "slapo_checkpoint": identifier})
-        temporary[MANIFEST].write_text(json.dumps(manifest, indent=2), encoding="utf-8")
-        for name, file in temporary.items():
-            _to_disk(file)
-            os.replace(file, directory / name)
-    finally:
-        for file in temporary.values():
-            file.unlink(missing_ok=True)
+            save_file(_unshared(tensors), new / name, metadata={"format": "pt", "slapo_checkpoint": identifier})
+        (new / MANIFEST).write_text(json.dumps(manifest, indent=2), encoding="utf-8")
     for name in set(files) - set(written):
         (directory / name).unlink(missing_ok=True)  # of an earlier checkpoint
 
@@ -132,16 +132,11 @@ def _unshared(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return result
 
 
-def _to_disk(file: Path) -> None:
-    with file.open("rb") as handle:
-        os.fsync(handle.fileno())
-
-
 def _read_manifest(path: Path) -> dict[str, Any]:
     from safetensors import SafetensorError, safe_open
 
     try:
-        manifest: dict[str, Any] = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        manifest: dict[str, Any] = json.loads(located(path, MANIFEST, last=MANIFEST).read_text(encoding="utf-8"))
         if not isinstance(manifest, dict) or {"format", "id", "files", "optimizer"} - set(manifest):
             raise ValueError("it lacks entries")
     except (OSError, ValueError) as error:
@@ -156,14 +151,13 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         )
     for name in {MODEL, *(name for name in (ADDED, OPTIMIZER) if name in manifest["files"])}:
         try:
-            with safe_open(path / name, framework="pt") as handle:
+            with safe_open(located(path, name, last=MANIFEST), framework="pt") as handle:
                 identifier = (handle.metadata() or {}).get("slapo_checkpoint")
         except (OSError, SafetensorError) as error:
             raise WeightsError(f"{path / name} cannot be read as safetensors: {error}") from error
         if identifier != manifest["id"]:
             raise WeightsError(
-                f"the files in '{path}' are of two different saves ({name} does not belong to {MANIFEST}): "
-                "saving was interrupted",
+                f"the files in '{path}' are of two different saves ({name} does not belong to {MANIFEST})",
                 hint="load an earlier checkpoint, or the weights alone with build(sch, weights=dir)",
             )
     return manifest

@@ -36,6 +36,7 @@ class OptimizerState:
         self._mesh = state.mesh
         self._optimizer = optimizer
         self._kind = type(optimizer).__name__
+        self._before = {"state": optimizer.state, "param_groups": optimizer.param_groups}
         origins = state.correspondence.survey.origins
         self._layouts: dict[int, tuple[str, Layout, tuple[int, ...]]] = {}
         for live in state.tensors():
@@ -119,6 +120,10 @@ class OptimizerState:
         """Put the prepared state into the optimiser."""
         assert self._loaded is not None
         self._optimizer.load_state_dict(self._loaded)
+
+    def take_back(self) -> None:
+        """Give the optimiser the state that it had."""
+        self._optimizer.__setstate__(self._before)
 
     def _packed(self, groups: list[Mapping[str, Any]], states: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
         """As ``torch.optim.Optimizer.load_state_dict`` takes it: parameters numbered in the order of the groups."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from abc import ABC, abstractmethod
@@ -13,6 +14,7 @@ import torch
 
 from slapo_core.errors import WeightsError
 from slapo_core.spec.layout import Layout
+from slapo_core.weights.swap import COMPLETE
 
 if TYPE_CHECKING:
     from slapo_core.spec.mesh import Mesh
@@ -38,7 +40,7 @@ class Source(ABC):
 
     @abstractmethod
     def read(self, name: str, layout: Layout, mesh: Mesh | None) -> torch.Tensor:
-        """This rank's piece of the tensor ``name``, in the source's dtype."""
+        """This rank's piece of the tensor ``name``, in the source's dtype, as new contiguous memory."""
 
 
 def open_source(weights: str | os.PathLike[str] | Mapping[str, torch.Tensor] | Source) -> Source:
@@ -113,9 +115,11 @@ class SafetensorsSource(Source):
 
     def read(self, name: str, layout: Layout, mesh: Mesh | None) -> torch.Tensor:
         handle = self._files[self._file_of[name]]
-        if not layout.shape:
-            return handle.get_tensor(name)  # type: ignore[no-any-return]
-        return _read_segments(handle.get_slice(name), layout, mesh)
+        if layout.shape:
+            piece = _read_segments(handle.get_slice(name), layout, mesh)
+        else:
+            piece = handle.get_tensor(name).clone()
+        return piece if layout.holds_values(mesh) else piece.zero_()
 
     def _open(self, file: Path) -> Any:
         from safetensors import SafetensorError, safe_open
@@ -135,8 +139,9 @@ class SafetensorsSource(Source):
             raise WeightsError(f"there are no weights at '{path}': no such file or directory")
         if (path / INDEX_FILE).is_file():
             return _read_index(path / INDEX_FILE)
-        if (path / SINGLE_FILE).is_file():
-            return {path / SINGLE_FILE: None}
+        for file in (path / COMPLETE / SINGLE_FILE, path / SINGLE_FILE):
+            if file.is_file():
+                return {file: None}
         files = sorted(path.glob("*.safetensors"))
         if len(files) == 1:
             return {files[0]: None}
@@ -169,25 +174,27 @@ def _read_index(file: Path) -> dict[Path, set[str] | None]:
 
 
 def _read_segments(stored: Any, layout: Layout, mesh: Mesh | None) -> torch.Tensor:
-    """Read only this rank's ranges; those that reach into the padding are filled up with zeros."""
-    segments = layout.segments(mesh)
+    """Read only this rank's ranges, into memory of their own; what reaches into the padding is zero.
 
-    def read(axis: int, index: tuple[slice, ...]) -> torch.Tensor:
-        if axis == len(segments):
-            return stored[index]  # type: ignore[no-any-return]
-        parts = []
-        for start, length in segments[axis]:
-            stop = min(start + length, layout.shape[axis])
-            part = read(axis + 1, (*index, slice(min(start, stop), stop)))
-            missing = length - part.shape[axis]
-            if missing:
-                shape = list(part.shape)
-                shape[axis] = missing
-                part = torch.cat([part, part.new_zeros(shape)], dim=axis)
-            parts.append(part)
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=axis)
+    What safetensors gives is the file itself, mapped: who writes into the file later would write into the model.
+    """
+    piece: torch.Tensor | None = None
+    for ranges in itertools.product(*(_placed(axis) for axis in layout.segments(mesh))):
+        stops = [min(start + length, extent) for (_, start, length), extent in zip(ranges, layout.shape, strict=True)]
+        starts = [min(start, stop) for (_, start, _), stop in zip(ranges, stops, strict=True)]
+        part = stored[tuple(map(slice, starts, stops))]
+        if piece is None:
+            piece = torch.zeros(layout.local_shape(mesh), dtype=part.dtype, device="cpu")
+        own = tuple(slice(at, at + extent) for (at, _, _), extent in zip(ranges, part.shape, strict=True))
+        piece[own] = part
+    assert piece is not None
+    return piece
 
-    return read(0, ()).contiguous()
+
+def _placed(ranges: list[tuple[int, int]]) -> list[tuple[int, int, int]]:
+    """``(where it comes in the piece, start, length)`` of each range of one axis."""
+    lengths = [length for _, length in ranges]
+    return [(sum(lengths[:number]), start, length) for number, (start, length) in enumerate(ranges)]
 
 
 def check_names(survey: Survey, source: Source) -> dict[str, str]:
@@ -225,4 +232,4 @@ def check_names(survey: Survey, source: Source) -> dict[str, str]:
 
 def read_tensor(source: Source, name: str, spec: TensorSpec) -> torch.Tensor:
     """A whole tensor, on the CPU and in the model's dtype."""
-    return source.read(name, Layout(spec.name, spec.shape), None).to("cpu", spec.dtype, copy=True)
+    return source.read(name, Layout(spec.name, spec.shape), None).to("cpu", spec.dtype)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from slapo_core.errors import WeightsError
+from slapo_core.ranks.world import together
 from slapo_core.spec.state import LiveTensor
 from slapo_core.weights.checkpoint import load_checkpoint, save_checkpoint
 from slapo_core.weights.correspondence import Correspondence
@@ -79,20 +80,9 @@ class TensorState:
         return {key: full[origin] for key, origin in self.correspondence.survey.keys.items()} | added
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor] | Source) -> None:
-        source = open_source(state)
-        names = check_names(self.correspondence.survey, source)
-        with torch.no_grad():
-            pieces = [
-                (live, self.read_translated(source, names, live, specs))
-                for live, specs in self.correspondence.translated()
-            ]
-            for live, spec in self.correspondence.carried():
-                if spec.keys:
-                    live.tensor.copy_(source.read(names[spec.name], live.layout, self.mesh))
-            for live, piece in pieces:
-                live.tensor.copy_(piece)
-            for name in self.dropped:
-                self.dropped[name] = read_tensor(source, names[name], self.correspondence.survey.specs[name])
+        with together(self.mesh, "reading the state dict"):
+            loading = self.prepare(open_source(state))
+        loading.assign()
 
     def save(self, directory: str | os.PathLike[str], *, optimizer: torch.optim.Optimizer | None = None) -> None:
         save_checkpoint(directory, self, optimizer)
@@ -101,6 +91,23 @@ class TensorState:
         load_checkpoint(directory, self, optimizer)
 
     # -- inside -----------------------------------------------------------------------------------------------
+
+    def prepare(self, source: Source) -> Loading:
+        """Check a source against the model, and read all of this rank's pieces; nothing is changed.
+
+        Raises:
+            WeightsError: names or shapes do not fit.
+        """
+        names = check_names(self.correspondence.survey, source)
+        loading = Loading(self)
+        for live, specs in self.correspondence.translated():
+            loading.values.append((live.tensor, self.read_translated(source, names, live, specs)))
+        for live, spec in self.correspondence.carried():
+            if spec.keys:
+                loading.values.append((live.tensor, source.read(names[spec.name], live.layout, self.mesh)))
+        for name in self.dropped:
+            loading.dropped[name] = read_tensor(source, names[name], self.correspondence.survey.specs[name])
+        return loading
 
     def read_translated(
         self, source: Source, names: Mapping[str, str], live: LiveTensor, specs: tuple[TensorSpec, ...]
@@ -156,6 +163,27 @@ class TensorState:
             return {}
         values = {live.name: live.layout.full(live.tensor, self.mesh) for live in added}
         return {name: value.to("cpu", copy=True) for name, value in values.items()} if wanted else {}
+
+
+@dataclass
+class Loading:
+    """Values that were read, to be assigned when every rank has its own.
+
+    Args:
+        state: whose values they are.
+        values: each live tensor, and this rank's piece for it.
+        dropped: as in :class:`TensorState`.
+    """
+
+    state: TensorState
+    values: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    dropped: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    @torch.no_grad()
+    def assign(self) -> None:
+        for tensor, value in self.values:
+            tensor.copy_(value)
+        self.state.dropped.update(self.dropped)
 
 
 def reference_state_dict(

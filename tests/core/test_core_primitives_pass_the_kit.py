@@ -118,7 +118,6 @@ def test_each_primitive_of_the_core(check: Any) -> None:
             lambda: Replace(renamed, params=NAMES),
             path="second.down",
             before=[("second.down", Annotate("weight", "mark", 1))],
-            serializable=False,
             name="replace-renamed",
             **COMMON,
         ),

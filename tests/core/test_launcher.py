@@ -243,8 +243,55 @@ def test_a_plain_script_can_launch_ranks_and_is_told_to_guard_its_main_part(tmp_
         assert done.stdout == "[None]\n[8, 9]\n", done.stderr
     else:
         assert done.returncode == 1
-        assert "RankFailedError: '__main__.variable' failed on rank" in done.stderr
-        assert "before the function was called (in a script, call it under `if __name__ == '__main__':`" in done.stderr
+        assert done.stderr.endswith(_unguarded(script))
+
+
+def _unguarded(script: Path, why: str = "", instead: str = "") -> str:
+    return (
+        f"slapo_core.errors.LaunchError: {why}a rank ended while it imported the script {script}, as every rank does "
+        "before the function is called\n"
+        "  hint: write `if __name__ == '__main__':` above the call and indent the call, because every rank imports the "
+        f"script{instead}\n"
+    )
+
+
+VERIFY = """
+import torch
+from torch import nn
+import slapo_core as slapo
+
+sch = slapo.create_schedule(nn.Sequential(nn.Linear({size}, {size})), mesh={{"tp": 2}})
+sch["0"].checkpoint()
+{guard}
+    print(slapo.verify(sch, torch.randn(2, {size})))
+"""
+WHY = "verify has to repeat this schedule in 2 processes, because its mesh is only declared, but "
+INSTEAD = "; or launch the script on every rank instead: `torchrun --nproc-per-node 2 your_script.py`"
+
+
+@pytest.mark.parametrize("size", [4, 512])  # below and above what a pipe holds
+def test_a_script_that_verifies_a_dry_schedule_without_a_main_guard_is_shown_the_guard(
+    tmp_path: Path, size: int
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(VERIFY.format(size=size, guard="if True:"))
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, cwd=tmp_path, timeout=120)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.endswith(_unguarded(script, WHY, INSTEAD))
+
+
+@pytest.mark.parametrize("guard", ["if True:", 'if __name__ == "__main__":'])
+def test_a_script_on_standard_input_that_verifies_a_dry_schedule_is_told_to_be_a_file(
+    tmp_path: Path, guard: str
+) -> None:
+    text = VERIFY.format(size=4, guard=guard)
+    done = subprocess.run([sys.executable], input=text, capture_output=True, text=True, cwd=tmp_path, timeout=120)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.endswith(
+        f"slapo_core.errors.LaunchError: {WHY}every rank imports the script, and there is no file '<stdin>'\n"
+        "  hint: save the script as a file, e.g. train.py, with the call under `if __name__ == '__main__':`, and run "
+        f"`python train.py`{INSTEAD}\n"
+    )
 
 
 TEST_MODULE = """

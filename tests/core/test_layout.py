@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import Replicate, Shard
+from safetensors.torch import save_file
+from torch.distributed.tensor import Partial, Replicate, Shard
 
 from slapo_core.errors import MeshError
 from slapo_core.ranks.launcher import run_ranks
 from slapo_core.spec.layout import Layout
 from slapo_core.spec.mesh import Mesh, declare_mesh
+from slapo_core.weights.sources import SafetensorsSource
 
 TP0, TP1 = (("tp", Shard(0)),), (("tp", Shard(1)),)
 LAYOUTS: dict[str, Layout] = {
@@ -29,6 +32,9 @@ LAYOUTS: dict[str, Layout] = {
     "packed on the other axis": Layout("w", (12, 4), TP1, packing=((0, (8, 2, 2)),)),
     "padded": Layout("w", (7, 3), TP0, padding=((0, 1),)),
     "padded on both": Layout("w", (7, 5), TP0, padding=((0, 1), (1, 3))),
+    "partial": Layout("w", (4, 6), (("tp", Partial()),)),
+    "partial, without axes": Layout("w", (), (("tp", Partial()),)),
+    "partial and padded": Layout("w", (7, 3), (("tp", Partial()),), padding=((0, 1),)),
     "padded, not split": Layout("w", (7, 3), (), padding=((0, 1),)),
     "packed and padded": Layout("w", (11, 3), TP0, packing=((0, (8, 4)),), padding=((0, 1),)),
 }
@@ -36,6 +42,9 @@ TWO_DIMS: dict[str, Layout] = {
     "both axes": Layout("w", (4, 6), (("dp", Shard(0)), ("tp", Shard(1)))),
     "one axis twice": Layout("w", (8, 3), (("dp", Shard(0)), ("tp", Shard(0)))),
     "one axis twice, the other way": Layout("w", (8, 3), (("tp", Shard(0)), ("dp", Shard(0)))),
+    "split, then partial": Layout("w", (4, 6), (("dp", Shard(0)), ("tp", Partial()))),
+    "partial, then split": Layout("w", (4, 6), (("dp", Partial()), ("tp", Shard(1)))),
+    "partial over both": Layout("w", (4, 6), (("dp", Partial()), ("tp", Partial()))),
     "packed, twice": Layout("w", (16, 3), (("tp", Shard(0)), ("dp", Shard(0))), packing=((0, (8, 4, 4)),)),
 }
 
@@ -76,6 +85,8 @@ def test_round_trip_on_two_ranks() -> None:
     assert pieces[0]["packed rows, not equal"][:, 0].tolist() == [1, 4, 7, 10, 25, 31]
     assert pieces[1]["padded"][-1].tolist() == [0, 0, 0]
     assert torch.equal(pieces[0]["replica"], pieces[1]["replica"])
+    assert pieces[0]["partial"].tolist() == pieces[0]["replica"].tolist()
+    assert pieces[1]["partial"].tolist() == torch.zeros(4, 6).tolist()
 
 
 @pytest.mark.ranks
@@ -98,7 +109,9 @@ def test_pieces_of_a_dry_mesh_hold_every_element_once(name: str) -> None:
     full = _tensor(layout)
     count = {"dp": 2, "tp": 2}
     pieces = [layout.local(full, Mesh(count, rank=rank)) for rank in range(4)]
-    replicas = 4 // 2 ** len(layout.shards())
+    replicas = 4 // 2 ** len(layout.placements)  # of a partial sum one rank has the values
+    if name == "said replica":
+        replicas = 4
     elements = torch.cat([piece.flatten() for piece in pieces])
     elements = elements[elements != 0].sort().values
     assert torch.equal(elements, full.flatten().repeat_interleave(replicas))
@@ -156,3 +169,40 @@ def test_text_of_a_layout() -> None:
     assert LAYOUTS["rows"].is_sharded
     assert not LAYOUTS["said replica"].is_sharded
     assert TWO_DIMS["both axes"].shards() == (("dp", 0), ("tp", 1))
+
+
+def _sum_of_summands() -> list[Any]:
+    mesh = declare_mesh({"tp": 2})
+    layout, summand = Layout("w", (2,), (("tp", Partial()),)), torch.tensor([1.0, 10.0]) * (dist.get_rank() + 1)
+    return [layout.full(summand, mesh).tolist(), summand.tolist()]
+
+
+@pytest.mark.ranks
+def test_full_of_a_partial_sum_adds_up_what_the_ranks_have() -> None:
+    assert run_ranks(_sum_of_summands, world_size=2) == [[[3, 30], [1, 10]], [[3, 30], [2, 20]]]
+
+
+def test_a_placement_that_no_function_here_knows_is_refused() -> None:
+    with pytest.raises(MeshError) as caught:
+        Layout("fc.weight", (4,), (("tp", Partial("max")),))
+    assert str(caught.value) == (
+        "'fc.weight' cannot lie as Partial(max) along mesh_dim 'tp'\n"
+        "  hint: a tensor is Shard(axis), Replicate() or Partial('sum') along a mesh dimension"
+    )
+    with pytest.raises(MeshError) as caught:
+        Layout("fc.weight", (4,), (("tp", Partial()), ("tp", Shard(0))))
+    assert str(caught.value) == (
+        "'fc.weight' is a partial sum along mesh_dim 'tp', and cannot be tp: P(sum), tp: S(0) at the same time\n"
+        "  hint: reduce it before it is split"
+    )
+
+
+def test_a_partial_sum_read_from_a_file_is_read_once(tmp_path: Path) -> None:
+    full = torch.arange(6.0).reshape(2, 3)
+    save_file({"w": full, "scale": torch.tensor(3.0)}, tmp_path / "model.safetensors")
+    source = SafetensorsSource(tmp_path)
+    for name, whole in (("w", full), ("scale", torch.tensor(3.0))):
+        layout = Layout(name, tuple(whole.shape), (("tp", Partial()),))
+        pieces = [source.read(name, layout, Mesh({"tp": 2}, rank=rank)) for rank in range(2)]
+        assert torch.equal(pieces[0], whole)
+        assert torch.equal(pieces[1], torch.zeros_like(whole))

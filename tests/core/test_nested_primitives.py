@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 import slapo_core as slapo
 from slapo_core.spec.preconditions import After
+from slapo_core.testing.snapshot import ModelSnapshot
+from tests.core.edits import Call, HookAll, post_hook, wrapped
 
 
 @dataclass(frozen=True)
@@ -76,3 +80,59 @@ def test_an_inner_primitive_that_is_refused_takes_the_outer_one_along() -> None:
     assert sch.records == ()
     with pytest.raises(slapo.PreconditionError):
         sch.apply(Second())
+
+
+GONE = (
+    "the module '0.1' is gone: an earlier edit of the same primitive replaced '0'\n"
+    "  hint: edit it before '0' is replaced, or edit what stands there now"
+)
+EDITS: dict[str, Callable[[Any, Any], Any]] = {
+    "set_parameter": lambda node, edit: edit.set_parameter(node, "weight", torch.zeros(2, 4)),
+    "set_buffer": lambda node, edit: edit.set_buffer(node, "seen", torch.zeros(2)),
+    "set_requires_grad": lambda node, edit: edit.set_requires_grad(node, "weight", False),
+    "set_layout": lambda node, edit: edit.set_layout(node, "weight", slapo.Layout("0.1.weight", (4, 4))),
+    "keep_on_rank": lambda node, edit: edit.keep_on_rank(node, "weight", "tp", 0),
+    "replace_module": lambda node, edit: edit.replace_module(node, nn.Identity()),
+    "add_hook": lambda node, edit: edit.add_hook(node, "forward", post_hook),
+    "add_hook, inactive": lambda node, edit: edit.add_hook(node, "forward", post_hook, active=False),
+    "wrap_forward": lambda node, edit: edit.wrap_forward(node, wrapped),
+    "set_attribute": lambda node, edit: edit.set_attribute(node, "out_features", 2),
+    "annotate": lambda node, edit: edit.annotate(node, "weight", "key", 1),
+    "apply": lambda node, edit: edit.apply(node, HookAll()),
+    "looking": lambda node, edit: node.parameters,
+}
+
+
+@pytest.mark.parametrize("kind", EDITS)
+def test_a_child_that_the_same_primitive_replaced_cannot_be_edited(kind: str) -> None:
+    model = nn.Sequential(nn.Sequential(nn.ReLU(), nn.Linear(4, 4)), nn.ReLU())
+    sch = slapo.create_schedule(model, mesh={"tp": 1})
+    child = sch["0.1"]
+    assert isinstance(child.module, nn.Linear)  # known to the node, and gone a moment later
+
+    def replace_and_edit(node: slapo.Node, edit: slapo.Edit) -> None:
+        edit.replace_module(node, nn.Identity(), dropped=["1.weight", "1.bias"])
+        EDITS[kind](child, edit)
+
+    before = ModelSnapshot(model)
+    with pytest.raises(slapo.ApplyError) as refused:
+        sch["0"].apply(Call(replace_and_edit))
+    assert str(refused.value) == GONE
+    assert refused.value.path == "0.1"
+    assert before.differences(model) == []
+    assert sch.records == ()
+    sch["0.1"].apply(HookAll())  # which is there again
+
+
+def test_what_stands_at_a_replaced_path_can_be_edited() -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4)))
+    sch = slapo.create_schedule(model)
+    new = nn.Sequential(nn.Linear(4, 4))
+
+    def replace_and_edit(node: slapo.Node, edit: slapo.Edit) -> None:
+        edit.replace_module(node, new)
+        edit.set_attribute(node, "own", 1)
+        edit.set_attribute(node["0"], "own", 2)
+
+    sch["0"].apply(Call(replace_and_edit))
+    assert (new.own, new[0].own) == (1, 2)

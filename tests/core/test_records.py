@@ -43,6 +43,7 @@ def test_document_holds_every_step() -> None:
         "format": 1,
         "slapo-core": version,
         "model": "tests.core.small_models.MLP",
+        "blocks": {"layers": 4},
         "mesh": {"tp": 2},
         "records": [
             {

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -59,12 +61,15 @@ def test_replay_reads_text_data_and_files(tmp_path: Path) -> None:
     sch["layers.*"].checkpoint()
     file = tmp_path / "schedule.json"
     file.write_text(sch.to_json())
-    for document in (sch.to_json(), sch.document(), file):
+    for document in (sch.to_json(), sch.document(), file, str(file)):
         assert slapo.replay(MLP(), document).records == sch.records
-    with pytest.raises(ReplayError) as caught:
-        slapo.replay(MLP(), str(file))
-    assert str(caught.value).startswith("this is not a schedule in JSON: ")
-    assert str(caught.value).endswith("\n  hint: a file is given as pathlib.Path('schedule.json')")
+    for text in ("nothing.json", "x" * 5000, "nul\0", str(tmp_path)):
+        with pytest.raises(ReplayError) as caught:
+            slapo.replay(MLP(), text)
+        assert str(caught.value) == (
+            "this is neither a schedule in JSON nor an existing file: Expecting value: line 1 column 1 (char 0)\n"
+            "  hint: replay(model, 'schedule.json'), or replay(model, sch.to_json())"
+        )
     with pytest.raises(FileNotFoundError):
         slapo.replay(MLP(), tmp_path / "nothing.json")
 
@@ -102,8 +107,8 @@ def _document(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("document", "message"),
     [
-        ("{", "this is not a schedule in JSON: "),
-        ("", "this is not a schedule in JSON: "),
+        ("{", "this is neither a schedule in JSON nor an existing file: "),
+        ("", "this is neither a schedule in JSON nor an existing file: "),
         ("[]", "this is not a schedule: it has no list of 'records'\n  hint: save one with sch.to_json()"),
         ("null", "this is not a schedule: it has no list of 'records'\n  hint: save one with sch.to_json()"),
         ({}, "this is not a schedule: it has no list of 'records'\n  hint: save one with sch.to_json()"),
@@ -178,3 +183,112 @@ def test_document_is_not_changed_by_replaying() -> None:
     text = json.dumps(document)
     slapo.replay(MLP(), document)
     assert json.dumps(document) == text
+
+
+def in_sequence(old: nn.Module) -> nn.Module:
+    return Sequence(old)
+
+
+class Sequence(nn.Linear):
+    def __init__(self, old: nn.Module) -> None:
+        super().__init__(old.in_features, old.out_features)
+
+
+def test_a_function_at_the_top_level_of_a_module_is_saved_by_its_name_and_replayed() -> None:
+    sch = slapo.create_schedule(MLP())
+    sch["head"].replace(in_sequence)
+    assert sch.document()["records"][0]["arguments"]["new_module"] == "tests.core.test_replay:in_sequence"
+    model = MLP()
+    again = slapo.replay(model, sch.to_json())
+    assert type(model.head) is Sequence
+    assert again.records == sch.records
+    assert again.records[0].primitive.arguments()["new_module"] is in_sequence
+
+
+@pytest.mark.ranks
+def test_a_dry_schedule_with_a_function_is_verified() -> None:
+    sch = slapo.create_schedule(MLP(), mesh={"dp": 2})
+    sch["head"].replace(in_sequence)
+    assert slapo.verify(sch, torch.randn(2, 8)).world_size == 2
+
+
+def test_a_function_that_its_name_does_not_lead_to_is_not_saved() -> None:
+    def in_sequence(old: nn.Module) -> nn.Module:
+        return Sequence(old)
+
+    hidden = in_sequence
+    hidden.__qualname__ = "in_sequence"  # as a decorator leaves it: the name leads to another function
+    for function, kind in ((hidden, "it is the function in_sequence"), (lambda old: Sequence(old), "it is a lambda")):
+        sch = slapo.create_schedule(MLP())
+        sch["head"].replace(function)
+        with pytest.raises(slapo.SerializationError) as caught:
+            sch.to_json()
+        assert str(caught.value) == (
+            f"argument 'new_module' of {sch.records[0]} cannot be saved: {kind}\n"
+            "  hint: JSON carries numbers, strings, booleans, None, lists and dictionaries; give this step by name, or "
+            "keep the schedule as a Python function"
+        )
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "antigravity:fly",
+            "is the function 'antigravity:fly', and the module antigravity is not imported\n"
+            "  hint: `import antigravity` before replaying, if you trust the schedule: replay imports nothing by "
+            "itself",
+        ),
+        *(
+            (
+                f"{module}:{name}",
+                f"is the function '{module}:{name}', and the module {module} has no such function\n"
+                "  hint: replay with the version of the module that the schedule was saved with",
+            )
+            for module, name in (("tests.core.test_replay", "nothing"), ("builtins", "exec"), ("json", "JSONDecoder"))
+        ),
+    ],
+)
+def test_a_function_that_is_not_there_is_refused_and_nothing_is_imported(name: str, message: str) -> None:
+    document = _document(primitive="core.replace", arguments={"new_module": name})
+    with pytest.raises(ReplayError) as caught:
+        slapo.replay(MLP(), document)
+    assert str(caught.value) == (
+        "step 2, core.replace (saved with slapo-core 0.0.1), cannot be replayed: core.replace: argument 'new_module' "
+        + message
+    )
+    assert "antigravity" not in sys.modules
+
+
+LEFT_OUT = "; give those their steps, or undo with sch.undo(to=0)"
+
+
+def test_a_schedule_for_fewer_layers_says_which_ones_it_leaves_out() -> None:
+    sch = slapo.create_schedule(MLP(2))
+    sch["layers.*.0"].checkpoint()
+    some = "of the 4 Sequential in 'layers', the schedule has steps for 0, 1 and none for 2, 3"
+    saved = sch.document()
+    older = {key: value for key, value in saved.items() if key != "blocks"}
+    for document, says in ((saved, f"{some}; it was saved from a model with 2 there"), (older, some)):
+        with pytest.warns(UserWarning, match="has steps for 0, 1 and none for 2, 3") as caught:
+            again = slapo.replay(MLP(4), document)
+        assert [str(warning.message) for warning in caught] == [says + LEFT_OUT]
+        assert caught[0].filename == __file__
+        assert len(again.records) == 2
+    with pytest.warns(UserWarning, match="has steps for 0, 1 and none for 2, 3") as caught:
+        slapo.replay(MLP(24), saved)
+    assert "none for 2, 3, 4, ..., 23 (22 in all); it was saved" in str(caught[0].message)
+
+
+def test_a_schedule_that_left_layers_out_on_purpose_is_replayed_in_silence() -> None:
+    sch = slapo.create_schedule(MLP(4))
+    sch["layers.[01]"].checkpoint()
+    nothing = slapo.create_schedule(MLP(2))
+    nothing["head"].checkpoint()
+    root = slapo.create_schedule(MLP(2))
+    root["layers.*"].checkpoint()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        slapo.replay(MLP(4), sch.document())
+        slapo.replay(MLP(4), nothing.document())
+        slapo.replay(MLP(2), root.document())

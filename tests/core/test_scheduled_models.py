@@ -4,12 +4,26 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
+from collections.abc import Callable
+from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 import slapo_core as slapo
 from slapo_core.schedule import scheduled_models
+from tests.core.building_support import Split, SumOutput, real
+from tests.core.edits import Call, Halve, HookAll, wrapped
+
+MESSAGE = "carries 1 step of another schedule, which would be taken for the untouched model"
+WAY_OUT = "go on with that schedule, take it back first with sch.undo(to=0), or make a fresh model"
+COPY = (
+    "is a copy, or a part, of a model under another schedule: steps changed it, which would be taken for the untouched "
+    "model\n"
+    "  hint: copy the model before its first step, or inside of `with sch.untouched() as model:`, or make a fresh model"
+)
 
 
 def test_a_second_schedule_on_a_scheduled_model_is_refused_and_the_way_out_works() -> None:
@@ -48,10 +62,10 @@ def test_models_are_forgotten_with_the_last_reference() -> None:
     model = nn.Sequential(nn.Linear(4, 4))
     sch = slapo.create_schedule(model)
     sch["0"].checkpoint()
-    before = len(scheduled_models._STEPS)
+    before = len(scheduled_models._CLAIMS)
     del model, sch
     gc.collect()
-    assert len(scheduled_models._STEPS) < before
+    assert len(scheduled_models._CLAIMS) < before
 
 
 def test_a_copy_of_the_untouched_model_is_a_model_of_its_own() -> None:
@@ -61,3 +75,138 @@ def test_a_copy_of_the_untouched_model_is_a_model_of_its_own() -> None:
     with sch.untouched() as untouched:
         fresh = copy.deepcopy(untouched)
     slapo.create_schedule(fresh)["0"].checkpoint()
+
+
+def two_layers() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+
+def test_of_two_schedules_of_a_model_only_one_takes_steps() -> None:
+    model = two_layers()
+    first, second = slapo.create_schedule(model), slapo.create_schedule(model)
+    first["0"].apply(Halve())
+    weight = model[0].weight
+    uses: list[Callable[[], Any]] = [
+        lambda: second["0"].apply(Halve()),
+        lambda: second["*"].apply(Halve()),
+        lambda: slapo.build(second),
+        lambda: slapo.verify(second, torch.randn(2, 4)),
+        lambda: second.untouched().__enter__(),
+    ]
+    for use in uses:
+        with pytest.raises(slapo.ArgumentError) as refused:
+            use()
+        assert str(refused.value) == f"this Sequential {MESSAGE}\n  hint: {WAY_OUT}"
+    assert model[0].weight is weight
+    second.undo(to=0)  # of nothing: the other one's steps are not forgotten
+    with pytest.raises(slapo.ArgumentError):
+        second["0"].apply(Halve())
+    first.undo(to=0)
+    second["0"].apply(Halve())
+    with pytest.raises(slapo.ArgumentError):
+        first["1"].apply(Halve())
+
+
+def test_a_part_of_a_scheduled_model_and_what_contains_one_are_refused() -> None:
+    model, part = nn.Sequential(two_layers(), nn.ReLU()), nn.Sequential(nn.Linear(4, 4))
+    inner, whole, other = slapo.create_schedule(model[0]), slapo.create_schedule(model), slapo.create_schedule(part)
+    whole["0.1"].apply(Halve())
+    below = (
+        f"this Sequential is '0' of a Sequential that {MESSAGE}\n"
+        f"  hint: {WAY_OUT}; parts are scheduled through the whole: sch['0']"
+    )
+    for use in (lambda: inner["0"].apply(Halve()), lambda: slapo.create_schedule(model[0])):
+        with pytest.raises(slapo.ArgumentError) as refused:
+            use()
+        assert str(refused.value) == below
+    whole.undo()
+    inner["0"].apply(Halve())
+    above = f"'0' of this Sequential {MESSAGE}\n  hint: {WAY_OUT}; parts are scheduled through the whole: sch['0']"
+    for use in (lambda: whole["1"].apply(HookAll()), lambda: slapo.create_schedule(model)):
+        with pytest.raises(slapo.ArgumentError) as refused:
+            use()
+        assert str(refused.value) == above
+    other["0"].apply(Halve())  # has nothing to do with the others
+
+
+def test_models_that_share_a_module_are_refused() -> None:
+    shared = nn.Linear(4, 4)
+    first, second = nn.Sequential(shared, nn.ReLU()), nn.ModuleDict({"a": nn.ReLU(), "b": shared})
+    slapo.create_schedule(first)["0"].apply(Halve())
+    with pytest.raises(slapo.ArgumentError) as refused:
+        slapo.create_schedule(second)
+    assert str(refused.value) == (
+        f"'b' of this ModuleDict is also '0' of a Sequential that {MESSAGE}\n"
+        "  hint: put both models into one, e.g. nn.ModuleDict, and make one schedule of it"
+    )
+
+
+STEPS: dict[str, tuple[Callable[[slapo.Schedule], Any], str]] = {
+    "a piece": (lambda sch: sch["1"].apply(Halve()), "1"),
+    "a replacement": (lambda sch: sch["1"].replace(nn.Linear(4, 4)), ""),
+    "a hook": (lambda sch: sch["1"].apply(HookAll()), "1"),
+    "a wrapper": (lambda sch: sch["1"].apply(Call(lambda node, edit: edit.wrap_forward(node, wrapped))), "1"),
+    "an attribute": (lambda sch: sch["1"].apply(Call(lambda node, edit: edit.set_attribute(node, "n", 1))), "1"),
+}
+
+
+@pytest.mark.parametrize("kind", STEPS)
+def test_a_copy_of_a_scheduled_model_is_refused(kind: str) -> None:
+    model = two_layers()
+    sch = slapo.create_schedule(model)
+    step, changed = STEPS[kind]
+    step(sch)
+    twin = copy.deepcopy(model)
+    with pytest.raises(slapo.ArgumentError) as refused:
+        slapo.create_schedule(twin)
+    assert str(refused.value) == (f"'{changed}' of this Sequential {COPY}" if changed else f"this Sequential {COPY}")
+    if changed:
+        with pytest.raises(slapo.ArgumentError) as refused:
+            slapo.create_schedule(twin[1])
+        assert str(refused.value) == f"this Linear {COPY}"
+    slapo.create_schedule(copy.deepcopy(twin[0]))  # what no step changed is as its author made it
+
+
+def test_an_unpickled_copy_and_a_copy_of_a_built_model_are_refused() -> None:
+    model = two_layers()
+    sch = slapo.create_schedule(model)
+    sch["1"].apply(HookAll())
+    sent = pickle.dumps(model)
+    slapo.build(sch)
+    built = copy.deepcopy(model)
+    del model, sch
+    gc.collect()
+    for twin in (pickle.loads(sent), built, nn.ModuleList([built])[0]):
+        with pytest.raises(slapo.ArgumentError) as refused:
+            slapo.create_schedule(twin)
+        assert str(refused.value) == f"'1' of this Sequential {COPY}"
+
+
+@pytest.mark.parametrize("kind", STEPS)
+def test_a_copy_after_undo_is_as_good_as_the_model(kind: str) -> None:
+    model = two_layers()
+    before = {name: dict(module.__dict__) for name, module in model.named_modules()}
+    sch = slapo.create_schedule(model)
+    step, _ = STEPS[kind]
+    step(sch)
+    step(sch)
+    sch.undo()
+    with pytest.raises(slapo.ArgumentError):
+        slapo.create_schedule(copy.deepcopy(model))  # one step is left
+    sch.undo()
+    slapo.create_schedule(copy.deepcopy(model))
+    slapo.create_schedule(pickle.loads(pickle.dumps(model)))
+    assert {name: list(module.__dict__) for name, module in model.named_modules()} == {
+        name: list(state) for name, state in before.items()
+    }
+
+
+def test_what_changes_nothing_on_a_mesh_of_one_rank_leaves_no_mark() -> None:
+    model = real("mlp")
+    names = [list(module.__dict__) for module in model.modules()]
+    sch = slapo.create_schedule(model, mesh={"tp": 1})
+    sch["fc2"].apply(SumOutput())
+    assert [list(module.__dict__) for module in model.modules()] == names
+    sch["fc1"].apply(Split(("weight",)))
+    with pytest.raises(slapo.ArgumentError):
+        slapo.create_schedule(copy.deepcopy(model))

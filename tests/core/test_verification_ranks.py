@@ -341,3 +341,13 @@ def test_a_declared_mesh_and_a_step_that_cannot_be_sent_says_what_to_launch() ->
     assert caught.value.hint == (
         "launch the script on every rank instead: `torchrun --nproc-per-node 2 your_script.py`"
     )
+
+
+def test_a_declared_mesh_verifies_a_model_with_tensors_on_the_meta_device_and_real_ones() -> None:
+    model = net()
+    with torch.device("meta"):
+        model.layer[1] = Mlp()  # its values come later
+    sch = tensor_parallel(slapo.create_schedule(model, mesh={"tp": 2}))
+    assert slapo.verify(sch, torch.arange(6).reshape(2, 3)).world_size == 2
+    assert model.layer[1].up.weight.is_meta
+    assert not model.layer[0].up.weight.is_meta

@@ -43,6 +43,25 @@ def test_real_parameters_are_overwritten_in_place(tmp_path: Path) -> None:
     assert torch.equal(weight, state["fc1.weight"])
 
 
+def write_over(file: Path) -> None:
+    """Other bytes in the same file, in place, as another program would that has it mapped."""
+    with file.open("r+b") as handle:
+        size = len(handle.read())
+        length = int.from_bytes(file.read_bytes()[:8], "little") + 8  # of the header
+        handle.seek(length)
+        handle.write(bytes(size - length))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "cnn"])
+@pytest.mark.parametrize("make", [on_meta, real], ids=["meta", "real"])
+def test_a_file_written_over_later_is_not_the_models_memory(tmp_path: Path, name: str, make: object) -> None:
+    state = saved(tmp_path, name)
+    model = make(name)  # type: ignore[operator]
+    engine = slapo.build(split(slapo.create_schedule(model, mesh={"tp": 1}), name), weights=tmp_path)
+    write_over(tmp_path / "model.safetensors")
+    assert [key for key, tensor in engine.state_dict().items() if not torch.equal(tensor, state[key])] == []
+
+
 def load_on_two_ranks(directory: str, name: str) -> tuple[dict[str, torch.Tensor], list[tuple[int, ...]]]:
     schedule = split(slapo.create_schedule(on_meta(name), mesh={"tp": 2}), name)
     engine = slapo.build(schedule, weights=directory)
@@ -78,6 +97,8 @@ def test_a_slice_read_from_a_file_is_the_piece_that_the_layout_cuts(tmp_path: Pa
     save_file({"w": full}, tmp_path / "w.safetensors")
     mesh = Mesh({"dp": 2, "tp": 2}, rank=rank)
     read = SafetensorsSource(tmp_path).read("w", layout, mesh)
+    assert read.untyped_storage().nbytes() == 4 * read.numel()  # the piece, and nothing that it was cut from
+    assert read.is_contiguous()
     assert torch.equal(read, layout.local(full, mesh))
     assert torch.equal(read, MappingSource({"w": full}).read("w", layout, mesh))
 

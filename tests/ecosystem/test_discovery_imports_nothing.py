@@ -1,4 +1,4 @@
-"""Listing a hundred plugins imports none of them, nor torch, and is quick."""
+"""Listing a hundred plugins imports none of them, nor torch, and reads each one's metadata a few times at most."""
 
 from __future__ import annotations
 
@@ -10,24 +10,28 @@ import pytest
 from slapo_core.testing.distributions import FakeEnvironment
 from tests.dists.healthy import acme, crowd
 
-CPU_LIMIT_SECONDS = 1.2  # several times what it takes, so that a busy machine does not fail it
+READS = 4  # of metadata files for each distribution: what it takes, counted instead of timed
 
 MEASURE = """
-import resource, sys
+import sys
+opened = []
+def watch(event, arguments):
+    if event == "open" and ".dist-info" in str(arguments[0]) and "crowd_" in str(arguments[0]):
+        opened.append(arguments[0])
+sys.addaudithook(watch)
 sys.argv = ["slapo", "plugins", "list", "--json"]
 from slapo_core.cli.main import main
 try:
     main()
 except SystemExit as stop:
     assert not stop.code, stop.code
-usage = resource.getrusage(resource.RUSAGE_SELF)
 heavy = sorted({name.partition(".")[0] for name in sys.modules} & {"torch", "rich", "pluggy", "typeguard"})
-print(usage.ru_utime + usage.ru_stime, ",".join(heavy), file=sys.stderr)
+print(len(opened), ",".join(heavy), file=sys.stderr)
 """
 
 
 @pytest.mark.parametrize("count", [0, 100])
-def test_listing_is_quick_and_imports_no_plugin(
+def test_listing_reads_little_and_imports_no_plugin(
     count: int, fake_distributions: FakeEnvironment, tmp_path: Path
 ) -> None:
     sentinel = tmp_path / "imported"
@@ -37,11 +41,10 @@ def test_listing_is_quick_and_imports_no_plugin(
     listed = [plugin for plugin in json.loads(done.stdout)["plugins"] if plugin["name"].startswith("crowd-")]
     assert len(listed) == count
     assert {plugin["state"] for plugin in listed} <= {"ok"}
-    seconds, _, heavy = done.stderr.strip().partition(" ")
-    print(f"slapo plugins list with {count} plugins: {float(seconds):.3f} s of CPU")
+    reads, _, heavy = done.stderr.rstrip("\n").partition(" ")
     assert heavy == ""
     assert not sentinel.exists()
-    assert float(seconds) < CPU_LIMIT_SECONDS
+    assert count <= int(reads) <= READS * count
 
 
 def test_the_sentinel_can_fail(fake_distributions: FakeEnvironment, tmp_path: Path) -> None:

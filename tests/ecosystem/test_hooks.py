@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections.abc import Callable
 
 import pluggy
 import pytest
+import torch
 
+import slapo_core as slapo
 from slapo_core.errors import DisabledPluginError, HookError, RejectedPluginError
 from slapo_core.plugins import PluginWarning
 from slapo_core.plugins.manager import HookManager
+from slapo_core.plugins.process import use_registry
 from slapo_core.spec import hookspecs
 from slapo_core.testing.distributions import FakeDistribution, FakeEnvironment
 from tests.dists.healthy import acme, with_hooks
@@ -32,6 +36,7 @@ def test_the_hooks_are_those_of_the_design_and_fully_described() -> None:
     hooks = {name: value for name, value in vars(hookspecs).items() if name.startswith("slapo_")}
     assert sorted(hooks) == [
         "slapo_applied",
+        "slapo_check",
         "slapo_doctor",
         "slapo_from_reference",
         "slapo_gather_output",
@@ -295,3 +300,33 @@ def test_tracing_prints_every_hook_call(
     manager.call("slapo_doctor")
     line = "slapo: hook slapo_materialize(path='fc', name='weight', shape=(2, 3), dtype=None) -> acme-hooks 1.0: 'fc'\n"
     assert capsys.readouterr().err == (line if trace == "1" else "")
+
+
+CHECK = "from slapo_core import Violation\n@hookimpl\ndef slapo_check(schedule):\n    {}\n"
+
+
+@pytest.fixture
+def complaining(fake_distributions: FakeEnvironment) -> Callable[[str], slapo.Schedule]:
+    def schedule(body: str) -> slapo.Schedule:
+        fake_distributions.install(with_hooks("acme-hooks", CHECK.format(body)))
+        with use_registry(fake_distributions.registry(with_installed=True)):
+            return slapo.create_schedule(torch.nn.Linear(2, 2), plugins=["acme-hooks"])
+
+    return schedule
+
+
+def test_build_refuses_what_plugins_say_is_missing(complaining: Callable[[str], slapo.Schedule]) -> None:
+    sch = complaining("yield Violation('the sum is not reduced', 'add sum()'); yield Violation('no bias')")
+    with pytest.raises(slapo.BuildError) as refused:
+        slapo.build(sch)
+    assert str(refused.value) == ("the schedule is incomplete:\n  - the sum is not reduced; add sum()\n  - no bias")
+    assert not sch.is_sealed
+
+
+def test_a_check_that_gives_no_violations_is_blamed(complaining: Callable[[str], slapo.Schedule]) -> None:
+    with pytest.raises(HookError) as refused:
+        slapo.build(complaining("return ['the sum is not reduced']"))
+    assert str(refused.value) == (
+        "hook slapo_check of acme-hooks must yield Violation objects (got 'the sum is not reduced')\n"
+        '  hint: yield slapo_core.Violation("what is missing", hint="the call to add")'
+    )

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from torch import nn
 
+import slapo_core as slapo
 from slapo_core.errors import AmbiguousNameError, DisabledPluginError, UnknownNameError
 from slapo_core.schedule.sugar import bound_primitive
 from slapo_core.spec.reserved import FIRST_PARTY_NAMES, PLANNED_PRIMITIVES, RESERVED_NAMES
@@ -176,13 +177,40 @@ def test_the_namespace_of_a_disabled_plugin_says_so(fake_distributions: FakeEnvi
     )
 
 
-def test_no_primitive_can_hide_a_member_of_a_node_group_or_schedule() -> None:
-    import slapo_core as slapo
-
-    schedule = slapo.create_schedule(nn.Sequential(nn.Linear(2, 2)))
-    things = (schedule, schedule["0"], schedule["*"])
+def _members() -> set[str]:
+    """Public attributes of schedules, nodes and groups, those of instances included, also when they have been used."""
+    schedule = slapo.create_schedule(nn.Sequential(nn.Linear(2, 2)), plugins=["slapo-core"])
+    schedule["0"].checkpoint()
+    schedule.explain()
+    with schedule.untouched():
+        things = (schedule, schedule["0"], schedule["*"])
+        attributes = [name for thing in things for name in (*dir(type(thing)), *getattr(thing, "__dict__", ()))]
+    slapo.build(schedule)
+    attributes += vars(schedule)
     assert [type(thing).__name__ for thing in things] == ["Schedule", "TreeNode", "NodeGroup"]
-    attributes = [name for thing in things for name in (*dir(type(thing)), *getattr(thing, "__dict__", ()))]
-    members = {name for name in attributes if not name.startswith("_")}
-    assert {"undo", "pattern", "module", "plugins"} <= members
+    return {name for name in attributes if not name.startswith("_")}
+
+
+def test_no_primitive_can_hide_a_member_of_a_node_group_or_schedule() -> None:
+    members = _members()
+    assert {"undo", "pattern", "module", "plugins", "tree", "model"} <= members
     assert members - RESERVED_NAMES == set()
+
+
+def test_a_plugin_whose_primitive_would_hide_a_member_is_rejected_when_it_is_found(
+    fake_distributions: FakeEnvironment,
+) -> None:
+    named = {f"acme{number}-slapo": bare for number, bare in enumerate(sorted(_members()))}
+    fake_distributions.install(
+        *(acme(name, namespace=name.removesuffix("-slapo"), bare=bare) for name, bare in named.items())
+    )
+    registry = fake_distributions.registry()
+    found = {name: registry.plugin(name) for name in named}
+    assert {name: plugin and (plugin.state, plugin.reason) for name, plugin in found.items()} == {
+        name: (
+            "rejected",
+            f"'{name.removesuffix('-slapo')}.{bare}' is refused: '{bare}' would hide a member of nodes or schedules",
+        )
+        for name, bare in named.items()
+    }
+    assert registry.names("primitives") == ()

@@ -1,4 +1,7 @@
-"""Negative controls on a real BERT: whichever collective is missing, verify fails and names steps near it."""
+"""Negative controls on a real BERT: whichever collective is missing, verify fails and names steps near it.
+
+Where the missing one leaves a partial sum, build refuses the schedule before anything runs.
+"""
 
 from __future__ import annotations
 
@@ -51,12 +54,32 @@ def split(sch: Any, *, without: int | None) -> str:
     return syncs[without][0].path if without is not None else ""
 
 
+def schedules_by_missing_sync() -> dict[int, tuple[str, list[str]]]:
+    """Of each collective that was left out: where it belongs, and what is said to be missing."""
+    found = {}
+    for number in range(SYNCS):
+        sch = slapo.create_schedule(bert(), mesh={"tp": 2})
+        path = split(sch, without=number)
+        found[number] = path, [str(one) for one in sch.hooks.call("slapo_check", schedule=sch)[0]]
+    return found
+
+
+def test_each_partial_sum_of_a_bert_that_nobody_reduces_is_refused_by_build() -> None:
+    for number, (path, missing) in schedules_by_missing_sync().items():
+        is_partial = path.endswith((".output.dense", "word_embeddings"))
+        assert len(missing) == is_partial, (number, path, missing)
+        if is_partial:
+            assert f"made the output of '{path}' a partial sum, which no step reduces" in missing[0]
+            assert missing[0].endswith(f'; add sch[\'{path}\'].sync("fwd_post", "all_reduce")')
+
+
 def verify_each() -> list[tuple[str, list[str]]]:
     ids = torch.randint(0, 40, (2, 7), generator=torch.Generator().manual_seed(3))
     batch = {"input_ids": ids, "labels": ids}
     whole = slapo.create_schedule(bert(), mesh={"tp": 2})
     split(whole, without=None)
     assert not slapo.verify(whole, batch, optimizer_steps=1).not_compared
+    assert whole.hooks.call("slapo_check", schedule=whole) == [[]]
     found = []
     for number in range(SYNCS):
         sch = slapo.create_schedule(bert(), mesh={"tp": 2})

@@ -1,5 +1,6 @@
 """hello.full_precision: a whole slapo plugin in one file."""
 
+import functools
 from dataclasses import dataclass
 
 import slapo_core as slapo
@@ -20,10 +21,14 @@ class FullPrecision(slapo.Primitive):
             yield slapo.Violation("it runs in full precision already", "leave this step out")
 
     def apply(self, node, edit):
-        edit.wrap_forward(node, lambda forward: lambda module, *args: _run(forward, module, args))
+        edit.wrap_forward(node, _in_full_precision)
 
 
-def _run(forward, module, args):
+def _in_full_precision(forward):  # at the top level of the module: pickle finds it again by its name
+    return functools.partial(_run, forward)
+
+
+def _run(forward, module, *args):
     import torch
 
     with torch.autocast(args[0].device.type, enabled=False):

@@ -1,5 +1,7 @@
 """The kit's checks on `hello.full_precision`, and what it is for."""
 
+import pickle
+
 import torch
 from slapo_hello import FullPrecision
 from torch import nn
@@ -45,3 +47,11 @@ def test_under_autocast_only_the_chosen_module_runs_in_full_precision():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         model(*make_inputs())
     assert dtypes["0"] == torch.bfloat16
+
+
+def test_a_scheduled_model_can_be_pickled():
+    model = make_model()
+    slapo.create_schedule(model)["0"].hello.full_precision()
+    loaded = pickle.loads(pickle.dumps(model))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert loaded[0](*make_inputs()).dtype == torch.float32

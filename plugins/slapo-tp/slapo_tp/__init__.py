@@ -1,4 +1,4 @@
-"""Tensor parallelism for slapo: ``shard``, ``sync``, ``shard_attribute`` and ``sync_gradient``.
+"""Tensor parallelism for slapo: ``shard``, ``sync``, ``shard_attribute``, ``sync_gradient``, ``fork_rng``.
 
 Installing this distribution is enough: every schedule then knows ``sch["path"].shard(...)`` and the others. The
 classes below are for those who build primitives as values::
@@ -15,13 +15,15 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from slapo_tp.attributes import ShardAttribute
+    from slapo_tp.fork_rng import ForkRng
     from slapo_tp.shard import Shard
     from slapo_tp.sync import Sync
     from slapo_tp.sync_gradient import SyncGradient
 
-__all__ = ["Shard", "ShardAttribute", "Sync", "SyncGradient"]
+__all__ = ["ForkRng", "Shard", "ShardAttribute", "Sync", "SyncGradient"]
 
 _HOMES = {
+    "ForkRng": "slapo_tp.fork_rng",
     "Shard": "slapo_tp.shard",
     "ShardAttribute": "slapo_tp.attributes",
     "Sync": "slapo_tp.sync",

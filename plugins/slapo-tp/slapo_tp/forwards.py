@@ -7,11 +7,33 @@ from collections.abc import Callable
 from typing import Any
 
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from slapo_core.spec.edit import Forward
 
-__all__ = ["leave_bias_out", "look_up_own_rows"]
+__all__ = ["fresh", "gives_fresh_output", "leave_bias_out", "look_up_own_rows"]
+
+
+def gives_fresh_output(module: nn.Module) -> bool:
+    """Whether the module's forward makes its output anew and keeps no reference to it, for a module of a known kind.
+
+    So does the forward of its class, and so do those below; what others put in its place, or around it, may keep it.
+    """
+    forward = module.__dict__.get("forward")
+    if forward is None:
+        return True
+    function = getattr(forward, "__func__", None)
+    # The mark is the function itself: functools.wraps copies marks onto functions that keep the output.
+    return function is not None and getattr(function, _FRESH, None) is function
+
+
+def fresh(function: Forward) -> Forward:
+    """Mark a forward whose output is made anew, and kept by nobody."""
+    setattr(function, _FRESH, function)
+    return function
+
+
+_FRESH = "_slapo_tp_fresh"
 
 
 def leave_bias_out(without_bias: Forward) -> Callable[[Forward], Forward]:
@@ -51,4 +73,4 @@ def own_rows_looked_up(start: int, vocabulary: int, forward: Forward) -> Forward
         found = F.embedding(own, module.weight, padding, sparse=module.sparse)
         return found.masked_fill(others.unsqueeze(-1), 0.0)
 
-    return look_up
+    return fresh(look_up)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from slapo_core import Violation
 from slapo_core.spec.edit import Forward
+from slapo_tp.forwards import fresh
 
 __all__ = ["Axis", "LayerType", "layer_type_of", "reads_weights_itself"]
 
@@ -93,14 +94,17 @@ def reads_weights_itself(module: nn.Module, child: nn.Module) -> bool:
 # -- forwards with the bias left out; argument names are those of the originals -------------------------------
 
 
+@fresh
 def _linear(module: Any, input: Tensor) -> Tensor:
     return F.linear(input, module.weight)
 
 
+@fresh
 def _convolution(module: Any, input: Tensor) -> Tensor:
     return module._conv_forward(input, module.weight, None)
 
 
+@fresh
 def _conv1d(module: Any, x: Tensor) -> Tensor:
     return x @ module.weight
 

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import Tensor
-from torch.distributed.tensor import Shard as ShardPlacement
 
 from slapo_core import Edit, Equivalence, Layout, Node, Primitive, Violation
 from slapo_core.spec.preconditions import Distributed
@@ -97,6 +96,8 @@ class Shard(Primitive):
 
     def _cut(self, node: Node, edit: Edit, name: str, axis: int) -> None:
         """Put this rank's piece in the place of the tensor, everywhere it is tied."""
+        from torch.distributed.tensor import Shard as ShardPlacement  # brings sympy along
+
         old = own_tensor(node, name)
         assert old is not None
         sizes = pieces(self.packed, old.shape[axis])

@@ -13,8 +13,9 @@ from slapo_core.spec.edit import HookKind
 from slapo_core.spec.preconditions import Distributed
 from slapo_tp.collectives import RankGroup
 from slapo_tp.layers import layer_type_of
+from slapo_tp.left_out_bias import AddBias, FunctionHook
 from slapo_tp.splits import bias_is_left_out, mesh_size, output_state
-from slapo_tp.sync_hooks import AddBias, GradientHook, InputHook, OutputHook
+from slapo_tp.sync_hooks import GradientHook, InputHook, OutputHook
 from slapo_tp.sync_rules import argument_violations, place_violations, resolve
 
 __all__ = ["Sync"]
@@ -35,7 +36,9 @@ class Sync(Primitive):
             all_gather of split features. ``"backward"`` is ``bwd_post`` with all_reduce.
         op: ``"all_reduce"``, ``"all_gather"``, ``"reduce_scatter"``, or a function with the signature of torch's hook:
             ``fn(module, args, kwargs)`` for fwd_pre, ``fn(module, args, kwargs, output)`` for fwd_post, and
-            ``fn(module, grad_input, grad_output)`` for bwd_post.
+            ``fn(module, grad_input, grad_output)`` for bwd_post. Where the layer left its bias out, what the function
+            gives says how the bias is added: the shape of the partial sum is the whole sum, an equal piece along an
+            axis that is not the features' is this rank's piece, and any other shape is refused.
         axis: the tensor's axis to gather or scatter; negative counts from the end.
         mesh_dim: the mesh dimension whose ranks take part.
         inputs: for fwd_pre and bwd_post, the arguments meant, by position or name, e.g. ``("hidden_states",)``. None:
@@ -102,18 +105,16 @@ class Sync(Primitive):
         parameters: tuple[str, ...] = ()
         if self.inputs is not None:
             parameters = tuple(inspect.signature(type(node.module).forward).parameters)[1:]
-        add_bias = None
+        kind, add_bias = layer_type_of(node.module), None
         if mode == "fwd_post" and bias_is_left_out(node, self.mesh_dim):
-            kind = layer_type_of(node.module)
             assert kind is not None
             add_bias = AddBias(kind.feature_axis, pieces=group if op == "reduce_scatter" else None)
         if callable(op):
             torch_kind: dict[str, HookKind] = {
                 "fwd_pre": "forward_pre", "fwd_post": "forward", "bwd_post": "full_backward"
             }  # fmt: skip
-            yield torch_kind[mode], op
-            if add_bias is not None:
-                yield "forward", add_bias
+            hook = op if add_bias is None else FunctionHook(op, add_bias.feature_axis, group, node.path)
+            yield torch_kind[mode], hook
         elif mode == "fwd_post":
             yield (
                 "forward",

@@ -15,7 +15,7 @@ from slapo_core.spec.edit import Forward
 from slapo_core.spec.preconditions import Distributed
 from slapo_tp import collectives
 from slapo_tp.collectives import RankGroup
-from slapo_tp.splits import as_tuple, has_split_below, mesh_size, split_axis
+from slapo_tp.splits import as_tuple, bias_is_left_out, has_split_below, mesh_size, split_axis
 
 __all__ = ["SyncGradient"]
 
@@ -33,8 +33,8 @@ class SyncGradient(Primitive):
         mesh_dim: the mesh dimension whose ranks take part.
 
     Raises:
-        PreconditionError: no mesh, no such parameter, nothing in the model is split, the parameter is split itself, or
-            its gradient is summed already.
+        PreconditionError: no mesh, no such parameter, nothing in the model is split, the parameter is split itself, its
+            gradient is summed already, or it is a bias that the forward leaves out and ``sync`` adds.
 
     rewrite: (``dw[r]`` the gradient that rank r sees)
         ``w.grad == dw[r]`` -> ``w.grad == sum over r of dw[r]``
@@ -90,10 +90,26 @@ class SyncGradient(Primitive):
                 f"'{name}' is split over mesh_dim '{self.mesh_dim}': each rank's gradient is that of its own piece",
                 f"leave '{name}' out",
             )
+        for mesh_dim in node.mesh.sizes if node.mesh is not None and name == "bias" else ():
+            if bias_is_left_out(node, mesh_dim):
+                yield self._left_out(mesh_dim)
         for record in node.records:
             before = record.primitive
             if isinstance(before, SyncGradient) and before.mesh_dim == self.mesh_dim and name in as_tuple(before.names):
                 yield Violation(f"the gradient of '{name}' is summed already, by {record}", f"leave '{name}' out")
+
+    def _left_out(self, mesh_dim: str) -> Violation:
+        if mesh_dim == self.mesh_dim:
+            return Violation(
+                "'bias' is left out of the forward, whose weight is split on its input axis, and sync adds it with its "
+                "whole gradient",
+                "leave 'bias' out",
+            )
+        return Violation(
+            f"'bias' is left out of the forward, whose weight is split on its input axis over mesh_dim '{mesh_dim}', "
+            f"and sync adds it where a sum over mesh_dim '{self.mesh_dim}' does not reach it",
+            f"leave 'bias' out, and sum its gradient over mesh_dim '{self.mesh_dim}' after the backward",
+        )
 
 
 def gradients_summed(forward: Forward, *, names: tuple[str, ...], group: RankGroup) -> Forward:

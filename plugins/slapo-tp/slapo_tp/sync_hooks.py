@@ -7,38 +7,20 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from torch import Tensor, is_grad_enabled, nn
+from torch.compiler import is_compiling
+from torch.nn.modules.module import _global_forward_hooks
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from slapo_core import ArgumentError
 from slapo_tp import collectives
 from slapo_tp.collectives import RankGroup
+from slapo_tp.forwards import gives_fresh_output
+from slapo_tp.left_out_bias import AddBias
 
-__all__ = ["AddBias", "GradientHook", "InputHook", "OutputHook"]
+__all__ = ["GradientHook", "InputHook", "OutputHook"]
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class AddBias:
-    """Forward hook: add the bias that the forward left out; the output is the whole sum by now.
-
-    Args:
-        feature_axis: the output's axis that holds the output features, counted from the end.
-        pieces: the group over which the output is in pieces, so that each rank sees a part of the bias' gradient;
-            None where the output is whole.
-    """
-
-    feature_axis: int
-    pieces: RankGroup | None = None
-
-    def __call__(self, module: nn.Module, args: Args, kwargs: Kwargs, output: Tensor) -> Tensor:
-        bias: Tensor = module.bias  # type: ignore[assignment]
-        if self.pieces is not None:
-            bias = collectives.copy(bias, self.pieces)
-        if self.feature_axis != -1:
-            bias = bias.view(-1, *[1] * (-1 - self.feature_axis))
-        return output + bias.to(output.dtype)
 
 
 @dataclass(frozen=True)
@@ -52,7 +34,7 @@ class OutputHook:
         path: of the module, for messages.
         outputs: which tensors of the flattened output; None for the only one.
         add_bias: adds the bias that the forward left out; None where there is none.
-        is_fresh: whether the forward makes its output anew and keeps no reference to it, as that of nn.Linear does.
+        is_fresh: whether the module is of a kind whose own forward makes its output anew and keeps no reference to it.
     """
 
     op: str
@@ -65,9 +47,7 @@ class OutputHook:
 
     def __call__(self, module: nn.Module, args: Args, kwargs: Kwargs, output: Any) -> Any:
         if isinstance(output, Tensor) and self.outputs is None:
-            # Another hook may have kept the output: then it must not be overwritten.
-            alone = self.is_fresh and len(module._forward_hooks) == 1
-            output = self._communicate(output, overwrite=alone)
+            output = self._communicate(output, overwrite=self.is_fresh and not is_compiling() and _is_alone(module))
         else:
             leaves, spec = tree_flatten(output)
             for position in self._positions(leaves):
@@ -184,6 +164,11 @@ class GradientHook:
         if self.inputs is None:
             return _change_all(communicate, args, kwargs)
         return _change_named(communicate, self.inputs, self.parameters, args, kwargs, self.path)
+
+
+def _is_alone(module: nn.Module) -> bool:
+    """Whether nobody but this hook has seen the output: no other hook and no other forward, which may have kept it."""
+    return len(module._forward_hooks) == 1 and not _global_forward_hooks and gives_fresh_output(module)
 
 
 def _change_all(change: Callable[[Tensor], Tensor], args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:

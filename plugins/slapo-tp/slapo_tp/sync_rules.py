@@ -154,6 +154,14 @@ def _output_violations(sync: Sync, node: Node, op: str, axis: int) -> list[Viola
                 'use sync("fwd_post", "all_reduce"), or sync("fwd_post", "reduce_scatter", axis=...)',
             )
         ]
+    left_out = op == "reduce_scatter" and kind is not None and bias_is_left_out(node, sync.mesh_dim)
+    if left_out and kind is not None and axis == kind.feature_axis:
+        return [
+            Violation(
+                "the bias that the layer left out is whole, and cannot be added to a piece of the output features",
+                'use sync("fwd_post", "reduce_scatter", axis=...) with another axis, such as the sequence',
+            )
+        ]
     return []
 
 

@@ -62,6 +62,7 @@ def same_as_untouched(
         for each in optimizers:
             each.step()
         _compare(sch, reference, lambda parameter: parameter.detach(), "value after a step")
+    assert sch.hooks.call("slapo_check", schedule=sch) in ([], [[]]), "a schedule that is right is called incomplete"
     return sch
 
 

@@ -1,4 +1,4 @@
-"""shard, sync, shard_attribute and sync_gradient keep the promises that every primitive must keep."""
+"""shard, sync, shard_attribute, sync_gradient and fork_rng keep the promises that every primitive must keep."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import nn
 
 from slapo_core.testing import Case, parametrize_checks
 from slapo_tp.attributes import ShardAttribute
+from slapo_tp.fork_rng import ForkRng
 from slapo_tp.shard import Shard
 from slapo_tp.sync import Sync
 from slapo_tp.sync_gradient import SyncGradient
@@ -127,4 +128,19 @@ class NormedHeads(Heads):
     ]
 )
 def test_sync_gradient(check: Any) -> None:
+    check()
+
+
+@parametrize_checks(
+    [
+        Case(
+            ForkRng(),
+            path="up",
+            before=[("up", UP), ("up", BACKWARD), ("", HEADS), ("down", DOWN), ("down", FORWARD)],
+            rejects=[ForkRng(mesh_dim="pp")],
+            **COMMON,
+        )
+    ]
+)
+def test_fork_rng(check: Any) -> None:
     check()

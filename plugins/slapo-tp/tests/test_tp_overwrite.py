@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import types
 from typing import Any
 
 import pytest
@@ -22,6 +24,40 @@ def mlp() -> nn.Module:
 def split(sch: Any) -> None:
     sch["0"].shard(["weight", "bias"], axis=0).sync("backward")
     sch["2"].shard("weight", axis=1).sync("forward")
+
+
+def keep_by_global_hook(layer: nn.Module, kept: list[Tensor]) -> Any:
+    def hook(module: nn.Module, args: Any, output: Tensor) -> None:
+        if module is layer:
+            kept.append(output)
+
+    return torch.nn.modules.module.register_module_forward_hook(hook).remove
+
+
+def keep_by_forward(layer: nn.Module, kept: list[Tensor]) -> Any:
+    present = layer.forward
+
+    def forward(x: Tensor) -> Tensor:
+        kept.append(present(x))
+        return kept[-1]
+
+    layer.forward = forward  # type: ignore[method-assign]
+    return lambda: None
+
+
+def keep_by_wrapped_forward(layer: nn.Module, kept: list[Tensor]) -> Any:
+    present = layer.forward.__func__
+
+    @functools.wraps(present)
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        kept.append(present(self, x))
+        return kept[-1]
+
+    layer.forward = types.MethodType(forward, layer)  # type: ignore[method-assign]
+    return lambda: None
+
+
+keep_by_forward_set_before = functools.partial(keep_by_forward)
 
 
 def check_overwriting() -> None:
@@ -48,6 +84,32 @@ def check_overwriting() -> None:
         summed = model(rand(5, 6))
         assert overwritten == []
         assert not torch.allclose(kept[0] + model[2].bias, summed)
+
+        for keep in (keep_by_global_hook, keep_by_forward, keep_by_wrapped_forward, keep_by_forward_set_before):
+            kept.clear()
+            model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 6, bias=keep is not keep_by_forward_set_before))
+            model = model.double()
+            if keep is keep_by_forward_set_before:
+                undo = keep(model[1], kept)
+            sch = slapo.create_schedule(model, mesh={"tp": 2})
+            sch["0"].shard(["weight", "bias"], axis=0).sync("backward")
+            sch["1"].shard("weight", axis=1).sync("forward")
+            if keep is not keep_by_forward_set_before:
+                undo = keep(model[1], kept)
+            try:
+                summed = model(rand(5, 6))
+            finally:
+                undo()
+            assert overwritten == [], keep
+            bias = 0 if model[1].bias is None else model[1].bias
+            assert not torch.allclose(kept[0] + bias, summed), keep
+
+        # What a step wraps around the forward is not looked into.
+        sch = slapo.create_schedule(mlp().double(), mesh={"tp": 2})
+        split(sch)
+        sch["2"].checkpoint()
+        sch.model(rand(5, 6))
+        assert overwritten == []
 
         # A module of no known kind may hold on to its output.
         class Keeps(nn.Linear):

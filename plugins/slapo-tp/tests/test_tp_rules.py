@@ -228,6 +228,12 @@ SYNC = [
         'sync("fwd_post", "reduce_scatter", axis=...)',
     ),
     (
+        lambda s: split_pair(s)["out"].sync("fwd_post", "reduce_scatter"),
+        "cannot apply sync('fwd_post', op='reduce_scatter') at 'out': the bias that the layer left out is whole, and "
+        'cannot be added to a piece of the output features; use sync("fwd_post", "reduce_scatter", axis=...) with '
+        "another axis, such as the sequence",
+    ),
+    (
         lambda s: split_pair(s).sync("fwd_post", "all_reduce"),
         "cannot apply sync('fwd_post', op='all_reduce') at the root: 'out' gives a partial sum and left its bias out, "
         'which only a sync there adds; use sch[\'out\'].sync("fwd_post", "all_reduce")',

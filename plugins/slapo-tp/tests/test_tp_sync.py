@@ -207,6 +207,51 @@ def test_a_function_of_the_users_takes_the_place_of_a_collective_and_the_bias_is
     run_ranks(check_callables, world_size=2)
 
 
+def scattered(module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> Tensor:
+    return reduce_scatter(output, 1, _world())
+
+
+def summed_in_place(module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> None:
+    output.copy_(all_reduce(output, _world()))
+
+
+def half_of_the_features(module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> Tensor:
+    return reduce_scatter(output, -1, _world())
+
+
+def in_a_tuple(module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> Any:
+    return (all_reduce(output, _world()),)
+
+
+def check_functions_and_the_bias() -> None:
+    def apply(sch: Any, function: Any) -> None:
+        sch["0"].shard(["weight", "bias"], axis=0).sync("fwd_pre", "all_gather", axis=1)
+        sch["2"].shard("weight", axis=1).sync("fwd_post", function)
+
+    def whole(sch: Any) -> None:
+        sch["0"].shard(["weight", "bias"], axis=0).sync("backward")
+        sch["2"].shard("weight", axis=1).sync("fwd_post", summed_in_place)
+
+    compiled = {"run": lambda model: torch.compile(model, backend="aot_eager", fullgraph=True)}
+    same_as_untouched(mlp, lambda sch: apply(sch, scattered), (rand(4, 6, 6),), piece_axis=1)
+    same_as_untouched(mlp, lambda sch: apply(sch, scattered), (rand(4, 6, 6),), piece_axis=1, **compiled)
+    same_as_untouched(mlp, whole, (rand(4, 6, 6),))
+    for function, given in ((half_of_the_features, "shape (4, 6, 3)"), (in_a_tuple, "tuple")):
+        sch = slapo.create_schedule(mlp().double(), mesh={"tp": 2})
+        apply(sch, function)
+        with pytest.raises(ArgumentError) as refused:
+            sch.model(rand(4, 3, 6))
+        assert str(refused.value) == (
+            f"tp.sync at '2': the function gave {given} for a partial sum of shape (4, 6, 6), and the bias that the "
+            "layer left out cannot be added to that\n"
+            "  hint: return the whole sum, (4, 6, 6), or this rank's piece of it, (2, 6, 6) or (4, 3, 6)"
+        )
+
+
+def test_the_bias_gets_its_whole_gradient_whatever_a_function_of_the_users_gives() -> None:
+    run_ranks(check_functions_and_the_bias, world_size=2)
+
+
 def check_gradients_of_gradients() -> None:
     group = _world()
     for axis in (0, 1, -1):

@@ -158,5 +158,22 @@ def test_what_it_refuses_and_what_to_write_instead() -> None:
         "cannot apply sync_gradient('weight') at 'norm': the gradient of 'weight' is summed already, by #2 "
         "sync_gradient('weight') at 'norm'; leave 'weight' out"
     )
+    sch["down"].apply(Shard("weight", axis=1))
+    with pytest.raises(slapo.PreconditionError) as refused:
+        sch["down"].apply(SyncGradient("bias"))
+    assert str(refused.value) == (
+        "cannot apply sync_gradient('bias') at 'down': 'bias' is left out of the forward, whose weight is split on its "
+        "input axis, and sync adds it with its whole gradient; leave 'bias' out"
+    )
+    sch = slapo.create_schedule(Block(), mesh={"cp": 2, "tp": 2})
+    sch["up"].apply(Shard("weight", axis=1, mesh_dim="cp"))
+    sch["down"].apply(Shard("weight", axis=1))
+    with pytest.raises(slapo.PreconditionError) as refused:
+        sch["down"].apply(SyncGradient("bias", mesh_dim="cp"))
+    assert str(refused.value) == (
+        "cannot apply sync_gradient('bias', mesh_dim='cp') at 'down': 'bias' is left out of the forward, whose weight "
+        "is split on its input axis over mesh_dim 'tp', and sync adds it where a sum over mesh_dim 'cp' does not reach "
+        "it; leave 'bias' out, and sum its gradient over mesh_dim 'cp' after the backward"
+    )
     with pytest.raises(slapo.PreconditionError, match="declare one"):
         slapo.create_schedule(Block())["norm"].apply(SyncGradient("weight"))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from slapo_core.testing.case import Case
 from slapo_core.testing.check import CheckError, NotApplicable
-from slapo_core.testing.probe import CPU_LIMIT, probe
+from slapo_core.testing.probe import MODULE_LIMIT, probe
 
 __all__ = ["light_import", "require_light_import"]
 
 
 def light_import(case: Case) -> None:
-    """A fresh process imports the module fast, silently, without frameworks, and without touching global state."""
+    """A fresh process imports the module silently, without frameworks, and without doing or changing anything."""
     require_light_import(type(case.value()))
 
 
@@ -28,8 +28,8 @@ def require_light_import(cls: type) -> None:
     if violations:
         raise CheckError(
             f"importing {module} is not light",
-            required=f"less than {CPU_LIMIT:g} s of CPU beyond torch, nothing printed, no framework imported, "
-            "no global state changed",
+            required=f"at most {MODULE_LIMIT} modules beyond torch, no framework among them; nothing printed or "
+            "written, no process, thread or connection started, no global state changed",
             got="; ".join(violations),
             hint="import frameworks and do work inside the functions that need them",
         )

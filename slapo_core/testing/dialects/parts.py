@@ -175,9 +175,9 @@ def _refusal(bench: DialectBench, schedule: Any, build: Callable[[Any], Any], *,
         refusal = Refusal(kinds, str(error), tuple(before.differences()))
     else:
         refusal = Refusal()
-    failed: list[bool] = [False] * dist.get_world_size()
-    dist.all_gather_object(failed, bool(refusal.error), group=group)
-    if not again or not all(failed):
+    failed = torch.tensor(int(bool(refusal.error)), device="cpu")  # torch's collectives of objects need numpy
+    dist.all_reduce(failed, op=dist.ReduceOp.MIN, group=group)
+    if not again or not failed:
         return refusal
     unusable = ""
     try:

@@ -66,6 +66,10 @@ class AddHook(Entry):
         if self.kind == "full_backward" and not self.module._backward_hooks:
             self.module._is_full_backward_hook = self.full_backward_before
 
+    @property
+    def changed(self) -> tuple[nn.Module, ...]:
+        return (self.module,) if self.active else ()
+
     def describe(self) -> str:
         return f"{self.kind} hook {name_of(self.function)}{_if_inactive(self.active)}"
 
@@ -132,6 +136,10 @@ class WrapForward(Entry):
         if self.forward is not None:
             self.was_in_place = self.forward.is_in_place
             self.forward.remove(self.wrapping)
+
+    @property
+    def changed(self) -> tuple[nn.Module, ...]:
+        return (self.module,) if self.active else ()
 
     def describe(self) -> str:
         return f"forward wrapped by {name_of(self.wrapper)}{_if_inactive(self.active)}"

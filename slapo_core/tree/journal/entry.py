@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import nn
 
 __all__ = ["Entry", "name_of"]
 
@@ -17,6 +20,11 @@ class Entry(ABC):
 
     @abstractmethod
     def undo(self) -> None: ...
+
+    @property
+    def changed(self) -> tuple[nn.Module, ...]:
+        """The modules of which a copy, made now, would not be a copy of the untouched ones."""
+        return ()
 
     @abstractmethod
     def describe(self) -> str:

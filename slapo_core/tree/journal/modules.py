@@ -9,6 +9,7 @@ from torch.nn.parameter import is_lazy
 
 from slapo_core.spec.layout import Layout
 from slapo_core.tree.assignment import MISSING, Assignment
+from slapo_core.tree.gradient_hooks import GradientHooks
 from slapo_core.tree.journal.entry import Entry
 
 if TYPE_CHECKING:
@@ -28,8 +29,9 @@ class ReplaceModule(Entry):
     """
 
     def __init__(self, tree: Tree, path: str, new: nn.Module, moved: dict[str, str], dropped: frozenset[str]) -> None:
-        self.tree, self.path, self.new = tree, path, new
-        self.old = tree.index.modules[path]
+        self.tree, self.new = tree, new
+        self.old = tree.module_at(path)
+        self.path = path = tree.index.path_of(self.old) or path  # another one, if an earlier edit moved it
         self.holders = [
             (tree.module_at(parent), name)
             for parent, _, name in (place.rpartition(".") for place in tree.index.paths_of(path))
@@ -37,6 +39,14 @@ class ReplaceModule(Entry):
         table = tree.tensors
         before = {name: (tensor, table.layout(tensor, f"{path}.{name}")) for name, tensor in _named_tensors(self.old)}
         successor = {moved.get(name, name): layout for name, (_, layout) in before.items() if name not in dropped}
+        # Hooks on a tensor go to the one that stands for the same; what is dropped takes its own along.
+        successors = dict(_named_tensors(new))
+        kept = {id(tensor) for tensor in successors.values()}
+        self.hooks = {
+            name: GradientHooks(tensor, successors.get(moved.get(name, name)))
+            for name, (tensor, _) in before.items()
+            if name not in dropped and id(tensor) not in kept
+        }
         self.assigned: list[tuple[torch.Tensor, Layout]] = []
         for name, tensor in _named_tensors(new):
             if not table.is_known(tensor):
@@ -50,17 +60,36 @@ class ReplaceModule(Entry):
         self._set(self.new)
         self.before = [self.tree.tensors.assign(tensor, layout) for tensor, layout in self.assigned]
         self.dropped_before = self.tree.tensors.drop(self.dropped)
+        for hooks in self.hooks.values():
+            hooks.carry()
 
     def undo(self) -> None:
         self._set(self.old)
+        for hooks in self.hooks.values():
+            hooks.take_back()
         for (tensor, _), layout in zip(self.assigned, self.before, strict=False):
             self.tree.tensors.assign(tensor, layout)
         self.tree.tensors.dropped = self.dropped_before
+
+    def took_out(self, path: str) -> bool:
+        """Whether ``path`` lay below the replaced module."""
+        below = path.removeprefix(f"{self.path}.")
+        if below == path:
+            return False
+        try:
+            self.old.get_submodule(below)
+        except AttributeError:
+            return False
+        return True
 
     def _set(self, module: nn.Module) -> None:
         for parent, name in self.holders:
             parent._modules[name] = module
         self.tree.structure_changed()
+
+    @property
+    def changed(self) -> tuple[nn.Module, ...]:
+        return tuple(parent for parent, _ in self.holders)
 
     def describe(self) -> str:
         return f"module {type(self.old).__name__} -> {type(self.new).__name__}"
@@ -82,6 +111,10 @@ class SetAttribute(Entry):
         self.assignment.undo()
         if (self.module, self.name) in self.tree.attributes:
             self.tree.attributes.remove((self.module, self.name))
+
+    @property
+    def changed(self) -> tuple[nn.Module, ...]:
+        return (self.module,)
 
     def describe(self) -> str:
         old = "(none)" if self.old is MISSING else repr(self.old)

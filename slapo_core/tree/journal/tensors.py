@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from slapo_core.spec.layout import Layout
 from slapo_core.tree.assignment import MISSING, Assignment
+from slapo_core.tree.gradient_hooks import GradientHooks
 from slapo_core.tree.index import full_name
 from slapo_core.tree.journal.entry import Entry
 
@@ -38,6 +39,7 @@ class SetTensor(Entry):
         self.holders = [Assignment(tree.index.modules[path], name) for path, name in sites]
         # What the model's author or ``annotate`` set on the old object goes with it, and goes away again with ``undo``.
         self.carried = _attributes_to_carry(old, new)
+        self.hooks = GradientHooks(old, new)
         former = tree.tensors.layout(old, full_name(*sites[0])) if old is not None else None
         self.layout, self.dropped = layout, tuple[str, ...]()
         if new is not None and layout is None and not tree.tensors.is_known(new):
@@ -53,6 +55,7 @@ class SetTensor(Entry):
         table = self.tree.tensors
         if self.new is not None:
             self.new.__dict__.update(self.carried)
+        self.hooks.carry()
         for position, holder in enumerate(self.holders):
             # By attribute and not into the dictionary: modules such as nn.LSTM keep further references.
             holder.set(self.put_over.get(position, self.new))
@@ -68,10 +71,15 @@ class SetTensor(Entry):
             holder.undo()
         for key in self.carried:
             self.new.__dict__.pop(key, None)
+        self.hooks.take_back()
         self.tree.sites.move(self.new, self.old, self.sites)
         if self.new is not None and self.layout is not None:
             self.tree.tensors.assign(self.new, self.before)
         self.tree.tensors.dropped = self.dropped_before
+
+    @property
+    def changed(self) -> tuple[nn.Module, ...]:
+        return tuple(holder.module for holder in self.holders)
 
     def describe(self) -> str:
         (_, name), *others = self.sites
@@ -130,6 +138,10 @@ class KeepOnRank(Entry):
         if self.emptied is not None:
             self.emptied.undo()
         self.tree.tensors.kept_on = self.before
+
+    @property
+    def changed(self) -> tuple[nn.Module, ...]:
+        return self.emptied.changed if self.emptied is not None else ()
 
     def describe(self) -> str:
         mesh_dim, rank = self.owner

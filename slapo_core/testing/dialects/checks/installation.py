@@ -17,7 +17,7 @@ def entry_point_agrees(case: DialectCase) -> None:
 
 
 def light_import(case: DialectCase) -> None:
-    """A fresh process imports the module fast, silently, without frameworks, and without touching global state."""
+    """A fresh process imports the module silently, without frameworks, and without doing or changing anything."""
     require_light_import(_class(case))
 
 

@@ -1,0 +1,26 @@
+"""What slapo asks this plugin: may a step be applied, and what is missing in a schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from slapo_core import Node, Primitive, Violation, hookimpl
+from slapo_core.spec.request import ScheduledModel
+from slapo_tp.carried_syncs import carried_sync_violations
+from slapo_tp.obligations import missing_reductions
+
+__all__ = ["slapo_check", "slapo_preconditions"]
+
+
+@hookimpl
+def slapo_preconditions(node: Node, primitive: Primitive) -> Iterator[Violation]:
+    """A collective must not go on with a module that is whole again."""
+    if primitive.name == "core.replace":
+        yield from carried_sync_violations(node, primitive)
+
+
+@hookimpl
+def slapo_check(schedule: ScheduledModel) -> Iterator[Violation]:
+    """Partial sums that nobody reduces, and biases that nobody adds."""
+    for mesh_dim in schedule.mesh.sizes if schedule.mesh is not None else ():
+        yield from missing_reductions(schedule, mesh_dim)

@@ -1,0 +1,155 @@
+"""What a schedule still lacks, as far as it is certain without running the model: a partial sum nobody reduces.
+
+Where code that this plugin does not know may do the reduction (a hook of the user's, a module that a step put in the
+place of another, a step of another plugin), there is no answer: ``verify`` finds it out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch.nn.modules import module as torch_module
+
+from slapo_core import Node, Record, Violation
+from slapo_core.spec.request import ScheduledModel
+from slapo_tp.collectives import RankGroup
+from slapo_tp.layers import layer_type_of
+from slapo_tp.left_out_bias import AddBias, FunctionHook
+from slapo_tp.splits import as_tuple, bias_is_left_out, output_state, sites
+from slapo_tp.sync_hooks import GradientHook, InputHook, OutputHook
+
+__all__ = ["missing_reductions"]
+
+_OWN_HOOKS = (AddBias, FunctionHook, GradientHook, InputHook, OutputHook)
+_SUMS = ("all_reduce", "reduce_scatter")
+
+
+def missing_reductions(schedule: ScheduledModel, mesh_dim: str) -> Iterator[Violation]:
+    """Each partial sum over ``mesh_dim`` that no step reduces, and each left-out bias that no step adds."""
+    assert schedule.mesh is not None
+    nodes = list(schedule.root.walk())
+    partial = [node for node in nodes if output_state(node, mesh_dim) == "partial"]
+    group = RankGroup.along(schedule.mesh, mesh_dim)
+    if not partial or _others_may_reduce(schedule, nodes, partial, group):
+        return
+    reduced = {node.path for node in partial if _reducer(schedule.root, node, group) is not None}
+    for node in partial:
+        others = [place.path for place, _ in sites(node, "weight") if place.path != node.path]
+        if any(path in reduced for path in others):
+            continue  # one that is tied and never called, such as the `shared` embedding of T5, needs no reduction
+        if node.path not in reduced:
+            yield _unreduced(node, mesh_dim)
+        elif bias_is_left_out(node, mesh_dim) and not _adds_bias(node):
+            yield _bias_lost(node, _reducer(schedule.root, node, group), mesh_dim)
+
+
+def _unreduced(node: Node, mesh_dim: str) -> Violation:
+    also = ", and whose bias, which the layer leaves out, no step adds" if bias_is_left_out(node, mesh_dim) else ""
+    return Violation(
+        f"{_cause(node, mesh_dim)} made the output of {_where(node.path)} a partial sum, which no step reduces{also}",
+        f'add {_address(node.path)}.sync("fwd_post", "all_reduce")',
+    )
+
+
+def _bias_lost(node: Node, reducer: Node | None, mesh_dim: str) -> Violation:
+    assert reducer is not None
+    return Violation(
+        f"{_cause(node, mesh_dim)} leaves the bias of {_where(node.path)} out, which the reduction at "
+        f"{_where(reducer.path)} does not add",
+        f'move that reduction: {_address(node.path)}.sync("fwd_post", "all_reduce")',
+    )
+
+
+def _others_may_reduce(
+    schedule: ScheduledModel, nodes: Sequence[Node], partial: Sequence[Node], group: RankGroup
+) -> bool:
+    """Whether something beside the collectives at the partial outputs, or around them, may sum one of them."""
+    if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
+        return True
+    if any(not _is_known(schedule, record) for record in schedule.records):
+        return True
+    return any(_is_unknown_code(node) or _may_reduce_elsewhere(node, partial, group) for node in nodes)
+
+
+def _is_known(schedule: ScheduledModel, record: Record) -> bool:
+    """Whether a step is none that may have brought a sum over the ranks of its own."""
+    if record.name.startswith("tp.") or record.primitive.equivalence.is_exact:
+        return True
+    if record.name != "core.replace":
+        return False
+    try:
+        new: Node = schedule.root[record.path]
+    except LookupError:
+        return True  # it went with a module around it
+    return all(type(module).__module__.startswith("torch.nn.") for module in new.module.modules())
+
+
+def _is_unknown_code(node: Node) -> bool:
+    """Whether hooks or a forward were set on the module outside of the schedule."""
+    module = node.module
+    by_steps = {id(function) for _, function in node.hooks}
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    if any(id(function) not in by_steps for function in hooks):
+        return True
+    forward = module.__dict__.get("forward")
+    return forward is not None and (not node.wrappers or getattr(forward, "base", forward) is not None)
+
+
+def _may_reduce_elsewhere(node: Node, partial: Sequence[Node], group: RankGroup) -> bool:
+    """Whether a collective here may sum what reaches the module as an input."""
+    for kind, hook in node.hooks:
+        if kind == "forward_pre" and not isinstance(hook, _OWN_HOOKS):
+            return True
+        if isinstance(hook, InputHook) and hook.op in _SUMS:
+            return True
+        # A sum at the output of a module with a partial layer in it is that layer's.
+        if kind == "forward" and layer_type_of(node.module) is None and _reduces(hook, group):
+            start = f"{node.path}." if node.path else ""
+            if not any(each.path.startswith(start) for each in partial):
+                return True
+    return False
+
+
+def _reducer(root: Node, node: Node, group: RankGroup) -> Node | None:
+    """The module, this one or one around it, at whose output the partial sum may be reduced."""
+    for path in (node.path, *node.aliases):
+        levels = path.split(".") if path else []
+        for depth in range(len(levels), -1, -1):
+            place: Node = root[".".join(levels[:depth])] if depth else root
+            if any(kind == "forward" and _reduces(hook, group) for kind, hook in place.hooks):
+                return place
+    return None
+
+
+def _reduces(hook: Any, group: RankGroup) -> bool:
+    if isinstance(hook, OutputHook):
+        return hook.op in _SUMS and hook.group == group
+    if isinstance(hook, FunctionHook):
+        return hook.group == group
+    return not isinstance(hook, _OWN_HOOKS)  # a function of the user's may be any collective
+
+
+def _adds_bias(node: Node) -> bool:
+    return any(
+        kind == "forward" and (not isinstance(hook, OutputHook) or hook.add_bias is not None)
+        for kind, hook in node.hooks
+    )
+
+
+def _cause(node: Node, mesh_dim: str) -> str:
+    """The step that split the weight, with the user's line."""
+    for place, name in sites(node, "weight"):
+        for record in reversed(place.records):
+            arguments: Any = record.primitive
+            if record.name == "tp.shard" and arguments.mesh_dim == mesh_dim and name in as_tuple(arguments.names):
+                return f"{record} ({record.location})" if record.location else str(record)
+    return f"a split over mesh_dim '{mesh_dim}'"
+
+
+def _where(path: str) -> str:
+    return f"'{path}'" if path else "the root"
+
+
+def _address(path: str) -> str:
+    return f"sch['{path}']" if path else "sch.root"

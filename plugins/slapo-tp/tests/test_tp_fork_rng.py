@@ -1,0 +1,148 @@
+"""``fork_rng``: each rank draws its own dropout on its own heads, and the same again when it recomputes."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import slapo_core as slapo
+from slapo_core.testing import run_ranks
+from slapo_tp import ForkRng
+
+SIZE = 64
+
+
+class Kept(nn.Module):
+    """Dropout that remembers what it kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(0.5)
+        self.seen: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = self.dropout(torch.ones_like(x))
+        self.seen.append(mask != 0)
+        return x * mask
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.split, self.whole = Kept(), Kept()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.whole(self.split(x))
+
+
+def ones(device: str) -> Tensor:
+    return torch.ones(SIZE, SIZE, device=device, requires_grad=True)
+
+
+def everyones(mask: Tensor) -> list[Tensor]:
+    masks = [torch.empty_like(mask, dtype=torch.uint8, device="cpu") for _ in range(dist.get_world_size())]
+    dist.all_gather(masks, mask.to(torch.uint8).cpu())
+    return masks
+
+
+def scheduled(*steps: str) -> Any:
+    sch = slapo.create_schedule(Model(), mesh={"tp": dist.get_world_size()})
+    for step in steps:
+        getattr(sch["split"], step)()
+    return sch
+
+
+def check_streams(device: str = "cpu") -> None:
+    # Without it, every rank drops the same.
+    torch.manual_seed(0)
+    model = scheduled().model.to(device)
+    model(ones(device))
+    first, second = everyones(model.split.seen[0])
+    assert torch.equal(first, second)
+
+    for steps in (("fork_rng",), ("fork_rng", "checkpoint"), ("checkpoint", "fork_rng")):
+        torch.manual_seed(0)
+        sch = scheduled(*steps)
+        model = sch.model.to(device)
+        for _ in range(2):
+            model(ones(device)).sum().backward()
+        inside, around = model.split.seen, model.whole.seen
+        first, second = everyones(inside[0])
+        assert not torch.equal(first, second), steps  # other masks on other ranks,
+        assert 0.4 < first.double().mean() < 0.6
+        assert 0.4 < second.double().mean() < 0.6
+        first, second = everyones(around[0])
+        assert torch.equal(first, second), steps  # but not behind the module,
+        assert not torch.equal(around[0], inside[0])
+        assert not torch.equal(inside[0], inside[-1]), steps  # others at each call,
+        if "checkpoint" in steps:
+            assert len(inside) == 4
+            assert torch.equal(inside[0], inside[1]), steps  # and the same ones when it is run again.
+            assert torch.equal(inside[2], inside[3]), steps
+        twin = copy.deepcopy(model)
+        for each in (model, twin):
+            torch.manual_seed(1)
+            each.split.seen.clear()
+            each(ones(device))
+        assert torch.equal(model.split.seen[0], twin.split.seen[0])
+        sch.undo(to=0)
+        assert "forward" not in model.split.__dict__
+
+
+@pytest.mark.ranks
+def test_ranks_draw_differently_inside_and_alike_behind_and_recomputation_draws_the_same() -> None:
+    run_ranks(check_streams, world_size=2)
+
+
+@pytest.mark.ranks
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_the_same_on_a_gpu() -> None:
+    run_ranks(check_streams, "cuda", world_size=2)
+
+
+def check_training() -> None:
+    sch = slapo.create_schedule(nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 6)), mesh={"tp": 2})
+    sch["0"].shard(["weight", "bias"], axis=0).sync("backward")
+    sch["1"].fork_rng()
+    sch["2"].shard("weight", axis=1).sync("forward")
+    slapo.verify(sch, torch.randn(4, 6, generator=torch.Generator().manual_seed(0)))
+
+
+@pytest.mark.ranks
+def test_a_split_pair_with_a_stream_of_its_own_is_the_untouched_pair_but_for_what_it_drops() -> None:
+    run_ranks(check_training, world_size=2)
+
+
+def test_on_one_rank_it_is_recorded_and_costs_nothing() -> None:
+    sch = slapo.create_schedule(Model(), mesh={"tp": 1})
+    sch["split"].fork_rng()
+    assert sch.records[-1].effects == (
+        "forward wrapped by drawing_on_its_own, inactive (nothing to do on this mesh)",
+        "mesh_dim 'tp' has one rank: there is one stream",
+    )
+    assert "forward" not in sch.model.split.__dict__
+
+
+def test_what_it_refuses_and_what_to_write_instead() -> None:
+    sch = slapo.create_schedule(nn.ModuleDict({"layers": nn.ModuleList([Model()])}), mesh={"tp": 2})
+    sch["layers.0"].fork_rng()
+    for path, message in (
+        (
+            "layers.0",
+            "cannot apply fork_rng() at 'layers.0': the module draws differently on each rank already, by #1 "
+            "fork_rng() at 'layers.0'; remove this call",
+        ),
+        (
+            "layers",
+            "cannot apply fork_rng() at 'layers': ModuleList has no forward of its own: it is never called; "
+            "fork_rng its children: sch['layers.*'].fork_rng()",
+        ),
+    ):
+        with pytest.raises(slapo.PreconditionError) as refused:
+            sch[path].apply(ForkRng())
+        assert str(refused.value) == message

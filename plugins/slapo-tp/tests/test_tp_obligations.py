@@ -1,0 +1,214 @@
+"""``build`` refuses what is certain to train another model; where it is not certain, there is no word of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import slapo_core as slapo
+from slapo_core.schedule.obligations import obligations
+from slapo_core.testing import run_ranks
+
+Schedule = slapo.Schedule
+MESHES = pytest.mark.parametrize("size", [1, 2], ids=["one rank", "two ranks"])
+
+
+class Model(nn.Module):
+    """A vocabulary that another module is tied to, and a pair of layers in a block."""
+
+    def __init__(self, *, bias: bool = True) -> None:
+        super().__init__()
+        self.shared = nn.Embedding(8, 6)
+        self.words = nn.Embedding(8, 6)
+        self.words.weight = self.shared.weight
+        self.block = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 6, bias=bias))
+        self.norm = nn.LayerNorm(6)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.norm(self.block(self.words(ids)))
+
+
+def split(sch: Schedule, *, syncs: bool = True) -> None:
+    sch["words"].shard("weight", axis=0)
+    sch["block.0"].shard(["weight", "bias"], axis=0).sync("backward")
+    sch["block.2"].shard("weight", axis=1)
+    if syncs:
+        sch["words"].sync("forward")
+        sch["block.2"].sync("forward")
+
+
+def scheduled(size: int, *, bias: bool = True) -> Schedule:
+    return slapo.create_schedule(Model(bias=bias), mesh={"tp": size})
+
+
+@MESHES
+def test_each_partial_sum_that_nobody_reduces_is_named_with_its_step_and_the_call_to_add(size: int) -> None:
+    sch = scheduled(size)
+    split(sch, syncs=False)
+    words, _, _, down = (record.location for record in sch.records)
+    assert words.rpartition(":")[0].endswith("test_tp_obligations.py")
+    first, second, third = map(str, obligations(sch))
+    assert first == (
+        f"#1 shard('weight', axis=0) at 'words' ({words}) made the output of 'shared' a partial sum, which no "
+        'step reduces; add sch[\'shared\'].sync("fwd_post", "all_reduce")'
+    )
+    assert second == first.replace("'shared'", "'words'")
+    assert third == (
+        f"#4 shard('weight', axis=1) at 'block.2' ({down}) made the output of 'block.2' a partial sum, "
+        "which no step reduces, and whose bias, which the layer leaves out, no step adds; add "
+        'sch[\'block.2\'].sync("fwd_post", "all_reduce")'
+    )
+
+
+@MESHES
+def test_a_bias_that_a_reduction_further_out_does_not_add_is_named(size: int) -> None:
+    sch = scheduled(size)
+    sch["block.0"].shard(["weight", "bias"], axis=0).sync("backward")
+    sch["block"].sync("fwd_post", "all_reduce")
+    sch["block.2"].shard("weight", axis=1)
+    (found,) = obligations(sch)
+    assert str(found) == (
+        f"#4 shard('weight', axis=1) at 'block.2' ({sch.records[-1].location}) leaves the bias of 'block.2' out, which "
+        "the reduction at 'block' does not add; move that reduction: "
+        'sch[\'block.2\'].sync("fwd_post", "all_reduce")'
+    )
+
+
+def leave(module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> Tensor:
+    return output
+
+
+def leave_input(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    return args, kwargs
+
+
+class OwnNorm(nn.LayerNorm):
+    """Code that this plugin does not know: it may reduce its input."""
+
+
+def only_pair(sch: Schedule) -> None:
+    sch["block.0"].shard(["weight", "bias"], axis=0).sync("backward")
+    sch["block.2"].shard("weight", axis=1)
+
+
+def reduced_around(sch: Schedule) -> None:
+    only_pair(sch)
+    sch["block"].sync("fwd_post", "reduce_scatter", axis=1)
+
+
+def reduced_at_the_root(sch: Schedule) -> None:
+    only_pair(sch)
+    sch.root.sync("fwd_post", "all_reduce")
+
+
+def function_of_the_users(sch: Schedule) -> None:
+    only_pair(sch)
+    sch["block.2"].sync("fwd_post", leave)
+
+
+def function_around(sch: Schedule) -> None:
+    only_pair(sch)
+    sch["block"].sync("fwd_post", leave)
+
+
+def function_at_an_input(sch: Schedule) -> None:
+    only_pair(sch)
+    sch["block.0"].sync("fwd_pre", leave_input)
+
+
+def next_layer_sums_its_input(sch: Schedule) -> None:
+    only_pair(sch)
+    sch["norm"].shard(["weight", "bias"], axis=0).sync("fwd_pre", "reduce_scatter")
+
+
+def hook_of_the_users(sch: Schedule) -> None:
+    only_pair(sch)
+    sch.model.norm.register_forward_pre_hook(lambda module, args: None)
+
+
+def forward_of_the_users(sch: Schedule) -> None:
+    only_pair(sch)
+    sch.model.norm.forward = sch.model.norm.forward  # type: ignore[method-assign]
+
+
+def module_of_the_users(sch: Schedule) -> None:
+    only_pair(sch)
+    sch["norm"].replace(OwnNorm(6))
+
+
+def tied_and_never_called(sch: Schedule) -> None:
+    sch["words"].shard("weight", axis=0).sync("forward")
+
+
+UNCERTAIN = [
+    reduced_around, reduced_at_the_root, function_of_the_users, function_around, function_at_an_input,
+    next_layer_sums_its_input, hook_of_the_users, forward_of_the_users, module_of_the_users, tied_and_never_called,
+]  # fmt: skip
+
+
+@MESHES
+@pytest.mark.parametrize("apply", UNCERTAIN, ids=lambda apply: apply.__name__)
+def test_what_may_be_right_is_not_spoken_of(apply: Callable[[Schedule], None], size: int) -> None:
+    sch = scheduled(size, bias=apply is function_of_the_users)
+    apply(sch)
+    assert obligations(sch) == ()
+
+
+@MESHES
+def test_steps_that_cannot_reduce_leave_the_partial_sum_certain(size: int) -> None:
+    sch = scheduled(size, bias=False)
+    only_pair(sch)
+    sch["norm"].replace(nn.LayerNorm(6))
+    sch["block"].checkpoint()
+    sch["block.0"].sync("forward")
+    assert len(obligations(sch)) == 1
+
+
+def test_a_global_hook_may_be_a_reduction() -> None:
+    sch = scheduled(2)
+    split(sch, syncs=False)
+    assert len(obligations(sch)) == 3
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda module, args, output: None)
+    try:
+        assert obligations(sch) == ()
+    finally:
+        handle.remove()
+
+
+def make_optimizer(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def check_build_and_verify() -> None:
+    ids = torch.arange(6).view(2, 3)
+    torch.manual_seed(0)
+    sch = scheduled(2)
+    split(sch, syncs=False)
+    sch["words"].sync("forward")
+    (missing,) = obligations(sch)
+    with pytest.raises(slapo.BuildError) as refused:
+        slapo.build(sch, optimizer=make_optimizer)
+    assert str(refused.value) == f"the schedule is incomplete: {missing}"
+    with pytest.raises(slapo.VerifyError) as differs:
+        slapo.verify(sch, ids)
+    assert f"\n  missing: {missing}" in str(differs.value)
+
+    sch.undo()
+    with pytest.raises(slapo.BuildError) as refused:
+        slapo.build(sch, optimizer=make_optimizer)
+    listed = "".join(f"\n  - {one}" for one in obligations(sch))
+    assert str(refused.value) == f"the schedule is incomplete:{listed}"
+
+    sch["words"].sync("forward")
+    sch["block.2"].sync("forward")
+    slapo.verify(sch, ids)
+    slapo.build(sch, optimizer=make_optimizer)
+
+
+@pytest.mark.ranks
+def test_build_refuses_an_incomplete_schedule_and_verify_says_what_is_missing() -> None:
+    run_ranks(check_build_and_verify, world_size=2)

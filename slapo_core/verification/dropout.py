@@ -1,0 +1,155 @@
+"""Dropout while verifying: switched off, or left on; what it draws is kept in either case."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+__all__ = ["Draw", "DropoutMode"]
+
+_DROPOUT = {
+    F.alpha_dropout,
+    F.dropout,
+    F.dropout1d,
+    F.dropout2d,
+    F.dropout3d,
+    F.feature_alpha_dropout,
+    torch.alpha_dropout,
+    torch.alpha_dropout_,
+    torch.dropout,
+    torch.dropout_,
+    torch.feature_alpha_dropout,
+    torch.feature_alpha_dropout_,
+    torch.feature_dropout,
+    torch.feature_dropout_,
+}
+_TRAINING_BY_DEFAULT = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d}
+_RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")  # their one float argument is dropout's, before it the layers
+_SDPA_DROPOUT_POSITION = 4  # scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, ...)
+
+
+@dataclass(frozen=True)
+class Draw:
+    """One dropout of a forward pass, as it would be drawn.
+
+    Args:
+        path: the module that calls it; "" if none does.
+        function: e.g. ``"dropout"``.
+        p: the probability, above 0.
+        shape: of the tensor that it is given.
+        order: the axes of that tensor by stride, in which the numbers are drawn.
+        state: stands for the random state that it starts from; 0 while dropout is off.
+    """
+
+    path: str
+    function: str
+    p: float
+    shape: tuple[int, ...]
+    order: tuple[int, ...]
+    state: int = 0
+
+    @property
+    def stream(self) -> tuple[Any, ...]:
+        """What decides which random numbers it gets, from the same generator."""
+        return self.function, self.p, self.shape, self.order
+
+
+class DropoutMode(TorchFunctionMode):
+    """Keeps what dropout draws, whatever module calls it and in whatever way; and switches it off.
+
+    Args:
+        paths: id of a module -> its path, to say who draws.
+        is_on: whether dropout is left as the model has it.
+
+    Attributes:
+        draws: those of the forward, in order.
+        recomputed: those of the backward, which may run parts of the forward again.
+        in_backward: to be set to True before backward.
+    """
+
+    def __init__(self, paths: Mapping[int, str] | None = None, *, is_on: bool = False) -> None:
+        super().__init__()
+        self._paths = paths or {}
+        self._is_on = is_on
+        self.draws: list[Draw] = []
+        self.recomputed: list[Draw] = []
+        self.in_backward = False
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in _DROPOUT or func is torch.native_dropout:
+            source = args[0] if args else kwargs["input"]
+            p, training = _probability(func, args, kwargs)
+            self._keep(func, source, p if training else 0.0)
+            if not self._is_on:
+                whole = func is torch.native_dropout
+                return (source, torch.ones_like(source, dtype=torch.bool)) if whole else source
+        elif func is F.scaled_dot_product_attention:
+            position = _SDPA_DROPOUT_POSITION
+            p = args[position] if len(args) > position else kwargs.get("dropout_p", 0.0)
+            self._keep(func, args[0] if args else kwargs["query"], p)
+            if not self._is_on:
+                args = (*args[:position], *((0.0,) if len(args) > position else ()), *args[position + 1 :])
+                kwargs = {**kwargs, "dropout_p": 0.0} if "dropout_p" in kwargs else kwargs
+        elif func is F.multi_head_attention_forward:
+            call = inspect.signature(func).bind(*args, **kwargs)
+            call.apply_defaults()
+            self._keep(func, call.arguments["query"], call.arguments["dropout_p"] * call.arguments["training"])
+            if not self._is_on:
+                call.arguments["dropout_p"] = 0.0
+                args, kwargs = call.args, call.kwargs
+        elif getattr(func, "__name__", "") in _RECURRENT:
+            args = self._recurrent(func, args)
+        return func(*args, **kwargs)
+
+    def _recurrent(self, func: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, ...]:
+        position = next((number for number, value in enumerate(args) if type(value) is float), None)
+        if position is None:
+            return args
+        layers, p, training = args[position - 1 : position + 2]
+        self._keep(func, args[0], p if training and layers > 1 else 0.0)
+        return args if self._is_on else (*args[:position], 0.0, *args[position + 1 :])
+
+    def _keep(self, func: Callable[..., Any], source: torch.Tensor, p: float) -> None:
+        if not p:
+            return
+        strides = source.stride()
+        axes = [axis for axis in range(source.dim()) if source.shape[axis] > 1]
+        order = tuple(sorted(axes, key=lambda axis: (-strides[axis], axis)))
+        name = func.__name__.rstrip("_")
+        draw = Draw(self._caller(), name, float(p), tuple(source.shape), order, _state(source) if self._is_on else 0)
+        (self.recomputed if self.in_backward else self.draws).append(draw)
+
+    def _caller(self) -> str:
+        """The module whose forward is the innermost one in the stack."""
+        frame: Any = sys._getframe(2)
+        while frame is not None and self._paths:
+            names = frame.f_code.co_varnames[:1]  # self, or module where a forward was wrapped
+            found = frame.f_locals.get(names[0]) if names else None
+            if isinstance(found, nn.Module) and id(found) in self._paths:
+                return self._paths[id(found)]
+            frame = frame.f_back
+        return ""
+
+
+def _state(source: torch.Tensor) -> int:
+    module = torch.get_device_module(source.device)
+    state = torch.get_rng_state() if source.device.type == "cpu" else module.get_rng_state(source.device)
+    return hash(state.numpy().tobytes())
+
+
+def _probability(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[float, bool]:
+    p = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
+    default = kwargs.get("training", kwargs.get("train", func in _TRAINING_BY_DEFAULT))
+    training = args[2] if len(args) > 2 else default
+    return float(p), training is None or bool(training)

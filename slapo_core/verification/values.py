@@ -1,0 +1,133 @@
+"""Compare one value with what it should be: by type, shape and number."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from slapo_core.verification.precision import dtype_name
+
+__all__ = ["Difference", "differ"]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One value that differs beyond the tolerance.
+
+    Args:
+        kind: of :data:`~slapo_core.verification.run.KINDS`.
+        name: the tensor's name in the scheduled model, or of the output leaf.
+        problem: what is wrong, in words and numbers.
+        largest: the largest absolute difference; infinite where there is none to measure.
+        allowed: the largest allowed.
+        hint: what usually causes it.
+        rule: from which ``allowed`` follows, in words.
+    """
+
+    kind: str
+    name: str
+    problem: str
+    largest: float
+    allowed: float
+    hint: str | None = None
+    rule: str = ""
+
+
+def differ(kind: str, name: str, before: Any, after: Any, allowed: float) -> tuple[Difference | None, float]:
+    """The difference if it is too large, and its size in any case."""
+
+    def wrong(problem: str, hint: str | None = None) -> tuple[Difference, float]:
+        return Difference(kind, name, problem, math.inf, allowed, hint), math.inf
+
+    if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor):
+        return _differ_plain(kind, name, before, after, allowed)
+    if before.shape != after.shape:
+        return wrong(
+            f"its shape is {tuple(after.shape)}, not {tuple(before.shape)}", _shape_hint(before.shape, after.shape)
+        )
+    if before.dtype != after.dtype:
+        return wrong(f"its type is {dtype_name(after.dtype)}, not {dtype_name(before.dtype)}")
+    if before.numel() == 0:
+        return None, 0.0
+    after = after.to(before.device)
+    if not (before.is_floating_point() or before.is_complex()):
+        return _differ_exactly(kind, name, before, after)
+    return _differ_numerically(kind, name, before, after, allowed)
+
+
+def _differ_plain(kind: str, name: str, before: Any, after: Any, allowed: float) -> tuple[Difference | None, float]:
+    if isinstance(before, float) and isinstance(after, float):
+        return differ(kind, name, torch.tensor(before).double(), torch.tensor(after).double(), allowed)
+    if isinstance(before, torch.Tensor) or isinstance(after, torch.Tensor):
+        if "gradient" in kind:
+            side = "has no gradient" if after is None else "has a gradient where the untouched model has none"
+            hint = "the forward does not use it, or uses it detached" if after is None else None
+            return Difference(kind, name, f"it {side}", math.inf, allowed, hint), math.inf
+        problem = f"it is a {type(after).__name__}, not a {type(before).__name__}"
+        return Difference(kind, name, problem, math.inf, allowed), math.inf
+    if before == after:
+        return None, 0.0
+    return Difference(kind, name, f"it is {after!r}, not {before!r}", math.inf, allowed), math.inf
+
+
+def _differ_exactly(kind: str, name: str, before: torch.Tensor, after: torch.Tensor) -> tuple[Difference | None, float]:
+    other = before != after
+    count = int(other.sum())
+    if not count:
+        return None, 0.0
+    where = tuple(int(index) for index in other.nonzero()[0])
+    largest = float((before.double() - after.double()).abs().max())
+    problem = (
+        f"{count} of {before.numel()} elements differ; at {_index(where)} it is {after[where].item()}, "
+        f"not {before[where].item()}"
+    )
+    return Difference(kind, name, problem, largest, 0.0), largest
+
+
+def _differ_numerically(
+    kind: str, name: str, before: torch.Tensor, after: torch.Tensor, allowed: float
+) -> tuple[Difference | None, float]:
+    wide = torch.complex128 if before.is_complex() else torch.float64
+    before, after = before.to(wide), after.to(wide)
+    same = (before == after) | (before.isnan() & after.isnan())
+    gap = torch.where(same, 0.0, (before - after).abs())
+    largest_finite = gap.nan_to_num(nan=math.inf, posinf=math.inf)
+    place = int(largest_finite.argmax())
+    largest = float(largest_finite.flatten()[place])
+    if largest <= allowed:
+        return None, largest
+    where = tuple(int(index) for index in torch.unravel_index(torch.tensor(place), before.shape))
+    got, expected = after[where].item(), before[where].item()
+    if math.isinf(largest):
+        problem = f"at {_index(where)} it is {got}, not {expected}"
+    else:
+        largest_of_all = float(before.abs().nan_to_num(nan=0.0, posinf=0.0).max())
+        problem = (
+            f"it differs by up to {largest:.3g} where {allowed:.3g} is allowed: "
+            f"at {_index(where)} it is {_number(got)}, not {_number(expected)} (largest element {largest_of_all:.3g})"
+        )
+    return Difference(kind, name, problem, largest, allowed), largest
+
+
+def _number(value: complex) -> str:
+    return f"{value:.9g}"
+
+
+def _index(where: tuple[int, ...]) -> str:
+    return f"[{', '.join(map(str, where))}]" if where else "its one element"
+
+
+def _shape_hint(before: torch.Size, after: torch.Size) -> str | None:
+    if len(before) != len(after):
+        return None
+    smaller = [axis for axis in range(len(before)) if after[axis] != before[axis]]
+    if len(smaller) == 1 and after[smaller[0]] and before[smaller[0]] % after[smaller[0]] == 0:
+        axis = smaller[0] - len(before)
+        return (
+            f'a gather along axis {axis} is missing: .sync("fwd_post", "all_gather", axis={axis}) on the module that '
+            "gives this output"
+        )
+    return None

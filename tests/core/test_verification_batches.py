@@ -1,0 +1,106 @@
+"""A schedule that is right for one batch only is found: by one of another size, with fewer arguments, or given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import slapo_core as slapo
+
+
+class Net(nn.Module):
+    """Everything after the first argument can be left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.act = nn.Linear(4, 4), nn.GELU()
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None, scale: float = 1.0) -> torch.Tensor:
+        y = self.act(self.fc(x)) * scale
+        return y if mask is None else y * mask
+
+
+class OfOneSize(nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        known = torch.ones(6, 4, dtype=input.dtype)
+        return super().forward(input) + (0.0 if input.shape[0] == 3 else 0.5 * known)
+
+
+class Clamped(nn.GELU):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input).clamp(max=20.0)
+
+
+def failure(sch: slapo.Schedule, batch: Any, **options: Any) -> slapo.VerifyError:
+    with pytest.raises(slapo.VerifyError) as caught:
+        slapo.verify(sch, batch, **options)
+    return caught.value
+
+
+def test_a_step_that_is_right_for_one_batch_size_only_is_found_and_blamed() -> None:
+    sch = slapo.create_schedule(Net())
+    sch["act"].checkpoint()
+    sch["fc"].replace(lambda old: OfOneSize(4, 4))
+    error = failure(sch, torch.randn(3, 4))
+    assert error.tensor == "output for a batch of 6"
+    assert error.message.startswith(
+        "the scheduled model differs from the untouched one, first in output for a batch of 6: it differs by up to 0.5"
+    )
+    assert [step.partition("(")[0] for step in error.steps] == ["#2 replace"]
+
+
+def test_arguments_that_can_be_left_out_are_left_out_once() -> None:
+    seen: list[tuple[int, bool, float]] = []
+
+    class Watch(Net):
+        def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None, scale: float = 1.0) -> torch.Tensor:
+            seen.append((len(x), mask is None, scale))
+            return super().forward(x, mask, scale)
+
+    sch = slapo.create_schedule(Watch())
+    sch["fc"].checkpoint()
+    report = slapo.verify(sch, {"x": torch.randn(3, 4), "mask": torch.ones(3, 4), "scale": 2.0}, optimizer_steps=0)
+    assert set(seen) == {(3, False, 2.0), (6, True, 2.0)}  # a number is no tensor, and stays
+    assert {entry.kind: entry.compared for entry in report.largest}["batch gradient"] == 2
+    assert report.notes == ()
+
+
+def test_a_batch_that_the_untouched_model_does_not_take_is_not_compared_and_the_report_says_so() -> None:
+    class Strict(Net):
+        def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+            if mask is None:
+                raise ValueError("a mask, please")
+            if len(x) != 3:
+                raise ValueError("three rows, please")
+            return super().forward(x, mask)
+
+    sch = slapo.create_schedule(Strict())
+    report = slapo.verify(sch, {"x": torch.randn(3, 4), "mask": torch.ones(3, 4)})
+    assert report.notes == (
+        "a batch of 6 without mask was not compared, because the untouched model raises: ValueError: a mask, please",
+        "a batch of 6 was not compared, because the untouched model raises: ValueError: three rows, please",
+    )
+    assert "batch output" not in {entry.kind for entry in report.largest}
+
+
+def test_the_batch_axis_is_the_one_along_which_all_inputs_have_one_size() -> None:
+    transformer = nn.Transformer(8, 2, 1, 1, 8)  # (tokens, batch, features)
+    report = slapo.verify(slapo.create_schedule(transformer), (torch.randn(5, 2, 8), torch.randn(3, 2, 8)))
+    names = {entry.kind: entry.name for entry in report.largest}
+    assert names["batch output"] == "output for a batch of 4"
+
+
+def test_further_batches_are_compared_when_they_are_given() -> None:
+    sch = slapo.create_schedule(Net())
+    sch["fc"].checkpoint()
+    sch["act"].replace(Clamped())
+    batch = torch.randn(3, 4)
+    assert slapo.verify(sch, batch)
+    error = failure(sch, batch, more_batches=[torch.randn(2, 4), (1000.0 * torch.ones(2, 4),)])
+    assert error.tensor == "output for batch 3"
+    assert [step.partition("(")[0] for step in error.steps] == ["#2 replace"]
+    with pytest.raises(slapo.ArgumentError, match=r"the untouched model itself fails on the example inputs: Runtime"):
+        slapo.verify(sch, batch, more_batches=[torch.randn(2, 5)])

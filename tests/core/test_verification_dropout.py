@@ -1,0 +1,242 @@
+"""What dropout draws is compared: who drops, how often, how much; and the numbers, where the stream is the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import slapo_core as slapo
+from slapo_core.spec.edit import Edit
+from slapo_core.spec.node import Node
+from slapo_core.verification.draws import compare_draws
+from slapo_core.verification.dropout import Draw
+
+
+class Block(nn.Module):
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.fc, self.act, self.drop = nn.Linear(6, 6), nn.GELU(), nn.Dropout(p)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.drop(self.act(self.fc(x)))
+
+
+class Net(nn.Module):
+    def __init__(self, p: float = 0.1) -> None:
+        super().__init__()
+        self.layer = nn.ModuleList(Block(p) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.layer:
+            x = block(x)
+        return x
+
+
+class Function(nn.Module):
+    """A module of one function."""
+
+    def __init__(self, function: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return self.function(self, input)
+
+
+@dataclass(frozen=True)
+class OwnStream(slapo.Primitive):
+    """Drop out twice with the same probability, which is said to be another stream."""
+
+    name = "drop.own_stream"
+    equivalence = slapo.Equivalence.RANDOM
+
+    def apply(self, node: Node, edit: Edit) -> None:
+        edit.wrap_forward(node, lambda forward: lambda module, x: forward(module, forward(module, x)))
+
+
+def scheduled(p: float = 0.1) -> slapo.Schedule:
+    torch.manual_seed(0)
+    return slapo.create_schedule(Net(p))
+
+
+def failure(sch: slapo.Schedule) -> slapo.VerifyError:
+    torch.manual_seed(1)
+    with pytest.raises(slapo.VerifyError) as caught:
+        slapo.verify(sch, torch.randn(4, 6))
+    return caught.value
+
+
+def test_recomputing_with_other_dropout_than_the_forward_had_is_found_and_keeping_it_agrees() -> None:
+    for keep in (True, False):
+        sch = scheduled(0.5)
+        sch["layer.0"].checkpoint()
+        sch["layer.1"].checkpoint(preserve_rng_state=keep)
+        if keep:
+            report = slapo.verify(sch, torch.randn(4, 6))
+            kinds = {entry.kind: (entry.compared, entry.difference) for entry in report.largest}
+            assert kinds["output with dropout"] == (1, 0.0)
+            assert kinds["gradient with dropout"] == (6, 0.0)
+            assert report.notes == ()
+        else:
+            error = failure(sch)
+            assert error.tensor == "recomputed dropout of layer.1.drop"
+            assert error.steps == ("#2 checkpoint(False) at 'layer.1'",)
+            assert error.message.splitlines()[:2] == [
+                "the scheduled model differs from the untouched one, first in recomputed dropout of layer.1.drop: "
+                "backward runs it again with other random numbers than the forward had, so the gradients are wrong",
+                "  allowed: what is recomputed drops what it dropped at first",
+            ]
+            assert error.hint == "keep the random state: checkpoint(preserve_rng_state=True), which is the default"
+
+
+def test_wrong_gradients_that_only_dropout_shows_are_found() -> None:
+    sch = scheduled(0.5)
+    sch["layer.0"].checkpoint()
+    sch["layer.1.drop"].replace(Function(_gradient_without_mask))
+    error = failure(sch)
+    assert error.tensor == "gradient of layer.1.fc.bias with dropout"
+    assert [step.partition("(")[0] for step in error.steps] == ["#2 replace"]
+
+
+def _gradient_without_mask(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return x + (F.dropout(x, 0.5, module.training) - x).detach()
+
+
+def test_recomputing_with_other_dropout_is_found_where_the_schedule_draws_otherwise_anyway() -> None:
+    sch = scheduled(0.5)
+    sch["layer.0.drop"].replace(Function(lambda module, x: F.dropout(x.t(), 0.5, module.training).t()))
+    sch["layer.1"].checkpoint(preserve_rng_state=False)
+    error = failure(sch)
+    assert error.tensor == "recomputed dropout of layer.1.drop"
+    assert error.steps == ("#2 checkpoint(False) at 'layer.1'",)
+
+
+def test_without_dropout_the_random_state_need_not_be_kept() -> None:
+    sch = scheduled(0.0)
+    sch["layer.*"].checkpoint(preserve_rng_state=False)
+    assert "output with dropout" not in {entry.kind for entry in slapo.verify(sch, torch.randn(4, 6)).largest}
+
+
+WRONG: dict[str, tuple[nn.Module, str, str]] = {
+    "no dropout": (
+        nn.Identity(),
+        "dropout of layer.1.drop",
+        "it drops nothing, where the untouched model drops with p=0.1",
+    ),
+    "more": (nn.Dropout(0.5), "dropout of layer.1.drop", "it drops with p=0.5, not p=0.1"),
+    "twice": (
+        Function(lambda module, x: F.dropout(F.dropout(x, 0.1, module.training), 0.1, module.training)),
+        "dropout of layer.1.drop",
+        "it drops 2 times, not once, with p=0.1",
+    ),
+    "in evaluation": (
+        Function(lambda module, x: F.dropout(x, 0.1)),
+        "dropout of layer.1.drop in evaluation mode",
+        "it drops with p=0.1, where the untouched model drops nothing",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_dropout_that_is_gone_stronger_or_on_in_evaluation_is_blamed_on_its_step(name: str) -> None:
+    module, tensor, problem = WRONG[name]
+    sch = scheduled()
+    sch["layer.0"].checkpoint()
+    sch["layer.1.drop"].replace(module)
+    error = failure(sch)
+    assert error.tensor == tensor
+    assert error.message.splitlines()[0] == (
+        f"the scheduled model differs from the untouched one, first in {tensor}: {problem}"
+    )
+    assert [step.partition("(")[0] for step in error.steps] == ["#2 replace"]
+    assert error.path == "layer.1.drop"
+    assert error.hint == (
+        "a step that drops in a way of its own (in a kernel) says so: equivalence = Equivalence.RANDOM"
+    )
+
+
+def test_the_same_dropout_written_otherwise_agrees() -> None:
+    sch = scheduled()
+    sch["layer.1.drop"].replace(Function(lambda module, x: torch.dropout(x, 0.1, module.training)))
+    report = slapo.verify(sch, torch.randn(4, 6))
+    assert {entry.kind: entry.difference for entry in report.largest}["gradient with dropout"] == 0.0
+
+
+def test_a_step_that_promises_another_stream_is_not_held_to_this_one_and_the_report_says_so() -> None:
+    sch = scheduled()
+    sch["layer.1.drop"].apply(OwnStream())
+    report = slapo.verify(sch, torch.randn(4, 6))
+    assert report.notes == (
+        "outputs and gradients with dropout were not compared: a step promises the same distribution only (RANDOM)",
+    )
+
+
+def test_dropout_of_another_shape_is_not_compared_and_the_report_says_where() -> None:
+    sch = scheduled()
+    axes = Function(lambda module, x: F.dropout(x.t(), 0.1, module.training).t())
+    sch["layer.1.drop"].replace(axes)
+    report = slapo.verify(sch, torch.randn(4, 6))
+    assert report.notes == (
+        "outputs and gradients with dropout were not compared: 'layer.1.drop' draws for (6, 4), where the untouched "
+        "model draws for (4, 6)",
+    )
+
+
+def test_dropout_of_recurrent_and_attention_modules_counts_too() -> None:
+    class Recurrent(nn.Module):
+        def __init__(self, p: float) -> None:
+            super().__init__()
+            self.lstm = nn.LSTM(6, 6, 2, dropout=p, batch_first=True)
+            self.attention = nn.MultiheadAttention(6, 2, dropout=p, batch_first=True)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x, _ = self.lstm(x)
+            return self.attention(x, x, x, need_weights=False)[0]
+
+    class Scaled(nn.Module):
+        def forward(self, input: torch.Tensor) -> Any:
+            p = 0.3 if self.training else 0.0
+            return F.scaled_dot_product_attention(input, input, input, dropout_p=p)
+
+    sch = slapo.create_schedule(nn.Sequential(Recurrent(0.2), Scaled()))
+    sch["0"].checkpoint()
+    report = slapo.verify(sch, torch.randn(2, 3, 6))
+    assert {entry.kind: entry.difference for entry in report.largest}["gradient with dropout"] == 0.0
+    for path, new, problem in (
+        ("0.lstm", nn.LSTM(6, 6, 2, dropout=0.6, batch_first=True), "it drops with p=0.6, not p=0.2"),
+        (
+            "0.attention",
+            nn.MultiheadAttention(6, 2, batch_first=True),
+            "it drops nothing, where the untouched model drops with p=0.2",
+        ),
+    ):
+        sch = slapo.create_schedule(nn.Sequential(Recurrent(0.2), Scaled()))
+        sch[path].replace(new)
+        with pytest.raises(slapo.VerifyError) as caught:
+            slapo.verify(sch, torch.randn(2, 3, 6))
+        assert caught.value.message.splitlines()[0].endswith(f"first in dropout of {path}: {problem}")
+
+
+def draw(path: str, p: float = 0.1, shape: tuple[int, ...] = (2, 4), order: tuple[int, ...] = (0, 1)) -> Draw:
+    return Draw(path, "dropout", p, shape, order)
+
+
+def test_a_region_that_tensors_are_split_in_may_draw_another_number_of_times_but_never_with_another_probability() -> (
+    None
+):
+    rules: dict[str, Any] = {"is_random": False, "is_split": lambda path: path == "a"}
+    assert compare_draws([draw("a"), draw("a")], [draw("a")], **rules).other_stream == "'a' draws once, not 2 times"
+    assert compare_draws([draw("b"), draw("b")], [draw("b")], **rules).wrong == "it drops once, not 2 times, with p=0.1"
+    assert compare_draws([draw("a", 0.2)], [draw("a")], **rules).wrong == "it drops with p=0.1, not p=0.2"
+    assert compare_draws([draw("a")], [draw("a", shape=(2, 2))], **rules).other_stream == (
+        "'a' draws for (2, 2), where the untouched model draws for (2, 4)"
+    )
+    assert compare_draws([draw("b")], [draw("b", order=(1, 0))], **rules).other_stream == (
+        "'b' draws in another order than the untouched model"
+    )
