@@ -26,7 +26,8 @@ class Equivalence:
     ``Equivalence.REORDERED``
         The same real-number function; floating-point sums are associated differently.
     ``Equivalence.RANDOM``
-        The same distribution; random numbers (dropout) come from another stream.
+        The same distribution; random numbers (dropout) come from another stream, so that ``verify`` compares without
+        dropout only. Within a step forward and backward still use the same numbers.
     ``Equivalence.APPROXIMATE(rtol, atol)``
         Another function, within the stated tolerances (quantisation, a fast kernel).
 

@@ -12,10 +12,12 @@ import torch.nn.functional as F
 from torch import nn
 
 import slapo_core as slapo
+from slapo_core.ranks.launcher import run_ranks
 from slapo_core.spec.edit import Edit
 from slapo_core.spec.node import Node
 from slapo_core.verification.draws import compare_draws
 from slapo_core.verification.dropout import Draw
+from tests.core import test_verification_ranks as mini
 
 
 class Block(nn.Module):
@@ -221,6 +223,48 @@ def test_dropout_of_recurrent_and_attention_modules_counts_too() -> None:
         with pytest.raises(slapo.VerifyError) as caught:
             slapo.verify(sch, torch.randn(2, 3, 6))
         assert caught.value.message.splitlines()[0].endswith(f"first in dropout of {path}: {problem}")
+
+
+class Split(nn.Module):
+    """Two linear layers, of which the first is split by rows and the second by columns, between two dropouts."""
+
+    def __init__(self, inner: float) -> None:
+        super().__init__()
+        self.before, self.inner, self.after = nn.Dropout(0.3), nn.Dropout(inner), nn.Dropout(0.2)
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.after(self.down(self.inner(self.up(self.before(x)))))
+
+
+def verify_split(inner: float, **wrong: bool) -> Any:
+    torch.manual_seed(0)
+    sch = slapo.create_schedule(Split(inner), mesh={"tp": 2})
+    sch["up"].apply(mini.Split(("weight", "bias"), axis=0))
+    sch["down"].apply(mini.Split(("weight",), axis=1))
+    sch["up"].apply(mini.Reduce("backward"))
+    sch["down"].apply(mini.Reduce("forward"))
+    if wrong:
+        sch["after"].checkpoint(preserve_rng_state=False)
+    return mini.outcome(sch, torch.ones(4, 8))
+
+
+def verify_splits() -> list[Any]:
+    return [verify_split(0.0), verify_split(0.5), verify_split(0.5, wrong=True)]
+
+
+@pytest.mark.ranks
+def test_on_several_ranks_dropout_is_compared_unless_a_rank_drops_in_a_piece() -> None:
+    (whole, pieces, wrong), second = run_ranks(verify_splits, world_size=2)
+    assert [whole, pieces, wrong.message] == [*second[:2], second[2].message]
+    assert {entry.kind: entry.compared for entry in whole.largest}["gradient with dropout"] == 3
+    assert whole.notes == ()
+    assert pieces.notes == (
+        "outputs and gradients with dropout were not compared: 'inner' draws for (4, 8), where the untouched model "
+        "draws for (4, 16)",
+    )
+    assert wrong.tensor == "recomputed dropout of after"
+    assert wrong.steps == ("#5 checkpoint(False) at 'after'",)
 
 
 def draw(path: str, p: float = 0.1, shape: tuple[int, ...] = (2, 4), order: tuple[int, ...] = (0, 1)) -> Draw:
