@@ -47,7 +47,7 @@ def test_a_step_that_is_right_for_one_batch_size_only_is_found_and_blamed() -> N
     error = failure(sch, torch.randn(3, 4))
     assert error.tensor == "output for a batch of 6"
     assert error.message.startswith(
-        "the scheduled model differs from the untouched one, first in output for a batch of 6: it differs by up to 0.5"
+        "the scheduled model differs from the untouched one, first in output for a batch of 6: it differs by up to "
     )
     assert [step.partition("(")[0] for step in error.steps] == ["#2 replace"]
 
