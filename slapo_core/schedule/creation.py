@@ -54,5 +54,6 @@ def create_schedule(
         raise ArgumentError(
             f"plugins must be a sequence of distributions (got {plugins!r})", hint=f"plugins=[{plugins!r}]"
         )
-    refuse_if_scheduled(model)
-    return Schedule(model, mesh=declare_mesh(mesh, rank=rank), plugins=plugins, example_inputs=example_inputs)
+    schedule = Schedule(model, mesh=declare_mesh(mesh, rank=rank), plugins=plugins, example_inputs=example_inputs)
+    refuse_if_scheduled(model, schedule.tree.index.modules)
+    return schedule

@@ -6,7 +6,7 @@ on the modules that they changed, which is copied and pickled with them, and goe
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from torch.utils.weak import WeakIdKeyDictionary
@@ -57,14 +57,19 @@ def unmark(modules: Iterable[nn.Module]) -> None:
             module.__dict__[_MARK] = left
 
 
-def refuse_if_scheduled(model: nn.Module) -> None:
+def refuse_if_scheduled(model: nn.Module, modules: Mapping[str, nn.Module] | None = None) -> None:
     """Raise if ``model`` carries steps, whole or in part, or is a part of a model that does.
+
+    Args:
+        model: the model.
+        modules: its modules by path, where the caller has them; None looks.
 
     Raises:
         ArgumentError: it does; the message says which part, of what, and how many steps.
     """
     kind = type(model).__name__
-    parts = {id(part): path for path, part in model.named_modules()}
+    modules = dict(model.named_modules()) if modules is None else modules
+    parts = {id(part): path for path, part in modules.items()} if len(_CLAIMS) else {}
     for other, claim in list(_CLAIMS.items()):
         steps = "1 step" if claim.steps == 1 else f"{claim.steps} steps"
         carries = f"carries {steps} of another schedule, which would be taken for the untouched model"
@@ -86,7 +91,7 @@ def refuse_if_scheduled(model: nn.Module) -> None:
                     f"'{parts[id(part)]}' of this {kind} is also '{path}' of a {type(other).__name__} that {carries}",
                     hint="put both models into one, e.g. nn.ModuleDict, and make one schedule of it",
                 )
-    for path, part in model.named_modules():
+    for path, part in modules.items():
         if _MARK in part.__dict__:
             where = f"'{path}' of this {kind}" if path else f"this {kind}"
             raise ArgumentError(
