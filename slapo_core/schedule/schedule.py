@@ -69,8 +69,14 @@ class Schedule:
     def __getitem__(self, path: str) -> TreeNode | NodeGroup:
         """The node at a path, or the group that a glob selects.
 
+        Args:
+            path: as of ``model.get_submodule``, e.g. ``"encoder.layer.0"``. ``*`` stands for anything within one level,
+                ``**`` for any number of levels, ``?`` for one character and ``[03]`` for one of these; for a range of
+                numbers take a slice, ``sch["encoder.layer.*"][4:12]``.
+
         Raises:
             PathError: nothing is there; close matches are named.
+            ArgumentError: the path is not a string.
         """
         if not isinstance(path, str):
             raise ArgumentError(f"a path must be a string (got {path!r})", hint='sch["encoder.layer.0"]')
@@ -78,6 +84,7 @@ class Schedule:
 
     @property
     def root(self) -> TreeNode:
+        """The node of the model itself, whose path is ``""``."""
         return self.tree.node("")
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
@@ -99,7 +106,7 @@ class Schedule:
     # -- the steps --------------------------------------------------------------------------------------------
 
     def apply(self, primitive: Primitive) -> Node:
-        """Apply a primitive at the root of the model."""
+        """Apply a primitive at the root of the model: ``sch.root.apply``."""
         return self.apply_at(self.root, primitive)
 
     @property
@@ -126,7 +133,7 @@ class Schedule:
         return undone
 
     def seal(self, by: str = "seal()") -> None:
-        """End the schedule: no more steps, no undo; the originals that undo needed are dropped."""
+        """End the schedule: no more steps, no undo; the originals that undo needed are dropped (by ``by``)."""
         if not self.is_sealed:
             self._check_open("seal")
         self._sealed_by = self._sealed_by or by
@@ -136,6 +143,7 @@ class Schedule:
 
     @property
     def is_sealed(self) -> bool:
+        """Whether ``build`` or ``seal`` ended the schedule."""
         return self._sealed_by is not None
 
     @contextlib.contextmanager
@@ -168,7 +176,7 @@ class Schedule:
     # -- as data ----------------------------------------------------------------------------------------------
 
     def document(self) -> dict[str, Any]:
-        """The schedule as plain data; see :meth:`to_json`."""
+        """The schedule as plain data, which :func:`replay` takes; see :meth:`to_json`."""
         return dump_records(
             self.records,
             model=self.model,
@@ -199,6 +207,7 @@ class Schedule:
 
     @property
     def hooks(self) -> HookManager:
+        """The hooks of the plugins that this schedule names; for dialects."""
         if self._hooks is None:
             self._hooks = HookManager(self.registry)
         return self._hooks
@@ -257,9 +266,11 @@ class Schedule:
             raise
 
     def primitive_named(self, name: str, target: Node | NodeGroup, where: str) -> Callable[..., Any]:
+        """What ``target.<name>`` is, e.g. ``sch["fc"].shard``; ``where`` is the path or pattern of the target."""
         return bound_primitive(self.registry, name, target, where)  # type: ignore[return-value]
 
     def primitive_names(self) -> tuple[str, ...]:
+        """The bare names and namespaces that nodes know, e.g. ``("shard", ..., "tp")``."""
         return (*self.registry.bare_names("primitives"), *self.registry.namespaces())
 
     def records_so_far(self) -> tuple[Record, ...]:

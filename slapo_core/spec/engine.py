@@ -50,7 +50,14 @@ class Engine(Protocol):
         ...
 
     def eval_step(self, batch: Any) -> StepResult:
-        """Forward only: evaluation mode, no gradients; the mode is restored."""
+        """Forward only: evaluation mode, no gradients; the mode is restored.
+
+        Args:
+            batch: as for ``train_step``.
+
+        Raises:
+            BuildError: the engine is closed, or there is no loss.
+        """
         ...
 
     def state_dict(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
@@ -62,15 +69,37 @@ class Engine(Protocol):
         ...
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Load weights that have the untouched model's names and shapes; every rank keeps its own pieces."""
+        """Load weights that have the untouched model's names and shapes; every rank keeps its own pieces.
+
+        Args:
+            state: whole tensors, the same on every rank, as ``state_dict`` gives them.
+
+        Raises:
+            WeightsError: names or shapes do not fit; nothing was changed.
+        """
         ...
 
     def save(self, directory: str | os.PathLike[str]) -> None:
-        """Write weights and optimiser state, in the untouched layout, as safetensors."""
+        """Write weights and optimiser state, in the untouched layout, as safetensors: a collective.
+
+        Args:
+            directory: made if it is not there; a checkpoint in it is replaced as a whole.
+
+        Raises:
+            BuildError: the optimiser holds something that has no place in a checkpoint, or writing failed.
+        """
         ...
 
     def load(self, directory: str | os.PathLike[str]) -> None:
-        """Read what ``save`` wrote, under this or any other schedule of the same model."""
+        """Read what ``save`` wrote, under this or any other schedule of the same model.
+
+        Args:
+            directory: that of ``save``.
+
+        Raises:
+            WeightsError: it holds no whole checkpoint, or one of another model; nothing was changed.
+            BuildError: it has no optimiser state, or one that does not fit; nothing was changed.
+        """
         ...
 
     def close(self) -> None:

@@ -64,10 +64,12 @@ class Equivalence:
 
     @property
     def is_exact(self) -> bool:
+        """Whether the same bits are promised."""
         return self.level is _Level.EXACT
 
     @property
     def is_random(self) -> bool:
+        """Whether random numbers may come from another stream."""
         return self.level is _Level.RANDOM
 
     def __str__(self) -> str:

@@ -69,7 +69,9 @@ class BuildRequest(Protocol):
     """
 
     @property
-    def schedule(self) -> ScheduledModel: ...
+    def schedule(self) -> ScheduledModel:
+        """What is built; every step is applied."""
+        ...
 
     @property
     def state(self) -> ModelState:

@@ -26,7 +26,15 @@ _OF_DRAWS = ("dropout", "evaluation dropout", "recomputed dropout")
 
 @dataclass(frozen=True)
 class Largest:
-    """The largest difference seen in one kind, and how close it came to what is allowed."""
+    """The largest difference seen in one kind, and how close it came to what is allowed.
+
+    Args:
+        kind: what was compared, e.g. ``"gradient"``.
+        compared: how many tensors of that kind.
+        difference: the largest absolute difference between two elements.
+        allowed: what was allowed for that tensor.
+        name: of that tensor, e.g. ``"fc.weight"``.
+    """
 
     kind: str
     compared: int
@@ -36,6 +44,7 @@ class Largest:
 
     @property
     def fraction(self) -> float:
+        """The difference as a share of what is allowed, at most 1 in a report."""
         return self.difference / self.allowed if self.allowed else (math.inf if self.difference else 0.0)
 
 

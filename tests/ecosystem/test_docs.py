@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import subprocess
 import sys
@@ -11,13 +12,19 @@ from pathlib import Path
 
 import pytest
 
-from slapo_core import errors
+import slapo_core as slapo
+from slapo_core import errors, testing
 from slapo_core.spec import hookspecs
 from tests.ecosystem.overlay import Overlay
 
 ROOT = Path(__file__).parents[2]
 TUTORIALS = {"writing-a-plugin.md": 15, "writing-a-dialect.md": 7}
 """The pages whose commands are run, and how many commands they have at least."""
+
+PRIMITIVES = [
+    "core.annotate", "core.checkpoint", "core.replace", "tp.fork_rng", "tp.shard", "tp.shard_attribute", "tp.sync",
+    "tp.sync_gradient",
+]  # fmt: skip
 
 OFFLINE = {
     "PIP_NO_DEPS": "1",
@@ -140,6 +147,28 @@ def test_every_hook_and_every_error_has_its_section() -> None:
     assert re.findall(r"^## (\w+)$", errors_page, flags=re.MULTILINE) == errors.__all__
     assert errors_page.count("**What to do**: ") == len(errors.__all__)
     assert hooks.count("Called when ") == len(names)
+
+
+def test_every_public_name_is_in_the_reference_with_its_documentation() -> None:
+    page = (ROOT / "docs" / "reference.md").read_text()
+    sections = re.findall(r"^### (\S+)$", page, flags=re.MULTILINE)
+    public = [name for name in slapo.__all__ if name not in errors.__all__]
+    engine = [f"Engine.{name}" for name in vars(slapo.Engine) if not name.startswith("_")]
+    members = re.findall(r"^#### `(\S+)`$", page, flags=re.MULTILINE)
+    assert [name for name in (*public, *testing.__all__, *PRIMITIVES) if sections.count(name) != 1] == []
+    assert [name for name in (*engine, "Schedule.undo", "NodeGroup.apply") if members.count(name) != 1] == []
+    entries = re.split(r"^#{3,4} ", page, flags=re.MULTILINE)[1:]
+    assert [entry.partition("\n")[0] for entry in entries if "*No docstring.*" in entry] == []
+    assert " at 0x" not in page
+
+
+@pytest.mark.parametrize("name", ["create_schedule", "verify", "build", "replay", "run_ranks"])
+def test_the_reference_explains_every_argument(name: str) -> None:
+    page = (ROOT / "docs" / "reference.md").read_text()
+    (section,) = re.findall(rf"^### {name}$(.*?)(?=^### |\Z)", page, flags=re.MULTILINE | re.DOTALL)
+    function = getattr(slapo if name in slapo.__all__ else testing, name)
+    assert [each for each in inspect.signature(function).parameters if f"- `{each}`:" not in section] == []
+    assert "**Raises**" in section
 
 
 def test_links_between_pages_lead_somewhere() -> None:
