@@ -171,9 +171,17 @@ def test_the_reference_explains_every_argument(name: str) -> None:
     assert "**Raises**" in section
 
 
+def anchors(page: Path) -> set[str]:
+    """What a link may name behind ``#``: the page's headings, the way they are shown on the web."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 def test_links_between_pages_lead_somewhere() -> None:
-    pages = [*(ROOT / "docs").glob("*.md"), *(ROOT / "examples").glob("*/README.md")]
-    assert len(pages) >= 6
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").glob("*/README.md")]
+    assert len(pages) >= 11
     for page in pages:
-        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
-            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+        for target, anchor in re.findall(r"\]\(([^)#:\s]*)(?:#([^)\s]+))?\)", page.read_text()):
+            to = page.parent / target if target else page
+            assert to.exists(), f"{page.name} links to {target}"
+            assert not anchor or anchor in anchors(to), f"{page.name} links to {target}#{anchor}"
