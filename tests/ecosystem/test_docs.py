@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import re
 import subprocess
@@ -160,6 +161,29 @@ def test_every_public_name_is_in_the_reference_with_its_documentation() -> None:
     entries = re.split(r"^#{3,4} ", page, flags=re.MULTILINE)[1:]
     assert [entry.partition("\n")[0] for entry in entries if "*No docstring.*" in entry] == []
     assert " at 0x" not in page
+
+
+def test_a_new_public_name_and_a_new_member_join_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    page = importlib.import_module("reference_page")
+
+    def tidy_up(model: object, *, deep: bool = False) -> None:
+        """Tidy a model up."""
+
+    def bare() -> None: ...
+
+    def check_replicas(self: object) -> None:
+        """Compare the replicas."""
+
+    tidy_up.__module__ = bare.__module__ = "slapo_core.building.tidying"
+    monkeypatch.setattr(slapo, "__all__", [*slapo.__all__, "tidy_up", "bare"])
+    monkeypatch.setattr(slapo, "tidy_up", tidy_up, raising=False)
+    monkeypatch.setattr(slapo, "bare", bare, raising=False)
+    monkeypatch.setattr(slapo.Engine, "check_replicas", check_replicas, raising=False)
+    part = page.reference_page("").partition("\n## Building and training\n")[2].partition("\n## ")[0]
+    assert "### tidy_up\n\n```python\ntidy_up(model: object, *, deep: bool = False) -> None\n```\n\nTidy a mod" in part
+    assert f"### bare\n\n```python\nbare() -> None\n```\n\n{page.MISSING}" in part
+    assert "#### `Engine.check_replicas`\n\n```python\ncheck_replicas() -> None\n```\n\nCompare the replicas." in part
 
 
 @pytest.mark.parametrize("name", ["create_schedule", "verify", "build", "replay", "run_ranks"])
