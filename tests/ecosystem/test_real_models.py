@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -12,7 +15,6 @@ import pytest
 
 import slapo_core as slapo
 from slapo_core.testing import run_ranks
-from tests.ecosystem.overlay import Overlay
 from tests.ecosystem.test_docs import Block, blocks, matches, steps
 
 PAGE = (Path(__file__).parents[2] / "docs" / "real-models.md").read_text(encoding="utf-8")
@@ -154,7 +156,10 @@ def test_the_whole_program_prints_what_the_page_shows(tmp_path: Path) -> None:
     ((command, shown),) = steps(console.text)
     assert command == f"python {end.value}"
     (tmp_path / end.value).write_text(f"{FILES[end.value]}\n\n{end.text}", encoding="utf-8")
-    done = Overlay(tmp_path / "env").run(end.value, cwd=tmp_path, environ={"OMP_NUM_THREADS": "1"})
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, end.value], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=PATIENCE
+    )
     assert matches(shown, done.stdout), done.stdout + done.stderr
 
 
