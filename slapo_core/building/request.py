@@ -9,7 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from slapo_core.building.clipping import GradientClipper
+from slapo_core.building.first_steps import FirstSteps
 from slapo_core.building.loss import LossCall
+from slapo_core.building.micro_batches import micro_batches
+from slapo_core.building.modes import switch_to_training
 from slapo_core.building.optimizer import make_optimizer
 from slapo_core.ranks.world import World, together
 
@@ -35,7 +38,8 @@ class Request:
     def __init__(self, schedule: Schedule, arguments: Arguments, values: Materialisation, world: World) -> None:
         self._world = world
         self._schedule, self._arguments, self._values = schedule, arguments, values
-        self._state: ModelState = values.state
+        self._state = values.state
+        self._first = FirstSteps(schedule.mesh, values.state)
         self._mesh = schedule.mesh
         self._loss_call = LossCall(schedule.model, arguments.loss)
         self._clipper: GradientClipper | None = None
@@ -62,6 +66,10 @@ class Request:
         return self._arguments.max_grad_norm
 
     @property
+    def accumulate(self) -> int:
+        return self._arguments.accumulate
+
+    @property
     def device(self) -> torch.device | None:
         return self._arguments.torch_device()
 
@@ -71,22 +79,32 @@ class Request:
     def make_optimizer(self) -> torch.optim.Optimizer | None:
         with self.together("making the optimiser"):
             parameters = dict(self._schedule.model.named_parameters())
-            return make_optimizer(parameters, self._arguments.optimizer, self._originals)
+            optimizer = make_optimizer(parameters, self._arguments.optimizer, self._originals)
+            if optimizer is not None:
+                self._first.end_with(optimizer)
+            return optimizer
+
+    def micro_batches(self, batch: Any) -> list[Any]:
+        return micro_batches(batch, self._arguments.accumulate)
 
     def compute_loss(self, batch: Any, forward: Callable[..., Any] | None = None) -> tuple[torch.Tensor, Any]:
-        return self._loss_call(batch, forward)
+        if torch.is_grad_enabled():
+            switch_to_training(self._schedule.model)
+        with self._first.watched(batch):
+            return self._loss_call(batch, forward)
 
     def evaluate(self, batch: Any) -> tuple[torch.Tensor, Any]:
         modes = [(module, module.training) for module in self._schedule.model.modules()]
         self._schedule.model.eval()
         try:
-            with torch.no_grad():
+            with torch.no_grad(), self._first.watched(batch):
                 return self._loss_call(batch)
         finally:
             for module, training in modes:
                 module.training = training
 
     def clip_gradients(self) -> torch.Tensor | None:
+        self._first.training_is_over()
         if self.max_grad_norm is None:
             return None
         if self._clipper is None:

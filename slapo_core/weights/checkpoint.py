@@ -38,12 +38,14 @@ def save_checkpoint(
     """Write weights and optimiser state: a collective; the first rank of the mesh writes.
 
     Raises:
+        RankMismatchError: ranks hold different copies of a tensor, or of the optimiser's state; nothing was written.
         BuildError: the optimiser holds something that has no place in a checkpoint, or writing failed; on every rank.
     """
     mesh = state.mesh
+    state.check_replicas(optimizer=optimizer)
     with together(mesh, "saving the optimiser's state"):
         moments = OptimizerState(state, optimizer) if optimizer is not None else None
-    weights = state.state_dict(rank0_only=True, include_added=True)
+    weights = state.whole(rank0_only=True, include_added=True)
     tensors = moments.gather() if moments is not None else {}
     with together(mesh, f"writing the checkpoint '{directory}'"):
         if mesh is None or mesh.is_first_rank:

@@ -7,24 +7,41 @@ and what is read from them, a state dict, is the first one's.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from slapo_core.errors import RankMismatchError
 from slapo_core.ranks.checksum import checksum
+from slapo_core.ranks.facts import describe
+from slapo_core.ranks.random_states import restore, torch_states
 from slapo_core.ranks.world import World
 
 if TYPE_CHECKING:
     from slapo_core.spec.mesh import Mesh
     from slapo_core.weights.correspondence import Correspondence
 
-__all__ = ["Replica", "align_replicas", "check_replicas", "parted", "ranks_along", "replicas_of"]
+__all__ = [
+    "Replica",
+    "align_replicas",
+    "check_replicas",
+    "compare_all",
+    "optimizer_replicas",
+    "parted",
+    "ranks_along",
+    "replicas_of",
+]
 
 _DATA_DIMS = ("dp", "cp", "ep")  # along which ranks see other samples, so that running statistics are each rank's own
 _SHOWN = 4  # names in a message
+PARTED = (
+    "ranks that hold copies must be given the same batch and the same seeds (torch.manual_seed), and be changed alike; "
+    "engine.check_replicas() after each step finds the first one that parts them, and "
+    "engine.check_replicas(repair=True) goes on with the first rank's values"
+)
 
 
 @dataclass(frozen=True)
@@ -66,6 +83,30 @@ def replicas_of(correspondence: Correspondence) -> list[Replica]:
     return found
 
 
+def optimizer_replicas(correspondence: Correspondence, optimizer: torch.optim.Optimizer) -> list[Replica]:
+    """What an optimiser keeps of which other ranks hold copies: its state, as the parameters, and its settings."""
+    mesh, kind = correspondence.mesh, type(optimizer).__name__
+    if mesh is None or mesh.is_dry:
+        return []
+    held = {id(replica.value): replica for replica in replicas_of(correspondence)}
+    found = []
+    for parameter, state in optimizer.state.items():
+        if id(parameter) in held:
+            name, over = held[id(parameter)].name, held[id(parameter)].over
+            found += [Replica(f"{name}::{key}", _value(value), over) for key, value in state.items()]
+    everywhere = tuple(mesh_dim for mesh_dim, size in mesh.sizes.items() if size > 1)
+    for number, group in enumerate(optimizer.param_groups):
+        for key, value in group.items():
+            if key != "params" and everywhere:
+                setting = f"{key} of {kind}" if number == 0 else f"{key} of group {number} of {kind}"
+                found.append(Replica(setting, _value(value), everywhere))
+    return found
+
+
+def _value(value: Any) -> torch.Tensor | str:
+    return value if isinstance(value, torch.Tensor) else describe(value)
+
+
 def check_replicas(mesh: Mesh | None, replicas: Iterable[Replica], *, hint: str) -> None:
     """Hold the copies of every tensor against each other, by checksums: a collective over the mesh.
 
@@ -84,6 +125,41 @@ def check_replicas(mesh: Mesh | None, replicas: Iterable[Replica], *, hint: str)
         message = parted(world, mesh, replicas)
     if message is not None:
         raise RankMismatchError(message, hint=hint)
+
+
+def compare_all(
+    correspondence: Correspondence, optimizer: torch.optim.Optimizer | None, *, random: bool, repair: bool
+) -> None:
+    """As :func:`check_replicas`, for a whole model: its tensors, an optimiser's state, and where torch draws.
+
+    Args:
+        correspondence: of the model.
+        optimizer: over its parameters; None compares none.
+        random: whether tensor-parallel ranks must stand at the same random numbers.
+        repair: give all ranks the first one's values, with a warning that says what differed.
+
+    Raises:
+        RankMismatchError: on every rank; with ``repair``, where a setting differs that is no tensor.
+    """
+    mesh = correspondence.mesh
+    if mesh is None or mesh.world_size == 1 or mesh.is_dry:
+        return
+    replicas = replicas_of(correspondence)
+    if optimizer is not None:
+        replicas += optimizer_replicas(correspondence, optimizer)
+    states = {}
+    if random and mesh.size("tp") > 1:
+        states = {device: torch.tensor(list(state), dtype=torch.uint8) for device, state in torch_states().items()}
+        replicas += [Replica(f"torch's random state on {name}", state, ("tp",)) for name, state in states.items()]
+    try:
+        check_replicas(mesh, replicas, hint=PARTED)
+    except RankMismatchError as error:
+        if not repair:
+            raise
+        warnings.warn(f"{error.message}\nall ranks have the values of the first one now", stacklevel=5)
+        align_replicas(mesh, replicas)
+        restore({name: bytes(state.tolist()) for name, state in states.items()})
+        check_replicas(mesh, replicas, hint="set it alike on every rank")
 
 
 def parted(world: World, mesh: Mesh, replicas: Iterable[Replica]) -> str | None:
