@@ -79,10 +79,19 @@ class Request:
     def make_optimizer(self) -> torch.optim.Optimizer | None:
         with self.together("making the optimiser"):
             parameters = dict(self._schedule.model.named_parameters())
-            optimizer = make_optimizer(parameters, self._arguments.optimizer, self._originals)
+            optimizer = make_optimizer(parameters, self._arguments.optimizer, self._originals, self._split())
             if optimizer is not None:
                 self._first.end_with(optimizer)
             return optimizer
+
+    def _split(self) -> dict[int, list[int]]:
+        """The axes along which parameters are split over running ranks, by their identity."""
+        found: dict[int, list[int]] = {}
+        for live in self._state.tensors():
+            for mesh_dim, axis in live.layout.shards():
+                if self._mesh is not None and self._mesh.size(mesh_dim) > 1:
+                    found.setdefault(id(live.tensor), []).append(axis)
+        return found
 
     def micro_batches(self, batch: Any) -> list[Any]:
         return micro_batches(batch, self._arguments.accumulate)

@@ -119,7 +119,8 @@ class BuildRequest(Protocol):
             None if the user gave no factory: the engine then only evaluates.
 
         Raises:
-            OptimizerError: it made something else, left out parameters that need training, or took foreign ones.
+            OptimizerError: it made something else, left out parameters that need training, took foreign ones, or makes
+                of a piece of a parameter something else than that piece of what it makes of the whole (Adafactor).
         """
         ...
 
