@@ -8,11 +8,13 @@ evaluation are watched: a later step costs nothing.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from slapo_core.errors import RankMismatchError
 from slapo_core.ranks.facts import RankFact, describe, describe_tensor, first_difference
@@ -36,11 +38,12 @@ class FirstSteps:
 
     Args:
         mesh: the schedule's.
+        model: the scheduled one.
         state: it is told whether a training step draws random numbers.
     """
 
-    def __init__(self, mesh: Mesh | None, state: TensorState) -> None:
-        self._mesh, self._state = mesh, state
+    def __init__(self, mesh: Mesh | None, model: nn.Module, state: TensorState) -> None:
+        self._mesh, self._model, self._state = mesh, model, state
         watched = mesh is not None and not mesh.is_dry and mesh.size("tp") > 1
         self._training = self._evaluating = watched
 
@@ -72,7 +75,7 @@ class FirstSteps:
             yield
             return
         with World(self._mesh, over="tp") as world:
-            _compare_batch(world, batch)
+            self._compare(world, batch, is_training=is_training)
             if not is_training:
                 self._evaluating = False
                 yield
@@ -94,14 +97,14 @@ class FirstSteps:
                     hint="random.seed(0) and numpy.random.seed(0) on every rank of a replica (same place along 'dp')",
                 )
 
-
-def _compare_batch(world: World, batch: Any) -> None:
-    with world.together("looking at the batch"):
-        facts = list(batch_facts(batch))
-    by_rank = dict(zip(world.ranks, world.gather(facts), strict=True))
-    message = first_difference(by_rank, {None: [world.ranks]})
-    if message is not None:
-        raise RankMismatchError(message, hint=_SAME_BATCH)
+    def _compare(self, world: World, batch: Any, *, is_training: bool) -> None:
+        with world.together("looking at the batch"):
+            facts = [*batch_facts(batch), *(_mode_facts(self._model) if is_training else ())]
+        by_rank = dict(zip(world.ranks, world.gather(facts), strict=True))
+        message = first_difference(by_rank, {None: [world.ranks]})
+        if message is not None:
+            is_of_batch = "batch" in message.split("\n")[0]
+            raise RankMismatchError(message, hint=_SAME_BATCH if is_of_batch else "set it alike on every rank")
 
 
 def _draw_alike(world: World) -> list[str]:
@@ -120,6 +123,16 @@ def _draw_alike(world: World) -> list[str]:
         )
     others = [foreign for _, foreign in gathered]
     return [source for source in OTHER if len({foreign.get(source) for foreign in others} - {None}) > 1]
+
+
+def _mode_facts(model: nn.Module) -> Iterator[RankFact]:
+    """Which modules train, and what is trained; after build() anybody can have changed either."""
+    for what, names in (
+        ("the modules in training mode", [name for name, module in model.named_modules() if module.training]),
+        ("the parameters to train", [name for name, one in model.named_parameters() if one.requires_grad]),
+    ):
+        digest = hashlib.sha256(repr(names).encode()).hexdigest()[:8]
+        yield RankFact(what, f"{len(names)} of them, their names with digest {digest}")
 
 
 def batch_facts(batch: Any) -> Iterator[RankFact]:

@@ -9,7 +9,9 @@ import torch
 
 from slapo_core.errors import BuildError
 
-__all__ = ["micro_batches"]
+__all__ = ["labels_left_out", "micro_batches"]
+
+_LEFT_OUT = -100  # the label that torch's and transformers' losses leave out
 
 
 def micro_batches(batch: Any, count: int) -> list[Any]:
@@ -52,6 +54,25 @@ def micro_batches(batch: Any, count: int) -> list[Any]:
         )
     size = samples // count
     return [_piece(batch, number * size, size) for number in range(count)]
+
+
+def labels_left_out(pieces: list[Any]) -> str | None:
+    """Why the mean of the pieces' losses may not be that of the batch; None where nothing speaks against it.
+
+    A mean over labels weighs a piece by the labels that count in it; the gradients of pieces weigh alike.
+    """
+    for place, value in _leaves("batch", pieces[0]):
+        if isinstance(value, torch.Tensor) and value.dim() and not value.is_floating_point() and not value.is_complex():
+            others = [dict(_leaves("batch", piece))[place] for piece in pieces]
+            counts = [int((other != _LEFT_OUT).sum()) for other in others]
+            if len(set(counts)) > 1:
+                return (
+                    f"{place} has {', '.join(map(str, counts))} labels other than {_LEFT_OUT} in the micro-batches, "
+                    "which weigh alike: the mean of their losses is not the mean over the labels of the batch; for "
+                    "that, let loss= divide the sum over labels by a number that the batch gives as a tensor without "
+                    "axes, divided by accumulate"
+                )
+    return None
 
 
 def _leaves(place: str, value: Any) -> Iterator[tuple[str, Any]]:

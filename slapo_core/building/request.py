@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,7 @@ import torch
 from slapo_core.building.clipping import GradientClipper
 from slapo_core.building.first_steps import FirstSteps
 from slapo_core.building.loss import LossCall
-from slapo_core.building.micro_batches import micro_batches
+from slapo_core.building.micro_batches import labels_left_out, micro_batches
 from slapo_core.building.modes import switch_to_training
 from slapo_core.building.optimizer import make_optimizer
 from slapo_core.ranks.world import World, together
@@ -39,10 +40,11 @@ class Request:
         self._world = world
         self._schedule, self._arguments, self._values = schedule, arguments, values
         self._state = values.state
-        self._first = FirstSteps(schedule.mesh, values.state)
+        self._first = FirstSteps(schedule.mesh, schedule.model, values.state)
         self._mesh = schedule.mesh
         self._loss_call = LossCall(schedule.model, arguments.loss)
         self._clipper: GradientClipper | None = None
+        self._is_cut = False  # a batch, before
         self._originals = {id(tensor): name for name, tensor in values.untouched.items()}
 
     @property
@@ -94,7 +96,13 @@ class Request:
         return found
 
     def micro_batches(self, batch: Any) -> list[Any]:
-        return micro_batches(batch, self._arguments.accumulate)
+        pieces = micro_batches(batch, self._arguments.accumulate)
+        if len(pieces) > 1 and not self._is_cut:
+            self._is_cut = True
+            reason = labels_left_out(pieces)
+            if reason is not None:
+                warnings.warn(reason, stacklevel=3)
+        return pieces
 
     def compute_loss(self, batch: Any, forward: Callable[..., Any] | None = None) -> tuple[torch.Tensor, Any]:
         if torch.is_grad_enabled():

@@ -150,6 +150,12 @@ def first_batches() -> dict[str, str]:
     second_half = batch["y"].clone()
     second_half[4:] += rank
     found["a later micro-batch"] = said(engine.train_step, {**batch, "y": second_half})
+    engine = engine_of({"tp": 2})
+    engine.module.drop.train(rank == 0)
+    found["the mode of a module"] = said(engine.train_step, batch)
+    engine = engine_of({"tp": 2})
+    engine.module.head.bias.requires_grad_(rank == 0)
+    found["what is trained"] = said(engine.train_step, batch)
     again = engine_of({"tp": 2})
     said(again.train_step, given["one key"])
     found["again, as it should be"] = said(again.train_step, batch)
@@ -313,6 +319,8 @@ def test_another_batch_on_a_rank_of_the_same_replica_is_refused_in_the_first_ste
             ("as a tuple", "batch[1]"),
             ("evaluation", "batch['y']"),
             ("a later micro-batch", "batch['y']"),
+            ("the mode of a module", "modules in training mode:\n  rank 0: 7 of them, "),
+            ("what is trained", "parameters to train:\n  rank 0: 8 of them, "),
         ):
             assert found[case].startswith(start + place), case
         assert found["the order of keys"] == "fine"  # given by keyword, it is the same call
