@@ -319,7 +319,7 @@ def test_another_batch_on_a_rank_of_the_same_replica_is_refused_in_the_first_ste
             ("as a tuple", "batch[1]"),
             ("evaluation", "batch['y']"),
             ("a later micro-batch", "batch['y']"),
-            ("the mode of a module", "modules in training mode:\n  rank 0: 7 of them, "),
+            ("the mode of a module", "modules in training mode:\n  rank 0: 6 of them, "),
             ("what is trained", "parameters to train:\n  rank 0: 8 of them, "),
         ):
             assert found[case].startswith(start + place), case

@@ -45,9 +45,9 @@ def accumulation_is_the_whole_batch_or_refused(bench: DialectBench) -> None:
     batches = bench.batches(3)
     if any(len(leaf) % 2 for leaf in tree_leaves(batches) if isinstance(leaf, torch.Tensor) and leaf.dim()):
         raise NotApplicable("the samples of the case's batch do not divide by two")
-    engine = bench.engine(bench.schedule(steps=True), accumulate=2, max_grad_norm=1e6)
-    calls: list[Any] = []
-    with engine.module.register_forward_pre_hook(lambda *_: calls.append(None)):
+    schedule, calls = bench.schedule(steps=True), list[Any]()
+    engine = bench.engine(schedule, accumulate=2, max_grad_norm=1e6)
+    with schedule.model.register_forward_pre_hook(lambda *_: calls.append(None)):
         got = train(engine, batches)
     if len(calls) != 2 * len(batches):
         raise CheckError(
@@ -56,7 +56,7 @@ def accumulation_is_the_whole_batch_or_refused(bench: DialectBench) -> None:
             got=f"{len(calls)} runs of the model",
             hint=_ACCUMULATE,
         )
-    expected = bench.train_by_hand(batches, max_grad_norm=1e6)
+    expected = bench.train_by_hand(batches, max_grad_norm=1e6, accumulate=2)
     bench.require_same(expected.named(), got.named(), under="with accumulate=2", hint=_ACCUMULATE)
     before = engine.state_dict()
     odd = tree_map_only(torch.Tensor, lambda leaf: leaf[1:] if leaf.dim() else leaf, batches[0])
