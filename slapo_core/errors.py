@@ -244,7 +244,7 @@ class OptimizerError(BuildError):
 
 
 class RankMismatchError(SlapoError):
-    """Ranks disagree: other steps, plugins, versions, arguments, weights or random numbers.
+    """Ranks disagree: other steps, plugins, versions, arguments, weights or batches, or copies of a tensor that parted.
 
     What to do: make every rank run the same script on the same installation; the first difference is named.
     """

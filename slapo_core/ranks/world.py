@@ -64,18 +64,23 @@ class World:
 
     Args:
         mesh: the schedule's mesh; None, one rank, or a mesh that is only declared means alone.
+        over: only the ranks that differ from this one in nothing but their place along this mesh dimension; None
+            means all ranks of the mesh.
 
     Attributes:
         ranks: the global ranks, ascending, e.g. ``(2, 3)``; ``(0,)`` where alone.
         rank: this process's global rank.
     """
 
-    def __init__(self, mesh: Mesh | None) -> None:
-        self._device_mesh = mesh.device_mesh if mesh is not None and mesh.world_size > 1 else None
+    def __init__(self, mesh: Mesh | None, *, over: str | None = None) -> None:
+        size = 1 if mesh is None else mesh.world_size if over is None else mesh.size(over)
+        self._device_mesh = mesh.device_mesh if mesh is not None and size > 1 else None
         self._group: Any = None
         self.ranks: tuple[int, ...] = (0,)
         if self._device_mesh is not None:
             self.ranks = tuple(sorted(self._device_mesh.mesh.flatten().tolist()))
+            if over is not None and mesh is not None:
+                self.ranks = tuple(next(row for row in self._parts(over) if mesh.global_rank in row))
         self.rank = 0
         self._was_told = False  # of a failure on some rank: everybody ends, and nobody waits for another message
 

@@ -39,13 +39,22 @@ class Engine(Protocol):
         ...
 
     def train_step(self, batch: Any) -> StepResult:
-        """Forward, backward, and one optimiser step.
+        """Forward, backward, and one optimiser step, in training mode.
+
+        A model that is in evaluation mode as a whole is put into training mode, with a warning; where some module is in
+        training mode, every module keeps its mode. With ``build(..., accumulate=n)`` the batch is cut into n
+        micro-batches along the first axis of every tensor: one after the other goes forward and backward, the
+        gradients and the loss are the means over them, and there is one optimiser step and no ``output``.
+
+        The first step compares the batch over the tensor-parallel ranks, and makes them draw alike.
 
         Args:
             batch: a mapping (keyword arguments), a tuple or list (positional arguments), or one argument.
 
         Raises:
-            BuildError: the engine was built without an optimizer, or is closed; or there is no loss.
+            BuildError: the engine was built without an optimizer, or is closed; there is no loss; or the batch cannot
+                be cut into micro-batches.
+            RankMismatchError: the ranks of one replica were given different batches.
         """
         ...
 
@@ -63,8 +72,13 @@ class Engine(Protocol):
     def state_dict(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
         """All weights with the untouched model's names, shapes and layout: a collective where anything is sharded.
 
+        Where it is a collective, the ranks compare the copies that they hold; else it is this rank's own.
+
         Args:
             rank0_only: other ranks take part but return an empty dictionary.
+
+        Raises:
+            RankMismatchError: ranks hold different copies of a tensor.
         """
         ...
 
@@ -79,13 +93,29 @@ class Engine(Protocol):
         """
         ...
 
+    def check_replicas(self, *, repair: bool = False) -> None:
+        """Compare what several ranks hold copies of, tensors and optimiser state: a collective over the mesh.
+
+        Args:
+            repair: give every rank the values of the first one that holds a copy, with a warning that says what
+                differed, instead of an error.
+
+        Raises:
+            RankMismatchError: on every rank; it names the tensors, the ranks and what each of them holds.
+        """
+        ...
+
     def save(self, directory: str | os.PathLike[str]) -> None:
         """Write weights and optimiser state, in the untouched layout, as safetensors: a collective.
+
+        Replicas are compared first, as by :meth:`check_replicas`. A model that has a ``config`` as transformers' have
+        gets its ``config.json``, so that ``from_pretrained`` reads the directory.
 
         Args:
             directory: made if it is not there; a checkpoint in it is replaced as a whole.
 
         Raises:
+            RankMismatchError: ranks hold different copies; nothing was written.
             BuildError: the optimiser holds something that has no place in a checkpoint, or writing failed.
         """
         ...
