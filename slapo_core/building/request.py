@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from slapo_core.building.clipping import GradientClipper
 from slapo_core.building.loss import LossCall
 from slapo_core.building.optimizer import make_optimizer
 from slapo_core.ranks.world import World, together
+from slapo_core.weights.clipping import GradientClipper
 
 if TYPE_CHECKING:
     from slapo_core.building.arguments import Arguments
