@@ -32,7 +32,8 @@ def live_state(schedule: Schedule, call: str) -> TensorState:
     if state is None:
         if schedule.is_sealed:
             raise SealedError(
-                f"cannot {call}: the schedule was built or sealed, and what its model stands for went to its engine",
+                f"cannot call {call}: the schedule was built or sealed, and what its tensors stand for went to its "
+                "engine",
                 hint="of a built model: engine.state_dict(), engine.load_state_dict(), build(..., max_grad_norm=1.0); "
                 f"of one that is trained without build: call {call} once before sch.seal()",
             )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -30,26 +32,43 @@ _OWN_LOOP = (
 )
 
 
+_NUMBERS = itertools.count()
+_BY_NUMBER: weakref.WeakValueDictionary[int, FirstForward] = weakref.WeakValueDictionary()
+"""What is compiled can ask for nothing but numbers while it is traced; see :func:`_look_while_compiling`."""
+
+
 class FirstForward:
     """A forward pre-hook on the root of a split model, which goes away when it found nothing.
 
     Args:
         pieces: of the schedule.
         mesh: of the schedule, with its processes; None in a copy of the model, where it only goes away.
+        model: the root; it is not kept alive.
         passed: called when it found nothing.
     """
 
-    __slots__ = ("_mesh", "_passed", "_pieces", "has_own_inputs")
+    __slots__ = ("__weakref__", "_mesh", "_model", "_number", "_passed", "_pieces", "has_own_inputs")
 
     def __init__(
-        self, pieces: Pieces | None = None, mesh: Mesh | None = None, *, passed: Callable[[], None] | None = None
+        self,
+        pieces: Pieces | None = None,
+        mesh: Mesh | None = None,
+        model: nn.Module | None = None,
+        passed: Callable[[], None] | None = None,
     ) -> None:
         self._pieces, self._mesh, self._passed = pieces, mesh, passed
+        self._model = weakref.ref(model) if model is not None else None
+        self._number = next(_NUMBERS)
+        _BY_NUMBER[self._number] = self
         self.has_own_inputs = False
         """Whether steps change what the root is called with: ranks may then be given different parts of a batch."""
 
     def __call__(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        if torch.compiler.is_compiling():
+            if torch.is_grad_enabled():
+                _look_while_compiling(self._number)
+            return
+        if torch.jit.is_tracing():
             return
         if self._mesh is None or self._pieces is None:
             self._leave(model)
@@ -57,12 +76,21 @@ class FirstForward:
         leaves = dict(_tensors((args, kwargs)))
         if not torch.is_grad_enabled() or not all(_is_plain(tensor) for tensor in leaves.values()):
             return
-        with torch.no_grad():
-            self._check(model, self._pieces, leaves, self._mesh)
+        self._check(model, self._pieces, leaves, self._mesh)
+
+    def look_without_batch(self) -> None:
+        """While the model is compiled: the batch has no values then, and the code that comes of it looks at nothing."""
+        model = self._model() if self._model is not None else None
+        if model is not None and self._pieces is not None and self._mesh is not None:
+            self._check(model, self._pieces, {}, self._mesh)
+
+    @torch.no_grad()
+    def _check(self, model: nn.Module, known: Pieces, leaves: dict[str, torch.Tensor], mesh: Mesh) -> None:
+        self._look(model, known, leaves, mesh)
         if self._passed is not None:
             self._passed()
 
-    def _check(self, model: nn.Module, known: Pieces, leaves: dict[str, torch.Tensor], mesh: Mesh) -> None:
+    def _look(self, model: nn.Module, known: Pieces, leaves: dict[str, torch.Tensor], mesh: Mesh) -> None:
         pieces = known.find(model)
         dims = [name for name in mesh.sizes if name in known.dims]
         device_mesh = mesh.device_mesh
@@ -95,6 +123,15 @@ class FirstForward:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return FirstForward, ()
+
+
+@torch.compiler.assume_constant_result
+def _look_while_compiling(number: int) -> bool:
+    """Called while torch.compile traces the model, and not by the code that it makes: no graph break, no cost."""
+    hook = _BY_NUMBER.get(number)
+    if hook is not None:
+        hook.look_without_batch()
+    return True
 
 
 def _misled(model: nn.Module, pieces: dict[str, Piece], dims: list[str], mesh: Mesh) -> str | None:

@@ -33,7 +33,7 @@ class Watch:
         self._model, self._mesh = model, mesh
         self._pieces = Pieces(mesh)
         self._splits = self._wraps = 0  # edits in force that split a tensor, and that change what the root is given
-        self._forward = FirstForward(self._pieces, mesh, passed=self.hand_over)
+        self._forward = FirstForward(self._pieces, mesh, model, self.hand_over)
         dicts = PlainStateDicts(model, self._pieces)
         self._for_good = (
             PlacedHook(model, ("_state_dict_pre_hooks",), lambda: model.register_state_dict_pre_hook(dicts.going_out)),
