@@ -84,11 +84,10 @@ class History:
         """Take back all but the first ``keep`` steps, for good; gives their records, latest first."""
         undone = []
         while len(self._steps) > keep:
-            step = self._steps.pop()
-            self._undo(step)
-            undone.append(step.record)
-        self.records = tuple(step.record for step in self._steps)
-        self.kept.clear()
+            self._undo(self._steps[-1])
+            undone.append(self._steps.pop().record)
+            self.records = self.records[: len(self._steps)]
+            self.kept.clear()
         self._claim.note(self._model, len(self._steps))
         return tuple(undone)
 
@@ -96,8 +95,8 @@ class History:
     def rewound(self, to: int) -> Iterator[None]:
         """Have only the first ``to`` steps in force for the duration of a ``with`` block."""
         before = self.in_force
-        self._move(to)
         try:
+            self._move(to)
             yield
         finally:
             self._move(before if before is not None else len(self._steps))
@@ -140,6 +139,15 @@ class History:
             self.in_force += 1
 
     def _undo(self, step: Step) -> None:
-        step.undo()
+        try:
+            step.undo()
+        except Exception as error:
+            raise UndoError(
+                f"step {step.record}, at {step.record.location}, cannot be taken back, and is in force as before: "
+                f"something else was put in the place of what it changed ({type(error).__name__}: {error})",
+                path=step.record.path,
+                hint="take back what was done after the step outside of the schedule, such as a parametrisation; or do "
+                "it before create_schedule()",
+            ) from error
         if self.watch is not None:
             self.watch.went(step.entries)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 import weakref
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import nn
 
 import slapo_core as slapo
 from slapo_core.schedule.watching import stale_optimizers
+from slapo_core.testing import ModelSnapshot, assert_bit_identical
 from tests.core.building_support import Split, batches, real, split
 from tests.core.edits import Call
 
@@ -166,3 +168,34 @@ def test_a_compiled_step_is_left_alone() -> None:
     model.fc1(next(batches(1))["x"]).sum().backward()
     torch.compile(optimizer.step, backend="eager", fullgraph=False)()
     assert not torch.equal(before, model.fc1.weight)
+
+
+def test_an_optimiser_that_needs_whole_tensors_warns_once_of_pieces() -> None:
+    model = real("mlp")
+    whole = torch.optim.Adafactor(model.parameters())
+    trained(model, whole)
+    scheduled(model)
+    optimizer = torch.optim.Adafactor(model.parameters())
+    with pytest.warns(UserWarning, match="Adafactor computes its steps from whole tensors, and 2 of its parameters"):
+        trained(model, optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trained(model, optimizer)
+        trained(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_a_step_that_the_user_built_upon_stays_in_force_when_it_cannot_be_taken_back() -> None:
+    model = real("mlp")
+    sch = slapo.create_schedule(model, mesh={"tp": 2})
+    sch["fc2"].apply(Split(("weight",), axis=1))
+    sch["fc1"].apply(Split(("bias", "weight")))
+    nn.utils.parametrizations.weight_norm(model.fc1)
+    before = ModelSnapshot(model)
+    for use in (lambda: slapo.state_dict(sch), lambda: sch.undo(to=0), lambda: sch.untouched().__enter__()):
+        with pytest.raises(slapo.UndoError, match=r"step #2 .* cannot be taken back, and is in force as before"):
+            use()
+        assert_bit_identical(before, model)
+        assert len(sch.records) == 2
+    nn.utils.parametrize.remove_parametrizations(model.fc1, "weight")
+    sch.undo(to=0)
+    assert tuple(model.fc1.weight.shape) == (8, 6)

@@ -6,6 +6,7 @@ first step, and again only when steps came or went since, or it got another grou
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -29,7 +30,7 @@ class _Exchanges:
     """What the live schedules of this process did: about parameters, and gone with them."""
 
     taken: WeakIdKeyDictionary  # parameter -> (weak reference to its model, its full name)
-    put: WeakIdKeyDictionary  # parameter -> None
+    put: WeakIdKeyDictionary  # parameter -> whether it has another shape than the one it came for
     looked_at: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, int]]
     handle: RemovableHandle | None = None  # of the hook, while there is anything taken
     count: int = 0
@@ -46,7 +47,7 @@ def note_exchange(model: nn.Module, entry: Entry, *, undone: bool) -> None:
         _EXCHANGES.count += 1
         if into is not None:
             _EXCHANGES.taken.pop(into, None)
-            _EXCHANGES.put[into] = None
+            _EXCHANGES.put[into] = not undone and old is not None and old.shape != into.shape
         if out is not None:
             _EXCHANGES.put.pop(out, None)
             _EXCHANGES.taken[out] = (weakref.ref(model), name)
@@ -86,6 +87,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
         _EXCHANGES.handle = None
         return
     _refuse_stale(optimizer)
+    _warn_of_pieces(optimizer)
     _EXCHANGES.looked_at[optimizer] = now
 
 
@@ -106,6 +108,24 @@ def _refuse_stale(optimizer: torch.optim.Optimizer) -> None:
         }
         if gone and missing:
             raise _refusal(type(optimizer).__name__, model, gone, missing)
+
+
+_BY_WHOLE_TENSORS = ("Adafactor", "LBFGS", "Muon")
+"""torch's own optimisers that do not go by single elements: of a piece they compute another step than of the whole."""
+
+
+def _warn_of_pieces(optimizer: torch.optim.Optimizer) -> None:
+    kind = type(optimizer).__name__
+    if kind not in _BY_WHOLE_TENSORS or not type(optimizer).__module__.startswith("torch.optim"):
+        return
+    held = [p for group in optimizer.param_groups for p in group["params"] if _EXCHANGES.put.get(p)]
+    if held:
+        warnings.warn(
+            f"{kind} computes its steps from whole tensors, and {len(held)} of its parameters are pieces, such as one "
+            f"of shape {tuple(held[0].shape)}: it trains otherwise than it would train the untouched model; optimisers "
+            "that go by single elements, such as AdamW or SGD, do not",
+            stacklevel=5,
+        )
 
 
 def _refusal(
