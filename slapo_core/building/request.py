@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from slapo_core.building.clipping import GradientClipper
 from slapo_core.building.first_steps import FirstSteps
 from slapo_core.building.loss import LossCall
 from slapo_core.building.micro_batches import labels_left_out, micro_batches
 from slapo_core.building.modes import switch_to_training
 from slapo_core.building.optimizer import make_optimizer
 from slapo_core.ranks.world import World, together
+from slapo_core.weights.clipping import GradientClipper
 
 if TYPE_CHECKING:
     from slapo_core.building.arguments import Arguments

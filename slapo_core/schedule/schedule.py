@@ -19,6 +19,7 @@ from slapo_core.schedule.location import caller_location
 from slapo_core.schedule.records import dump_records
 from slapo_core.schedule.sugar import bound_primitive
 from slapo_core.schedule.transaction import Transaction
+from slapo_core.schedule.watching.watch import Watch
 from slapo_core.spec.mesh import Mesh
 from slapo_core.spec.primitive import Primitive, check_primitive
 from slapo_core.spec.record import Record
@@ -49,6 +50,7 @@ class Schedule:
         plugins: Sequence[str] = (),
         example_inputs: Any = None,
         registry: Registry | None = None,
+        watched: bool = False,
     ) -> None:
         self.model = model
         self.mesh = mesh
@@ -56,7 +58,7 @@ class Schedule:
         self.plugins: tuple[str, ...] = tuple(canonicalize_name(name) for name in plugins)
         self._registry = registry
         self._hooks: HookManager | None = None
-        self._history = History(model)
+        self._history = History(model, Watch(model, mesh) if watched else None)
         self._inner: list[Record] = []  # of the primitives that the one being applied has applied itself
         self._sealed_by: str | None = None
         self.tree = Tree(model, mesh, self)
@@ -137,6 +139,8 @@ class Schedule:
         if not self.is_sealed:
             self._check_open("seal")
         self._sealed_by = self._sealed_by or by
+        if self._history.watch is not None and by != "seal()":
+            self._history.watch.hand_over()
         self._history.drop_originals()
         self.tree.tensors.seal()
         self.tree.attributes.clear()
@@ -265,6 +269,11 @@ class Schedule:
             self.undo(to=before)
             raise
 
+    def kept(self, what: str) -> dict[str, Any]:
+        """For what is found out about the model, until a step comes or goes; ``what`` is refused while rewound."""
+        self._history.check_in_force(what)
+        return self._history.kept
+
     def primitive_named(self, name: str, target: Node | NodeGroup, where: str) -> Callable[..., Any]:
         """What ``target.<name>`` is, e.g. ``sch["fc"].shard``; ``where`` is the path or pattern of the target."""
         return bound_primitive(self.registry, name, target, where)  # type: ignore[return-value]
@@ -301,9 +310,4 @@ class Schedule:
                 f"cannot {what}: the schedule was sealed by {self._sealed_by}",
                 hint="apply every primitive before build(), or create a new schedule of a fresh model",
             )
-        if self._history.in_force is not None:
-            raise SealedError(
-                f"cannot {what}: the schedule is taken back to step {self._history.in_force} for the time of a `with` "
-                "block",
-                hint="leave the block of sch.untouched() or sch.rewound() first",
-            )
+        self._history.check_in_force(what)

@@ -24,10 +24,14 @@ FUNCTIONS_AND_CLASSES = {
     "StepResult",
     "Violation",
     "build",
+    "clip_grad_norm_",
     "create_schedule",
     "hookimpl",
+    "load_state_dict",
     "register_primitive",
     "replay",
+    "save_pretrained",
+    "state_dict",
     "verify",
 }
 
