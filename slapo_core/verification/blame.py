@@ -161,9 +161,14 @@ def _find(search: Search, steps: Part, near: str | None, suggest: Suggest, paths
     if len(part) == len(steps):
         return Blame(nearest(steps, near)[:_SHOWN], proven=False, ran_out=ran_out)
     if len(part) <= _NAMED:
-        return Blame(part, proven=True, likewise=likewise)
+        return Blame(part, proven=_tells_by_numbers(search), likewise=likewise, ran_out=search.ran_out)
     shown = nearest(part, near)[:_NAMED]
     return Blame(shown, proven=False, likewise=likewise, among=len(part), ran_out=search.ran_out)
+
+
+def _tells_by_numbers(search: Search) -> bool:
+    """Whether a part that fails in the same way must have the mistake: many mistakes raise the same exception."""
+    return search.target is not None and not search.target.raises
 
 
 def _without_alike(steps: Part, part: Part) -> Part:
@@ -176,11 +181,11 @@ def _in_part(
     search: Search, steps: Part, part: Part, near: str | None, suggestions: Sequence[Suggestion], paths: Sequence[str]
 ) -> Blame | None:
     """The cause within the part that is left, if it can be shown."""
-    if len(part) == 1 and (len(steps) > 1 or isinstance(search.outcome(part), Failed)):
-        return Blame(part, proven=True, likewise=tuple(search.likewise))
-    alone = next((record for record in part if _NAMED < len(part) <= _FEW and search.is_same((record,))), None)
-    if alone is not None:
-        return Blame((alone,), proven=True, likewise=tuple(search.likewise))
+    found = part if len(part) == 1 and (len(steps) > 1 or isinstance(search.outcome(part), Failed)) else ()
+    if _NAMED < len(part) <= _FEW:
+        found = next(((record,) for record in part if search.is_same((record,))), ())
+    if found and (_tells_by_numbers(search) or search.agrees(_without_alike(steps, found))):
+        return Blame(found, proven=True, likewise=tuple(search.likewise))
     cure = without_one(search, steps, part) if len(part) <= _FEW else None
     cure = cure or find_cure(search, steps, part, suggestions, paths)
     return None if cure is None else _cured(cure, part, near)

@@ -81,7 +81,7 @@ class Search:
         return None
 
     def does_it_alone(self, record: Record, records: Part) -> bool:
-        if self.is_same((record,)):
+        if self.is_same((record,)) and self.target is not None and not self.target.raises:
             return True
         rest = tuple(other for other in records if other is not record)
         return self.is_like((record,)) and self.agrees(rest)
