@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from slapo_core.spec.record import Record
 from slapo_core.spec.suggestion import Suggestion
-from slapo_core.verification.cures import Cure, Suggest, find_cure, first_cure, without_one
+from slapo_core.verification.cures import Cure, Suggest, applied, find_cure, first_cure, without_one
 from slapo_core.verification.failing import Failed, Try, alike_path
 from slapo_core.verification.odd_blocks import as_the_others
-from slapo_core.verification.search import Part, Search, nearest
+from slapo_core.verification.search import SINGLE_STEPS, Part, Search, nearest
 
 __all__ = ["Blame", "find_steps"]
 
@@ -33,6 +33,7 @@ class Blame:
         likewise: paths of repeated blocks whose steps fail in the same way.
         trials: how many copies were tried.
         suggestion: what makes the schedule agree, tried on a copy; None if nothing did.
+        of_part: whether only the part that was looked at agrees with it, because there are more mistakes.
         among: the number of steps that fail only together, of which the records are the nearest; 0 if they are all.
         ran_out: whether the trials ended before the search did.
     """
@@ -42,6 +43,7 @@ class Blame:
     likewise: tuple[str, ...] = ()
     trials: int = 0
     suggestion: Suggestion | None = None
+    of_part: bool = False
     among: int = 0
     ran_out: bool = False
 
@@ -53,7 +55,8 @@ class Blame:
             )
         shown = [*map(_line, self.records)]
         likewise = [f"  and likewise at {', '.join(self.likewise)}"] if self.likewise else []
-        cured = [f"  suggestion, tried on a copy, which then agrees: {self.suggestion}"] if self.suggestion else []
+        copy = "a copy with the steps around it alone" if self.of_part else "a copy"
+        cured = [f"  suggestion, tried on {copy}, which then agrees: {self.suggestion}"] if self.suggestion else []
         return "\n".join([f"  {self._how()}", *shown, *likewise, *cured])
 
     def _how(self) -> str:
@@ -111,10 +114,22 @@ def find_steps(
     if search.target is None:
         return Blame(nearest(steps, near)[:_NAMED], proven=False, trials=search.trials, among=len(steps))
     found = _find(search, steps, near, suggest, paths)
+    if found.proven and found.suggestion is None and len(found.records) == 1:
+        search.budget = search.trials + SINGLE_STEPS
+        found = dataclasses.replace(found, suggestion=_instead(search, steps, found.records[0], suggest()))
     if len(found.records) == 1 and found.proven and found.suggestion is None and not found.likewise:
         first, likewise = _repeated(search, steps, found.records[0])
         found = dataclasses.replace(found, records=(first,), likewise=likewise)
     return dataclasses.replace(found, trials=search.trials)
+
+
+def _instead(search: Search, steps: Part, step: Record, suggestions: Sequence[Suggestion]) -> Suggestion | None:
+    """What to write in the place of the step that does it, or beside it."""
+    for suggestion in suggestions:
+        is_here = all(change.path == step.path and change.instead_of in (None, step) for change in suggestion.changes)
+        if is_here and search.agrees(applied(steps, suggestion.changes)):
+            return suggestion
+    return None
 
 
 def _repeated(search: Search, steps: Part, step: Record) -> tuple[Record, tuple[str, ...]]:
@@ -142,7 +157,7 @@ def _find(search: Search, steps: Part, near: str | None, suggest: Suggest, paths
     if single is not None:
         return Blame((single,), proven=True)
     suggestions = [*as_the_others(steps, paths), *suggest()] if len(steps) > 1 or suggest is not tuple else []
-    cure = first_cure(search, steps, suggestions)
+    cure = first_cure(search, steps, suggestions, paths)
     if cure is not None:
         return _cured(cure, steps, near)
     part = search.narrow(steps, near)
@@ -195,11 +210,17 @@ def _cured(cure: Cure, steps: Part, near: str | None) -> Blame:
     """The steps that are changed, or else those nearest to what is added."""
     changes = cure.suggestion.changes
     wrong = tuple(change.instead_of for change in changes if change.instead_of is not None)
-    dropped = all(change.primitive is None for change in changes)
+    told = len(changes) == 1 or not all(change.primitive is None for change in changes)  # or each of several will do
     if not wrong:
         places = dict.fromkeys(record for change in changes for record in nearest(steps, change.path)[-1:])
         wrong = tuple(sorted(places, key=lambda record: record.index))[:_NAMED]
-    return Blame(wrong, proven=True, likewise=cure.likewise, suggestion=None if dropped else cure.suggestion)
+    return Blame(
+        wrong,
+        proven=True,
+        likewise=cure.likewise,
+        suggestion=cure.suggestion if told else None,
+        of_part=cure.of_part,
+    )
 
 
 def _line(record: Record) -> str:

@@ -13,6 +13,7 @@ from slapo_core.verification.search import Part, Search
 
 __all__ = ["Cure", "applied", "find_cure", "first_cure", "without_one"]
 
+_LIKELY = 12  # so many trials, before the steps are narrowed down
 _TOGETHER = 3  # more steps than this, each of which is needed, are no answer
 
 Suggest = Callable[[], Sequence[Suggestion]]
@@ -63,11 +64,19 @@ def without_one(search: Search, records: Part, part: Part) -> Cure | None:
     return Cure(Suggestion(tuple(changes))) if 0 < len(changes) <= _TOGETHER else None
 
 
-def first_cure(search: Search, records: Part, suggestions: Sequence[Suggestion]) -> Cure | None:
+def first_cure(search: Search, records: Part, suggestions: Sequence[Suggestion], paths: Sequence[str]) -> Cure | None:
     """Of what is likely before anything is known, the first that makes the whole schedule agree."""
+    end, seen = search.trials + _LIKELY, set[object]()
     for suggestion in suggestions:
-        if suggestion.likely and search.agrees(applied(records, suggestion.changes)):
-            return Cure(suggestion)
+        key = tuple(
+            (alike_path(each.path), str(each.primitive), each.instead_of is None) for each in suggestion.changes
+        )
+        for variant, likewise in _variants(suggestion, records, paths) if suggestion.likely else ():
+            if variant is not suggestion and key in seen:
+                continue
+            if search.trials < end and search.agrees(applied(records, variant.changes)):
+                return Cure(suggestion, likewise)
+        seen.add(key)
     return None
 
 
@@ -86,10 +95,7 @@ def find_cure(
     ordered = sorted(suggestions, key=lambda each: _distance(each, part))
     everywhere_first = bool(search.likewise)
     for suggestion in ordered:
-        everywhere = _everywhere(suggestion, records, paths)
-        variants: list[tuple[Suggestion, tuple[str, ...]]] = [(suggestion, ())]
-        if everywhere is not None:
-            variants.append((everywhere, _others(everywhere, suggestion)))
+        variants = _variants(suggestion, records, paths)
         for variant, likewise in reversed(variants) if everywhere_first else variants:
             if search.agrees(applied(records, variant.changes)):
                 return Cure(suggestion, likewise)
@@ -99,6 +105,12 @@ def find_cure(
         if _is_within(suggestion, part) and search.agrees(applied(part, suggestion.changes)):
             return Cure(suggestion, of_part=True)
     return None
+
+
+def _variants(suggestion: Suggestion, records: Part, paths: Sequence[str]) -> list[tuple[Suggestion, tuple[str, ...]]]:
+    """The suggestion, and the same in all repeated blocks, with the paths at which that changes more."""
+    everywhere = _everywhere(suggestion, records, paths)
+    return [(suggestion, ()), *([] if everywhere is None else [(everywhere, _others(everywhere, suggestion))])]
 
 
 def _everywhere(suggestion: Suggestion, records: Part, paths: Sequence[str]) -> Suggestion | None:

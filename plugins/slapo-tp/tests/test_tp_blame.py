@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -134,10 +134,10 @@ def without(steps: Steps, *wrong: tuple[str, str]) -> Steps:
 
 def with_other(steps: Steps, path: str, name: str, **changes: Any) -> Steps:
     """With other arguments of the step of a name at a path."""
-    changed = [
-        (place, dataclasses.replace(primitive, **changes)) if (place, primitive.name) == (path, name) else (place, primitive)  # type: ignore[type-var]
-        for place, primitive in steps
-    ]  # fmt: skip
+    changed: Steps = []
+    for place, primitive in steps:
+        is_it = (place, primitive.name) == (path, name)
+        changed.append((place, dataclasses.replace(cast(Any, primitive), **changes) if is_it else primitive))
     assert changed != steps
     return changed
 
