@@ -18,7 +18,6 @@ __all__ = ["Blame", "find_steps"]
 MAX_CURES = 60  # so many further trials of other steps
 _FEW = 24  # so many steps are tried one by one in the part that is left
 _REPEATED = 8  # so many repeated blocks are tried for the mistake that was found in one
-_SHOWN = 12
 _NAMED = 3  # so many steps are named at most where it is not known which of them does it
 
 
@@ -34,6 +33,7 @@ class Blame:
         trials: how many copies were tried.
         suggestion: what makes the schedule agree, tried on a copy; None if nothing did.
         of_part: whether only the part that was looked at agrees with it, because there are more mistakes.
+        alone: whether there is one step, which fails alone.
         among: the number of steps that fail only together, of which the records are the nearest; 0 if they are all.
         ran_out: whether the trials ended before the search did.
     """
@@ -44,11 +44,12 @@ class Blame:
     trials: int = 0
     suggestion: Suggestion | None = None
     of_part: bool = False
+    alone: bool = False
     among: int = 0
     ran_out: bool = False
 
     def __str__(self) -> str:
-        if not self.records and self.suggestion is None:
+        if not self.records and self.proven:
             return (
                 "  no step does it: the same steps on a fresh copy of the untouched model agree with it, so the "
                 "scheduled model, or its weights, were changed outside of the schedule"
@@ -68,6 +69,8 @@ class Blame:
             )
         if not self.proven:
             found = f"the cause could not be narrowed down in {self.trials} trials{ended}"
+            if not self.records:
+                return f"{found}: it may be any of the steps"
             return f"{found}; the steps nearest to this tensor are:"
         if self.suggestion is not None and all(change.instead_of is None for change in self.suggestion.changes):
             return "a step is missing at these, tried on fresh copies of the model:"
@@ -114,12 +117,12 @@ def find_steps(
     if search.target is None:
         return Blame(nearest(steps, near)[:_NAMED], proven=False, trials=search.trials, among=len(steps))
     found = _find(search, steps, near, suggest, paths)
-    if found.proven and found.suggestion is None and len(found.records) == 1:
-        search.budget = search.trials + SINGLE_STEPS
+    if found.alone:
+        search.budget = search.trials + SINGLE_STEPS + _REPEATED
         found = dataclasses.replace(found, suggestion=_instead(search, steps, found.records[0], suggest()))
-    if len(found.records) == 1 and found.proven and found.suggestion is None and not found.likewise:
-        first, likewise = _repeated(search, steps, found.records[0])
-        found = dataclasses.replace(found, records=(first,), likewise=likewise)
+        if found.suggestion is None and not found.likewise:
+            first, likewise = _repeated(search, steps, found.records[0])
+            found = dataclasses.replace(found, records=(first,), likewise=likewise)
     return dataclasses.replace(found, trials=search.trials)
 
 
@@ -155,7 +158,7 @@ def _block(path: str, other: str) -> str:
 def _find(search: Search, steps: Part, near: str | None, suggest: Suggest, paths: Sequence[str]) -> Blame:
     single = search.single(steps, near)
     if single is not None:
-        return Blame((single,), proven=True)
+        return Blame((single,), proven=True, alone=True)
     suggestions = [*as_the_others(steps, paths), *suggest()] if len(steps) > 1 or suggest is not tuple else []
     cure = first_cure(search, steps, suggestions, paths)
     if cure is not None:
@@ -174,7 +177,8 @@ def _find(search: Search, steps: Part, near: str | None, suggest: Suggest, paths
         return found
     likewise = tuple(search.likewise)
     if len(part) == len(steps):
-        return Blame(nearest(steps, near)[:_SHOWN], proven=False, ran_out=ran_out)
+        shown = nearest(steps, near)[:_NAMED] if near is not None else ()
+        return Blame(shown, proven=False, ran_out=ran_out)
     if len(part) <= _NAMED:
         return Blame(part, proven=_tells_by_numbers(search), likewise=likewise, ran_out=search.ran_out)
     shown = nearest(part, near)[:_NAMED]
@@ -200,7 +204,7 @@ def _in_part(
     if _NAMED < len(part) <= _FEW:
         found = next(((record,) for record in part if search.is_same((record,))), ())
     if found and (_tells_by_numbers(search) or search.agrees(_without_alike(steps, found))):
-        return Blame(found, proven=True, likewise=tuple(search.likewise))
+        return Blame(found, proven=True, likewise=tuple(search.likewise), alone=True)
     cure = without_one(search, steps, part) if len(part) <= _FEW else None
     cure = cure or find_cure(search, steps, part, suggestions, paths)
     return None if cure is None else _cured(cure, part, near)
@@ -210,7 +214,7 @@ def _cured(cure: Cure, steps: Part, near: str | None) -> Blame:
     """The steps that are changed, or else those nearest to what is added."""
     changes = cure.suggestion.changes
     wrong = tuple(change.instead_of for change in changes if change.instead_of is not None)
-    told = len(changes) == 1 or not all(change.primitive is None for change in changes)  # or each of several will do
+    told = not all(change.primitive is None for change in changes)
     if not wrong:
         places = dict.fromkeys(record for change in changes for record in nearest(steps, change.path)[-1:])
         wrong = tuple(sorted(places, key=lambda record: record.index))[:_NAMED]

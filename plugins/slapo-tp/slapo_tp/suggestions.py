@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, cast
 
-from slapo_core import Change, Node, Primitive, Record, Suggestion
+from slapo_core import Change, Node, Record, Suggestion
 from slapo_core.spec.request import ScheduledModel
-from slapo_tp.attributes import ShardAttribute
 from slapo_tp.layers import layer_type_of
 from slapo_tp.shard import Shard
-from slapo_tp.splits import as_tuple, bias_is_left_out, output_state, own_tensor, split_axis
+from slapo_tp.splits import as_tuple, bias_is_left_out, output_state, sites, split_axis
+from slapo_tp.suggested_splits import counts, other_splits, partners
 from slapo_tp.sync import Sync
 from slapo_tp.sync_gradient import SyncGradient
 
@@ -33,17 +32,18 @@ def suggestions(schedule: ScheduledModel, gradients: Sequence[str], mesh_dim: st
     yield from _whole_gradients(schedule.root, gradients, mesh_dim)
     if not gradients:
         yield from _reductions(nodes, mesh_dim)
-        yield from _counts(nodes, mesh_dim)
+        yield from counts(nodes, mesh_dim)
     for record in own:
         if isinstance(record.primitive, Sync):
             yield from _other_syncs(schedule.root, record)
     yield from _input_gradients(nodes, mesh_dim)
     yield from _sequence(nodes, own, mesh_dim)
     for record in own:
-        if isinstance(record.primitive, Shard):
-            yield from _other_splits(schedule.root, record)
+        node = _node(schedule.root, record.path)
+        if isinstance(record.primitive, Shard) and node is not None:
+            yield from other_splits(node, record)
     if not gradients:
-        yield from _partners(nodes, mesh_dim)
+        yield from partners(nodes, mesh_dim)
 
 
 def _whole_gradients(root: Node, gradients: Sequence[str], mesh_dim: str) -> Iterator[Suggestion]:
@@ -79,13 +79,19 @@ def _reductions(nodes: Sequence[Node], mesh_dim: str) -> Iterator[Suggestion]:
     """Partial sums, and pieces of features, that no step at the module puts together."""
     missing = []
     for node in nodes:
-        if output_state(node, mesh_dim) != "partial" or _syncs(node, "fwd_post"):
+        if output_state(node, mesh_dim) != "partial":
             continue
+        if any(_syncs(place, "fwd_post") for place, _ in sites(node, "weight")):
+            continue  # one that is tied, and perhaps never called
         missing.append(Change(node.path, Sync("fwd_post", "all_reduce", mesh_dim=mesh_dim)))
     if len(missing) > 1:
         yield Suggestion(tuple(missing), likely=True)
     for number, change in enumerate(missing):
         yield Suggestion((change,), likely=number < 2)
+    for path in [change.path for change in missing][:2]:  # or the tensor was to be split along another axis
+        for node in (each for each in nodes if each.path == path):
+            for record in (each for each in node.records if isinstance(each.primitive, Shard)):
+                yield from (dataclasses.replace(each, likely=True) for each in other_splits(node, record))
     for node in nodes:
         if output_state(node, mesh_dim) == "split" and not _syncs(node, "fwd_post"):
             kind = layer_type_of(node.module)
@@ -93,29 +99,35 @@ def _reductions(nodes: Sequence[Node], mesh_dim: str) -> Iterator[Suggestion]:
             yield Suggestion((Change(node.path, Sync("fwd_post", "all_gather", axis=axis, mesh_dim=mesh_dim)),))
 
 
-def _input_gradients(nodes: Sequence[Node], mesh_dim: str) -> Iterator[Suggestion]:
-    """Layers split on their output, whose input gets only a part of its gradient."""
-    lacking = [
+def _open_inputs(nodes: Sequence[Node], mesh_dim: str) -> list[Node]:
+    """Layers split on their output at, or around, whose input no step does anything."""
+    return [
         node
         for node in nodes
         if output_state(node, mesh_dim) == "split"
         and (kind := layer_type_of(node.module)) is not None
         and kind.axis_of("input") is not None
-        and not _syncs(node, "bwd_post", "fwd_pre")
+        and not any(_syncs(place, "bwd_post", "fwd_pre") for place in (node, *_around(node, 2)))
     ]
+
+
+def _input_gradients(nodes: Sequence[Node], mesh_dim: str) -> Iterator[Suggestion]:
+    """Layers split on their output, whose input gets only a part of its gradient."""
     step = Sync("bwd_post", "all_reduce", mesh_dim=mesh_dim)
-    for node in lacking:
-        if not any(_syncs(around, "bwd_post", "fwd_pre") for around in _around(node, 2)):
-            yield Suggestion((Change(node.path, step),))
-    by_parent: dict[str, list[Node]] = {}
-    for node in lacking:
-        if node.parent is not None and not any(_syncs(around, "bwd_post", "fwd_pre") for around in _around(node, 2)):
-            by_parent.setdefault(node.parent.path, []).append(node)
-    for path, below in by_parent.items():
-        if len(below) > 1:
-            yield Suggestion(tuple(Change(node.path, step) for node in below))
-            if path:
-                yield Suggestion((Change(path, step),))
+    lacking = _open_inputs(nodes, mesh_dim)
+    yield from (Suggestion((Change(node.path, step),), likely=True) for node in lacking)
+    for parent, below in _by_parent(lacking):
+        yield Suggestion(tuple(Change(node.path, step) for node in below), likely=True)
+        yield Suggestion((Change(parent.path, step),))
+
+
+def _by_parent(nodes: Sequence[Node]) -> list[tuple[Node, list[Node]]]:
+    """The modules that hold several of the nodes."""
+    found: dict[str, tuple[Node, list[Node]]] = {}
+    for node in nodes:
+        if node.parent is not None:
+            found.setdefault(node.parent.path, (node.parent, []))[1].append(node)
+    return [(parent, below) for parent, below in found.values() if len(below) > 1]
 
 
 def _other_syncs(root: Node, record: Record) -> Iterator[Suggestion]:
@@ -156,141 +168,16 @@ def _sequence(nodes: Sequence[Node], own: Sequence[Record], mesh_dim: str) -> It
         for record in own
         if isinstance(record.primitive, Sync) and record.primitive.op in ("all_gather", "reduce_scatter")
     } - {-1}
+    lacking = _open_inputs(nodes, mesh_dim)
     for axis in sorted(axes):
+        gather = Sync("fwd_pre", "all_gather", axis=axis, mesh_dim=mesh_dim)
+        yield from (Suggestion((Change(node.path, gather),), likely=True) for node in lacking)
+        for _, below in _by_parent(lacking):
+            yield Suggestion(tuple(Change(node.path, gather) for node in below), likely=True)
         for node in nodes:
-            state = output_state(node, mesh_dim)
-            if state == "split" and not _syncs(node, "fwd_pre", "bwd_post"):
-                yield Suggestion((Change(node.path, Sync("fwd_pre", "all_gather", axis=axis, mesh_dim=mesh_dim)),))
-            if state == "partial" and not _syncs(node, "fwd_post"):
-                step = Sync("fwd_post", "reduce_scatter", axis=axis, mesh_dim=mesh_dim)
-                yield Suggestion((Change(node.path, step),), likely=True)
-
-
-def _other_splits(root: Node, record: Record) -> Iterator[Suggestion]:
-    """The other ways to split the same tensor."""
-    before = cast(Shard, record.primitive)
-    node = _node(root, record.path)
-    kind = layer_type_of(node.module) if node is not None else None
-    if node is None or kind is None or "weight" not in as_tuple(before.names) or own_tensor(node, "weight") is None:
-        return
-
-    def write(**changes: Any) -> Suggestion:
-        return Suggestion((Change(record.path, dataclasses.replace(before, **changes), instead_of=record),))
-
-    has_bias = own_tensor(node, "bias") is not None
-    output, into = kind.axis_of("output"), kind.axis_of("input")
-    if before.axis % len(node.layout("weight").shape) == output:
-        if has_bias and "bias" not in as_tuple(before.names):
-            yield write(names=("weight", "bias"))
-        yield from (write(packed=packed) for packed in _packings(node, output) if packed != before.packed)
-        if into is not None:
-            yield write(names="weight", axis=into, packed=1)
-    elif output is not None:
-        yield write(names=("weight", "bias") if has_bias else "weight", axis=output, packed=1)
-        yield from (
-            write(names=("weight", "bias") if has_bias else "weight", axis=output, packed=packed)
-            for packed in _packings(node, output)
-            if packed != 1
-        )
-
-
-def _packings(node: Node, axis: int | None) -> Iterator[int | tuple[int, ...]]:
-    """One matrix, or queries, keys and values one after the other, of one size or of two."""
-    shape = node.layout("weight").shape
-    assert axis is not None
-    wide, other = shape[axis], shape[1 - axis] if len(shape) == 2 else 0
-    yield 1
-    if len(shape) != 2:
-        return
-    if wide % 3 == 0 and wide // 3 == other:
-        yield 3
-    elif other < wide < 3 * other and (wide - other) % 2 == 0:
-        yield (other, (wide - other) // 2, (wide - other) // 2)
-    elif wide % 2 == 0 and wide > other:
-        yield 2
-
-
-def _counts(nodes: Sequence[Node], mesh_dim: str) -> Iterator[Suggestion]:
-    """Counts of heads, and sizes, that follow the pieces which the children hold."""
-    for node in nodes:
-        extents = {
-            child.layout("weight").shape[axis]
-            for child in node.children
-            if (axis := split_axis(child, "weight", mesh_dim)) is not None and output_state(child, mesh_dim) == "split"
-        }
-        extents |= {extent // 3 for extent in extents if extent % 3 == 0}
-        if not extents or layer_type_of(node.module) is not None:
-            continue
-        divided = {
-            name
-            for record in node.records
-            if isinstance(record.primitive, ShardAttribute) and record.primitive.mesh_dim == mesh_dim
-            for name in as_tuple(record.primitive.names)
-        }
-        size = node.mesh.size(mesh_dim) if node.mesh is not None else 1
-        numbers = {
-            name: value
-            for name, value in vars(node.module).items()
-            if type(value) is int
-            and value > 1
-            and value % size == 0
-            and name not in divided
-            and not name.startswith("_")
-        }
-        sizes = [name for name, value in numbers.items() if value in extents]
-        heads = [name for name in numbers if _counts_heads(name)]
-        for names in _choices(heads, sizes):
-            yield Suggestion((Change(node.path, _attribute(names, mesh_dim)),), likely=len(names) == len(heads + sizes))
-
-
-def _counts_heads(name: str) -> bool:
-    """Whether a name is that of a number of heads, and not of the size of one."""
-    return "head" in name and not any(part in name for part in ("dim", "size", "group"))
-
-
-def _choices(heads: Sequence[str], sizes: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    names = (*heads, *sizes)
-    sets = [names, tuple(heads), tuple(sizes), *((name,) for name in names), *itertools.combinations(names, 2)]
-    if len(names) == 4:
-        sets += itertools.combinations(names, 3)
-    yield from dict.fromkeys(choice for choice in sets if choice)
-
-
-def _attribute(names: tuple[str, ...], mesh_dim: str) -> Primitive:
-    return ShardAttribute(names[0] if len(names) == 1 else names, mesh_dim=mesh_dim)
-
-
-def _partners(nodes: Sequence[Node], mesh_dim: str) -> Iterator[Suggestion]:
-    """Layers beside split ones that are whole still."""
-    for node in nodes:
-        kind, bias = layer_type_of(node.module), own_tensor(node, "bias")
-        has_weight = kind is not None and own_tensor(node, "weight") is not None
-        own = "weight" if has_weight else "bias"
-        if not has_weight and (bias is None or bias.dim() != 1):
-            continue
-        if split_axis(node, own, mesh_dim) is not None or not _has_split_beside(node, mesh_dim):
-            continue
-        axes = (kind.axis_of("output"), kind.axis_of("input")) if kind is not None and has_weight else (0,)
-        for number, axis in enumerate(axes):
-            names = ("weight", "bias") if number == 0 and has_weight and bias is not None else own
-            if axis is not None:
-                yield Suggestion((Change(node.path, Shard(names, axis=axis, mesh_dim=mesh_dim), first=True),))
-
-
-def _has_split_beside(node: Node, mesh_dim: str) -> bool:
-    around = node.parent
-    for _ in range(2):
-        if around is None:
-            return False
-        if any(
-            split_axis(below, "weight", mesh_dim) is not None
-            for child in around.children
-            for below in (child, *child.children)
-            if below.path != node.path
-        ):
-            return True
-        around = around.parent
-    return False
+            if output_state(node, mesh_dim) == "partial" and not _syncs(node, "fwd_post"):
+                scatter = Sync("fwd_post", "reduce_scatter", axis=axis, mesh_dim=mesh_dim)
+                yield Suggestion((Change(node.path, scatter),), likely=True)
 
 
 def _syncs(node: Node, *modes: str) -> bool:
