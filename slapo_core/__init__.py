@@ -72,6 +72,10 @@ if TYPE_CHECKING:
     from slapo_core.spec.record import (
         Record as Record,
     )
+    from slapo_core.spec.suggestion import (
+        Change as Change,
+        Suggestion as Suggestion,
+    )
     from slapo_core.spec.violation import (
         Violation as Violation,
     )
@@ -80,6 +84,7 @@ if TYPE_CHECKING:
     )
 
 _PUBLIC = {
+    "Change": "slapo_core.spec.suggestion",
     "Dialect": "slapo_core.spec.dialect",
     "Edit": "slapo_core.spec.edit",
     "Engine": "slapo_core.spec.engine",
@@ -94,6 +99,7 @@ _PUBLIC = {
     "Record": "slapo_core.spec.record",
     "Schedule": "slapo_core.schedule.schedule",
     "StepResult": "slapo_core.spec.engine",
+    "Suggestion": "slapo_core.spec.suggestion",
     "Violation": "slapo_core.spec.violation",
     "build": "slapo_core.building.phases",
     "clip_grad_norm_": "slapo_core.live.gradients",

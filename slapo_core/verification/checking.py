@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,12 +16,13 @@ from slapo_core.schedule.agreement import SAME_SCRIPT, schedule_facts
 from slapo_core.schedule.obligations import obligations
 from slapo_core.verification.compare import label
 from slapo_core.verification.counterparts import named_tensors
+from slapo_core.verification.failing import Failed
 from slapo_core.verification.freezing import refuse_unsaid_freezing
 from slapo_core.verification.inputs import Inputs
 from slapo_core.verification.precision import dtype_name, own_dtype
 from slapo_core.verification.report import VerifyReport, merge_largest
 from slapo_core.verification.subjects import Subjects
-from slapo_core.verification.trials import Failed, Ran, Subject, Trials, first_difference, reraise, stages_for
+from slapo_core.verification.trials import Ran, Subject, Trials, first_difference, reraise, stages_for
 from slapo_core.verification.unexplained import refuse_unexplained
 from slapo_core.verification.untouched import UntouchedRun, UntouchedRuns
 from slapo_core.verification.values import Difference
@@ -152,7 +153,7 @@ class _Check:
         shared = self.trials.shared(compared.value())
         first = first_difference(self.world, shared)
         if first is not None:
-            self._raise_difference(reference, *first)
+            self._raise_difference(reference, *first, self.trials.gradients(first[1], compared.value()))
         return VerifyReport(
             model=type(self.schedule.model).__name__,
             steps_verified=len(records),
@@ -166,9 +167,12 @@ class _Check:
             notes=(*self.notes, *reference.notes, *ran.notes),
         )
 
-    def _raise_difference(self, reference: UntouchedRun, rank: int, found: Difference) -> None:
+    def _raise_difference(
+        self, reference: UntouchedRun, rank: int, found: Difference, gradients: Sequence[str]
+    ) -> None:
         owner = _owner(found)
-        blame = self.trials.blame(reference, stages_for(found.kind), Failed.by(found), near=owner)
+        stages = stages_for(found.kind)
+        blame = self.trials.blame(reference, stages, Failed.by(found), near=owner, gradients=gradients)
         name = label(found.kind, found.name, self.options.optimizer_steps)
         where = f" on rank {rank}" if not self.world.is_alone else ""
         tolerance = self.trials.tolerance(reference, self.schedule.records)

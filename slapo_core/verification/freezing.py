@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from slapo_core.errors import VerifyError
-from slapo_core.verification.blame import Outcome, find_steps
+from slapo_core.verification.blame import find_steps
+from slapo_core.verification.failing import Failed, Outcome
 
 if TYPE_CHECKING:
     from slapo_core.ranks.world import World
@@ -42,7 +43,8 @@ def refuse_unsaid_freezing(world: World, subjects: Subjects) -> tuple[str, ...]:
         again = world.attempt(lambda: subjects.frozen_by(part))
         if again.failures:
             return "refused"
-        return "differs" if any(name in names for names in world.gather(again.value())) else "agrees"
+        froze = any(name in names for names in world.gather(again.value()))
+        return Failed("frozen parameter", name) if froze else "agrees"
 
     path, _, own = name.rpartition(".")
     blame = find_steps(whole, try_steps, near=path, tied=subjects.tied_modules())

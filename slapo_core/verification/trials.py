@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -12,14 +11,16 @@ import torch
 from torch import nn
 
 from slapo_core.errors import VerifyError
-from slapo_core.ranks.world import Attempt, Failure, World
+from slapo_core.ranks.world import Attempt, World
 from slapo_core.spec.equivalence import Equivalence
-from slapo_core.verification.blame import Blame, Outcome, find_steps
+from slapo_core.verification.blame import Blame, find_steps
 from slapo_core.verification.compare import Comparison, compare, drawn_alike
 from slapo_core.verification.counterparts import Counterparts
+from slapo_core.verification.failing import Failed, Outcome
 from slapo_core.verification.inputs import Inputs
 from slapo_core.verification.run import EARLY, KINDS, STAGE_OF_KIND, Observation, run_stages
 from slapo_core.verification.subjects import Subjects
+from slapo_core.verification.suggestions import suggestions
 from slapo_core.verification.tolerance import Tolerance
 from slapo_core.verification.untouched import UntouchedRun
 from slapo_core.verification.values import Difference
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from slapo_core.schedule.schedule import Schedule
     from slapo_core.spec.record import Record
 
-__all__ = ["Failed", "Ran", "Subject", "Trials", "first_difference", "reraise", "stages_for"]
+__all__ = ["Ran", "Subject", "Trials", "first_difference", "reraise", "stages_for"]
 
 
 @dataclass(frozen=True)
@@ -48,29 +49,6 @@ class Ran:
     seen: Observation
     counterparts: Counterparts
     notes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Failed:
-    """In which way a schedule fails: a part of it is to blame only if it fails in the same way.
-
-    Args:
-        kind: of the first difference, or the type of the exception.
-        place: the tensor's name, or the line that raised; blocks of a repeated one count as the same.
-        raises: whether it is an exception.
-    """
-
-    kind: str
-    place: str
-    raises: bool = False
-
-    @classmethod
-    def by(cls, found: Difference) -> Failed:
-        return cls(found.kind, re.sub(r"(?<![^.])\d+(?![^.])", "*", found.name))
-
-    @classmethod
-    def with_exception(cls, failure: Failure) -> Failed:
-        return cls(failure.kind, failure.where, raises=True)
 
 
 def stages_for(kind: str) -> tuple[str, ...]:
@@ -174,18 +152,43 @@ class Trials:
         """Every rank's comparison, with its first difference."""
         return self.world.gather(dataclasses.replace(own, differences=own.differences[:1]))
 
+    def gradients(self, first: Difference, own: Comparison) -> list[str]:
+        """The parameters whose gradients differ on any rank, if the first difference is in one."""
+        names = [found.name for found in own.differences if found.kind == first.kind]
+        on_ranks = self.world.gather(names if first.kind == "gradient" else [])
+        return list(dict.fromkeys(name for rank in on_ranks for name in rank))
+
     # -- blame ------------------------------------------------------------------------------------------------
 
-    def blame(self, reference: UntouchedRun, stages: Sequence[str], failed: Failed, *, near: str | None) -> Blame:
-        """The steps that fail as the whole schedule does."""
+    def blame(
+        self,
+        reference: UntouchedRun,
+        stages: Sequence[str],
+        failed: Failed,
+        *,
+        near: str | None,
+        gradients: Sequence[str] = (),
+    ) -> Blame:
+        """The steps that fail as the whole schedule does.
+
+        ``gradients`` are the parameters whose gradients differ, where nothing before them does.
+        """
 
         def try_steps(part: Sequence[Record]) -> Outcome:
-            return self._try(reference, stages, failed, part)
+            return self._try(reference, stages, part)
 
-        return find_steps(self.subjects.schedule.records, try_steps, near=near, tied=self.subjects.tied_modules())
+        return find_steps(
+            self.subjects.schedule.records,
+            try_steps,
+            near=near,
+            tied=self.subjects.tied_modules(),
+            failed=failed,
+            suggest=lambda: suggestions(self.subjects.schedule, gradients),
+            paths=[path for path, _ in self.subjects.untouched.named_modules()],
+        )
 
-    def _try(self, reference: UntouchedRun, stages: Sequence[str], failed: Failed, part: Sequence[Record]) -> Outcome:
-        """Whether ``part`` alone fails as the whole schedule did; the same answer on every rank."""
+    def _try(self, reference: UntouchedRun, stages: Sequence[str], part: Sequence[Record]) -> Outcome:
+        """In which way ``part`` alone fails; the same answer on every rank."""
         applied = self.world.attempt(lambda: self._trial(part))
         if applied.failures:
             return "refused"
@@ -198,13 +201,13 @@ class Trials:
 
         ran = self.run(Subject(schedule, counterparts, make), reference, stages)
         if ran.failures:
-            return "differs" if Failed.with_exception(ran.failures[0]) == failed else "other"
+            return Failed.with_exception(ran.failures[0])
         compared = self.world.attempt(lambda: self.compare(reference, ran.value(), part))
         reraise(compared)
         first = first_difference(self.world, self.shared(compared.value()))
         if first is None:
             return "agrees"
-        return "differs" if Failed.by(first[1]) == failed else "other"
+        return Failed.by(first[1])
 
     def _trial(self, part: Sequence[Record]) -> tuple[Schedule, Counterparts]:
         schedule = self.subjects.trial(part)

@@ -8,6 +8,7 @@ import slapo_core
 from slapo_core import errors
 
 FUNCTIONS_AND_CLASSES = {
+    "Change",
     "Dialect",
     "Edit",
     "Engine",
@@ -22,6 +23,7 @@ FUNCTIONS_AND_CLASSES = {
     "Record",
     "Schedule",
     "StepResult",
+    "Suggestion",
     "Violation",
     "build",
     "clip_grad_norm_",
