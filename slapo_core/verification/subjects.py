@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from slapo_core.spec.record import Record
     from slapo_core.spec.state import LiveTensor
 
-__all__ = ["Subjects", "copy_model"]
+__all__ = ["Subjects", "copy_model", "train_as_at_first"]
 
 
 def copy_model(model: nn.Module) -> nn.Module:
@@ -31,6 +31,16 @@ def copy_model(model: nn.Module) -> nn.Module:
         for key, value in original.__dict__.items():
             parameter.__dict__.setdefault(key, value)
     return copied
+
+
+def train_as_at_first(model: nn.Module, schedule: Schedule) -> None:
+    """Let a copy of the untouched model train what it trained before the first step.
+
+    A step that changes whether a parameter is trained, and does not say so, changes the untouched model's own too.
+    """
+    flags = schedule.tree.tensors.trained_at_first
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(flags.get(name, parameter.requires_grad))
 
 
 class Subjects:
@@ -105,12 +115,25 @@ class Subjects:
                 found.append(name)
         return found
 
-    def trial(self, records: Sequence[Record], *, all_trained: bool = False) -> Schedule:
+    def unfrozen_parameters(self) -> list[str]:
+        """Parameters that were frozen before the first step and are trained now, though no step decided it."""
+        return _unfrozen(self.schedule)
+
+    def unfrozen_by(self, records: Sequence[Record]) -> list[str]:
+        """Names of the parameters that ``records`` unfreeze, without saying so.
+
+        Raises:
+            SlapoError: as for :meth:`trial`.
+        """
+        return _unfrozen(self.trial(records, as_at_first=True))
+
+    def trial(self, records: Sequence[Record], *, all_trained: bool = False, as_at_first: bool = False) -> Schedule:
         """A schedule of a fresh copy of the untouched model, with only ``records`` applied.
 
         Args:
             records: the steps.
             all_trained: whether they find every parameter trained, however the untouched model has it.
+            as_at_first: whether they find the parameters trained that were so before the first step.
 
         Raises:
             SlapoError: a step is refused without the others, or cannot be repeated on a copy.
@@ -120,6 +143,8 @@ class Subjects:
         if all_trained:
             for parameter in model.parameters():
                 parameter.requires_grad_(_can_be_trained(parameter))
+        elif as_at_first:
+            train_as_at_first(model, given)
         schedule = Schedule(
             model, mesh=given.mesh, plugins=given.plugins, registry=given.registry, example_inputs=given.example_inputs
         )
@@ -212,6 +237,16 @@ def _fill(model: nn.Module, value: Any) -> None:
 
 def _prepared(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
     return model if dtype is None else model._apply(lambda t: t.to(dtype) if t.is_floating_point() else t)
+
+
+def _unfrozen(schedule: Schedule) -> list[str]:
+    table = schedule.tree.tensors
+    found = []
+    for name, parameter in schedule.model.named_parameters():
+        origin = table.layout(parameter, name).origin
+        if parameter.requires_grad and table.trained_at_first.get(origin) is False and origin not in table.trained:
+            found.append(name)
+    return found
 
 
 def _can_be_trained(parameter: nn.Parameter) -> bool:
