@@ -15,7 +15,7 @@ from slapo_core.verification.counterparts import Counterparts
 from slapo_core.verification.draws import DrawnAlike, compare_draws
 from slapo_core.verification.run import KINDS, Observation
 from slapo_core.verification.tolerance import Tolerance
-from slapo_core.verification.values import Difference, differ, largest
+from slapo_core.verification.values import Difference, differ, is_close_in_norm, largest
 
 __all__ = ["Comparison", "Largest", "compare", "drawn_alike", "label"]
 
@@ -122,6 +122,8 @@ def compare(
                 result.not_compared.append(f"{label(kind, name, 0)}: it overflows in the untouched model")
                 continue
             difference, apart = differ(kind, name, before, after, allowed)
+            if difference is not None and is_close_in_norm(before, after, rule.of_norm):
+                difference, apart = None, 0.0
             seen = Largest(kind, summary.compared + 1, apart, allowed, name)
             kept = Largest(kind, seen.compared, summary.difference, summary.allowed, summary.name)
             summary = seen if seen.fraction > kept.fraction or not kept.name else kept

@@ -12,6 +12,7 @@ from torch import nn
 from slapo_core.errors import ApplyError, SerializationError
 from slapo_core.schedule.records import primitive_to_json
 from slapo_core.schedule.schedule import Schedule
+from slapo_core.verification.copies import convert, copy_model
 from slapo_core.verification.counterparts import Counterparts, named_tensors
 from slapo_core.weights.correspondence import Correspondence
 from slapo_core.weights.initialise import Initialiser, cannot_initialise
@@ -20,17 +21,7 @@ if TYPE_CHECKING:
     from slapo_core.spec.record import Record
     from slapo_core.spec.state import LiveTensor
 
-__all__ = ["Subjects", "copy_model", "train_as_at_first"]
-
-
-def copy_model(model: nn.Module) -> nn.Module:
-    """A deep copy whose parameters keep the attributes that were set on them."""
-    copied = copy.deepcopy(model)
-    for name, parameter in copied.named_parameters(remove_duplicate=False):
-        original = model.get_parameter(name)
-        for key, value in original.__dict__.items():
-            parameter.__dict__.setdefault(key, value)
-    return copied
+__all__ = ["Subjects", "train_as_at_first"]
 
 
 def train_as_at_first(model: nn.Module, schedule: Schedule) -> None:
@@ -63,9 +54,9 @@ class Subjects:
         self._seed = seed
         self.correspondence, self._originals = Correspondence.of(schedule)
         self.counterparts = Counterparts.of(self.correspondence, schedule.model)
-        self._template = copy_model(schedule.model)
+        self._template = copy_model(schedule.model, shares_memory=True)
         with schedule.untouched() as model:
-            self._untouched = copy_model(model)
+            self._untouched = copy_model(model, shares_memory=True)
             self._values = self._initial_values(model)
         self.frozen = self._train_alike(schedule.tree.tensors.trained)
 
@@ -83,16 +74,16 @@ class Subjects:
 
     def reference(self, dtype: torch.dtype | None) -> nn.Module:
         """A fresh copy of the untouched model."""
-        model = copy_model(self._untouched)
+        model = copy_model(self._untouched, dtype=dtype)
         origins = self.correspondence.survey.origins
         _fill(model, lambda name, tensor: self._values[origins[name]].to(self.device, tensor.dtype, copy=True))
-        return _prepared(model, dtype)
+        return convert(model, dtype)
 
     def candidate(self, dtype: torch.dtype | None) -> nn.Module:
         """A fresh copy of the scheduled model."""
-        model = copy_model(self._template)
+        model = copy_model(self._template, dtype=dtype)
         self._fill_scheduled(model, self.schedule, self.counterparts)
-        return _prepared(model, dtype)
+        return convert(model, dtype)
 
     def frozen_parameters(self) -> list[str]:
         """Parameters of the untouched model that are not trained, though no step decided it."""
@@ -158,7 +149,7 @@ class Subjects:
     def ready(self, trial: Schedule, counterparts: Counterparts, dtype: torch.dtype | None) -> nn.Module:
         """The model of a trial with its values, to be run once."""
         self._fill_scheduled(trial.model, trial, counterparts)
-        return _prepared(trial.model, dtype)
+        return convert(trial.model, dtype)
 
     def _train_alike(self, decided: Mapping[str, bool]) -> tuple[str, ...]:
         """Freeze in the untouched copy what steps froze on purpose, so that all else can be compared."""
@@ -233,10 +224,6 @@ def _fill(model: nn.Module, value: Any) -> None:
     for module in model.modules():
         if isinstance(module, nn.RNNBase):
             module._init_flat_weights()  # it keeps further references
-
-
-def _prepared(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
-    return model if dtype is None else model._apply(lambda t: t.to(dtype) if t.is_floating_point() else t)
 
 
 def _unfrozen(schedule: Schedule) -> list[str]:

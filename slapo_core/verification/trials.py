@@ -19,6 +19,7 @@ from slapo_core.verification.compare import Comparison, compare, drawn_alike
 from slapo_core.verification.counterparts import Counterparts
 from slapo_core.verification.inputs import Inputs
 from slapo_core.verification.passes import Conditions
+from slapo_core.verification.rounding import OF_NORM
 from slapo_core.verification.run import (
     EARLY,
     KINDS,
@@ -191,12 +192,15 @@ class Trials:
         promises = [record.primitive.equivalence for record in records]
         return Tolerance.of(dtype, promises, rtol=self.rtol, atol=self.atol)
 
-    def _own_tolerance(self, dtype: torch.dtype, records: Sequence[Record], room: float) -> Tolerance:
+    def _own_tolerance(self, dtype: torch.dtype, records: Sequence[Record], room: float, *, jumps: bool) -> Tolerance:
         """What the user allows is meant for finer types, so it can only add to what the model's own ones need."""
         promises = [record.primitive.equivalence for record in records]
         rule = Tolerance.of(dtype, promises, rtol=None, atol=None)
         return dataclasses.replace(
-            rule, rtol=max(rule.rtol, self.rtol or 0.0), atol=max(rule.atol, self.atol or 0.0) + room
+            rule,
+            rtol=max(rule.rtol, self.rtol or 0.0),
+            atol=max(rule.atol, self.atol or 0.0) + room,
+            of_norm=OF_NORM.get(dtype, 0.2) if jumps else 0.0,
         )
 
     def compare(self, reference: UntouchedRun, ran: Ran, records: Sequence[Record]) -> Comparison:
@@ -204,7 +208,7 @@ class Trials:
         by_dtype = {dtype: self._tolerance(dtype, records) for dtype in set(reference.finer.values())}
         finer = {place: by_dtype[dtype] for place, dtype in reference.finer.items()}
         for place, room in reference.room.items():
-            finer[place] = self._own_tolerance(reference.finer[place], records, room)
+            finer[place] = self._own_tolerance(reference.finer[place], records, room, jumps=place[0] == "own gradient")
         return compare(reference.seen, ran.seen, ran.counterparts, self.tolerance(reference, records), finer)
 
     def shared(self, own: Comparison) -> list[Comparison]:

@@ -10,7 +10,7 @@ import torch
 
 from slapo_core.verification.precision import dtype_name
 
-__all__ = ["Difference", "differ", "gap", "largest"]
+__all__ = ["Difference", "differ", "gap", "is_close_in_norm", "largest"]
 
 _PIECE = 1 << 20  # elements that are widened at a time, so that comparing takes no memory to speak of
 
@@ -73,6 +73,16 @@ def gap(before: torch.Tensor, after: torch.Tensor) -> float:
             apart = largest(torch.where(same, 0.0, (one - other).abs()).nan_to_num(nan=math.inf, posinf=math.inf))
         found = max(found, apart)
     return found
+
+
+def is_close_in_norm(before: Any, after: Any, share: float) -> bool:
+    """Whether two tensors differ, as a whole, by no more than ``share`` of the norm of the first."""
+    if not share or not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor):
+        return False
+    if before.shape != after.shape or not before.is_floating_point():
+        return False
+    apart = float(torch.linalg.vector_norm(before.double() - after.to(before.device).double()))
+    return apart <= share * float(torch.linalg.vector_norm(before.double()))
 
 
 def largest(tensor: torch.Tensor) -> float:
