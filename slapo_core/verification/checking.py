@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from slapo_core.errors import ArgumentError, VerifyError
+from slapo_core.errors import VerifyError
 from slapo_core.ranks.facts import RankFact, describe, describe_tensor
 from slapo_core.ranks.world import Attempt, World
 from slapo_core.schedule.agreement import SAME_SCRIPT, schedule_facts
@@ -21,8 +21,10 @@ from slapo_core.verification.freezing import refuse_unsaid_freezing
 from slapo_core.verification.inputs import Inputs
 from slapo_core.verification.precision import dtype_name, own_dtype
 from slapo_core.verification.report import VerifyReport, merge_largest
+from slapo_core.verification.run import OWN_TYPES
 from slapo_core.verification.subjects import Subjects
-from slapo_core.verification.trials import Ran, Subject, Trials, first_difference, reraise, stages_for
+from slapo_core.verification.trials import Subject, Trials, first_difference, reraise, stages_for
+from slapo_core.verification.turns import Outcome, Turns, UntouchedRunError
 from slapo_core.verification.unexplained import refuse_unexplained
 from slapo_core.verification.untouched import UntouchedRun, UntouchedRuns
 from slapo_core.verification.values import Difference
@@ -78,6 +80,11 @@ class _Check:
         self.world, self.inputs, self.subjects, self.options = world, inputs, subjects, options
         self.schedule = subjects.schedule
         self.trials = Trials(world, inputs, subjects, rtol=options.rtol, atol=options.atol)
+        self.runs = UntouchedRuns(
+            inputs, options.more_batches, subjects, seed=options.seed, optimizer_steps=options.optimizer_steps
+        )
+        self.subject = Subject(self.schedule, subjects.counterparts, subjects.candidate)
+        self.turns = Turns(world, self.runs, self.trials, self.subject, self.schedule.records)
         self.notes: list[str] = []
         if subjects.frozen:
             self.notes.append(f"as the schedule says, in both models: {', '.join(subjects.frozen)}")
@@ -91,69 +98,32 @@ class _Check:
             dtypes.remove(torch.float32)
         raised: list[str] = []
         for dtype in dtypes:
-            reference = self._reference(dtype, raised)
-            if reference is None:
+            try:
+                outcome = self.turns.run(dtype)
+            except UntouchedRunError as raising:
+                if dtype is None:
+                    raise raising.refuse() from raising.error
+                raised.append(f"the untouched one raises in {dtype_name(dtype)}: {raising.failure}")
                 continue
-            candidate = self._candidate(reference)
-            if not candidate.failures or own is torch.float64:
+            if outcome.raised is None or own is torch.float64 or OWN_TYPES in outcome.reference.stages:
                 break
             if dtype is not None:
-                raised.append(f"the scheduled model raises in {dtype_name(dtype)}: {candidate.failures[0]}")
-        assert reference is not None
-        if candidate.failures:
-            self._raise_exception(reference, candidate)
+                raised.append(f"the scheduled model raises in {dtype_name(dtype)}: {outcome.raised.failures[0]}")
+        if outcome.raised is not None:
+            self._raise_exception(outcome.reference, outcome.raised)
         if raised:
             ran = "the model's own types" if dtype is None else dtype_name(dtype)
             self.notes.append(f"both ran in {ran}, because {'; '.join(raised)}")
-        return self._judge(reference, candidate.value())
-
-    # -- running ----------------------------------------------------------------------------------------------
-
-    def _reference(self, dtype: torch.dtype | None, raised: list[str]) -> UntouchedRun | None:
-        """Run the untouched model; None if it cannot run in ``dtype``, and why is added to ``raised``.
-
-        Raises:
-            ArgumentError: it does not run in its own types either.
-        """
-        runs = UntouchedRuns(
-            self.inputs,
-            self.options.more_batches,
-            self.subjects,
-            seed=self.options.seed,
-            optimizer_steps=self.options.optimizer_steps,
-        )
-        attempt = self.world.attempt(lambda: runs.run(dtype))
-        if not attempt.failures:
-            reference, own_rate = attempt.value()
-            attempt = self.world.attempt(runs.late_stages(reference, min(self.world.gather(own_rate))))
-        if attempt.failures:
-            first = attempt.failures[0]
-            if dtype is None:
-                raise ArgumentError(
-                    f"the untouched model itself fails on the example inputs: {first}",
-                    hint="verify(sch, example_inputs) takes what model(...) takes: a mapping, a tuple, or one argument",
-                ) from attempt.error
-            raised.append(f"the untouched one raises in {dtype_name(dtype)}: {first}")
-            return None
-        return attempt.value()[0]
-
-    def _candidate(self, reference: UntouchedRun) -> Attempt[Ran]:
-        return self.trials.run(self._subject(reference), reference, reference.stages)
-
-    def _subject(self, reference: UntouchedRun) -> Subject:
-        dtype = reference.conditions.dtype
-        return Subject(self.schedule, self.subjects.counterparts, lambda: self.subjects.candidate(dtype))
+        return self._judge(outcome)
 
     # -- judging ----------------------------------------------------------------------------------------------
 
-    def _judge(self, reference: UntouchedRun, ran: Ran) -> VerifyReport:
-        records = self.schedule.records
-        compared = self.world.attempt(lambda: self.trials.compare(reference, ran, records))
-        reraise(compared)
-        shared = self.trials.shared(compared.value())
+    def _judge(self, outcome: Outcome) -> VerifyReport:
+        records, reference = self.schedule.records, outcome.reference
+        shared = self.trials.shared(outcome.comparison)
         first = first_difference(self.world, shared)
         if first is not None:
-            self._raise_difference(reference, *first, self.trials.gradients(first[1], compared.value()))
+            self._raise_difference(reference, *first, self.trials.gradients(first[1], outcome.comparison))
         return VerifyReport(
             model=type(self.schedule.model).__name__,
             steps_verified=len(records),
@@ -164,7 +134,7 @@ class _Check:
             optimizer_steps=self.options.optimizer_steps if "updates" in reference.stages else 0,
             largest=merge_largest([comparison.largest for comparison in shared]),
             not_compared=tuple(dict.fromkeys(text for comparison in shared for text in comparison.not_compared)),
-            notes=(*self.notes, *reference.notes, *ran.notes),
+            notes=(*self.notes, *outcome.notes),
         )
 
     def _raise_difference(
@@ -172,7 +142,8 @@ class _Check:
     ) -> None:
         owner = _owner(found)
         stages = stages_for(found.kind)
-        blame = self.trials.blame(reference, stages, Failed.by(found), near=owner, gradients=gradients)
+        untouched = self.runs.again(reference, stages)
+        blame = self.trials.blame(untouched, stages, Failed.by(found), near=owner, gradients=gradients)
         name = label(found.kind, found.name, self.options.optimizer_steps)
         where = f" on rank {rank}" if not self.world.is_alone else ""
         tolerance = self.trials.tolerance(reference, self.schedule.records)
@@ -191,7 +162,8 @@ class _Check:
 
     def _raise_exception(self, reference: UntouchedRun, candidate: Attempt[Any]) -> None:
         first = candidate.failures[0]
-        stages = self.trials.stages_raising(self._subject(reference), reference)
+        reference = self.runs.again(reference, reference.stages)
+        stages = self.trials.stages_raising(self.subject, reference)
         blame = self.trials.blame(reference, stages, Failed.with_exception(first), near=None)
         where = f" on rank {first.rank}" if not self.world.is_alone else ""
         raise VerifyError(

@@ -11,9 +11,10 @@ from slapo_core.errors import LaunchError, SerializationError, UnknownNameError,
 from slapo_core.ranks.launcher import run_ranks
 from slapo_core.schedule.replaying import replay
 from slapo_core.verification.checking import Options, check
+from slapo_core.verification.copies import copy_model
 from slapo_core.verification.inputs import Inputs
 from slapo_core.verification.report import VerifyReport
-from slapo_core.verification.subjects import copy_model
+from slapo_core.verification.subjects import train_as_at_first
 
 if TYPE_CHECKING:
     from slapo_core.schedule.schedule import Schedule
@@ -48,7 +49,8 @@ def check_in_processes(schedule: Schedule, example_inputs: Any, options: Options
     except SerializationError as error:
         raise SerializationError(f"{why}, but {error.message}", hint=launch) from error
     with schedule.untouched() as model:
-        untouched = copy_model(model)
+        untouched = copy_model(model, shares_memory=True)
+    train_as_at_first(untouched, schedule)
     untouched._apply(lambda tensor: tensor if tensor.is_meta else tensor.cpu())
     primitives = tuple(dict.fromkeys(type(record.primitive) for record in schedule.records))
     functions = tuple(

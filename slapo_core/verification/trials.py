@@ -18,7 +18,18 @@ from slapo_core.verification.compare import Comparison, compare, drawn_alike
 from slapo_core.verification.counterparts import Counterparts
 from slapo_core.verification.failing import Failed, Outcome
 from slapo_core.verification.inputs import Inputs
-from slapo_core.verification.run import EARLY, KINDS, STAGE_OF_KIND, Observation, run_stages
+from slapo_core.verification.passes import Conditions
+from slapo_core.verification.rounding import OF_NORM
+from slapo_core.verification.run import (
+    EARLY,
+    KINDS,
+    ON_ONE_COPY,
+    OWN_TYPES,
+    STAGE_OF_KIND,
+    Course,
+    Observation,
+    run_stages,
+)
 from slapo_core.verification.subjects import Subjects
 from slapo_core.verification.suggestions import suggestions
 from slapo_core.verification.tolerance import Tolerance
@@ -39,22 +50,21 @@ class Subject:
 
     schedule: Schedule
     counterparts: Counterparts
-    make: Callable[[], nn.Module]
+    make: Callable[[torch.dtype | None], nn.Module]
 
 
 @dataclass(frozen=True)
 class Ran:
-    """What a scheduled model gave on this rank, and what could not be run."""
+    """What a scheduled model gave on this rank."""
 
     seen: Observation
     counterparts: Counterparts
-    notes: tuple[str, ...] = ()
 
 
 def stages_for(kind: str) -> tuple[str, ...]:
     """The stages in which a difference of this kind shows, and those that must agree before it counts as the first."""
     stage = STAGE_OF_KIND[kind]
-    return EARLY[: EARLY.index(stage) + 1] if stage in EARLY else (EARLY[0], stage)
+    return ON_ONE_COPY[: ON_ONE_COPY.index(stage) + 1] if stage in ON_ONE_COPY else (EARLY[0], stage)
 
 
 def first_difference(world: World, shared: Sequence[Comparison]) -> tuple[int, Difference] | None:
@@ -97,31 +107,49 @@ class Trials:
 
     def run(self, subject: Subject, reference: UntouchedRun, stages: Sequence[str]) -> Attempt[Ran]:
         """Run ``stages`` of a scheduled model under the conditions of the untouched one."""
-        conditions = dataclasses.replace(reference.conditions, adapt_output=_output_adapter(subject.schedule))
         early = [stage for stage in stages if stage in EARLY]
         late = [stage for stage in stages if stage not in EARLY]
-        started = self.world.attempt(
-            lambda: run_stages(subject.make(), self.inputs, conditions, early) if early else Observation()
-        )
+        started = self.world.attempt(lambda: self.start(subject, reference, early))
         if started.failures:
             return Attempt(None, started.error, started.failures)
-        seen, notes, reason = started.value(), [], None
-        if "dropout" in late:
-            reason = self._other_stream(subject, reference, seen)
-            if reason is not None:
-                notes.append(f"outputs and gradients with dropout were not compared: {reason}")
+        course, seen = started.value()
+        reason = self.other_stream(subject, reference, seen) if "dropout" in late else None
 
         def finish() -> Ran:
             for stage in late:
-                seen.values.update(run_stages(subject.make(), self.inputs, conditions, (stage,)).values)
-            if reason is not None:  # but what is recomputed is compared with what this model itself drew
-                for kind in ("output with dropout", "gradient with dropout"):
-                    seen.values.pop(kind, None)
-            return Ran(seen, subject.counterparts, tuple(notes))
+                seen.values.update(self.late(subject, reference, stage, course, other_stream=reason is not None).values)
+            return Ran(seen, subject.counterparts)
 
         return self.world.attempt(finish)
 
-    def _other_stream(self, subject: Subject, reference: UntouchedRun, seen: Observation) -> str | None:
+    def start(
+        self, subject: Subject, reference: UntouchedRun, stages: Sequence[str] = EARLY
+    ) -> tuple[Course, Observation]:
+        """The first stages, and the copy that ran them."""
+        dtype = reference.conditions.dtype
+        course = Course(subject.make(dtype), self.inputs, self._conditions(subject, reference))
+        return course, course.run(stages)
+
+    def late(
+        self, subject: Subject, reference: UntouchedRun, stage: str, course: Course | None, *, other_stream: bool
+    ) -> Observation:
+        """A later stage: on the copy that ran the first ones, or on a fresh one."""
+        conditions = self._conditions(subject, reference)
+        if stage in ON_ONE_COPY:
+            assert course is not None
+            course.conditions = conditions
+            return course.run((stage,))
+        model = subject.make(None if stage == OWN_TYPES else conditions.dtype)
+        seen = run_stages(model, self.inputs, conditions, (stage,))
+        if stage == "dropout" and other_stream:  # but what is recomputed is held against what this model itself drew
+            for kind in ("output with dropout", "gradient with dropout"):
+                seen.values.pop(kind)
+        return seen
+
+    def _conditions(self, subject: Subject, reference: UntouchedRun) -> Conditions:
+        return dataclasses.replace(reference.conditions, adapt_output=_output_adapter(subject.schedule))
+
+    def other_stream(self, subject: Subject, reference: UntouchedRun, seen: Observation) -> str | None:
         """Why some rank's dropout gets other random numbers than the untouched model's."""
         promise = Equivalence.weakest(record.primitive.equivalence for record in subject.schedule.records)
         alike = drawn_alike("dropout", reference.seen, seen, subject.counterparts, promise)
@@ -142,10 +170,23 @@ class Trials:
         promises = [record.primitive.equivalence for record in records]
         return Tolerance.of(dtype, promises, rtol=self.rtol, atol=self.atol)
 
+    def _own_tolerance(self, dtype: torch.dtype, records: Sequence[Record], room: float, *, jumps: bool) -> Tolerance:
+        """What the user allows is meant for finer types, so it can only add to what the model's own ones need."""
+        promises = [record.primitive.equivalence for record in records]
+        rule = Tolerance.of(dtype, promises, rtol=None, atol=None)
+        return dataclasses.replace(
+            rule,
+            rtol=max(rule.rtol, self.rtol or 0.0),
+            atol=max(rule.atol, self.atol or 0.0) + room,
+            of_norm=OF_NORM.get(dtype, 0.2) if jumps else 0.0,
+        )
+
     def compare(self, reference: UntouchedRun, ran: Ran, records: Sequence[Record]) -> Comparison:
         """Hold this rank's run against the untouched model's."""
         by_dtype = {dtype: self._tolerance(dtype, records) for dtype in set(reference.finer.values())}
         finer = {place: by_dtype[dtype] for place, dtype in reference.finer.items()}
+        for place, room in reference.room.items():
+            finer[place] = self._own_tolerance(reference.finer[place], records, room, jumps=place[0] == "own gradient")
         return compare(reference.seen, ran.seen, ran.counterparts, self.tolerance(reference, records), finer)
 
     def shared(self, own: Comparison) -> list[Comparison]:
@@ -195,9 +236,9 @@ class Trials:
         schedule, counterparts = applied.value()
         schedules = iter([schedule])
 
-        def make() -> nn.Module:
+        def make(dtype: torch.dtype | None) -> nn.Module:
             trial = next(schedules, None) or self.subjects.trial(part)
-            return self.subjects.ready(trial, counterparts, reference.conditions.dtype)
+            return self.subjects.ready(trial, counterparts, dtype)
 
         ran = self.run(Subject(schedule, counterparts, make), reference, stages)
         if ran.failures:

@@ -243,3 +243,13 @@ def test_steps_that_agree_on_a_fresh_copy_are_not_blamed() -> None:
     blame = find_steps(records("a", "b"), lambda part: "agrees", near="a")
     assert blame.records == ()
     assert str(blame).strip().startswith("no step does it: ")
+
+
+@pytest.mark.parametrize(("share", "found"), [(0.0, 1), (0.05, 1), (0.2, 0)])
+def test_a_jump_in_one_element_of_a_gradient_counts_by_what_it_makes_of_the_whole(share: float, found: int) -> None:
+    before = torch.ones(100, dtype=torch.bfloat16)
+    after = before.clone()
+    after[3] = 2.0  # a tenth of the norm
+    tolerance = Tolerance(torch.bfloat16, REORDERED, rtol=0.04, atol=0.0, floor=0.0, of_norm=share)
+    seen = [Observation({"own output": {"x": value}}) for value in (before, after)]
+    assert len(compare(*seen, Counterparts(), tolerance).differences) == found
