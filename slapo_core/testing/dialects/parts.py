@@ -20,7 +20,7 @@ from slapo_core.testing.dialects.bench import DialectBench, open_bench
 from slapo_core.testing.dialects.case import DialectCase
 from slapo_core.testing.dialects.training import Training, train
 from slapo_core.testing.sending import Parcel
-from slapo_core.weights.initialise import copy_on_meta
+from slapo_core.weights.copies import copy_on_meta
 
 __all__ = ["MeshTraining", "Part", "Refusal", "clipping_norm", "run_parts"]
 
