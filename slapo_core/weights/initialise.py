@@ -45,8 +45,7 @@ class Initialiser:
     def __init__(self, model: nn.Module, hooks: HookManager, *, seed: int = 0, is_untouched: bool = True) -> None:
         self._hooks = hooks
         self._seed = seed
-        with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
-            self._programs = record(model) if is_untouched else {}
+        self._programs = record(model) if is_untouched else {}
         tensors = (*model.named_parameters(), *model.named_buffers())
         others = any(tensor.is_meta and name not in self._programs for name, tensor in tensors)
         self._rerun = Rerun(copy_on_meta(model)) if others else None

@@ -4,8 +4,8 @@ They run on a copy of the model whose tensors are on the CPU as in a real one, w
 touched: every operation on them is looked at instead of being run. A tensor is understood if all that its initialisers
 do with it is to draw it, fill it or copy a small value into it, whole, and then to change elements each by itself.
 
-Whoever reads a tensor, draws numbers elsewhere or goes around torch's operators is not followed any further: for the
-tensors that such an initialiser is for, there is no program.
+Whoever reads a tensor or goes around torch's operators is not followed any further: for the tensors that such an
+initialiser is for, there is no program. Nor is there one for a tensor that gets values which were drawn elsewhere.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def record(model: nn.Module) -> dict[str, Program]:
         model: it is only read.
 
     Returns:
-        name -> program, for every name of each tensor that is understood. The generator of torch is used.
+        name -> program, for every name of each tensor that is understood; torch's random state stays as it was.
     """
     names = [(name, tensor) for name, tensor in _named(model) if tensor.is_meta and tensor.numel()]
     if not names:
@@ -73,7 +73,8 @@ def record(model: nn.Module) -> dict[str, Program]:
     index = ModuleIndex(copied)
     for _, tensor in _named(copied):
         tensor.__dict__.pop(SKIP_MARK, None)
-    return _Recording(index, twins).programs()
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
+        return _Recording(index, twins).programs()
 
 
 class _Recording:
@@ -141,6 +142,7 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self.writes: dict[int, _Writes] = {}
         self.gave_up = False
+        self.has_drawn = False  # numbers that are no tensor's own: what depends on them is not the same again
         self._twins = twins
 
     def has(self, value: Any) -> bool:
@@ -155,15 +157,20 @@ class _Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         touched = [leaf for leaf in tree_leaves((args, kwargs)) if self.has(leaf)]
         if not touched:
-            if torch.Tag.nondeterministic_seeded in func.tags:
-                self.give_up()
-            return func(*args, **kwargs)
+            return self._elsewhere(func, args, kwargs)
         if func.is_view:
             return func(*args, **kwargs)
         if len(touched) > 1 or touched[0] is not args[0] or any(value is not None for value in kwargs.values()):
             self.give_up()
         self._note(func, args[0], args[1:])
         return args[0]
+
+    def _elsewhere(self, func: Any, args: Any, kwargs: Any) -> Any:
+        self.has_drawn |= torch.Tag.nondeterministic_seeded in func.tags
+        result = func(*args, **kwargs)
+        if self.has_drawn and not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(result)):
+            self.give_up()  # a number for Python, which may decide what is run next
+        return result
 
     def _note(self, func: Any, view: torch.Tensor, arguments: tuple[Any, ...]) -> None:
         key = _storage(view)
@@ -180,6 +187,8 @@ class _Recorder(TorchDispatchMode):
     def _copy(self, view: torch.Tensor, whole: torch.Tensor, value: torch.Tensor) -> Write | None:
         if value.is_meta:
             self.give_up()
+        if self.has_drawn:
+            return None
         if not value.ndim:
             return _write(_aten.fill_.Scalar, view, whole, (value.item(),))
         box = _box(view, whole)
@@ -199,7 +208,7 @@ class _Guard(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         around = getattr(func, "__name__", "") in _AROUND or func == _SET_DATA
-        if around and any(self._recorder.has(value) for value in args):
+        if around and (self._recorder.has_drawn or any(map(self._recorder.has, args))):
             self._recorder.give_up()
         return func(*args, **(kwargs or {}))
 

@@ -37,8 +37,8 @@ class InBlocks(TorchDispatchMode):
 
 def differences(model: nn.Module) -> tuple[int, list[str]]:
     """How many tensors on the meta device have a program, and the names of those that it gives other values."""
+    programs = record(model)
     with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
-        programs = record(model)
         again, wrong = Rerun(copy_on_meta(model)), []
         for name, program in programs.items():
             key = f"0:{name}"
