@@ -184,7 +184,7 @@ class Subjects:
             full = self._full(live, counterparts.correspondence)
             if full is None:
                 if not initialiser:
-                    initialiser.append(Initialiser(schedule.model, schedule.hooks, seed=self._seed))
+                    initialiser.append(Initialiser(schedule.model, schedule.hooks, seed=self._seed, is_untouched=False))
                 full = initialiser[0].value(live.name, tuple(live.layout.shape))
             if full is None:
                 raise cannot_initialise([name])
