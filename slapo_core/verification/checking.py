@@ -47,7 +47,7 @@ class Options:
 
 def check(schedule: Schedule, example_inputs: Any, options: Options) -> VerifyReport:
     """Verify in this process, together with the other ranks of the mesh; see :func:`slapo_core.verify`."""
-    with World(schedule.mesh) as world:
+    with World(schedule.mesh, runs_models=True) as world:
         prepared = world.attempt(lambda: _prepare(schedule, example_inputs, options))
         reraise(prepared)
         inputs, subjects = prepared.value()
@@ -128,8 +128,9 @@ class _Check:
         if attempt.failures:
             first = attempt.failures[0]
             if dtype is None:
+                where = f", on rank {first.rank}" if not self.world.is_alone else ""
                 raise ArgumentError(
-                    f"the untouched model itself fails on the example inputs: {first}",
+                    f"the untouched model itself fails on the example inputs{where}: {first}",
                     hint="verify(sch, example_inputs) takes what model(...) takes: a mapping, a tuple, or one argument",
                 ) from attempt.error
             raised.append(f"the untouched one raises in {dtype_name(dtype)}: {first}")
@@ -190,8 +191,11 @@ class _Check:
         stages = self.trials.stages_raising(self._subject(reference), reference)
         blame = self.trials.blame(reference, stages, Failed.with_exception(first), near=None)
         where = f" on rank {first.rank}" if not self.world.is_alone else ""
+        others = [other for other in candidate.failures[1:] if (other.kind, other.where) != (first.kind, first.where)]
+        also = "".join(f"\n  and on rank {other.rank}: {other}" for other in others)
         raise VerifyError(
-            f"the scheduled model raises{where} where the untouched one does not: {first}\n{blame}{self._missing()}",
+            f"the scheduled model raises{where} where the untouched one does not: {first}{also}\n"
+            f"{blame}{self._missing()}",
             rank=None if self.world.is_alone else first.rank,
             steps=[str(record) for record in blame.records],
         ) from candidate.error
