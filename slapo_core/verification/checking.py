@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +20,18 @@ from slapo_core.verification.freezing import refuse_unsaid_freezing
 from slapo_core.verification.inputs import Inputs
 from slapo_core.verification.precision import dtype_name, own_dtype
 from slapo_core.verification.report import VerifyReport, merge_largest
+from slapo_core.verification.several import Outcome, Siblings
 from slapo_core.verification.subjects import Subjects
-from slapo_core.verification.trials import Failed, Ran, Subject, Trials, first_difference, reraise, stages_for
+from slapo_core.verification.trials import (
+    Failed,
+    OtherRankError,
+    Ran,
+    Subject,
+    Trials,
+    first_difference,
+    reraise,
+    stages_for,
+)
 from slapo_core.verification.unexplained import refuse_unexplained
 from slapo_core.verification.untouched import UntouchedRun, UntouchedRuns
 from slapo_core.verification.values import Difference
@@ -29,7 +39,7 @@ from slapo_core.verification.values import Difference
 if TYPE_CHECKING:
     from slapo_core.schedule.schedule import Schedule
 
-__all__ = ["Options", "check"]
+__all__ = ["Options", "check_each"]
 
 _SAME_CALL = "make every rank build the same model (torch.manual_seed), and call verify with the same arguments"
 
@@ -45,20 +55,45 @@ class Options:
     more_batches: tuple[Inputs, ...] = ()
 
 
-def check(schedule: Schedule, example_inputs: Any, options: Options) -> VerifyReport:
-    """Verify in this process, together with the other ranks of the mesh; see :func:`slapo_core.verify`."""
+def check_each(
+    schedules: Sequence[Schedule], example_inputs: Any, options: Options, *, siblings: Siblings | None = None
+) -> list[Outcome]:
+    """Verify in this process, one schedule after the other, together with the other ranks of its mesh.
+
+    Args:
+        schedules: of one model; see :func:`slapo_core.verify`.
+        example_inputs: one batch.
+        options: of the call.
+        siblings: all schedules of the call, where ``schedules`` are a part of them.
+    """
+    siblings = siblings or Siblings(schedules)
+    outcomes: list[Outcome] = []
+    for schedule in schedules:
+        try:
+            outcomes.append(_check(schedule, example_inputs, options, siblings))
+        except VerifyError as error:
+            if len(siblings.schedules) == 1 or isinstance(error, OtherRankError):
+                raise
+            outcomes.append(error)
+    return outcomes
+
+
+def _check(schedule: Schedule, example_inputs: Any, options: Options, siblings: Siblings) -> VerifyReport:
     with World(schedule.mesh, runs_models=True) as world:
-        prepared = world.attempt(lambda: _prepare(schedule, example_inputs, options))
+        prepared = world.attempt(lambda: _prepare(schedule, example_inputs, options, siblings))
         reraise(prepared)
         inputs, subjects = prepared.value()
         world.agree(schedule_facts(schedule), hint=SAME_SCRIPT)
-        world.agree(_facts(inputs, subjects.untouched, options), hint=_SAME_CALL)
-        return _Check(world, inputs, subjects, options).run()
+        facts = (*siblings.facts(world.ranks), *_facts(inputs, subjects.untouched, options))
+        world.agree(facts, hint=_SAME_CALL)
+        return _Check(world, inputs, subjects, options, siblings).run()
 
 
-def _prepare(schedule: Schedule, example_inputs: Any, options: Options) -> tuple[Inputs, Subjects]:
-    inputs = Inputs.of(schedule.example_inputs if example_inputs is None else example_inputs)
-    return inputs, Subjects(schedule, device=inputs.device, seed=options.seed)
+def _prepare(schedule: Schedule, example_inputs: Any, options: Options, siblings: Siblings) -> tuple[Inputs, Subjects]:
+    inputs = Inputs.of(example_inputs)
+    subjects = Subjects(schedule, device=inputs.device, seed=options.seed)
+    siblings.require_same_model(schedule, subjects.untouched)
+    return inputs, subjects
 
 
 def _facts(inputs: Inputs, untouched: nn.Module, options: Options) -> Iterator[RankFact]:
@@ -73,8 +108,9 @@ def _facts(inputs: Inputs, untouched: nn.Module, options: Options) -> Iterator[R
 
 
 class _Check:
-    def __init__(self, world: World, inputs: Inputs, subjects: Subjects, options: Options) -> None:
+    def __init__(self, world: World, inputs: Inputs, subjects: Subjects, options: Options, siblings: Siblings) -> None:
         self.world, self.inputs, self.subjects, self.options = world, inputs, subjects, options
+        self.siblings = siblings
         self.schedule = subjects.schedule
         self.trials = Trials(world, inputs, subjects, rtol=options.rtol, atol=options.atol)
         self.notes: list[str] = []
@@ -109,11 +145,24 @@ class _Check:
     # -- running ----------------------------------------------------------------------------------------------
 
     def _reference(self, dtype: torch.dtype | None, raised: list[str]) -> UntouchedRun | None:
-        """Run the untouched model; None if it cannot run in ``dtype``, and why is added to ``raised``.
+        """Run the untouched model, unless a schedule before this one did; None if it cannot run in ``dtype``, and why
+        is added to ``raised``.
 
         Raises:
             ArgumentError: it does not run in its own types either.
         """
+        model = self.subjects.untouched
+        trained = tuple(parameter.requires_grad for parameter in model.parameters())
+        key = (self.world.ranks, dtype, trained, tuple(module.training for module in model.modules()))
+        if key not in self.siblings.runs:
+            self.siblings.runs[key] = self._run_reference(dtype)
+        known = self.siblings.runs[key]
+        if isinstance(known, str):
+            raised.append(known)
+            return None
+        return known
+
+    def _run_reference(self, dtype: torch.dtype | None) -> UntouchedRun | str:
         runs = UntouchedRuns(
             self.inputs,
             self.options.more_batches,
@@ -133,8 +182,7 @@ class _Check:
                     f"the untouched model itself fails on the example inputs{where}: {first}",
                     hint="verify(sch, example_inputs) takes what model(...) takes: a mapping, a tuple, or one argument",
                 ) from attempt.error
-            raised.append(f"the untouched one raises in {dtype_name(dtype)}: {first}")
-            return None
+            return f"the untouched one raises in {dtype_name(dtype)}: {first}"
         return attempt.value()[0]
 
     def _candidate(self, reference: UntouchedRun) -> Attempt[Ran]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +12,7 @@ from slapo_core.errors import ApplyError, SerializationError
 from slapo_core.schedule.records import primitive_to_json
 from slapo_core.schedule.schedule import Schedule
 from slapo_core.verification.counterparts import Counterparts, named_tensors
+from slapo_core.verification.pristine import copy_model, copy_with_steps, untouched_with_steps
 from slapo_core.weights.correspondence import Correspondence
 from slapo_core.weights.initialise import Initialiser, cannot_initialise
 
@@ -20,17 +20,7 @@ if TYPE_CHECKING:
     from slapo_core.spec.record import Record
     from slapo_core.spec.state import LiveTensor
 
-__all__ = ["Subjects", "copy_model"]
-
-
-def copy_model(model: nn.Module) -> nn.Module:
-    """A deep copy whose parameters keep the attributes that were set on them."""
-    copied = copy.deepcopy(model)
-    for name, parameter in copied.named_parameters(remove_duplicate=False):
-        original = model.get_parameter(name)
-        for key, value in original.__dict__.items():
-            parameter.__dict__.setdefault(key, value)
-    return copied
+__all__ = ["Subjects"]
 
 
 class Subjects:
@@ -54,8 +44,8 @@ class Subjects:
         self.correspondence, self._originals = Correspondence.of(schedule)
         self.counterparts = Counterparts.of(self.correspondence, schedule.model)
         self._template = copy_model(schedule.model)
+        self._untouched, self._steps = untouched_with_steps(schedule)
         with schedule.untouched() as model:
-            self._untouched = copy_model(model)
             self._values = self._initial_values(model)
         self.frozen = self._train_alike(schedule.tree.tensors.trained)
 
@@ -116,7 +106,7 @@ class Subjects:
             SlapoError: a step is refused without the others, or cannot be repeated on a copy.
         """
         given = self.schedule
-        model = copy_model(self._untouched)
+        model, steps = copy_with_steps(self._untouched, [self._steps[record.index - 1] for record in records])
         if all_trained:
             for parameter in model.parameters():
                 parameter.requires_grad_(_can_be_trained(parameter))
@@ -124,8 +114,10 @@ class Subjects:
             model, mesh=given.mesh, plugins=given.plugins, registry=given.registry, example_inputs=given.example_inputs
         )
         theirs = {id(item) for item in _parts(given.model)} | {id(item) for item in _parts(self._untouched)}
-        for record in records:
-            schedule.apply_at(schedule.tree.node(record.path), copy.deepcopy(record.primitive))
+        for record in steps:
+            if isinstance(record, SerializationError):
+                raise record
+            schedule.apply_at(schedule.tree.node(record.path), record.primitive)
             if not _is_data(record) and any(id(item) in theirs for item in _parts(model)):
                 raise ApplyError(f"{record} gives the same module each time, so it cannot be tried on a copy")
         return schedule
