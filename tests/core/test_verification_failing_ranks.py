@@ -32,8 +32,12 @@ class OneRankRaises(Net):
         return x
 
 
-def cases(sizes: dict[str, int]) -> dict[str, tuple[Any, float]]:
-    """Case -> what this rank got, and a sum over the user's own groups after it."""
+Found = list[dict[str, tuple[Any, float]]]
+"""Rank by rank: case -> what it got, and a sum over the user's own groups after it."""
+
+
+def cases(sizes: dict[str, int], *names: str) -> dict[str, tuple[Any, float]]:
+    """One case after the other in the same processes; without names, all."""
     last = dist.get_world_size() - 1
     steps: dict[str, list[tuple[str, slapo.Primitive]]] = {
         "forward": [("down", Fail((last,), "forward"))],
@@ -51,6 +55,8 @@ def cases(sizes: dict[str, int]) -> dict[str, tuple[Any, float]]:
     assert mesh is not None
     found = {}
     for name, extra in steps.items():
+        if names and name not in names:
+            continue
         result = outcome(scheduled(mesh, *extra))
         found[name] = (result, user_groups_sum(mesh))
     torch.manual_seed(0)
@@ -68,11 +74,15 @@ def user_groups_sum(mesh: Any) -> float:
     return float(torch.ops._c10d_functional.wait_tensor(gathered))
 
 
-@pytest.fixture(scope="module", params=[{"tp": 2}, {"dp": 2, "tp": 4}], ids=["tp 2", "dp 2 x tp 4"])
-def found(request: pytest.FixtureRequest) -> list[dict[str, tuple[Any, float]]]:
-    """Rank by rank; case after case in the same processes."""
-    size = 8 if len(request.param) == 2 else 2
-    return run_ranks(cases, request.param, world_size=size, timeout=LIMIT)
+@pytest.fixture(scope="module")
+def found() -> Found:
+    return run_ranks(cases, {"tp": 2}, world_size=2, timeout=LIMIT)
+
+
+@pytest.fixture(scope="module")
+def found_wide() -> Found:
+    """Of eight ranks in two dimensions; the others hear of a failure through those in whose collective it was."""
+    return run_ranks(cases, {"dp": 2, "tp": 4}, "forward", "backward", "right", world_size=8, timeout=LIMIT)
 
 
 @pytest.mark.parametrize(
@@ -85,9 +95,16 @@ def found(request: pytest.FixtureRequest) -> list[dict[str, tuple[Any, float]]]:
         ("two places", "phase='forward') at 'down'"),
     ],
 )
-def test_every_rank_names_the_rank_that_raised_and_the_step(
-    case: str, step: str, found: list[dict[str, tuple[Any, float]]]
-) -> None:
+def test_every_rank_names_the_rank_that_raised_and_the_step(case: str, step: str, found: Found) -> None:
+    require_named(found, case, step)
+
+
+@pytest.mark.parametrize("case", ["forward", "backward"])
+def test_every_rank_of_a_mesh_with_two_dimensions_names_it_too(case: str, found_wide: Found) -> None:
+    require_named(found_wide, case, f"phase='{case}') at 'down'")
+
+
+def require_named(found: Found, case: str, step: str) -> None:
     last = len(found) - 1
     for rank in found:
         error, _ = rank[case]
@@ -105,14 +122,14 @@ def test_every_rank_names_the_rank_that_raised_and_the_step(
 @pytest.mark.parametrize(
     ("case", "text"), [("unsendable", "UnsentError: number {last} ("), ("exit", "SystemExit: 3 (")]
 )
-def test_whatever_is_raised_is_told(case: str, text: str, found: list[dict[str, tuple[Any, float]]]) -> None:
+def test_whatever_is_raised_is_told(case: str, text: str, found: Found) -> None:
     last = len(found) - 1
     expected = f"the scheduled model raises on rank {last} where the untouched one does not: {text.format(last=last)}"
     for rank in found:
         assert rank[case][0].message.startswith(expected)
 
 
-def test_of_ranks_that_raise_the_same_the_first_one_is_named(found: list[dict[str, tuple[Any, float]]]) -> None:
+def test_of_ranks_that_raise_the_same_the_first_one_is_named(found: Found) -> None:
     for rank in found:
         message = rank["two ranks"][0].message
         assert "raises on rank 0 where the untouched one does not: ValueError: out of paint on rank 0 (" in message
@@ -120,7 +137,7 @@ def test_of_ranks_that_raise_the_same_the_first_one_is_named(found: list[dict[st
         assert f"#5 fail((0, {len(found) - 1}), phase='forward') at 'down'" in message
 
 
-def test_a_rank_that_leaves_out_a_collective_ends_the_others_wait(found: list[dict[str, tuple[Any, float]]]) -> None:
+def test_a_rank_that_leaves_out_a_collective_ends_the_others_wait(found: Found) -> None:
     for rank in found:
         message = rank["left out"][0].message
         assert "it waits in a collective, while rank" in message
@@ -128,7 +145,7 @@ def test_a_rank_that_leaves_out_a_collective_ends_the_others_wait(found: list[di
         assert f"#5 leave_out(({len(found) - 1},)) at 'head'" in message
 
 
-def test_a_rank_on_which_the_untouched_model_raises_is_named(found: list[dict[str, tuple[Any, float]]]) -> None:
+def test_a_rank_on_which_the_untouched_model_raises_is_named(found: Found) -> None:
     for rank in found:
         error = rank["untouched"][0]
         assert isinstance(error, slapo.ArgumentError), error
@@ -138,14 +155,13 @@ def test_a_rank_on_which_the_untouched_model_raises_is_named(found: list[dict[st
         )
 
 
-def test_after_a_failure_verify_and_the_users_groups_work(found: list[dict[str, tuple[Any, float]]]) -> None:
-    for rank in found:
-        report, _ = rank["right"]
-        assert report == found[0]["right"][0]
-        assert (report.world_size, report.notes) == (len(found), ())
-    sizes = (2, 2, 2) if len(found) == 2 else (8, 2, 4, 4)
-    total = float(torch.tensor(sizes).prod())
-    assert {total_seen for rank in found for _, total_seen in rank.values()} == {total}
+def test_after_a_failure_verify_and_the_users_groups_work(found: Found, found_wide: Found) -> None:
+    for ranks, total in ((found, 2 * 2 * 2), (found_wide, 8 * 2 * 4 * 4)):
+        for rank in ranks:
+            report, _ = rank["right"]
+            assert report == ranks[0]["right"][0]
+            assert (report.world_size, report.notes) == (len(ranks), ())
+        assert {seen for rank in ranks for _, seen in rank.values()} == {total}
 
 
 def interrupted() -> Any:
