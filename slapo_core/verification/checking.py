@@ -22,9 +22,10 @@ from slapo_core.verification.inputs import Inputs
 from slapo_core.verification.precision import dtype_name, own_dtype
 from slapo_core.verification.report import VerifyReport, merge_largest
 from slapo_core.verification.run import OWN_TYPES
+from slapo_core.verification.several import Outcome, Siblings
 from slapo_core.verification.subjects import Subjects
-from slapo_core.verification.trials import Subject, Trials, first_difference, reraise, stages_for
-from slapo_core.verification.turns import Outcome, Turns, UntouchedRunError
+from slapo_core.verification.trials import OtherRankError, Subject, Trials, first_difference, reraise, stages_for
+from slapo_core.verification.turns import Turned, Turns, UntouchedRunError
 from slapo_core.verification.unexplained import refuse_unexplained
 from slapo_core.verification.untouched import UntouchedRun, UntouchedRuns
 from slapo_core.verification.values import Difference
@@ -32,7 +33,7 @@ from slapo_core.verification.values import Difference
 if TYPE_CHECKING:
     from slapo_core.schedule.schedule import Schedule
 
-__all__ = ["Options", "check"]
+__all__ = ["Options", "check_each"]
 
 _SAME_CALL = "make every rank build the same model (torch.manual_seed), and call verify with the same arguments"
 
@@ -48,20 +49,45 @@ class Options:
     more_batches: tuple[Inputs, ...] = ()
 
 
-def check(schedule: Schedule, example_inputs: Any, options: Options) -> VerifyReport:
-    """Verify in this process, together with the other ranks of the mesh; see :func:`slapo_core.verify`."""
-    with World(schedule.mesh) as world:
-        prepared = world.attempt(lambda: _prepare(schedule, example_inputs, options))
+def check_each(
+    schedules: Sequence[Schedule], example_inputs: Any, options: Options, *, siblings: Siblings | None = None
+) -> list[Outcome]:
+    """Verify in this process, one schedule after the other, together with the other ranks of its mesh.
+
+    Args:
+        schedules: of one model; see :func:`slapo_core.verify`.
+        example_inputs: one batch.
+        options: of the call.
+        siblings: all schedules of the call, where ``schedules`` are a part of them.
+    """
+    siblings = siblings or Siblings(schedules)
+    outcomes: list[Outcome] = []
+    for schedule in schedules:
+        try:
+            outcomes.append(_check(schedule, example_inputs, options, siblings))
+        except VerifyError as error:
+            if len(siblings.schedules) == 1 or isinstance(error, OtherRankError):
+                raise
+            outcomes.append(error)
+    return outcomes
+
+
+def _check(schedule: Schedule, example_inputs: Any, options: Options, siblings: Siblings) -> VerifyReport:
+    with World(schedule.mesh, runs_models=True) as world:
+        prepared = world.attempt(lambda: _prepare(schedule, example_inputs, options, siblings))
         reraise(prepared)
         inputs, subjects = prepared.value()
         world.agree(schedule_facts(schedule), hint=SAME_SCRIPT)
-        world.agree(_facts(inputs, subjects.untouched, options), hint=_SAME_CALL)
-        return _Check(world, inputs, subjects, options).run()
+        facts = (*siblings.facts(world.ranks), *_facts(inputs, subjects.untouched, options))
+        world.agree(facts, hint=_SAME_CALL)
+        return _Check(world, inputs, subjects, options, siblings).run()
 
 
-def _prepare(schedule: Schedule, example_inputs: Any, options: Options) -> tuple[Inputs, Subjects]:
-    inputs = Inputs.of(schedule.example_inputs if example_inputs is None else example_inputs)
-    return inputs, Subjects(schedule, device=inputs.device, seed=options.seed)
+def _prepare(schedule: Schedule, example_inputs: Any, options: Options, siblings: Siblings) -> tuple[Inputs, Subjects]:
+    inputs = Inputs.of(example_inputs)
+    subjects = Subjects(schedule, device=inputs.device, seed=options.seed)
+    siblings.require_same_model(schedule, subjects.untouched)
+    return inputs, subjects
 
 
 def _facts(inputs: Inputs, untouched: nn.Module, options: Options) -> Iterator[RankFact]:
@@ -76,8 +102,9 @@ def _facts(inputs: Inputs, untouched: nn.Module, options: Options) -> Iterator[R
 
 
 class _Check:
-    def __init__(self, world: World, inputs: Inputs, subjects: Subjects, options: Options) -> None:
+    def __init__(self, world: World, inputs: Inputs, subjects: Subjects, options: Options, siblings: Siblings) -> None:
         self.world, self.inputs, self.subjects, self.options = world, inputs, subjects, options
+        self.siblings = siblings
         self.schedule = subjects.schedule
         self.trials = Trials(world, inputs, subjects, rtol=options.rtol, atol=options.atol)
         self.runs = UntouchedRuns(
@@ -118,7 +145,7 @@ class _Check:
 
     # -- judging ----------------------------------------------------------------------------------------------
 
-    def _judge(self, outcome: Outcome) -> VerifyReport:
+    def _judge(self, outcome: Turned) -> VerifyReport:
         records, reference = self.schedule.records, outcome.reference
         shared = self.trials.shared(outcome.comparison)
         first = first_difference(self.world, shared)
@@ -166,8 +193,11 @@ class _Check:
         stages = self.trials.stages_raising(self.subject, reference)
         blame = self.trials.blame(reference, stages, Failed.with_exception(first), near=None)
         where = f" on rank {first.rank}" if not self.world.is_alone else ""
+        others = [other for other in candidate.failures[1:] if (other.kind, other.where) != (first.kind, first.where)]
+        also = "".join(f"\n  and on rank {other.rank}: {other}" for other in others)
         raise VerifyError(
-            f"the scheduled model raises{where} where the untouched one does not: {first}\n{blame}{self._missing()}",
+            f"the scheduled model raises{where} where the untouched one does not: {first}{also}\n"
+            f"{blame}{self._missing()}",
             rank=None if self.world.is_alone else first.rank,
             steps=[str(record) for record in blame.records],
         ) from candidate.error

@@ -11,17 +11,26 @@ from torch import nn
 __all__ = ["convert", "copy_model"]
 
 
-def copy_model(model: nn.Module, *, dtype: torch.dtype | None = None, shares_memory: bool = False) -> nn.Module:
+def copy_model(
+    model: nn.Module,
+    memo: dict[int, Any] | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    shares_memory: bool = False,
+) -> nn.Module:
     """A deep copy whose parameters keep the attributes that were set on them.
 
     Args:
         model: only read.
+        memo: as for ``copy.deepcopy``: what was copied already, and what is copied from now on.
         dtype: that :func:`convert` will be asked for: as far as possible, the copy has it already.
         shares_memory: whether parameters and buffers are other objects over the same memory: for a copy that is to be
             looked at, or copied again, but not run. Not together with ``dtype``.
     """
-    memo: dict[int, Any] = {}
+    memo = {} if memo is None else memo
     for tensor in (*model.parameters(), *model.buffers()):
+        if id(tensor) in memo:
+            continue
         made = _made(tensor, dtype, shares_memory=shares_memory)
         if made is not None:
             memo[id(tensor)] = made

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +13,7 @@ from slapo_core.schedule.records import primitive_to_json
 from slapo_core.schedule.schedule import Schedule
 from slapo_core.verification.copies import convert, copy_model
 from slapo_core.verification.counterparts import Counterparts, named_tensors
+from slapo_core.verification.pristine import copy_with_steps, untouched_with_steps
 from slapo_core.weights.correspondence import Correspondence
 from slapo_core.weights.initialise import Initialiser, cannot_initialise
 
@@ -55,8 +55,8 @@ class Subjects:
         self.correspondence, self._originals = Correspondence.of(schedule)
         self.counterparts = Counterparts.of(self.correspondence, schedule.model)
         self._template = copy_model(schedule.model, shares_memory=True)
+        self._untouched, self._steps = untouched_with_steps(schedule, shares_memory=True)
         with schedule.untouched() as model:
-            self._untouched = copy_model(model, shares_memory=True)
             self._values = self._initial_values(model)
         self.frozen = self._train_alike(schedule.tree.tensors.trained)
 
@@ -130,7 +130,7 @@ class Subjects:
             SlapoError: a step is refused without the others, or cannot be repeated on a copy.
         """
         given = self.schedule
-        model = copy_model(self._untouched)
+        model, steps = copy_with_steps(self._untouched, [self._steps[record.index - 1] for record in records])
         if all_trained:
             for parameter in model.parameters():
                 parameter.requires_grad_(_can_be_trained(parameter))
@@ -140,8 +140,10 @@ class Subjects:
             model, mesh=given.mesh, plugins=given.plugins, registry=given.registry, example_inputs=given.example_inputs
         )
         theirs = {id(item) for item in _parts(given.model)} | {id(item) for item in _parts(self._untouched)}
-        for record in records:
-            schedule.apply_at(schedule.tree.node(record.path), copy.deepcopy(record.primitive))
+        for record in steps:
+            if isinstance(record, SerializationError):
+                raise record
+            schedule.apply_at(schedule.tree.node(record.path), record.primitive)
             if not _is_data(record) and any(id(item) in theirs for item in _parts(model)):
                 raise ApplyError(f"{record} gives the same module each time, so it cannot be tried on a copy")
         return schedule

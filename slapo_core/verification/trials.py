@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from slapo_core.schedule.schedule import Schedule
     from slapo_core.spec.record import Record
 
-__all__ = ["Ran", "Subject", "Trials", "first_difference", "reraise", "stages_for"]
+__all__ = ["OtherRankError", "Ran", "Subject", "Trials", "first_difference", "reraise", "stages_for"]
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,10 @@ def first_difference(world: World, shared: Sequence[Comparison]) -> tuple[int, D
     return min(firsts, key=lambda item: (KINDS.index(item[1].kind), item[0]), default=None)
 
 
+class OtherRankError(VerifyError):
+    """Another rank raises an error of its own, which need not be a VerifyError, and ends with it."""
+
+
 def reraise(attempt: Attempt[Any]) -> None:
     """Raise what a rank raised before anything ran: its own error, or the first one of the others."""
     if not attempt.failures:
@@ -84,7 +88,7 @@ def reraise(attempt: Attempt[Any]) -> None:
     if attempt.error is not None:
         raise attempt.error
     first = attempt.failures[0]
-    raise VerifyError(f"rank {first.rank} could not start: {first}", rank=first.rank)
+    raise OtherRankError(f"rank {first.rank} could not start: {first}", rank=first.rank)
 
 
 @dataclass(frozen=True)

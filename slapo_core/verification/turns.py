@@ -24,7 +24,7 @@ from slapo_core.verification.untouched import UntouchedRun, UntouchedRuns
 if TYPE_CHECKING:
     from slapo_core.spec.record import Record
 
-__all__ = ["Outcome", "Turns", "UntouchedRunError"]
+__all__ = ["Turned", "Turns", "UntouchedRunError"]
 
 
 class UntouchedRunError(Exception):
@@ -42,13 +42,13 @@ class UntouchedRunError(Exception):
     def refuse(self) -> ArgumentError:
         """What to raise where there is no other type left."""
         return ArgumentError(
-            f"the untouched model itself fails on the example inputs: {self.failure}",
+            f"the untouched model itself fails on the example inputs, on rank {self.failure.rank}: {self.failure}",
             hint="verify(sch, example_inputs) takes what model(...) takes: a mapping, a tuple, or one argument",
         )
 
 
 @dataclass
-class Outcome:
+class Turned:
     """What came of running both models in one type.
 
     Args:
@@ -80,7 +80,7 @@ class Turns:
     ) -> None:
         self.world, self.runs, self.trials, self.subject, self.records = world, runs, trials, subject, records
 
-    def run(self, dtype: torch.dtype | None) -> Outcome:
+    def run(self, dtype: torch.dtype | None) -> Turned:
         """Run both in ``dtype``; None: in the model's own types.
 
         Raises:
@@ -98,7 +98,7 @@ class _Turn:
         self.comparison = Comparison()
         self.notes: list[str] = []
 
-    def run(self, dtype: torch.dtype | None) -> Outcome:
+    def run(self, dtype: torch.dtype | None) -> Turned:
         self.reference, theirs, rate = self._untouched(lambda: self.runs.start(dtype))
         rate = min(self.world.gather(rate))
         self._set_conditions(learning_rate=rate)
@@ -210,11 +210,11 @@ class _Turn:
     def _note(self, what: str, failure: Failure) -> None:
         self.notes.append(f"{what}, because the untouched model raises: {failure.kind}: {failure.text}")
 
-    def _outcome(self, raised: Attempt[Any] | None = None) -> Outcome:
+    def _outcome(self, raised: Attempt[Any] | None = None) -> Turned:
         self.reference.seen.values.clear()
         ran = self.reference.stages
         self.reference.stages = tuple(stage for stage in (*EARLY, *_LATE) if stage in ran)
-        return Outcome(self.reference, self.comparison, raised, tuple(self.notes))
+        return Turned(self.reference, self.comparison, raised, tuple(self.notes))
 
 
 _LATE = ("batches", "inputs", "updates", "dropout", OWN_TYPES)
