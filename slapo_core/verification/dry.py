@@ -17,6 +17,7 @@ from slapo_core.verification.checking import Options, check_each
 from slapo_core.verification.inputs import Inputs
 from slapo_core.verification.pristine import untouched_with_steps
 from slapo_core.verification.several import Outcome
+from slapo_core.verification.subjects import train_as_at_first
 
 if TYPE_CHECKING:
     from slapo_core.schedule.schedule import Schedule

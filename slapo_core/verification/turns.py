@@ -33,16 +33,18 @@ class UntouchedRunError(Exception):
     Args:
         failure: of the first rank.
         error: this rank's own, if it has one.
+        is_alone: whether there is one rank only.
     """
 
-    def __init__(self, failure: Failure, error: BaseException | None) -> None:
+    def __init__(self, failure: Failure, error: BaseException | None, *, is_alone: bool) -> None:
         super().__init__(str(failure))
-        self.failure, self.error = failure, error
+        self.failure, self.error, self.is_alone = failure, error, is_alone
 
     def refuse(self) -> ArgumentError:
         """What to raise where there is no other type left."""
+        where = "" if self.is_alone else f", on rank {self.failure.rank}"
         return ArgumentError(
-            f"the untouched model itself fails on the example inputs, on rank {self.failure.rank}: {self.failure}",
+            f"the untouched model itself fails on the example inputs{where}: {self.failure}",
             hint="verify(sch, example_inputs) takes what model(...) takes: a mapping, a tuple, or one argument",
         )
 
@@ -170,7 +172,7 @@ class _Turn:
             if not attempt.failures:
                 return self._candidate("batches")
             if not variant:
-                raise UntouchedRunError(attempt.failures[0], attempt.error)
+                raise UntouchedRunError(attempt.failures[0], attempt.error, is_alone=self.world.is_alone)
             self._note(f"{variant} was not compared", attempt.failures[0])
         self._set_conditions(more_batches=())
         return None
@@ -189,7 +191,7 @@ class _Turn:
     def _untouched(self, function: Callable[[], Any]) -> Any:
         attempt = self.world.attempt(function)
         if attempt.failures:
-            raise UntouchedRunError(attempt.failures[0], attempt.error)
+            raise UntouchedRunError(attempt.failures[0], attempt.error, is_alone=self.world.is_alone)
         return attempt.value()
 
     def _set_conditions(self, **changed: Any) -> None:
