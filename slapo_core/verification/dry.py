@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import sysconfig
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from slapo_core.errors import LaunchError, SerializationError, UnknownNameError, VerifyError
-from slapo_core.ranks.launcher import run_ranks
+from slapo_core.ranks.launcher import preload_modules, run_ranks
 from slapo_core.schedule.replaying import replay
 from slapo_core.verification.checking import Options, check
 from slapo_core.verification.copies import copy_model
@@ -52,6 +55,7 @@ def check_in_processes(schedule: Schedule, example_inputs: Any, options: Options
         untouched = copy_model(model, shares_memory=True)
     train_as_at_first(untouched, schedule)
     untouched._apply(lambda tensor: tensor if tensor.is_meta else tensor.cpu())
+    preload_modules(*_installed_modules(untouched))
     primitives = tuple(dict.fromkeys(type(record.primitive) for record in schedule.records))
     functions = tuple(
         value
@@ -80,6 +84,17 @@ def check_in_processes(schedule: Schedule, example_inputs: Any, options: Options
     if isinstance(outcome, VerifyError):
         raise outcome
     return outcome
+
+
+def _installed_modules(model: nn.Module) -> list[str]:
+    """The modules of installed packages that define the model, which each process would import by itself.
+
+    Those of the user's own are not among them: they may change while the server of the processes lives.
+    """
+    installed = tuple({os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ("purelib", "platlib")})
+    names = dict.fromkeys(type(module).__module__ for module in model.modules())
+    files = {name: getattr(sys.modules.get(name), "__file__", None) or "" for name in names}
+    return [name for name, file in files.items() if os.path.realpath(file).startswith(installed)]
 
 
 def _check_on_rank(
