@@ -34,9 +34,9 @@ def verify(
     and so makes full-sized differences of the rounding noise in a gradient that is zero.) All that with dropout off;
     who drops how much is compared too, and outputs and gradients with dropout on, unless the schedule draws other
     random numbers, rightly: for a piece of a tensor, or by a step that promises RANDOM. The first of these once more in
-    the model's own types, where it is allowed what rounding does to the untouched model there. Every rank of the mesh calls it
-    and compares its own pieces; every rank gets the same answer. Where the mesh is only declared, the processes are
-    started on this machine's CPU and repeat the schedule.
+    the model's own types, where it is allowed what rounding does to the untouched model there. Every rank of the mesh
+    calls it and compares its own pieces; every rank gets the same answer. Where the mesh is only declared, the
+    processes are started on this machine's CPU and repeat the schedule.
 
     Both run as copies, with the same random numbers, and in float64 where they can; the model, its gradients, buffers,
     mode and the random number generators stay as they are. Tensors on the meta device get the values that the model's
