@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import os
 import pickle
+import sys
+import sysconfig
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -11,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from slapo_core.errors import LaunchError, ReplayError, SerializationError, SlapoError, UnknownNameError, VerifyError
-from slapo_core.ranks.launcher import run_ranks
+from slapo_core.ranks.launcher import preload_modules, run_ranks
 from slapo_core.schedule.creation import create_schedule
 from slapo_core.verification.checking import Options, check_each
 from slapo_core.verification.inputs import Inputs
@@ -64,6 +67,8 @@ def check_in_processes(
     except SerializationError as error:
         hint = f"{error.hint}; or {launch}" if error.hint else launch
         raise SerializationError(f"{why}, but {error.message}", hint=hint) from error
+    for one in sent:
+        preload_modules(*_installed_modules(one.model))
     try:
         ranks = run_ranks(
             _check_on_rank,
@@ -111,6 +116,17 @@ def _require_sendable(step: Record, name: str, value: Any) -> None:
             hint=f"define {called} at the top level of a module, by its own name (no lambda, nothing inside of a "
             "function), and give what it needs as arguments (functools.partial)",
         ) from error
+
+
+def _installed_modules(model: nn.Module) -> list[str]:
+    """The modules of installed packages that define the model, which each process would import by itself.
+
+    Those of the user's own are not among them: they may change while the server of the processes lives.
+    """
+    installed = tuple({os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ("purelib", "platlib")})
+    names = dict.fromkeys(type(module).__module__ for module in model.modules())
+    files = {name: getattr(sys.modules.get(name), "__file__", None) or "" for name in names}
+    return [name for name, file in files.items() if os.path.realpath(file).startswith(installed)]
 
 
 def _check_on_rank(
