@@ -58,7 +58,7 @@ class History:
         self.records = (*self.records, step.record)
         self.kept.clear()
         if self.watch is not None:
-            self.watch.came(step.entries)
+            self.watch.came(step)
         self._claim.note(self._model, len(self._steps))
 
     def position(self, to: Record | int | None) -> int:
@@ -135,7 +135,7 @@ class History:
         while self.in_force < to:
             self._steps[self.in_force].redo()
             if self.watch is not None:
-                self.watch.came(self._steps[self.in_force].entries, again=True)
+                self.watch.came(self._steps[self.in_force], again=True)
             self.in_force += 1
 
     def _undo(self, step: Step) -> None:
@@ -150,4 +150,4 @@ class History:
                 "it before create_schedule()",
             ) from error
         if self.watch is not None:
-            self.watch.went(step.entries)
+            self.watch.went(step)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from slapo_core.spec.primitive import Primitive
     from slapo_core.spec.record import Record
 
-__all__ = ["Node"]
+__all__ = ["Node", "only_looks"]
 
 
 class Node(Protocol):
@@ -142,3 +142,8 @@ class Node(Protocol):
     def __getitem__(self, path: str) -> Any:
         """The node at ``path`` below this one, or the group of nodes that a glob selects."""
         ...
+
+
+def only_looks(hook: object) -> bool:
+    """Whether a hook is slapo-core's own and changes nothing about a call: it is neither the user's nor a step's."""
+    return getattr(type(hook), "slapo_only_looks", False) is True

@@ -315,3 +315,27 @@ def after_going_back() -> list[int]:
 @pytest.mark.ranks
 def test_the_hooks_go_with_the_last_split_and_come_with_the_next() -> None:
     assert run_ranks(after_going_back, world_size=2) == [[3, 0, 3, 2, 0, 2, 0, 3]] * 2
+
+
+def parts_of_a_batch() -> list[str]:
+    """A schedule whose steps gather may be given parts: it is said, and goes on."""
+    import warnings
+
+    from tests.core.edits import Call
+
+    sch = scheduled({"tp": 2})
+    sch.root.apply(Call(lambda node, edit: edit.add_hook(node, "forward_pre", lambda module, args, kwargs: None)))
+    noise = torch.randn(8, 6, generator=torch.Generator().manual_seed(dist.get_rank())).double()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            sch.model(**{**own_batch(sch), "x": noise}).backward()
+    return [str(one.message) for one in caught if "batch" in str(one.message)]
+
+
+@pytest.mark.ranks
+def test_steps_that_put_parts_together_may_be_given_parts() -> None:
+    for said in run_ranks(parts_of_a_batch, world_size=2):
+        assert len(said) == 1
+        assert said[0].startswith("ranks disagree about the batch: x:\n  rank 0: ")
+        assert said[0].endswith("That is right only where each rank is given its own part.")

@@ -12,6 +12,7 @@ from typing import Any
 from torch.nn.modules import module as torch_module
 
 from slapo_core import Node, Record, Violation
+from slapo_core.spec.node import only_looks
 from slapo_core.spec.request import ScheduledModel
 from slapo_tp.collectives import RankGroup
 from slapo_tp.layers import EMBEDDING, layer_type_of
@@ -121,7 +122,7 @@ def _is_unknown_code(node: Node) -> bool:
     module = node.module
     by_steps = {id(function) for _, function in node.hooks}
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-    if any(id(function) not in by_steps for function in hooks):
+    if any(id(function) not in by_steps and not only_looks(function) for function in hooks):
         return True
     forward = module.__dict__.get("forward")
     return forward is not None and (not node.wrappers or getattr(forward, "base", forward) is not None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils import _pytree
 
-from slapo_core.errors import MeshError, WeightsError
+from slapo_core.errors import MeshError, RankMismatchError, WeightsError
 from slapo_core.ranks.checksum import checksum
 from slapo_core.ranks.facts import RankFact, describe_tensor
 from slapo_core.ranks.world import World
@@ -32,6 +33,10 @@ _OWN_LOOP = (
 )
 
 
+_SAME_BATCH = (
+    "the ranks of one replica (same dp rank) take the same batch: DistributedSampler(dataset, "
+    'num_replicas=sch.mesh.size("dp"), rank=sch.mesh.rank("dp")), with the same seed on every rank'
+)
 _NUMBERS = itertools.count()
 _BY_NUMBER: weakref.WeakValueDictionary[int, FirstForward] = weakref.WeakValueDictionary()
 """What is compiled can ask for nothing but numbers while it is traced; see :func:`_look_while_compiling`."""
@@ -47,7 +52,8 @@ class FirstForward:
         passed: called when it found nothing.
     """
 
-    __slots__ = ("__weakref__", "_mesh", "_model", "_number", "_passed", "_pieces", "has_own_inputs")
+    slapo_only_looks = True  # spec/node.py: only_looks
+    __slots__ = ("__weakref__", "_is_traced", "_mesh", "_model", "_number", "_passed", "_pieces", "may_be_given_parts")
 
     def __init__(
         self,
@@ -58,10 +64,11 @@ class FirstForward:
     ) -> None:
         self._pieces, self._mesh, self._passed = pieces, mesh, passed
         self._model = weakref.ref(model) if model is not None else None
+        self._is_traced = False  # looked at while it was compiled
         self._number = next(_NUMBERS)
         _BY_NUMBER[self._number] = self
-        self.has_own_inputs = False
-        """Whether steps change what the root is called with: ranks may then be given different parts of a batch."""
+        self.may_be_given_parts = False
+        """Whether steps may put together what each rank is given: then a rank may be given its part of a batch."""
 
     def __call__(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling():
@@ -76,19 +83,21 @@ class FirstForward:
         leaves = dict(_tensors((args, kwargs)))
         if not torch.is_grad_enabled() or not all(_is_plain(tensor) for tensor in leaves.values()):
             return
-        self._check(model, self._pieces, leaves, self._mesh)
-
-    def look_without_batch(self) -> None:
-        """While the model is compiled: the batch has no values then, and the code that comes of it looks at nothing."""
-        model = self._model() if self._model is not None else None
-        if model is not None and self._pieces is not None and self._mesh is not None:
-            self._check(model, self._pieces, {}, self._mesh)
-
-    @torch.no_grad()
-    def _check(self, model: nn.Module, known: Pieces, leaves: dict[str, torch.Tensor], mesh: Mesh) -> None:
-        self._look(model, known, leaves, mesh)
+        with torch.no_grad():
+            self._look(model, self._pieces, leaves, self._mesh)
         if self._passed is not None:
             self._passed()
+
+    @torch.no_grad()
+    def look_without_batch(self) -> None:
+        """While the model is compiled: the batch has no values then, and the code that comes of it looks at nothing.
+
+        The hook stays where it is, because what was traced is held against it.
+        """
+        model = self._model() if self._model is not None else None
+        if model is not None and self._pieces is not None and self._mesh is not None and not self._is_traced:
+            self._look(model, self._pieces, {}, self._mesh)
+            self._is_traced = True
 
     def _look(self, model: nn.Module, known: Pieces, leaves: dict[str, torch.Tensor], mesh: Mesh) -> None:
         pieces = known.find(model)
@@ -103,13 +112,14 @@ class FirstForward:
                 raise MeshError(found[0], hint=_way_out(mesh, dims))
             places = tuple(mesh.rank(name) for name in dims)
             _refuse_copies(pieces, world.gather((places, _samples(model, pieces))), dims, type(model).__name__)
-            if "tp" in dims and not self.has_own_inputs:
+            if "tp" in dims:
                 facts = [RankFact(f"the batch: {name}", describe_tensor(t), over="tp") for name, t in leaves.items()]
-                world.agree(
-                    facts,
-                    hint="the ranks of one replica (same dp rank) take the same batch: DistributedSampler(dataset, "
-                    'num_replicas=sch.mesh.size("dp"), rank=sch.mesh.rank("dp")), with the same seed on every rank',
-                )
+                try:
+                    world.agree(facts, hint=_SAME_BATCH)
+                except RankMismatchError as error:
+                    if not self.may_be_given_parts:
+                        raise
+                    warnings.warn(f"{error}\nThat is right only where each rank is given its own part.", stacklevel=7)
 
     def _leave(self, model: nn.Module) -> None:
         """Of a copy: it has not been registered by anybody who would take it away."""

@@ -12,10 +12,9 @@ from slapo_core.schedule.watching.stale_optimizers import note_exchange
 from slapo_core.tree.journal import AddHook, Entry, WrapForward
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from torch import nn
 
+    from slapo_core.schedule.transaction import Step
     from slapo_core.spec.mesh import Mesh
 
 __all__ = ["Watch"]
@@ -33,6 +32,7 @@ class Watch:
         self._model, self._mesh = model, mesh
         self._pieces = Pieces(mesh)
         self._splits = self._wraps = 0  # edits in force that split a tensor, and that change what the root is given
+        self._gathers = 0  # steps in force that put tensors of several ranks together
         self._forward = FirstForward(self._pieces, mesh, model, self.hand_over)
         dicts = PlainStateDicts(model, self._pieces)
         self._for_good = (
@@ -45,9 +45,10 @@ class Watch:
         )
         self._for_once = self._first_forward()  # None when the next training forward is not looked at
 
-    def came(self, entries: Iterable[Entry], *, again: bool = False) -> None:
-        """Edits are in force; ``again`` after a ``with`` block without them."""
-        for entry in entries:
+    def came(self, step: Step, *, again: bool = False) -> None:
+        """A step is in force; ``again`` after a ``with`` block without it."""
+        self._gathers += _gathers(step)
+        for entry in step.entries:
             note_exchange(self._model, entry, undone=False)
             self._wraps += self._is_around_root(entry)
             if self._pieces.note(entry):
@@ -56,9 +57,10 @@ class Watch:
                     self._for_once = self._first_forward()
         self._put_hooks()
 
-    def went(self, entries: Iterable[Entry]) -> None:
-        """Edits were undone."""
-        for entry in entries:
+    def went(self, step: Step) -> None:
+        """A step was undone."""
+        self._gathers -= _gathers(step)
+        for entry in step.entries:
             note_exchange(self._model, entry, undone=True)
             self._wraps -= self._is_around_root(entry)
             self._splits -= self._pieces.note(entry, undone=True)
@@ -71,7 +73,7 @@ class Watch:
         self._for_once = None
 
     def _put_hooks(self) -> None:
-        self._forward.has_own_inputs = self._wraps > 0
+        self._forward.may_be_given_parts = self._wraps > 0 or self._gathers > 0
         for hook in (*self._for_good, *([self._for_once] if self._for_once is not None else [])):
             if self._splits:
                 hook.put()
@@ -93,3 +95,8 @@ class Watch:
         if isinstance(entry, AddHook) and entry.kind != "forward_pre":
             return False
         return isinstance(entry, (AddHook, WrapForward)) and entry.module is self._model and entry.active
+
+
+def _gathers(step: Step) -> bool:
+    """Whether a step names the collective that puts together what each rank holds: the first may be of the inputs."""
+    return "all_gather" in [value for value in step.record.primitive.arguments().values() if isinstance(value, str)]
