@@ -32,7 +32,7 @@ def main() -> int:
     if not names:
         print("no such class; there are:", *(each.name for each in faults()), sep="\n  ", file=sys.stderr)
         return 2
-    results = _run(names, Path(arguments.journal) if arguments.journal else None)
+    results = _run(names, Path(arguments.journal) if arguments.journal else None, workers=arguments.workers)
     if arguments.json:
         Path(arguments.json).write_text(json.dumps([dataclasses.asdict(each) for each in results], indent=1))
     if arguments.write:
@@ -57,6 +57,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--journal", metavar="FILE", help="results are kept there, and not made again")
     parser.add_argument("--json", metavar="FILE", help="write all results there")
     parser.add_argument("--write", metavar="FILE", help="write the table there, as Markdown")
+    parser.add_argument("--workers", type=int, default=2, help="launches at the same time (default: %(default)s)")
     parser.add_argument("--verbose", action="store_true", help="print every result with its message")
     arguments = parser.parse_args()
     if not (arguments.all or arguments.wrong or arguments.right or arguments.kind or arguments.case):
@@ -75,13 +76,13 @@ def _names(arguments: argparse.Namespace) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def _run(names: Sequence[str], journal: Path | None) -> list[Result]:
+def _run(names: Sequence[str], journal: Path | None, *, workers: int) -> list[Result]:
     from rich.console import Console
     from rich.progress import track
 
     console = Console(stderr=True)
     order = {name: position for position, name in enumerate(names)}
-    results = list(track(run_all(names, journal), "schedules", total=len(names), console=console))
+    results = list(track(run_all(names, journal, workers=workers), "schedules", total=len(names), console=console))
     return sorted(results, key=lambda each: order[each.name])
 
 

@@ -16,7 +16,7 @@ OTHERS = 2  # so many innocent steps may be named beside the guilty one
 def blames_rightly(wrong: Wrong, made: Sequence[range], error: SlapoError, *, refused: int | None) -> bool:
     """Whether an error points at the mistake.
 
-    - of a wrong step: it is among the steps named, with at most two others;
+    - of a wrong step: it is among the steps named, with at most two others; or the one that left a partial sum;
     - of a missing one: all that are named stand at its pair of layers, or at most three of which one does, or the
       message suggests the call to add, at the right path;
     - of a change that no step made: the message says so, or names the place.
@@ -36,6 +36,9 @@ def blames_rightly(wrong: Wrong, made: Sequence[range], error: SlapoError, *, re
         return refused in wrong.guilty or wrong.steps[refused].path in wrong.near or _mentions(text, wrong)
     named = {int(found.group(1)) - 1: found.group(2) for found in re.finditer(_RECORD, "\n".join(_steps(error, text)))}
     guilty = {position for number in wrong.guilty for position in made[number]}
+    missing = [line for line in text.splitlines() if line.lstrip().startswith("missing: ")]
+    if any(f"missing: #{position + 1} " in line for line in missing for position in guilty):
+        return True
     if guilty & named.keys() and len(named.keys() - guilty) <= OTHERS:
         return True
     if wrong.outside and ("outside of the schedule" in text or _mentions(text, wrong)):

@@ -38,7 +38,7 @@ def base(model: str, kind: str = "whole", **options: Any) -> Right:
         steps = [each for name in chosen for each in parts[name]]
     if not options.get("dropout"):
         steps = [each for each in steps if each.role != "random"]
-    suffix = "".join(f"/{name}={value}" for name, value in options.items())
+    suffix = "".join(f"/{getattr(value, '__name__', f'{name}={value}')}" for name, value in options.items())
     return Right(f"{model}/{kind}{suffix}", model, tuple(steps), options=tuple(options.items()))
 
 

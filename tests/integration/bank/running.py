@@ -9,6 +9,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -30,7 +31,7 @@ from tests.integration.bank.wrong import wrong_schedules
 __all__ = ["CAUGHT", "Result", "preload", "run_all"]
 
 CAUGHT = ("refused at the step", "refused at build", "caught by verify")
-BATCH, SECONDS_A_CASE, SECONDS_ALONE = 24, 60.0, 90.0
+BATCH, SECONDS_A_CASE, SECONDS_ALONE = 12, 60.0, 120.0
 _TIMEOUT = datetime.timedelta(seconds=25)
 
 
@@ -73,19 +74,24 @@ def preload() -> None:
     preload_modules("tests.integration.bank.running", "slapo_tp")
 
 
-def run_all(names: Sequence[str], journal: Path | None = None) -> Iterator[Result]:
+def run_all(names: Sequence[str], journal: Path | None = None, *, workers: int = 2) -> Iterator[Result]:
     """Run cases, many in each launch; results come launch by launch.
 
     Args:
         names: of right and wrong schedules.
         journal: results found in this file are not run again; new ones are added, one a line.
+        workers: launches at the same time; ranks wait for each other much of theirs.
     """
     preload()
     done = _read(journal)
     yield from (done[name] for name in names if name in done)
-    todo = [name for name in names if name not in done]
-    for part, alone in _launches(todo):
-        yield from _launch(part, journal, alone=alone)
+    launches = list(_launches([name for name in names if name not in done]))
+    with ThreadPoolExecutor(workers) as pool:
+        for found in pool.map(lambda each: _launch(each[0], alone=each[1]), launches):
+            if journal is not None:
+                with journal.open("a") as file:
+                    file.writelines(json.dumps(dataclasses.asdict(result)) + "\n" for result in found)
+            yield from found
 
 
 def _launches(names: Sequence[str]) -> Iterator[tuple[list[str], bool]]:
@@ -98,7 +104,7 @@ def _launches(names: Sequence[str]) -> Iterator[tuple[list[str], bool]]:
         yield from ((group[start : start + size], alone) for start in range(0, len(group), size))
 
 
-def _launch(names: Sequence[str], journal: Path | None, *, alone: bool) -> Iterator[Result]:
+def _launch(names: Sequence[str], *, alone: bool) -> list[Result]:
     """One start of the ranks; where one case ends them, it is run again by itself, and the rest after it."""
     with tempfile.TemporaryDirectory(prefix="slapo-bank-") as folder:
         spool = Path(folder) / "results"
@@ -106,26 +112,21 @@ def _launch(names: Sequence[str], journal: Path | None, *, alone: bool) -> Itera
         try:
             answers = run_ranks(run_cases, tuple(names), str(spool), world_size=_ranks(names[0]), timeout=limit)
         except SlapoError as error:
-            found, failure = list(_read(spool).values()), error
+            found = list(_read(spool).values())
+            if len(names) == 1:
+                kind = _wrong()[names[0]][0] if names[0] in _wrong() else "right"
+                return [Result(names[0], kind, _model(names[0]), "ends the ranks", text=str(error)[-3000:])]
         else:
-            found, failure = answers[0], None
+            found = answers[0]
             for position, result in enumerate(found):
                 outcomes = {answer[position].outcome for answer in answers}
                 if len(outcomes) > 1:
                     result.outcome, result.text = "ranks disagree", f"{sorted(outcomes)}: {result.text}"
     rest = names[len(found) :]
-    if failure is not None and len(names) == 1:
-        kind = _wrong()[names[0]][0] if names[0] in _wrong() else "right"
-        found = [Result(names[0], kind, _model(names[0]), "ends the ranks", text=str(failure)[-3000:])]
-        rest = []
-    if journal is not None and found:
-        with journal.open("a") as file:
-            file.writelines(json.dumps(dataclasses.asdict(result)) + "\n" for result in found)
-    yield from found
-    if rest:
-        yield from _launch(rest[:1], journal, alone=True)
-        if rest[1:]:
-            yield from _launch(rest[1:], journal, alone=alone)
+    for part in (rest[:1], rest[1:]):
+        if part:
+            found += _launch(part, alone=alone or len(part) == 1)
+    return found
 
 
 def _model(name: str) -> str:
@@ -156,26 +157,32 @@ def _ranks(name: str) -> int:
 # -- on every rank ------------------------------------------------------------------------------------------------
 
 
-def run_cases(names: Sequence[str], spool: str | None = None) -> list[Result]:
-    """On every rank: run each case; rank 0 adds what it found to the file ``spool``."""
+def run_cases(names: Sequence[str], spool: str | None = None, *, compare: bool = True) -> list[Result]:
+    """On every rank: run each case.
+
+    Args:
+        names: of the cases.
+        spool: a file that rank 0 adds results to.
+        compare: whether the plain comparison and build run, too.
+    """
     warnings.simplefilter("ignore")
     dist.distributed_c10d._set_pg_timeout(_TIMEOUT, dist.distributed_c10d._get_default_group())
     found = []
     for name in names:
-        found.append(_run(name))
+        found.append(_run(name, compare=compare))
         if spool is not None and dist.get_rank() == 0:
             with Path(spool).open("a") as file:
                 file.write(json.dumps(dataclasses.asdict(found[-1])) + "\n")
     return found
 
 
-def _run(name: str) -> Result:
+def _run(name: str, *, compare: bool) -> Result:
     start = time.process_time()
     if name in _wrong():
         kind, wrong = _wrong()[name]
         result = Result(name, kind, wrong.right.model, "")
-        _try(wrong, result)
-        if result.outcome != "refused at the step" and not wrong.by_hand:
+        _try(wrong, result, build=compare)
+        if compare and result.outcome != "refused at the step" and not wrong.by_hand:
             result.oracle = _oracle(wrong)
             if not result.oracle:
                 result.outcome = "changes nothing" if result.outcome == "missed" else f"FALSE: {result.outcome}"
@@ -184,13 +191,16 @@ def _run(name: str) -> Result:
     else:
         right = _right()[name]
         result = Result(name, "right", right.model, "")
-        _try(Wrong(right, "", right.steps, options=()), result)
+        _try(Wrong(right, "", right.steps), result, build=compare)
         result.outcome = "agrees" if result.outcome == "missed" else f"ALARM: {result.outcome}"
+        result.oracle = _same_as_untouched(right) if compare else ""
+        if result.oracle:
+            result.outcome = f"NOT RIGHT, {result.outcome}"
     result.seconds = time.process_time() - start
     return result
 
 
-def _try(wrong: Wrong, result: Result) -> None:
+def _try(wrong: Wrong, result: Result, *, build: bool) -> None:
     right, options = wrong.right, {**dict(wrong.right.options), **dict(wrong.options)}
     sch, made, refused = _scheduled(right, wrong.steps, options)
     if isinstance(refused, tuple):
@@ -206,19 +216,23 @@ def _try(wrong: Wrong, result: Result) -> None:
         caught = error
     else:
         result.text = "; ".join((*report.notes, *report.not_compared))
-    second, _, _ = _scheduled(right, wrong.steps, options)
-    try:
-        slapo.build(second, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1))
-    except SlapoError as error:
-        result.refused_by_build = f"{type(error).__name__}: {error}"
-        refusal: SlapoError | None = error
-    else:
-        refusal = None
+    refusal = _refused_by_build(wrong, options) if build else None
+    if refusal is not None:
+        result.refused_by_build = f"{type(refusal).__name__}: {refusal}"
     first = caught or refusal
     result.outcome = "refused at build" if refusal else "caught by verify" if caught else "missed"
     if first is not None:
         result.text = f"{type(first).__name__}: {first}"
         result.blame = blames_rightly(wrong, made, first, refused=None)
+
+
+def _refused_by_build(wrong: Wrong, options: Mapping[str, Any]) -> SlapoError | None:
+    sch, _, _ = _scheduled(wrong.right, wrong.steps, options)
+    try:
+        slapo.build(sch, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    except SlapoError as error:
+        return error
+    return None
 
 
 def _scheduled(
@@ -253,6 +267,21 @@ def _oracle(wrong: Wrong) -> str:
         found = changes(expected, observe(wrong.right, wrong.steps, dist.get_rank(), options))
     except Exception as error:  # noqa: BLE001 - a schedule that cannot run is wrong, whatever it raises
         found = f"raises {type(error).__name__}: {' '.join(str(error).split())[:120]}"
+    return _somewhere(found)
+
+
+def _same_as_untouched(right: Right) -> str:
+    """What outputs a right schedule changes, at once or after steps of SGD; "" if it is right."""
+    rank, options = dist.get_rank(), dict(right.options)
+    plain, split = observe(right, (), rank, options), observe(right, right.steps, rank, options)
+    outputs = [
+        {name: value for name, value in seen.items() if name.startswith(("output", "evaluated"))}
+        for seen in (plain, split)
+    ]
+    return _somewhere(changes(*outputs))
+
+
+def _somewhere(found: str | None) -> str:
     everywhere: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, found)
     return next((f"{text}, on rank {rank}" for rank, text in enumerate(everywhere) if text), "")
