@@ -103,7 +103,7 @@ def quick_gelu(old: nn.Module) -> nn.Module:
     return QuickGELU()
 
 
-_EPS = {"eps": lambda old: old * 100 + 1e-9, "variance_epsilon": lambda old: old * 100}
+_EPS = {"eps": lambda old: old + 1e-5, "variance_epsilon": lambda old: old + 1e-5}
 
 dropout_identity = mistake_at(
     "dropout replaced by nothing", "the distribution of outputs in training", DROPOUTS, lambda old: nn.Identity(),
