@@ -181,7 +181,8 @@ def freeze_tables(model: nn.Module) -> None:
 def hook_norms(model: nn.Module) -> None:
     """The author of the model scales the gradients of some parameters that no step touches."""
     for name, parameter in model.named_parameters():
-        if "norm" in name.lower() and parameter.dim() == 1 and "q_norm" not in name and "k_norm" not in name:
+        is_norm = "norm" in name.lower() or "ln_" in name
+        if is_norm and parameter.dim() == 1 and "q_norm" not in name and "k_norm" not in name:
             parameter.register_hook(_doubled)
 
 

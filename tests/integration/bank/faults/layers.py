@@ -141,10 +141,11 @@ def optional(right: Right) -> Iterator[Wrong]:
     models=("gpt2", "t5"),
 )
 def stale(right: Right) -> Iterator[Wrong]:
-    for number in range(2):
-        path = {"gpt2": ATTENTIONS["gpt2"], "t5": "decoder.block.{n}.layer.1.EncDecAttention"}[right.model].format(
-            n=number
-        )
+    paths = {
+        "gpt2": ("transformer.h.0.attn", "transformer.h.1.attn"),
+        "t5": ("decoder.block.0.layer.1.EncDecAttention",),
+    }
+    for path in paths[right.model]:
         wrong = step(path, "replace", changed_by(_Stale))
         near = tuple(each.path for each in right.steps if each.path.startswith(path))
         yield Wrong(right, path, right.inserted(0, wrong), guilty=(0,), near=near)
