@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from slapo_core.errors import SlapoError
+from slapo_core.errors import RankMismatchError, SlapoError
 from tests.integration.bank.steps import Wrong
 
 __all__ = ["blames_rightly"]
@@ -19,7 +19,8 @@ def blames_rightly(wrong: Wrong, made: Sequence[range], error: SlapoError, *, re
     - of a wrong step: it is among the steps named, with at most two others; or the one that left a partial sum;
     - of a missing one: all that are named stand at its pair of layers, or at most three of which one does, or the
       message suggests the call to add, at the right path;
-    - of a change that no step made: the message says so, or names the place.
+    - of a change that no step made: the message says so, or names the place;
+    - of ranks that disagree: the place is named.
 
     Args:
         wrong: the case.
@@ -34,6 +35,8 @@ def blames_rightly(wrong: Wrong, made: Sequence[range], error: SlapoError, *, re
         return True
     if refused is not None:
         return refused in wrong.guilty or wrong.steps[refused].path in wrong.near or _mentions(text, wrong)
+    if isinstance(error, RankMismatchError):
+        return _mentions(text, wrong)
     named = {int(found.group(1)) - 1: found.group(2) for found in re.finditer(_RECORD, "\n".join(_steps(error, text)))}
     guilty = {position for number in wrong.guilty for position in made[number]}
     missing = [line for line in text.splitlines() if line.lstrip().startswith("missing: ")]
@@ -58,4 +61,5 @@ def _steps(error: SlapoError, text: str) -> Sequence[str]:
 
 
 def _mentions(text: str, wrong: Wrong) -> bool:
-    return any(f"'{path}'" in text or f"'{path}." in text for path in wrong.near)
+    paths = (*wrong.near, *(wrong.steps[position].path for position in wrong.guilty))
+    return any(f"'{path}'" in text or f"'{path}." in text for path in paths)

@@ -22,8 +22,8 @@ _RATE = 1e-3
 def observe(right: Right, steps: Sequence[Step], rank: int, options: Mapping[str, Any]) -> dict[str, Tensor]:
     """Outputs, gradients, weights and buffers of a scheduled model in training and evaluation, with dropout off.
 
-    Two steps of plain SGD; batches of two, one and four; with gradients and without; in double and, where the model
-    is one of single precision, in single.
+    In double precision batches of two, one and four, with gradients and without, and two steps of plain SGD; in the
+    model's own type one batch. A model of bfloat16 runs in that only.
     """
     seen: dict[str, Tensor] = {}
     own = options.get("dtype", "float32")
@@ -67,7 +67,7 @@ def _run(model: nn.Module, right: Right, dtype: str, *, sizes: Sequence[int]) ->
                 seen[f"gradient {name} of a batch of {size}"] = parameter.grad.clone()
     model.zero_grad(set_to_none=True)
     seen.update(_evaluated(model, right, dtype, "before"))
-    for number in range(2):
+    for number in range(2 if dtype == "float64" else 0):  # steps make much of roundings
         _forward(model, right, dtype, 2, "")
         with torch.no_grad():
             for parameter in model.parameters():

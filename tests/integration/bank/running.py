@@ -203,7 +203,7 @@ def _run(name: str, *, compare: bool) -> Result:
 def _try(wrong: Wrong, result: Result, *, build: bool) -> None:
     right, options = wrong.right, {**dict(wrong.right.options), **dict(wrong.options)}
     sch, made, refused = _scheduled(right, wrong.steps, options)
-    if isinstance(refused, tuple):
+    if refused is not None:
         position, error = refused
         result.outcome, result.text = "refused at the step", f"{type(error).__name__}: {error}"
         result.blame = blames_rightly(wrong, made, error, refused=position)
@@ -246,8 +246,17 @@ def _scheduled(
         try:
             made += [range(r.start, r.stop) for r in apply_steps(sch, [each], rank)]
         except SlapoError as error:
-            return sch, made, (position, error)
-    return sch, made, None
+            return _agreed(sch, made, (position, error))
+    return _agreed(sch, made, None)
+
+
+def _agreed(
+    sch: slapo.Schedule, made: list[range], refused: tuple[int, SlapoError] | None
+) -> tuple[slapo.Schedule, list[range], tuple[int, SlapoError] | None]:
+    """What one rank raises ends the program of all; of several refusals the first rank's counts."""
+    everywhere: list[tuple[int, SlapoError] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, refused)
+    return sch, made, next((found for found in everywhere if found is not None), None)
 
 
 _SEEN: dict[str, dict[str, torch.Tensor]] = {}  # in a process of the ranks, which ends with its cases
