@@ -90,18 +90,20 @@ class _Check:
         if own in (torch.float32, torch.float64):
             dtypes.remove(torch.float32)
         raised: list[str] = []
+        tried: list[tuple[UntouchedRun, Attempt[Ran]]] = []
         for dtype in dtypes:
             reference = self._reference(dtype, raised)
             if reference is None:
                 continue
             candidate = self._candidate(reference)
+            tried.append((reference, candidate))
             if not candidate.failures or own is torch.float64:
                 break
             if dtype is not None:
                 raised.append(f"the scheduled model raises in {dtype_name(dtype)}: {candidate.failures[0]}")
         assert reference is not None
         if candidate.failures:
-            self._raise_exception(reference, candidate)
+            self._raise_exception(*_most_precise(tried))
         if raised:
             ran = "the model's own types" if dtype is None else dtype_name(dtype)
             self.notes.append(f"both ran in {ran}, because {'; '.join(raised)}")
@@ -202,6 +204,14 @@ class _Check:
 
     def _missing(self) -> str:
         return "".join(f"\n  missing: {violation}" for violation in obligations(self.schedule))
+
+
+def _most_precise(tried: Sequence[tuple[UntouchedRun, Attempt[Ran]]]) -> tuple[UntouchedRun, Attempt[Ran]]:
+    """Of the runs that raise as the last one did, the first: what cures it agrees there with less rounding."""
+    last = tried[-1][1].failures[0]
+    return next(
+        pair for pair in tried if (found := pair[1].failures[0]).kind == last.kind and found.where == last.where
+    )
 
 
 def _owner(found: Difference) -> str | None:
