@@ -162,7 +162,7 @@ def _find(search: Search, steps: Part, near: str | None, suggest: Suggest, paths
     suggestions = [*as_the_others(steps, paths), *suggest()] if len(steps) > 1 or suggest is not tuple else []
     cure = first_cure(search, steps, suggestions, paths)
     if cure is not None:
-        return _cured(cure, steps, near)
+        return _cured(cure, steps, search.tied)
     part = search.narrow(steps, near)
     ran_out = search.ran_out
     search.budget = search.trials + MAX_CURES
@@ -207,16 +207,16 @@ def _in_part(
         return Blame(found, proven=True, likewise=tuple(search.likewise), alone=True)
     cure = without_one(search, steps, part) if len(part) <= _FEW else None
     cure = cure or find_cure(search, steps, part, suggestions, paths)
-    return None if cure is None else _cured(cure, part, near)
+    return None if cure is None else _cured(cure, steps, search.tied)
 
 
-def _cured(cure: Cure, steps: Part, near: str | None) -> Blame:
+def _cured(cure: Cure, steps: Part, tied: Sequence[frozenset[str]]) -> Blame:
     """The steps that are changed, or else those nearest to what is added."""
     changes = cure.suggestion.changes
     wrong = tuple(change.instead_of for change in changes if change.instead_of is not None)
     told = not all(change.primitive is None for change in changes)
     if not wrong:
-        places = dict.fromkeys(record for change in changes for record in nearest(steps, change.path)[-1:])
+        places = dict.fromkeys(record for change in changes for record in _beside(steps, change.path, tied)[-1:])
         wrong = tuple(sorted(places, key=lambda record: record.index))[:_NAMED]
     return Blame(
         wrong,
@@ -225,6 +225,15 @@ def _cured(cure: Cure, steps: Part, near: str | None) -> Blame:
         suggestion=cure.suggestion if told else None,
         of_part=cure.of_part,
     )
+
+
+def _beside(steps: Part, path: str, tied: Sequence[frozenset[str]]) -> Part:
+    """The steps at a module, or at one that is tied to it, or at the nearest one around or below it."""
+    at = tuple(record for record in steps if record.path == path)
+    together = frozenset[str]().union(*(paths for paths in tied if path in paths))
+    at = at or tuple(record for record in steps if record.path in together)
+    near = nearest(steps, path)
+    return at or (near if len(near) < len(steps) else ())
 
 
 def _line(record: Record) -> str:
