@@ -49,7 +49,7 @@ class Blame:
     ran_out: bool = False
 
     def __str__(self) -> str:
-        if not self.records and self.proven:
+        if not self.records and self.proven and self.suggestion is None:
             return (
                 "  no step does it: the same steps on a fresh copy of the untouched model agree with it, so the "
                 "scheduled model, or its weights, were changed outside of the schedule"
@@ -73,7 +73,7 @@ class Blame:
                 return f"{found}: it may be any of the steps"
             return f"{found}; the steps nearest to this tensor are:"
         if self.suggestion is not None and all(change.instead_of is None for change in self.suggestion.changes):
-            return "a step is missing at these, tried on fresh copies of the model:"
+            return f"a step is missing{' at these' if self.records else ''}, tried on fresh copies of the model:"
         return "the steps that do it, tried on fresh copies of the model:"
 
 
@@ -228,12 +228,15 @@ def _cured(cure: Cure, steps: Part, tied: Sequence[frozenset[str]]) -> Blame:
 
 
 def _beside(steps: Part, path: str, tied: Sequence[frozenset[str]]) -> Part:
-    """The steps at a module, or at one that is tied to it, or at the nearest one around or below it."""
+    """The steps at a module, or at one that is tied to it, or in the smallest sub-tree around it."""
     at = tuple(record for record in steps if record.path == path)
     together = frozenset[str]().union(*(paths for paths in tied if path in paths))
     at = at or tuple(record for record in steps if record.path in together)
-    near = nearest(steps, path)
-    return at or (near if len(near) < len(steps) else ())
+    place = path
+    while place and not at:
+        at = tuple(record for record in steps if record.path == place or record.path.startswith(f"{place}."))
+        place = place.rpartition(".")[0]
+    return at
 
 
 def _line(record: Record) -> str:
