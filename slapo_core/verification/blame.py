@@ -49,7 +49,7 @@ class Blame:
     ran_out: bool = False
 
     def __str__(self) -> str:
-        if not self.records and self.proven:
+        if not self.records and self.proven and self.suggestion is None:
             return (
                 "  no step does it: the same steps on a fresh copy of the untouched model agree with it, so the "
                 "scheduled model, or its weights, were changed outside of the schedule"
@@ -73,7 +73,7 @@ class Blame:
                 return f"{found}: it may be any of the steps"
             return f"{found}; the steps nearest to this tensor are:"
         if self.suggestion is not None and all(change.instead_of is None for change in self.suggestion.changes):
-            return "a step is missing at these, tried on fresh copies of the model:"
+            return f"a step is missing{' at these' if self.records else ''}, tried on fresh copies of the model:"
         return "the steps that do it, tried on fresh copies of the model:"
 
 
@@ -162,7 +162,7 @@ def _find(search: Search, steps: Part, near: str | None, suggest: Suggest, paths
     suggestions = [*as_the_others(steps, paths), *suggest()] if len(steps) > 1 or suggest is not tuple else []
     cure = first_cure(search, steps, suggestions, paths)
     if cure is not None:
-        return _cured(cure, steps, near)
+        return _cured(cure, steps, search.tied)
     part = search.narrow(steps, near)
     ran_out = search.ran_out
     search.budget = search.trials + MAX_CURES
@@ -207,16 +207,16 @@ def _in_part(
         return Blame(found, proven=True, likewise=tuple(search.likewise), alone=True)
     cure = without_one(search, steps, part) if len(part) <= _FEW else None
     cure = cure or find_cure(search, steps, part, suggestions, paths)
-    return None if cure is None else _cured(cure, part, near)
+    return None if cure is None else _cured(cure, steps, search.tied)
 
 
-def _cured(cure: Cure, steps: Part, near: str | None) -> Blame:
+def _cured(cure: Cure, steps: Part, tied: Sequence[frozenset[str]]) -> Blame:
     """The steps that are changed, or else those nearest to what is added."""
     changes = cure.suggestion.changes
     wrong = tuple(change.instead_of for change in changes if change.instead_of is not None)
     told = not all(change.primitive is None for change in changes)
     if not wrong:
-        places = dict.fromkeys(record for change in changes for record in nearest(steps, change.path)[-1:])
+        places = dict.fromkeys(record for change in changes for record in _beside(steps, change.path, tied)[-1:])
         wrong = tuple(sorted(places, key=lambda record: record.index))[:_NAMED]
     return Blame(
         wrong,
@@ -225,6 +225,18 @@ def _cured(cure: Cure, steps: Part, near: str | None) -> Blame:
         suggestion=cure.suggestion if told else None,
         of_part=cure.of_part,
     )
+
+
+def _beside(steps: Part, path: str, tied: Sequence[frozenset[str]]) -> Part:
+    """The steps at a module, or at one that is tied to it, or in the smallest sub-tree around it."""
+    at = tuple(record for record in steps if record.path == path)
+    together = frozenset[str]().union(*(paths for paths in tied if path in paths))
+    at = at or tuple(record for record in steps if record.path in together)
+    place = path
+    while place and not at:
+        at = tuple(record for record in steps if record.path == place or record.path.startswith(f"{place}."))
+        place = place.rpartition(".")[0]
+    return at
 
 
 def _line(record: Record) -> str:

@@ -124,6 +124,7 @@ class _Check:
         if own in (torch.float32, torch.float64):
             dtypes.remove(torch.float32)
         raised: list[str] = []
+        tried: list[tuple[UntouchedRun, Attempt[Any]]] = []
         for dtype in dtypes:
             try:
                 outcome = self.turns.run(dtype)
@@ -132,12 +133,14 @@ class _Check:
                     raise raising.refuse() from raising.error
                 raised.append(f"the untouched one raises in {dtype_name(dtype)}: {raising.failure}")
                 continue
+            if outcome.raised is not None:
+                tried.append((outcome.reference, outcome.raised))
             if outcome.raised is None or own is torch.float64 or OWN_TYPES in outcome.reference.stages:
                 break
             if dtype is not None:
                 raised.append(f"the scheduled model raises in {dtype_name(dtype)}: {outcome.raised.failures[0]}")
         if outcome.raised is not None:
-            self._raise_exception(outcome.reference, outcome.raised)
+            self._raise_exception(*_most_precise(tried))
         if raised:
             ran = "the model's own types" if dtype is None else dtype_name(dtype)
             self.notes.append(f"both ran in {ran}, because {'; '.join(raised)}")
@@ -204,6 +207,14 @@ class _Check:
 
     def _missing(self) -> str:
         return "".join(f"\n  missing: {violation}" for violation in obligations(self.schedule))
+
+
+def _most_precise(tried: Sequence[tuple[UntouchedRun, Attempt[Any]]]) -> tuple[UntouchedRun, Attempt[Any]]:
+    """Of the runs that raise as the last one did, the first: what cures it agrees there with less rounding."""
+    last = tried[-1][1].failures[0]
+    return next(
+        pair for pair in tried if (found := pair[1].failures[0]).kind == last.kind and found.where == last.where
+    )
 
 
 def _owner(found: Difference) -> str | None:

@@ -15,6 +15,7 @@ from slapo_core.verification.values import Difference
 __all__ = ["Failed", "Outcome", "Try", "alike_path"]
 
 _SAME_SIZE = 1e-4
+_MOST_NOISE = 0.05  # of a difference that is hardly larger than what is allowed
 
 
 def alike_path(path: str) -> str:
@@ -31,17 +32,19 @@ class Failed:
         place: the tensor's name, or the line that raised; blocks of a repeated one count as the same.
         size: of the difference, or the exception's text; None where a failure has none.
         raises: whether it is an exception.
+        noise: by how much the size may come out otherwise because of rounding.
     """
 
     kind: str
     place: str
     size: float | str | None = None
     raises: bool = False
+    noise: float = 0.0
 
     @classmethod
     def by(cls, found: Difference) -> Failed:
         size = found.problem if math.isinf(found.largest) else found.largest
-        return cls(found.kind, alike_path(found.name), size)
+        return cls(found.kind, alike_path(found.name), size, noise=found.allowed)
 
     @classmethod
     def with_exception(cls, failure: Failure) -> Failed:
@@ -57,7 +60,8 @@ class Failed:
             return False
         if isinstance(self.size, str) or isinstance(other.size, str):
             return self.size == other.size
-        return math.isclose(self.size, other.size, rel_tol=_SAME_SIZE)
+        noise = min(max(self.noise, other.noise), _MOST_NOISE * self.size)
+        return math.isclose(self.size, other.size, rel_tol=_SAME_SIZE, abs_tol=noise)
 
 
 Outcome = Failed | Literal["agrees", "refused"]

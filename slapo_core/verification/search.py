@@ -25,6 +25,7 @@ class Search:
         budget: the number of trials.
 
     Attributes:
+        tied: as given, those that have a path in common joined.
         trials: how many copies were tried.
         target: the failure that is looked for.
         likewise: paths of repeated blocks that fail in the same way by themselves.
@@ -35,7 +36,7 @@ class Search:
 
     def __init__(self, try_steps: Try, tied: Sequence[frozenset[str]], *, budget: int = MAX_TRIALS) -> None:
         self._try = try_steps
-        self._tied = _joined(tied)
+        self.tied = _joined(tied)
         self._known: dict[tuple[tuple[int, str, str], ...], Outcome] = {}
         self.budget = budget
         self.trials = 0
@@ -96,7 +97,7 @@ class Search:
         return part
 
     def _smaller(self, part: Part, near: str | None) -> Part | None:
-        groups = _groups(part, self._tied)
+        groups = _groups(part, self.tied)
         if len(groups) > _MANY and (half := self._half(groups)) is not None:
             return half
         across = _across_blocks(part)

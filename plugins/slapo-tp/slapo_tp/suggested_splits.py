@@ -15,6 +15,9 @@ from slapo_tp.splits import as_tuple, output_state, own_tensor, split_axis
 
 __all__ = ["counts", "other_splits", "partners"]
 
+_FUSED = ("qkv", "query_key_value", "attn", "in_proj")  # names of queries, keys and values in one matrix
+_TWO_IN_ONE = ("gate_up", "Wi", "kv", "key_value")
+
 
 def other_splits(node: Node, record: Record) -> Iterator[Suggestion]:
     """The other ways to split the same tensor."""
@@ -51,11 +54,12 @@ def _packings(node: Node, axis: int | None) -> Iterator[int | tuple[int, ...]]:
     yield 1
     if len(shape) != 2:
         return
+    name = node.path.rpartition(".")[2]
     if wide % 3 == 0 and wide // 3 == other:
         yield 3
-    elif other < wide < 3 * other and (wide - other) % 2 == 0:
+    elif any(part in name for part in _FUSED) and other < wide < 3 * other and (wide - other) % 2 == 0:
         yield (other, (wide - other) // 2, (wide - other) // 2)
-    elif wide % 2 == 0 and wide > other:
+    elif any(part in name for part in _TWO_IN_ONE) and wide % 2 == 0:
         yield 2
 
 
@@ -89,7 +93,10 @@ def counts(nodes: Sequence[Node], mesh_dim: str) -> Iterator[Suggestion]:
         sizes = [name for name, value in numbers.items() if value in extents]
         heads = [name for name in numbers if _counts_heads(name)]
         for names in _choices(heads, sizes):
-            yield Suggestion((Change(node.path, _attribute(names, mesh_dim)),), likely=len(names) == len(heads + sizes))
+            yield Suggestion(
+                (Change(node.path, _attribute(names, mesh_dim)),),
+                likely=not divided and len(names) == len(heads + sizes),
+            )
 
 
 def _counts_heads(name: str) -> bool:

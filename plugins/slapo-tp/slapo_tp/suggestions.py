@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, cast
 
 from slapo_core import Change, Node, Record, Suggestion
@@ -19,8 +20,6 @@ __all__ = ["suggestions"]
 
 Mode = Literal["fwd_pre", "fwd_post", "bwd_post", "forward", "backward"]
 
-_SEQUENCE = 1  # the axis that sequence parallelism splits, if no step says otherwise
-
 
 def suggestions(schedule: ScheduledModel, gradients: Sequence[str], mesh_dim: str) -> Iterator[Suggestion]:
     """Changes of the steps over ``mesh_dim``, and steps that may be missing; the more likely ones first."""
@@ -29,21 +28,37 @@ def suggestions(schedule: ScheduledModel, gradients: Sequence[str], mesh_dim: st
     own = [record for record in schedule.records if getattr(record.primitive, "mesh_dim", None) == mesh_dim]
     if not own or schedule.mesh.size(mesh_dim) == 1:
         return
-    yield from _whole_gradients(schedule.root, gradients, mesh_dim)
-    if not gradients:
+    syncs = [record for record in own if isinstance(record.primitive, Sync)]
+    splits = [record for record in own if isinstance(record.primitive, Shard)]
+    backward = [record for record in syncs if cast(Sync, record.primitive).mode in ("bwd_post", "backward")]
+    forward = [record for record in syncs if record not in backward]
+    axes = _sequence_axes(syncs)
+    others = functools.partial(_other_syncs, axes=axes)
+    if gradients:
+        yield from _whole_gradients(schedule.root, gradients, mesh_dim)
+        yield from _input_gradients(nodes, mesh_dim)
+        yield from _each(others, schedule.root, [*backward, *forward])
+        yield from _sequence(nodes, axes, mesh_dim)
+        yield from _each(other_splits, schedule.root, splits)
+    else:
         yield from _reductions(nodes, mesh_dim)
         yield from counts(nodes, mesh_dim)
-    for record in own:
-        if isinstance(record.primitive, Sync):
-            yield from _other_syncs(schedule.root, record)
-    yield from _input_gradients(nodes, mesh_dim)
-    yield from _sequence(nodes, own, mesh_dim)
-    for record in own:
-        node = _node(schedule.root, record.path)
-        if isinstance(record.primitive, Shard) and node is not None:
-            yield from other_splits(node, record)
-    if not gradients:
+        yield from _sequence(nodes, axes, mesh_dim)
+        yield from _each(others, schedule.root, forward)
+        yield from _each(other_splits, schedule.root, splits)
         yield from partners(nodes, mesh_dim)
+        yield from _each(others, schedule.root, backward)
+
+
+def _each(
+    others: Callable[[Node, Record], Iterator[Suggestion]], root: Node, records: Sequence[Record]
+) -> Iterator[Suggestion]:
+    for record in records:
+        try:
+            node = cast(Node, root[record.path]) if record.path else root
+        except LookupError:
+            continue  # it went with a module around it
+        yield from others(node, record)
 
 
 def _whole_gradients(root: Node, gradients: Sequence[str], mesh_dim: str) -> Iterator[Suggestion]:
@@ -93,10 +108,18 @@ def _reductions(nodes: Sequence[Node], mesh_dim: str) -> Iterator[Suggestion]:
             for record in (each for each in node.records if isinstance(each.primitive, Shard)):
                 yield from (dataclasses.replace(each, likely=True) for each in other_splits(node, record))
     for node in nodes:
-        if output_state(node, mesh_dim) == "split" and not _syncs(node, "fwd_post"):
+        if output_state(node, mesh_dim) == "split" and not _syncs(node, "fwd_post") and not _feeds(node, mesh_dim):
             kind = layer_type_of(node.module)
             axis = kind.feature_axis if kind is not None else -1
             yield Suggestion((Change(node.path, Sync("fwd_post", "all_gather", axis=axis, mesh_dim=mesh_dim)),))
+
+
+def _feeds(node: Node, mesh_dim: str) -> bool:
+    """Whether a layer beside this one takes pieces, as its own output is."""
+    around = node.parent
+    below = [] if around is None else [each for child in around.children for each in (child, *child.children)]
+    kinds = [(each, layer_type_of(each.module)) for each in below if output_state(each, mesh_dim) == "partial"]
+    return any(kind is not None and kind.axis_of("input") is not None for _, kind in kinds)
 
 
 def _open_inputs(nodes: Sequence[Node], mesh_dim: str) -> list[Node]:
@@ -130,12 +153,9 @@ def _by_parent(nodes: Sequence[Node]) -> list[tuple[Node, list[Node]]]:
     return [(parent, below) for parent, below in found.values() if len(below) > 1]
 
 
-def _other_syncs(root: Node, record: Record) -> Iterator[Suggestion]:
-    """The other collectives that may stand in a sync's place."""
+def _other_syncs(node: Node, record: Record, axes: Sequence[int]) -> Iterator[Suggestion]:
+    """The other collectives that may stand in a sync's place; ``axes`` are those that other steps gather or scatter."""
     before = cast(Sync, record.primitive)
-    node = _node(root, record.path)
-    if node is None or callable(before.op):
-        return
     forms: list[Sync] = []
 
     def form(mode: Mode, op: Any = None, *, axis: int = -1) -> None:
@@ -146,10 +166,12 @@ def _other_syncs(root: Node, record: Record) -> Iterator[Suggestion]:
     state = output_state(node, before.mesh_dim)
     if state != "partial":
         form("bwd_post", "all_reduce")
-        form("fwd_pre", "all_gather", axis=_SEQUENCE)
+        for axis in axes:
+            form("fwd_pre", "all_gather", axis=axis)
     if state != "split":
         form("fwd_post", "all_reduce")
-        form("fwd_post", "reduce_scatter", axis=_SEQUENCE)
+        for axis in axes:
+            form("fwd_post", "reduce_scatter", axis=axis)
     if before.op in ("all_gather", "reduce_scatter"):
         for axis in (0, 1, -1):
             if before.mode in ("fwd_pre", "fwd_post"):
@@ -161,15 +183,16 @@ def _other_syncs(root: Node, record: Record) -> Iterator[Suggestion]:
             yield Suggestion((Change(record.path, other, instead_of=record),))
 
 
-def _sequence(nodes: Sequence[Node], own: Sequence[Record], mesh_dim: str) -> Iterator[Suggestion]:
+def _sequence_axes(syncs: Sequence[Record]) -> list[int]:
+    """The axes along which steps gather or scatter, but for that of the features."""
+    primitives = [cast(Sync, record.primitive) for record in syncs]
+    return sorted({each.axis for each in primitives if each.op in ("all_gather", "reduce_scatter")} - {-1})
+
+
+def _sequence(nodes: Sequence[Node], axes: Sequence[int], mesh_dim: str) -> Iterator[Suggestion]:
     """Where some steps gather or scatter along an axis: layers without such a step."""
-    axes = {
-        record.primitive.axis
-        for record in own
-        if isinstance(record.primitive, Sync) and record.primitive.op in ("all_gather", "reduce_scatter")
-    } - {-1}
     lacking = _open_inputs(nodes, mesh_dim)
-    for axis in sorted(axes):
+    for axis in axes:
         gather = Sync("fwd_pre", "all_gather", axis=axis, mesh_dim=mesh_dim)
         yield from (Suggestion((Change(node.path, gather),), likely=True) for node in lacking)
         for _, below in _by_parent(lacking):
@@ -193,10 +216,3 @@ def _around(node: Node, levels: int) -> Iterator[Node]:
     while around is not None and levels:
         yield around
         around, levels = around.parent, levels - 1
-
-
-def _node(root: Node, path: str) -> Node | None:
-    try:
-        return cast(Node, root[path]) if path else root
-    except LookupError:
-        return None
