@@ -50,6 +50,7 @@ class Mesh:
 
     @property
     def global_rank(self) -> int:
+        """This process's place among all, from 0."""
         return self._rank
 
     @property
@@ -64,6 +65,7 @@ class Mesh:
 
     @property
     def device_mesh(self) -> DeviceMesh | None:
+        """Torch's mesh; None for a mesh of one rank and for a dry one."""
         return self._device_mesh
 
     def __contains__(self, mesh_dim: object) -> bool:

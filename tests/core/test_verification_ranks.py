@@ -331,15 +331,19 @@ def test_a_declared_mesh_starts_its_processes_and_finds_the_same() -> None:
 
 def test_a_declared_mesh_and_a_step_that_cannot_be_sent_says_what_to_launch() -> None:
     sch = slapo.create_schedule(net(), mesh={"tp": 2})
-    sch["layer.0.act"].replace(nn.ReLU())
+    sch["layer.0.act"].replace(lambda old: nn.ReLU())
     with pytest.raises(slapo.SerializationError) as caught:
         slapo.verify(sch, IDS)
     assert caught.value.message.startswith(
         "verify has to repeat this schedule in 2 processes, because its mesh is only declared, but argument "
-        "'new_module'"
+        "'new_module' of #1 replace("
     )
+    assert " cannot be sent to another process: " in caught.value.message
     assert caught.value.hint == (
-        "launch the script on every rank instead: `torchrun --nproc-per-node 2 your_script.py`"
+        "define test_a_declared_mesh_and_a_step_that_cannot_be_sent_says_what_to_launch.<locals>.<lambda> at the top "
+        "level of a module, by its own name (no lambda, nothing inside of a function), and give what it needs as "
+        "arguments (functools.partial); or launch the script on every rank instead: "
+        "`torchrun --nproc-per-node 2 your_script.py`"
     )
 
 

@@ -118,6 +118,60 @@ def test_a_split_pair_with_a_stream_of_its_own_is_the_untouched_pair_but_for_wha
     run_ranks(check_training, world_size=2)
 
 
+class Block(nn.Module):
+    """Dropout between two split layers, and behind them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.inside, self.down, self.behind = nn.Linear(6, 8), Kept(), nn.Linear(8, 6), Kept()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.behind(self.down(self.inside(self.up(x))))
+
+
+def gradients(checkpoints: tuple[str, ...]) -> tuple[dict[str, Tensor], list[Tensor], list[Tensor], Tensor]:
+    torch.manual_seed(0)
+    sch = slapo.create_schedule(nn.Sequential(Block(), nn.Linear(6, 6)).double(), mesh={"tp": 2})
+    sch["0.up"].shard(["weight", "bias"], axis=0).sync("backward")
+    sch["0.inside"].fork_rng()
+    sch["0.down"].shard("weight", axis=1).sync("forward")
+    for path in checkpoints:
+        sch[path].checkpoint()
+    engine = slapo.build(sch, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1), loss=mean_square)
+    torch.manual_seed(5)
+    x = torch.randn(16, 6, dtype=torch.float64)
+    for _ in range(2):
+        engine.train_step(x)
+    engine.check_replicas()
+    block: Any = engine.module[0]
+    named = {name: parameter.grad.clone() for name, parameter in engine.module.named_parameters()}
+    return named, block.inside.seen, block.behind.seen, torch.get_rng_state()
+
+
+def mean_square(output: Tensor, batch: Tensor) -> Tensor:
+    return output.square().mean()
+
+
+def check_recomputed_gradients() -> None:
+    expected, inside, behind, state = gradients(())
+    first, second = everyones(inside[0])
+    assert not torch.equal(first, second)
+    first, second = everyones(behind[0])
+    assert torch.equal(first, second)
+    for checkpoints in (("0",), ("0.inside",), ("0", "0.inside")):
+        found, again, _, after = gradients(checkpoints)
+        assert len(again) > 2, checkpoints  # it ran again,
+        assert torch.equal(again[0], inside[0]), checkpoints
+        for name, gradient in expected.items():
+            assert torch.equal(found[name], gradient), (checkpoints, name)  # on the same random numbers,
+        assert torch.equal(after, state), checkpoints  # and the generator stands where it would have stood.
+
+
+@pytest.mark.ranks
+def test_gradients_with_dropout_on_are_the_same_with_and_without_recomputation() -> None:
+    run_ranks(check_recomputed_gradients, world_size=2)
+
+
 def test_on_one_rank_it_is_recorded_and_costs_nothing() -> None:
     sch = slapo.create_schedule(Model(), mesh={"tp": 1})
     sch["split"].fork_rng()

@@ -1,0 +1,222 @@
+"""Both models in turn, stage by stage: run, compare, and let go of what was compared.
+
+So no more than one stage of each is in memory: of a model of float32 parameters, about 40 bytes a parameter.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from slapo_core.errors import ArgumentError
+from slapo_core.ranks.world import Attempt, Failure, World
+from slapo_core.verification.compare import Comparison
+from slapo_core.verification.passes import Conditions
+from slapo_core.verification.precision import own_dtype
+from slapo_core.verification.run import EARLY, OWN_TYPES, Course, Observation
+from slapo_core.verification.trials import Ran, Subject, Trials, reraise
+from slapo_core.verification.untouched import UntouchedRun, UntouchedRuns
+
+if TYPE_CHECKING:
+    from slapo_core.spec.record import Record
+
+__all__ = ["Turned", "Turns", "UntouchedRunError"]
+
+
+class UntouchedRunError(Exception):
+    """The untouched model does not run in some type, so nothing can be compared there.
+
+    Args:
+        failure: of the first rank.
+        error: this rank's own, if it has one.
+        is_alone: whether there is one rank only.
+    """
+
+    def __init__(self, failure: Failure, error: BaseException | None, *, is_alone: bool) -> None:
+        super().__init__(str(failure))
+        self.failure, self.error, self.is_alone = failure, error, is_alone
+
+    def refuse(self) -> ArgumentError:
+        """What to raise where there is no other type left."""
+        where = "" if self.is_alone else f", on rank {self.failure.rank}"
+        return ArgumentError(
+            f"the untouched model itself fails on the example inputs{where}: {self.failure}",
+            hint="verify(sch, example_inputs) takes what model(...) takes: a mapping, a tuple, or one argument",
+        )
+
+
+@dataclass
+class Turned:
+    """What came of running both models in one type.
+
+    Args:
+        reference: how the untouched one ran; without what it gave.
+        comparison: this rank's.
+        raised: where the scheduled one raised, or None.
+        notes: what could not be compared.
+    """
+
+    reference: UntouchedRun
+    comparison: Comparison
+    raised: Attempt[Any] | None = None
+    notes: tuple[str, ...] = ()
+
+
+class Turns:
+    """All ranks make it alike, and call :meth:`run` in the same order.
+
+    Args:
+        world: the ranks.
+        runs: runs the untouched model.
+        trials: runs the scheduled one, and compares.
+        subject: the scheduled model.
+        records: the steps of its schedule.
+    """
+
+    def __init__(
+        self, world: World, runs: UntouchedRuns, trials: Trials, subject: Subject, records: Sequence[Record]
+    ) -> None:
+        self.world, self.runs, self.trials, self.subject, self.records = world, runs, trials, subject, records
+
+    def run(self, dtype: torch.dtype | None) -> Turned:
+        """Run both in ``dtype``; None: in the model's own types.
+
+        Raises:
+            UntouchedRunError: on every rank.
+        """
+        return _Turn(self).run(dtype)
+
+
+class _Turn:
+    """The stages in one type."""
+
+    def __init__(self, turns: Turns) -> None:
+        self.world, self.runs, self.trials = turns.world, turns.runs, turns.trials
+        self.subject, self.records = turns.subject, turns.records
+        self.comparison = Comparison()
+        self.notes: list[str] = []
+
+    def run(self, dtype: torch.dtype | None) -> Turned:
+        self.reference, theirs, rate = self._untouched(lambda: self.runs.start(dtype))
+        rate = min(self.world.gather(rate))
+        self._set_conditions(learning_rate=rate)
+        started = self.world.attempt(lambda: self.trials.start(self.subject, self.reference))
+        if started.failures:
+            return self._outcome(started)
+        ours, seen = started.value()
+        del started
+        self._compare(seen)
+        if any(self.world.gather(bool(self.comparison.differences))):
+            return self._outcome()  # whatever differs later is a consequence
+        draws = bool(self.reference.seen.of("dropout")["forward"])
+        reason = self.trials.other_stream(self.subject, self.reference, seen) if draws else None
+        del seen
+        raised = self._own_types(dtype)
+        self._release()
+        if raised is None and self.runs.optimizer_steps and rate:
+            raised = self._stage("updates", theirs, ours)
+        elif self.runs.optimizer_steps and not rate:
+            self.notes.append("no optimiser steps were compared, because no parameter has a finite gradient")
+        del theirs, ours
+        if raised is None:
+            raised = self._further_batches()
+        if raised is None:
+            raised = self._input_gradients()
+        if raised is None and draws:
+            if reason is not None:
+                self.notes.append(f"outputs and gradients with dropout were not compared: {reason}")
+            raised = self._stage("dropout", other_stream=reason is not None)
+        return self._outcome(raised)
+
+    # -- stages -----------------------------------------------------------------------------------------------
+
+    def _stage(
+        self, stage: str, theirs: Course | None = None, ours: Course | None = None, *, other_stream: bool = False
+    ) -> Attempt[Any] | None:
+        """A stage of both, compared; gives the scheduled model's failure."""
+        self._untouched(lambda: self.runs.add(self.reference, stage, theirs))
+        return self._candidate(stage, ours, other_stream=other_stream)
+
+    def _candidate(self, stage: str, ours: Course | None = None, *, other_stream: bool = False) -> Attempt[Any] | None:
+        def run() -> Observation:
+            return self.trials.late(self.subject, self.reference, stage, ours, other_stream=other_stream)
+
+        ran = self.world.attempt(run)
+        if ran.failures:
+            return ran
+        self._compare(ran.value())
+        self._release()
+        return None
+
+    def _own_types(self, dtype: torch.dtype | None) -> Attempt[Any] | None:
+        """Right after the first stages, whose numbers tell how much rounding does."""
+        inputs = (tensor for _, tensor in self.runs.inputs.tensors())
+        if dtype is None or own_dtype(self.runs.subjects.untouched, inputs) is dtype:
+            return None
+        attempt = self.world.attempt(lambda: self.runs.add(self.reference, OWN_TYPES))
+        if attempt.failures:
+            self._note("the model's own types were not compared", attempt.failures[0])
+            return None
+        return self._candidate(OWN_TYPES)
+
+    def _further_batches(self) -> Attempt[Any] | None:
+        choices, notes = self.runs.further_batches()
+        self.notes += notes
+        for batches, variant in choices:
+            self._set_conditions(more_batches=batches)
+            attempt = self.world.attempt(lambda: self.runs.add(self.reference, "batches"))
+            if not attempt.failures:
+                return self._candidate("batches")
+            if not variant:
+                raise UntouchedRunError(attempt.failures[0], attempt.error, is_alone=self.world.is_alone)
+            self._note(f"{variant} was not compared", attempt.failures[0])
+        self._set_conditions(more_batches=())
+        return None
+
+    def _input_gradients(self) -> Attempt[Any] | None:
+        if not self.runs.is_differentiable():
+            return None
+        attempt = self.world.attempt(lambda: self.runs.add(self.reference, "inputs"))
+        if attempt.failures:  # a model need not be differentiable in its inputs
+            self._note("gradients of the inputs were not compared", attempt.failures[0])
+            return None
+        return self._candidate("inputs")
+
+    # -- what they share --------------------------------------------------------------------------------------
+
+    def _untouched(self, function: Callable[[], Any]) -> Any:
+        attempt = self.world.attempt(function)
+        if attempt.failures:
+            raise UntouchedRunError(attempt.failures[0], attempt.error, is_alone=self.world.is_alone)
+        return attempt.value()
+
+    def _set_conditions(self, **changed: Any) -> None:
+        conditions: Conditions = dataclasses.replace(self.reference.conditions, **changed)
+        self.reference = dataclasses.replace(self.reference, conditions=conditions)
+
+    def _compare(self, seen: Observation) -> None:
+        ran = Ran(seen, self.subject.counterparts)
+        compared = self.world.attempt(lambda: self.trials.compare(self.reference, ran, self.records))
+        reraise(compared)
+        self.comparison.add(compared.value())
+
+    def _release(self) -> None:
+        values = self.reference.seen.values
+        for kind in [kind for kind in values if kind != "dropout"]:
+            del values[kind]
+
+    def _note(self, what: str, failure: Failure) -> None:
+        self.notes.append(f"{what}, because the untouched model raises: {failure.kind}: {failure.text}")
+
+    def _outcome(self, raised: Attempt[Any] | None = None) -> Turned:
+        self.reference.seen.values.clear()
+        ran = self.reference.stages
+        self.reference.stages = tuple(stage for stage in (*EARLY, *_LATE) if stage in ran)
+        return Turned(self.reference, self.comparison, raised, tuple(self.notes))
+
+
+_LATE = ("batches", "inputs", "updates", "dropout", OWN_TYPES)
