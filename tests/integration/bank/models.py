@@ -115,7 +115,7 @@ def make_model(
             if parameter.dim() == 1:  # a bias that is zero hides that it is lost, and a norm of ones its weight
                 parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
             else:
-                parameter.mul_(6.0)  # an attention that is not flat
+                parameter.mul_(1.0 if name == "t5" else 6.0)  # an attention that is not flat; T5's is not as it is made
     model = model.to(getattr(torch, dtype)).train()
     if prepare is not None:
         prepare(model)

@@ -280,8 +280,11 @@ def _oracle(wrong: Wrong) -> str:
 
 
 def _same_as_untouched(right: Right) -> str:
-    """What outputs a right schedule changes, at once or after steps of SGD; "" if it is right."""
-    rank, options = dist.get_rank(), dict(right.options)
+    """What outputs a right schedule changes, at once or after steps of SGD; "" if it is right.
+
+    In double precision and in single, whatever the model's own type: bfloat16 says little of what is right.
+    """
+    rank, options = dist.get_rank(), {**dict(right.options), "dtype": "float32"}
     plain, split = observe(right, (), rank, options), observe(right, right.steps, rank, options)
     outputs = [
         {name: value for name, value in seen.items() if name.startswith(("output", "evaluated"))}
