@@ -13,7 +13,7 @@ from slapo_core.schedule.records import primitive_to_json
 from slapo_core.schedule.schedule import Schedule
 from slapo_core.verification.copies import convert, copy_model
 from slapo_core.verification.counterparts import Counterparts, named_tensors
-from slapo_core.verification.pristine import copy_with_steps, untouched_with_steps
+from slapo_core.verification.pristine import Step, copy_with_steps, untouched_with_steps
 from slapo_core.weights.correspondence import Correspondence
 from slapo_core.weights.initialise import Initialiser, cannot_initialise
 
@@ -130,7 +130,7 @@ class Subjects:
             SlapoError: a step is refused without the others, or cannot be repeated on a copy.
         """
         given = self.schedule
-        model, steps = copy_with_steps(self._untouched, [self._steps[record.index - 1] for record in records])
+        model, steps = copy_with_steps(self._untouched, [self._step(record) for record in records])
         if all_trained:
             for parameter in model.parameters():
                 parameter.requires_grad_(_can_be_trained(parameter))
@@ -147,6 +147,12 @@ class Subjects:
             if not _is_data(record) and any(id(item) in theirs for item in _parts(model)):
                 raise ApplyError(f"{record} gives the same module each time, so it cannot be tried on a copy")
         return schedule
+
+    def _step(self, record: Record) -> Step:
+        """The copy of a step of the schedule; a step that is only tried is taken as it is."""
+        applied = self.schedule.records
+        is_applied = 0 < record.index <= len(applied) and applied[record.index - 1] is record
+        return self._steps[record.index - 1] if is_applied else record
 
     def ready(self, trial: Schedule, counterparts: Counterparts, dtype: torch.dtype | None) -> nn.Module:
         """The model of a trial with its values, to be run once."""
