@@ -154,7 +154,6 @@ def test_models_that_share_an_activation_are_two_models_until_a_step_changes_it(
     assert "'1' of this Sequential is a copy, or a part, of a model under another schedule" in str(refused.value)
 
 
-
 STEPS: dict[str, tuple[Callable[[slapo.Schedule], Any], str]] = {
     "a piece": (lambda sch: sch["1"].apply(Halve()), "1"),
     "a replacement": (lambda sch: sch["1"].replace(nn.Linear(4, 4)), ""),

@@ -58,6 +58,8 @@ def page(results: Sequence[Result]) -> str:
         "|---|---|---|---|---|---|---|---|",
     ]
     for each in faults():
+        if each.is_users:
+            continue
         own = [result for result in wrong if result.kind == each.name]
         if not own:
             continue
@@ -72,11 +74,31 @@ def page(results: Sequence[Result]) -> str:
     ):
         if chosen:
             lines += ["", f"## {title}", "", *(_line(each) for each in chosen)]
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *_by_hand(results)]) + "\n"
+
+
+def _by_hand(results: Sequence[Result]) -> list[str]:
+    """What the user did to the untouched model too."""
+    kinds = {each.name for each in faults() if each.is_users}
+    own = [each for each in results if each.kind in kinds]
+    if not own:
+        return []
+    caught = sum(each.outcome in CAUGHT for each in own)
+    return [
+        "",
+        "## Changed by hand",
+        "",
+        "The untouched model is the user's own, without the steps: what the user changes in it by hand after the",
+        "schedule was made holds for both, and is no mistake of the schedule. Not counted above:",
+        f"{len(own)} such changes of {len({each.kind for each in own})} classes, {caught} of them refused or found:",
+        "",
+        *(f"- {kind}" for kind in dict.fromkeys(each.kind for each in own)),
+    ]
 
 
 def _wrong(results: Sequence[Result]) -> list[Result]:
-    return [each for each in results if each.kind != "right" and each.outcome != "changes nothing"]
+    left_out = {"right", *(each.name for each in faults() if each.is_users)}
+    return [each for each in results if each.kind not in left_out and each.outcome != "changes nothing"]
 
 
 def _right(results: Sequence[Result]) -> list[Result]:

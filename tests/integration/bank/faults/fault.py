@@ -23,6 +23,8 @@ class Fault:
         models: those that it fits.
         at_most: so many cases of each right schedule.
         options: of the models.
+        is_users: whether the untouched model changes too: what a user changes by hand, outside of any step, is the
+            user's own model, and no mistake of the schedule.
     """
 
     name: str
@@ -32,6 +34,7 @@ class Fault:
     models: tuple[str, ...] = tuple(MODELS)
     at_most: int = 1
     options: tuple[tuple[str, object], ...] = ()
+    is_users: bool = False
 
 
 def fault(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,7 +24,7 @@ def changed_outside(
     name: str, breaks: str, places: dict[str, str], edit: Callable[[nn.Module], None], **more: Any
 ) -> Fault:
     """The class that edits a module behind the schedule's back, after the last step."""
-    by_hand = more.pop("by_hand", "")
+    by_hand, is_users = more.pop("by_hand", ""), more.pop("is_users", False)
 
     @fault(name, breaks, models=tuple(places), **{"at_most": 1, **more})
     def make(right: Right) -> Iterator[Wrong]:
@@ -32,7 +33,7 @@ def changed_outside(
             near = (path, path.rpartition(".")[0])
             yield Wrong(right, path, (*right.steps, edited), near=near, outside=True, by_hand=by_hand)
 
-    return make
+    return dataclasses.replace(make, is_users=is_users)
 
 
 def other_layer(module: nn.Module) -> None:
@@ -108,22 +109,31 @@ def other_module(module: nn.Module) -> None:
 
 
 swapped = changed_outside("layers in another order", "outputs", LISTS, other_layer)
-forward_set = changed_outside("forward set by hand", "outputs", NORMS, other_forward)
-hook_added = changed_outside("a forward hook added by hand", "outputs", NORMS, hooked)
+values = changed_outside("pieces changed by hand", "outputs", MLPS, other_values)
+
+# The untouched model is the live one without its steps: what follows changes both.
+forward_set = changed_outside("forward set by hand", "outputs", NORMS, other_forward, is_users=True)
+hook_added = changed_outside("a forward hook added by hand", "outputs", NORMS, hooked, is_users=True)
 backward_hook_added = changed_outside(
-    "a backward hook added by hand", "gradients of layers before", NORMS, backward_hooked
+    "a backward hook added by hand", "gradients of layers before", NORMS, backward_hooked, is_users=True
 )
-eps_set = changed_outside("an attribute set by hand", "outputs", NORMS, other_eps)
-frozen_outside = changed_outside("a parameter frozen, unsaid", "it is not trained: weights after a step", NORMS, frozen)
+eps_set = changed_outside("an attribute set by hand", "outputs", NORMS, other_eps, is_users=True)
+frozen_outside = changed_outside(
+    "a parameter frozen by hand", "it is not trained: weights after a step", NORMS, frozen, is_users=True
+)
 thawed_outside = changed_outside(
-    "a frozen parameter trained, unsaid", "weights after a step", NORMS, thawed, prepare=freeze_norms
+    "a frozen parameter trained by hand", "weights after a step", NORMS, thawed, prepare=freeze_norms, is_users=True
 )
 hook_lost = changed_outside(
-    "a parameter's hook lost", "its gradient is not scaled", NORMS, new_parameter, prepare=hook_norms
+    "a parameter's hook lost by hand", "its gradient is not scaled", NORMS, new_parameter, prepare=hook_norms,
+    is_users=True,
+)  # fmt: skip
+gradient_hook = changed_outside(
+    "a parameter's hook added by hand", "its gradient", NORMS, gradient_hooked, is_users=True
 )
-gradient_hook = changed_outside("a parameter's hook added by hand", "its gradient", NORMS, gradient_hooked)
-accumulate_hook = changed_outside("a post-accumulate hook added by hand", "its gradient", NORMS, accumulating)
-values = changed_outside("pieces changed by hand", "outputs", MLPS, other_values)
+accumulate_hook = changed_outside(
+    "a post-accumulate hook added by hand", "its gradient", NORMS, accumulating, is_users=True
+)
 module_set = changed_outside("a module set as an attribute", "outputs", {
     model: path.rpartition(".")[0] for model, path in ACTIVATIONS.items()
-}, other_module)  # fmt: skip
+}, other_module, is_users=True)  # fmt: skip
