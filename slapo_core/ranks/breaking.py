@@ -65,7 +65,7 @@ class Run:
                 self._watcher.join()
             if error is not None:
                 self._store.set("failed", str(self._rank))
-                self._stand_ins.break_off(error)
+                self._stand_ins.break_off()
             now = time.monotonic()
             self._deadline = now + max(_PATIENCE, _SLOWER * (now - self._started))
 

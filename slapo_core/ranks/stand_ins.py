@@ -3,6 +3,9 @@
 A rank that raises leaves the others waiting in a collective. What ends their wait is breaking the connection, and a
 process group whose connection is broken is lost. So a trial communicates through groups of its own, whatever group the
 model names, and after a broken trial new ones are made; the user's are not touched.
+
+Making is over when it is on every rank: one that had its groups already, failed at once and broke them off would take
+them from a rank that still connects.
 """
 
 from __future__ import annotations
@@ -11,14 +14,14 @@ import functools
 import gc
 import importlib
 import sys
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 
-from slapo_core.ranks.failures import chain_of
+from slapo_core.errors import RankFailedError
+from slapo_core.ranks.connections import Connection, connections_since, mutual, open_sockets
 
 __all__ = ["StandIns"]
 
@@ -56,6 +59,8 @@ _COLLECTIVES = (
 )
 _RESOLVE = "_resolve_process_group"  # from a name to a group; torch.distributed's modules import it by this name
 _KINDS = {"gloo": "ProcessGroupGloo", "nccl": "ProcessGroupNCCL"}
+_TRIES = 3  # of all ranks together
+_CONNECTING = timedelta(minutes=2)  # that a rank waits for another one to connect; all begin at the same time
 
 
 class StandIns:
@@ -83,6 +88,7 @@ class StandIns:
         timeout: timedelta,
     ) -> None:
         self._ranks, self._rank, self._store, self._timeout = tuple(ranks), rank, store, timeout
+        self._gather = gather
         self._originals = _groups_within(set(ranks))
         offers = [{members: _kinds(group) for members, group in self._originals.items()}]
         offers = gather(offers[0])
@@ -93,6 +99,7 @@ class StandIns:
             if kinds and all(by_rank[member].get(members) == kinds for member in members[0])
         ]
         self._made: dict[str, Any] = {}  # name of the user's group -> what stands in for it; nobody else holds these
+        self._connections: list[Connection] = []  # of gloo
         self._changed: list[tuple[Any, str, Any]] = []  # whose attribute was changed, which one, and what it was
         self._generation = 0
         self._froze = False
@@ -104,39 +111,39 @@ class StandIns:
         return any(kind == "nccl" for _, kinds in self._order for _, kind in kinds)
 
     def open(self) -> None:
-        """Make them, and lead everybody there."""
-        import torch.distributed as dist
+        """Make them, and lead everybody there.
 
-        self._renew()
-        if not gc.get_freeze_count():  # so that what a broken run has left is found without looking at all else
-            gc.freeze()
-            self._froze = True
-        for name in _COLLECTIVES:
-            if name in dist.ProcessGroup.__dict__:  # torch's versions differ in a few
-                self._change(dist.ProcessGroup, name, _redirected(getattr(dist.ProcessGroup, name), self._made))
-        originals = {group.group_name: group for group in self._originals.values()}
-        for module_name, module in list(sys.modules.items()):
-            if module_name.startswith(("torch.distributed", "torch._C._distributed_c10d")) and _RESOLVE in vars(module):
-                self._change(module, _RESOLVE, _known_first(getattr(module, _RESOLVE), originals))
+        Raises:
+            RankFailedError: they cannot be made; nothing has changed.
+        """
+        try:
+            self._renew()
+            self._lead()
+        except BaseException:
+            self.close()
+            raise
 
-    def break_off(self, error: BaseException | None = None) -> None:
+    def break_off(self) -> None:
         """Let every rank that waits for this one, or will, raise instead; only this rank need call it.
 
-        Args:
-            error: because of which; the frames that it went through may hold a collective, and are emptied.
+        So does this rank, where it waits by itself for a collective that it has started.
         """
         self.is_broken = True
         for group in self._made.values():
             group.abort()  # NCCL
-        self._made.clear()  # gloo closes its connections when nobody holds it
-        if error is not None:
-            for one in chain_of(error):
-                traceback.clear_frames(one.__traceback__)
-            gc.collect()
+        for connection in self._connections:
+            connection.end()  # gloo: a group waits for its works before it goes
+        self._connections.clear()
+        self._made.clear()
 
     def renew(self) -> None:
-        """New ones in the place of broken ones; every rank calls it."""
+        """New ones in the place of broken ones; every rank calls it.
+
+        Raises:
+            RankFailedError: they cannot be made.
+        """
         self.break_off()
+        gc.collect()  # works of the broken ones, which hold descriptors and threads, in frames of exceptions
         self._renew()
 
     def close(self) -> None:
@@ -150,20 +157,56 @@ class StandIns:
         if self._froze:
             gc.unfreeze()
 
+    def _lead(self) -> None:
+        import torch.distributed as dist
+
+        if not gc.get_freeze_count():  # so that what a broken run has left is found without looking at all else
+            gc.freeze()
+            self._froze = True
+        for name in _COLLECTIVES:
+            if name in dist.ProcessGroup.__dict__:  # torch's versions differ in a few
+                self._change(dist.ProcessGroup, name, _redirected(getattr(dist.ProcessGroup, name), self._made))
+        originals = {group.group_name: group for group in self._originals.values()}
+        for module_name, module in list(sys.modules.items()):
+            if module_name.startswith(("torch.distributed", "torch._C._distributed_c10d")) and _RESOLVE in vars(module):
+                self._change(module, _RESOLVE, _known_first(getattr(module, _RESOLVE), originals))
+
     def _change(self, owner: Any, name: str, value: Any) -> None:
         self._changed.append((owner, name, vars(owner)[name]))
         setattr(owner, name, value)
 
     def _renew(self) -> None:
+        for _ in range(_TRIES):
+            error, own = self._make_all()
+            told = self._gather((error, [connection.ends for connection in own]))
+            failures = {rank: each for rank, (each, _) in zip(self._ranks, told, strict=True) if each}
+            if not failures:
+                self._connections = mutual(own, (ends for _, theirs in told for ends in theirs))
+                return
+            self._made.clear()
+        said = "; ".join(f"rank {rank}: {text}" for rank, text in failures.items())
+        raise RankFailedError(
+            f"the ranks could not be connected for a trial, {_TRIES} times; {said}",
+            failures=failures,
+            first=min(failures),
+        )
+
+    def _make_all(self) -> tuple[str, list[Connection]]:
+        """What went wrong, or ""; and the connections that this process has got meanwhile."""
         self._generation += 1
         self.is_broken = False
-        for number, (members, kinds) in enumerate(self._order):
-            if self._rank in members[0]:
-                original = self._originals[members]
-                store = self._within(f"{self._generation}/{number}")
-                made = _make(original, kinds, members[0], store, self._timeout)
-                _register(original.group_name, made)
-                self._made[original.group_name] = made
+        before = open_sockets()
+        try:
+            for number, (members, kinds) in enumerate(self._order):
+                if self._rank in members[0]:
+                    original = self._originals[members]
+                    store = self._within(f"{self._generation}/{number}")
+                    made = _make(original, kinds, members[0], store, self._timeout)
+                    _register(original.group_name, made)
+                    self._made[original.group_name] = made
+        except (RuntimeError, OSError) as error:  # torch's own, and of the system
+            return f"{type(error).__name__}: {error}", []
+        return "", connections_since(before)
 
     def _within(self, prefix: str) -> Any:
         import torch.distributed as dist
@@ -202,7 +245,7 @@ def _kinds(group: Any) -> tuple[tuple[str, str], ...]:
 def _make(
     original: Any, kinds: Sequence[tuple[str, str]], members: Sequence[int], store: Any, timeout: timedelta
 ) -> Any:
-    """A group of the same ranks; gloo connects at once, and NCCL is made to: no rank may fail in between."""
+    """A group of the same ranks; gloo connects at once, and NCCL is made to: later a rank may have failed."""
     import torch.distributed as dist
 
     rank, size = original.rank(), original.size()
@@ -212,7 +255,8 @@ def _make(
         if kind not in backends:
             own = dist.PrefixStore(kind, store)
             if kind == "gloo":
-                backends[kind] = dist.ProcessGroupGloo(own, rank, size, timeout)
+                backends[kind] = dist.ProcessGroupGloo(own, rank, size, min(timeout, _CONNECTING))
+                backends[kind]._set_default_timeout(timeout)
             else:
                 options: Any = dist.ProcessGroupNCCL.Options()
                 options._timeout = timeout

@@ -68,6 +68,7 @@ class World:
             self._store = _new_store(self.ranks, self.rank)
             timeout = _patience(self._store)
             self._group = dist.ProcessGroupGloo(self._store, self.ranks.index(self.rank), self.size, timeout)
+            self.gather(None)  # no rank leaves, and closes its connections, while another one still makes them
             if self._runs_models:
                 store = dist.PrefixStore("stand-ins", self._store)
                 self._stand_ins = StandIns(self.ranks, self.rank, store, self.gather, timeout)
