@@ -12,10 +12,13 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["MESH_DIMS", "Mesh", "declare_mesh"]
+__all__ = ["DATA_DIMS", "MESH_DIMS", "Mesh", "declare_mesh"]
 
 MESH_DIMS = ("dp", "pp", "cp", "ep", "tp")
 """Names a mesh dimension may have: data, pipeline, context, expert and tensor parallelism."""
+
+DATA_DIMS = ("dp", "cp", "ep")
+"""Those along which ranks see other samples, so that running statistics and dropout are each rank's own."""
 
 
 class Mesh:

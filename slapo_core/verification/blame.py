@@ -36,6 +36,7 @@ class Blame:
         alone: whether there is one step, which fails alone.
         among: the number of steps that fail only together, of which the records are the nearest; 0 if they are all.
         ran_out: whether the trials ended before the search did.
+        placed: whether no trial was needed, because only these steps do what was seen at that place.
     """
 
     records: tuple[Record, ...]
@@ -47,6 +48,13 @@ class Blame:
     alone: bool = False
     among: int = 0
     ran_out: bool = False
+    placed: bool = False
+
+    @classmethod
+    def by_place(cls, records: Sequence[Record]) -> Blame:
+        """The first of steps each of which does it where it stands, and the places of the others."""
+        likewise = tuple(dict.fromkeys(record.path for record in records[1:] if record.path != records[0].path))
+        return cls(tuple(records[:1]), proven=True, likewise=likewise, placed=True)
 
     def __str__(self) -> str:
         if not self.records and self.proven and self.suggestion is None:
@@ -61,6 +69,8 @@ class Blame:
         return "\n".join([f"  {self._how()}", *shown, *likewise, *cured])
 
     def _how(self) -> str:
+        if self.placed:
+            return "the step that does it, as no other stands around this place:"
         ended = ", which is as many as there may be" if self.ran_out else ""
         if not self.proven and self.among:
             return (

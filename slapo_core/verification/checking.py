@@ -14,6 +14,7 @@ from slapo_core.ranks.facts import RankFact, describe, describe_tensor
 from slapo_core.ranks.world import Attempt, World
 from slapo_core.schedule.agreement import SAME_SCRIPT, schedule_facts
 from slapo_core.schedule.obligations import obligations
+from slapo_core.verification.blame import Blame
 from slapo_core.verification.compare import label
 from slapo_core.verification.counterparts import named_tensors
 from slapo_core.verification.failing import Failed
@@ -172,8 +173,11 @@ class _Check:
     ) -> None:
         owner = _owner(found)
         stages = stages_for(found.kind)
-        untouched = self.runs.again(reference, stages)
-        blame = self.trials.blame(untouched, stages, Failed.by(found), near=owner, gradients=gradients)
+        if found.by:
+            blame = Blame.by_place([record for record in self.schedule.records if record.index in found.by])
+        else:
+            untouched = self.runs.again(reference, stages)
+            blame = self.trials.blame(untouched, stages, Failed.by(found), near=owner, gradients=gradients)
         name = label(found.kind, found.name, self.options.optimizer_steps)
         where = f" on rank {rank}" if not self.world.is_alone else ""
         tolerance = self.trials.tolerance(reference, self.schedule.records)

@@ -90,6 +90,7 @@ def label(kind: str, name: str, steps: int) -> str:
         "updated output": f"{name} in evaluation mode {after_steps}",
         "updated buffer": f"buffer {name} {after_steps}",
         "recomputed dropout": f"recomputed dropout of {name or 'the model'}",
+        "parted dropout": f"shared dropout of {name or 'the model'}",
         "output with dropout": f"{name} with dropout",
         "gradient with dropout": f"gradient of {name} with dropout",
         "own output": f"{name} in the model's own types",
@@ -147,7 +148,13 @@ def drawn_alike(
 ) -> DrawnAlike:
     """Whether this rank's candidate drops the same as the untouched model."""
     expected, got = (seen.of(kind).get("forward", []) for seen in (reference, candidate))
-    return compare_draws(expected, got, is_random=promise.is_random, is_split=counterparts.is_split_around)
+    return compare_draws(
+        expected,
+        got,
+        is_random=promise.is_random,
+        is_split=counterparts.is_split_around,
+        is_here=counterparts.modules.__contains__,
+    )
 
 
 def _drawn(
@@ -158,7 +165,10 @@ def _drawn(
     alike = drawn_alike(kind, reference, candidate, counterparts, tolerance.promise)
     if alike.wrong is None:
         return []
-    hint = "a step that drops in a way of its own (in a kernel) says so: equivalence = Equivalence.RANDOM"
+    hint = (
+        "drop as often and with the same p as the untouched model: F.dropout(x, p, training=self.training); a kernel "
+        "that drops in a way of its own is compared where the model's p is 0"
+    )
     rule = "every module drops as often, and with the same probability, as in the untouched model"
     return [Difference(kind, alike.path, alike.wrong, math.inf, 0.0, hint, rule)]
 

@@ -48,6 +48,7 @@ STAGE_OF_KIND = {
     "updated output": "updates",
     "updated buffer": "updates",
     "recomputed dropout": "dropout",
+    "parted dropout": "dropout",
     "output with dropout": "dropout",
     "gradient with dropout": "dropout",
     "own output": OWN_TYPES,
@@ -203,6 +204,7 @@ def _with_dropout(course: Course, seen: Observation) -> None:
     drawn = set(dropout.draws)
     seen.values["recomputed dropout"] = {draw.path: draw for draw in dropout.recomputed if draw not in drawn}
     seen.values["gradient with dropout"] = _gradients(course.model)
+    seen.values["drawn with dropout"] = {"forward": dropout.draws}
 
 
 def _own_types(course: Course, seen: Observation) -> None:

@@ -18,6 +18,7 @@ from slapo_core.verification.compare import Comparison, compare, drawn_alike
 from slapo_core.verification.counterparts import Counterparts
 from slapo_core.verification.failing import Failed, Outcome
 from slapo_core.verification.inputs import Inputs
+from slapo_core.verification.parting import advice, parted, tell
 from slapo_core.verification.passes import Conditions
 from slapo_core.verification.rounding import OF_NORM
 from slapo_core.verification.run import (
@@ -124,7 +125,10 @@ class Trials:
                 seen.values.update(self.late(subject, reference, stage, course, other_stream=reason is not None).values)
             return Ran(seen, subject.counterparts)
 
-        return self.world.attempt(finish)
+        finished = self.world.attempt(finish)
+        if not finished.failures:
+            self.share(seen)
+        return finished
 
     def start(
         self, subject: Subject, reference: UntouchedRun, stages: Sequence[str] = EARLY
@@ -145,10 +149,31 @@ class Trials:
             return course.run((stage,))
         model = subject.make(None if stage == OWN_TYPES else conditions.dtype)
         seen = run_stages(model, self.inputs, conditions, (stage,))
+        if stage == "dropout":
+            self._tell(subject, seen)
         if stage == "dropout" and other_stream:  # but what is recomputed is held against what this model itself drew
             for kind in ("output with dropout", "gradient with dropout"):
                 seen.values.pop(kind)
         return seen
+
+    def _tell(self, subject: Subject, seen: Observation) -> None:
+        drawn = seen.values.pop("drawn with dropout")["forward"]
+        if self.world.is_alone or subject.schedule.mesh is None:
+            return
+        outputs, gradients = seen.of("output with dropout"), seen.of("gradient with dropout")
+        told = tell(subject.schedule.mesh, outputs, gradients, drawn, subject.counterparts)
+        seen.values["parted dropout"] = {"own": told}
+
+    def share(self, seen: Observation) -> None:
+        """Let every rank know what the others got with dropout; no rank may have failed since."""
+        own = seen.of("parted dropout").get("own")
+        told = [each for each in self.world.gather(own) if each is not None] if not self.world.is_alone else []
+        if told:
+            seen.values["parted dropout"] = {"ranks": told}
+
+    def advice(self, reference: UntouchedRun, seen: Observation) -> str | None:
+        """A note on the ranks' dropout, where nothing is wrong with it."""
+        return advice(seen.of("parted dropout").get("ranks", []), reference.seen.of("dropout")["forward"])
 
     def _conditions(self, subject: Subject, reference: UntouchedRun) -> Conditions:
         return dataclasses.replace(reference.conditions, adapt_output=_output_adapter(subject.schedule))
@@ -191,7 +216,11 @@ class Trials:
         finer = {place: by_dtype[dtype] for place, dtype in reference.finer.items()}
         for place, room in reference.room.items():
             finer[place] = self._own_tolerance(reference.finer[place], records, room, jumps=place[0] == "own gradient")
-        return compare(reference.seen, ran.seen, ran.counterparts, self.tolerance(reference, records), finer)
+        compared = compare(reference.seen, ran.seen, ran.counterparts, self.tolerance(reference, records), finer)
+        told = ran.seen.of("parted dropout").get("ranks", [])
+        untouched = reference.seen.of("dropout").get("forward", [])
+        compared.add(Comparison(parted(told, untouched, records, reference.coarsest)))
+        return compared
 
     def shared(self, own: Comparison) -> list[Comparison]:
         """Every rank's comparison, with its first difference."""

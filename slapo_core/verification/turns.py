@@ -113,7 +113,8 @@ class _Turn:
         if any(self.world.gather(bool(self.comparison.differences))):
             return self._outcome()  # whatever differs later is a consequence
         draws = bool(self.reference.seen.of("dropout")["forward"])
-        reason = self.trials.other_stream(self.subject, self.reference, seen) if draws else None
+        is_random = any(record.primitive.equivalence.is_random for record in self.records)
+        reason = self.trials.other_stream(self.subject, self.reference, seen) if draws or is_random else None
         del seen
         raised = self._own_types(dtype)
         self._release()
@@ -126,8 +127,8 @@ class _Turn:
             raised = self._further_batches()
         if raised is None:
             raised = self._input_gradients()
-        if raised is None and draws:
-            if reason is not None:
+        if raised is None and (draws or is_random):
+            if reason is not None and draws:
                 self.notes.append(f"outputs and gradients with dropout were not compared: {reason}")
             raised = self._stage("dropout", other_stream=reason is not None)
         return self._outcome(raised)
@@ -148,7 +149,12 @@ class _Turn:
         ran = self.world.attempt(run)
         if ran.failures:
             return ran
-        self._compare(ran.value())
+        seen = ran.value()
+        if stage == "dropout":
+            self.trials.share(seen)
+            advice = self.trials.advice(self.reference, seen)
+            self.notes += [] if advice is None else [advice]
+        self._compare(seen)
         self._release()
         return None
 

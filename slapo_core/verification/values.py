@@ -27,6 +27,7 @@ class Difference:
         allowed: the largest allowed.
         hint: what usually causes it.
         rule: from which ``allowed`` follows, in words.
+        by: the indices of the steps that do it, where that needs no trial.
     """
 
     kind: str
@@ -36,6 +37,7 @@ class Difference:
     allowed: float
     hint: str | None = None
     rule: str = ""
+    by: tuple[int, ...] = ()
 
 
 def differ(kind: str, name: str, before: Any, after: Any, allowed: float) -> tuple[Difference | None, float]:

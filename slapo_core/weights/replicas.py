@@ -19,6 +19,7 @@ from slapo_core.ranks.checksum import checksum
 from slapo_core.ranks.facts import describe
 from slapo_core.ranks.random_states import restore, torch_states
 from slapo_core.ranks.world import World
+from slapo_core.spec.mesh import DATA_DIMS
 
 if TYPE_CHECKING:
     from slapo_core.spec.mesh import Mesh
@@ -35,7 +36,6 @@ __all__ = [
     "replicas_of",
 ]
 
-_DATA_DIMS = ("dp", "cp", "ep")  # along which ranks see other samples, so that running statistics are each rank's own
 _SHOWN = 4  # names in a message
 PARTED = (
     "ranks that hold copies must be given the same batch and the same seeds (torch.manual_seed), and be changed alike; "
@@ -74,7 +74,7 @@ def replicas_of(correspondence: Correspondence) -> list[Replica]:
         apart = {mesh_dim for mesh_dim, _ in live.layout.shards()} | set(live.layout.partials())
         apart.update(mesh_dim for mesh_dim, _ in correspondence.owners(live))
         if not live.is_parameter:
-            apart.update(_DATA_DIMS)
+            apart.update(DATA_DIMS)
             if not live.is_persistent and not live.stands_for:
                 continue
         over = tuple(mesh_dim for mesh_dim, size in mesh.sizes.items() if size > 1 and mesh_dim not in apart)
