@@ -20,6 +20,7 @@ from slapo_core.verification.counterparts import named_tensors
 from slapo_core.verification.failing import Failed
 from slapo_core.verification.freezing import refuse_unsaid_freezing
 from slapo_core.verification.inputs import Inputs
+from slapo_core.verification.loose import without_loose_steps
 from slapo_core.verification.precision import dtype_name, own_dtype
 from slapo_core.verification.report import VerifyReport, merge_largest
 from slapo_core.verification.run import OWN_TYPES
@@ -33,6 +34,7 @@ from slapo_core.verification.values import Difference
 
 if TYPE_CHECKING:
     from slapo_core.schedule.schedule import Schedule
+    from slapo_core.spec.record import Record
 
 __all__ = ["Options", "check_each"]
 
@@ -154,7 +156,9 @@ class _Check:
         shared = self.trials.shared(outcome.comparison)
         first = first_difference(self.world, shared)
         if first is not None:
-            self._raise_difference(reference, *first, self.trials.gradients(first[1], outcome.comparison))
+            untouched = self.runs.again(reference, stages_for(first[1].kind))
+            self._raise_difference(untouched, *first, self.trials.gradients(first[1], outcome.comparison), records)
+        self._judge_beside_loose_steps(reference)
         return VerifyReport(
             model=type(self.schedule.model).__name__,
             steps_verified=len(records),
@@ -168,19 +172,37 @@ class _Check:
             notes=(*self.notes, *outcome.notes),
         )
 
+    def _judge_beside_loose_steps(self, reference: UntouchedRun) -> None:
+        """Hold the steps that are not approximate to their own promises."""
+        hidden = without_loose_steps(self.trials, self.runs, reference, self.schedule.records)
+        if hidden is None:
+            return
+        if hidden.note:
+            self.notes.append(hidden.note)
+        if hidden.found is not None and hidden.found.first is not None:
+            left_out = ", ".join(f"#{record.index}" for record in hidden.left_out)
+            self.notes.append(f"compared without {left_out}, because the tolerance of approximate steps hides it")
+            gradients = hidden.found.gradients
+            self._raise_difference(hidden.reference, *hidden.found.first, gradients, hidden.rest)
+
     def _raise_difference(
-        self, reference: UntouchedRun, rank: int, found: Difference, gradients: Sequence[str]
+        self,
+        untouched: UntouchedRun,
+        rank: int,
+        found: Difference,
+        gradients: Sequence[str],
+        records: Sequence[Record],
     ) -> None:
         owner = _owner(found)
         stages = stages_for(found.kind)
         if found.by:
-            blame = Blame.by_place([record for record in self.schedule.records if record.index in found.by])
+            blame = Blame.by_place([record for record in records if record.index in found.by])
         else:
-            untouched = self.runs.again(reference, stages)
-            blame = self.trials.blame(untouched, stages, Failed.by(found), near=owner, gradients=gradients)
+            failed = Failed.by(found)
+            blame = self.trials.blame(untouched, stages, failed, near=owner, gradients=gradients, records=records)
         name = label(found.kind, found.name, self.options.optimizer_steps)
         where = f" on rank {rank}" if not self.world.is_alone else ""
-        tolerance = self.trials.tolerance(reference, self.schedule.records)
+        tolerance = self.trials.tolerance(untouched, records)
         raise VerifyError(
             f"the scheduled model differs from the untouched one, first in {name}{where}: {found.problem}\n"
             f"  allowed: {found.rule or tolerance}\n{blame}{self._missing()}"

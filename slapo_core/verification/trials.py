@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from slapo_core.schedule.schedule import Schedule
     from slapo_core.spec.record import Record
 
-__all__ = ["OtherRankError", "Ran", "Subject", "Trials", "first_difference", "reraise", "stages_for"]
+__all__ = ["OtherRankError", "Ran", "Subject", "Trials", "Tried", "first_difference", "reraise", "stages_for"]
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,21 @@ class Ran:
 
     seen: Observation
     counterparts: Counterparts
+
+
+@dataclass(frozen=True)
+class Tried:
+    """What came of some steps alone, the same on every rank.
+
+    Args:
+        outcome: whether and how they fail.
+        first: the rank and the difference that was found first, if they ran and differ.
+        gradients: the parameters whose gradients differ, where nothing before them does.
+    """
+
+    outcome: Outcome
+    first: tuple[int, Difference] | None = None
+    gradients: Sequence[str] = ()
 
 
 def stages_for(kind: str) -> tuple[str, ...]:
@@ -242,17 +257,18 @@ class Trials:
         *,
         near: str | None,
         gradients: Sequence[str] = (),
+        records: Sequence[Record] | None = None,
     ) -> Blame:
-        """The steps that fail as the whole schedule does.
+        """The steps that fail as ``records`` do, which are the whole schedule if None.
 
         ``gradients`` are the parameters whose gradients differ, where nothing before them does.
         """
 
         def try_steps(part: Sequence[Record]) -> Outcome:
-            return self._try(reference, stages, part)
+            return self.try_steps(reference, stages, part).outcome
 
         return find_steps(
-            self.subjects.schedule.records,
+            self.subjects.schedule.records if records is None else records,
             try_steps,
             near=near,
             tied=self.subjects.tied_modules(),
@@ -261,11 +277,17 @@ class Trials:
             paths=[path for path, _ in self.subjects.untouched.named_modules()],
         )
 
-    def _try(self, reference: UntouchedRun, stages: Sequence[str], part: Sequence[Record]) -> Outcome:
-        """In which way ``part`` alone fails; the same answer on every rank."""
+    def try_steps(
+        self,
+        reference: UntouchedRun,
+        stages: Sequence[str],
+        part: Sequence[Record],
+        promises: Sequence[Record] | None = None,
+    ) -> Tried:
+        """What comes of ``part`` alone, held to the promises of its own steps, or of others; the same on every rank."""
         applied = self.world.attempt(lambda: self._trial(part))
         if applied.failures:
-            return "refused"
+            return Tried("refused")
         schedule, counterparts = applied.value()
         schedules = iter([schedule])
 
@@ -275,13 +297,14 @@ class Trials:
 
         ran = self.run(Subject(schedule, counterparts, make), reference, stages)
         if ran.failures:
-            return Failed.with_exception(ran.failures[0])
-        compared = self.world.attempt(lambda: self.compare(reference, ran.value(), part))
+            return Tried(Failed.with_exception(ran.failures[0]))
+        held_to = part if promises is None else promises
+        compared = self.world.attempt(lambda: self.compare(reference, ran.value(), held_to))
         reraise(compared)
         first = first_difference(self.world, self.shared(compared.value()))
         if first is None:
-            return "agrees"
-        return Failed.by(first[1])
+            return Tried("agrees")
+        return Tried(Failed.by(first[1]), first, self.gradients(first[1], compared.value()))
 
     def _trial(self, part: Sequence[Record]) -> tuple[Schedule, Counterparts]:
         schedule = self.subjects.trial(part)

@@ -15,11 +15,12 @@ import torch
 from slapo_core.errors import ArgumentError
 from slapo_core.ranks.world import Attempt, Failure, World
 from slapo_core.verification.compare import Comparison
+from slapo_core.verification.inputs import Inputs
 from slapo_core.verification.passes import Conditions
 from slapo_core.verification.precision import own_dtype
 from slapo_core.verification.run import EARLY, OWN_TYPES, Course, Observation
 from slapo_core.verification.trials import Ran, Subject, Trials, reraise
-from slapo_core.verification.untouched import UntouchedRun, UntouchedRuns
+from slapo_core.verification.untouched import Batches, UntouchedRun, UntouchedRuns
 
 if TYPE_CHECKING:
     from slapo_core.spec.record import Record
@@ -170,18 +171,47 @@ class _Turn:
         return self._candidate(OWN_TYPES)
 
     def _further_batches(self) -> Attempt[Any] | None:
-        choices, notes = self.runs.further_batches()
+        """The batch of one goes along where both models take it: raising is not silent, so it is no difference."""
+        choices, one, notes = self.runs.further_batches()
         self.notes += notes
         for batches, variant in choices:
-            self._set_conditions(more_batches=batches)
-            attempt = self.world.attempt(lambda: self.runs.add(self.reference, "batches"))
-            if not attempt.failures:
-                return self._candidate("batches")
+            failure = self._untouched_on(batches, one)
+            if failure is not None and one is not None:
+                with_one, failure = failure, self._untouched_on(batches)
+                if failure is None:
+                    self._note(f"{one[0]} was not compared", with_one.failures[0])
+                    one = None
+            if failure is None:
+                return self._candidate_on(batches, one)
             if not variant:
-                raise UntouchedRunError(attempt.failures[0], attempt.error, is_alone=self.world.is_alone)
-            self._note(f"{variant} was not compared", attempt.failures[0])
-        self._set_conditions(more_batches=())
+                raise UntouchedRunError(failure.failures[0], failure.error, is_alone=self.world.is_alone)
+            self._note(f"{variant} was not compared", failure.failures[0])
         return None
+
+    def _untouched_on(self, batches: Batches, one: tuple[str, Inputs] | None = None) -> Attempt[Any] | None:
+        """Run the untouched model on further batches, if there are any; gives its failure."""
+        batches = batches if one is None else (*batches, one)
+        self._set_conditions(more_batches=batches)
+        if not batches:
+            return None
+        attempt = self.world.attempt(lambda: self.runs.add(self.reference, "batches"))
+        return attempt if attempt.failures else None
+
+    def _candidate_on(self, batches: Batches, one: tuple[str, Inputs] | None) -> Attempt[Any] | None:
+        if not batches and one is None:
+            return None
+        raised = self._candidate("batches")
+        if raised is None or one is None:
+            return raised
+        self._release()
+        failure = self._untouched_on(batches)
+        assert failure is None, failure  # it has just run on them
+        again = self._candidate("batches") if batches else None
+        if again is None:
+            first = raised.failures[0]
+            where = "" if self.world.is_alone else f" on rank {first.rank}"
+            self.notes.append(f"{one[0]} was not compared, because the scheduled model raises{where}: {first}")
+        return again
 
     def _input_gradients(self) -> Attempt[Any] | None:
         if not self.runs.is_differentiable():

@@ -24,7 +24,10 @@ from slapo_core.verification.run import (
 )
 from slapo_core.verification.subjects import Subjects
 
-__all__ = ["UntouchedRun", "UntouchedRuns"]
+__all__ = ["Batches", "UntouchedRun", "UntouchedRuns"]
+
+Batches = tuple[tuple[str, Inputs], ...]
+"""Batches, each with what to call it."""
 
 
 @dataclass
@@ -108,14 +111,16 @@ class UntouchedRuns:
         """Whether there are inputs that may have a gradient."""
         return any(is_inexact(tensor) for _, tensor in self.inputs.tensors())
 
-    def further_batches(self) -> tuple[list[tuple[tuple[tuple[str, Inputs], ...], str]], list[str]]:
-        """Further batches to try, the best first: what to run, and what is called the variant in it; and notes.
+    def further_batches(self) -> tuple[list[tuple[Batches, str]], tuple[str, Inputs] | None, list[str]]:
+        """Further batches to try, the best first: what to run, and what is called the variant in it; notes last.
 
-        The user's own are in all of them; the last one has no variant.
+        The user's own are in all of them; the last one has no variant. In the middle: the batch of one, to run beside
+        them.
         """
         given = tuple((f"batch {number}", batch) for number, batch in enumerate(self.more_batches, start=2))
         variants, notes = self.inputs.variants(self.subjects.untouched)
-        return [((*given, variant), variant[0]) for variant in variants] + ([(given, "")] if given else []), notes
+        choices = [((*given, variant), variant[0]) for variant in variants]
+        return [*choices, (given, "")], self.inputs.of_one(), notes
 
     def _add_own_types(self, reference: UntouchedRun) -> None:
         model = self.subjects.reference(None)

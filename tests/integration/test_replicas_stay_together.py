@@ -417,8 +417,7 @@ def cost_of_steps() -> list[dict[str, int]]:
     """The collectives of the first, second and third step, and how often ranks connected for a comparison."""
     engine, steps = engine_of({"dp": 2, "tp": 2}, max_grad_norm=1.0), []
     for number in range(3):
-        connect = world._connect
-        with patch.object(world, "_connect", side_effect=connect) as connecting:
+        with patch.object(world, "_new_store", side_effect=world._new_store) as connecting:
             with profile() as profiler:
                 engine.train_step(share(batch_of(number), engine._state.mesh))
                 engine.eval_step(share(batch_of(number), engine._state.mesh))
