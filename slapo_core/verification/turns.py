@@ -18,7 +18,7 @@ from slapo_core.verification.compare import Comparison
 from slapo_core.verification.inputs import Inputs
 from slapo_core.verification.passes import Conditions
 from slapo_core.verification.precision import own_dtype
-from slapo_core.verification.run import EARLY, OWN_TYPES, Course, Observation
+from slapo_core.verification.run import EARLY, OWN_TYPES, STAGE_OF_KIND, Course, Observation
 from slapo_core.verification.trials import Ran, Subject, Trials, reraise
 from slapo_core.verification.untouched import Batches, UntouchedRun, UntouchedRuns
 
@@ -102,9 +102,7 @@ class _Turn:
         self.notes: list[str] = []
 
     def run(self, dtype: torch.dtype | None) -> Turned:
-        self.reference, theirs, rate = self._untouched(lambda: self.runs.start(dtype))
-        rate = min(self.world.gather(rate))
-        self._set_conditions(learning_rate=rate)
+        updates = self._untouched_first(dtype)
         started = self.world.attempt(lambda: self.trials.start(self.subject, self.reference))
         if started.failures:
             return self._outcome(started)
@@ -118,30 +116,52 @@ class _Turn:
         reason = self.trials.other_stream(self.subject, self.reference, seen) if draws or is_random else None
         del seen
         raised = self._own_types(dtype)
-        self._release()
-        if raised is None and self.runs.optimizer_steps and rate:
-            raised = self._stage("updates", theirs, ours)
-        elif self.runs.optimizer_steps and not rate:
+        self._release(but="updates")
+        if raised is None and updates:
+            raised = self._candidate("updates", ours)
+        elif updates:
+            self.reference.stages = tuple(stage for stage in self.reference.stages if stage != "updates")
+        elif self.runs.optimizer_steps:
             self.notes.append("no optimiser steps were compared, because no parameter has a finite gradient")
-        del theirs, ours
+        del ours
         if raised is None:
-            raised = self._further_batches()
-        if raised is None:
-            raised = self._input_gradients()
+            raised = self._on_fresh_copies(draws, is_random, reason)
+        return self._outcome(raised)
+
+    def _untouched_first(self, dtype: torch.dtype | None) -> bool:
+        """The stages on one copy, before there is a copy of the scheduled model: nothing else needs as much memory.
+
+        Gives whether there are updates among them.
+        """
+        self.reference, course, rate = self._untouched(lambda: self.runs.start(dtype))
+        rate = min(self.world.gather(rate))
+        self._set_conditions(learning_rate=rate)
+        updates = bool(self.runs.optimizer_steps and rate)
+        if updates:
+            self._untouched(lambda: self.runs.add(self.reference, "updates", course))
+        return updates
+
+    def _on_fresh_copies(self, draws: bool, is_random: bool, reason: str | None) -> Attempt[Any] | None:
+        """The stages that go on with no copy.
+
+        Args:
+            draws: whether the untouched model drops.
+            is_random: whether a step draws other random numbers.
+            reason: why dropout gets other random numbers, if it draws any.
+        """
+        raised = self._further_batches() or self._input_gradients()
         if raised is None and (draws or is_random):
             if reason is not None and draws:
                 self.notes.append(f"outputs and gradients with dropout were not compared: {reason}")
             raised = self._stage("dropout", other_stream=reason is not None)
-        return self._outcome(raised)
+        return raised
 
     # -- stages -----------------------------------------------------------------------------------------------
 
-    def _stage(
-        self, stage: str, theirs: Course | None = None, ours: Course | None = None, *, other_stream: bool = False
-    ) -> Attempt[Any] | None:
+    def _stage(self, stage: str, *, other_stream: bool = False) -> Attempt[Any] | None:
         """A stage of both, compared; gives the scheduled model's failure."""
-        self._untouched(lambda: self.runs.add(self.reference, stage, theirs))
-        return self._candidate(stage, ours, other_stream=other_stream)
+        self._untouched(lambda: self.runs.add(self.reference, stage))
+        return self._candidate(stage, other_stream=other_stream)
 
     def _candidate(self, stage: str, ours: Course | None = None, *, other_stream: bool = False) -> Attempt[Any] | None:
         def run() -> Observation:
@@ -156,7 +176,7 @@ class _Turn:
             advice = self.trials.advice(self.reference, seen)
             self.notes += [] if advice is None else [advice]
         self._compare(seen)
-        self._release()
+        self._release(but="updates" if stage == OWN_TYPES else None)
         return None
 
     def _own_types(self, dtype: torch.dtype | None) -> Attempt[Any] | None:
@@ -240,9 +260,9 @@ class _Turn:
         reraise(compared)
         self.comparison.add(compared.value())
 
-    def _release(self) -> None:
+    def _release(self, but: str | None = None) -> None:
         values = self.reference.seen.values
-        for kind in [kind for kind in values if kind != "dropout"]:
+        for kind in [kind for kind in values if kind != "dropout" and (but is None or STAGE_OF_KIND[kind] != but)]:
             del values[kind]
 
     def _note(self, what: str, failure: Failure) -> None:
