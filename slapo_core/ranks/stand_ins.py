@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import gc
 import importlib
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -255,7 +256,7 @@ def _make(
         if kind not in backends:
             own = dist.PrefixStore(kind, store)
             if kind == "gloo":
-                backends[kind] = dist.ProcessGroupGloo(own, rank, size, min(timeout, _CONNECTING))
+                backends[kind] = dist.ProcessGroupGloo(own, rank, size, _gloo_options(min(timeout, _CONNECTING)))
                 backends[kind]._set_default_timeout(timeout)
             else:
                 options: Any = dist.ProcessGroupNCCL.Options()
@@ -270,6 +271,21 @@ def _make(
     group._set_group_name(original.group_name)
     group._set_group_desc(f"stands in for {original.group_name}")
     return group
+
+
+def _gloo_options(timeout: timedelta) -> Any:
+    """Torch's own, but for connecting at once also where TORCH_GLOO_LAZY_INIT says otherwise."""
+    import torch.distributed as dist
+
+    gloo: Any = dist.ProcessGroupGloo
+    interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    options = gloo._Options()
+    options._devices = [gloo.create_device(interface=name, lazy_init=False) for name in interfaces] or [
+        gloo.create_default_device(lazy_init=False)
+    ]
+    options._threads = 2 * len(options._devices)
+    options._timeout = timeout
+    return options
 
 
 def _redirected(method: Callable[..., Any], made: dict[str, Any]) -> Callable[..., Any]:

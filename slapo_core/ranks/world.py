@@ -151,16 +151,18 @@ class World:
                 result = function()
         except (Exception, SystemExit) as caught:  # noqa: BLE001 - told to every rank; the caller decides what it means
             error = caught
-        failure = None if error is None else describe_failure(self.rank, error)
-        if run is None or self._stand_ins is None:
-            failures = self.gather(failure)
-        else:
-            failures = self.gather(failure and run.explained(failure), meanwhile=run.waiting)
-            if any(self.gather(self._stand_ins.is_broken)):
-                self._stand_ins.renew()
-        found = causes(failures)
-        own = error if any(cause.rank == self.rank for cause in found) else None
-        return Attempt(result, own, found)
+        try:
+            failure = None if error is None else describe_failure(self.rank, error)
+            if run is None or self._stand_ins is None:
+                failures = self.gather(failure)
+            else:
+                failures = self.gather(failure and run.explained(failure), meanwhile=run.waiting)
+                if any(self.gather(self._stand_ins.is_broken)):
+                    self._stand_ins.renew()
+            found = causes(failures)
+            return Attempt(result, error if any(cause.rank == self.rank for cause in found) else None, found)
+        finally:
+            del error  # its traceback holds this frame: a trial's model would stay until the collector comes by
 
     @contextlib.contextmanager
     def together(self, what: str) -> Iterator[None]:

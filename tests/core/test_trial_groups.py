@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import socket
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -74,7 +73,7 @@ def fail_at_once() -> None:
 def fail_in_making(times: int) -> tuple[Any, int, float, bool]:
     """Rank 1 fails so many times to make a group after a broken trial; what came of it, and what is left."""
     mesh = declare_mesh({"tp": 2})
-    before, make, calls = dict(vars(dist.ProcessGroup)), dist.ProcessGroupGloo, []
+    before, make, calls = dict(vars(dist.ProcessGroup)), stand_ins._make, []
     is_open = False
 
     def failing(*args: Any) -> Any:
@@ -86,7 +85,7 @@ def fail_in_making(times: int) -> tuple[Any, int, float, bool]:
         return group
 
     told: Any = None
-    dist.ProcessGroupGloo = failing
+    stand_ins._make = failing
     try:
         with World(mesh, runs_models=True) as world:
             is_open = True
@@ -96,7 +95,7 @@ def fail_in_making(times: int) -> tuple[Any, int, float, bool]:
     except slapo.RankFailedError as error:
         told = (error.message, error.failures, error.first)
     finally:
-        dist.ProcessGroupGloo = make
+        stand_ins._make = make
     one = torch.ones(1)
     dist.all_reduce(one)
     return told, gc.get_freeze_count(), float(one), dict(vars(dist.ProcessGroup)) == before
@@ -113,7 +112,7 @@ def test_ranks_that_cannot_be_connected_try_again_together_and_then_say_why() ->
 
 def fail_at_first() -> tuple[Any, int, float, bool]:
     stand_ins._TRIES = 1
-    make, dist.ProcessGroupGloo = dist.ProcessGroupGloo, refuse_second(dist.ProcessGroupGloo)
+    make, stand_ins._make = stand_ins._make, refuse
     before = dict(vars(dist.ProcessGroup))
     try:
         with World(declare_mesh({"tp": 2}), runs_models=True):
@@ -121,27 +120,21 @@ def fail_at_first() -> tuple[Any, int, float, bool]:
     except slapo.RankFailedError as error:
         told = error.message
     finally:
-        dist.ProcessGroupGloo = make
+        stand_ins._make = make
     one = torch.ones(1)
     dist.all_reduce(one)
     return told, gc.get_freeze_count(), float(one), dict(vars(dist.ProcessGroup)) == before
 
 
-def refuse_second(make: Callable[..., Any]) -> Callable[..., Any]:
-    calls = []
-
-    def call(*args: Any) -> Any:
-        calls.append(1)
-        group = make(*args)
-        if len(calls) > 1 and dist.get_rank() == 0:
-            raise OSError("too many open files")
-        return group
-
-    return call
+def refuse(*args: Any) -> Any:
+    if dist.get_rank() == 0:
+        raise OSError("too many open files")
+    raise RuntimeError("nobody is there")
 
 
 def test_where_the_first_groups_cannot_be_made_all_is_left_as_it_was() -> None:
-    said = "the ranks could not be connected for a trial, 1 times; rank 0: OSError: too many open files"
+    said = "the ranks could not be connected for a trial, 1 times; "
+    said += "rank 0: OSError: too many open files; rank 1: RuntimeError: nobody is there"
     assert run_ranks(fail_at_first, world_size=2, timeout=LIMIT) == [(said, 0, 2.0, True)] * 2
 
 
@@ -178,7 +171,11 @@ def leave_in_flight() -> list[list[str]]:
     return [*found, [str(float(one))]]
 
 
-def test_a_rank_that_raises_with_a_collective_in_flight_ends_the_wait_of_all() -> None:
+@pytest.mark.parametrize("lazy", ["0", "1"])
+def test_a_rank_that_raises_with_a_collective_in_flight_ends_the_wait_of_all(
+    lazy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", lazy)  # of the user's groups, which connect when they are used
     ways = ["forgotten", "many", "kept", "of another group", "by name"]
     first, second = run_ranks(leave_in_flight, world_size=2, timeout=LIMIT)
     assert first == second == [*([f"ValueError: {way}"] for way in ways), ["2.0"]]
