@@ -152,8 +152,7 @@ class _Turn:
         seen = ran.value()
         if stage == "dropout":
             self.trials.share(seen)
-            advice = self.trials.advice(self.reference, seen)
-            self.notes += [] if advice is None else [advice]
+            self.notes += self.trials.advice(self.subject, self.reference, seen)
         self._compare(seen)
         self._release()
         return None
