@@ -26,8 +26,9 @@ class Equivalence:
     ``Equivalence.REORDERED``
         The same real-number function; floating-point sums are associated differently.
     ``Equivalence.RANDOM``
-        The same distribution; random numbers (dropout) come from another stream, so that ``verify`` compares without
-        dropout only. Within a step forward and backward still use the same numbers.
+        The same distribution; random numbers (dropout) come from another stream, so that ``verify`` compares numbers
+        without dropout only. Every module still drops as often, and with the same probability, as in the untouched
+        model, and nothing in evaluation; within a step forward and backward still use the same numbers.
     ``Equivalence.APPROXIMATE(rtol, atol)``
         Another function, within the stated tolerances (quantisation, a fast kernel).
 

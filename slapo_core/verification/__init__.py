@@ -62,10 +62,11 @@ def verify(
     with momentum the parameters, buffers and outputs. (Not of an adaptive optimiser: it divides by the gradient's size,
     and so makes full-sized differences of the rounding noise in a gradient that is zero.) All that with dropout off;
     who drops how much is compared too, and outputs and gradients with dropout on, unless the schedule draws other
-    random numbers, rightly: for a piece of a tensor, or by a step that promises RANDOM. The first of these once more in
-    the model's own types, where it is allowed what rounding does to the untouched model there. Every rank of the mesh
-    calls it and compares its own pieces; every rank gets the same answer. Where the mesh is only declared, the
-    processes are started on this machine's CPU and repeat the schedule.
+    random numbers, rightly: for a piece of a tensor, or by a step that promises RANDOM; and with dropout on, ranks that
+    see the same samples must have the same outputs, and gradients of parameters that all of them have whole. The first
+    of these once more in the model's own types, where it is allowed what rounding does to the untouched model there.
+    Every rank of the mesh calls it and compares its own pieces; every rank gets the same answer. Where the mesh is only
+    declared, the processes are started on this machine's CPU and repeat the schedule.
 
     A list of schedules of one model (of several instances of it, alike in structure and values) is compared schedule by
     schedule with the untouched model, and thereby with each other; the meshes may differ.

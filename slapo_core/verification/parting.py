@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from slapo_core.spec.mesh import Mesh
     from slapo_core.spec.record import Record
 
-__all__ = ["Told", "advice", "parted", "tell"]
+__all__ = ["Told", "advice", "parted", "tell", "without_effect"]
 
 _SHOWN = 3  # paths in a message
 Place = tuple[str, int]  # a module, and the how manyth of its draws
@@ -120,7 +120,24 @@ def advice(told: Sequence[Told], untouched: Sequence[Draw]) -> str | None:
     if free:
         calls = ", ".join(f'sch["{path}"].fork_rng()' for path in free[:_SHOWN])
         return f"{start}{calls}{' and so on' if len(free) > _SHOWN else ''} lets each draw its own"
-    return f"{start}no fork_rng() helps, because something whole is dropped within the same module"
+    return (
+        f"{start}fork_rng() there would be around a dropout of something whole too; set one of the two probabilities "
+        "to 0, or let the ranks drop alike"
+    )
+
+
+def without_effect(told: Sequence[Told], untouched: Sequence[Draw], records: Sequence[Record]) -> str | None:
+    """A note on steps that promise other random numbers where nothing is dropped; the same on every rank."""
+    paths = {path for rank in told for path, _ in rank.draws}
+    idle = [
+        f"{each.primitive} at '{each.path}'"
+        for each in records
+        if each.primitive.equivalence.is_random and not any(_is_below(path, each.path) for path in paths)
+    ]
+    if not told or not untouched or not idle:
+        return None
+    more = f" (and {len(idle) - 1} more)" if len(idle) > 1 else ""
+    return f"no dropout was seen at or below {idle[0]}{more}: another module drops"
 
 
 # -- where ----------------------------------------------------------------------------------------------------

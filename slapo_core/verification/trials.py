@@ -18,7 +18,7 @@ from slapo_core.verification.compare import Comparison, compare, drawn_alike
 from slapo_core.verification.counterparts import Counterparts
 from slapo_core.verification.failing import Failed, Outcome
 from slapo_core.verification.inputs import Inputs
-from slapo_core.verification.parting import advice, parted, tell
+from slapo_core.verification.parting import advice, parted, tell, without_effect
 from slapo_core.verification.passes import Conditions
 from slapo_core.verification.rounding import OF_NORM
 from slapo_core.verification.run import (
@@ -186,9 +186,11 @@ class Trials:
         if told:
             seen.values["parted dropout"] = {"ranks": told}
 
-    def advice(self, reference: UntouchedRun, seen: Observation) -> str | None:
-        """A note on the ranks' dropout, where nothing is wrong with it."""
-        return advice(seen.of("parted dropout").get("ranks", []), reference.seen.of("dropout")["forward"])
+    def advice(self, subject: Subject, reference: UntouchedRun, seen: Observation) -> list[str]:
+        """Notes on the ranks' dropout, where nothing is wrong with it."""
+        told, untouched = seen.of("parted dropout").get("ranks", []), reference.seen.of("dropout")["forward"]
+        notes = advice(told, untouched), without_effect(told, untouched, subject.schedule.records)
+        return [note for note in notes if note is not None]
 
     def _conditions(self, subject: Subject, reference: UntouchedRun) -> Conditions:
         return dataclasses.replace(reference.conditions, adapt_output=_output_adapter(subject.schedule))

@@ -173,8 +173,7 @@ class _Turn:
         seen = ran.value()
         if stage == "dropout":
             self.trials.share(seen)
-            advice = self.trials.advice(self.reference, seen)
-            self.notes += [] if advice is None else [advice]
+            self.notes += self.trials.advice(self.subject, self.reference, seen)
         self._compare(seen)
         self._release(but="updates" if stage == OWN_TYPES else None)
         return None

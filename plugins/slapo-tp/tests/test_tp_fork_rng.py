@@ -262,6 +262,7 @@ FORKED: dict[str, tuple[str, ...]] = {
     "whole": ("0.inside", "0.behind"),
     "whole within": ("0.attention",),
     "around": ("0",),
+    "nowhere": ("0.inside", "0.norm", "1"),
     "around all": ("0.inside", ""),
 }
 
@@ -330,8 +331,8 @@ def test_where_pieces_are_dropped_a_stream_of_its_own_agrees_and_a_missing_one_i
     notes, _, steps = forks["right"]
     assert steps == ()
     assert notes.splitlines()[1:] == [
-        "the ranks drop the same elements of different pieces at '0.attention': no fork_rng() helps, because "
-        "something whole is dropped within the same module"
+        "the ranks drop the same elements of different pieces at '0.attention': fork_rng() there would be around a "
+        "dropout of something whole too; set one of the two probabilities to 0, or let the ranks drop alike"
     ]
     notes, _, steps = forks["none"]
     assert steps == ()
@@ -339,6 +340,16 @@ def test_where_pieces_are_dropped_a_stream_of_its_own_agrees_and_a_missing_one_i
         "the ranks drop the same elements of different pieces at '0.attention' (and at 1 more): "
         'sch["0.inside"].fork_rng() lets each draw its own'
     ]
+
+
+@pytest.mark.ranks
+def test_a_stream_of_its_own_where_nothing_is_dropped_is_noted(forks: dict[str, Any]) -> None:
+    notes, _, steps = forks["nowhere"]
+    assert steps == ()
+    assert notes.splitlines()[2:] == [
+        "no dropout was seen at or below fork_rng() at '0.norm' (and 1 more): another module drops"
+    ]
+    assert len(forks["right"][0].splitlines()) == 2
 
 
 @pytest.mark.ranks
