@@ -1,6 +1,6 @@
 """Both models in turn, stage by stage: run, compare, and let go of what was compared.
 
-So no more than one stage of each is in memory: of a model of float32 parameters, about 40 bytes a parameter.
+So no more than one stage of each is in memory: of a model of float32 parameters, no more than 56 bytes a parameter.
 """
 
 from __future__ import annotations
