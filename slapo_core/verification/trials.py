@@ -175,9 +175,8 @@ class Trials:
         drawn = seen.values.pop("drawn with dropout")["forward"]
         if self.world.is_alone or subject.schedule.mesh is None:
             return
-        outputs, gradients = seen.of("output with dropout"), seen.of("gradient with dropout")
-        told = tell(subject.schedule.mesh, outputs, gradients, drawn, subject.counterparts)
-        seen.values["parted dropout"] = {"own": told}
+        both = seen.of("output with dropout"), seen.of("gradient with dropout")
+        seen.values["parted dropout"] = {"own": tell(subject.schedule.mesh, *both, drawn, subject.counterparts)}
 
     def share(self, seen: Observation) -> None:
         """Let every rank know what the others got with dropout; no rank may have failed since."""
@@ -189,8 +188,7 @@ class Trials:
     def advice(self, subject: Subject, reference: UntouchedRun, seen: Observation) -> list[str]:
         """Notes on the ranks' dropout, where nothing is wrong with it."""
         told, untouched = seen.of("parted dropout").get("ranks", []), reference.seen.of("dropout")["forward"]
-        notes = advice(told, untouched), without_effect(told, untouched, subject.schedule.records)
-        return [note for note in notes if note is not None]
+        return [*filter(None, (advice(told, untouched), without_effect(told, untouched, subject.schedule.records)))]
 
     def _conditions(self, subject: Subject, reference: UntouchedRun) -> Conditions:
         return dataclasses.replace(reference.conditions, adapt_output=_output_adapter(subject.schedule))
