@@ -74,7 +74,8 @@ def verify(
     A rank that raises is named on every rank, within seconds, and so is one that leaves out a collective: the scheduled
     models communicate through groups of verify's own, whatever group they name, and the process groups of this process
     stay whole. (Not so where a group has ranks outside of the mesh, is made within the model, or has another backend
-    than gloo or NCCL.)
+    than gloo or NCCL. Ranks that wait for each other, each in another collective, do so until the groups' timeout: from
+    outside nothing tells them from ranks that compute.)
 
     Both run as copies, with the same random numbers, and in float64 where they can; the model, its gradients, buffers,
     mode and the random number generators stay as they are. Tensors on the meta device get the values that the model's
