@@ -14,8 +14,8 @@ from slapo_core.spec.edit import Edit
 from slapo_core.spec.node import Node
 
 ONE_SAMPLE = (
-    "a batch of 1 was not compared, because the untouched model raises: ValueError: Expected more than 1 value per channel "
-    "when training, got input size torch.Size([1, 8])"
+    "a batch of 1 was not compared, because the untouched model raises: ValueError: Expected more than 1 value per "
+    "channel when training, got input size torch.Size([1, 8])"
 )
 """BatchNorm does not train on one."""
 
