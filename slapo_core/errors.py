@@ -227,8 +227,8 @@ class VerifyError(SlapoError):
 class TraceError(SlapoError):
     """A module's forward does something that a static graph cannot say.
 
-    What to do: trace a narrower node, or leave the module at fault a call (`leaves=`); the message names the line of the
-    model.
+    What to do: trace a narrower node, or name the module at fault in `leaves=`, so that it stays a call; the
+    message names the line of the model.
 
     Args:
         location: file and line of the model; None if it is not known.

@@ -7,7 +7,7 @@ from slapo_core.graph.location import Location
 __all__ = ["Untraceable"]
 
 
-class Untraceable(Exception):
+class Untraceable(Exception):  # noqa: N818 - not an error of the user's; TraceError is
     """A forward does what a static graph cannot say.
 
     Args:

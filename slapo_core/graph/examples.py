@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -28,7 +28,8 @@ def example_calls(model: nn.Module, example_inputs: Any) -> tuple[dict[str, Call
         the arguments by path, as far as the run came; what ended it early, or None.
     """
     if isinstance(example_inputs, Mapping):
-        args, kwargs = (), {str(name): value for name, value in example_inputs.items()}
+        args: tuple[Any, ...] = ()
+        kwargs = {str(name): value for name, value in example_inputs.items()}
     else:
         args, kwargs = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,), {}
     on_meta = any(tensor.is_meta for tensor in model.parameters())
@@ -39,15 +40,18 @@ def example_calls(model: nn.Module, example_inputs: Any) -> tuple[dict[str, Call
         named = {name: _without_values(mode, value, on_meta) for name, value in kwargs.items()}
         try:
             model(*given, **named)
-        except Exception as error:  # noqa: BLE001: whoever needs a call that was not reached is told
+        except Exception as error:  # noqa: BLE001 - whoever needs a call that was not reached is told
             return calls, error
     return calls, None
 
 
 @contextlib.contextmanager
 def _noting(model: nn.Module, calls: dict[str, Call]) -> Iterator[None]:
-    def note(path: str) -> Any:
-        return lambda module, args, kwargs: calls.setdefault(path, (args, kwargs)) and None
+    def note(path: str) -> Callable[..., None]:
+        def first(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            calls.setdefault(path, (args, kwargs))
+
+        return first
 
     handles = [
         module.register_forward_pre_hook(note(path), prepend=True, with_kwargs=True)

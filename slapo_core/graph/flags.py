@@ -77,7 +77,7 @@ class Flags:
     def _watch(self, value: Any, path: tuple[str, ...]) -> None:
         if id(value) in self._watched:
             return
-        cls = type(value)
+        cls: Any = type(value)
         watch = self
 
         def read(this: Any, name: str) -> Any:

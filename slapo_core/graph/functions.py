@@ -50,8 +50,8 @@ def autograd_functions(recorder: Recorder) -> Iterator[None]:
             return call(*args, **kwargs)
         return recorder.record_call(call, ApplyFunction(cls), args, kwargs)
 
-    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign, assignment]
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign, assignment, unused-ignore]
     try:
         yield
     finally:
-        torch.autograd.Function.apply = original
+        torch.autograd.Function.apply = original  # type: ignore[method-assign]

@@ -25,7 +25,7 @@ class Guard:
     location: Location
 
 
-class GuardViolation(Exception):
+class GuardViolation(Exception):  # noqa: N818 - becomes a GuardError
     """A call for which a recorded graph is not valid."""
 
     def __init__(self, index: int, found: Any) -> None:

@@ -85,15 +85,21 @@ def target_of(func: Any, recording: Recording) -> tuple[str, Any, tuple[int, ...
     """
     owner = getattr(func, "__self__", None)
     if getattr(func, "__name__", None) == "__get__" and owner is not None:
-        return "attribute", owner.fget.__name__ if isinstance(owner, property) else owner.__name__, None
+        return "attribute", _attribute(owner), None
     name = getattr(func, "__name__", "")
     if getattr(func, "__name__", None) == "__set__":
-        raise recording.refusal(f"sets .{owner.__name__} of a tensor")
+        raise recording.refusal(f"sets .{_attribute(owner)} of a tensor")
     if name in _OPERATORS and _is_method(func, name):
         return "function", _OPERATORS[name], (1, 0) if name in _REFLECTED else None
     if _is_method(func, name):
         return "method", name, None
     return "function", func, None
+
+
+def _attribute(descriptor: Any) -> str:
+    """The name of the attribute that a getter or setter belongs to."""
+    named = descriptor.fget if isinstance(descriptor, property) else descriptor
+    return str(named.__name__)
 
 
 def _is_method(func: Any, name: str) -> bool:
@@ -110,9 +116,7 @@ def query_of(func: Any) -> Query | None:
     """What answers ``func`` without computing; None if it computes."""
     name = getattr(func, "__name__", None)
     if name == "__get__":
-        owner = func.__self__
-        attribute = owner.fget.__name__ if isinstance(owner, property) else owner.__name__
-        return _ATTRIBUTES.get(attribute)
+        return _ATTRIBUTES.get(_attribute(func.__self__))
     return _METHODS.get(name) if name is not None and _is_method(func, name) else None
 
 

@@ -26,10 +26,10 @@ class ExampleCalls:
     def __init__(self, model: nn.Module, example_inputs: Any) -> None:
         if example_inputs is None:
             raise ArgumentError(
-                "tracing runs the model once, without values, to see what each module is called with, and the schedule "
-                "has no example inputs",
-                hint="create_schedule(model, example_inputs={'input_ids': ids}), or trace(example_inputs=...) with what "
-                "this module is called with",
+                "tracing runs the model once, without values, to see what each module is called with, and this "
+                "schedule has no example inputs",
+                hint="create_schedule(model, example_inputs={'input_ids': ids}), or trace(example_inputs=...) with "
+                "what this module is called with",
             )
         from slapo_core.graph.examples import example_calls
 
