@@ -98,7 +98,7 @@ def target_of(func: Any, recording: Recording) -> tuple[str, Any, tuple[int, ...
 
 def _attribute(descriptor: Any) -> str:
     """The name of the attribute that a getter or setter belongs to."""
-    named = descriptor.fget if isinstance(descriptor, property) else descriptor
+    named: Any = descriptor.fget if isinstance(descriptor, property) else descriptor
     return str(named.__name__)
 
 
