@@ -16,6 +16,14 @@ if TYPE_CHECKING:
     from slapo_core.building.phases import (
         build as build,
     )
+    from slapo_core.live.gradients import (
+        clip_grad_norm_ as clip_grad_norm_,
+    )
+    from slapo_core.live.weights import (
+        load_state_dict as load_state_dict,
+        save_pretrained as save_pretrained,
+        state_dict as state_dict,
+    )
     from slapo_core.plugins.local import (
         register_primitive as register_primitive,
     )
@@ -64,6 +72,10 @@ if TYPE_CHECKING:
     from slapo_core.spec.record import (
         Record as Record,
     )
+    from slapo_core.spec.suggestion import (
+        Change as Change,
+        Suggestion as Suggestion,
+    )
     from slapo_core.spec.violation import (
         Violation as Violation,
     )
@@ -72,6 +84,7 @@ if TYPE_CHECKING:
     )
 
 _PUBLIC = {
+    "Change": "slapo_core.spec.suggestion",
     "Dialect": "slapo_core.spec.dialect",
     "Edit": "slapo_core.spec.edit",
     "Engine": "slapo_core.spec.engine",
@@ -86,12 +99,17 @@ _PUBLIC = {
     "Record": "slapo_core.spec.record",
     "Schedule": "slapo_core.schedule.schedule",
     "StepResult": "slapo_core.spec.engine",
+    "Suggestion": "slapo_core.spec.suggestion",
     "Violation": "slapo_core.spec.violation",
     "build": "slapo_core.building.phases",
+    "clip_grad_norm_": "slapo_core.live.gradients",
     "create_schedule": "slapo_core.schedule.creation",
     "hookimpl": "slapo_core.spec.hookspecs",
+    "load_state_dict": "slapo_core.live.weights",
     "register_primitive": "slapo_core.plugins.local",
     "replay": "slapo_core.schedule.replaying",
+    "save_pretrained": "slapo_core.live.weights",
+    "state_dict": "slapo_core.live.weights",
     "verify": "slapo_core.verification",
 }
 

@@ -165,9 +165,10 @@ class SealedError(SlapoError):
 
 
 class MeshError(SlapoError):
-    """The declared mesh does not fit: an unknown dimension, a bad size, or another world size.
+    """A mesh does not fit: an unknown dimension, a bad size, another world size, or a wrapper over the wrong ranks.
 
-    What to do: declare the mesh given in the message, or launch as many processes as it needs.
+    What to do: declare the mesh given in the message, launch as many processes as it needs, or wrap the model over the
+    ranks that hold the same pieces.
     """
 
 
@@ -263,21 +264,22 @@ class BuildError(SlapoError):
 
 
 class WeightsError(BuildError):
-    """Weights are missing, unexpected, of another shape, or cannot be initialised.
+    """Weights are missing, unexpected, of another shape, cannot be initialised, or were copied from rank to rank.
 
     What to do: the message lists the names; pass ``weights=`` that holds them.
     """
 
 
 class OptimizerError(BuildError):
-    """The optimiser does not hold the engine's parameters, usually because it was made before ``build``.
+    """The optimiser does not hold the scheduled model's parameters: it was made before ``build``, or before the steps.
 
-    What to do: pass a factory: ``build(sch, optimizer=lambda params: torch.optim.AdamW(params, lr=1e-4))``.
+    What to do: pass a factory, ``build(sch, optimizer=lambda params: torch.optim.AdamW(params, lr=1e-4))``; without
+    ``build``, make it after the last step.
     """
 
 
 class RankMismatchError(SlapoError):
-    """Ranks disagree: other steps, plugins, versions, arguments, weights or random numbers.
+    """Ranks disagree: on steps, plugins, versions, arguments, weights, random numbers, batches, or copies of a tensor.
 
     What to do: make every rank run the same script on the same installation; the first difference is named.
     """

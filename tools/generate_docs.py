@@ -1,4 +1,4 @@
-"""Write the pages of docs/ that follow from the sources: hooks.md, errors.md and cli.md.
+"""Write the pages of docs/ that follow from the sources: hooks.md, errors.md, cli.md and reference.md.
 
 python tools/generate_docs.py           write them
 python tools/generate_docs.py --check   exit 1 with a diff if they are out of date
@@ -9,12 +9,13 @@ from __future__ import annotations
 import argparse
 import difflib
 import inspect
-import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pluggy
+from docstring_markdown import sections, tidy
+from reference_page import reference_page as make_reference_page
 
 from slapo_core import errors
 from slapo_core.spec import hookspecs
@@ -43,8 +44,8 @@ def hooks_page() -> str:
         arguments = ", ".join(str(parameter).replace("'", "") for parameter in signature.parameters.values())
         returns = str(signature.return_annotation).replace("'", "")
         lines += ["", f"## {name}", "", "```python", f"def {name}({arguments}) -> {returns}", "```", ""]
-        lines += _sections(inspect.getdoc(function) or "")
-    return _tidy(lines)
+        lines += sections(inspect.getdoc(function) or "")
+    return tidy(lines)
 
 
 def errors_page() -> str:
@@ -62,8 +63,8 @@ def errors_page() -> str:
     for name in errors.__all__:
         cls = getattr(errors, name)
         bases = ", ".join(f"`{base.__name__}`" for base in cls.__bases__)
-        lines += ["", f"## {name}", "", f"Derived from {bases}.", "", *_sections(inspect.getdoc(cls) or "")]
-    return _tidy(lines)
+        lines += ["", f"## {name}", "", f"Derived from {bases}.", "", *sections(inspect.getdoc(cls) or "")]
+    return tidy(lines)
 
 
 def cli_page() -> str:
@@ -100,38 +101,12 @@ def _tree(cls: type, depth: int = 0) -> Iterator[str]:
             yield from _tree(child, depth + 1)
 
 
-def _tidy(lines: list[str]) -> str:
-    """Markdown instead of reStructuredText, without double blank lines."""
-    text = re.sub(r"(?<!`)``(?!`)", "`", "\n".join(lines).replace("::\n", ":\n"))
-    while "\n\n\n" in text:
-        text = text.replace("\n\n\n", "\n\n")
-    return text + "\n"
+def reference_page() -> str:
+    """Every public name."""
+    return make_reference_page(NOTE.format(source="the sources"))
 
 
-def _sections(documentation: str) -> list[str]:
-    """A docstring as Markdown: ``Args:`` and ``Returns:`` become lists and paragraphs with a heading of their own."""
-    lines: list[str] = []
-    section = ""
-    for line in documentation.splitlines():
-        if line in ("Args:", "Returns:", "Raises:"):
-            section = line
-            lines.append(f"**{line.removesuffix(':')}**\n" if line != "Returns:" else "")
-            continue
-        if section == "Returns:" and line.strip():
-            line = f"**Returns** {line.strip()}" if not lines[-1].startswith("**Returns**") else line.strip()
-        elif section in ("Args:", "Raises:") and line.startswith("    "):
-            text = line.removeprefix("    ")
-            name, colon, rest = text.partition(": ")
-            line = f"- `{name}`: {rest}" if colon and not text.startswith(" ") else f"  {text.strip()}"
-        elif line and not line.startswith(" "):
-            section = ""
-            for start in ("What to do:", "First result:"):
-                line = line.replace(start, f"**{start.removesuffix(':')}**:", 1) if line.startswith(start) else line
-        lines.append(line)
-    return lines
-
-
-PAGES = {"hooks.md": hooks_page, "errors.md": errors_page, "cli.md": cli_page}
+PAGES = {"hooks.md": hooks_page, "errors.md": errors_page, "cli.md": cli_page, "reference.md": reference_page}
 
 
 def main() -> int:

@@ -2,31 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from slapo_core.ranks.checksum import checksum
 from slapo_core.ranks.facts import RankFact, describe, describe_tensor
+from slapo_core.ranks.random_states import first_of, restore, torch_states
 from slapo_core.schedule.agreement import SAME_SCRIPT, schedule_facts
+from slapo_core.weights.replicas import ranks_along
 
 if TYPE_CHECKING:
     from slapo_core.building.arguments import Arguments
     from slapo_core.ranks.world import World
     from slapo_core.schedule.schedule import Schedule
     from slapo_core.spec.dialect import Plan
+    from slapo_core.spec.mesh import Mesh
     from slapo_core.weights.sources import Source
 
-__all__ = ["agree", "build_facts", "random_facts", "weights_facts"]
+__all__ = ["agree", "build_facts", "drawing_alike", "weights_facts"]
 
 _SAME_WEIGHTS = {
     "those of the model": "call torch.manual_seed(0) on every rank before the model is made, or pass weights=",
     "a mapping": 'give every rank the same weights=, or the files they came from: weights="dir/with/safetensors"',
     "a path": "give every rank a copy of the same files",
 }
-_SAME_SEED = "torch.manual_seed(0) on every rank that shares a replica (same dp rank), before build"
+_LOG = logging.getLogger("slapo_core.building")
 
 
 def agree(
@@ -37,7 +41,7 @@ def agree(
     source: Source | None,
     untouched: Mapping[str, torch.Tensor],
 ) -> None:
-    """Compare the schedule, the arguments of ``build``, the weights and torch's random state over all ranks.
+    """Compare the schedule, the arguments of ``build`` and the weights over all ranks.
 
     Args:
         world: the ranks of the schedule's mesh.
@@ -53,7 +57,6 @@ def agree(
     world.agree(chain(schedule_facts(schedule), build_facts(schedule, arguments, plan)), hint=SAME_SCRIPT)
     tensors = arguments.weights if isinstance(arguments.weights, Mapping) else untouched if source is None else None
     world.agree(weights_facts(tensors, source), hint=_SAME_WEIGHTS[_kind(arguments.weights)])
-    world.agree(random_facts(), hint=_SAME_SEED)
 
 
 def build_facts(schedule: Schedule, arguments: Arguments, plan: Plan) -> Iterator[RankFact]:
@@ -66,6 +69,7 @@ def build_facts(schedule: Schedule, arguments: Arguments, plan: Plan) -> Iterato
     yield RankFact("the loss given to build", "none" if arguments.loss is None else "a function")
     yield RankFact("the weights given to build", _kind(arguments.weights))
     yield RankFact("max_grad_norm given to build", describe(arguments.max_grad_norm))
+    yield RankFact("accumulate given to build", describe(arguments.accumulate))
     yield RankFact("the seed given to build", describe(arguments.seed))
     tensors = [*schedule.model.parameters(), *schedule.model.buffers()]
     devices = {torch.device(device).type} if device is not None else {tensor.device.type for tensor in tensors}
@@ -82,17 +86,34 @@ def weights_facts(tensors: Mapping[str, torch.Tensor] | None, source: Source | N
             yield RankFact(f"the weights '{name}'", describe(tuple(shape)))
 
 
-def random_facts() -> Iterator[RankFact]:
-    """Where torch's random numbers stand: tensor-parallel ranks drop the same elements of what they all hold."""
-    yield _random("CPU", torch.initial_seed(), torch.get_rng_state())
-    if torch.cuda.is_initialized():
-        yield _random("GPU", torch.cuda.initial_seed(), torch.cuda.get_rng_state())
-    else:
-        yield RankFact("torch's random state on the GPU", None, over="tp")
+@contextlib.contextmanager
+def drawing_alike(world: World, mesh: Mesh | None) -> Iterator[None]:
+    """Give the tensor-parallel ranks of a replica one random state, that of the first of them.
 
-
-def _random(device: str, seed: int, state: torch.Tensor) -> RankFact:
-    return RankFact(f"torch's random state on the {device}", f"seed {seed}, checksum {checksum(state):016x}", over="tp")
+    They drop the same elements of what they all hold from then on, whatever each of them was seeded with. Replicas
+    (``dp``) go on drawing as they did. If the block fails, every rank has its own state again.
+    """
+    if mesh is None or world.is_alone or mesh.size("tp") == 1:
+        yield
+        return
+    own = torch_states()
+    by_rank = dict(zip(world.ranks, world.gather(own), strict=True))
+    row = next(ranks for ranks in ranks_along(mesh, ("tp",)) if world.rank in ranks)
+    states, differing = first_of(by_rank, row)
+    if differing:
+        restore(states)
+        _LOG.info(
+            "torch's random state on %s was another one on each of the ranks %s; it is rank %d's on all of them now",
+            " and ".join(differing),
+            ", ".join(map(str, row)),
+            row[0],
+        )
+    try:
+        yield
+    except BaseException:
+        if differing:
+            restore(own)
+        raise
 
 
 def _kind(weights: Any) -> str:

@@ -22,6 +22,7 @@ class Arguments:
     max_grad_norm: float | None
     device: torch.device | str | None
     seed: int
+    accumulate: int = 1
 
     def check(self) -> None:
         """Refuse what cannot be meant.
@@ -53,6 +54,11 @@ class Arguments:
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
             raise BuildError(
                 f"max_grad_norm must be positive (got {self.max_grad_norm})", hint="max_grad_norm=1.0, or None"
+            )
+
+        if type(self.accumulate) is not int or self.accumulate < 1:
+            raise BuildError(
+                f"accumulate must be a positive number of micro-batches (got {self.accumulate!r})", hint="accumulate=4"
             )
 
     def torch_device(self) -> torch.device | None:

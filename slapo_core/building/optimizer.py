@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from slapo_core.building.optimizer_probe import probe
 from slapo_core.errors import OptimizerError
 
 __all__ = ["make_optimizer"]
@@ -18,6 +20,7 @@ def make_optimizer(
     parameters: Mapping[str, torch.nn.Parameter],
     factory: Callable[[list[torch.nn.Parameter]], Any] | None,
     originals: Mapping[int, str],
+    split: Mapping[int, Sequence[int]],
 ) -> torch.optim.Optimizer | None:
     """Call the factory with the engine's parameters, and check what it made.
 
@@ -25,9 +28,11 @@ def make_optimizer(
         parameters: those to train, each once, by name.
         factory: the user's; None makes none.
         originals: the untouched model's names of its tensors, by the tensors' identity.
+        split: the axes along which parameters are split over running ranks, by the parameters' identity.
 
     Raises:
-        OptimizerError: it made something else, left out parameters that need training, or took foreign ones.
+        OptimizerError: it made something else, left out parameters that need training, took foreign ones, or makes of
+            a piece of a parameter something else than that piece of what it makes of the whole.
     """
     if factory is None:
         return None
@@ -54,7 +59,36 @@ def make_optimizer(
             f"the optimiser does not hold {len(left_out)} parameters that require a gradient: {', '.join(left_out)}",
             hint="give it all that the factory is given, or set requires_grad=False on those to freeze",
         )
+    _require_elementwise(optimizer, parameters, split)
     return optimizer
+
+
+def _require_elementwise(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.nn.Parameter], split: Mapping[int, Sequence[int]]
+) -> None:
+    kind = type(optimizer).__name__
+    splits = [
+        (number, parameter.dim(), axis)
+        for number, group in enumerate(optimizer.param_groups)
+        for parameter in group["params"]
+        for axis in split.get(id(parameter), ())
+    ]
+    if not splits:
+        return
+    finding = probe(optimizer, splits)
+    name = next(name for name, parameter in parameters.items() if id(parameter) in split)
+    if finding.reason is not None:
+        raise OptimizerError(
+            f"{kind} cannot train parameters that are split over ranks, such as '{name}': {finding.reason}",
+            hint="use an optimiser that treats elements one by one (SGD, AdamW), or a mesh that splits nothing: "
+            'mesh={"dp": ...}',
+        )
+    if finding.unknown is not None:
+        warnings.warn(
+            f"whether {kind} treats the elements of a parameter one by one, as it must where parameters are split "
+            f"over ranks ('{name}'), could not be tried: {finding.unknown}",
+            stacklevel=10,
+        )
 
 
 def _names_of(originals: Mapping[int, str], foreign: list[torch.Tensor]) -> list[str]:

@@ -14,14 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from slapo_core.building.agreement import agree
+from slapo_core.building.agreement import agree, drawing_alike
 from slapo_core.building.arguments import Arguments
 from slapo_core.building.request import Request
 from slapo_core.building.target import Target
-from slapo_core.errors import ArgumentError, BuildError
+from slapo_core.errors import ArgumentError, BuildError, RankMismatchError
 from slapo_core.ranks.world import World
 from slapo_core.schedule.schedule import Schedule
 from slapo_core.weights.materialise import Materialisation
+from slapo_core.weights.replicas import parted, replicas_of
 from slapo_core.weights.sources import Source, open_source
 
 if TYPE_CHECKING:
@@ -29,6 +30,10 @@ if TYPE_CHECKING:
     from slapo_core.spec.engine import Engine
 
 __all__ = ["build"]
+
+_SAME_ADDED = (
+    "call torch.manual_seed(0) on every rank before the step that adds it, or give it values that draw nothing"
+)
 
 
 def build(
@@ -41,6 +46,7 @@ def build(
     max_grad_norm: float | None = None,
     device: torch.device | str | None = None,
     seed: int = 0,
+    accumulate: int = 1,
     **config: Any,
 ) -> Engine:
     """Hand a scheduled model to a runtime, with its values in place; every rank of the mesh calls it.
@@ -58,6 +64,8 @@ def build(
         max_grad_norm: largest L2 norm of all gradients over all ranks; larger ones are scaled down.
         device: where to put the model, e.g. ``"cuda:0"``; None leaves it where it is.
         seed: another number gives other initial values.
+        accumulate: how many micro-batches ``train_step`` cuts a batch into, along the first axis of every tensor: the
+            gradients are their mean, which is the batch's for a loss that is a mean over equally weighted samples.
         config: options of the dialect.
 
     Raises:
@@ -66,8 +74,8 @@ def build(
         WeightsError: weights are missing, unexpected or of another shape, a tensor cannot be initialised, or nobody
             says what stands for one of the untouched model.
         OptimizerError: an optimiser instead of a factory, or one that does not hold the engine's parameters.
-        RankMismatchError: ranks disagree about the schedule, the plugins, the versions, the weights, the options or
-            the random state.
+        RankMismatchError: ranks disagree about the schedule, the plugins, the versions, the weights, the options, or
+            what a step added.
         SealedError: the schedule was built or sealed before.
 
     Source: paper section 3.1, ``slapo.build``.
@@ -76,7 +84,7 @@ def build(
         raise ArgumentError(
             f"build takes a schedule (got {type(sch).__name__})", hint="build(slapo_core.create_schedule(model))"
         )
-    arguments = Arguments(optimizer, weights, loss, max_grad_norm, device, seed)
+    arguments = Arguments(optimizer, weights, loss, max_grad_norm, device, seed, accumulate)
     try:
         with World(sch.mesh) as world:
             return _Build(sch, arguments, world).run(target, config)
@@ -102,8 +110,10 @@ class _Build:
             )
         agree(self.world, self.schedule, self.arguments, plan, source, values.untouched)
         try:
-            self._materialise(target, values)
-            engine = self._hand_over(target, plan, values)
+            with drawing_alike(self.world, self.schedule.mesh):
+                self._materialise(target, values)
+                engine = self._hand_over(target, plan, values)
+                self._compare_added(values)
         except BaseException:
             values.take_back()
             raise
@@ -114,7 +124,7 @@ class _Build:
         """What is going to be done; nothing is changed, and nothing is communicated."""
         self.arguments.check()
         target = Target.named(name, self.schedule)
-        plan = target.plan(self.schedule, config)
+        plan = target.plan(self.schedule, config, accumulate=self.arguments.accumulate)
         source = open_source(self.arguments.weights) if self.arguments.weights is not None else None
         return target, plan, source
 
@@ -135,6 +145,16 @@ class _Build:
                     hint="with takes_tensors = True, build() takes them all: for tensor in request.materialise(): ...",
                 )
             return engine
+
+    def _compare_added(self, values: Materialisation) -> None:
+        """What steps added, which nobody has compared yet; here, because a runtime may have made replicas agree."""
+        mesh = self.schedule.mesh
+        if mesh is None or self.world.is_alone:
+            return
+        added = {live.name for live in values.correspondence.added()}
+        message = parted(self.world, mesh, [one for one in replicas_of(values.correspondence) if one.name in added])
+        if message is not None:
+            raise RankMismatchError(message, hint=_SAME_ADDED)
 
     def _seal(self, values: Materialisation) -> None:
         values.keep()

@@ -58,14 +58,24 @@ class Target:
         schedule.hooks.activate(entry.distribution, version=entry.version)
         return target
 
-    def plan(self, schedule: Schedule, config: Mapping[str, Any]) -> Plan:
+    def plan(self, schedule: Schedule, config: Mapping[str, Any], *, accumulate: int = 1) -> Plan:
         """What the dialect is going to do.
+
+        Args:
+            schedule: what is built.
+            config: the options of the dialect.
+            accumulate: how many micro-batches a training step is to take.
 
         Raises:
             BuildError: it cannot run this schedule, or a plugin says that the schedule is incomplete: every reason is
                 given; or an option is wrong.
         """
         self._check(schedule)
+        if accumulate > 1 and not self.dialect.accumulates:
+            raise BuildError(
+                f"target '{self.dialect.name}' does not accumulate gradients (got accumulate={accumulate})",
+                hint='accumulate=1, or target="torch"',
+            )
         with self._blamed("plan"):
             return self.dialect.plan(schedule, config)
 

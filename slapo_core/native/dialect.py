@@ -29,6 +29,7 @@ class TorchDialect(Dialect):
 
     name: ClassVar[str] = "torch"
     supports: ClassVar[frozenset[str]] = frozenset({"dp", "tp"})
+    accumulates: ClassVar[bool] = True
 
     def plan(self, schedule: ScheduledModel, config: Mapping[str, Any]) -> Plan:
         unknown = sorted(set(config) - set(_DEFAULTS))
@@ -44,6 +45,8 @@ class TorchDialect(Dialect):
                 for mesh_dim, size in mesh.sizes.items()
                 if mesh_dim != "dp" and size > 1
             ]
+            if mesh.size("tp") > 1:
+                steps.append("one random state for the ranks of mesh_dim 'tp': that of the first of them")
             if mesh.size("dp") > 1:
                 steps.append(f"DistributedDataParallel over mesh_dim 'dp' ({mesh.size('dp')} ranks)")
         return Plan("torch", tuple(steps), {**_DEFAULTS, **config})

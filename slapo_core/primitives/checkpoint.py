@@ -28,7 +28,8 @@ class Checkpoint(Primitive):
     Args:
         preserve_rng_state: whether the second run draws the same random numbers (dropout) as the first. False saves
             keeping the random state, and is right only for modules that draw none: for others the gradients would be
-            those of another loss, which ``verify`` finds.
+            those of another loss. So the step then promises EXACT only provided that none are drawn; ``verify`` finds
+            a module that draws some.
 
     Raises:
         PreconditionError: the module is checkpointed already, or has no forward of its own.
@@ -40,9 +41,14 @@ class Checkpoint(Primitive):
     """
 
     name = "core.checkpoint"
-    equivalence = Equivalence.EXACT
 
     preserve_rng_state: bool = True
+
+    @property
+    def equivalence(self) -> Equivalence:  # type: ignore[override]
+        if self.preserve_rng_state:
+            return Equivalence.EXACT
+        return Equivalence.EXACT.provided("what is checkpointed without its random state draws no random numbers")
 
     def preconditions(self, node: Node) -> Iterator[Violation]:
         from torch import nn

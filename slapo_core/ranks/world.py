@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-import traceback
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from datetime import timedelta
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from slapo_core.errors import BuildError, RankMismatchError
+from slapo_core.ranks.breaking import Run
 from slapo_core.ranks.facts import RankFact, first_difference
+from slapo_core.ranks.failures import Attempt, Failure, causes, describe_failure, lost_rank
+from slapo_core.ranks.stand_ins import StandIns
 
 if TYPE_CHECKING:
     from slapo_core.spec.mesh import Mesh
@@ -21,39 +24,6 @@ if TYPE_CHECKING:
 __all__ = ["Attempt", "Failure", "World", "together"]
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Failure:
-    """An exception of some rank, as text that can travel; ``rank`` is the global one."""
-
-    rank: int
-    kind: str
-    text: str
-    where: str
-
-    def __str__(self) -> str:
-        return f"{self.kind}: {self.text}" + (f" ({self.where})" if self.where else "")
-
-
-@dataclass(frozen=True)
-class Attempt(Generic[T]):
-    """What came of a function that every rank called.
-
-    Args:
-        result: this rank's; None if it raised.
-        error: what this rank raised.
-        failures: what any rank raised, in the order of ranks; the same on every rank.
-    """
-
-    result: T | None
-    error: Exception | None
-    failures: tuple[Failure, ...]
-
-    def value(self) -> T:
-        """This rank's result, where no rank failed."""
-        assert not self.failures
-        return self.result  # type: ignore[return-value]
 
 
 class World:
@@ -64,18 +34,29 @@ class World:
 
     Args:
         mesh: the schedule's mesh; None, one rank, or a mesh that is only declared means alone.
+        over: only the ranks that differ from this one in nothing but their place along this mesh dimension; None
+            means all ranks of the mesh.
+        runs_models: whether what is attempted runs models, which communicate. Then they do so through groups of their
+            own (see :class:`~slapo_core.ranks.stand_ins.StandIns`), and no rank waits for one that has raised.
 
     Attributes:
         ranks: the global ranks, ascending, e.g. ``(2, 3)``; ``(0,)`` where alone.
         rank: this process's global rank.
     """
 
-    def __init__(self, mesh: Mesh | None) -> None:
-        self._device_mesh = mesh.device_mesh if mesh is not None and mesh.world_size > 1 else None
+    def __init__(self, mesh: Mesh | None, *, over: str | None = None, runs_models: bool = False) -> None:
+        size = 1 if mesh is None else mesh.world_size if over is None else mesh.size(over)
+        self._device_mesh = mesh.device_mesh if mesh is not None and size > 1 else None
         self._group: Any = None
+        self._store: Any = None
+        self._runs_models = runs_models
+        self._stand_ins: StandIns | None = None
+        self._attempts = 0
         self.ranks: tuple[int, ...] = (0,)
         if self._device_mesh is not None:
             self.ranks = tuple(sorted(self._device_mesh.mesh.flatten().tolist()))
+            if over is not None and mesh is not None:
+                self.ranks = tuple(next(row for row in self._parts(over) if mesh.global_rank in row))
         self.rank = 0
         self._was_told = False  # of a failure on some rank: everybody ends, and nobody waits for another message
 
@@ -84,13 +65,25 @@ class World:
             import torch.distributed as dist
 
             self.rank = dist.get_rank()
-            self._group = _connect(self.ranks, self.rank)
+            self._store = _new_store(self.ranks, self.rank)
+            timeout = _patience(self._store)
+            self._group = dist.ProcessGroupGloo(self._store, self.ranks.index(self.rank), self.size, timeout)
+            self.gather(None)  # no rank leaves, and closes its connections, while another one still makes them
+            if self._runs_models:
+                store = dist.PrefixStore("stand-ins", self._store)
+                self._stand_ins = StandIns(self.ranks, self.rank, store, self.gather, timeout)
+                self._stand_ins.open()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._group = None
+        if self._store is not None and error is not None:
+            with contextlib.suppress(RuntimeError):  # it ended with its rank, and nobody can be told
+                self._store.set(f"left {self.rank}", f"{describe_failure(self.rank, error)}")
+        if self._stand_ins is not None:
+            self._stand_ins.close()
+        self._stand_ins = self._group = None
 
     @property
     def is_open(self) -> bool:
@@ -105,29 +98,71 @@ class World:
     def is_alone(self) -> bool:
         return self.size == 1
 
-    def gather(self, value: T) -> list[T]:
-        """Every rank's value, in the order of ``ranks``, on every rank."""
+    def gather(self, value: T, *, meanwhile: Callable[[], None] | None = None) -> list[T]:
+        """Every rank's value, in the order of ``ranks``, on every rank.
+
+        Args:
+            value: this rank's.
+            meanwhile: called again and again while others are not there yet.
+
+        Raises:
+            RankFailedError: a rank is gone.
+        """
         if self.is_alone:
             return [value]
         assert self._group is not None, "a World is used inside of its with block"
         message = bytearray(pickle.dumps(value))
         sizes = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in self.ranks]  # whatever the default device
-        self._group.allgather([sizes], [torch.tensor([len(message)], device="cpu")]).wait()
+        self._wait(self._group.allgather([sizes], [torch.tensor([len(message)], device="cpu")]), meanwhile)
         length = max(int(size) for size in sizes)
         message.extend(bytes(length - len(message)))
         received = [bytearray(length) for _ in self.ranks]
-        self._group.allgather([[_bytes(buffer) for buffer in received]], [_bytes(message)]).wait()
+        self._wait(self._group.allgather([[_bytes(buffer) for buffer in received]], [_bytes(message)]))
         return [pickle.loads(buffer) for buffer in received]  # each ends where its pickle says, before the padding
 
-    def attempt(self, function: Callable[[], T]) -> Attempt[T]:
-        """Call ``function`` on every rank and tell every rank who failed."""
-        result, error = None, None
+    def _wait(self, work: Any, meanwhile: Callable[[], None] | None = None) -> None:
+        pause = 5e-5
         try:
-            result = function()
-        except Exception as caught:  # noqa: BLE001 - told to every rank; the caller decides what it means
+            while meanwhile is not None and not work.is_completed():
+                time.sleep(pause)
+                pause = min(2 * pause, 0.02)
+                meanwhile()
+            work.wait()
+        except RuntimeError as error:
+            raise lost_rank(self._store, self.rank, self.ranks) from error
+
+    def attempt(self, function: Callable[[], T]) -> Attempt[T]:
+        """Call ``function`` on every rank and tell every rank who failed; ``sys.exit`` counts as failing.
+
+        Where ``runs_models`` holds, no rank waits in a collective of ``function`` for a rank that has failed in it, or
+        that has finished without it.
+        """
+        result: T | None = None
+        error: BaseException | None = None
+        run = None
+        self._attempts += 1
+        if self._stand_ins is not None:
+            import torch.distributed as dist
+
+            store = dist.PrefixStore(f"attempt {self._attempts}", self._store)
+            run = Run(self._stand_ins, store, self.rank, self.ranks)
+        try:
+            with run or contextlib.nullcontext():
+                result = function()
+        except (Exception, SystemExit) as caught:  # noqa: BLE001 - told to every rank; the caller decides what it means
             error = caught
-        failure = None if error is None else _failure(self.rank, error)
-        return Attempt(result, error, tuple(found for found in self.gather(failure) if found is not None))
+        try:
+            failure = None if error is None else describe_failure(self.rank, error)
+            if run is None or self._stand_ins is None:
+                failures = self.gather(failure)
+            else:
+                failures = self.gather(failure and run.explained(failure), meanwhile=run.waiting)
+                if any(self.gather(self._stand_ins.is_broken)):
+                    self._stand_ins.renew()
+            found = causes(failures)
+            return Attempt(result, error if any(cause.rank == self.rank for cause in found) else None, found)
+        finally:
+            del error  # its traceback holds this frame: a trial's model would stay until the collector comes by
 
     @contextlib.contextmanager
     def together(self, what: str) -> Iterator[None]:
@@ -153,7 +188,7 @@ class World:
             if error is not None:
                 raise error
             return
-        failures = self.gather(None if error is None else _failure(self.rank, error))
+        failures = self.gather(None if error is None else describe_failure(self.rank, error))
         self._was_told = any(failure is not None for failure in failures)
         if error is not None:
             raise error
@@ -209,26 +244,22 @@ def _bytes(buffer: bytearray) -> torch.Tensor:
     return torch.frombuffer(buffer, dtype=torch.uint8)
 
 
-def _connect(ranks: Sequence[int], rank: int) -> Any:
-    """Connections between these ranks, under a name that no others ever had.
+def _new_store(ranks: Sequence[int], rank: int) -> Any:
+    """A part of the store under a name that no others ever had.
 
-    Not by ``torch.distributed.new_group``: for a part of the processes its name depends on how many groups each of
-    them has, and comes back with the next group, which then finds the addresses of the one that is gone.
+    Groups are connected through it, and not by ``torch.distributed.new_group``: for a part of the processes its name
+    depends on how many groups each of them has, and comes back with the next group, which then finds the addresses of
+    the one that is gone.
     """
     import torch.distributed as dist
-    from torch.distributed.constants import default_pg_timeout
     from torch.distributed.distributed_c10d import _get_default_store
 
     store: Any = dist.PrefixStore(f"slapo/{'-'.join(map(str, ranks))}", _get_default_store())
     count = store.add(f"opened by rank {rank}", 1)  # every rank opens the same ones, so all count alike
-    store = dist.PrefixStore(str(count), store)
-    timeout = max(store.timeout, default_pg_timeout)  # the user's own may be made for single steps of training
-    return dist.ProcessGroupGloo(store, list(ranks).index(rank), len(ranks), timeout)
+    return dist.PrefixStore(str(count), store)
 
 
-def _failure(rank: int, error: Exception) -> Failure:
-    frames = traceback.extract_tb(error.__traceback__)
-    inside = ("/slapo_core/verification/", "/slapo_core/ranks/world.py", "/torch/")
-    theirs = [frame for frame in frames if not any(part in frame.filename.replace("\\", "/") for part in inside)]
-    where = f"{theirs[-1].filename}:{theirs[-1].lineno}" if theirs else ""
-    return Failure(rank, type(error).__name__, str(error), where)
+def _patience(store: Any) -> timedelta:
+    from torch.distributed.constants import default_pg_timeout
+
+    return max(store.timeout, default_pg_timeout)  # the user's own may be made for single steps of training

@@ -54,6 +54,8 @@ def create_schedule(
         raise ArgumentError(
             f"plugins must be a sequence of distributions (got {plugins!r})", hint=f"plugins=[{plugins!r}]"
         )
-    schedule = Schedule(model, mesh=declare_mesh(mesh, rank=rank), plugins=plugins, example_inputs=example_inputs)
+    schedule = Schedule(
+        model, mesh=declare_mesh(mesh, rank=rank), plugins=plugins, example_inputs=example_inputs, watched=True
+    )
     refuse_if_scheduled(model, schedule.tree.index.modules)
     return schedule

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 from torch import nn
 
-from slapo_core.errors import UndoError
+from slapo_core.errors import SealedError, UndoError
 from slapo_core.schedule.scheduled_models import Claim, refuse_if_scheduled
 from slapo_core.schedule.transaction import Step
+from slapo_core.schedule.watching.watch import Watch
 from slapo_core.spec.record import Record
 from slapo_core.tree.journal import ReplaceModule
 
@@ -21,14 +23,18 @@ class History:
 
     Args:
         model: to which it was applied.
+        watch: what the live model carries against wrong use; None for a private copy.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, watch: Watch | None = None) -> None:
         self._model, self._claim = model, Claim()
         self._steps: list[Step] = []
         self.records: tuple[Record, ...] = ()
         self.in_force: int | None = None
         """While rewound: how many steps the model is under."""
+        self.watch = watch
+        self.kept: dict[str, Any] = {}
+        """What other layers found out about the model, for as long as no step comes or goes."""
 
     def __len__(self) -> int:
         return len(self._steps)
@@ -50,6 +56,9 @@ class History:
     def append(self, step: Step) -> None:
         self._steps.append(step)
         self.records = (*self.records, step.record)
+        self.kept.clear()
+        if self.watch is not None:
+            self.watch.came(step)
         self._claim.note(self._model, len(self._steps))
 
     def position(self, to: Record | int | None) -> int:
@@ -75,10 +84,10 @@ class History:
         """Take back all but the first ``keep`` steps, for good; gives their records, latest first."""
         undone = []
         while len(self._steps) > keep:
-            step = self._steps.pop()
-            step.undo()
-            undone.append(step.record)
-        self.records = tuple(step.record for step in self._steps)
+            self._undo(self._steps[-1])
+            undone.append(self._steps.pop().record)
+            self.records = self.records[: len(self._steps)]
+            self.kept.clear()
         self._claim.note(self._model, len(self._steps))
         return tuple(undone)
 
@@ -86,8 +95,8 @@ class History:
     def rewound(self, to: int) -> Iterator[None]:
         """Have only the first ``to`` steps in force for the duration of a ``with`` block."""
         before = self.in_force
-        self._move(to)
         try:
+            self._move(to)
             yield
         finally:
             self._move(before if before is not None else len(self._steps))
@@ -105,12 +114,40 @@ class History:
         """Let go of what undo would need."""
         self._steps = [Step(step.record, (), step.distributions) for step in self._steps]
 
+    def check_in_force(self, what: str) -> None:
+        """Refuse ``what`` while the model is rewound.
+
+        Raises:
+            SealedError: it is.
+        """
+        if self.in_force is not None:
+            raise SealedError(
+                f"cannot {what}: the schedule is taken back to step {self.in_force} for the time of a `with` block",
+                hint="leave the block of sch.untouched() or sch.rewound() first",
+            )
+
     def _move(self, to: int) -> None:
         if self.in_force is None:
             self.in_force = len(self._steps)
         while self.in_force > to:
-            self._steps[self.in_force - 1].undo()
+            self._undo(self._steps[self.in_force - 1])
             self.in_force -= 1
         while self.in_force < to:
             self._steps[self.in_force].redo()
+            if self.watch is not None:
+                self.watch.came(self._steps[self.in_force], again=True)
             self.in_force += 1
+
+    def _undo(self, step: Step) -> None:
+        try:
+            step.undo()
+        except Exception as error:
+            raise UndoError(
+                f"step {step.record}, at {step.record.location}, cannot be taken back, and is in force as before: "
+                f"something else was put in the place of what it changed ({type(error).__name__}: {error})",
+                path=step.record.path,
+                hint="take back what was done after the step outside of the schedule, such as a parametrisation; or do "
+                "it before create_schedule()",
+            ) from error
+        if self.watch is not None:
+            self.watch.went(step)

@@ -20,6 +20,7 @@ from slapo_core.schedule.location import caller_location
 from slapo_core.schedule.records import dump_records
 from slapo_core.schedule.sugar import bound_primitive
 from slapo_core.schedule.transaction import Transaction
+from slapo_core.schedule.watching.watch import Watch
 from slapo_core.spec.mesh import Mesh
 from slapo_core.spec.primitive import Primitive, check_primitive
 from slapo_core.spec.record import Record
@@ -50,6 +51,7 @@ class Schedule:
         plugins: Sequence[str] = (),
         example_inputs: Any = None,
         registry: Registry | None = None,
+        watched: bool = False,
     ) -> None:
         self.model = model
         self.mesh = mesh
@@ -57,7 +59,7 @@ class Schedule:
         self.plugins: tuple[str, ...] = tuple(canonicalize_name(name) for name in plugins)
         self._registry = registry
         self._hooks: HookManager | None = None
-        self._history = History(model)
+        self._history = History(model, Watch(model, mesh) if watched else None)
         self._inner: list[Record] = []  # of the primitives that the one being applied has applied itself
         self._sealed_by: str | None = None
         self._example_calls: ExampleCalls | None = None
@@ -71,8 +73,14 @@ class Schedule:
     def __getitem__(self, path: str) -> TreeNode | NodeGroup:
         """The node at a path, or the group that a glob selects.
 
+        Args:
+            path: as of ``model.get_submodule``, e.g. ``"encoder.layer.0"``. ``*`` stands for anything within one level,
+                ``**`` for any number of levels, ``?`` for one character and ``[03]`` for one of these; for a range of
+                numbers take a slice, ``sch["encoder.layer.*"][4:12]``.
+
         Raises:
             PathError: nothing is there; close matches are named.
+            ArgumentError: the path is not a string.
         """
         if not isinstance(path, str):
             raise ArgumentError(f"a path must be a string (got {path!r})", hint='sch["encoder.layer.0"]')
@@ -80,6 +88,7 @@ class Schedule:
 
     @property
     def root(self) -> TreeNode:
+        """The node of the model itself, whose path is ``""``."""
         return self.tree.node("")
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
@@ -101,7 +110,7 @@ class Schedule:
     # -- the steps --------------------------------------------------------------------------------------------
 
     def apply(self, primitive: Primitive) -> Node:
-        """Apply a primitive at the root of the model."""
+        """Apply a primitive at the root of the model: ``sch.root.apply``."""
         return self.apply_at(self.root, primitive)
 
     @property
@@ -128,16 +137,19 @@ class Schedule:
         return undone
 
     def seal(self, by: str = "seal()") -> None:
-        """End the schedule: no more steps, no undo; the originals that undo needed are dropped."""
+        """End the schedule: no more steps, no undo; the originals that undo needed are dropped (by ``by``)."""
         if not self.is_sealed:
             self._check_open("seal")
         self._sealed_by = self._sealed_by or by
+        if self._history.watch is not None and by != "seal()":
+            self._history.watch.hand_over()
         self._history.drop_originals()
         self.tree.tensors.seal()
         self.tree.attributes.clear()
 
     @property
     def is_sealed(self) -> bool:
+        """Whether ``build`` or ``seal`` ended the schedule."""
         return self._sealed_by is not None
 
     @contextlib.contextmanager
@@ -170,7 +182,7 @@ class Schedule:
     # -- as data ----------------------------------------------------------------------------------------------
 
     def document(self) -> dict[str, Any]:
-        """The schedule as plain data; see :meth:`to_json`."""
+        """The schedule as plain data, which :func:`replay` takes; see :meth:`to_json`."""
         return dump_records(
             self.records,
             model=self.model,
@@ -201,6 +213,7 @@ class Schedule:
 
     @property
     def hooks(self) -> HookManager:
+        """The hooks of the plugins that this schedule names; for dialects."""
         if self._hooks is None:
             self._hooks = HookManager(self.registry)
         return self._hooks
@@ -258,10 +271,17 @@ class Schedule:
             self.undo(to=before)
             raise
 
+    def kept(self, what: str) -> dict[str, Any]:
+        """For what is found out about the model, until a step comes or goes; ``what`` is refused while rewound."""
+        self._history.check_in_force(what)
+        return self._history.kept
+
     def primitive_named(self, name: str, target: Node | NodeGroup, where: str) -> Callable[..., Any]:
+        """What ``target.<name>`` is, e.g. ``sch["fc"].shard``; ``where`` is the path or pattern of the target."""
         return bound_primitive(self.registry, name, target, where)  # type: ignore[return-value]
 
     def primitive_names(self) -> tuple[str, ...]:
+        """The bare names and namespaces that nodes know, e.g. ``("shard", ..., "tp")``."""
         return (*self.registry.bare_names("primitives"), *self.registry.namespaces())
 
     def records_so_far(self) -> tuple[Record, ...]:
@@ -299,9 +319,4 @@ class Schedule:
                 f"cannot {what}: the schedule was sealed by {self._sealed_by}",
                 hint="apply every primitive before build(), or create a new schedule of a fresh model",
             )
-        if self._history.in_force is not None:
-            raise SealedError(
-                f"cannot {what}: the schedule is taken back to step {self._history.in_force} for the time of a `with` "
-                "block",
-                hint="leave the block of sch.untouched() or sch.rewound() first",
-            )
+        self._history.check_in_force(what)

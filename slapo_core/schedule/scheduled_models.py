@@ -86,7 +86,7 @@ def refuse_if_scheduled(model: nn.Module, modules: Mapping[str, nn.Module] | Non
                     f"this {kind} is '{path}' of a {type(other).__name__} that {carries}",
                     hint=f"{_FRESH}; parts are scheduled through the whole: sch['{path}']",
                 )
-            if id(part) in parts:
+            if id(part) in parts and _holds_tensors(part):
                 raise ArgumentError(
                     f"'{parts[id(part)]}' of this {kind} is also '{path}' of a {type(other).__name__} that {carries}",
                     hint="put both models into one, e.g. nn.ModuleDict, and make one schedule of it",
@@ -100,3 +100,8 @@ def refuse_if_scheduled(model: nn.Module, modules: Mapping[str, nn.Module] | Non
                 hint="copy the model before its first step, or inside of `with sch.untouched() as model:`, or make a "
                 "fresh model",
             )
+
+
+def _holds_tensors(module: nn.Module) -> bool:
+    """Whether there is anything in it that a step on another module could have split: an activation has nothing."""
+    return any(True for _ in module.parameters()) or any(True for _ in module.buffers())

@@ -50,9 +50,18 @@ class Step:
     distributions: frozenset[str] = frozenset()
 
     def undo(self) -> None:
+        """Take it back; where the user's own changes are in the way, the entries undone so far are made again."""
         unmark(self._changed)
-        for entry in reversed(self.entries):
-            entry.undo()
+        undone: list[Entry] = []
+        try:
+            for entry in reversed(self.entries):
+                entry.undo()
+                undone.append(entry)
+        except BaseException:
+            for entry in reversed(undone):
+                entry.redo()
+            self.mark()
+            raise
 
     def redo(self) -> None:
         for entry in self.entries:

@@ -45,11 +45,14 @@ class Dialect(ABC):
             ones than 1 that are not among them.
         takes_tensors: whether :meth:`build` takes the tensors one by one, through ``request.materialise()``, because
             it partitions them as they come. Otherwise they all have their values before it is called.
+        accumulates: whether a training step of the engine takes ``request.micro_batches(batch)`` one after the other;
+            ``build(..., accumulate=2)`` is refused otherwise.
     """
 
     name: ClassVar[str]
     supports: ClassVar[frozenset[str]]
     takes_tensors: ClassVar[bool] = False
+    accumulates: ClassVar[bool] = False
 
     def check(self, schedule: ScheduledModel) -> Iterable[Violation]:
         """Every reason why this schedule cannot be handed to the runtime."""

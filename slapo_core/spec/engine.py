@@ -39,38 +39,97 @@ class Engine(Protocol):
         ...
 
     def train_step(self, batch: Any) -> StepResult:
-        """Forward, backward, and one optimiser step.
+        """Forward, backward, and one optimiser step, in training mode.
+
+        A model that is in evaluation mode as a whole is put into training mode, with a warning; where some module is in
+        training mode, every module keeps its mode. With ``build(..., accumulate=n)`` the batch is cut into n
+        micro-batches along the first axis of every tensor: one after the other goes forward and backward, the
+        gradients and the loss are the means over them, and there is one optimiser step and no ``output``.
+
+        The first step compares the batch over the tensor-parallel ranks, and makes them draw alike.
 
         Args:
             batch: a mapping (keyword arguments), a tuple or list (positional arguments), or one argument.
 
         Raises:
-            BuildError: the engine was built without an optimizer, or is closed; or there is no loss.
+            BuildError: the engine was built without an optimizer, or is closed; there is no loss; or the batch cannot
+                be cut into micro-batches.
+            RankMismatchError: the ranks of one replica were given different batches.
         """
         ...
 
     def eval_step(self, batch: Any) -> StepResult:
-        """Forward only: evaluation mode, no gradients; the mode is restored."""
+        """Forward only: evaluation mode, no gradients; the mode is restored.
+
+        Args:
+            batch: as for ``train_step``.
+
+        Raises:
+            BuildError: the engine is closed, or there is no loss.
+        """
         ...
 
     def state_dict(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
         """All weights with the untouched model's names, shapes and layout: a collective where anything is sharded.
 
+        Where it is a collective, the ranks compare the copies that they hold; else it is this rank's own.
+
         Args:
             rank0_only: other ranks take part but return an empty dictionary.
+
+        Raises:
+            RankMismatchError: ranks hold different copies of a tensor.
         """
         ...
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Load weights that have the untouched model's names and shapes; every rank keeps its own pieces."""
+        """Load weights that have the untouched model's names and shapes; every rank keeps its own pieces.
+
+        Args:
+            state: whole tensors, the same on every rank, as ``state_dict`` gives them.
+
+        Raises:
+            WeightsError: names or shapes do not fit; nothing was changed.
+        """
+        ...
+
+    def check_replicas(self, *, repair: bool = False) -> None:
+        """Compare what several ranks hold copies of, tensors and optimiser state: a collective over the mesh.
+
+        Args:
+            repair: give every rank the values of the first one that holds a copy, with a warning that says what
+                differed, instead of an error.
+
+        Raises:
+            RankMismatchError: on every rank; it names the tensors, the ranks and what each of them holds.
+        """
         ...
 
     def save(self, directory: str | os.PathLike[str]) -> None:
-        """Write weights and optimiser state, in the untouched layout, as safetensors."""
+        """Write weights and optimiser state, in the untouched layout, as safetensors: a collective.
+
+        Replicas are compared first, as by :meth:`check_replicas`. A model that has a ``config`` as transformers' have
+        gets its ``config.json``, so that ``from_pretrained`` reads the directory.
+
+        Args:
+            directory: made if it is not there; a checkpoint in it is replaced as a whole.
+
+        Raises:
+            RankMismatchError: ranks hold different copies; nothing was written.
+            BuildError: the optimiser holds something that has no place in a checkpoint, or writing failed.
+        """
         ...
 
     def load(self, directory: str | os.PathLike[str]) -> None:
-        """Read what ``save`` wrote, under this or any other schedule of the same model."""
+        """Read what ``save`` wrote, under this or any other schedule of the same model.
+
+        Args:
+            directory: that of ``save``.
+
+        Raises:
+            WeightsError: it holds no whole checkpoint, or one of another model; nothing was changed.
+            BuildError: it has no optimiser state, or one that does not fit; nothing was changed.
+        """
         ...
 
     def close(self) -> None:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from slapo_core.spec.primitive import Primitive
     from slapo_core.spec.record import Record
     from slapo_core.spec.request import ScheduledModel
+    from slapo_core.spec.suggestion import Suggestion
     from slapo_core.spec.violation import Violation
 
 __all__ = ["NOT_ASKED", "PROJECT", "hookimpl", "hookspec"]
@@ -187,6 +188,24 @@ def slapo_check(schedule: ScheduledModel) -> Iterable[Violation] | None:
     Returns:
         everything that is missing, each with the step that asks for it and the call to add; nothing or None if the
         schedule is complete.
+    """
+
+
+@hookspec
+def slapo_suggest(schedule: ScheduledModel, gradients: Sequence[str]) -> Iterable[Suggestion] | None:
+    """Called when ``verify`` has found a difference, or an exception: what may the author have meant to write?
+
+    ``verify`` tries the answers on copies, and tells only what makes the schedule agree. So they may be guesses, but
+    each costs a run of the model: those that are worth it come first, and none that `slapo_preconditions` would refuse.
+
+    First result: no; the suggestions of all plugins are collected.
+
+    Args:
+        schedule: with all steps applied; must not be changed. On every rank the answer must be the same.
+        gradients: the parameters whose gradients differ, by name, where the outputs agree; empty where they do not.
+
+    Returns:
+        changes of this plugin's own steps, and steps to add; nothing or None if there is nothing to try.
     """
 
 

@@ -64,6 +64,7 @@ class Layout:
 
     @property
     def is_sharded(self) -> bool:
+        """Whether this rank holds only a piece of the untouched tensor."""
         return any(placement.is_shard() for _, placement in self.placements)
 
     def shards(self) -> tuple[tuple[str, int], ...]:

@@ -12,10 +12,13 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["MESH_DIMS", "Mesh", "declare_mesh"]
+__all__ = ["DATA_DIMS", "MESH_DIMS", "Mesh", "declare_mesh"]
 
 MESH_DIMS = ("dp", "pp", "cp", "ep", "tp")
 """Names a mesh dimension may have: data, pipeline, context, expert and tensor parallelism."""
+
+DATA_DIMS = ("dp", "cp", "ep")
+"""Those along which ranks see other samples, so that running statistics and dropout are each rank's own."""
 
 
 class Mesh:
@@ -50,6 +53,7 @@ class Mesh:
 
     @property
     def global_rank(self) -> int:
+        """This process's place among all, from 0."""
         return self._rank
 
     @property
@@ -64,6 +68,7 @@ class Mesh:
 
     @property
     def device_mesh(self) -> DeviceMesh | None:
+        """Torch's mesh; None for a mesh of one rank and for a dry one."""
         return self._device_mesh
 
     def __contains__(self, mesh_dim: object) -> bool:

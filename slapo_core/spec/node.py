@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from slapo_core.spec.primitive import Primitive
     from slapo_core.spec.record import Record
 
-__all__ = ["Node"]
+__all__ = ["Node", "only_looks"]
 
 
 class Node(Protocol):
@@ -46,10 +46,14 @@ class Node(Protocol):
         ...
 
     @property
-    def parent(self) -> Node | None: ...
+    def parent(self) -> Node | None:
+        """The node one level up; None for the root."""
+        ...
 
     @property
-    def children(self) -> tuple[Node, ...]: ...
+    def children(self) -> tuple[Node, ...]:
+        """The nodes one level down, in the order of registration."""
+        ...
 
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:
@@ -103,11 +107,25 @@ class Node(Protocol):
         ...
 
     def layout(self, name: str) -> Layout:
-        """The layout of an own parameter or buffer; a replica of itself where no step changed it."""
+        """The layout of an own parameter or buffer; a replica of itself where no step changed it.
+
+        Args:
+            name: e.g. ``"weight"``.
+
+        Raises:
+            PathError: the module has none of that name.
+        """
         ...
 
     def ties(self, name: str) -> tuple[str, ...]:
-        """Full names of every place that holds the same parameter object, this one included."""
+        """Full names of every place that holds the same parameter object, this one included.
+
+        Args:
+            name: of an own parameter or buffer, e.g. ``"weight"``.
+
+        Raises:
+            PathError: the module has none of that name.
+        """
         ...
 
     def example_call(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -126,9 +144,23 @@ class Node(Protocol):
         ...
 
     def apply(self, primitive: Primitive) -> Node:
-        """Apply a primitive here; the returned node is the one on which a chained call continues."""
+        """Apply a primitive here; the returned node is the one on which a chained call continues.
+
+        ``node.shard("weight", axis=0)`` is short for ``node.apply(Shard("weight", axis=0))``.
+
+        Raises:
+            PreconditionError: a rule is broken; the model is untouched.
+            ApplyError: the step failed halfway; the model is as it was before.
+            PostconditionError: it took no effect, and was taken back.
+            SealedError: the schedule was built or sealed.
+        """
         ...
 
     def __getitem__(self, path: str) -> Any:
         """The node at ``path`` below this one, or the group of nodes that a glob selects."""
         ...
+
+
+def only_looks(hook: object) -> bool:
+    """Whether a hook is slapo-core's own and changes nothing about a call: it is neither the user's nor a step's."""
+    return getattr(type(hook), "slapo_only_looks", False) is True

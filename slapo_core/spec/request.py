@@ -69,7 +69,9 @@ class BuildRequest(Protocol):
     """
 
     @property
-    def schedule(self) -> ScheduledModel: ...
+    def schedule(self) -> ScheduledModel:
+        """What is built; every step is applied."""
+        ...
 
     @property
     def state(self) -> ModelState:
@@ -89,6 +91,11 @@ class BuildRequest(Protocol):
     @property
     def max_grad_norm(self) -> float | None:
         """The largest L2 norm of all gradients over all ranks; None does not clip. See :meth:`clip_gradients`."""
+        ...
+
+    @property
+    def accumulate(self) -> int:
+        """How many micro-batches a training step takes one after the other; see :meth:`micro_batches`."""
         ...
 
     @property
@@ -114,12 +121,28 @@ class BuildRequest(Protocol):
             None if the user gave no factory: the engine then only evaluates.
 
         Raises:
-            OptimizerError: it made something else, left out parameters that need training, or took foreign ones.
+            OptimizerError: it made something else, left out parameters that need training, took foreign ones, or makes
+                of a piece of a parameter something else than that piece of what it makes of the whole (Adafactor).
+        """
+        ...
+
+    def micro_batches(self, batch: Any) -> list[Any]:
+        """Cut a batch into ``accumulate`` pieces of one size, along the first axis of every tensor.
+
+        Each goes through :meth:`compute_loss` and backward, its loss divided by their number, and after the last one
+        come :meth:`clip_gradients` and the optimiser's step. For a dialect with ``accumulates = True``.
+
+        Raises:
+            BuildError: the samples do not divide, or tensors differ in their number.
         """
         ...
 
     def compute_loss(self, batch: Any, forward: Callable[..., Any] | None = None) -> tuple[torch.Tensor, Any]:
         """Call the model on a batch in any form that ``train_step`` takes.
+
+        With gradients enabled it is a training step's call: a model in evaluation mode as a whole is put into training
+        mode, with a warning. Until the first training step has ended (with :meth:`clip_gradients`, or a step of the
+        optimiser), the tensor-parallel ranks compare their batches and make their random states agree.
 
         Args:
             batch: a mapping (keyword arguments), a tuple or list (positional arguments), or one argument.
@@ -130,6 +153,7 @@ class BuildRequest(Protocol):
 
         Raises:
             BuildError: there is no loss in the output, or the user's function gives no scalar.
+            RankMismatchError: in the first step, the ranks of one replica were given different batches.
         """
         ...
 

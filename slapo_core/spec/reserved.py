@@ -83,6 +83,7 @@ RESERVED_NAMES: frozenset[str] = frozenset(
         "forget_target",
         "hooks",
         "is_sealed",
+        "kept",
         "model",
         "name",
         "plugins",

@@ -59,12 +59,32 @@ class ModelState(Protocol):
         """Every parameter and buffer of the scheduled model as it is now, each once, in registration order."""
         ...
 
+    def check_replicas(self, *, optimizer: torch.optim.Optimizer | None = None, repair: bool = False) -> None:
+        """Compare what several ranks hold copies of, bit for bit: a collective over the mesh.
+
+        Parameters, and buffers but for the running statistics of replicas; the state and the settings of an optimiser;
+        and, where training steps draw random numbers, torch's random state over ``tp``.
+
+        Args:
+            optimizer: over the model's parameters.
+            repair: give every rank the values of the first one that holds a copy, with a warning that says what
+                differed, instead of an error.
+
+        Raises:
+            RankMismatchError: on every rank; it names the tensors, the ranks and what each of them holds.
+        """
+        ...
+
     def state_dict(self, *, rank0_only: bool = False, include_added: bool = False) -> dict[str, torch.Tensor]:
         """The untouched model's state dict: copies on the CPU, with its keys in its order.
 
         Args:
             rank0_only: other ranks take part but return an empty dictionary.
             include_added: also give what a step added, under its own name; without, a warning names it once.
+
+        Raises:
+            RankMismatchError: ranks hold different copies of a tensor. It is compared where putting tensors together
+                takes all ranks anyway, and with ``rank0_only``.
         """
         ...
 
@@ -80,6 +100,7 @@ class ModelState(Protocol):
         """Write weights and the optimiser's state, readable under any schedule of the same model.
 
         Raises:
+            RankMismatchError: as :meth:`check_replicas` says; nothing was written.
             BuildError: the optimiser holds something that has no place in a checkpoint, or writing failed.
         """
         ...

@@ -41,6 +41,8 @@ class TensorTable:
         """First names of untouched tensors that live on one rank of a mesh dimension: ``{"fc.weight": ("pp", 1)}``."""
         self.trained: Mapping[str, bool] = {}
         """Whether a parameter is trained, by first name, only where a step decided it."""
+        self.trained_at_first: Mapping[str, bool] = {}
+        """Whether a parameter of the untouched model was trained before the first step, by first name."""
 
     # -- reading ----------------------------------------------------------------------------------------------
 
@@ -84,10 +86,12 @@ class TensorTable:
         for path, name, tensor in _live(self._tree):
             own = full_name(path, name)
             self._names[own] = self._untouched.setdefault(id(tensor), (tensor, own))[1]
+        self.trained_at_first = {own: tensor.requires_grad for tensor, own in self._untouched.values()}
 
     def forget(self) -> None:
         """No step is left: whatever is there is the untouched model."""
         self._untouched = None
+        self.trained_at_first = {}
         self._layouts.clear()
 
     def assign(self, tensor: torch.Tensor, layout: Layout | None) -> Layout | None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 from slapo_core.errors import ArgumentError
 from slapo_core.verification.report import VerifyReport
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 __all__ = ["VerifyReport", "verify"]
 
 
+@overload
 def verify(
     sch: Schedule,
     example_inputs: Any = None,
@@ -24,7 +26,34 @@ def verify(
     optimizer_steps: int = 3,
     seed: int = 0,
     timeout: float = 120.0,
-) -> VerifyReport:
+) -> VerifyReport: ...
+
+
+@overload
+def verify(
+    sch: Sequence[Schedule],
+    example_inputs: Any = None,
+    *,
+    more_batches: Sequence[Any] = (),
+    rtol: float | None = None,
+    atol: float | None = None,
+    optimizer_steps: int = 3,
+    seed: int = 0,
+    timeout: float = 120.0,
+) -> tuple[VerifyReport, ...]: ...
+
+
+def verify(
+    sch: Schedule | Sequence[Schedule],
+    example_inputs: Any = None,
+    *,
+    more_batches: Sequence[Any] = (),
+    rtol: float | None = None,
+    atol: float | None = None,
+    optimizer_steps: int = 3,
+    seed: int = 0,
+    timeout: float = 120.0,
+) -> VerifyReport | tuple[VerifyReport, ...]:
     """Compare the scheduled model with the untouched one, and name the steps that broke it.
 
     Compared are the outputs in training mode, the buffers and the gradients of all parameters after a forward and a
@@ -33,18 +62,29 @@ def verify(
     with momentum the parameters, buffers and outputs. (Not of an adaptive optimiser: it divides by the gradient's size,
     and so makes full-sized differences of the rounding noise in a gradient that is zero.) All that with dropout off;
     who drops how much is compared too, and outputs and gradients with dropout on, unless the schedule draws other
-    random numbers, rightly: for a piece of a tensor, or by a step that promises RANDOM. Every rank of the mesh calls it
-    and compares its own pieces; every rank gets the same answer. Where the mesh is only declared, the processes are
-    started on this machine's CPU and repeat the schedule.
+    random numbers, rightly: for a piece of a tensor, or by a step that promises RANDOM; and with dropout on, ranks that
+    see the same samples must have the same outputs, and gradients of parameters that all of them have whole. The first
+    of these once more in the model's own types, where it is allowed what rounding does to the untouched model there.
+    Every rank of the mesh calls it and compares its own pieces; every rank gets the same answer. Where the mesh is only
+    declared, the processes are started on this machine's CPU and repeat the schedule.
+
+    A list of schedules of one model (of several instances of it, alike in structure and values) is compared schedule by
+    schedule with the untouched model, and thereby with each other; the meshes may differ.
+
+    A rank that raises is named on every rank, within seconds, and so is one that leaves out a collective: the scheduled
+    models communicate through groups of verify's own, whatever group they name, and the process groups of this process
+    stay whole. (Not so where a group has ranks outside of the mesh, is made within the model, or has another backend
+    than gloo or NCCL. Ranks that wait for each other, each in another collective, do so until the groups' timeout: from
+    outside nothing tells them from ranks that compute.)
 
     Both run as copies, with the same random numbers, and in float64 where they can; the model, its gradients, buffers,
     mode and the random number generators stay as they are. Tensors on the meta device get the values that the model's
     own initialisation gives.
 
     Args:
-        sch: the schedule, not yet built.
+        sch: the schedule, not yet built; or a list of schedules of one model.
         example_inputs: one batch: a mapping (keyword arguments), a tuple (positional ones), or one argument; the same
-            on every rank. None takes ``sch.example_inputs``.
+            on every rank. None takes ``sch.example_inputs``, of several schedules those of the first that has some.
         more_batches: further ones, in the same form, of which outputs and gradients are compared.
         rtol: the difference allowed, relative to the largest element of a tensor; None follows from the type in which
             the model computes and from what the steps promise: see ``slapo_core.verification.tolerance``.
@@ -54,13 +94,15 @@ def verify(
         timeout: for a mesh that is only declared, seconds for its processes.
 
     Returns:
-        what was compared, how close it came, and what could not be compared; print it.
+        what was compared, how close it came, and what could not be compared; print it. For a list, one of each.
 
     Raises:
         VerifyError: they differ; the first tensor that does, the numbers, the tolerance and the steps are named. The
-            same on every rank.
+            same on every rank. Of several schedules the first that differs, with what came of the others.
         RankMismatchError: ranks have other inputs, options, untouched weights or steps.
-        ArgumentError: there are no inputs, or the untouched model does not run on them.
+        RankFailedError: a rank ended or left in the middle, e.g. by KeyboardInterrupt; it is named.
+        ArgumentError: there are no inputs, or the untouched model does not run on them; or schedules are of different
+            models.
         SealedError: the schedule was built or sealed, and the originals are gone.
 
     Source: paper section 3.5, the verifier.
@@ -73,14 +115,52 @@ def verify(
     for name, value in (("rtol", rtol), ("atol", atol)):
         if value is not None and not value >= 0:
             raise ArgumentError(f"{name} must not be negative (got {value!r})", hint=f"verify(sch, batch, {name}=1e-6)")
-    from slapo_core.verification.checking import Options, check
+    from slapo_core.verification.checking import Options, check_each
     from slapo_core.verification.dry import check_in_processes
     from slapo_core.verification.inputs import Inputs
+    from slapo_core.verification.several import Outcome, Siblings, conclude
 
+    schedules = _schedules(sch, example_inputs)
+    given = next((one.example_inputs for one in schedules if one.example_inputs is not None), None)
+    given = example_inputs if example_inputs is not None else given
     further = tuple(Inputs.of(batch) for batch in more_batches)
-    is_dry = sch.mesh is not None and sch.mesh.is_dry
-    further = tuple(batch.on_cpu() for batch in further) if is_dry else further
     options = Options(rtol=rtol, atol=atol, optimizer_steps=optimizer_steps, seed=seed, more_batches=further)
-    if is_dry:
-        return check_in_processes(sch, example_inputs, options, timeout=timeout)
-    return check(sch, example_inputs, options)
+    siblings = Siblings(schedules)
+    found: dict[int, Outcome] = {}
+    by_mesh: dict[Any, list[int]] = {}  # those with one declared mesh are verified in the same processes
+    for number, one in enumerate(schedules):
+        is_dry = one.mesh is not None and one.mesh.is_dry
+        by_mesh.setdefault(tuple(one.mesh.sizes.items()) if is_dry and one.mesh else None, []).append(number)
+    for mesh, numbers in by_mesh.items():
+        together = [schedules[number] for number in numbers]
+        if mesh is None:
+            outcomes = check_each(together, given, options, siblings=siblings)
+        else:
+            inputs = Inputs.of(given).on_cpu()
+            for one in together:
+                with one.untouched() as model:
+                    siblings.require_same_model(one, model)
+            on_cpu = dataclasses.replace(options, more_batches=tuple(batch.on_cpu() for batch in further))
+            outcomes = check_in_processes(together, inputs, on_cpu, timeout=timeout)
+        found.update(zip(numbers, outcomes, strict=True))
+    reports = conclude([found[number] for number in range(len(schedules))])
+    return reports if isinstance(sch, (list, tuple)) else reports[0]
+
+
+def _schedules(sch: Schedule | Sequence[Schedule], example_inputs: Any) -> tuple[Schedule, ...]:
+    """
+    Raises:
+        ArgumentError: it is no schedule and no list of schedules, or the second argument is one.
+    """
+    from slapo_core.schedule.schedule import Schedule
+
+    if isinstance(example_inputs, Schedule):
+        raise ArgumentError("the second argument of verify is a schedule", hint="verify([sch_a, sch_b], batch)")
+    schedules = tuple(sch) if isinstance(sch, (list, tuple)) else (sch,)
+    for one in schedules or (None,):
+        if not isinstance(one, Schedule):
+            raise ArgumentError(
+                f"verify takes a schedule, or a list of schedules (got {sch!r})",
+                hint="verify(sch, batch), or verify([sch_a, sch_b], batch)",
+            )
+    return schedules

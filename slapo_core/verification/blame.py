@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from slapo_core.spec.record import Record
+from slapo_core.spec.suggestion import Suggestion
+from slapo_core.verification.cures import Cure, Suggest, applied, find_cure, first_cure, without_one
+from slapo_core.verification.failing import Failed, Try, alike_path
+from slapo_core.verification.odd_blocks import as_the_others
+from slapo_core.verification.search import SINGLE_STEPS, Part, Search, nearest
 
-__all__ = ["Blame", "Outcome", "find_steps"]
+__all__ = ["Blame", "find_steps"]
 
-Outcome = Literal["agrees", "differs", "other", "refused"]
-"""Of a trial: it agrees with the untouched model; it fails as the whole schedule does (first in the same tensor, or by
-the same exception at the same place); it fails in another way, so it is another failure, or the part does not stand on
-its own; a step was refused without the others."""
-
-MAX_TRIALS = 40
-SINGLE_STEPS = 6  # so many are tried one by one before anything else
+MAX_CURES = 60  # so many further trials of other steps
+_FEW = 24  # so many steps are tried one by one in the part that is left
+_REPEATED = 8  # so many repeated blocks are tried for the mistake that was found in one
+_NAMED = 3  # so many steps are named at most where it is not known which of them does it
 
 
 @dataclass(frozen=True)
@@ -25,190 +27,226 @@ class Blame:
 
     Args:
         records: what most likely broke the model, oldest first.
-        proven: whether these steps alone reproduce the failure, or taking them away cures it; False means that they
-            are only those nearest to the first tensor that differs.
+        proven: whether these steps alone reproduce the failure, or taking them away, or changing them, cures it; False
+            means that they are only those nearest to the first tensor that differs.
         likewise: paths of repeated blocks whose steps fail in the same way.
         trials: how many copies were tried.
+        suggestion: what makes the schedule agree, tried on a copy; None if nothing did.
+        of_part: whether only the part that was looked at agrees with it, because there are more mistakes.
+        alone: whether there is one step, which fails alone.
+        among: the number of steps that fail only together, of which the records are the nearest; 0 if they are all.
+        ran_out: whether the trials ended before the search did.
+        placed: whether no trial was needed, because only these steps do what was seen at that place.
     """
 
     records: tuple[Record, ...]
     proven: bool
     likewise: tuple[str, ...] = ()
     trials: int = 0
+    suggestion: Suggestion | None = None
+    of_part: bool = False
+    alone: bool = False
+    among: int = 0
+    ran_out: bool = False
+    placed: bool = False
+
+    @classmethod
+    def by_place(cls, records: Sequence[Record]) -> Blame:
+        """The first of steps each of which does it where it stands, and the places of the others."""
+        likewise = tuple(dict.fromkeys(record.path for record in records[1:] if record.path != records[0].path))
+        return cls(tuple(records[:1]), proven=True, likewise=likewise, placed=True)
 
     def __str__(self) -> str:
-        if not self.records:
+        if not self.records and self.proven and self.suggestion is None:
             return (
                 "  no step does it: the same steps on a fresh copy of the untouched model agree with it, so the "
                 "scheduled model, or its weights, were changed outside of the schedule"
             )
-        how = (
-            "the steps that do it, tried on fresh copies of the model:"
-            if self.proven
-            else f"the cause could not be narrowed down in {self.trials} trials; the steps nearest to this tensor are:"
-        )
-        if len(self.records) > 12:
-            shown = [*map(_line, self.records[:8]), f"    ... {len(self.records) - 8} more"]
-        else:
-            shown = [*map(_line, self.records)]
+        shown = [*map(_line, self.records)]
         likewise = [f"  and likewise at {', '.join(self.likewise)}"] if self.likewise else []
-        return "\n".join([f"  {how}", *shown, *likewise])
+        copy = "a copy with the steps around it alone" if self.of_part else "a copy"
+        cured = [f"  suggestion, tried on {copy}, which then agrees: {self.suggestion}"] if self.suggestion else []
+        return "\n".join([f"  {self._how()}", *shown, *likewise, *cured])
+
+    def _how(self) -> str:
+        if self.placed:
+            return "the step that does it, as no other stands around this place:"
+        ended = ", which is as many as there may be" if self.ran_out else ""
+        if not self.proven and self.among:
+            return (
+                f"the cause is not known: {self.among} steps fail only together, as far as {self.trials} trials tell"
+                f"{ended}; those nearest to this tensor are:"
+            )
+        if not self.proven:
+            found = f"the cause could not be narrowed down in {self.trials} trials{ended}"
+            if not self.records:
+                return f"{found}: it may be any of the steps"
+            return f"{found}; the steps nearest to this tensor are:"
+        if self.suggestion is not None and all(change.instead_of is None for change in self.suggestion.changes):
+            return f"a step is missing{' at these' if self.records else ''}, tried on fresh copies of the model:"
+        return "the steps that do it, tried on fresh copies of the model:"
 
 
 def find_steps(
     records: Sequence[Record],
-    try_steps: Callable[[Sequence[Record]], Outcome],
+    try_steps: Try,
     *,
     near: str | None,
     tied: Sequence[frozenset[str]] = (),
+    failed: Failed | None = None,
+    suggest: Suggest = tuple,
+    paths: Sequence[str] = (),
 ) -> Blame:
-    """Narrow ``records``, which fail together, down to a part that fails alone, and in the same way.
+    """Find the part of ``records``, which fail together, that fails alone, and in the same way.
 
     A few steps, or those at the first tensor that differs, are tried one by one first: a step that fails alone, and
-    without which the rest agrees, is it. Then the steps are grouped by sub-tree, from the top: if exactly one group
-    fails alone, or without exactly one group the rest agrees, the search goes on inside of that group; or else
-    sub-trees are left out as long as the rest fails.
-    Repeated blocks (``layer.0``, ``layer.1``) stand for themselves, so among several that fail the first is followed
-    and the others are named. Steps at modules that share a parameter stay together: a tied vocabulary is split in one
-    place and synchronised in another.
+    without which the rest agrees, is it. Then what is likely to be missing is tried. Then the steps are narrowed down
+    by sub-tree, from the top: a group that fails alone with the same numbers is followed, and repeated blocks
+    (``layer.0``, ``layer.1``) stand for themselves, so among several that fail the first is followed and the others are
+    named. Steps at modules that share a parameter stay together: a tied vocabulary is split in one place and
+    synchronised in another. In the part that is left single steps are tried alone, and left out, and changed as
+    plugins suggest: what makes the schedule agree is the cause.
 
     Args:
         records: the whole schedule.
         try_steps: repeats some steps on a fresh copy; every rank must get the same answer.
         near: the module that owns the first tensor that differs, for when nothing is found; None if there is none.
         tied: the paths of modules that share a parameter, one set for each such parameter.
+        failed: in which way the schedule was seen to fail; None if ``try_steps`` knows only one.
+        suggest: asks for other steps to try.
+        paths: of all modules.
     """
-    if not records:
+    steps = tuple(records)
+    if not steps:
         return Blame((), proven=False)
-    search = _Search(try_steps, tied)
-    whole = search.outcome(tuple(records))
+    search = Search(try_steps, tied)
+    whole = search.outcome(steps)
     if whole == "agrees":
         return Blame((), proven=True, trials=search.trials)
-    single = search.single(tuple(records), near)
+    search.target = whole if isinstance(whole, Failed) and (failed is None or whole.is_like(failed)) else failed
+    if search.target is None:
+        return Blame(nearest(steps, near)[:_NAMED], proven=False, trials=search.trials, among=len(steps))
+    found = _find(search, steps, near, suggest, paths)
+    if found.alone:
+        search.budget = search.trials + SINGLE_STEPS + _REPEATED
+        found = dataclasses.replace(found, suggestion=_instead(search, steps, found.records[0], suggest()))
+        if found.suggestion is None and not found.likewise:
+            first, likewise = _repeated(search, steps, found.records[0])
+            found = dataclasses.replace(found, records=(first,), likewise=likewise)
+    return dataclasses.replace(found, trials=search.trials)
+
+
+def _instead(search: Search, steps: Part, step: Record, suggestions: Sequence[Suggestion]) -> Suggestion | None:
+    """What to write in the place of the step that does it, or beside it."""
+    for suggestion in suggestions:
+        is_here = all(change.path == step.path and change.instead_of in (None, step) for change in suggestion.changes)
+        if is_here and search.agrees(applied(steps, suggestion.changes)):
+            return suggestion
+    return None
+
+
+def _repeated(search: Search, steps: Part, step: Record) -> tuple[Record, tuple[str, ...]]:
+    """The first of the same steps that fail alone in repeated blocks, and the blocks of the others."""
+    same = [
+        other
+        for other in steps
+        if str(other.primitive) == str(step.primitive) and alike_path(other.path) == alike_path(step.path)
+    ]
+    others = len(same) <= _REPEATED and not search.agrees(tuple(other for other in steps if other is not step))
+    failing = [other for other in same if other is step or (others and search.is_like((other,)))]
+    blocks = [_block(other.path, failing[0].path) for other in failing[1:]]
+    return failing[0], tuple(dict.fromkeys(blocks))
+
+
+def _block(path: str, other: str) -> str:
+    """The part of a path up to the number in which it differs from another."""
+    levels = path.split(".")
+    differing = [place for place, (own, its) in enumerate(zip(levels, other.split("."), strict=True)) if own != its]
+    return ".".join(levels[: differing[0] + 1]) if differing else path
+
+
+def _find(search: Search, steps: Part, near: str | None, suggest: Suggest, paths: Sequence[str]) -> Blame:
+    single = search.single(steps, near)
     if single is not None:
-        return Blame((single,), proven=True, trials=search.trials)
-    part, likewise = search.narrow(tuple(records))
-    proven = len(part) < len(records) or (len(records) == 1 and whole == "differs")
-    if not proven:
-        return Blame(_nearest(records, near), proven=False, trials=search.trials)
-    return Blame(part, proven=True, likewise=tuple(likewise), trials=search.trials)
+        return Blame((single,), proven=True, alone=True)
+    suggestions = [*as_the_others(steps, paths), *suggest()] if len(steps) > 1 or suggest is not tuple else []
+    cure = first_cure(search, steps, suggestions, paths)
+    if cure is not None:
+        return _cured(cure, steps, search.tied)
+    part = search.narrow(steps, near)
+    ran_out = search.ran_out
+    search.budget = search.trials + MAX_CURES
+    found = _in_part(search, steps, part, near, suggestions, paths)
+    if found is None and search.stopped_at_blocks:
+        search.into_blocks = True
+        smaller = search.narrow(part, near)
+        if len(smaller) < len(part) and search.agrees(_without_alike(steps, smaller)):
+            part = smaller
+            found = _in_part(search, steps, part, near, suggestions, paths)
+    if found is not None:
+        return found
+    likewise = tuple(search.likewise)
+    if len(part) == len(steps):
+        shown = nearest(steps, near)[:_NAMED] if near is not None else ()
+        return Blame(shown, proven=False, ran_out=ran_out)
+    if len(part) <= _NAMED:
+        return Blame(part, proven=_tells_by_numbers(search), likewise=likewise, ran_out=search.ran_out)
+    shown = nearest(part, near)[:_NAMED]
+    return Blame(shown, proven=False, likewise=likewise, among=len(part), ran_out=search.ran_out)
 
 
-class _Search:
-    def __init__(self, try_steps: Callable[[Sequence[Record]], Outcome], tied: Sequence[frozenset[str]]) -> None:
-        self._try = try_steps
-        self._tied = _joined(tied)
-        self._known: dict[tuple[int, ...], Outcome] = {}
-        self.trials = 0
-
-    def outcome(self, part: tuple[Record, ...]) -> Outcome:
-        if not part:
-            return "agrees"
-        key = tuple(record.index for record in part)
-        if key not in self._known:
-            if self.trials >= MAX_TRIALS:
-                return "refused"
-            self.trials += 1
-            self._known[key] = self._try(part)
-        return self._known[key]
-
-    def single(self, records: tuple[Record, ...], near: str | None) -> Record | None:
-        """The step that fails alone, and without which the rest agrees."""
-        likely = records if len(records) <= SINGLE_STEPS else tuple(r for r in records if r.path == near)
-        for record in likely[:SINGLE_STEPS] if len(records) > 1 else ():
-            rest = tuple(other for other in records if other is not record)
-            if self.outcome((record,)) == "differs" and self.outcome(rest) == "agrees":
-                return record
-        return None
-
-    def narrow(self, part: tuple[Record, ...]) -> tuple[tuple[Record, ...], list[str]]:
-        likewise: list[str] = []
-        while len(part) > 1:
-            groups = _groups(part, self._tied)
-            guilty = self._guilty(part, groups, likewise)
-            if guilty is None:
-                guilty = self._shrunk(part, groups)
-            if len(guilty) == len(part):
-                break
-            part = guilty
-        return part, likewise
-
-    def _shrunk(self, part: tuple[Record, ...], groups: dict[str, tuple[Record, ...]]) -> tuple[Record, ...]:
-        """Without the sub-trees that the failure does not need."""
-        if len({record.path for record in part}) == 1:
-            return part  # single steps at one module belong together: a shard without its sync fails by itself
-        for group in groups.values():
-            rest = tuple(record for record in part if record not in group)
-            if rest and self.outcome(rest) == "differs":
-                part = rest
-        return part
-
-    def _guilty(
-        self, part: tuple[Record, ...], groups: dict[str, tuple[Record, ...]], likewise: list[str]
-    ) -> tuple[Record, ...] | None:
-        blocks = {path for path in groups if path.rpartition(".")[2].isdigit()}
-        failing = [path for path, group in groups.items() if self.outcome(group) == "differs"]
-        if len(failing) == 1:
-            return groups[failing[0]]
-        failing_blocks = [path for path in failing if path in blocks]
-        if failing_blocks and len(failing_blocks) == len(failing):
-            likewise.extend(failing_blocks[1:])
-            return groups[failing_blocks[0]]
-        cures = []
-        for path in failing or list(groups):
-            rest = tuple(record for record in part if record not in groups[path])
-            if rest and self.outcome(rest) == "agrees":
-                cures.append(path)
-        return groups[cures[0]] if len(cures) == 1 else None
+def _tells_by_numbers(search: Search) -> bool:
+    """Whether a part that fails in the same way must have the mistake: many mistakes raise the same exception."""
+    return search.target is not None and not search.target.raises
 
 
-def _joined(tied: Sequence[frozenset[str]]) -> list[frozenset[str]]:
-    """Sets that have a path in common, as one set."""
-    joined: list[frozenset[str]] = []
-    for paths in tied:
-        apart = [other for other in joined if not other & paths]
-        joined = [*apart, paths.union(*(other for other in joined if other & paths))]
-    return joined
+def _without_alike(steps: Part, part: Part) -> Part:
+    """The steps without those of ``part``, and without the same ones in all repeated blocks."""
+    alike = {(alike_path(record.path), str(record.primitive)) for record in part}
+    return tuple(record for record in steps if (alike_path(record.path), str(record.primitive)) not in alike)
 
 
-def _groups(part: tuple[Record, ...], tied: Sequence[frozenset[str]]) -> dict[str, tuple[Record, ...]]:
-    """The steps of each sub-tree below the deepest module that holds them all; single steps if that is one module.
-
-    Steps at tied modules that would come into several of these groups make one of their own.
-    """
-    paths = [record.path.split(".") if record.path else [] for record in part]
-    depth = 0
-    while all(len(path) > depth for path in paths) and len({path[depth] for path in paths}) == 1:
-        depth += 1
-    same_place = len({record.path for record in part}) == 1
-    keys = {
-        record.index: f"{record.path}#{record.index}" if same_place else ".".join(path[: depth + 1])
-        for record, path in zip(part, paths, strict=True)
-    }
-    for together in tied if not same_place else ():
-        members = [record for record in part if record.path in together]
-        if len({keys[record.index] for record in members}) > 1:
-            keys.update({record.index: " and ".join(sorted(together)) for record in members})
-    groups: dict[str, list[Record]] = {}
-    for record in part:
-        groups.setdefault(keys[record.index], []).append(record)
-    return {key: tuple(group) for key, group in groups.items()}
+def _in_part(
+    search: Search, steps: Part, part: Part, near: str | None, suggestions: Sequence[Suggestion], paths: Sequence[str]
+) -> Blame | None:
+    """The cause within the part that is left, if it can be shown."""
+    found = part if len(part) == 1 and (len(steps) > 1 or isinstance(search.outcome(part), Failed)) else ()
+    if _NAMED < len(part) <= _FEW:
+        found = next(((record,) for record in part if search.is_same((record,))), ())
+    if found and (_tells_by_numbers(search) or search.agrees(_without_alike(steps, found))):
+        return Blame(found, proven=True, likewise=tuple(search.likewise), alone=True)
+    cure = without_one(search, steps, part) if len(part) <= _FEW else None
+    cure = cure or find_cure(search, steps, part, suggestions, paths)
+    return None if cure is None else _cured(cure, steps, search.tied)
 
 
-def _nearest(records: Sequence[Record], near: str | None) -> tuple[Record, ...]:
-    """The steps at a module; or else at the nearest one around it, below it; or else all."""
-    if near is None:
-        return tuple(records)
-    place = near
-    while True:
-        at = tuple(record for record in records if record.path == place)
-        if at:
-            return at
-        if not place:
-            break
+def _cured(cure: Cure, steps: Part, tied: Sequence[frozenset[str]]) -> Blame:
+    """The steps that are changed, or else those nearest to what is added."""
+    changes = cure.suggestion.changes
+    wrong = tuple(change.instead_of for change in changes if change.instead_of is not None)
+    told = not all(change.primitive is None for change in changes)
+    if not wrong:
+        places = dict.fromkeys(record for change in changes for record in _beside(steps, change.path, tied)[-1:])
+        wrong = tuple(sorted(places, key=lambda record: record.index))[:_NAMED]
+    return Blame(
+        wrong,
+        proven=True,
+        likewise=cure.likewise,
+        suggestion=cure.suggestion if told else None,
+        of_part=cure.of_part,
+    )
+
+
+def _beside(steps: Part, path: str, tied: Sequence[frozenset[str]]) -> Part:
+    """The steps at a module, or at one that is tied to it, or in the smallest sub-tree around it."""
+    at = tuple(record for record in steps if record.path == path)
+    together = frozenset[str]().union(*(paths for paths in tied if path in paths))
+    at = at or tuple(record for record in steps if record.path in together)
+    place = path
+    while place and not at:
+        at = tuple(record for record in steps if record.path == place or record.path.startswith(f"{place}."))
         place = place.rpartition(".")[0]
-    below = tuple(record for record in records if record.path.startswith(f"{near}."))
-    return below or tuple(records)
+    return at
 
 
 def _line(record: Record) -> str:

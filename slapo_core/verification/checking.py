@@ -2,34 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from slapo_core.errors import ArgumentError, VerifyError
+from slapo_core.errors import VerifyError
 from slapo_core.ranks.facts import RankFact, describe, describe_tensor
 from slapo_core.ranks.world import Attempt, World
 from slapo_core.schedule.agreement import SAME_SCRIPT, schedule_facts
 from slapo_core.schedule.obligations import obligations
+from slapo_core.verification.blame import Blame
 from slapo_core.verification.compare import label
 from slapo_core.verification.counterparts import named_tensors
+from slapo_core.verification.failing import Failed
 from slapo_core.verification.freezing import refuse_unsaid_freezing
 from slapo_core.verification.inputs import Inputs
+from slapo_core.verification.loose import without_loose_steps
 from slapo_core.verification.precision import dtype_name, own_dtype
 from slapo_core.verification.report import VerifyReport, merge_largest
+from slapo_core.verification.run import OWN_TYPES
+from slapo_core.verification.several import Outcome, Siblings
 from slapo_core.verification.subjects import Subjects
-from slapo_core.verification.trials import Failed, Ran, Subject, Trials, first_difference, reraise, stages_for
+from slapo_core.verification.trials import OtherRankError, Subject, Trials, first_difference, reraise, stages_for
+from slapo_core.verification.turns import Turned, Turns, UntouchedRunError
 from slapo_core.verification.unexplained import refuse_unexplained
 from slapo_core.verification.untouched import UntouchedRun, UntouchedRuns
 from slapo_core.verification.values import Difference
 
 if TYPE_CHECKING:
     from slapo_core.schedule.schedule import Schedule
+    from slapo_core.spec.record import Record
 
-__all__ = ["Options", "check"]
+__all__ = ["Options", "check_each"]
 
 _SAME_CALL = "make every rank build the same model (torch.manual_seed), and call verify with the same arguments"
 
@@ -45,20 +52,45 @@ class Options:
     more_batches: tuple[Inputs, ...] = ()
 
 
-def check(schedule: Schedule, example_inputs: Any, options: Options) -> VerifyReport:
-    """Verify in this process, together with the other ranks of the mesh; see :func:`slapo_core.verify`."""
-    with World(schedule.mesh) as world:
-        prepared = world.attempt(lambda: _prepare(schedule, example_inputs, options))
+def check_each(
+    schedules: Sequence[Schedule], example_inputs: Any, options: Options, *, siblings: Siblings | None = None
+) -> list[Outcome]:
+    """Verify in this process, one schedule after the other, together with the other ranks of its mesh.
+
+    Args:
+        schedules: of one model; see :func:`slapo_core.verify`.
+        example_inputs: one batch.
+        options: of the call.
+        siblings: all schedules of the call, where ``schedules`` are a part of them.
+    """
+    siblings = siblings or Siblings(schedules)
+    outcomes: list[Outcome] = []
+    for schedule in schedules:
+        try:
+            outcomes.append(_check(schedule, example_inputs, options, siblings))
+        except VerifyError as error:
+            if len(siblings.schedules) == 1 or isinstance(error, OtherRankError):
+                raise
+            outcomes.append(error)
+    return outcomes
+
+
+def _check(schedule: Schedule, example_inputs: Any, options: Options, siblings: Siblings) -> VerifyReport:
+    with World(schedule.mesh, runs_models=True) as world:
+        prepared = world.attempt(lambda: _prepare(schedule, example_inputs, options, siblings))
         reraise(prepared)
         inputs, subjects = prepared.value()
         world.agree(schedule_facts(schedule), hint=SAME_SCRIPT)
-        world.agree(_facts(inputs, subjects.untouched, options), hint=_SAME_CALL)
-        return _Check(world, inputs, subjects, options).run()
+        facts = (*siblings.facts(world.ranks), *_facts(inputs, subjects.untouched, options))
+        world.agree(facts, hint=_SAME_CALL)
+        return _Check(world, inputs, subjects, options, siblings).run()
 
 
-def _prepare(schedule: Schedule, example_inputs: Any, options: Options) -> tuple[Inputs, Subjects]:
-    inputs = Inputs.of(schedule.example_inputs if example_inputs is None else example_inputs)
-    return inputs, Subjects(schedule, device=inputs.device, seed=options.seed)
+def _prepare(schedule: Schedule, example_inputs: Any, options: Options, siblings: Siblings) -> tuple[Inputs, Subjects]:
+    inputs = Inputs.of(example_inputs)
+    subjects = Subjects(schedule, device=inputs.device, seed=options.seed)
+    siblings.require_same_model(schedule, subjects.untouched)
+    return inputs, subjects
 
 
 def _facts(inputs: Inputs, untouched: nn.Module, options: Options) -> Iterator[RankFact]:
@@ -73,10 +105,16 @@ def _facts(inputs: Inputs, untouched: nn.Module, options: Options) -> Iterator[R
 
 
 class _Check:
-    def __init__(self, world: World, inputs: Inputs, subjects: Subjects, options: Options) -> None:
+    def __init__(self, world: World, inputs: Inputs, subjects: Subjects, options: Options, siblings: Siblings) -> None:
         self.world, self.inputs, self.subjects, self.options = world, inputs, subjects, options
+        self.siblings = siblings
         self.schedule = subjects.schedule
         self.trials = Trials(world, inputs, subjects, rtol=options.rtol, atol=options.atol)
+        self.runs = UntouchedRuns(
+            inputs, options.more_batches, subjects, seed=options.seed, optimizer_steps=options.optimizer_steps
+        )
+        self.subject = Subject(self.schedule, subjects.counterparts, subjects.candidate)
+        self.turns = Turns(world, self.runs, self.trials, self.subject, self.schedule.records)
         self.notes: list[str] = []
         if subjects.frozen:
             self.notes.append(f"as the schedule says, in both models: {', '.join(subjects.frozen)}")
@@ -89,70 +127,38 @@ class _Check:
         if own in (torch.float32, torch.float64):
             dtypes.remove(torch.float32)
         raised: list[str] = []
+        tried: list[tuple[UntouchedRun, Attempt[Any]]] = []
         for dtype in dtypes:
-            reference = self._reference(dtype, raised)
-            if reference is None:
+            try:
+                outcome = self.turns.run(dtype)
+            except UntouchedRunError as raising:
+                if dtype is None:
+                    raise raising.refuse() from raising.error
+                raised.append(f"the untouched one raises in {dtype_name(dtype)}: {raising.failure}")
                 continue
-            candidate = self._candidate(reference)
-            if not candidate.failures or own is torch.float64:
+            if outcome.raised is not None:
+                tried.append((outcome.reference, outcome.raised))
+            if outcome.raised is None or own is torch.float64 or OWN_TYPES in outcome.reference.stages:
                 break
             if dtype is not None:
-                raised.append(f"the scheduled model raises in {dtype_name(dtype)}: {candidate.failures[0]}")
-        assert reference is not None
-        if candidate.failures:
-            self._raise_exception(reference, candidate)
+                raised.append(f"the scheduled model raises in {dtype_name(dtype)}: {outcome.raised.failures[0]}")
+        if outcome.raised is not None:
+            self._raise_exception(*_most_precise(tried))
         if raised:
             ran = "the model's own types" if dtype is None else dtype_name(dtype)
             self.notes.append(f"both ran in {ran}, because {'; '.join(raised)}")
-        return self._judge(reference, candidate.value())
-
-    # -- running ----------------------------------------------------------------------------------------------
-
-    def _reference(self, dtype: torch.dtype | None, raised: list[str]) -> UntouchedRun | None:
-        """Run the untouched model; None if it cannot run in ``dtype``, and why is added to ``raised``.
-
-        Raises:
-            ArgumentError: it does not run in its own types either.
-        """
-        runs = UntouchedRuns(
-            self.inputs,
-            self.options.more_batches,
-            self.subjects,
-            seed=self.options.seed,
-            optimizer_steps=self.options.optimizer_steps,
-        )
-        attempt = self.world.attempt(lambda: runs.run(dtype))
-        if not attempt.failures:
-            reference, own_rate = attempt.value()
-            attempt = self.world.attempt(runs.late_stages(reference, min(self.world.gather(own_rate))))
-        if attempt.failures:
-            first = attempt.failures[0]
-            if dtype is None:
-                raise ArgumentError(
-                    f"the untouched model itself fails on the example inputs: {first}",
-                    hint="verify(sch, example_inputs) takes what model(...) takes: a mapping, a tuple, or one argument",
-                ) from attempt.error
-            raised.append(f"the untouched one raises in {dtype_name(dtype)}: {first}")
-            return None
-        return attempt.value()[0]
-
-    def _candidate(self, reference: UntouchedRun) -> Attempt[Ran]:
-        return self.trials.run(self._subject(reference), reference, reference.stages)
-
-    def _subject(self, reference: UntouchedRun) -> Subject:
-        dtype = reference.conditions.dtype
-        return Subject(self.schedule, self.subjects.counterparts, lambda: self.subjects.candidate(dtype))
+        return self._judge(outcome)
 
     # -- judging ----------------------------------------------------------------------------------------------
 
-    def _judge(self, reference: UntouchedRun, ran: Ran) -> VerifyReport:
-        records = self.schedule.records
-        compared = self.world.attempt(lambda: self.trials.compare(reference, ran, records))
-        reraise(compared)
-        shared = self.trials.shared(compared.value())
+    def _judge(self, outcome: Turned) -> VerifyReport:
+        records, reference = self.schedule.records, outcome.reference
+        shared = self.trials.shared(outcome.comparison)
         first = first_difference(self.world, shared)
         if first is not None:
-            self._raise_difference(reference, *first)
+            untouched = self.runs.again(reference, stages_for(first[1].kind))
+            self._raise_difference(untouched, *first, self.trials.gradients(first[1], outcome.comparison), records)
+        self._judge_beside_loose_steps(reference)
         return VerifyReport(
             model=type(self.schedule.model).__name__,
             steps_verified=len(records),
@@ -163,15 +169,40 @@ class _Check:
             optimizer_steps=self.options.optimizer_steps if "updates" in reference.stages else 0,
             largest=merge_largest([comparison.largest for comparison in shared]),
             not_compared=tuple(dict.fromkeys(text for comparison in shared for text in comparison.not_compared)),
-            notes=(*self.notes, *reference.notes, *ran.notes),
+            notes=(*self.notes, *outcome.notes),
         )
 
-    def _raise_difference(self, reference: UntouchedRun, rank: int, found: Difference) -> None:
+    def _judge_beside_loose_steps(self, reference: UntouchedRun) -> None:
+        """Hold the steps that are not approximate to their own promises."""
+        hidden = without_loose_steps(self.trials, self.runs, reference, self.schedule.records)
+        if hidden is None:
+            return
+        if hidden.note:
+            self.notes.append(hidden.note)
+        if hidden.found is not None and hidden.found.first is not None:
+            left_out = ", ".join(f"#{record.index}" for record in hidden.left_out)
+            self.notes.append(f"compared without {left_out}, because the tolerance of approximate steps hides it")
+            gradients = hidden.found.gradients
+            self._raise_difference(hidden.reference, *hidden.found.first, gradients, hidden.rest)
+
+    def _raise_difference(
+        self,
+        untouched: UntouchedRun,
+        rank: int,
+        found: Difference,
+        gradients: Sequence[str],
+        records: Sequence[Record],
+    ) -> None:
         owner = _owner(found)
-        blame = self.trials.blame(reference, stages_for(found.kind), Failed.by(found), near=owner)
+        stages = stages_for(found.kind)
+        if found.by:
+            blame = Blame.by_place([record for record in records if record.index in found.by])
+        else:
+            failed = Failed.by(found)
+            blame = self.trials.blame(untouched, stages, failed, near=owner, gradients=gradients, records=records)
         name = label(found.kind, found.name, self.options.optimizer_steps)
         where = f" on rank {rank}" if not self.world.is_alone else ""
-        tolerance = self.trials.tolerance(reference, self.schedule.records)
+        tolerance = self.trials.tolerance(untouched, records)
         raise VerifyError(
             f"the scheduled model differs from the untouched one, first in {name}{where}: {found.problem}\n"
             f"  allowed: {found.rule or tolerance}\n{blame}{self._missing()}"
@@ -187,17 +218,29 @@ class _Check:
 
     def _raise_exception(self, reference: UntouchedRun, candidate: Attempt[Any]) -> None:
         first = candidate.failures[0]
-        stages = self.trials.stages_raising(self._subject(reference), reference)
+        reference = self.runs.again(reference, reference.stages)
+        stages = self.trials.stages_raising(self.subject, reference)
         blame = self.trials.blame(reference, stages, Failed.with_exception(first), near=None)
         where = f" on rank {first.rank}" if not self.world.is_alone else ""
+        others = [other for other in candidate.failures[1:] if (other.kind, other.where) != (first.kind, first.where)]
+        also = "".join(f"\n  and on rank {other.rank}: {other}" for other in others)
         raise VerifyError(
-            f"the scheduled model raises{where} where the untouched one does not: {first}\n{blame}{self._missing()}",
+            f"the scheduled model raises{where} where the untouched one does not: {first}{also}\n"
+            f"{blame}{self._missing()}",
             rank=None if self.world.is_alone else first.rank,
             steps=[str(record) for record in blame.records],
         ) from candidate.error
 
     def _missing(self) -> str:
         return "".join(f"\n  missing: {violation}" for violation in obligations(self.schedule))
+
+
+def _most_precise(tried: Sequence[tuple[UntouchedRun, Attempt[Any]]]) -> tuple[UntouchedRun, Attempt[Any]]:
+    """Of the runs that raise as the last one did, the first: what cures it agrees there with less rounding."""
+    last = tried[-1][1].failures[0]
+    return next(
+        pair for pair in tried if (found := pair[1].failures[0]).kind == last.kind and found.where == last.where
+    )
 
 
 def _owner(found: Difference) -> str | None:

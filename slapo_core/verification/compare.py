@@ -15,18 +15,34 @@ from slapo_core.verification.counterparts import Counterparts
 from slapo_core.verification.draws import DrawnAlike, compare_draws
 from slapo_core.verification.run import KINDS, Observation
 from slapo_core.verification.tolerance import Tolerance
-from slapo_core.verification.values import Difference, differ
+from slapo_core.verification.values import Difference, differ, is_close_in_norm, largest
 
 __all__ = ["Comparison", "Largest", "compare", "drawn_alike", "label"]
 
-_OF_PARAMETERS = ("gradient", "parameter", "batch gradient", "gradient with dropout")
-_OF_OUTPUTS = ("output", "evaluation output", "batch output", "updated output", "output with dropout")
+_OF_PARAMETERS = ("gradient", "parameter", "batch gradient", "gradient with dropout", "own gradient")
+_OF_OUTPUTS = (
+    "output",
+    "evaluation output",
+    "batch output",
+    "updated output",
+    "output with dropout",
+    "own output",
+    "own evaluation output",
+)
 _OF_DRAWS = ("dropout", "evaluation dropout", "recomputed dropout")
 
 
 @dataclass(frozen=True)
 class Largest:
-    """The largest difference seen in one kind, and how close it came to what is allowed."""
+    """The largest difference seen in one kind, and how close it came to what is allowed.
+
+    Args:
+        kind: what was compared, e.g. ``"gradient"``.
+        compared: how many tensors of that kind.
+        difference: the largest absolute difference between two elements.
+        allowed: what was allowed for that tensor.
+        name: of that tensor, e.g. ``"fc.weight"``.
+    """
 
     kind: str
     compared: int
@@ -36,6 +52,7 @@ class Largest:
 
     @property
     def fraction(self) -> float:
+        """The difference as a share of what is allowed, at most 1 in a report."""
         return self.difference / self.allowed if self.allowed else (math.inf if self.difference else 0.0)
 
 
@@ -46,6 +63,13 @@ class Comparison:
     differences: list[Difference] = field(default_factory=list)
     largest: dict[str, Largest] = field(default_factory=dict)
     not_compared: list[str] = field(default_factory=list)
+
+    def add(self, later: Comparison) -> None:
+        """Take in what was found of other kinds, in whatever order they come."""
+        self.differences = sorted([*self.differences, *later.differences], key=lambda found: KINDS.index(found.kind))
+        seen = self.largest | later.largest
+        self.largest = {kind: seen[kind] for kind in KINDS if kind in seen}
+        self.not_compared += later.not_compared
 
 
 def label(kind: str, name: str, steps: int) -> str:
@@ -66,8 +90,13 @@ def label(kind: str, name: str, steps: int) -> str:
         "updated output": f"{name} in evaluation mode {after_steps}",
         "updated buffer": f"buffer {name} {after_steps}",
         "recomputed dropout": f"recomputed dropout of {name or 'the model'}",
+        "parted dropout": f"shared dropout of {name or 'the model'}",
         "output with dropout": f"{name} with dropout",
         "gradient with dropout": f"gradient of {name} with dropout",
+        "own output": f"{name} in the model's own types",
+        "own buffer": f"buffer {name} after a training step in the model's own types",
+        "own gradient": f"gradient of {name} in the model's own types",
+        "own evaluation output": f"{name} in evaluation mode in the model's own types",
     }[kind]
 
 
@@ -99,8 +128,13 @@ def compare(
         for name, origin, before, after in pairs:
             rule = (finer or {}).get((kind, origin), tolerance)
             allowed = rule.allowed(kind, largest=_largest(before), largest_of_kind=biggest)
-            difference, largest = differ(kind, name, before, after, allowed)
-            seen = Largest(kind, summary.compared + 1, largest, allowed, name)
+            if math.isinf(allowed) and kind.startswith("own "):
+                result.not_compared.append(f"{label(kind, name, 0)}: it overflows in the untouched model")
+                continue
+            difference, apart = differ(kind, name, before, after, allowed)
+            if difference is not None and is_close_in_norm(before, after, rule.of_norm):
+                difference, apart = None, 0.0
+            seen = Largest(kind, summary.compared + 1, apart, allowed, name)
             kept = Largest(kind, seen.compared, summary.difference, summary.allowed, summary.name)
             summary = seen if seen.fraction > kept.fraction or not kept.name else kept
             if difference is not None:
@@ -114,7 +148,13 @@ def drawn_alike(
 ) -> DrawnAlike:
     """Whether this rank's candidate drops the same as the untouched model."""
     expected, got = (seen.of(kind).get("forward", []) for seen in (reference, candidate))
-    return compare_draws(expected, got, is_random=promise.is_random, is_split=counterparts.is_split_around)
+    return compare_draws(
+        expected,
+        got,
+        is_random=promise.is_random,
+        is_split=counterparts.is_split_around,
+        is_here=counterparts.modules.__contains__,
+    )
 
 
 def _drawn(
@@ -125,7 +165,10 @@ def _drawn(
     alike = drawn_alike(kind, reference, candidate, counterparts, tolerance.promise)
     if alike.wrong is None:
         return []
-    hint = "a step that drops in a way of its own (in a kernel) says so: equivalence = Equivalence.RANDOM"
+    hint = (
+        "drop as often and with the same p as the untouched model: F.dropout(x, p, training=self.training); a kernel "
+        "that drops in a way of its own is compared where the model's p is 0"
+    )
     rule = "every module drops as often, and with the same probability, as in the untouched model"
     return [Difference(kind, alike.path, alike.wrong, math.inf, 0.0, hint, rule)]
 
@@ -216,4 +259,7 @@ def _largest(value: Any) -> float:
         return abs(float(value)) if isinstance(value, (int, float)) and math.isfinite(value) else 0.0
     if value.numel() == 0 or not (value.is_floating_point() or value.is_complex()):
         return 0.0
-    return float(value.detach().abs().double().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).max())
+    found = largest(value)
+    if math.isfinite(found):
+        return found
+    return largest(value.detach().abs().double().nan_to_num(nan=0.0, posinf=0.0))

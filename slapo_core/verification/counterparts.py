@@ -30,11 +30,13 @@ class Counterparts:
         correspondence: of the schedule; None where no tensor is compared.
         tensors: every name in the scheduled model, aliases and ties included.
         places: name in the scheduled model -> the place of its tensor in the model's order; tied names share the first.
+        modules: the paths of all modules of the scheduled model.
     """
 
     correspondence: Correspondence | None = None
     tensors: Mapping[str, LiveTensor] = field(default_factory=dict)
     places: Mapping[str, int] = field(default_factory=dict)
+    modules: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, correspondence: Correspondence, model: nn.Module) -> Counterparts:
@@ -42,7 +44,8 @@ class Counterparts:
         tensors = correspondence.by_name(model)
         first: dict[int, int] = {}
         places = {name: first.setdefault(id(live.tensor), place) for place, (name, live) in enumerate(tensors.items())}
-        return cls(correspondence, tensors, places)
+        paths = frozenset(path for path, _ in model.named_modules(remove_duplicate=False))
+        return cls(correspondence, tensors, places, paths)
 
     def explained(self, name: str) -> str | None:
         """The first name of the untouched tensor that a layout says ``name`` is (a piece of); None if none does."""
@@ -61,6 +64,11 @@ class Counterparts:
             return {}
         full = live.layout.full(tensor, self.correspondence.mesh)
         return self.correspondence.translations.to_reference(live, full)
+
+    def is_whole(self, name: str) -> bool:
+        """Whether every rank has the whole of an untouched tensor under this name."""
+        live = self.tensors.get(name)
+        return live is not None and self.explained(name) is not None and not live.layout.placements
 
     def is_split_around(self, path: str) -> bool:
         """Whether a tensor of a module, or of those beside it, is kept in pieces."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import sys
 from collections.abc import Callable, Mapping
@@ -145,7 +146,7 @@ class DropoutMode(TorchFunctionMode):
 def _state(source: torch.Tensor) -> int:
     module = torch.get_device_module(source.device)
     state = torch.get_rng_state() if source.device.type == "cpu" else module.get_rng_state(source.device)
-    return hash(state.numpy().tobytes())
+    return int.from_bytes(hashlib.blake2b(state.numpy().tobytes(), digest_size=8).digest())  # the same on all ranks
 
 
 def _probability(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[float, bool]:

@@ -1,107 +1,173 @@
-"""Verify a schedule whose mesh is only declared: start its processes, replay it there, and verify."""
+"""Verify schedules whose mesh is only declared: start its processes, repeat the steps there, and verify."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+import os
+import pickle
+import sys
+import sysconfig
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from slapo_core.errors import LaunchError, SerializationError, UnknownNameError, VerifyError
-from slapo_core.ranks.launcher import run_ranks
-from slapo_core.schedule.replaying import replay
-from slapo_core.verification.checking import Options, check
+from slapo_core.errors import LaunchError, ReplayError, SerializationError, SlapoError, UnknownNameError, VerifyError
+from slapo_core.ranks.launcher import preload_modules, run_ranks
+from slapo_core.schedule.creation import create_schedule
+from slapo_core.verification.checking import Options, check_each
 from slapo_core.verification.inputs import Inputs
-from slapo_core.verification.report import VerifyReport
-from slapo_core.verification.subjects import copy_model
+from slapo_core.verification.pristine import untouched_with_steps
+from slapo_core.verification.several import Outcome
+from slapo_core.verification.subjects import train_as_at_first
 
 if TYPE_CHECKING:
     from slapo_core.schedule.schedule import Schedule
     from slapo_core.spec.primitive import Primitive
+    from slapo_core.spec.record import Record
 
 __all__ = ["check_in_processes"]
 
 
-def check_in_processes(schedule: Schedule, example_inputs: Any, options: Options, *, timeout: float) -> VerifyReport:
+@dataclass(frozen=True)
+class _Sent:
+    """A schedule on its way: the untouched model, and the steps as values; one pickle keeps what they share."""
+
+    model: nn.Module
+    steps: tuple[Record, ...]
+    plugins: tuple[str, ...]
+
+
+def check_in_processes(
+    schedules: Sequence[Schedule], inputs: Inputs, options: Options, *, timeout: float
+) -> list[Outcome]:
     """Start as many processes as the declared mesh needs, on this machine's CPU, and verify there.
 
     Args:
-        schedule: dry; each process replays its document on a copy of the untouched model.
-        example_inputs: as for :func:`slapo_core.verify`.
+        schedules: dry, with one mesh; each process repeats their steps on copies of the untouched models.
+        inputs: one batch, on the CPU.
         options: as for :func:`slapo_core.verify`.
         timeout: seconds for the whole run.
 
+    Returns:
+        per schedule what the processes found: a report or the error.
+
     Raises:
-        VerifyError: what the processes found.
         SerializationError: a step cannot be sent to another process.
         LaunchError: the model cannot be sent to another process, or the script not be imported there.
         RankFailedError: a process ended otherwise; RankTimeoutError if it hung.
     """
-    assert schedule.mesh is not None
-    inputs = Inputs.of(schedule.example_inputs if example_inputs is None else example_inputs).on_cpu()
-    launch = f"launch the script on every rank instead: `{schedule.mesh.launch_command()}`"
-    why = (
-        f"verify has to repeat this schedule in {schedule.mesh.world_size} processes, because its mesh is only declared"
-    )
+    mesh = schedules[0].mesh
+    assert mesh is not None
+    launch = f"launch the script on every rank instead: `{mesh.launch_command()}`"
+    why = f"verify has to repeat this schedule in {mesh.world_size} processes, because its mesh is only declared"
     try:
-        document = schedule.document()
+        sent = [_sent(schedule) for schedule in schedules]
     except SerializationError as error:
-        raise SerializationError(f"{why}, but {error.message}", hint=launch) from error
-    with schedule.untouched() as model:
-        untouched = copy_model(model)
-    untouched._apply(lambda tensor: tensor if tensor.is_meta else tensor.cpu())
-    primitives = tuple(dict.fromkeys(type(record.primitive) for record in schedule.records))
-    functions = tuple(
-        value
-        for record in schedule.records
-        for name, value in record.primitive.arguments().items()
-        if name in record.primitive.named_functions and callable(value)
-    )
+        hint = f"{error.hint}; or {launch}" if error.hint else launch
+        raise SerializationError(f"{why}, but {error.message}", hint=hint) from error
+    for one in sent:
+        preload_modules(*_installed_modules(one.model))
     try:
-        outcomes = run_ranks(
+        ranks = run_ranks(
             _check_on_rank,
-            untouched,
-            document,
-            primitives,
-            functions,
-            schedule.mesh.sizes,
-            schedule.plugins,
+            sent,
+            mesh.sizes,
             (inputs.args, dict(inputs.kwargs)),
             options,
-            world_size=schedule.mesh.world_size,
+            world_size=mesh.world_size,
             timeout=timeout,
         )
     except LaunchError as error:
         hint = f"{error.hint}; or {launch}" if error.hint else launch
         raise LaunchError(f"{why}, but {error.message}", hint=hint) from error
-    outcome = outcomes[0]
-    if isinstance(outcome, VerifyError):
-        raise outcome
-    return outcome
+    return ranks[0]
+
+
+def _sent(schedule: Schedule) -> _Sent:
+    model, steps = untouched_with_steps(schedule, shares_memory=True)
+    train_as_at_first(model, schedule)
+    model._apply(lambda tensor: tensor if tensor.is_meta else tensor.cpu())
+    whole = []
+    for step in steps:
+        if isinstance(step, SerializationError):
+            raise step
+        for name, value in step.primitive.arguments().items():
+            if isinstance(value, nn.Module):
+                value._apply(lambda tensor: tensor if tensor.is_meta else tensor.cpu())
+            _require_sendable(step, name, value)
+        whole.append(step)
+    return _Sent(model, tuple(whole), schedule.plugins)
+
+
+def _require_sendable(step: Record, name: str, value: Any) -> None:
+    """
+    Raises:
+        SerializationError: pickle refuses the value, or its class; it names the argument and the step.
+    """
+    try:
+        pickle.dumps(value)
+    except Exception as error:  # pickle raises several kinds, and whatever __reduce__ raises
+        what = value if inspect.isroutine(value) or inspect.isclass(value) else type(value)
+        called = getattr(what, "__qualname__", type(what).__name__)
+        raise SerializationError(
+            f"argument '{name}' of {step} cannot be sent to another process: {error}",
+            hint=f"define {called} at the top level of a module, by its own name (no lambda, nothing inside of a "
+            "function), and give what it needs as arguments (functools.partial)",
+        ) from error
+
+
+def _installed_modules(model: nn.Module) -> list[str]:
+    """The modules of installed packages that define the model, which each process would import by itself.
+
+    Those of the user's own are not among them: they may change while the server of the processes lives.
+    """
+    installed = tuple({os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ("purelib", "platlib")})
+    names = dict.fromkeys(type(module).__module__ for module in model.modules())
+    files = {name: getattr(sys.modules.get(name), "__file__", None) or "" for name in names}
+    return [name for name, file in files.items() if os.path.realpath(file).startswith(installed)]
 
 
 def _check_on_rank(
-    model: nn.Module,
-    document: Mapping[str, Any],
-    primitives: tuple[type[Primitive], ...],
-    functions: tuple[Any, ...],  # received: their modules are imported, and replay finds them
+    sent: Sequence[_Sent],
     sizes: Mapping[str, int],
-    plugins: tuple[str, ...],
     inputs: tuple[tuple[Any, ...], dict[str, Any]],
     options: Options,
-) -> VerifyReport | VerifyError:
+) -> list[Outcome]:
+    args, kwargs = inputs
+    try:
+        outcomes = check_each([_repeated(one, sizes) for one in sent], kwargs or args, options)
+    except VerifyError as error:  # of the only one
+        outcomes = [error]
+    for outcome in outcomes:
+        if isinstance(outcome, VerifyError):
+            outcome.__cause__ = None  # sent back as a value, so that it arrives as itself; not so its cause
+    return outcomes
+
+
+def _repeated(sent: _Sent, sizes: Mapping[str, int]) -> Schedule:
+    _register({type(step.primitive): None for step in sent.steps})
+    schedule = create_schedule(sent.model, mesh=sizes, plugins=sent.plugins)
+    for step in sent.steps:
+        try:
+            schedule.apply_at(schedule.tree.node(step.path), step.primitive, location=step.location or None)
+        except SlapoError as error:
+            raise ReplayError(
+                f"{step} was refused on rank {schedule.mesh.global_rank if schedule.mesh else 0}: {error.message}",
+                path=step.path,
+                hint=error.hint,
+            ) from error
+    return schedule
+
+
+def _register(primitives: Mapping[type[Primitive], None]) -> None:
+    """Those that a script registered, or applied as values, are in no installed distribution."""
     from slapo_core.plugins import current_registry
 
     registry = current_registry()
-    for cls in primitives:  # those that a script registered, or applied as values, are in no installed distribution
+    for cls in primitives:
         try:
             registry.load(cls.name, "primitives")
         except UnknownNameError:
             registry.register(cls)
-    args, kwargs = inputs
-    try:
-        schedule = replay(model, document, mesh=sizes, plugins=plugins)
-        return check(schedule, kwargs or args, options)
-    except VerifyError as error:  # the same on every rank; sent back as a value, so that it arrives as itself
-        error.__cause__ = None
-        return error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,34 +91,54 @@ class Inputs:
     def variants(self, model: nn.Module) -> tuple[list[tuple[str, Inputs]], list[str]]:
         """Batches of twice the size, the best to try first, each with what to call it; and why there is none.
 
-        The batch axis is the first one along which all tensors have one size; if there is none, the first axis, of
-        those tensors that have as much there as the first one. The first variant leaves out, too, the tensors that
-        the model can be called without.
+        The first variant leaves out, too, the tensors that the model can be called without.
         """
-        tensors = [tensor for _, tensor in self.tensors() if tensor.dim()]
-        if not tensors or not tensors[0].numel():
+        found = self._batch_axis()
+        if found is None:
             return [], ["a batch of another size was not compared, because no input has a batch axis"]
-        axis = 0
-        for tried in (0, 1):
-            having = [tensor for tensor in tensors if tensor.dim() > tried]
-            if len(having) > tried and len({tensor.shape[tried] for tensor in having}) == 1:
-                axis = tried
-                break
-        size = tensors[0].shape[axis]
-
-        def twice(leaf: Any) -> Any:
-            if not isinstance(leaf, torch.Tensor) or leaf.dim() <= axis or leaf.shape[axis] != size:
-                return leaf
-            value = leaf.detach()
-            return torch.cat([value, value.flip(axis)], axis).requires_grad_(leaf.requires_grad)
-
-        larger = Inputs(pytree.tree_map(twice, self.args), pytree.tree_map(twice, dict(self.kwargs)))
+        axis, size = found
+        larger = self._along(axis, size, lambda value: torch.cat([value, value.flip(axis)], axis))
         called = f"a batch of {2 * size}"
         optional = self._optional(model)
         if not optional:
             return [(called, larger)], []
         fewer = Inputs(larger.args, {name: value for name, value in larger.kwargs.items() if name not in optional})
         return [(f"{called} without {' and '.join(optional)}", fewer), (called, larger)], []
+
+    def of_one(self) -> tuple[str, Inputs] | None:
+        """The first sample alone, with what to call it; None where there is no more than that."""
+        found = self._batch_axis()
+        if found is None or found[1] == 1:
+            return None
+        axis, size = found
+        return "a batch of 1", self._along(axis, size, lambda value: value.narrow(axis, 0, 1).clone())
+
+    def _batch_axis(self) -> tuple[int, int] | None:
+        """The batch axis and its size.
+
+        It is the first axis along which all tensors have one size; if there is none, the first one, of those tensors
+        that have as much there as the first tensor.
+        """
+        tensors = [tensor for _, tensor in self.tensors() if tensor.dim()]
+        if not tensors or not tensors[0].numel():
+            return None
+        axis = 0
+        for tried in (0, 1):
+            having = [tensor for tensor in tensors if tensor.dim() > tried]
+            if len(having) > tried and len({tensor.shape[tried] for tensor in having}) == 1:
+                axis = tried
+                break
+        return axis, tensors[0].shape[axis]
+
+    def _along(self, axis: int, size: int, change: Callable[[torch.Tensor], torch.Tensor]) -> Inputs:
+        """The same inputs with those tensors changed that have ``size`` elements along ``axis``."""
+
+        def changed(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor) or leaf.dim() <= axis or leaf.shape[axis] != size:
+                return leaf
+            return change(leaf.detach()).requires_grad_(leaf.requires_grad)
+
+        return Inputs(pytree.tree_map(changed, self.args), pytree.tree_map(changed, dict(self.kwargs)))
 
     def _optional(self, model: nn.Module) -> list[str]:
         """Tensors given by keyword, beside the first argument, that the model's forward has a default for."""

@@ -23,6 +23,10 @@ _TITLES = {
     "updated buffer": "buffers after the optimiser steps",
     "output with dropout": "outputs with dropout",
     "gradient with dropout": "gradients with dropout",
+    "own output": "outputs, own types",
+    "own buffer": "buffers, own types",
+    "own gradient": "gradients, own types",
+    "own evaluation output": "outputs, evaluation mode, own types",
 }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +11,9 @@ from torch import nn
 from slapo_core.errors import ApplyError, SerializationError
 from slapo_core.schedule.records import primitive_to_json
 from slapo_core.schedule.schedule import Schedule
+from slapo_core.verification.copies import convert, copy_model
 from slapo_core.verification.counterparts import Counterparts, named_tensors
+from slapo_core.verification.pristine import Step, copy_with_steps, untouched_with_steps
 from slapo_core.weights.correspondence import Correspondence
 from slapo_core.weights.initialise import Initialiser, cannot_initialise
 
@@ -20,17 +21,17 @@ if TYPE_CHECKING:
     from slapo_core.spec.record import Record
     from slapo_core.spec.state import LiveTensor
 
-__all__ = ["Subjects", "copy_model"]
+__all__ = ["Subjects", "train_as_at_first"]
 
 
-def copy_model(model: nn.Module) -> nn.Module:
-    """A deep copy whose parameters keep the attributes that were set on them."""
-    copied = copy.deepcopy(model)
-    for name, parameter in copied.named_parameters(remove_duplicate=False):
-        original = model.get_parameter(name)
-        for key, value in original.__dict__.items():
-            parameter.__dict__.setdefault(key, value)
-    return copied
+def train_as_at_first(model: nn.Module, schedule: Schedule) -> None:
+    """Let a copy of the untouched model train what it trained before the first step.
+
+    A step that changes whether a parameter is trained, and does not say so, changes the untouched model's own too.
+    """
+    flags = schedule.tree.tensors.trained_at_first
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(flags.get(name, parameter.requires_grad))
 
 
 class Subjects:
@@ -53,9 +54,9 @@ class Subjects:
         self._seed = seed
         self.correspondence, self._originals = Correspondence.of(schedule)
         self.counterparts = Counterparts.of(self.correspondence, schedule.model)
-        self._template = copy_model(schedule.model)
+        self._template = copy_model(schedule.model, shares_memory=True)
+        self._untouched, self._steps = untouched_with_steps(schedule, shares_memory=True)
         with schedule.untouched() as model:
-            self._untouched = copy_model(model)
             self._values = self._initial_values(model)
         self.frozen = self._train_alike(schedule.tree.tensors.trained)
 
@@ -73,16 +74,16 @@ class Subjects:
 
     def reference(self, dtype: torch.dtype | None) -> nn.Module:
         """A fresh copy of the untouched model."""
-        model = copy_model(self._untouched)
+        model = copy_model(self._untouched, dtype=dtype)
         origins = self.correspondence.survey.origins
         _fill(model, lambda name, tensor: self._values[origins[name]].to(self.device, tensor.dtype, copy=True))
-        return _prepared(model, dtype)
+        return convert(model, dtype)
 
     def candidate(self, dtype: torch.dtype | None) -> nn.Module:
         """A fresh copy of the scheduled model."""
-        model = copy_model(self._template)
+        model = copy_model(self._template, dtype=dtype)
         self._fill_scheduled(model, self.schedule, self.counterparts)
-        return _prepared(model, dtype)
+        return convert(model, dtype)
 
     def frozen_parameters(self) -> list[str]:
         """Parameters of the untouched model that are not trained, though no step decided it."""
@@ -105,35 +106,58 @@ class Subjects:
                 found.append(name)
         return found
 
-    def trial(self, records: Sequence[Record], *, all_trained: bool = False) -> Schedule:
+    def unfrozen_parameters(self) -> list[str]:
+        """Parameters that were frozen before the first step and are trained now, though no step decided it."""
+        return _unfrozen(self.schedule)
+
+    def unfrozen_by(self, records: Sequence[Record]) -> list[str]:
+        """Names of the parameters that ``records`` unfreeze, without saying so.
+
+        Raises:
+            SlapoError: as for :meth:`trial`.
+        """
+        return _unfrozen(self.trial(records, as_at_first=True))
+
+    def trial(self, records: Sequence[Record], *, all_trained: bool = False, as_at_first: bool = False) -> Schedule:
         """A schedule of a fresh copy of the untouched model, with only ``records`` applied.
 
         Args:
             records: the steps.
             all_trained: whether they find every parameter trained, however the untouched model has it.
+            as_at_first: whether they find the parameters trained that were so before the first step.
 
         Raises:
             SlapoError: a step is refused without the others, or cannot be repeated on a copy.
         """
         given = self.schedule
-        model = copy_model(self._untouched)
+        model, steps = copy_with_steps(self._untouched, [self._step(record) for record in records])
         if all_trained:
             for parameter in model.parameters():
                 parameter.requires_grad_(_can_be_trained(parameter))
+        elif as_at_first:
+            train_as_at_first(model, given)
         schedule = Schedule(
             model, mesh=given.mesh, plugins=given.plugins, registry=given.registry, example_inputs=given.example_inputs
         )
         theirs = {id(item) for item in _parts(given.model)} | {id(item) for item in _parts(self._untouched)}
-        for record in records:
-            schedule.apply_at(schedule.tree.node(record.path), copy.deepcopy(record.primitive))
+        for record in steps:
+            if isinstance(record, SerializationError):
+                raise record
+            schedule.apply_at(schedule.tree.node(record.path), record.primitive)
             if not _is_data(record) and any(id(item) in theirs for item in _parts(model)):
                 raise ApplyError(f"{record} gives the same module each time, so it cannot be tried on a copy")
         return schedule
 
+    def _step(self, record: Record) -> Step:
+        """The copy of a step of the schedule; a step that is only tried is taken as it is."""
+        applied = self.schedule.records
+        is_applied = 0 < record.index <= len(applied) and applied[record.index - 1] is record
+        return self._steps[record.index - 1] if is_applied else record
+
     def ready(self, trial: Schedule, counterparts: Counterparts, dtype: torch.dtype | None) -> nn.Module:
         """The model of a trial with its values, to be run once."""
         self._fill_scheduled(trial.model, trial, counterparts)
-        return _prepared(trial.model, dtype)
+        return convert(trial.model, dtype)
 
     def _train_alike(self, decided: Mapping[str, bool]) -> tuple[str, ...]:
         """Freeze in the untouched copy what steps froze on purpose, so that all else can be compared."""
@@ -168,7 +192,7 @@ class Subjects:
             full = self._full(live, counterparts.correspondence)
             if full is None:
                 if not initialiser:
-                    initialiser.append(Initialiser(schedule.model, schedule.hooks, seed=self._seed))
+                    initialiser.append(Initialiser(schedule.model, schedule.hooks, seed=self._seed, is_untouched=False))
                 full = initialiser[0].value(live.name, tuple(live.layout.shape))
             if full is None:
                 raise cannot_initialise([name])
@@ -210,8 +234,14 @@ def _fill(model: nn.Module, value: Any) -> None:
             module._init_flat_weights()  # it keeps further references
 
 
-def _prepared(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
-    return model if dtype is None else model._apply(lambda t: t.to(dtype) if t.is_floating_point() else t)
+def _unfrozen(schedule: Schedule) -> list[str]:
+    table = schedule.tree.tensors
+    found = []
+    for name, parameter in schedule.model.named_parameters():
+        origin = table.layout(parameter, name).origin
+        if parameter.requires_grad and table.trained_at_first.get(origin) is False and origin not in table.trained:
+            found.append(name)
+    return found
 
 
 def _can_be_trained(parameter: nn.Parameter) -> bool:

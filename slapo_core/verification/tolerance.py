@@ -54,6 +54,8 @@ class Tolerance:
         rtol: relative to the largest element of the reference tensor.
         atol: absolute, added to the floor.
         floor: relative to the scale of the kind; 0 where the user gave ``atol``.
+        of_norm: a tensor whose difference has no more than this part of the reference's norm passes, however large it
+            is in single elements; 0: none does.
     """
 
     dtype: torch.dtype
@@ -61,6 +63,7 @@ class Tolerance:
     rtol: float
     atol: float
     floor: float
+    of_norm: float = 0.0
 
     @classmethod
     def of(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -12,14 +11,28 @@ import torch
 from torch import nn
 
 from slapo_core.errors import VerifyError
-from slapo_core.ranks.world import Attempt, Failure, World
+from slapo_core.ranks.world import Attempt, World
 from slapo_core.spec.equivalence import Equivalence
-from slapo_core.verification.blame import Blame, Outcome, find_steps
+from slapo_core.verification.blame import Blame, find_steps
 from slapo_core.verification.compare import Comparison, compare, drawn_alike
 from slapo_core.verification.counterparts import Counterparts
+from slapo_core.verification.failing import Failed, Outcome
 from slapo_core.verification.inputs import Inputs
-from slapo_core.verification.run import EARLY, KINDS, STAGE_OF_KIND, Observation, run_stages
+from slapo_core.verification.parting import advice, parted, tell, without_effect
+from slapo_core.verification.passes import Conditions
+from slapo_core.verification.rounding import OF_NORM
+from slapo_core.verification.run import (
+    EARLY,
+    KINDS,
+    ON_ONE_COPY,
+    OWN_TYPES,
+    STAGE_OF_KIND,
+    Course,
+    Observation,
+    run_stages,
+)
 from slapo_core.verification.subjects import Subjects
+from slapo_core.verification.suggestions import suggestions
 from slapo_core.verification.tolerance import Tolerance
 from slapo_core.verification.untouched import UntouchedRun
 from slapo_core.verification.values import Difference
@@ -29,7 +42,7 @@ if TYPE_CHECKING:
     from slapo_core.schedule.schedule import Schedule
     from slapo_core.spec.record import Record
 
-__all__ = ["Failed", "Ran", "Subject", "Trials", "first_difference", "reraise", "stages_for"]
+__all__ = ["OtherRankError", "Ran", "Subject", "Trials", "Tried", "first_difference", "reraise", "stages_for"]
 
 
 @dataclass(frozen=True)
@@ -38,45 +51,36 @@ class Subject:
 
     schedule: Schedule
     counterparts: Counterparts
-    make: Callable[[], nn.Module]
+    make: Callable[[torch.dtype | None], nn.Module]
 
 
 @dataclass(frozen=True)
 class Ran:
-    """What a scheduled model gave on this rank, and what could not be run."""
+    """What a scheduled model gave on this rank."""
 
     seen: Observation
     counterparts: Counterparts
-    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
-class Failed:
-    """In which way a schedule fails: a part of it is to blame only if it fails in the same way.
+class Tried:
+    """What came of some steps alone, the same on every rank.
 
     Args:
-        kind: of the first difference, or the type of the exception.
-        place: the tensor's name, or the line that raised; blocks of a repeated one count as the same.
-        raises: whether it is an exception.
+        outcome: whether and how they fail.
+        first: the rank and the difference that was found first, if they ran and differ.
+        gradients: the parameters whose gradients differ, where nothing before them does.
     """
 
-    kind: str
-    place: str
-    raises: bool = False
-
-    @classmethod
-    def by(cls, found: Difference) -> Failed:
-        return cls(found.kind, re.sub(r"(?<![^.])\d+(?![^.])", "*", found.name))
-
-    @classmethod
-    def with_exception(cls, failure: Failure) -> Failed:
-        return cls(failure.kind, failure.where, raises=True)
+    outcome: Outcome
+    first: tuple[int, Difference] | None = None
+    gradients: Sequence[str] = ()
 
 
 def stages_for(kind: str) -> tuple[str, ...]:
     """The stages in which a difference of this kind shows, and those that must agree before it counts as the first."""
     stage = STAGE_OF_KIND[kind]
-    return EARLY[: EARLY.index(stage) + 1] if stage in EARLY else (EARLY[0], stage)
+    return ON_ONE_COPY[: ON_ONE_COPY.index(stage) + 1] if stage in ON_ONE_COPY else (EARLY[0], stage)
 
 
 def first_difference(world: World, shared: Sequence[Comparison]) -> tuple[int, Difference] | None:
@@ -89,6 +93,10 @@ def first_difference(world: World, shared: Sequence[Comparison]) -> tuple[int, D
     return min(firsts, key=lambda item: (KINDS.index(item[1].kind), item[0]), default=None)
 
 
+class OtherRankError(VerifyError):
+    """Another rank raises an error of its own, which need not be a VerifyError, and ends with it."""
+
+
 def reraise(attempt: Attempt[Any]) -> None:
     """Raise what a rank raised before anything ran: its own error, or the first one of the others."""
     if not attempt.failures:
@@ -96,7 +104,7 @@ def reraise(attempt: Attempt[Any]) -> None:
     if attempt.error is not None:
         raise attempt.error
     first = attempt.failures[0]
-    raise VerifyError(f"rank {first.rank} could not start: {first}", rank=first.rank)
+    raise OtherRankError(f"rank {first.rank} could not start: {first}", rank=first.rank)
 
 
 @dataclass(frozen=True)
@@ -119,31 +127,73 @@ class Trials:
 
     def run(self, subject: Subject, reference: UntouchedRun, stages: Sequence[str]) -> Attempt[Ran]:
         """Run ``stages`` of a scheduled model under the conditions of the untouched one."""
-        conditions = dataclasses.replace(reference.conditions, adapt_output=_output_adapter(subject.schedule))
         early = [stage for stage in stages if stage in EARLY]
         late = [stage for stage in stages if stage not in EARLY]
-        started = self.world.attempt(
-            lambda: run_stages(subject.make(), self.inputs, conditions, early) if early else Observation()
-        )
+        started = self.world.attempt(lambda: self.start(subject, reference, early))
         if started.failures:
             return Attempt(None, started.error, started.failures)
-        seen, notes, reason = started.value(), [], None
-        if "dropout" in late:
-            reason = self._other_stream(subject, reference, seen)
-            if reason is not None:
-                notes.append(f"outputs and gradients with dropout were not compared: {reason}")
+        course, seen = started.value()
+        reason = self.other_stream(subject, reference, seen) if "dropout" in late else None
 
         def finish() -> Ran:
             for stage in late:
-                seen.values.update(run_stages(subject.make(), self.inputs, conditions, (stage,)).values)
-            if reason is not None:  # but what is recomputed is compared with what this model itself drew
-                for kind in ("output with dropout", "gradient with dropout"):
-                    seen.values.pop(kind, None)
-            return Ran(seen, subject.counterparts, tuple(notes))
+                seen.values.update(self.late(subject, reference, stage, course, other_stream=reason is not None).values)
+            return Ran(seen, subject.counterparts)
 
-        return self.world.attempt(finish)
+        finished = self.world.attempt(finish)
+        if not finished.failures:
+            self.share(seen)
+        return finished
 
-    def _other_stream(self, subject: Subject, reference: UntouchedRun, seen: Observation) -> str | None:
+    def start(
+        self, subject: Subject, reference: UntouchedRun, stages: Sequence[str] = EARLY
+    ) -> tuple[Course, Observation]:
+        """The first stages, and the copy that ran them."""
+        dtype = reference.conditions.dtype
+        course = Course(subject.make(dtype), self.inputs, self._conditions(subject, reference))
+        return course, course.run(stages)
+
+    def late(
+        self, subject: Subject, reference: UntouchedRun, stage: str, course: Course | None, *, other_stream: bool
+    ) -> Observation:
+        """A later stage: on the copy that ran the first ones, or on a fresh one."""
+        conditions = self._conditions(subject, reference)
+        if stage in ON_ONE_COPY:
+            assert course is not None
+            course.conditions = conditions
+            return course.run((stage,))
+        model = subject.make(None if stage == OWN_TYPES else conditions.dtype)
+        seen = run_stages(model, self.inputs, conditions, (stage,))
+        if stage == "dropout":
+            self._tell(subject, seen)
+        if stage == "dropout" and other_stream:  # but what is recomputed is held against what this model itself drew
+            for kind in ("output with dropout", "gradient with dropout"):
+                seen.values.pop(kind)
+        return seen
+
+    def _tell(self, subject: Subject, seen: Observation) -> None:
+        drawn = seen.values.pop("drawn with dropout")["forward"]
+        if self.world.is_alone or subject.schedule.mesh is None:
+            return
+        both = seen.of("output with dropout"), seen.of("gradient with dropout")
+        seen.values["parted dropout"] = {"own": tell(subject.schedule.mesh, *both, drawn, subject.counterparts)}
+
+    def share(self, seen: Observation) -> None:
+        """Let every rank know what the others got with dropout; no rank may have failed since."""
+        own = seen.of("parted dropout").get("own")
+        told = [each for each in self.world.gather(own) if each is not None] if not self.world.is_alone else []
+        if told:
+            seen.values["parted dropout"] = {"ranks": told}
+
+    def advice(self, subject: Subject, reference: UntouchedRun, seen: Observation) -> list[str]:
+        """Notes on the ranks' dropout, where nothing is wrong with it."""
+        told, untouched = seen.of("parted dropout").get("ranks", []), reference.seen.of("dropout")["forward"]
+        return [*filter(None, (advice(told, untouched), without_effect(told, untouched, subject.schedule.records)))]
+
+    def _conditions(self, subject: Subject, reference: UntouchedRun) -> Conditions:
+        return dataclasses.replace(reference.conditions, adapt_output=_output_adapter(subject.schedule))
+
+    def other_stream(self, subject: Subject, reference: UntouchedRun, seen: Observation) -> str | None:
         """Why some rank's dropout gets other random numbers than the untouched model's."""
         promise = Equivalence.weakest(record.primitive.equivalence for record in subject.schedule.records)
         alike = drawn_alike("dropout", reference.seen, seen, subject.counterparts, promise)
@@ -164,47 +214,97 @@ class Trials:
         promises = [record.primitive.equivalence for record in records]
         return Tolerance.of(dtype, promises, rtol=self.rtol, atol=self.atol)
 
+    def _own_tolerance(self, dtype: torch.dtype, records: Sequence[Record], room: float, *, jumps: bool) -> Tolerance:
+        """What the user allows is meant for finer types, so it can only add to what the model's own ones need."""
+        promises = [record.primitive.equivalence for record in records]
+        rule = Tolerance.of(dtype, promises, rtol=None, atol=None)
+        return dataclasses.replace(
+            rule,
+            rtol=max(rule.rtol, self.rtol or 0.0),
+            atol=max(rule.atol, self.atol or 0.0) + room,
+            of_norm=OF_NORM.get(dtype, 0.2) if jumps else 0.0,
+        )
+
     def compare(self, reference: UntouchedRun, ran: Ran, records: Sequence[Record]) -> Comparison:
         """Hold this rank's run against the untouched model's."""
         by_dtype = {dtype: self._tolerance(dtype, records) for dtype in set(reference.finer.values())}
         finer = {place: by_dtype[dtype] for place, dtype in reference.finer.items()}
-        return compare(reference.seen, ran.seen, ran.counterparts, self.tolerance(reference, records), finer)
+        for place, room in reference.room.items():
+            finer[place] = self._own_tolerance(reference.finer[place], records, room, jumps=place[0] == "own gradient")
+        compared = compare(reference.seen, ran.seen, ran.counterparts, self.tolerance(reference, records), finer)
+        told = ran.seen.of("parted dropout").get("ranks", [])
+        untouched = reference.seen.of("dropout").get("forward", [])
+        compared.add(Comparison(parted(told, untouched, records, reference.coarsest)))
+        return compared
 
     def shared(self, own: Comparison) -> list[Comparison]:
         """Every rank's comparison, with its first difference."""
         return self.world.gather(dataclasses.replace(own, differences=own.differences[:1]))
 
+    def gradients(self, first: Difference, own: Comparison) -> list[str]:
+        """The parameters whose gradients differ on any rank, if the first difference is in one."""
+        names = [found.name for found in own.differences if found.kind == first.kind]
+        on_ranks = self.world.gather(names if first.kind == "gradient" else [])
+        return list(dict.fromkeys(name for rank in on_ranks for name in rank))
+
     # -- blame ------------------------------------------------------------------------------------------------
 
-    def blame(self, reference: UntouchedRun, stages: Sequence[str], failed: Failed, *, near: str | None) -> Blame:
-        """The steps that fail as the whole schedule does."""
+    def blame(
+        self,
+        reference: UntouchedRun,
+        stages: Sequence[str],
+        failed: Failed,
+        *,
+        near: str | None,
+        gradients: Sequence[str] = (),
+        records: Sequence[Record] | None = None,
+    ) -> Blame:
+        """The steps that fail as ``records`` do, which are the whole schedule if None.
+
+        ``gradients`` are the parameters whose gradients differ, where nothing before them does.
+        """
 
         def try_steps(part: Sequence[Record]) -> Outcome:
-            return self._try(reference, stages, failed, part)
+            return self.try_steps(reference, stages, part).outcome
 
-        return find_steps(self.subjects.schedule.records, try_steps, near=near, tied=self.subjects.tied_modules())
+        return find_steps(
+            self.subjects.schedule.records if records is None else records,
+            try_steps,
+            near=near,
+            tied=self.subjects.tied_modules(),
+            failed=failed,
+            suggest=lambda: suggestions(self.subjects.schedule, gradients),
+            paths=[path for path, _ in self.subjects.untouched.named_modules()],
+        )
 
-    def _try(self, reference: UntouchedRun, stages: Sequence[str], failed: Failed, part: Sequence[Record]) -> Outcome:
-        """Whether ``part`` alone fails as the whole schedule did; the same answer on every rank."""
+    def try_steps(
+        self,
+        reference: UntouchedRun,
+        stages: Sequence[str],
+        part: Sequence[Record],
+        promises: Sequence[Record] | None = None,
+    ) -> Tried:
+        """What comes of ``part`` alone, held to the promises of its own steps, or of others; the same on every rank."""
         applied = self.world.attempt(lambda: self._trial(part))
         if applied.failures:
-            return "refused"
+            return Tried("refused")
         schedule, counterparts = applied.value()
         schedules = iter([schedule])
 
-        def make() -> nn.Module:
+        def make(dtype: torch.dtype | None) -> nn.Module:
             trial = next(schedules, None) or self.subjects.trial(part)
-            return self.subjects.ready(trial, counterparts, reference.conditions.dtype)
+            return self.subjects.ready(trial, counterparts, dtype)
 
         ran = self.run(Subject(schedule, counterparts, make), reference, stages)
         if ran.failures:
-            return "differs" if Failed.with_exception(ran.failures[0]) == failed else "other"
-        compared = self.world.attempt(lambda: self.compare(reference, ran.value(), part))
+            return Tried(Failed.with_exception(ran.failures[0]))
+        held_to = part if promises is None else promises
+        compared = self.world.attempt(lambda: self.compare(reference, ran.value(), held_to))
         reraise(compared)
         first = first_difference(self.world, self.shared(compared.value()))
         if first is None:
-            return "agrees"
-        return "differs" if Failed.by(first[1]) == failed else "other"
+            return Tried("agrees")
+        return Tried(Failed.by(first[1]), first, self.gradients(first[1], compared.value()))
 
     def _trial(self, part: Sequence[Record]) -> tuple[Schedule, Counterparts]:
         schedule = self.subjects.trial(part)

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from slapo_core.errors import VerifyError
-from slapo_core.verification.blame import Outcome, find_steps
+from slapo_core.verification.blame import find_steps
+from slapo_core.verification.failing import Failed, Outcome
 from slapo_core.weights.correspondence import Correspondence
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ def refuse_unexplained(world: World, subjects: Subjects) -> None:
         tried = world.attempt(lambda: Correspondence.of(subjects.trial(part))[0].unexplained())
         if tried.failures:
             return "refused"
-        return "differs" if any(world.gather(bool(tried.value()))) else "agrees"
+        return Failed("unexplained tensor", "") if any(world.gather(bool(tried.value()))) else "agrees"
 
     path = found.name.rpartition(".")[0]
     blame = find_steps(subjects.schedule.records, try_steps, near=path, tied=subjects.tied_modules())

@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
 from slapo_core.verification.inputs import Inputs
+from slapo_core.verification.passes import Conditions
 from slapo_core.verification.precision import DtypeObserver, coarsest, is_inexact, own_dtype
-from slapo_core.verification.run import EARLY, STAGE_OF_KIND, STAGES, Conditions, Observation, run_stages, step_size
+from slapo_core.verification.rounding import room_for_rounding
+from slapo_core.verification.run import (
+    EARLY,
+    ON_ONE_COPY,
+    OWN_TYPES,
+    STAGE_OF_KIND,
+    Course,
+    Observation,
+    run_stages,
+    step_size,
+)
 from slapo_core.verification.subjects import Subjects
 
-__all__ = ["UntouchedRun", "UntouchedRuns"]
+__all__ = ["Batches", "UntouchedRun", "UntouchedRuns"]
+
+Batches = tuple[tuple[str, Inputs], ...]
+"""Batches, each with what to call it."""
 
 
 @dataclass
@@ -21,13 +35,13 @@ class UntouchedRun:
     """What the untouched model gave, and in which types it computed.
 
     Args:
-        seen: every number that is compared.
+        seen: what it gave in those stages that are being compared.
         conditions: that it ran under.
         stages: that it ran, in their order.
         coarsest: the coarsest type in which it computed anything.
-        finer: kind and name of the tensors that only finer types led to, with the coarsest of these.
+        finer: kind and name of the tensors that other types led to, with the coarsest of these.
         dtype: the type in which it ran.
-        notes: what it could not give.
+        room: kind and name of the tensors in its own types -> the absolute difference that its own rounding makes.
     """
 
     seen: Observation
@@ -36,7 +50,7 @@ class UntouchedRun:
     coarsest: torch.dtype
     finer: Mapping[tuple[str, str], torch.dtype]
     dtype: torch.dtype
-    notes: tuple[str, ...]
+    room: Mapping[tuple[str, str], float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -57,77 +71,82 @@ class UntouchedRuns:
     seed: int
     optimizer_steps: int
 
-    def run(self, dtype: torch.dtype | None) -> tuple[UntouchedRun, float]:
-        """The first two stages of the untouched model, and the learning rate for the last."""
-        model = self.subjects.reference(dtype)
+    def start(self, dtype: torch.dtype | None) -> tuple[UntouchedRun, Course, float]:
+        """The stages that every model can run, the copy that ran them, and a learning rate for the updates."""
         conditions = Conditions(dtype=dtype, seed=self.seed, optimizer_steps=self.optimizer_steps)
+        model = self.subjects.reference(dtype)
         base = dtype or own_dtype(model, (tensor for _, tensor in self.inputs.tensors()))
-        inputs = self.inputs.cast(dtype)  # before observing: the conversion is not the model's
+        course = Course(model, self.inputs.cast(dtype), conditions)  # before observing: casting is not the model's
         observer = DtypeObserver()
         with observer:
-            seen = run_stages(model, inputs, conditions, EARLY)
-        lowest = coarsest([base, *(found for found in observer.seen if _coarser(found, base))])
-        finer = {
-            (kind, name): found
-            for kind in (kind for kind, stage in STAGE_OF_KIND.items() if stage in EARLY)
-            for name, value in seen.of(kind).items()
-            if isinstance(value, torch.Tensor) and _coarser(lowest, found := observer.coarsest_to(value))
-        }
-        return UntouchedRun(seen, conditions, EARLY, lowest, finer, base, ()), step_size(model, seen)
+            seen = course.run(EARLY)
+        course.inputs = self.inputs
+        lowest, finer = _types(seen, observer, base)
+        return UntouchedRun(seen, conditions, EARLY, lowest, finer, base), course, step_size(model, seen)
 
-    def late_stages(self, reference: UntouchedRun, rate: float) -> Callable[[], tuple[UntouchedRun, float]]:
-        def run() -> tuple[UntouchedRun, float]:
-            conditions = dataclasses.replace(reference.conditions, learning_rate=rate)
-            stages, seen = list(EARLY), reference.seen
-            conditions, notes = self._with_further_batches(conditions, seen)
-            if conditions.more_batches:
-                stages.append("batches")
+    def add(self, reference: UntouchedRun, stage: str, course: Course | None = None) -> None:
+        """One more stage: what it gives is added to what was seen."""
+        conditions = reference.conditions
+        if stage == OWN_TYPES:
+            self._add_own_types(reference)
+        elif stage in ON_ONE_COPY:
+            assert course is not None
+            course.conditions = conditions
+            reference.seen.values.update(course.run((stage,)).values)
+        else:
+            model = self.subjects.reference(conditions.dtype)
+            reference.seen.values.update(run_stages(model, self.inputs, conditions, (stage,)).values)
+        reference.stages = (*reference.stages, stage)
 
-            def add(stage: str) -> None:
-                model = self.subjects.reference(conditions.dtype)
-                seen.values.update(run_stages(model, self.inputs, conditions, (stage,)).values)
-                stages.append(stage)
+    def again(self, reference: UntouchedRun, stages: Sequence[str]) -> UntouchedRun:
+        """The same run with what ``stages`` give, of those that it ran."""
+        repeated, course, _ = self.start(reference.conditions.dtype)
+        again = dataclasses.replace(reference, seen=repeated.seen, stages=EARLY)
+        for stage in stages:
+            if stage in reference.stages and stage not in EARLY:
+                self.add(again, stage, course)
+        return again
 
-            if any(is_inexact(tensor) for _, tensor in self.inputs.tensors()):
-                try:
-                    add("inputs")
-                except Exception as error:  # noqa: BLE001 - a model need not be differentiable in its inputs
-                    notes.append(
-                        "gradients of the inputs were not compared, because the untouched model raises: "
-                        f"{type(error).__name__}: {error}"
-                    )
-            if self.optimizer_steps and rate:
-                add("updates")
-            elif self.optimizer_steps:
-                notes.append("no optimiser steps were compared, because no parameter has a finite gradient")
-            if seen.of("dropout")["forward"]:
-                add("dropout")
-            ordered = tuple(stage for stage in STAGES if stage in stages)
-            done = dataclasses.replace(reference, conditions=conditions, stages=ordered, notes=tuple(notes))
-            return done, rate
+    def is_differentiable(self) -> bool:
+        """Whether there are inputs that may have a gradient."""
+        return any(is_inexact(tensor) for _, tensor in self.inputs.tensors())
 
-        return run
+    def further_batches(self) -> tuple[list[tuple[Batches, str]], tuple[str, Inputs] | None, list[str]]:
+        """Further batches to try, the best first: what to run, and what is called the variant in it; notes last.
 
-    def _with_further_batches(self, conditions: Conditions, seen: Observation) -> tuple[Conditions, list[str]]:
-        """The user's further batches, and the best variant of the first one that the untouched model runs on."""
+        The user's own are in all of them; the last one has no variant. In the middle: the batch of one, to run beside
+        them.
+        """
         given = tuple((f"batch {number}", batch) for number, batch in enumerate(self.more_batches, start=2))
         variants, notes = self.inputs.variants(self.subjects.untouched)
-        for more in (*(((variant,), variant[0]) for variant in variants), ((), "")):
-            trying = dataclasses.replace(conditions, more_batches=(*given, *more[0]))
-            if not trying.more_batches:
-                break
-            try:
-                ran = run_stages(self.subjects.reference(conditions.dtype), self.inputs, trying, ("batches",))
-            except Exception as error:  # not every model runs on every variant; the report says so
-                if not more[0]:
-                    raise
-                notes.append(
-                    f"{more[1]} was not compared, because the untouched model raises: {type(error).__name__}: {error}"
-                )
-                continue
-            seen.values.update(ran.values)
-            return trying, notes
-        return conditions, notes
+        choices = [((*given, variant), variant[0]) for variant in variants]
+        return [*choices, (given, "")], self.inputs.of_one(), notes
+
+    def _add_own_types(self, reference: UntouchedRun) -> None:
+        model = self.subjects.reference(None)
+        base = own_dtype(model, (tensor for _, tensor in self.inputs.tensors()))
+        observer = DtypeObserver()
+        with observer:
+            seen = run_stages(model, self.inputs, reference.conditions, (OWN_TYPES,))
+        lowest, finer = _types(seen, observer, base)
+        types = {(kind, name): finer.get((kind, name), lowest) for kind in seen.values for name in seen.of(kind)}
+        reference.room = room_for_rounding(reference.seen, seen, types)
+        reference.finer = {**reference.finer, **types}
+        reference.seen.values.update(seen.values)
+
+
+def _types(
+    seen: Observation, observer: DtypeObserver, base: torch.dtype
+) -> tuple[torch.dtype, dict[tuple[str, str], torch.dtype]]:
+    """The coarsest type that a run computed in, and that of each tensor that only finer ones led to."""
+    lowest = coarsest([base, *(found for found in observer.seen if _coarser(found, base))])
+    finer = {
+        (kind, name): found
+        for kind in STAGE_OF_KIND
+        for name, value in seen.of(kind).items()
+        if isinstance(value, torch.Tensor) and _coarser(lowest, found := observer.coarsest_to(value))
+    }
+    return lowest, finer
 
 
 def _coarser(dtype: torch.dtype, base: torch.dtype) -> bool:

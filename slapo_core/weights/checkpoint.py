@@ -1,9 +1,10 @@
 """Checkpoints in the untouched model's layout: saved under one schedule, loaded under any other.
 
 A directory holds ``model.safetensors`` (the untouched model's state dict, readable by anybody), where needed
-``added.safetensors`` (what replacements added) and ``optimizer.safetensors``, and ``checkpoint.json``. They are
-replaced together: who reads finds the checkpoint before or the new one, wherever a save was interrupted. All carry the
-same identifier, so that files of two checkpoints that were copied into one directory are recognised.
+``added.safetensors`` (what replacements added) and ``optimizer.safetensors``, the configurations of a model that has
+them as transformers' models do (``config.json``), and ``checkpoint.json``. They are replaced together: who reads finds
+the checkpoint before or the new one, wherever a save was interrupted. Those of ours carry the same identifier, so that
+files of two checkpoints that were copied into one directory are recognised.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from slapo_core.errors import BuildError, WeightsError
 from slapo_core.ranks.world import together
+from slapo_core.weights.configurations import write_configurations
 from slapo_core.weights.optimizer_state import OptimizerState
 from slapo_core.weights.sources import SafetensorsSource
 from slapo_core.weights.swap import located, replacing
@@ -38,19 +41,22 @@ def save_checkpoint(
     """Write weights and optimiser state: a collective; the first rank of the mesh writes.
 
     Raises:
+        RankMismatchError: ranks hold different copies of a tensor, or of the optimiser's state; nothing was written.
         BuildError: the optimiser holds something that has no place in a checkpoint, or writing failed; on every rank.
     """
     mesh = state.mesh
+    state.check_replicas(optimizer=optimizer)
     with together(mesh, "saving the optimiser's state"):
         moments = OptimizerState(state, optimizer) if optimizer is not None else None
-    weights = state.state_dict(rank0_only=True, include_added=True)
+    weights = state.whole(rank0_only=True, include_added=True)
     tensors = moments.gather() if moments is not None else {}
     with together(mesh, f"writing the checkpoint '{directory}'"):
         if mesh is None or mesh.is_first_rank:
             own = {key: weights[key] for key in state.correspondence.survey.keys}
             added = {name: tensor for name, tensor in weights.items() if name not in own}
             manifest = {"format": FORMAT, "optimizer": moments.description() if moments is not None else None}
-            _write(Path(directory), {MODEL: own, ADDED: added, OPTIMIZER: tensors}, manifest)
+            model = state.correspondence.tree.root
+            _write(Path(directory), {MODEL: own, ADDED: added, OPTIMIZER: tensors}, manifest, model)
 
 
 def load_checkpoint(
@@ -108,7 +114,9 @@ def _read_added(state: TensorState, added: SafetensorsSource | None) -> list[tup
     return [(live[name].tensor, added.read(name, live[name].layout, state.mesh)) for name in fitting]
 
 
-def _write(directory: Path, files: Mapping[str, Mapping[str, torch.Tensor]], manifest: dict[str, Any]) -> None:
+def _write(
+    directory: Path, files: Mapping[str, Mapping[str, torch.Tensor]], manifest: dict[str, Any], model: nn.Module
+) -> None:
     from safetensors.torch import save_file
 
     identifier = uuid.uuid4().hex
@@ -117,6 +125,7 @@ def _write(directory: Path, files: Mapping[str, Mapping[str, torch.Tensor]], man
     with replacing(directory, last=MANIFEST) as new:
         for name, tensors in written.items():
             save_file(_unshared(tensors), new / name, metadata={"format": "pt", "slapo_checkpoint": identifier})
+        write_configurations(model, new)
         (new / MANIFEST).write_text(json.dumps(manifest, indent=2), encoding="utf-8")
     for name in set(files) - set(written):
         (directory / name).unlink(missing_ok=True)  # of an earlier checkpoint

@@ -71,6 +71,17 @@ class Correspondence:
         return self.tree.mesh
 
     @property
+    def is_spread(self) -> bool:
+        """Whether some tensor is not whole on every rank, so that putting it together takes all of them."""
+        mesh = self.mesh
+        if mesh is None:
+            return False
+        dims = {mesh_dim for live in self._lives() for mesh_dim, _ in live.layout.shards()}
+        dims.update(mesh_dim for live in self._lives() for mesh_dim in live.layout.partials())
+        dims.update(mesh_dim for mesh_dim, _ in self.tree.tensors.kept_on.values())
+        return any(mesh.size(mesh_dim) > 1 for mesh_dim in dims)
+
+    @property
     def translations(self) -> Translations:
         """What plugins say about the tensors that no layout explains; asked once."""
         if self._translations is None:

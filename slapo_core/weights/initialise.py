@@ -1,66 +1,54 @@
-"""The model's own initialisation, run for one tensor at a time, so that any layout starts from the same values.
+"""The model's own initialisation, for one tensor at a time, so that any layout starts from the same values.
 
 A plugin that answers ``slapo_materialize`` for a tensor comes before all this.
 
-It runs on a copy of the model without memory: the tensor that is to be initialised alone gets some, at its full size;
-all others are on the meta device, where initialising costs nothing. The initialisers run in the order in which
-constructing the model runs them: ``reset_parameters()`` of its module and of the modules around it, from the inside
-out, and then ``_init_weights(module)`` of the nearest enclosing module that has such a method, which is the convention
-of transformers' ``PreTrainedModel``, for the same modules. The random generator is seeded from the tensor's name.
+What the initialisers (``initialisers.py``) write is found out once (``recording.py``); of what is understood, any piece
+can be made by itself, drawn once and without what a later initialiser overwrites (``programs.py``). For all else they
+are run again on the whole tensor (``rerun.py``). Which of the two it is depends on the untouched model alone, not on
+the layout.
 
 What a constructor does outside of these methods cannot be repeated: a tensor that only a constructor fills is refused.
 """
 
 from __future__ import annotations
 
-import copy
-import hashlib
-import inspect
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from slapo_core.errors import HookError, WeightsError
-from slapo_core.tree.assignment import Assignment
-from slapo_core.tree.index import ModuleIndex, TensorSites
+from slapo_core.spec.layout import Layout
+from slapo_core.weights.copies import copy_on_meta
+from slapo_core.weights.programs import seed_of
+from slapo_core.weights.recording import record
+from slapo_core.weights.rerun import Rerun
 
 if TYPE_CHECKING:
     from slapo_core.plugins.manager import HookManager
+    from slapo_core.spec.mesh import Mesh
 
-__all__ = ["Initialiser", "cannot_initialise", "copy_on_meta"]
-
-_RESETS = ("reset_parameters", "_reset_parameters")
-_SKIP_MARK = "_is_hf_initialized"  # on a tensor: transformers' initialisers leave it alone
-
-
-def copy_on_meta(model: nn.Module) -> nn.Module:
-    """A deep copy with every parameter and buffer on the meta device, so that it costs no memory."""
-    memo: dict[int, Any] = {}
-    for tensor in (*model.parameters(), *model.buffers()):
-        twin: torch.Tensor = torch.empty_like(tensor.detach(), device="meta")
-        if isinstance(tensor, nn.Parameter):
-            twin = nn.Parameter(twin, requires_grad=tensor.requires_grad)
-        twin.__dict__.update(tensor.__dict__)
-        memo[id(tensor)] = twin
-    return copy.deepcopy(model, memo)
+__all__ = ["Initialiser", "cannot_initialise"]
 
 
 class Initialiser:
-    """Initialises tensors as ``model`` would; the model is only read.
+    """Initialises tensors as ``model`` would; the model is only read, and all that is needed of it copied.
 
     Args:
         model: the untouched one, or the scheduled one for what its steps added.
         hooks: of the schedule: a plugin that answers ``slapo_materialize`` comes before the model's own initialisation.
         seed: mixed into the seed of every tensor.
+        is_untouched: False for a scheduled model. Its tensors may be pieces already, so that what one rank could find
+            out of them depends on the layout; all initialisers are run again for each.
     """
 
-    def __init__(self, model: nn.Module, hooks: HookManager, *, seed: int = 0) -> None:
-        self._index = ModuleIndex(copy_on_meta(model))
-        self._sites = TensorSites(self._index)
+    def __init__(self, model: nn.Module, hooks: HookManager, *, seed: int = 0, is_untouched: bool = True) -> None:
         self._hooks = hooks
         self._seed = seed
+        self._programs = record(model) if is_untouched else {}
+        tensors = (*model.named_parameters(), *model.named_buffers())
+        others = any(tensor.is_meta and name not in self._programs for name, tensor in tensors)
+        self._rerun = Rerun(copy_on_meta(model)) if others else None
 
     def value(self, name: str, shape: tuple[int, ...]) -> torch.Tensor | None:
         """The initial value of one tensor, on the CPU; torch's random state stays as it was.
@@ -76,26 +64,33 @@ class Initialiser:
             WeightsError: an initialiser raised.
             HookError: plugins disagree, or give something else than asked for.
         """
+        return self.piece(name, Layout(name, shape), None)
+
+    def piece(self, name: str, layout: Layout, mesh: Mesh | None) -> torch.Tensor | None:
+        """As :meth:`value`, of which this rank's piece; wherever it can be, nothing else is held in memory.
+
+        Args:
+            name: the tensor's full name in the model.
+            layout: where the rank's piece lies, and the full shape.
+            mesh: None for all of it.
+        """
+        shape, key, program = tuple(layout.shape), f"{self._seed}:{name}", self._programs.get(name)
         with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
-            return self._value(name, shape)
+            whole = self._ask(name, shape, key, program.dtype if program is not None else self._again.dtype(name))
+            if whole is None and program is not None:
+                return program.piece(layout, mesh, key)
+            if whole is None:
+                whole = self._again.value(name, shape, seed_of(key))
+        return layout.local(whole, mesh) if whole is not None else None
 
-    def _value(self, name: str, shape: tuple[int, ...]) -> torch.Tensor | None:
+    @property
+    def _again(self) -> Rerun:
+        assert self._rerun is not None
+        return self._rerun
+
+    def _ask(self, name: str, shape: tuple[int, ...], key: str, dtype: torch.dtype) -> torch.Tensor | None:
         path, _, own_name = name.rpartition(".")
-        present = self._present(path, own_name)
-        given = self._ask(path, own_name, name, shape, present.dtype)
-        if given is not None:
-            return given
-        sites = self._sites.of(present)
-        for site_path, site_name in sites:  # a tied tensor: as its first place does it, if that can
-            value = self._from(site_path, site_name, name, shape, present.dtype)
-            if value is not None:
-                return value
-        return None
-
-    def _ask(
-        self, path: str, own_name: str, seed_name: str, shape: tuple[int, ...], dtype: torch.dtype
-    ) -> torch.Tensor | None:
-        torch.default_generator.manual_seed(_seed_of(seed_name, self._seed))
+        torch.default_generator.manual_seed(seed_of(key))
         answer = self._hooks.single("slapo_materialize", path=path, name=own_name, shape=shape, dtype=dtype)
         if answer is None:
             return None
@@ -105,105 +100,10 @@ class Initialiser:
             got = f"{tuple(value.shape)}, {value.dtype}, {value.device}" if isinstance(value, torch.Tensor) else value
             raise HookError(
                 f"hook slapo_materialize of {label} must give a tensor of shape {shape}, {dtype}, with values, for "
-                f"'{seed_name}' (got {got})",
+                f"'{name}' (got {got})",
                 plugin=label,
             )
         return value.detach().to("cpu")
-
-    def _from(
-        self, path: str, own_name: str, seed_name: str, shape: tuple[int, ...], dtype: torch.dtype
-    ) -> torch.Tensor | None:
-        results = []
-        for background in _backgrounds(dtype):
-            full = torch.full(shape, background, dtype=dtype)
-            placed = self._place(path, own_name, full)
-            try:
-                torch.default_generator.manual_seed(_seed_of(seed_name, self._seed))
-                for label, initialiser in self._initialisers(path):
-                    _run(initialiser, label, seed_name)
-            finally:
-                for holder in placed:
-                    holder.undo()
-            results.append(full)
-        if len(results) == 1:
-            return None if torch.isnan(results[0]).any() else results[0]
-        return results[0] if torch.equal(*results) else None
-
-    def _present(self, path: str, own_name: str) -> torch.Tensor:
-        module = self._index.modules[path]
-        present: torch.Tensor | None = module._parameters.get(own_name)
-        if present is None:
-            present = module._buffers[own_name]
-        assert present is not None
-        return present
-
-    def _place(self, path: str, own_name: str, full: torch.Tensor) -> list[Assignment]:
-        """Put ``full`` into every place of the tensor."""
-        present = self._present(path, own_name)
-        value: torch.Tensor = full
-        if isinstance(present, nn.Parameter):
-            value = nn.Parameter(full, requires_grad=present.requires_grad)
-        value.__dict__.update({key: item for key, item in present.__dict__.items() if key != _SKIP_MARK})
-        placed = []
-        for site_path, site_name in self._sites.of(present):
-            placed.append(Assignment(self._index.modules[site_path], site_name))
-            placed[-1].set(value)
-        return placed
-
-    def _initialisers(self, path: str) -> Iterator[tuple[str, Callable[[], object]]]:
-        chain = list(self._enclosing(path))
-        for place, module in chain:
-            for method in _RESETS:
-                reset = getattr(module, method, None)
-                if callable(reset):
-                    yield f"{type(module).__name__}.{method}() of '{place}'", reset
-                    break
-        for position, (_, module) in enumerate(chain):
-            for place, owner in chain[position:]:
-                if _has_init_weights(owner):
-                    label = f"{type(owner).__name__}._init_weights({type(module).__name__}) of '{place}'"
-                    yield label, lambda owner=owner, module=module: owner._init_weights(module)  # type: ignore[misc]
-                    break
-
-    def _enclosing(self, path: str) -> Iterator[tuple[str, nn.Module]]:
-        while True:
-            yield path, self._index.modules[path]
-            if not path:
-                return
-            path = path.rpartition(".")[0]
-
-
-def _has_init_weights(module: nn.Module) -> bool:
-    method = getattr(type(module), "_init_weights", None)
-    if method is None or not callable(method):
-        return False
-    try:
-        inspect.signature(method).bind(module, module)
-    except TypeError:
-        return False
-    return True
-
-
-def _run(initialiser: Callable[[], object], label: str, name: str) -> None:
-    try:
-        initialiser()
-    except Exception as error:
-        raise WeightsError(
-            f"'{name}' cannot be initialised: {label} raised {type(error).__name__}: {error}",
-            hint='pass weights="dir/with/safetensors", or build the model on the CPU instead of the meta device',
-        ) from error
-
-
-def _backgrounds(dtype: torch.dtype) -> tuple[float | int | bool, ...]:
-    """What a tensor is filled with before, so that an element that was not written shows."""
-    if dtype.is_floating_point or dtype.is_complex:
-        return (float("nan"),)
-    return (False, True)
-
-
-def _seed_of(name: str, seed: int) -> int:
-    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-    return int.from_bytes(digest[:8], "little") >> 1
 
 
 def cannot_initialise(names: list[str]) -> WeightsError:

@@ -126,6 +126,11 @@ class Materialisation:
             name = live.stands_for[0]
             if self._source is not None and name in self._names:
                 return self._source.read(self._names[name], live.layout, mesh)
+            if self._untouched[name].is_meta:
+                piece = self._initialisers["untouched"].piece(name, live.layout, mesh)
+                if piece is None:
+                    self._failed += [name, live.name]
+                return piece
             whole = self._whole(name)
         else:
             parts = {name: self._whole(name) for name in live.stands_for}
@@ -155,7 +160,9 @@ class Materialisation:
     def _initialise(self, which: str, name: str, shape: tuple[int, ...]) -> torch.Tensor | None:
         """The initial value of a tensor of the untouched model, or of one that a step added to the scheduled one."""
         if which not in self._initialisers:
-            self._initialisers[which] = Initialiser(self._schedule.model, self._schedule.hooks, seed=self._seed)
+            self._initialisers[which] = Initialiser(
+                self._schedule.model, self._schedule.hooks, seed=self._seed, is_untouched=False
+            )
         return self._initialisers[which].value(name, shape)
 
     def _install(self, live: LiveTensor, value: torch.Tensor) -> LiveTensor:

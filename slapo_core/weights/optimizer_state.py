@@ -75,7 +75,7 @@ class OptimizerState:
                 self._scalars.setdefault(name, {})[key] = _to_json(value, f"state '{key}' of {self._kind}")
             elif value.dim() and tuple(value.shape) == local_shape:
                 self._tensors.append((full_key, layout, value))
-            elif not value.dim() or not layout.is_sharded:
+            elif not value.dim() or not self._is_split(layout):
                 self._tensors.append((full_key, Layout(full_key, tuple(value.shape)), value))
             else:
                 raise BuildError(
@@ -84,6 +84,9 @@ class OptimizerState:
                     hint="use an optimiser whose state has its parameters' shapes, or save the weights only: "
                     "engine.state_dict()",
                 )
+
+    def _is_split(self, layout: Layout) -> bool:
+        return self._mesh is not None and any(self._mesh.size(mesh_dim) > 1 for mesh_dim, _ in layout.shards())
 
     # -- in ---------------------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from slapo_core.spec.mesh import Mesh
     from slapo_core.weights.survey import Survey, TensorSpec
 
-__all__ = ["MappingSource", "SafetensorsSource", "Source", "check_names", "open_source", "read_tensor"]
+__all__ = ["MappingSource", "SafetensorsSource", "Source", "check_names", "open_source", "placed", "read_tensor"]
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -179,7 +179,7 @@ def _read_segments(stored: Any, layout: Layout, mesh: Mesh | None) -> torch.Tens
     What safetensors gives is the file itself, mapped: who writes into the file later would write into the model.
     """
     piece: torch.Tensor | None = None
-    for ranges in itertools.product(*(_placed(axis) for axis in layout.segments(mesh))):
+    for ranges in itertools.product(*(placed(axis) for axis in layout.segments(mesh))):
         stops = [min(start + length, extent) for (_, start, length), extent in zip(ranges, layout.shape, strict=True)]
         starts = [min(start, stop) for (_, start, _), stop in zip(ranges, stops, strict=True)]
         part = stored[tuple(map(slice, starts, stops))]
@@ -191,7 +191,7 @@ def _read_segments(stored: Any, layout: Layout, mesh: Mesh | None) -> torch.Tens
     return piece
 
 
-def _placed(ranges: list[tuple[int, int]]) -> list[tuple[int, int, int]]:
+def placed(ranges: list[tuple[int, int]]) -> list[tuple[int, int, int]]:
     """``(where it comes in the piece, start, length)`` of each range of one axis."""
     lengths = [length for _, length in ranges]
     return [(sum(lengths[:number]), start, length) for number, (start, length) in enumerate(ranges)]

@@ -15,6 +15,7 @@ from slapo_core.ranks.world import together
 from slapo_core.spec.state import LiveTensor
 from slapo_core.weights.checkpoint import load_checkpoint, save_checkpoint
 from slapo_core.weights.correspondence import Correspondence
+from slapo_core.weights.replicas import compare_all
 from slapo_core.weights.sources import Source, check_names, open_source, read_tensor
 from slapo_core.weights.survey import TensorSpec
 
@@ -32,10 +33,12 @@ class TensorState:
     Args:
         correspondence: which live tensor stands for which untouched one.
         dropped: the values of untouched tensors that the schedule gave up, by first name, on the CPU.
+        draws: whether a training step was seen to draw random numbers of torch.
     """
 
     correspondence: Correspondence
     dropped: dict[str, torch.Tensor] = field(default_factory=dict)
+    draws: bool = False
     _told: bool = False
 
     @classmethod
@@ -65,19 +68,13 @@ class TensorState:
     def tensors(self) -> tuple[LiveTensor, ...]:
         return self.correspondence.live()
 
+    def check_replicas(self, *, optimizer: torch.optim.Optimizer | None = None, repair: bool = False) -> None:
+        compare_all(self.correspondence, optimizer, random=self.draws, repair=repair)
+
     def state_dict(self, *, rank0_only: bool = False, include_added: bool = False) -> dict[str, torch.Tensor]:
-        wanted = not rank0_only or self.mesh is None or self.mesh.is_first_rank
-        full = self._carried(wanted)
-        for live, _ in self.correspondence.translated():
-            value = live.layout.full(live.tensor, self.mesh)
-            if wanted:
-                tensors = self.correspondence.translations.to_reference(live, value)
-                full.update((name, tensor.to("cpu", copy=True).contiguous()) for name, tensor in tensors.items())
-        added = self._added(wanted, include_added)
-        if not wanted:
-            return {}
-        full.update((name, tensor.clone()) for name, tensor in self.dropped.items())
-        return {key: full[origin] for key, origin in self.correspondence.survey.keys.items()} | added
+        if rank0_only or self.correspondence.is_spread:  # else it is this rank's own: other ranks may not call it
+            self.check_replicas()
+        return self.whole(rank0_only=rank0_only, include_added=include_added)
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor] | Source) -> None:
         with together(self.mesh, "reading the state dict"):
@@ -91,6 +88,21 @@ class TensorState:
         load_checkpoint(directory, self, optimizer)
 
     # -- inside -----------------------------------------------------------------------------------------------
+
+    def whole(self, *, rank0_only: bool, include_added: bool) -> dict[str, torch.Tensor]:
+        """As :meth:`state_dict`, and nothing is compared."""
+        wanted = not rank0_only or self.mesh is None or self.mesh.is_first_rank
+        full = self._carried(wanted)
+        for live, _ in self.correspondence.translated():
+            value = live.layout.full(live.tensor, self.mesh)
+            if wanted:
+                tensors = self.correspondence.translations.to_reference(live, value)
+                full.update((name, tensor.to("cpu", copy=True).contiguous()) for name, tensor in tensors.items())
+        added = self._added(wanted, include_added)
+        if not wanted:
+            return {}
+        full.update((name, tensor.clone()) for name, tensor in self.dropped.items())
+        return {key: full[origin] for key, origin in self.correspondence.survey.keys.items()} | added
 
     def prepare(self, source: Source) -> Loading:
         """Check a source against the model, and read all of this rank's pieces; nothing is changed.

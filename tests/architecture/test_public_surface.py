@@ -8,6 +8,7 @@ import slapo_core
 from slapo_core import errors
 
 FUNCTIONS_AND_CLASSES = {
+    "Change",
     "Dialect",
     "Edit",
     "Engine",
@@ -22,12 +23,17 @@ FUNCTIONS_AND_CLASSES = {
     "Record",
     "Schedule",
     "StepResult",
+    "Suggestion",
     "Violation",
     "build",
+    "clip_grad_norm_",
     "create_schedule",
     "hookimpl",
+    "load_state_dict",
     "register_primitive",
     "replay",
+    "save_pretrained",
+    "state_dict",
     "verify",
 }
 

@@ -56,6 +56,10 @@ def build_with_steps_by_rank(case: str) -> str:
         options["optimizer"] = adam if rank == 0 else partial(torch.optim.SGD, lr=0.5)
     if case == "loss" and rank == 0:
         options["loss"] = lambda output, batch: output
+    if case == "accumulate":
+        options["accumulate"] = 1 + rank
+    if case == "failing with another random state":
+        options["optimizer"] = lambda parameters: None if rank == 0 else adam(parameters)
     if case == "option":
         options["find_unused_parameters"] = rank == 1
     if case in ("files", "unreadable file"):
@@ -71,13 +75,18 @@ def build_with_steps_by_rank(case: str) -> str:
         options["weights"] = real("mlp", seed=rank).state_dict()
     if case == "seed":
         options["seed"] = rank
-    torch.manual_seed(rank if case.startswith("random state") else 0)
+    torch.manual_seed(rank if "random state" in case else 0)
+    before = torch.get_rng_state()
     with pytest.MonkeyPatch.context() as patch:
         if case == "unreadable file" and rank == 1:
             patch.setattr(SafetensorsSource, "read", unreadable)
         result = outcome(lambda: slapo.build(schedule, **options))
-    if case not in ("fine", "mesh", "own error", "device", "random state of replicas"):
+    if case.startswith("random state"):
+        assert result == "fine"
+        return f"{checksum(torch.get_rng_state()):016x}"
+    if case not in ("fine", "mesh", "own error", "device"):
         assert not schedule.is_sealed
+        assert torch.equal(before, torch.get_rng_state())
         schedule.undo(to=0)
         assert all(torch.equal(a, b) for a, b in zip(model.parameters(), real_like(case, rank), strict=True))
     return result
@@ -94,7 +103,7 @@ def real_like(case: str, rank: int) -> list[torch.Tensor]:
 CASES = ["fine", "argument", "missing step", "weights", "mesh", "own error", "factory", "files"]
 CASES += ["no optimizer", "no weights", "other weights", "seed"]
 CASES += ["another factory", "loss", "option", "device", "unreadable file"]
-CASES += ["random state", "random state of replicas"]
+CASES += ["random state", "random state of replicas", "failing with another random state", "accumulate"]
 
 
 def build_all(cases: list[str]) -> dict[str, str]:
@@ -194,6 +203,7 @@ def test_ranks_that_call_build_with_other_arguments_are_told_and_none_of_them_ha
         )
         assert result["other weights"].startswith(f"{start}the weights 'fc1.weight':\n  rank 0: (8, 6), torch.float")
         assert result["other weights"].endswith('or the files they came from: weights="dir/with/safetensors"')
+        assert result["accumulate"] == (f"{start}accumulate given to build:\n  rank 0: 1\n  rank 1: 2{SAME_SCRIPT}")
         assert result["seed"] == f"{start}the seed given to build:\n  rank 0: 0\n  rank 1: 1{SAME_SCRIPT}"
         assert result["device"] == f"{start}the device of the model:\n  rank 0: cpu\n  rank 1: meta{SAME_SCRIPT}"
 
@@ -210,16 +220,15 @@ def test_an_option_of_the_runtime_that_would_make_ranks_wait_for_each_other_is_n
 
 
 @pytest.mark.ranks
-def test_ranks_that_share_a_replica_must_draw_the_same_random_numbers(results: list[dict[str, str]]) -> None:
-    states = [checksum(torch.Generator().manual_seed(rank).get_state()) for rank in range(2)]
-    for result in results:
-        assert result["random state"] == (
-            "RankMismatchError: ranks disagree about torch's random state on the CPU:\n"
-            f"  rank 0: seed 0, checksum {states[0]:016x}\n"
-            f"  rank 1: seed 1, checksum {states[1]:016x}\n"
-            "  hint: torch.manual_seed(0) on every rank that shares a replica (same dp rank), before build"
-        )
-        assert result["random state of replicas"] == "fine"
+def test_ranks_that_share_a_replica_draw_as_the_first_of_them_and_replicas_as_they_were_seeded(
+    results: list[dict[str, str]],
+) -> None:
+    states = [f"{checksum(torch.Generator().manual_seed(rank).get_state()):016x}" for rank in range(2)]
+    assert [result["random state"] for result in results] == [states[0], states[0]]
+    assert [result["random state of replicas"] for result in results] == states
+    first, second = (result["failing with another random state"] for result in results)  # its own state is back
+    assert first.startswith("OptimizerError: ")
+    assert second.startswith("BuildError: making the optimiser failed on rank 0")
 
 
 def test_weights_are_compared_by_their_bits_and_files_by_what_is_in_them(tmp_path: Path) -> None:

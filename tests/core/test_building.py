@@ -123,6 +123,7 @@ def test_the_plan_says_what_will_be_done() -> None:
         "plan for target 'torch'\n"
         "  the scheduled Mlp, 3 steps applied\n"
         "  collectives over mesh_dim 'tp' (2 ranks), as the steps say\n"
+        "  one random state for the ranks of mesh_dim 'tp': that of the first of them\n"
         "  DistributedDataParallel over mesh_dim 'dp' (4 ranks)"
     )
 

@@ -77,6 +77,19 @@ def test_without_the_random_state_gradients_differ() -> None:
     assert any(not torch.equal(got[name], expected[name]) for name in expected)
 
 
+def test_what_checkpoint_promises_follows_from_whether_it_keeps_the_random_state() -> None:
+    sch = slapo.create_schedule(MLP(dropout=0.0))
+    sch["layers.0"].checkpoint()
+    assert sch.records[0].primitive.equivalence == slapo.Equivalence.EXACT
+    sch["layers.1"].checkpoint(preserve_rng_state=False)
+    promise = sch.records[1].primitive.equivalence
+    assert promise != slapo.Equivalence.EXACT
+    assert str(promise) == ("EXACT provided what is checkpointed without its random state draws no random numbers")
+    report = slapo.verify(sch, torch.randn(3, 8))  # it draws none: held to the very bits, and the condition is told
+    assert report.tolerance.endswith(f"(float64, {promise})")
+    assert all(entry.difference == 0 for entry in report.largest if entry.compared)
+
+
 @pytest.mark.parametrize("make", [bert, gpt2])
 def test_transformers_layers_train_with_the_same_bits(make: Callable[[], nn.Module]) -> None:
     model = make().train()

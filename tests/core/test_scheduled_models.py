@@ -141,6 +141,19 @@ def test_models_that_share_a_module_are_refused() -> None:
     )
 
 
+def test_models_that_share_an_activation_are_two_models_until_a_step_changes_it() -> None:
+    activation = nn.GELU()  # some models of transformers keep one for all their instances
+    first, second = (nn.Sequential(nn.Linear(4, 4), activation) for _ in range(2))
+    sch = slapo.create_schedule(first)
+    sch["0"].checkpoint()
+    slapo.create_schedule(second)["0"].checkpoint()
+    sch["1"].checkpoint()
+    third = nn.Sequential(nn.Linear(4, 4), activation)
+    with pytest.raises(slapo.ArgumentError) as refused:
+        slapo.create_schedule(third)
+    assert "'1' of this Sequential is a copy, or a part, of a model under another schedule" in str(refused.value)
+
+
 STEPS: dict[str, tuple[Callable[[slapo.Schedule], Any], str]] = {
     "a piece": (lambda sch: sch["1"].apply(Halve()), "1"),
     "a replacement": (lambda sch: sch["1"].replace(nn.Linear(4, 4)), ""),

@@ -88,8 +88,9 @@ def test_a_cnn_with_batch_norm_agrees_in_outputs_buffers_gradients_and_optimiser
     report = slapo.verify(sch, torch.randn(3, 3, 8, 8))
     counts = {entry.kind: entry.compared for entry in report.largest}
     assert counts == {
-        "output": 1, "buffer": 3, "gradient": 6, "evaluation output": 1, "evaluation buffer": 3, "batch output": 1,
+        "output": 1, "buffer": 3, "gradient": 6, "evaluation output": 1, "evaluation buffer": 3, "batch output": 2,
         "batch gradient": 6, "input gradient": 1, "parameter": 6, "updated output": 1, "updated buffer": 3,
+        "own output": 1, "own buffer": 3, "own gradient": 6, "own evaluation output": 1,
     }  # fmt: skip
     assert 0 < largest(report, "output").difference < 1e-14  # it did look: this is no bitwise copy
     assert (report.dtype, report.coarsest_dtype, report.world_size, report.optimizer_steps) == (
@@ -225,6 +226,10 @@ def test_the_report_prints_what_was_compared() -> None:
         "  parameters after the optimiser steps     2 compared: bitwise equal",
         "  outputs after the optimiser steps        1 compared: bitwise equal",
         "  buffers after the optimiser steps        0 compared: none",
+        "  outputs, own types                       1 compared: bitwise equal",
+        "  buffers, own types                       0 compared: none",
+        "  gradients, own types                     2 compared: bitwise equal",
+        "  outputs, evaluation mode, own types      1 compared: bitwise equal",
     ]
 
 
@@ -321,7 +326,7 @@ def test_conditions_hold_while_activations_are_recomputed_in_backward() -> None:
     sch["1"].checkpoint()
     slapo.verify(sch, torch.randn(2, 4))
     # untouched, scheduled, and recomputed for its backwards; in one each of these dropout is on
-    assert len(seen) == 10 + 10 + 7
+    assert len(seen) == 11 + 11 + 8
     assert seen.count(False) == 3
 
 

@@ -63,7 +63,7 @@ def test_arguments_that_can_be_left_out_are_left_out_once() -> None:
     sch = slapo.create_schedule(Watch())
     sch["fc"].checkpoint()
     report = slapo.verify(sch, {"x": torch.randn(3, 4), "mask": torch.ones(3, 4), "scale": 2.0}, optimizer_steps=0)
-    assert set(seen) == {(3, False, 2.0), (6, True, 2.0)}  # a number is no tensor, and stays
+    assert set(seen) == {(3, False, 2.0), (6, True, 2.0), (1, False, 2.0)}  # a number is no tensor, and stays
     assert {entry.kind: entry.compared for entry in report.largest}["batch gradient"] == 2
     assert report.notes == ()
 
@@ -82,6 +82,7 @@ def test_a_batch_that_the_untouched_model_does_not_take_is_not_compared_and_the_
     assert report.notes == (
         "a batch of 6 without mask was not compared, because the untouched model raises: ValueError: a mask, please",
         "a batch of 6 was not compared, because the untouched model raises: ValueError: three rows, please",
+        "a batch of 1 was not compared, because the untouched model raises: ValueError: three rows, please",
     )
     assert "batch output" not in {entry.kind for entry in report.largest}
 
@@ -104,3 +105,54 @@ def test_further_batches_are_compared_when_they_are_given() -> None:
     assert [step.partition("(")[0] for step in error.steps] == ["#2 replace"]
     with pytest.raises(slapo.ArgumentError, match=r"the untouched model itself fails on the example inputs: Runtime"):
         slapo.verify(sch, batch, more_batches=[torch.randn(2, 5)])
+
+
+class OfMany(nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) * (1.01 if input.shape[0] == 1 else 1.0)
+
+
+class Refuses(nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if len(input) == 1:
+            raise ValueError("no single row, please")
+        return super().forward(input)
+
+
+def test_a_step_that_is_wrong_for_one_sample_only_is_found_and_blamed() -> None:
+    sch = slapo.create_schedule(Net())
+    sch["act"].checkpoint()
+    sch["fc"].replace(lambda old: OfMany(4, 4))
+    error = failure(sch, (torch.randn(3, 4), torch.ones(3, 4)))
+    assert error.tensor == "output for a batch of 1"
+    assert [step.partition("(")[0] for step in error.steps] == ["#2 replace"]
+    right = slapo.create_schedule(Net())
+    right["act"].checkpoint()
+    assert slapo.verify(right, torch.randn(3, 4)).notes == ()
+    assert slapo.verify(right, torch.randn(1, 4)).notes == ()
+
+
+def test_one_sample_that_the_untouched_model_does_not_take_is_left_out_and_the_larger_batch_is_compared() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    sch = slapo.create_schedule(model)
+    sch["0"].checkpoint()
+    report = slapo.verify(sch, torch.randn(3, 4))
+    (note,) = report.notes
+    assert note.startswith("a batch of 1 was not compared, because the untouched model raises: ValueError: Expected")
+    assert {entry.kind: entry.name for entry in report.largest}["batch output"] == "output for a batch of 6"
+    sch["2"].replace(lambda old: OfLarger(4, 2))
+    assert failure(sch, torch.randn(3, 4)).tensor == "output for a batch of 6"
+
+
+class OfLarger(nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) * (1.01 if input.shape[0] > 3 else 1.0)
+
+
+def test_a_step_that_raises_for_one_sample_is_not_silent_and_the_report_says_so() -> None:
+    sch = slapo.create_schedule(Net())
+    sch["fc"].replace(lambda old: Refuses(4, 4))
+    report = slapo.verify(sch, torch.randn(3, 4))
+    (note,) = report.notes
+    assert note.startswith("a batch of 1 was not compared, because the scheduled model raises: ValueError: no single")
+    assert {entry.kind: entry.name for entry in report.largest}["batch output"] == "output for a batch of 6"

@@ -53,9 +53,20 @@ class Function(nn.Module):
 
 @dataclass(frozen=True)
 class OwnStream(slapo.Primitive):
-    """Drop out twice with the same probability, which is said to be another stream."""
+    """Draw one number first, so that what is dropped after it is other than in the untouched model."""
 
     name = "drop.own_stream"
+    equivalence = slapo.Equivalence.RANDOM
+
+    def apply(self, node: Node, edit: Edit) -> None:
+        edit.wrap_forward(node, lambda forward: lambda module, x: (torch.rand(()), forward(module, x))[1])
+
+
+@dataclass(frozen=True)
+class Twice(slapo.Primitive):
+    """Drop out twice, and promise the same distribution."""
+
+    name = "drop.twice"
     equivalence = slapo.Equivalence.RANDOM
 
     def apply(self, node: Node, edit: Edit) -> None:
@@ -145,12 +156,15 @@ WRONG: dict[str, tuple[nn.Module, str, str]] = {
 }
 
 
+@pytest.mark.parametrize("random", ["", "layer.2", "layer.1", "layer.1.drop"])
 @pytest.mark.parametrize("name", WRONG)
-def test_dropout_that_is_gone_stronger_or_on_in_evaluation_is_blamed_on_its_step(name: str) -> None:
+def test_dropout_that_is_gone_stronger_or_on_in_evaluation_is_blamed_on_its_step(name: str, random: str) -> None:
     module, tensor, problem = WRONG[name]
     sch = scheduled()
     sch["layer.0"].checkpoint()
     sch["layer.1.drop"].replace(module)
+    if random:  # a promise of other numbers is none of another probability, wherever it was made
+        sch[random].apply(OwnStream())
     error = failure(sch)
     assert error.tensor == tensor
     assert error.message.splitlines()[0] == (
@@ -159,7 +173,8 @@ def test_dropout_that_is_gone_stronger_or_on_in_evaluation_is_blamed_on_its_step
     assert [step.partition("(")[0] for step in error.steps] == ["#2 replace"]
     assert error.path == "layer.1.drop"
     assert error.hint == (
-        "a step that drops in a way of its own (in a kernel) says so: equivalence = Equivalence.RANDOM"
+        "drop as often and with the same p as the untouched model: F.dropout(x, p, training=self.training); a kernel "
+        "that drops in a way of its own is compared where the model's p is 0"
     )
 
 
@@ -177,6 +192,12 @@ def test_a_step_that_promises_another_stream_is_not_held_to_this_one_and_the_rep
     assert report.notes == (
         "outputs and gradients with dropout were not compared: a step promises the same distribution only (RANDOM)",
     )
+
+
+def test_a_step_that_promises_the_same_distribution_and_drops_twice_is_found() -> None:
+    sch = scheduled()
+    sch["layer.1.drop"].apply(Twice())
+    assert failure(sch).message.splitlines()[0].endswith("layer.1.drop: it drops 2 times, not once, with p=0.1")
 
 
 def test_dropout_of_another_shape_is_not_compared_and_the_report_says_where() -> None:
@@ -262,6 +283,8 @@ def test_on_several_ranks_dropout_is_compared_unless_a_rank_drops_in_a_piece() -
     assert pieces.notes == (
         "outputs and gradients with dropout were not compared: 'inner' draws for (4, 8), where the untouched model "
         "draws for (4, 16)",
+        "the ranks drop the same elements of different pieces at 'inner': "
+        'sch["inner"].fork_rng() lets each draw its own',
     )
     assert wrong.tensor == "recomputed dropout of after"
     assert wrong.steps == ("#5 checkpoint(False) at 'after'",)
@@ -284,3 +307,20 @@ def test_a_region_that_tensors_are_split_in_may_draw_another_number_of_times_but
     assert compare_draws([draw("b")], [draw("b", order=(1, 0))], **rules).other_stream == (
         "'b' draws in another order than the untouched model"
     )
+
+
+def test_dropout_beside_split_layers_may_not_be_gone_or_grow_unless_it_draws_for_other_pieces() -> None:
+    rules: dict[str, Any] = {"is_random": False, "is_split": lambda path: True}
+    gone = compare_draws([draw("a"), draw("b")], [draw("b")], **rules)
+    assert (gone.path, gone.wrong) == ("a", "it drops nothing, where the untouched model drops with p=0.1")
+    on_another_rank = compare_draws([draw("a"), draw("b")], [draw("b")], is_here=lambda path: path != "a", **rules)
+    assert on_another_rank.wrong is None
+    whole = compare_draws([draw("a")], [draw("a"), draw("a")], **rules)
+    assert whole.wrong == "it drops 2 times, not once, with p=0.1"
+    pieces = compare_draws([draw("a")], [draw("a", shape=(2, 2)), draw("a", shape=(2, 2))], **rules)
+    assert pieces.other_stream == "'a' draws 2 times, not once"
+    # What is right at one module excuses nothing at another one.
+    both = compare_draws([draw("a"), draw("a"), draw("b")], [draw("a")], **rules)
+    assert (both.path, both.wrong) == ("b", "it drops nothing, where the untouched model drops with p=0.1")
+    moved = compare_draws([draw("a")], [draw("a.0")], **rules)
+    assert (moved.wrong, moved.other_stream) == (None, None)

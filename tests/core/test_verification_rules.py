@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -12,9 +12,11 @@ import torch
 import slapo_core as slapo
 from slapo_core.spec.edit import Edit
 from slapo_core.spec.node import Node
+from slapo_core.spec.suggestion import Change, Suggestion
 from slapo_core.verification.blame import find_steps
 from slapo_core.verification.compare import compare
 from slapo_core.verification.counterparts import Counterparts
+from slapo_core.verification.failing import Failed, Outcome
 from slapo_core.verification.leaves import output_leaves
 from slapo_core.verification.run import Observation
 from slapo_core.verification.tolerance import Tolerance
@@ -139,11 +141,11 @@ LAYER = ("attention.query", "attention.output", "mlp.up", "mlp.down")
 def search(steps: list[slapo.Record], guilty: set[int], *, units: Sequence[set[int]] = (), near: str | None = None):
     """Search where ``guilty`` steps differ together; a part of a unit without the rest of it runs into an exception."""
 
-    def try_steps(part: Sequence[slapo.Record]) -> str:
+    def try_steps(part: Sequence[slapo.Record]) -> Outcome:
         present = {record.index for record in part}
         if any(present & unit and not unit <= present for unit in units):
-            return "other"
-        return "differs" if guilty <= present else "agrees"
+            return Failed("other", "")
+        return Failed("output", "") if guilty <= present else "agrees"
 
     return find_steps(steps, try_steps, near=near)
 
@@ -170,7 +172,7 @@ def test_the_search_leaves_out_what_the_failure_does_not_need() -> None:
 
 def test_the_same_mistake_in_every_layer_is_named_once() -> None:
     steps = records(*(f"layer.{index}.fc" for index in range(3)))
-    blame = find_steps(steps, lambda part: "differs", near=None)
+    blame = find_steps(steps, lambda part: Failed("output", ""), near=None)
     assert [record.index for record in blame.records] == [1]
     assert blame.likewise == ("layer.1", "layer.2")
 
@@ -179,13 +181,60 @@ def test_steps_that_fail_only_together_are_given_together_and_otherwise_the_near
     steps = records("encoder.a", "encoder.b", "decoder.c", "decoder.d")
     assert [record.index for record in search(steps, {1, 2}).records] == [1, 2]
     blame = search(steps, {1, 3}, near="decoder.c")
-    assert ([record.index for record in blame.records], blame.proven) == ([3], False)
-    assert "the cause could not be narrowed down in" in str(blame)
+    assert ([record.index for record in blame.records], blame.proven) == ([1, 3], True)
+    steps = records("encoder.a", "encoder.b", "decoder.c", "decoder.d", "head")
+    blame = search(steps, {1, 2, 3, 4}, near="decoder.c")
+    assert ([record.index for record in blame.records], blame.proven, blame.among) == ([3], False, 4)
+    assert str(blame).startswith("  the cause is not known: 4 steps fail only together, as far as ")
+
+
+def sized(guilty: dict[int, float], *, units: Sequence[set[int]] = ()) -> Callable[[Sequence[slapo.Record]], Outcome]:
+    """Each guilty step adds to the difference in the output; a part of a unit without the rest of it adds 7.77."""
+
+    def try_steps(part: Sequence[slapo.Record]) -> Outcome:
+        present = {record.index for record in part}
+        size = sum(guilty.get(index, 0.0) for index in present)
+        size += sum(7.77 for unit in units if present & unit and not unit <= present)
+        return Failed("output", "output", size) if size else "agrees"
+
+    return try_steps
+
+
+def test_a_part_that_fails_with_other_numbers_is_not_followed() -> None:
+    steps = records("layer.0.a", "layer.1.a", "layer.2.a", "layer.2.b")
+    blame = find_steps(steps, sized({3: 0.25}, units=[{1, 2}]), near=None)
+    assert [record.index for record in blame.records] == [3]
+    assert blame.likewise == ()
+
+
+def test_steps_that_are_coupled_over_all_blocks_are_followed_across_them() -> None:
+    kinds = ("attention.query", "attention.key", "attention.output", "mlp.up", "mlp.down")
+    steps = records(*(f"layer.{index}.{kind}" for index in range(3) for kind in kinds))
+    attention = {record.index for record in steps if ".attention." in record.path}
+    blame = find_steps(steps, sized({7: 0.5}, units=[attention]), near="layer.1.attention.key")
+    assert ([record.index for record in blame.records], blame.proven, blame.among) == ([7], False, 9)
+
+
+def test_a_step_that_a_plugin_suggests_is_told_when_the_schedule_agrees_with_it() -> None:
+    steps = records("layer.0.a", "layer.0.b", "layer.0.c", "layer.0.d")
+
+    def try_steps(part: Sequence[slapo.Record]) -> Outcome:
+        wrong = {1, 2, 3, 4} <= {record.index for record in part}
+        cured = any(record.path == "layer.0.norm" for record in part)
+        return Failed("gradient", "x", 1.0) if wrong and not cured else "agrees"
+
+    wrong, right = (Suggestion((Change(path, Step()),)) for path in ("layer.0.e", "layer.0.norm"))
+    blame = find_steps(steps, try_steps, near=None, suggest=lambda: [wrong, right])
+    assert str(blame).splitlines()[0] == "  a step is missing at these, tried on fresh copies of the model:"
+    assert str(blame).splitlines()[-1] == (
+        "  suggestion, tried on a copy, which then agrees: add sch['layer.0.norm'].step()"
+    )
+    assert find_steps(steps, try_steps, near=None, suggest=lambda: [wrong]).suggestion is None
 
 
 def test_the_number_of_trials_is_bounded() -> None:
     steps = records(*(f"part{index}" for index in range(500)))
-    blame = search(steps, {499}, near="part3")
+    blame = search(steps, {1, 499}, near="part3")
     assert blame.trials == 40
     assert ([record.path for record in blame.records], blame.proven) == (["part3"], False)
 
@@ -194,3 +243,13 @@ def test_steps_that_agree_on_a_fresh_copy_are_not_blamed() -> None:
     blame = find_steps(records("a", "b"), lambda part: "agrees", near="a")
     assert blame.records == ()
     assert str(blame).strip().startswith("no step does it: ")
+
+
+@pytest.mark.parametrize(("share", "found"), [(0.0, 1), (0.05, 1), (0.2, 0)])
+def test_a_jump_in_one_element_of_a_gradient_counts_by_what_it_makes_of_the_whole(share: float, found: int) -> None:
+    before = torch.ones(100, dtype=torch.bfloat16)
+    after = before.clone()
+    after[3] = 2.0  # a tenth of the norm
+    tolerance = Tolerance(torch.bfloat16, REORDERED, rtol=0.04, atol=0.0, floor=0.0, of_norm=share)
+    seen = [Observation({"own output": {"x": value}}) for value in (before, after)]
+    assert len(compare(*seen, Counterparts(), tolerance).differences) == found

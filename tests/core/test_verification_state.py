@@ -13,6 +13,12 @@ import slapo_core as slapo
 from slapo_core.spec.edit import Edit
 from slapo_core.spec.node import Node
 
+ONE_SAMPLE = (
+    "a batch of 1 was not compared, because the untouched model raises: ValueError: Expected more than 1 value per "
+    "channel when training, got input size torch.Size([1, 8])"
+)
+"""BatchNorm does not train on one."""
+
 
 class Net(nn.Module):
     def __init__(self) -> None:
@@ -140,10 +146,92 @@ def test_freezing_a_parameter_without_saying_so_is_found_and_blamed(path: str, n
 def test_freezing_that_is_said_or_was_there_before_agrees() -> None:
     sch = slapo.create_schedule(Net())
     sch["fc1"].apply(Freeze("weight", says_so=True))
-    assert slapo.verify(sch, torch.randn(5, 6)).notes == ("as the schedule says, in both models: fc1.weight (frozen)",)
+    assert slapo.verify(sch, torch.randn(5, 6)).notes == (
+        "as the schedule says, in both models: fc1.weight (frozen)",
+        ONE_SAMPLE,
+    )
     model = Net()
     model.fc2.requires_grad_(False)
     sch = slapo.create_schedule(model)
     sch["fc1"].checkpoint()
     sch["fc2"].replace(lambda old: nn.Linear(8, 6))
-    assert slapo.verify(sch, torch.randn(5, 6)).notes == ()
+    assert slapo.verify(sch, torch.randn(5, 6)).notes == (ONE_SAMPLE,)
+
+
+@dataclass(frozen=True)
+class Unfreeze(slapo.Primitive):
+    """Train a parameter, and say so or not; in one of the ways below."""
+
+    name = "state.unfreeze"
+    equivalence = slapo.Equivalence.EXACT
+    way: str
+
+    def apply(self, node: Node, edit: Edit) -> None:
+        weight = node.parameters["weight"]
+        if self.way == "said":
+            edit.set_requires_grad(node, "weight", True)
+        elif self.way == "the same object":
+            node.module.requires_grad_(True)
+            edit.annotate(node, "weight", "note", "nothing else")
+        else:
+            edit.set_parameter(node, "weight", nn.Parameter(weight.detach().clone()))
+
+
+def unfreezing(old: nn.Module) -> nn.Module:
+    new = nn.Linear(2, 2)
+    new.weight, new.bias = old.weight, old.bias
+    new.weight.requires_grad_(True)
+    return new
+
+
+def partly_frozen() -> Net:
+    torch.manual_seed(0)
+    model = Net()
+    model.fc1.requires_grad_(False)
+    model.unused.requires_grad_(False)
+    return model
+
+
+@pytest.mark.parametrize("path", ["fc1", "unused"])
+@pytest.mark.parametrize("way", ["the same object", "another object"])
+def test_unfreezing_a_parameter_without_saying_so_is_found_and_blamed(path: str, way: str) -> None:
+    sch = slapo.create_schedule(partly_frozen())
+    sch["fc2"].checkpoint()
+    sch[path].apply(Unfreeze(way))
+    error = failure(sch)
+    assert error.message.splitlines()[0] == (
+        f"parameter {path}.weight is frozen in the untouched model and trained in the scheduled one, and the step that "
+        "unfroze it did not say so"
+    )
+    assert error.steps == (f"#2 unfreeze('{way}') at '{path}'",)
+    assert error.hint == "edit.set_requires_grad(node, 'weight', True)"
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("mesh", [None, {"tp": 2}])
+def test_a_replacement_that_unfreezes_is_found_in_this_process_and_in_others(mesh: dict[str, int] | None) -> None:
+    sch = slapo.create_schedule(partly_frozen(), mesh=mesh)
+    sch["fc2"].checkpoint()
+    sch["unused"].replace(unfreezing)
+    error = failure(sch)
+    assert (error.tensor, error.path) == ("unused.weight", "unused")
+    (step,) = error.steps
+    assert step.startswith("#2 replace(")
+
+
+def test_unfreezing_that_is_said_or_done_by_the_user_agrees() -> None:
+    sch = slapo.create_schedule(partly_frozen())
+    sch["fc1"].apply(Unfreeze("said"))
+    sch["fc2"].replace(lambda old: nn.Linear(8, 6))
+    report = slapo.verify(sch, torch.randn(5, 6))
+    assert [note for note in report.notes if "schedule says" in note] == [
+        "as the schedule says, in both models: fc1.weight (trained)"
+    ]
+    model = partly_frozen()
+    sch = slapo.create_schedule(model)
+    sch["fc2"].checkpoint()
+    model.fc1.requires_grad_(True)  # between the steps, and by no step
+    assert slapo.verify(sch, torch.randn(5, 6)).notes == (ONE_SAMPLE,)
+    sch = slapo.create_schedule(partly_frozen())  # a fresh module takes the place, the tensors stay
+    sch["fc1"].replace(lambda old: nn.Linear(6, 8))
+    assert slapo.verify(sch, torch.randn(5, 6)).notes == (ONE_SAMPLE,)

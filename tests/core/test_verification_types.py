@@ -103,3 +103,128 @@ def test_a_number_taken_out_of_a_tensor_carries_its_type_on() -> None:
     sch = slapo.create_schedule(TwoHeads(as_number=True))
     sch["fine"].replace(off(1 + 1e-7))
     assert slapo.verify(sch, torch.randn(3, 4))
+
+
+class Branching(nn.Linear):
+    """A linear layer that is wrong by a tenth for one type, in one place."""
+
+    wrong_in: torch.dtype | None = None
+    place = "forward"
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        out = super().forward(input)
+        if input.dtype is not self.wrong_in:
+            return out
+        if self.place == "raises":
+            raise ValueError("no kernel of this type")
+        if self.place == "gradient":
+            return out + 0.3 * (out - out.detach())
+        if self.place == "evaluation" and self.training:
+            return out
+        return out * 1.3
+
+
+def branching(wrong_in: torch.dtype | None, place: str, dtype: torch.dtype) -> nn.Module:
+    module = Branching(4, 4)
+    module.wrong_in, module.place = wrong_in, place
+    return module.to(dtype)
+
+
+def three_layers(dtype: torch.dtype) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 4)).to(dtype)
+
+
+OWN = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.mark.parametrize("dtype", OWN)
+@pytest.mark.parametrize(
+    ("place", "tensor"),
+    [
+        ("forward", "output in the model's own types"),
+        ("gradient", "gradient of 2.bias in the model's own types"),
+        ("evaluation", "output in evaluation mode in the model's own types"),
+    ],
+)
+def test_code_that_is_wrong_in_the_models_own_type_only_is_found_and_blamed(
+    dtype: torch.dtype, place: str, tensor: str
+) -> None:
+    sch = slapo.create_schedule(three_layers(dtype))
+    sch["0"].checkpoint()
+    sch["2"].replace(branching(dtype, place, dtype))
+    with pytest.raises(slapo.VerifyError) as caught:
+        slapo.verify(sch, torch.randn(3, 4, dtype=dtype))
+    assert caught.value.tensor == tensor
+    (step,) = caught.value.steps
+    assert step.startswith("#2 replace(")
+    assert str(dtype).removeprefix("torch.") in caught.value.message.splitlines()[1]
+
+
+def test_code_that_raises_in_the_models_own_type_only_is_found_and_blamed() -> None:
+    sch = slapo.create_schedule(three_layers(torch.float32))
+    sch["0"].checkpoint()
+    sch["2"].replace(branching(torch.float32, "raises", torch.float32))
+    with pytest.raises(
+        slapo.VerifyError, match="raises where the untouched one does not: ValueError: no kernel"
+    ) as caught:
+        slapo.verify(sch, torch.randn(3, 4))
+    (step,) = caught.value.steps
+    assert step.startswith("#2 replace(")
+
+
+@pytest.mark.parametrize("dtype", OWN)
+def test_a_replacement_that_is_right_in_every_type_agrees(dtype: torch.dtype) -> None:
+    sch = slapo.create_schedule(three_layers(dtype))
+    sch["2"].replace(branching(None, "forward", dtype))
+    report = slapo.verify(sch, torch.randn(3, 4, dtype=dtype))
+    counts = {entry.kind: entry.compared for entry in report.largest if entry.kind.startswith("own ")}
+    assert counts == {"own output": 1, "own buffer": 0, "own gradient": 6, "own evaluation output": 1}
+
+
+def test_what_the_untouched_model_cannot_do_in_its_own_types_is_said() -> None:
+    model = three_layers(torch.float32)
+    model[2] = branching(torch.float32, "raises", torch.float32)
+    report = slapo.verify(slapo.create_schedule(model), torch.randn(3, 4))
+    assert report.dtype == "float64"
+    assert report.notes == (
+        "the model's own types were not compared, because the untouched model raises: ValueError: no kernel of this "
+        "type",
+    )
+
+
+class Cancelling(nn.Module):
+    """Adds and takes away a number next to which its input is small, ``by`` times as large where it is float32."""
+
+    def __init__(self, *, order: str = "first", by: float = 1.0) -> None:
+        super().__init__()
+        self.order, self.by = order, by
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        one, other = input.chunk(2, -1)
+        scale = self.by if input.dtype is torch.float32 else 1.0
+        if self.order == "first":
+            return ((1e3 + one / 3) + other / 7 - 1e3) * scale
+        return (one / 3 + other / 7) * scale
+
+
+def test_two_orders_of_a_sum_may_differ_by_as_much_as_the_models_own_rounding() -> None:
+    torch.manual_seed(0)
+    batch = torch.randn(3, 8)
+    sch = slapo.create_schedule(nn.Sequential(nn.Linear(8, 8), Cancelling()))
+    sch["1"].replace(Cancelling(order="second"), rtol=1e-9)
+    report = slapo.verify(sch, batch)
+    (own,) = (entry for entry in report.largest if entry.kind == "own output")
+    assert 2e-5 < own.difference < own.allowed < 1e-3  # more than float32 would be allowed by itself
+    sch = slapo.create_schedule(nn.Sequential(nn.Linear(8, 8), Cancelling()))
+    sch["1"].replace(Cancelling(order="second", by=1.003), rtol=1e-9)
+    with pytest.raises(slapo.VerifyError, match="own types"):
+        slapo.verify(sch, batch)
+
+
+def test_a_model_that_is_another_one_in_float32_gives_a_scheduled_one_little_room() -> None:
+    torch.manual_seed(0)
+    sch = slapo.create_schedule(nn.Sequential(nn.Linear(8, 8), Cancelling(order="second", by=1.5)))
+    sch["1"].replace(Cancelling(order="second", by=1.502))
+    with pytest.raises(slapo.VerifyError, match="own types"):
+        slapo.verify(sch, torch.randn(3, 8))

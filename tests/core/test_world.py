@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -177,3 +179,33 @@ def test_a_rank_that_fails_anywhere_in_a_block_of_blocks_ends_the_others() -> No
         "rank 1 after the inner block",
     ]
     assert run_ranks(blocks_within_a_block, "nowhere", world_size=2) == ["fine", "fine"]
+
+
+class Model:
+    """Something that a frame of a failing run holds."""
+
+
+def what_stays_of_a_failed_attempt(mesh: dict[str, int] | None) -> list[bool]:
+    """Whether it is there while the attempt is kept, and when it is dropped; without the garbage collector."""
+    seen = []
+
+    def run() -> None:
+        model = Model()
+        seen.append(weakref.ref(model))
+        raise ValueError("out of paint")
+
+    with World(declare_mesh(mesh), runs_models=True) as world:
+        gc.disable()
+        try:
+            attempt = world.attempt(run)
+            stays = [seen[0]() is not None]
+            del attempt
+            return [*stays, seen[0]() is not None]
+        finally:
+            gc.enable()
+
+
+@pytest.mark.ranks
+def test_a_failed_attempt_keeps_its_frames_for_a_debugger_and_no_longer_than_it_is_kept_itself() -> None:
+    assert what_stays_of_a_failed_attempt(None) == [True, False]
+    assert run_ranks(what_stays_of_a_failed_attempt, {"tp": 2}, world_size=2) == [[True, False]] * 2

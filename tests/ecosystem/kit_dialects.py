@@ -21,6 +21,7 @@ class Good(Dialect):
 
     name = "good"
     supports = frozenset({"dp", "tp"})
+    accumulates = True
     engine: Any = GoodEngine
 
     def plan(self, schedule: Any, config: Mapping[str, Any]) -> Plan:

@@ -40,15 +40,25 @@ class GoodEngine:
         if self.is_closed or not usable:
             raise BuildError("the engine is closed, or cannot train", hint="build(sch, optimizer=...)")
 
+    def pieces(self, batch: Any) -> list[Any]:
+        return self.request.micro_batches(batch)
+
+    def share(self, loss: Any, count: int) -> Any:
+        return loss / count
+
     def train_step(self, batch: Any) -> StepResult:
         self.require(self.optimizer is not None)
-        loss, output = self.compute_loss(batch)
-        self.optimizer.zero_grad()
-        loss.backward()
+        losses, pieces = [], self.pieces(batch)
+        for number, piece in enumerate(pieces):
+            loss, output = self.compute_loss(piece)
+            if number == 0:
+                self.optimizer.zero_grad()
+            self.share(loss, len(pieces)).backward()
+            losses.append(loss.detach())
         self.average()
         norm = self.clip()
         self.optimizer.step()
-        return StepResult(loss.detach(), output, norm)
+        return StepResult(torch.stack(losses).mean(), output, norm)
 
     def eval_step(self, batch: Any) -> StepResult:
         self.require(True)
@@ -66,6 +76,9 @@ class GoodEngine:
 
     def load_state_dict(self, state: Any) -> None:
         self.request.state.load_state_dict(state)
+
+    def check_replicas(self, *, repair: bool = False) -> None:
+        self.request.state.check_replicas(optimizer=self.optimizer, repair=repair)
 
     def save(self, directory: Any) -> None:
         self.request.state.save(directory, optimizer=self.optimizer)
@@ -296,3 +309,47 @@ class EvaluatesOnTheFirstRank(GoodEngine):
 class SavesOnItsOwn(GoodEngine):
     def state_dict(self, *, rank0_only: bool = False) -> Any:
         return super().state_dict()
+
+
+class TrainsInTheModeItFinds(GoodEngine):
+    def compute_loss(self, batch: Any) -> Any:
+        modes = [(module, module.training) for module in self.module.modules()]
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            for module, training in modes:
+                module.training = training
+            return self.module(*args, **kwargs)
+
+        return self.request.compute_loss(batch, forward)
+
+
+class PutsEverythingIntoTrainingMode(GoodEngine):
+    def train_step(self, batch: Any) -> StepResult:
+        self.module.train()
+        return super().train_step(batch)
+
+
+class TakesTheBatchWhole(GoodEngine):
+    def pieces(self, batch: Any) -> list[Any]:
+        return [batch]
+
+
+class SumsMicroBatches(GoodEngine):
+    def share(self, loss: Any, count: int) -> Any:
+        return loss
+
+
+class ComparesNothing(GoodEngine):
+    def check_replicas(self, *, repair: bool = False) -> None:
+        pass
+
+
+class SavesElsewhere(GoodEngine):
+    def save(self, directory: Any) -> None:
+        torch.save(self.module.state_dict(), f"{directory}.pt")
+
+
+class CallsTheModelItself(GoodEngine):
+    def compute_loss(self, batch: Any) -> Any:
+        output = self.module(**batch)
+        return output["loss"], output

@@ -79,6 +79,22 @@ CAUGHT = [
     ("tied_weights_stay_tied", case(kit.Unties), "with two layers that share a weight"),
     ("frozen_parameters_stay", case(kit.TrainsEverything), "with parameters that need no gradient"),
     ("clipping_is_that_of_plain_training", case(engines.ClipsAfterTheStep), "with gradients that are clipped"),
+    (
+        "evaluation_mode_is_left_for_training",
+        case(engines.TrainsInTheModeItFinds),
+        "of a model that came in evaluation mode",
+    ),
+    (
+        "evaluation_mode_is_left_for_training",
+        case(engines.PutsEverythingIntoTrainingMode),
+        "with a module in evaluation mode by choice",
+    ),
+    (
+        "accumulation_is_the_whole_batch_or_refused",
+        case(engines.TakesTheBatchWhole),
+        "3 steps with accumulate=2 run the model 3 times",
+    ),
+    ("accumulation_is_the_whole_batch_or_refused", case(engines.SumsMicroBatches), "with accumulate=2"),
     ("batches_of_every_form", case(engines.TakesMappingsOnly), "TypeError was raised"),
     ("labels_are_left_to_the_loss", case(engines.IgnoresTheLoss), "TypeError was raised"),
     ("eval_step_equals_the_plain_model", case(engines.KeepsTheGraph), "tensor 1 of the output: requires a gradient"),
@@ -99,7 +115,7 @@ CAUGHT = [
     ("meta_model_is_given_its_values", case(kit.InitialisesItself), "gets other values than for target 'torch'"),
     ("weights_are_read", case(kit.KeepsItsValues), "weights= are not what the engine holds (from a mapping)"),
     ("unsupported_mesh_is_refused", case(kit.SupportsText), "supports is no set of mesh dimensions"),
-    ("replicas_train_as_one_process", case(engines.AveragesNothing, **DP), "on the mesh {'dp': 2}, rank 0"),
+    ("replicas_train_as_one_process", case(engines.AveragesNothing, **DP), "'up.weight' is not the same on the ranks"),
     ("replicas_train_as_one_process", case(engines.EvaluatesOnTheFirstRank, **DP), "(evaluation)"),
     (
         "replicas_train_as_one_process",
@@ -107,7 +123,26 @@ CAUGHT = [
         "a model on the meta device gets other values on the mesh {'dp': 2}, rank 1",
     ),
     ("replicas_train_as_one_process", case(engines.SavesOnItsOwn, **DP), "gives 7 tensors on rank 1"),
-    ("split_model_trains_as_one_process", case(engines.ClipsByItself, **TP), "the gradient norm of step 1: "),
+    (
+        "split_model_trains_as_one_process",
+        case(engines.ClipsByItself, **TP),
+        "is not the same on the ranks that hold copies of it",
+    ),
+    (
+        "parted_replicas_are_found",
+        case(engines.ComparesNothing, **DP),
+        "check_replicas() does not tell on rank 0 that 'up.weight' was changed on the last rank",
+    ),
+    (
+        "parted_replicas_are_found",
+        case(engines.SavesElsewhere, **DP),
+        "save() does not tell on rank 0 that 'up.weight' was changed on the last rank",
+    ),
+    (
+        "another_batch_on_a_rank_is_refused",
+        case(engines.CallsTheModelItself, **TP),
+        "another batch on the last rank is not refused on rank 0",
+    ),
     (
         "failure_on_one_rank_ends_the_build_on_all",
         case(engines.MakesNoOptimizer, **DP),
@@ -139,6 +174,8 @@ ON_RANKS = {
     "unsupported_mesh_is_refused",
     "replicas_train_as_one_process",
     "split_model_trains_as_one_process",
+    "parted_replicas_are_found",
+    "another_batch_on_a_rank_is_refused",
     "failure_on_one_rank_ends_the_build_on_all",
     "other_options_on_a_rank_are_refused",
 }

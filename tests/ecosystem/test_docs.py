@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import re
 import subprocess
 import sys
@@ -11,13 +13,19 @@ from pathlib import Path
 
 import pytest
 
-from slapo_core import errors
+import slapo_core as slapo
+from slapo_core import errors, testing
 from slapo_core.spec import hookspecs
 from tests.ecosystem.overlay import Overlay
 
 ROOT = Path(__file__).parents[2]
 TUTORIALS = {"writing-a-plugin.md": 15, "writing-a-dialect.md": 7}
 """The pages whose commands are run, and how many commands they have at least."""
+
+PRIMITIVES = [
+    "core.annotate", "core.checkpoint", "core.replace", "tp.fork_rng", "tp.shard", "tp.shard_attribute", "tp.sync",
+    "tp.sync_gradient",
+]  # fmt: skip
 
 OFFLINE = {
     "PIP_NO_DEPS": "1",
@@ -142,9 +150,62 @@ def test_every_hook_and_every_error_has_its_section() -> None:
     assert hooks.count("Called when ") == len(names)
 
 
+def test_every_public_name_is_in_the_reference_with_its_documentation() -> None:
+    page = (ROOT / "docs" / "reference.md").read_text()
+    sections = re.findall(r"^### (\S+)$", page, flags=re.MULTILINE)
+    public = [name for name in slapo.__all__ if name not in errors.__all__]
+    engine = [f"Engine.{name}" for name in vars(slapo.Engine) if not name.startswith("_")]
+    members = re.findall(r"^#### `(\S+)`$", page, flags=re.MULTILINE)
+    assert [name for name in (*public, *testing.__all__, *PRIMITIVES) if sections.count(name) != 1] == []
+    assert [name for name in (*engine, "Schedule.undo", "NodeGroup.apply") if members.count(name) != 1] == []
+    entries = re.split(r"^#{3,4} ", page, flags=re.MULTILINE)[1:]
+    assert [entry.partition("\n")[0] for entry in entries if "*No docstring.*" in entry] == []
+    assert " at 0x" not in page
+
+
+def test_a_new_public_name_and_a_new_member_join_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    page = importlib.import_module("reference_page")
+
+    def tidy_up(model: object, *, deep: bool = False) -> None:
+        """Tidy a model up."""
+
+    def bare() -> None: ...
+
+    def check_replicas(self: object) -> None:
+        """Compare the replicas."""
+
+    tidy_up.__module__ = bare.__module__ = "slapo_core.building.tidying"
+    monkeypatch.setattr(slapo, "__all__", [*slapo.__all__, "tidy_up", "bare"])
+    monkeypatch.setattr(slapo, "tidy_up", tidy_up, raising=False)
+    monkeypatch.setattr(slapo, "bare", bare, raising=False)
+    monkeypatch.setattr(slapo.Engine, "check_replicas", check_replicas, raising=False)
+    part = page.reference_page("").partition("\n## Building and training\n")[2].partition("\n## ")[0]
+    assert "### tidy_up\n\n```python\ntidy_up(model: object, *, deep: bool = False) -> None\n```\n\nTidy a mod" in part
+    assert f"### bare\n\n```python\nbare() -> None\n```\n\n{page.MISSING}" in part
+    assert "#### `Engine.check_replicas`\n\n```python\ncheck_replicas() -> None\n```\n\nCompare the replicas." in part
+
+
+@pytest.mark.parametrize("name", ["create_schedule", "verify", "build", "replay", "run_ranks"])
+def test_the_reference_explains_every_argument(name: str) -> None:
+    page = (ROOT / "docs" / "reference.md").read_text()
+    (section,) = re.findall(rf"^### {name}$(.*?)(?=^### |\Z)", page, flags=re.MULTILINE | re.DOTALL)
+    function = getattr(slapo if name in slapo.__all__ else testing, name)
+    assert [each for each in inspect.signature(function).parameters if f"- `{each}`:" not in section] == []
+    assert "**Raises**" in section
+
+
+def anchors(page: Path) -> set[str]:
+    """What a link may name behind ``#``: the page's headings, the way they are shown on the web."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 def test_links_between_pages_lead_somewhere() -> None:
-    pages = [*(ROOT / "docs").glob("*.md"), *(ROOT / "examples").glob("*/README.md")]
-    assert len(pages) >= 6
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").glob("*/README.md")]
+    assert len(pages) >= 11
     for page in pages:
-        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
-            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+        for target, anchor in re.findall(r"\]\(([^)#:\s]*)(?:#([^)\s]+))?\)", page.read_text()):
+            to = page.parent / target if target else page
+            assert to.exists(), f"{page.name} links to {target}"
+            assert not anchor or anchor in anchors(to), f"{page.name} links to {target}#{anchor}"

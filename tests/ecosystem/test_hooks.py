@@ -43,6 +43,7 @@ def test_the_hooks_are_those_of_the_design_and_fully_described() -> None:
         "slapo_materialize",
         "slapo_preconditions",
         "slapo_rolled_back",
+        "slapo_suggest",
         "slapo_to_reference",
     ]
     for name, function in hooks.items():
@@ -329,4 +330,18 @@ def test_a_check_that_gives_no_violations_is_blamed(complaining: Callable[[str],
     assert str(refused.value) == (
         "hook slapo_check of acme-hooks must yield Violation objects (got 'the sum is not reduced')\n"
         '  hint: yield slapo_core.Violation("what is missing", hint="the call to add")'
+    )
+
+
+def test_suggestions_that_are_none_are_blamed(fake_distributions: FakeEnvironment) -> None:
+    body = "from slapo_core import Violation\n@hookimpl\ndef slapo_suggest(schedule):\n    return ['sum it']\n"
+    fake_distributions.install(with_hooks("acme-hooks", body))
+    with use_registry(fake_distributions.registry(with_installed=True)):
+        sch = slapo.create_schedule(torch.nn.Sequential(torch.nn.Linear(2, 2)), plugins=["acme-hooks"])
+    sch["0"].replace(torch.nn.Linear(2, 2).requires_grad_(False), drop=("weight", "bias"))
+    with pytest.raises(HookError) as refused:
+        slapo.verify(sch, torch.ones(1, 2))
+    assert str(refused.value) == (
+        "hook slapo_suggest of acme-hooks must yield Suggestion objects (got 'sum it')\n"
+        "  hint: yield Suggestion((Change(path, primitive),))"
     )

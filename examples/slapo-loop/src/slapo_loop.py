@@ -28,7 +28,8 @@ class Engine:
         self.plan, self.request, self.module, self.is_closed = plan, request, request.schedule.model, False
         self.optimizer, state = request.make_optimizer(), request.state
         self.state_dict, self.load_state_dict = state.state_dict, state.load_state_dict
-        self.save, self.load = (partial(do, optimizer=self.optimizer) for do in (state.save, state.load))
+        calls = (state.save, state.load, state.check_replicas)
+        self.save, self.load, self.check_replicas = (partial(do, optimizer=self.optimizer) for do in calls)
 
     def train_step(self, batch):
         if self.is_closed or self.optimizer is None:

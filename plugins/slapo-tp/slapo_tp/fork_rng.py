@@ -26,7 +26,9 @@ class ForkRng(Primitive):
     """Let the module draw random numbers (dropout) from a stream that differs from rank to rank.
 
     For what works on a piece between two split layers: there the ranks, which start from the same seed, would drop the
-    same elements of different heads or features. Everywhere else the ranks must go on drawing alike.
+    same elements of different heads or features. Everywhere else the ranks must go on drawing alike: around a dropout
+    of what every rank has whole, the ranks' activations, and with them their whole parameters, would drift apart.
+    ``verify`` finds that, and names the module where the call belongs; where one is missing, it notes it.
 
     The stream is seeded anew at each call, by a number drawn from the generator that all ranks share and by the rank.
     So it needs no state of its own in a checkpoint, and activation recomputation draws the same again, whichever of

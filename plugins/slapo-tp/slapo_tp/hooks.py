@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from slapo_core import Node, Primitive, Violation, hookimpl
+from slapo_core import Node, Primitive, Suggestion, Violation, hookimpl
 from slapo_core.spec.request import ScheduledModel
 from slapo_tp.carried_syncs import carried_sync_violations
 from slapo_tp.obligations import missing_reductions
+from slapo_tp.suggestions import suggestions
 
-__all__ = ["slapo_check", "slapo_preconditions"]
+__all__ = ["slapo_check", "slapo_preconditions", "slapo_suggest"]
 
 
 @hookimpl
@@ -24,3 +25,10 @@ def slapo_check(schedule: ScheduledModel) -> Iterator[Violation]:
     """Partial sums that nobody reduces, and biases that nobody adds."""
     for mesh_dim in schedule.mesh.sizes if schedule.mesh is not None else ():
         yield from missing_reductions(schedule, mesh_dim)
+
+
+@hookimpl
+def slapo_suggest(schedule: ScheduledModel, gradients: Sequence[str]) -> Iterator[Suggestion]:
+    """Other collectives, other splits, divided counts, and summed gradients."""
+    for mesh_dim in schedule.mesh.sizes if schedule.mesh is not None else ():
+        yield from suggestions(schedule, gradients, mesh_dim)

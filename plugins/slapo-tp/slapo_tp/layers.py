@@ -17,7 +17,7 @@ from slapo_core import Violation
 from slapo_core.spec.edit import Forward
 from slapo_tp.forwards import fresh
 
-__all__ = ["Axis", "LayerType", "layer_type_of", "reads_weights_itself"]
+__all__ = ["Axis", "LayerType", "layer_type_of", "partial_axis", "reads_weights_itself"]
 
 Role = Literal["output", "input", "vocabulary"]
 
@@ -83,6 +83,12 @@ def layer_type_of(module: nn.Module) -> LayerType | None:
     if kind is None and cls.__name__ == "Conv1D" and hasattr(module, "nf") and hasattr(module, "nx"):
         return CONV1D  # transformers' own, recognised by name so that transformers is not needed
     return kind
+
+
+def partial_axis(kind: LayerType) -> int | None:
+    """The axis of the weight whose split makes the output a partial sum."""
+    vocabulary = kind.axis_of("vocabulary")
+    return kind.axis_of("input") if vocabulary is None else vocabulary
 
 
 def reads_weights_itself(module: nn.Module, child: nn.Module) -> bool:

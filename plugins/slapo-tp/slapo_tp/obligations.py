@@ -12,11 +12,12 @@ from typing import Any
 from torch.nn.modules import module as torch_module
 
 from slapo_core import Node, Record, Violation
+from slapo_core.spec.node import only_looks
 from slapo_core.spec.request import ScheduledModel
 from slapo_tp.collectives import RankGroup
-from slapo_tp.layers import layer_type_of
+from slapo_tp.layers import EMBEDDING, layer_type_of
 from slapo_tp.left_out_bias import AddBias, FunctionHook
-from slapo_tp.splits import as_tuple, bias_is_left_out, output_state, sites
+from slapo_tp.splits import as_tuple, bias_is_left_out, block_around, output_state, sites
 from slapo_tp.sync_hooks import GradientHook, InputHook, OutputHook
 
 __all__ = ["missing_reductions"]
@@ -39,16 +40,47 @@ def missing_reductions(schedule: ScheduledModel, mesh_dim: str) -> Iterator[Viol
         if any(path in reduced for path in others):
             continue  # one that is tied and never called, such as the `shared` embedding of T5, needs no reduction
         if node.path not in reduced:
-            yield _unreduced(node, mesh_dim)
+            yield _unreduced(node, mesh_dim, _sequence_axis(_around(node, nodes), group))
         elif bias_is_left_out(node, mesh_dim) and not _adds_bias(node):
             yield _bias_lost(node, _reducer(schedule.root, node, group), mesh_dim)
 
 
-def _unreduced(node: Node, mesh_dim: str) -> Violation:
+def _around(node: Node, nodes: Sequence[Node]) -> Sequence[Node]:
+    """Where it shows whether the module's output is to be a piece of the sequence: its block, or what stands beside it.
+
+    For an embedding that is the whole model: its output goes into the first layer.
+    """
+    if layer_type_of(node.module) is EMBEDDING or node.parent is None:
+        return nodes
+    block = block_around(node)
+    return [*block.walk()] if block is not None else [node.parent, *node.parent.children]
+
+
+def _sequence_axis(nodes: Sequence[Node], group: RankGroup) -> int | None:
+    """The axis along which one of the modules gathers pieces of its input: sequence parallelism; None if none does."""
+    for node in nodes:
+        for _, hook in node.hooks:
+            if isinstance(hook, InputHook) and hook.op == "all_gather" and hook.group == group:
+                return hook.axis
+    return None
+
+
+def _unreduced(node: Node, mesh_dim: str, axis: int | None) -> Violation:
+    """``axis`` is that of the sequence where each rank works on a piece of it."""
     also = ", and whose bias, which the layer leaves out, no step adds" if bias_is_left_out(node, mesh_dim) else ""
     return Violation(
         f"{_cause(node, mesh_dim)} made the output of {_where(node.path)} a partial sum, which no step reduces{also}",
-        f'add {_address(node.path)}.sync("fwd_post", "all_reduce")',
+        f'add {_address(node.path)}.sync("fwd_post", "all_reduce")' if axis is None else _scatter(node, axis),
+    )
+
+
+def _scatter(node: Node, axis: int) -> str:
+    call = f'{_address(node.path)}.sync("fwd_post", "reduce_scatter", axis={axis})'
+    if layer_type_of(node.module) is not EMBEDDING:
+        return f"add {call}: the layers around it work on pieces of axis {axis}"
+    return (
+        f'add sync("fwd_pre", "reduce_scatter", axis={axis}, inputs=(0,)) to the first layer, which works on pieces of '
+        f"axis {axis}; or {call}, where nothing takes the length of the sequence from the embeddings"
     )
 
 
@@ -90,7 +122,7 @@ def _is_unknown_code(node: Node) -> bool:
     module = node.module
     by_steps = {id(function) for _, function in node.hooks}
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-    if any(id(function) not in by_steps for function in hooks):
+    if any(id(function) not in by_steps and not only_looks(function) for function in hooks):
         return True
     forward = module.__dict__.get("forward")
     return forward is not None and (not node.wrappers or getattr(forward, "base", forward) is not None)

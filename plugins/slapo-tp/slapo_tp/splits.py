@@ -14,7 +14,16 @@ from torch.nn.parameter import is_lazy
 from slapo_core import Node
 from slapo_tp.layers import layer_type_of
 
-__all__ = ["bias_is_left_out", "has_split_below", "mesh_size", "output_state", "sites", "split_axis", "tensor_axis"]
+__all__ = [
+    "bias_is_left_out",
+    "block_around",
+    "has_split_below",
+    "mesh_size",
+    "output_state",
+    "sites",
+    "split_axis",
+    "tensor_axis",
+]
 
 
 def mesh_size(node: Node, mesh_dim: str) -> int:
@@ -92,6 +101,17 @@ def output_state(node: Node, mesh_dim: str) -> Literal["partial", "split"] | Non
 def bias_is_left_out(node: Node, mesh_dim: str) -> bool:
     """Whether the module gives a partial sum without its bias, which ``sync`` has to add."""
     return own_tensor(node, "bias") is not None and output_state(node, mesh_dim) == "partial"
+
+
+def block_around(node: Node) -> Node | None:
+    """The outermost module around this one that is a member of a list, such as a layer; None if none is."""
+    found: Node | None = None
+    around = node.parent
+    while around is not None:
+        if around.path.rpartition(".")[2].isdecimal():
+            found = around
+        around = around.parent
+    return found
 
 
 def as_tuple(names: str | tuple[str, ...]) -> tuple[str, ...]:

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from slapo_core import Node, Violation
-from slapo_tp.layers import layer_type_of
+from slapo_tp.layers import layer_type_of, partial_axis
 from slapo_tp.splits import bias_is_left_out, has_split_below, output_state
+from slapo_tp.whole_modules import nothing_split
 
 if TYPE_CHECKING:
     from slapo_tp.sync import Sync
@@ -70,14 +71,9 @@ def argument_violations(sync: Sync, node: Node) -> list[Violation]:
 
 def place_violations(sync: Sync, node: Node) -> list[Violation]:
     """Arguments that do not fit what is split here and what was synchronised before."""
-    if not has_split_below(node, sync.mesh_dim):
-        return [
-            Violation(
-                f"nothing was split over mesh_dim '{sync.mesh_dim}' on this module or below it",
-                'write shard("weight", axis=...) before',
-            )
-        ]
     mode, op, axis = resolve(sync, node)
+    if not has_split_below(node, sync.mesh_dim):
+        return [nothing_split(sync, node, mode, op, axis)]
     repeated = _repeated(sync, node, mode, op)
     if repeated or callable(op):
         return repeated
@@ -134,10 +130,12 @@ def _overlap(one: tuple[Any, ...] | None, other: tuple[Any, ...] | None) -> bool
 def _output_violations(sync: Sync, node: Node, op: str, axis: int) -> list[Violation]:
     state, kind = output_state(node, sync.mesh_dim), layer_type_of(node.module)
     if state == "split" and kind is not None and op != "all_gather":
+        instead = f', or shard("weight", axis={partial_axis(kind)}), whose output is a partial sum'
+        scattered = instead if op == "reduce_scatter" else ""
         return [
             Violation(
                 f"the weight is split on its output axis, so each rank has other features, which {op} would add up",
-                f'use sync("fwd_post", "all_gather"{_axis(kind.feature_axis)})',
+                f'use sync("fwd_post", "all_gather"{_axis(kind.feature_axis)}){scattered}',
             )
         ]
     if state == "split" and kind is not None and axis < 0 and axis != kind.feature_axis:

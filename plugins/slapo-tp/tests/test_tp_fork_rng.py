@@ -118,6 +118,60 @@ def test_a_split_pair_with_a_stream_of_its_own_is_the_untouched_pair_but_for_wha
     run_ranks(check_training, world_size=2)
 
 
+class Block(nn.Module):
+    """Dropout between two split layers, and behind them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.inside, self.down, self.behind = nn.Linear(6, 8), Kept(), nn.Linear(8, 6), Kept()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.behind(self.down(self.inside(self.up(x))))
+
+
+def gradients(checkpoints: tuple[str, ...]) -> tuple[dict[str, Tensor], list[Tensor], list[Tensor], Tensor]:
+    torch.manual_seed(0)
+    sch = slapo.create_schedule(nn.Sequential(Block(), nn.Linear(6, 6)).double(), mesh={"tp": 2})
+    sch["0.up"].shard(["weight", "bias"], axis=0).sync("backward")
+    sch["0.inside"].fork_rng()
+    sch["0.down"].shard("weight", axis=1).sync("forward")
+    for path in checkpoints:
+        sch[path].checkpoint()
+    engine = slapo.build(sch, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1), loss=mean_square)
+    torch.manual_seed(5)
+    x = torch.randn(16, 6, dtype=torch.float64)
+    for _ in range(2):
+        engine.train_step(x)
+    engine.check_replicas()
+    block: Any = engine.module[0]
+    named = {name: parameter.grad.clone() for name, parameter in engine.module.named_parameters()}
+    return named, block.inside.seen, block.behind.seen, torch.get_rng_state()
+
+
+def mean_square(output: Tensor, batch: Tensor) -> Tensor:
+    return output.square().mean()
+
+
+def check_recomputed_gradients() -> None:
+    expected, inside, behind, state = gradients(())
+    first, second = everyones(inside[0])
+    assert not torch.equal(first, second)
+    first, second = everyones(behind[0])
+    assert torch.equal(first, second)
+    for checkpoints in (("0",), ("0.inside",), ("0", "0.inside")):
+        found, again, _, after = gradients(checkpoints)
+        assert len(again) > 2, checkpoints  # it ran again,
+        assert torch.equal(again[0], inside[0]), checkpoints
+        for name, gradient in expected.items():
+            assert torch.equal(found[name], gradient), (checkpoints, name)  # on the same random numbers,
+        assert torch.equal(after, state), checkpoints  # and the generator stands where it would have stood.
+
+
+@pytest.mark.ranks
+def test_gradients_with_dropout_on_are_the_same_with_and_without_recomputation() -> None:
+    run_ranks(check_recomputed_gradients, world_size=2)
+
+
 def test_on_one_rank_it_is_recorded_and_costs_nothing() -> None:
     sch = slapo.create_schedule(Model(), mesh={"tp": 1})
     sch["split"].fork_rng()
@@ -146,3 +200,180 @@ def test_what_it_refuses_and_what_to_write_instead() -> None:
         with pytest.raises(slapo.PreconditionError) as refused:
             sch[path].apply(ForkRng())
         assert str(refused.value) == message
+
+
+# -- verify sees what it does to copies -----------------------------------------------------------------------
+
+
+class Attention(nn.Module):
+    """As transformers' attentions: dropout of pieces by the module itself, and of the whole by one within it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.behind = nn.Linear(6, 8), nn.Linear(8, 6), nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = nn.functional.dropout(self.up(x), 0.3, self.training)
+        return self.behind(self.down(inner))
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.attention = nn.LayerNorm(6), Attention()
+        self.up, self.inside, self.down, self.behind = (
+            nn.Linear(6, 8),
+            nn.Dropout(0.3),
+            nn.Linear(8, 6),
+            nn.Dropout(0.2),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm(x))
+        return x + self.behind(self.down(self.inside(self.up(x))))
+
+
+def split(sch: Any, *forked: str, mesh_dim: str = "tp") -> Any:
+    for path in ("0.attention", "0"):
+        sch[f"{path}.up"].shard(["weight", "bias"], axis=0).sync("backward")
+        sch[f"{path}.down"].shard("weight", axis=1).sync("forward")
+    for path in forked:
+        sch[path].fork_rng(mesh_dim=mesh_dim)
+    return sch
+
+
+def verified(sch: Any) -> tuple[str, str | None, tuple[str, ...]]:
+    """The first line or the notes, the hint, and the steps named."""
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+    try:
+        return "\n".join(slapo.verify(sch, x).notes), None, ()
+    except slapo.VerifyError as error:
+        return error.message, error.hint, tuple(error.steps)
+
+
+def layer(mesh: dict[str, int] | None = None) -> Any:
+    torch.manual_seed(0)
+    return slapo.create_schedule(nn.Sequential(Layer(), nn.Linear(6, 6)), mesh=mesh or {"tp": 2})
+
+
+FORKED: dict[str, tuple[str, ...]] = {
+    "none": (),
+    "right": ("0.inside",),
+    "whole": ("0.inside", "0.behind"),
+    "whole within": ("0.attention",),
+    "around": ("0",),
+    "nowhere": ("0.inside", "0.norm", "1"),
+    "around all": ("0.inside", ""),
+}
+
+
+def verify_forks() -> dict[str, Any]:
+    found = {name: verified(split(layer(), *paths)) for name, paths in FORKED.items()}
+    moved = split(layer(), "0.inside")
+    moved["0.behind"].replace(nn.Sequential(nn.Dropout(0.2)))
+    found["moved, alike"] = verified(moved)
+    moved["0.behind"].fork_rng()
+    found["moved"] = verified(moved)
+    gone = split(layer(), "0.inside")
+    gone["0.behind"].replace(nn.Identity())
+    found["gone"] = verified(gone)
+    beside = split(layer())
+    beside["0.behind"].replace(nn.Identity())
+    found["gone, without fork_rng"] = verified(beside)
+    return found
+
+
+@pytest.fixture(scope="module")
+def forks() -> dict[str, Any]:
+    first, second = run_ranks(verify_forks, world_size=2)
+    assert first == second
+    return first
+
+
+@pytest.mark.ranks
+def test_verify_finds_a_stream_of_its_own_around_a_dropout_of_what_every_rank_has_whole(forks: dict[str, Any]) -> None:
+    message, hint, steps = forks["whole"]
+    lines = message.splitlines()
+    assert lines[0].startswith(
+        "the scheduled model differs from the untouched one, first in shared dropout of 0.behind on rank 0: each rank "
+        "drops other elements of (4, 6), which every rank has whole: ranks 0 and 1, which have it whole, get another "
+    )
+    assert lines[2] == "  the step that does it, as no other stands around this place:"
+    assert [step.partition(" ")[2] for step in steps] == ["fork_rng() at '0.behind'"]
+    assert hint == "remove fork_rng() at '0.behind': nothing in it is dropped in pieces"
+
+    _, hint, steps = forks["whole within"]
+    assert [step.partition(" ")[2] for step in steps] == ["fork_rng() at '0.attention'"]
+    assert hint == "remove fork_rng() at '0.attention': nothing in it is dropped in pieces by a module of its own"
+
+    _, hint, steps = forks["around"]
+    assert [step.partition(" ")[2] for step in steps] == ["fork_rng() at '0'"]
+    assert hint == "remove fork_rng() at '0'; where pieces are dropped: sch['0.inside'].fork_rng()"
+
+    _, hint, steps = forks["around all"]
+    assert [step.partition(" ")[2] for step in steps] == ["fork_rng() at the root"]
+    assert hint is not None
+    assert hint.startswith("remove fork_rng() at the root; where pieces are dropped: sch['0.inside']")
+
+
+@pytest.mark.ranks
+def test_verify_finds_copies_that_drift_apart_where_the_untouched_model_has_no_such_module(
+    forks: dict[str, Any],
+) -> None:
+    message, _, steps = forks["moved"]
+    assert ": each rank draws other random numbers: ranks 0 and 1, which have it whole, get another " in message
+    assert [step.partition(" ")[2] for step in steps] == ["fork_rng() at '0.behind'"]
+    assert forks["moved, alike"][1:] == (None, ())
+
+
+@pytest.mark.ranks
+def test_where_pieces_are_dropped_a_stream_of_its_own_agrees_and_a_missing_one_is_noted(forks: dict[str, Any]) -> None:
+    notes, _, steps = forks["right"]
+    assert steps == ()
+    assert notes.splitlines()[1:] == [
+        "the ranks drop the same elements of different pieces at '0.attention': fork_rng() there would be around a "
+        "dropout of something whole too; set one of the two probabilities to 0, or let the ranks drop alike"
+    ]
+    notes, _, steps = forks["none"]
+    assert steps == ()
+    assert notes.splitlines()[1:] == [
+        "the ranks drop the same elements of different pieces at '0.attention' (and at 1 more): "
+        'sch["0.inside"].fork_rng() lets each draw its own'
+    ]
+
+
+@pytest.mark.ranks
+def test_a_stream_of_its_own_where_nothing_is_dropped_is_noted(forks: dict[str, Any]) -> None:
+    notes, _, steps = forks["nowhere"]
+    assert steps == ()
+    assert notes.splitlines()[2:] == [
+        "no dropout was seen at or below fork_rng() at '0.norm' (and 1 more): another module drops"
+    ]
+    assert len(forks["right"][0].splitlines()) == 2
+
+
+@pytest.mark.ranks
+def test_a_stream_of_its_own_somewhere_hides_no_dropout_that_is_gone_elsewhere(forks: dict[str, Any]) -> None:
+    for case in ("gone", "gone, without fork_rng"):
+        message, _, steps = forks[case]
+        assert message.splitlines()[0].endswith(
+            "dropout of 0.behind on rank 0: it drops nothing, where the untouched model drops with p=0.2"
+        )
+        assert len(steps) == 1
+        assert steps[0].endswith(" at '0.behind'")
+
+
+def verify_two_dimensions() -> list[Any]:
+    mesh = {"dp": 2, "tp": 2}
+    over_replicas = split(layer(mesh=mesh), "0.behind", mesh_dim="dp")
+    both = split(layer(mesh=mesh), "0.inside")
+    wrong = split(layer(mesh=mesh), "0.behind")
+    return [verified(each) for each in (over_replicas, both, wrong)]
+
+
+@pytest.mark.ranks
+def test_replicas_which_see_other_samples_may_drop_other_elements_of_them() -> None:
+    for over_replicas, both, wrong in run_ranks(verify_two_dimensions, world_size=4):
+        assert over_replicas[1:] == (None, ())
+        assert both[1:] == (None, ())
+        assert [step.partition(" ")[2] for step in wrong[2]] == ["fork_rng() at '0.behind'"]

@@ -189,7 +189,8 @@ SYNC = [
     (
         lambda s: s["fc"].sync("fwd_post", "all_reduce"),
         "cannot apply sync('fwd_post', op='all_reduce') at 'fc': nothing was split over mesh_dim 'tp' on this module "
-        'or below it; write shard("weight", axis=...) before',
+        'or below it: its output is whole on every rank, not a partial sum; write shard("weight", axis=1) before, '
+        "which makes it one",
     ),
     (
         lambda s: s["fc"].sync("forward"),

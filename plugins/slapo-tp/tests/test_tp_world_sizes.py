@@ -131,7 +131,8 @@ def test_a_sync_of_a_module_that_is_whole_again_is_refused(size: int) -> None:
         sch["block.up"].sync("fwd_post", "all_reduce")
     assert str(caught.value) == (
         "cannot apply sync('fwd_post', op='all_reduce') at 'block.up': nothing was split over mesh_dim 'tp' on this "
-        'module or below it; write shard("weight", axis=...) before'
+        'module or below it: its output is whole on every rank, not a partial sum; write shard("weight", axis=1) '
+        "before, which makes it one"
     )
 
 

@@ -139,6 +139,7 @@ class DialectBench:
         subject: Subject | None = None,
         optimizer: OptimizerFactory | None = None,
         max_grad_norm: float | None = None,
+        accumulate: int = 1,
     ) -> Training:
         """What plain PyTorch makes of the untouched model with these batches."""
         return train_by_hand(
@@ -147,6 +148,7 @@ class DialectBench:
             optimizer or self.case.optimizers[0],
             loss=(subject or self.case.subject).loss,
             max_grad_norm=max_grad_norm,
+            accumulate=accumulate,
         )
 
     def compare_with_plain_training(

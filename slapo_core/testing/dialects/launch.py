@@ -139,5 +139,6 @@ def _parts(bench: DialectBench) -> list[Part]:
     if mesh_dim is not None:
         parts.append(Part("unsupported", ((mesh_dim, 2),)))
     for sizes in usable[:1]:
-        parts += [Part("other_options", sizes), Part("fault", sizes)]
+        parts += [Part("other_options", sizes), Part("fault", sizes), Part("parted", sizes)]
+    parts += [Part("other_batch", sizes) for sizes in usable if dict(sizes).get("tp", 1) > 1][:1]
     return parts

@@ -17,10 +17,13 @@ if TYPE_CHECKING:
     from slapo_core.spec.request import LossFunction
 
 __all__ = [
+    "EVALUATING",
     "FORMS",
     "FROZEN",
     "OUTSIDE_LOSS",
+    "PARTLY_EVALUATING",
     "TIED",
+    "TRAINING",
     "Regression",
     "Subject",
     "adamw",
@@ -149,6 +152,16 @@ def _frozen() -> nn.Module:
     return model
 
 
+def _in_evaluation_mode() -> nn.Module:
+    return Regression().eval()
+
+
+def _partly_in_evaluation_mode() -> nn.Module:
+    model = Regression()
+    model.scale.eval()
+    return model
+
+
 def _as_tuple() -> tuple[torch.Tensor, ...]:
     return tuple(regression_batch().values())
 
@@ -167,6 +180,9 @@ def _energy(prediction: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
 
 
 TIED = Subject(Tied, regression_batch)
+EVALUATING = Subject(_in_evaluation_mode, regression_batch)
+PARTLY_EVALUATING = Subject(_partly_in_evaluation_mode, regression_batch)
+TRAINING = Subject(Regression, regression_batch)
 FROZEN = Subject(_frozen, regression_batch)
 OUTSIDE_LOSS = Subject(Predictor, regression_batch, _error)
 FORMS = {

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from slapo_core.errors import WeightsError
@@ -20,7 +22,9 @@ from slapo_core.testing.dialects.bench import DialectBench, open_bench
 from slapo_core.testing.dialects.case import DialectCase
 from slapo_core.testing.dialects.training import Training, train
 from slapo_core.testing.sending import Parcel
-from slapo_core.weights.initialise import copy_on_meta
+from slapo_core.weights.copies import copy_on_meta
+from slapo_core.weights.correspondence import Correspondence
+from slapo_core.weights.replicas import replicas_of
 
 __all__ = ["MeshTraining", "Part", "Refusal", "clipping_norm", "run_parts"]
 
@@ -163,6 +167,39 @@ def _fault(bench: DialectBench, sizes: dict[str, int], *_: Any) -> Refusal:
     return _refusal(bench, bench.schedule(steps=True, mesh=sizes), build)
 
 
+def _parted(bench: DialectBench, sizes: dict[str, int], batches: list[Any], own: str, *_: Any) -> tuple[str, Any]:
+    schedule = bench.schedule(steps=True, mesh=sizes)
+    name = next(
+        held.name for held in replicas_of(Correspondence.of(schedule)[0]) if isinstance(held.value, nn.Parameter)
+    )
+    mesh, engine = schedule.mesh, bench.engine(schedule)
+    assert mesh is not None
+    train(engine, [_share(batches[0], mesh)])
+    with torch.no_grad():
+        engine.module.get_parameter(name).add_(mesh.global_rank == mesh.world_size - 1)
+    found = {"check_replicas()": _said(engine.check_replicas), "save()": _said(lambda: engine.save(f"{own}-parted"))}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that says what differed
+        found["check_replicas(repair=True) again"] = _said(lambda: engine.check_replicas(repair=True))
+    return name, {**found, "check_replicas() again": _said(engine.check_replicas)}
+
+
+def _other_batch(bench: DialectBench, sizes: dict[str, int], batches: list[Any], *_: Any) -> str:
+    schedule = bench.schedule(steps=True, mesh=sizes)
+    mesh, engine = schedule.mesh, bench.engine(schedule)
+    assert mesh is not None
+    batch = _share(batches[mesh.global_rank == mesh.world_size - 1], mesh)
+    return _said(lambda: engine.train_step(batch))
+
+
+def _said(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except Exception as error:  # noqa: BLE001 - whatever it is: the check judges
+        return f"{type(error).__name__}: {error}"
+    return "fine"
+
+
 def _refusal(bench: DialectBench, schedule: Any, build: Callable[[Any], Any], *, again: bool = True) -> Refusal:
     import torch.distributed as dist
 
@@ -193,4 +230,6 @@ _DO: dict[str, Callable[..., Any]] = {
     "unsupported": _unsupported,
     "other_options": _other_options,
     "fault": _fault,
+    "parted": _parted,
+    "other_batch": _other_batch,
 }

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from slapo_core.building.loss import LossCall
+from slapo_core.building.micro_batches import micro_batches
 from slapo_core.testing.bench import SEED, seeded
 
 if TYPE_CHECKING:
@@ -65,13 +66,15 @@ def train_by_hand(
     *,
     loss: LossFunction | None = None,
     max_grad_norm: float | None = None,
+    accumulate: int = 1,
 ) -> Training:
-    """The same in plain PyTorch: what every engine must agree with."""
+    """The same in plain PyTorch: what every engine must agree with; ``accumulate`` runs the model on as many pieces."""
     compute_loss, chosen = LossCall(model, loss), optimizer(list(model.parameters()))
     losses, norms = [], []
     for number, batch in enumerate(batches):
         with seeded(SEED + number):
-            value, _ = compute_loss(batch)
+            values = [compute_loss(piece)[0] for piece in micro_batches(batch, accumulate)]
+        value = values[0] if accumulate == 1 else torch.stack(values).mean()
         chosen.zero_grad()
         value.backward()
         if max_grad_norm is not None:

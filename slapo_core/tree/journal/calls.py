@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from slapo_core.spec.edit import Forward, HookKind
     from slapo_core.spec.graph import Graph
 
-__all__ = ["AddHook", "SetGraph", "WrapForward"]
+__all__ = ["AddHook", "SetGraph", "TakenHook", "WrapForward"]
 
 
 _HOOK_TABLES: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -52,7 +52,7 @@ class AddHook(Entry):
         self.register, self.tables = _HOOK_TABLES[kind]
         self.id: int | None = None
         self.full_backward_before = module._is_full_backward_hook
-        self.taken: dict[str, _TakenHook] | None = None  # by table, after an undo
+        self.taken: dict[str, TakenHook] | None = None  # by table, after an undo
 
     def redo(self) -> None:
         if self.active:
@@ -64,7 +64,7 @@ class AddHook(Entry):
         if self.id is None:
             return
         hooks = {table: getattr(self.module, table) for table in self.tables}
-        self.taken = {table: _TakenHook(own, self.id) for table, own in hooks.items() if self.id in own}
+        self.taken = {table: TakenHook(own, self.id) for table, own in hooks.items() if self.id in own}
         if self.kind == "full_backward" and not self.module._backward_hooks:
             self.module._is_full_backward_hook = self.full_backward_before
 
@@ -87,7 +87,7 @@ class AddHook(Entry):
         self.id = handle.id
 
 
-class _TakenHook:
+class TakenHook:
     """A hook taken out of one of torch's ordered dictionaries, and between which others it stood."""
 
     def __init__(self, hooks: dict[int, Any], identity: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from slapo_core.errors import ApplyError
 from slapo_core.spec.layout import Layout
 from slapo_core.tree.assignment import MISSING, Assignment
 from slapo_core.tree.gradient_hooks import GradientHooks
@@ -65,6 +66,9 @@ class SetTensor(Entry):
         self.dropped_before = table.drop(self.dropped)
 
     def undo(self) -> None:
+        for holder, site in zip(self.holders, self.sites, strict=True):
+            if not any(holder.name in table for table in (holder.module._parameters, holder.module._buffers)):
+                raise ApplyError(f"'{full_name(*site)}' is no parameter or buffer any more, a parametrisation perhaps")
         present = {place: holder.present() for place, holder in enumerate(self.holders)}
         self.put_over = {place: tensor for place, tensor in present.items() if tensor is not self.new}
         for holder in reversed(self.holders):

@@ -35,6 +35,7 @@ from slapo_core.testing.dialects.checks.ranks import (
     split_model_trains_as_one_process,
     unsupported_mesh_is_refused,
 )
+from slapo_core.testing.dialects.checks.replicas import another_batch_on_a_rank_is_refused, parted_replicas_are_found
 from slapo_core.testing.dialects.checks.states import (
     bad_state_dict_changes_nothing,
     loaded_state_is_trained_on,
@@ -47,6 +48,10 @@ from slapo_core.testing.dialects.checks.steps import (
     step_result_is_complete,
     tied_weights_stay_tied,
     training_is_that_of_the_plain_model,
+)
+from slapo_core.testing.dialects.checks.training import (
+    accumulation_is_the_whole_batch_or_refused,
+    evaluation_mode_is_left_for_training,
 )
 from slapo_core.testing.dialects.checks.values import meta_model_is_given_its_values, weights_are_read
 
@@ -79,6 +84,8 @@ _ON_A_BENCH = (
     tied_weights_stay_tied,
     frozen_parameters_stay,
     clipping_is_that_of_plain_training,
+    evaluation_mode_is_left_for_training,
+    accumulation_is_the_whole_batch_or_refused,
     batches_of_every_form,
     labels_are_left_to_the_loss,
     eval_step_equals_the_plain_model,
@@ -93,6 +100,8 @@ _ON_A_BENCH = (
     unsupported_mesh_is_refused,
     replicas_train_as_one_process,
     split_model_trains_as_one_process,
+    parted_replicas_are_found,
+    another_batch_on_a_rank_is_refused,
     failure_on_one_rank_ends_the_build_on_all,
     other_options_on_a_rank_are_refused,
 )

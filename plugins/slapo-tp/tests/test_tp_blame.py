@@ -1,0 +1,264 @@
+"""What verify says of a wrong schedule: the step that is wrong, or the call that is missing, tried on a copy."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import nn
+
+import slapo_core as slapo
+from slapo_core.testing import preload_modules, run_ranks
+from slapo_tp import Shard, ShardAttribute, Sync, SyncGradient
+
+pytestmark = pytest.mark.ranks
+preload_modules("transformers.models.gpt2.modeling_gpt2", "transformers.models.qwen3.modeling_qwen3")
+preload_modules("transformers.models.t5.modeling_t5")
+
+Steps = list[tuple[str, slapo.Primitive]]
+IDS = torch.randint(0, 32, (2, 8), generator=torch.Generator().manual_seed(3))
+
+
+def gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(vocab_size=32, n_embd=16, n_head=4, n_inner=24, n_layer=2, n_positions=12, use_cache=False)
+    return GPT2LMHeadModel(config)
+
+
+def split_gpt2() -> Steps:
+    steps: Steps = []
+    for block in ("transformer.h.0", "transformer.h.1"):
+        steps += [
+            (f"{block}.attn.c_attn", Shard(("weight", "bias"), axis=1, packed=3)),
+            (f"{block}.attn.c_attn", Sync("backward")),
+            (f"{block}.attn", ShardAttribute(("num_heads", "embed_dim", "split_size"))),
+            (f"{block}.attn.c_proj", Shard("weight", axis=0)),
+            (f"{block}.attn.c_proj", Sync("forward")),
+            (f"{block}.mlp.c_fc", Shard(("weight", "bias"), axis=1)),
+            (f"{block}.mlp.c_fc", Sync("backward")),
+            (f"{block}.mlp.c_proj", Shard("weight", axis=0)),
+            (f"{block}.mlp.c_proj", Sync("forward")),
+        ]
+    return steps
+
+
+def qwen3() -> nn.Module:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=4, use_cache=False,
+    )  # fmt: skip
+    return Qwen3ForCausalLM(config)
+
+
+def split_qwen3() -> Steps:
+    steps: Steps = []
+    for layer in ("model.layers.0.self_attn", "model.layers.1.self_attn"):
+        steps += [(f"{layer}.{name}_proj", Shard("weight", axis=0)) for name in "qkv"]
+        steps += [(layer, Sync("bwd_post", "all_reduce", inputs=("hidden_states",)))]
+        steps += [(f"{layer}.o_proj", Shard("weight", axis=1)), (f"{layer}.o_proj", Sync("forward"))]
+        steps += [(f"{layer}.{name}_norm", SyncGradient("weight")) for name in "qk"]
+    return steps
+
+
+def t5() -> nn.Module:
+    from transformers import T5Config, T5EncoderModel
+
+    config = T5Config(vocab_size=32, d_model=16, d_kv=4, d_ff=24, num_layers=2, num_heads=4, use_cache=False)
+    return T5EncoderModel(config)
+
+
+def split_t5() -> Steps:
+    """Every attention adds the bias of the first one, which is split by heads: none works without the others."""
+    steps: Steps = []
+    for index in range(2):
+        attention = f"encoder.block.{index}.layer.0.SelfAttention"
+        for name in "qkv":
+            steps += [(f"{attention}.{name}", Shard("weight", axis=0)), (f"{attention}.{name}", Sync("backward"))]
+        steps += [(f"{attention}.o", Shard("weight", axis=1)), (f"{attention}.o", Sync("forward"))]
+        steps += [(attention, ShardAttribute(("n_heads", "inner_dim")))]
+    steps += [("encoder.block.0.layer.0.SelfAttention.relative_attention_bias", Shard("weight", axis=1))]
+    return steps
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 12), nn.Linear(12, 8)
+        with torch.no_grad():
+            self.norm.weight.uniform_(0.5, 1.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class SequenceParallel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(32, 8)
+        self.layers = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(8, 32, bias=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def split_sequence() -> Steps:
+    steps: Steps = [("embed", Shard("weight", axis=0)), ("embed", Sync("fwd_post", "reduce_scatter", axis=1))]
+    for layer in ("layers.0", "layers.1"):
+        steps += [
+            (f"{layer}.up", Shard(("weight", "bias"), axis=0)),
+            (f"{layer}.up", Sync("fwd_pre", "all_gather", axis=1)),
+            (f"{layer}.down", Shard("weight", axis=1)),
+            (f"{layer}.down", Sync("fwd_post", "reduce_scatter", axis=1)),
+            (f"{layer}.norm", SyncGradient(("weight", "bias"))),
+        ]
+    head = [Sync("fwd_pre", "all_gather", axis=1), Sync("fwd_post", "all_gather")]
+    return [*steps, ("head", Shard("weight", axis=0)), *(("head", sync) for sync in head)]
+
+
+def without(steps: Steps, *wrong: tuple[str, str]) -> Steps:
+    """Without the steps of a name at a path."""
+    kept = [each for each in steps if (each[0], each[1].name) not in wrong]
+    assert len(kept) < len(steps)
+    return kept
+
+
+def with_other(steps: Steps, path: str, name: str, **changes: Any) -> Steps:
+    """With other arguments of the step of a name at a path."""
+    changed: Steps = []
+    for place, primitive in steps:
+        is_it = (place, primitive.name) == (path, name)
+        changed.append((place, dataclasses.replace(cast(Any, primitive), **changes) if is_it else primitive))
+    assert changed != steps
+    return changed
+
+
+H = "transformer.h.1"
+Q = "model.layers.{}.self_attn.{}_norm"
+T = "encoder.block.{}.layer.0.SelfAttention"
+NORMS = [(Q.format(layer, name), "tp.sync_gradient") for layer in range(2) for name in "qk"]
+
+CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Steps]]] = {
+    "counts of heads": (gpt2, lambda: [each for each in split_gpt2() if each[1].name != "tp.shard_attribute"]),
+    "counts of one layer": (gpt2, lambda: without(split_gpt2(), (f"{H}.attn", "tp.shard_attribute"))),
+    "packed": (gpt2, lambda: with_other(split_gpt2(), f"{H}.attn.c_attn", "tp.shard", packed=1)),
+    "norms of heads": (qwen3, lambda: without(split_qwen3(), *NORMS)),
+    "one norm of heads": (qwen3, lambda: without(split_qwen3(), NORMS[3])),
+    "coupled attention": (t5, lambda: without(split_t5(), (f"{T.format(1)}.k", "tp.sync"))),
+    "coupled attentions": (t5, lambda: without(split_t5(), *((f"{T.format(i)}.k", "tp.sync") for i in range(2)))),
+    "relative bias": (t5, lambda: without(split_t5(), (f"{T.format(0)}.relative_attention_bias", "tp.shard"))),
+    "norms of the sequence": (
+        SequenceParallel,
+        lambda: without(split_sequence(), *((f"layers.{index}.norm", "tp.sync_gradient") for index in range(2))),
+    ),
+    "axis of the sequence": (
+        SequenceParallel,
+        lambda: with_other(
+            split_sequence(), "layers.1.up", "tp.sync", mode="bwd_post", op="all_reduce", axis=-1
+        ),
+    ),
+    "no gather of the sequence": (SequenceParallel, lambda: without(split_sequence(), ("layers.1.up", "tp.sync"))),
+}  # fmt: skip
+
+
+def verify(make: Callable[[], nn.Module], steps: Steps) -> slapo.VerifyError | None:
+    torch.manual_seed(0)
+    model = make()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    sch = slapo.create_schedule(model, mesh={"tp": 2})
+    for path, primitive in steps:
+        sch[path].apply(primitive)
+    try:
+        slapo.verify(sch, (IDS,) if isinstance(model, SequenceParallel) else {"input_ids": IDS}, optimizer_steps=1)
+    except slapo.VerifyError as error:
+        return error
+    return None
+
+
+def verify_all() -> dict[str, tuple[str, tuple[str, ...]] | None]:
+    right = {
+        "right gpt2": (gpt2, split_gpt2), "right qwen3": (qwen3, split_qwen3), "right t5": (t5, split_t5),
+        "right sequence": (SequenceParallel, split_sequence),
+    }  # fmt: skip
+    errors = {name: verify(make, steps()) for name, (make, steps) in {**right, **CASES}.items()}
+    return {name: None if error is None else (error.message, error.steps) for name, error in errors.items()}
+
+
+@pytest.fixture(scope="module")
+def answers() -> dict[str, Any]:
+    first, second = run_ranks(verify_all, world_size=2, timeout=600)
+    assert first == second
+    return first
+
+
+def suggested(answer: tuple[str, tuple[str, ...]]) -> str:
+    start = "  suggestion, tried on a copy, which then agrees: "
+    return next((line.removeprefix(start) for line in answer[0].splitlines() if line.startswith(start)), "")
+
+
+def test_the_right_schedules_agree(answers: dict[str, Any]) -> None:
+    assert [answers[name] for name in answers if name.startswith("right")] == [None] * 4
+
+
+def test_counts_of_heads_that_nobody_divided_are_named(answers: dict[str, Any]) -> None:
+    message, steps = answers["counts of heads"]
+    assert suggested(answers["counts of heads"]) == (
+        "add sch['transformer.h.0.attn'].shard_attribute(('num_heads', 'embed_dim', 'split_size'))"
+    )
+    assert "  and likewise at transformer.h.1.attn\n" in message
+    assert len(steps) <= 3
+    assert all("'transformer.h.0.attn" in step for step in steps)
+
+
+def test_a_step_that_one_of_several_layers_lacks_is_named(answers: dict[str, Any]) -> None:
+    assert suggested(answers["counts of one layer"]) == (
+        f"add sch['{H}.attn'].shard_attribute(('num_heads', 'embed_dim', 'split_size'))"
+    )
+    assert suggested(answers["one norm of heads"]) == f"add sch['{NORMS[3][0]}'].sync_gradient('weight')"
+    assert "likewise" not in answers["one norm of heads"][0]
+
+
+def test_a_fused_weight_that_is_split_as_one_is_named(answers: dict[str, Any]) -> None:
+    assert suggested(answers["packed"]) == (
+        f"write sch['{H}.attn.c_attn'].shard(('weight', 'bias'), axis=1, packed=3) in place of #10"
+    )
+    assert answers["packed"][1] == (f"#10 shard(('weight', 'bias'), axis=1) at '{H}.attn.c_attn'",)
+
+
+def test_gradients_that_only_have_to_be_summed_are_named(answers: dict[str, Any]) -> None:
+    assert sorted(suggested(answers["norms of heads"]).split("; ")) == [
+        f"add sch['{path}'].sync_gradient('weight')" for path, _ in sorted(NORMS)
+    ]
+    assert sorted(suggested(answers["norms of the sequence"]).split("; ")) == [
+        f"add sch['layers.{index}.norm'].sync_gradient(('bias', 'weight'))" for index in range(2)
+    ]
+
+
+def test_blocks_that_work_only_together_are_narrowed_down(answers: dict[str, Any]) -> None:
+    assert suggested(answers["coupled attention"]) == f"add sch['{T.format(1)}.k'].sync('backward')"
+    message, steps = answers["coupled attentions"]
+    assert suggested(answers["coupled attentions"]).endswith(".k'].sync('bwd_post', op='all_reduce')")
+    assert "  and likewise at encoder.block." in message
+    assert all(".k'" in step for step in steps)
+    assert suggested(answers["relative bias"]) == (
+        f"add sch['{T.format(0)}.relative_attention_bias'].shard('weight', axis=1)"
+    )
+
+
+def test_a_collective_of_sequence_parallelism_that_is_another_or_missing_is_named(answers: dict[str, Any]) -> None:
+    _, steps = answers["axis of the sequence"]
+    assert steps == ("#9 sync('bwd_post', op='all_reduce') at 'layers.1.up'",)
+    gather = "sync('fwd_pre', op='all_gather', axis=1)"
+    assert suggested(answers["axis of the sequence"]) == f"write sch['layers.1.up'].{gather} in place of #9"
+    assert suggested(answers["no gather of the sequence"]) == f"add sch['layers.1.up'].{gather}"

@@ -1,0 +1,90 @@
+"""The weights of a scheduled model in the untouched model's names and shapes: out, in, and into files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from slapo_core.live.export import export_plain, export_with
+from slapo_core.live.session import live_state
+from slapo_core.ranks.world import together
+
+if TYPE_CHECKING:
+    import torch
+
+    from slapo_core.schedule.schedule import Schedule
+
+__all__ = ["load_state_dict", "save_pretrained", "state_dict"]
+
+
+def state_dict(sch: Schedule, *, rank0_only: bool = False, include_added: bool = False) -> dict[str, torch.Tensor]:
+    """The untouched model's state dict, with the values that the scheduled model has now.
+
+    In place of ``model.state_dict()``, which gives this rank's pieces. A collective: every rank calls it.
+
+    Args:
+        sch: the schedule, under which the model is trained without :func:`slapo_core.build`.
+        rank0_only: other ranks take part but return an empty dictionary.
+        include_added: also give what a step added, under its own name; without, a warning names it once.
+
+    Returns:
+        copies on the CPU, with the untouched model's keys in its order; tied names share one tensor.
+
+    Raises:
+        ArgumentError: something else than a schedule.
+        SealedError: the schedule was built; ``engine.state_dict()`` gives the weights there.
+        WeightsError: a tensor that nobody explains, or one on the meta device.
+    """
+    return live_state(sch, "state_dict").state_dict(rank0_only=rank0_only, include_added=include_added)
+
+
+def load_state_dict(sch: Schedule, state: Mapping[str, torch.Tensor]) -> None:
+    """Give a scheduled model the weights of an untouched one; every rank keeps its own pieces.
+
+    In place of ``model.load_state_dict()``, which wants this rank's pieces. A collective: every rank calls it, with the
+    same state. The tensors of the model stay the same objects, so that its optimiser goes on.
+
+    Args:
+        sch: the schedule, under which the model is trained without :func:`slapo_core.build`.
+        state: full tensors by the untouched model's names, as of its ``state_dict()``.
+
+    Raises:
+        ArgumentError: something else than a schedule.
+        SealedError: the schedule was built; ``engine.load_state_dict()`` loads there.
+        WeightsError: missing or unexpected names, or other shapes; nothing was changed.
+    """
+    live_state(sch, "load_state_dict").load_state_dict(state)
+
+
+def save_pretrained(
+    sch: Schedule, directory: str | os.PathLike[str], *, max_shard_size: int | str | None = None
+) -> None:
+    """Write the weights of a scheduled model as safetensors, as the untouched model would have been saved.
+
+    A model with a ``save_pretrained`` of its own (transformers') writes itself, in its untouched form: with its
+    ``config.json``, so that ``AutoModel.from_pretrained(directory)`` gives the untouched model with the trained values.
+    Of any other model the directory holds ``model.safetensors``, or several files and their index. A collective: every
+    rank calls it, and the first one writes.
+
+    Args:
+        sch: the schedule, under which the model is trained without :func:`slapo_core.build`.
+        directory: made if it is not there.
+        max_shard_size: the largest file, in bytes, or as in ``"5GB"``; None is transformers' own limit, or no limit.
+
+    Raises:
+        ArgumentError: something else than a schedule, or a size that is none.
+        SealedError: the schedule was built; ``engine.save()`` saves there.
+        WeightsError: a tensor that nobody explains, or one on the meta device.
+        BuildError: writing failed on the first rank.
+    """
+    state = live_state(sch, "save_pretrained")
+    weights = state.state_dict(rank0_only=True)
+    with together(state.mesh, f"writing the model into '{os.fspath(directory)}'"):
+        if state.mesh is not None and not state.mesh.is_first_rank:
+            return
+        if callable(getattr(sch.model, "save_pretrained", None)):
+            with sch.untouched() as model:
+                export_with(model, weights, directory, max_shard_size)
+        else:
+            export_plain(weights, directory, max_shard_size)

@@ -1,0 +1,125 @@
+"""What a rank raised, as text that travels; and which of several ranks' exceptions was the first cause."""
+
+from __future__ import annotations
+
+import re
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from slapo_core.errors import RankFailedError
+
+__all__ = ["Attempt", "Failure", "causes", "chain_of", "describe_failure", "lost_rank"]
+
+T = TypeVar("T")
+
+# What gloo and NCCL say to a rank whose partner is gone; neither has an exception class of its own for it.
+_LOST = re.compile(r"gloo|nccl|connection (closed|reset|was aborted)|broken pipe", re.IGNORECASE)
+_INSIDE = ("/slapo_core/verification/", "/slapo_core/ranks/", "/torch/")
+_SIGN_OF_LIFE = 3.0  # seconds that the other ranks get to say that they have lost the connection too
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An exception of some rank, as text that can travel.
+
+    Args:
+        rank: the global one.
+        kind: the exception's class, e.g. ``"ValueError"``.
+        text: what it says.
+        where: the line of the user's code, e.g. ``"train.py:12"``; "" if there is none.
+        lost: whether it only says that another rank broke off a collective.
+    """
+
+    rank: int
+    kind: str
+    text: str
+    where: str
+    lost: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.text}" + (f" ({self.where})" if self.where else "")
+
+
+@dataclass(frozen=True)
+class Attempt(Generic[T]):
+    """What came of a function that every rank called.
+
+    Args:
+        result: this rank's; None if it raised.
+        error: what this rank raised by itself.
+        failures: what ranks raised by themselves, in the order of ranks; the same on every rank. Left out are those
+            that only lost the connection to a rank that had failed.
+    """
+
+    result: T | None
+    error: BaseException | None
+    failures: tuple[Failure, ...]
+
+    def value(self) -> T:
+        """This rank's result, where no rank failed."""
+        assert not self.failures
+        return self.result  # type: ignore[return-value]
+
+
+def describe_failure(rank: int, error: BaseException) -> Failure:
+    """The exception as text, with the innermost line that is neither torch's nor ours."""
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [frame for frame in frames if not any(part in frame.filename.replace("\\", "/") for part in _INSIDE)]
+    where = f"{theirs[-1].filename}:{theirs[-1].lineno}" if theirs else ""
+    return Failure(rank, type(error).__name__, _text(error), where, lost=any(map(_says_lost, chain_of(error))))
+
+
+def causes(failures: Sequence[Failure | None]) -> tuple[Failure, ...]:
+    """Those that are no mere consequence of another rank's; all of them, where each lost a connection."""
+    found = tuple(failure for failure in failures if failure is not None)
+    return tuple(failure for failure in found if not failure.lost) or found
+
+
+def lost_rank(store: Any, rank: int, ranks: Sequence[int]) -> RankFailedError:
+    """The error for a rank that has lost the connection to the others: it names those that left, or that are gone.
+
+    Args:
+        store: where a rank that leaves early has written why, as ``"left <rank>"``.
+        rank: this process's.
+        ranks: all of them.
+    """
+    failures: dict[int, str] = {}
+    try:
+        store.set(f"lost {rank}", "")
+        deadline = time.monotonic() + _SIGN_OF_LIFE
+        while True:
+            left = {other: store.get(f"left {other}").decode() for other in ranks if store.check([f"left {other}"])}
+            failures = {other: text for other, text in left.items() if not text.startswith(RankFailedError.__name__)}
+            silent = [other for other in ranks if other not in left and not store.check([f"lost {other}"])]
+            if failures or not silent or time.monotonic() > deadline:
+                break
+            time.sleep(0.05)
+        failures = failures or dict.fromkeys(silent, "no sign of life: the process ended, or hangs")
+    except RuntimeError as error:  # the process that keeps the store is gone too
+        failures = {min(ranks): f"the store of the process group is gone, which rank 0 keeps: {error}"}
+    told = "; ".join(f"rank {other}: {text}" for other, text in failures.items()) or "no rank says why"
+    first = min(failures, default=None)
+    return RankFailedError(f"the connection to another rank is lost; {told}", failures=failures, first=first)
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as inner:  # noqa: BLE001 - the class of a user: its own text is what fails
+        return f"(its text cannot be had: {type(inner).__name__} in __str__)"
+
+
+def _says_lost(error: BaseException) -> bool:
+    return isinstance(error, (RuntimeError, ConnectionError)) and _LOST.search(_text(error)) is not None
+
+
+def chain_of(error: BaseException | None) -> Iterator[BaseException]:
+    """The exception and those that it was raised from, or while handling."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)

@@ -1,0 +1,61 @@
+"""Where random numbers stand on each rank: told apart, and made to agree.
+
+What several ranks compute alike they must draw alike: the dropout of a tensor that tensor-parallel ranks all hold.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import sys
+from collections.abc import Mapping, Sequence
+
+import torch
+
+__all__ = ["OTHER", "first_of", "foreign_states", "restore", "torch_states"]
+
+OTHER = ("Python's random module", "NumPy's global generator")
+
+
+def torch_states() -> dict[str, bytes]:
+    """The states of torch's generators, of the CPU and, once it is used, of the current GPU."""
+    states = {"the CPU": torch.get_rng_state()}
+    if torch.cuda.is_initialized():
+        states["the GPU"] = torch.cuda.get_rng_state()
+    return {device: bytes(state.tolist()) for device, state in states.items()}
+
+
+def restore(states: Mapping[str, bytes]) -> None:
+    """Put torch's generators where :func:`torch_states` found them."""
+    for device, content in states.items():
+        state = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        if device == "the CPU":
+            torch.set_rng_state(state)
+        else:
+            torch.cuda.set_rng_state(state)
+
+
+def first_of(by_rank: Mapping[int, Mapping[str, bytes]], ranks: Sequence[int]) -> tuple[dict[str, bytes], list[str]]:
+    """The states that all of ``ranks`` shall have, and the devices on which some of them have another one.
+
+    Args:
+        by_rank: global rank -> what :func:`torch_states` gave there.
+        ranks: those that must draw alike, ascending.
+
+    Returns:
+        the first rank's states, and names of devices; one that is not in use on every rank is left alone.
+    """
+    wanted = {
+        device: state for device, state in by_rank[ranks[0]].items() if all(device in by_rank[rank] for rank in ranks)
+    }
+    return wanted, [device for device in wanted if any(by_rank[rank][device] != wanted[device] for rank in ranks)]
+
+
+def foreign_states() -> dict[str, str]:
+    """A digest of the random states that are not torch's; NumPy's where something has imported it."""
+    found = {OTHER[0]: repr(random.getstate())}
+    numpy_random = getattr(sys.modules.get("numpy"), "random", None)
+    if numpy_random is not None:
+        name, keys, *rest = numpy_random.get_state()
+        found[OTHER[1]] = f"{name} {keys.tobytes()!r} {rest}"
+    return {source: hashlib.sha256(state.encode()).hexdigest() for source, state in found.items()}

@@ -1,0 +1,156 @@
+"""What makes a schedule agree: a step left out, another one in its place, or one more. All of it is tried."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from slapo_core.spec.record import Record
+from slapo_core.spec.suggestion import Change, Suggestion
+from slapo_core.verification.failing import alike_path
+from slapo_core.verification.search import Part, Search
+
+__all__ = ["Cure", "applied", "find_cure", "first_cure", "without_one"]
+
+_LIKELY = 12  # so many trials, before the steps are narrowed down
+_TOGETHER = 3  # more steps than this, each of which is needed, are no answer
+
+Suggest = Callable[[], Sequence[Suggestion]]
+
+
+@dataclass(frozen=True)
+class Cure:
+    """Changes with which the schedule agrees.
+
+    Args:
+        suggestion: what is changed.
+        likewise: paths at which the same is needed besides.
+        of_part: whether only the part that was looked at agrees with them, and the whole schedule has more mistakes.
+    """
+
+    suggestion: Suggestion
+    likewise: tuple[str, ...] = ()
+    of_part: bool = False
+
+
+def applied(records: Sequence[Record], changes: Sequence[Change]) -> Part:
+    """The steps with the changes made."""
+    found: list[Record] = []
+    instead = {change.instead_of.index: change.primitive for change in changes if change.instead_of is not None}
+    waiting = [change for change in changes if change.instead_of is None]
+    for record in records:
+        early = [change for change in waiting if change.first and change.path == record.path]
+        waiting = [change for change in waiting if change not in early]
+        found += map(_added, early)
+        primitive = instead.get(record.index, record.primitive)
+        if primitive is not None:
+            found.append(dataclasses.replace(record, primitive=primitive))
+    return (*found, *map(_added, waiting))
+
+
+def _added(change: Change) -> Record:
+    assert change.primitive is not None
+    return Record(0, change.primitive, change.path, "", "")
+
+
+def without_one(search: Search, records: Part, part: Part) -> Cure | None:
+    """A step of ``part`` without which all others agree; several, if they do it only together."""
+    changes = [
+        Change(record.path, instead_of=record)
+        for record in (part if len(records) > 1 else ())
+        if search.agrees(tuple(other for other in records if other is not record))
+    ]
+    return Cure(Suggestion(tuple(changes))) if 0 < len(changes) <= _TOGETHER else None
+
+
+def first_cure(search: Search, records: Part, suggestions: Sequence[Suggestion], paths: Sequence[str]) -> Cure | None:
+    """Of what is likely before anything is known, the first that makes the whole schedule agree."""
+    end, seen = search.trials + _LIKELY, set[object]()
+    for suggestion in suggestions:
+        key = tuple(
+            (alike_path(each.path), str(each.primitive), each.instead_of is None) for each in suggestion.changes
+        )
+        for variant, likewise in _variants(suggestion, records, paths) if suggestion.likely else ():
+            if variant is not suggestion and key in seen:
+                continue
+            if search.trials < end and search.agrees(applied(records, variant.changes)):
+                return Cure(suggestion, likewise)
+        seen.add(key)
+    return None
+
+
+def find_cure(
+    search: Search, records: Part, part: Part, suggestions: Sequence[Suggestion], paths: Sequence[str]
+) -> Cure | None:
+    """The first suggestion, those near to ``part`` before all others, with which the schedule agrees.
+
+    Args:
+        search: what tries.
+        records: the whole schedule.
+        part: the steps that were found to fail.
+        suggestions: what may be changed.
+        paths: of all modules.
+    """
+    ordered = sorted(suggestions, key=lambda each: _distance(each, part))
+    everywhere_first = bool(search.likewise)
+    for suggestion in ordered:
+        variants = _variants(suggestion, records, paths)
+        for variant, likewise in reversed(variants) if everywhere_first else variants:
+            if search.agrees(applied(records, variant.changes)):
+                return Cure(suggestion, likewise)
+    if len(part) == len(records):
+        return None
+    for suggestion in ordered:
+        if _is_within(suggestion, part) and search.agrees(applied(part, suggestion.changes)):
+            return Cure(suggestion, of_part=True)
+    return None
+
+
+def _variants(suggestion: Suggestion, records: Part, paths: Sequence[str]) -> list[tuple[Suggestion, tuple[str, ...]]]:
+    """The suggestion, and the same in all repeated blocks, with the paths at which that changes more."""
+    everywhere = _everywhere(suggestion, records, paths)
+    return [(suggestion, ()), *([] if everywhere is None else [(everywhere, _others(everywhere, suggestion))])]
+
+
+def _everywhere(suggestion: Suggestion, records: Part, paths: Sequence[str]) -> Suggestion | None:
+    """The same changes at all repeated blocks; None if there are no others."""
+    changes = [other for change in suggestion.changes for other in _alike(change, records, paths)]
+    changes = list({(str(change), change.first): change for change in changes}.values())
+    return Suggestion(tuple(changes)) if len(changes) > len(suggestion.changes) else None
+
+
+def _alike(change: Change, records: Part, paths: Sequence[str]) -> Iterator[Change]:
+    if change.instead_of is not None:
+        old, place = str(change.instead_of.primitive), alike_path(change.path)
+        for record in records:
+            if str(record.primitive) == old and alike_path(record.path) == place:
+                yield dataclasses.replace(change, path=record.path, instead_of=record)
+        return
+    has = {record.path for record in records if str(record.primitive) == str(change.primitive)}
+    for path in paths if "*" in alike_path(change.path) else (change.path,):
+        if alike_path(path) == alike_path(change.path) and path not in has:
+            yield dataclasses.replace(change, path=path)
+
+
+def _others(everywhere: Suggestion, suggestion: Suggestion) -> tuple[str, ...]:
+    own = {change.path for change in suggestion.changes}
+    return tuple(dict.fromkeys(change.path for change in everywhere.changes if change.path not in own))
+
+
+def _is_within(suggestion: Suggestion, part: Part) -> bool:
+    indices = {record.index for record in part}
+    return all(change.instead_of is None or change.instead_of.index in indices for change in suggestion.changes)
+
+
+def _distance(suggestion: Suggestion, part: Part) -> int:
+    """How many levels one has to go up from the steps of the part to come around a change."""
+    return max(min(_up(record.path, change.path) for record in part) for change in suggestion.changes)
+
+
+def _up(path: str, other: str) -> int:
+    levels, others = path.split("."), other.split(".")
+    common = 0
+    while common < min(len(levels), len(others)) and levels[common] == others[common]:
+        common += 1
+    return len(levels) - common

@@ -1,0 +1,113 @@
+"""The steps beside approximate ones, held to their own promises: what one step may, hides a mistake of another.
+
+A step that promises APPROXIMATE loosens the comparison of the whole model. So the schedule is run once more without
+such steps. The rest may depend on them, though: a sync whose shard is inside of a replaced module is wrong without it.
+Where the rest does not agree, ever more of what is around the approximate steps is left out too; and a difference
+counts only if the loose tolerance would have hidden it, and if all that is left out agrees by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from slapo_core.verification.run import EARLY
+from slapo_core.verification.trials import Trials, Tried
+from slapo_core.verification.untouched import UntouchedRun, UntouchedRuns
+
+if TYPE_CHECKING:
+    from slapo_core.spec.record import Record
+
+__all__ = ["Hidden", "without_loose_steps"]
+
+_LEVELS = 4  # so many trials: without the approximate steps; nor what is below them; below their parents; above those
+
+
+@dataclass(frozen=True)
+class Hidden:
+    """What came of the rest of a schedule.
+
+    Args:
+        rest: the steps that were run.
+        left_out: the others.
+        found: where they differ from the untouched model; None if they agree.
+        reference: the untouched run that they were held against.
+        note: which steps were judged with the loose tolerance only; "" if none of those that promise more.
+    """
+
+    rest: tuple[Record, ...]
+    left_out: tuple[Record, ...]
+    found: Tried | None
+    reference: UntouchedRun
+    note: str = ""
+
+
+def without_loose_steps(
+    trials: Trials, runs: UntouchedRuns, reference: UntouchedRun, records: Sequence[Record]
+) -> Hidden | None:
+    """Hold the steps that promise more to what they promise; None where no step loosens anything for them.
+
+    All ranks call it, and get the same answer.
+
+    Args:
+        trials: runs parts of the schedule.
+        runs: runs the untouched model.
+        reference: how it ran when the whole schedule agreed with it.
+        records: the steps of the whole schedule.
+    """
+    loose = tuple(record for record in records if _is_loose(record))
+    strict = tuple(record for record in records if not _is_loose(record))
+    whole, theirs = (trials.tolerance(reference, part) for part in (records, strict))
+    if not loose or not strict or (whole.rtol <= theirs.rtol and whole.atol <= theirs.atol):
+        return None
+    untouched = runs.again(reference, EARLY)
+    for level, rest in enumerate(_parts(strict, loose)):
+        others = _others(records, rest)
+        tried = trials.try_steps(untouched, EARLY, rest)
+        if tried.outcome == "agrees":
+            return Hidden(rest, others, None, untouched, _note(strict, rest, loose))
+        if level == 0 or tried.first is None:
+            continue  # a step at a module that was replaced may be meant for what is there now
+        if trials.try_steps(untouched, EARLY, rest, promises=records).outcome != "agrees":
+            continue  # with the approximate steps it agrees, so it needs them
+        if trials.try_steps(untouched, EARLY, others).outcome == "agrees":
+            return Hidden(rest, others, tried, untouched)
+    return Hidden((), tuple(records), None, untouched, _note(strict, (), loose))
+
+
+def _is_loose(record: Record) -> bool:
+    promise = record.primitive.equivalence
+    return promise.rtol > 0 or promise.atol > 0
+
+
+def _parts(strict: Sequence[Record], loose: Sequence[Record]) -> Iterator[tuple[Record, ...]]:
+    """The steps without the approximate ones; then also without those at, or below, ever higher modules."""
+    places = [record.path for record in loose]
+    yield tuple(strict)
+    for _ in range(_LEVELS - 1):
+        rest = tuple(record for record in strict if not any(_is_within(record.path, place) for place in places))
+        if not rest:
+            return
+        yield rest
+        places = [place.rpartition(".")[0] for place in places]
+
+
+def _is_within(path: str, place: str) -> bool:
+    return not place or f"{path}.".startswith(f"{place}.")
+
+
+def _others(records: Sequence[Record], rest: Sequence[Record]) -> tuple[Record, ...]:
+    kept = {record.index for record in rest}
+    return tuple(record for record in records if record.index not in kept)
+
+
+def _note(strict: Sequence[Record], rest: Sequence[Record], loose: Sequence[Record]) -> str:
+    dropped = _others(strict, rest)
+    if not dropped:
+        return ""
+    because = ", ".join(f"#{record.index} at {record.path!r}" for record in loose)
+    which = ", ".join(f"#{record.index} {record.primitive.name} at {record.path!r}" for record in dropped)
+    return (
+        f"judged only with the tolerance of the approximate steps ({because}), without which they do not agree: {which}"
+    )

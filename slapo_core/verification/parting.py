@@ -1,0 +1,254 @@
+"""With dropout on, what all ranks hold whole must stay the same on all of them: outputs, and gradients of copies.
+
+A rank cannot see it alone. Each tells the others a few numbers of what it got, and where its generator stood at each
+dropout; ranks that see other samples are not held against one another.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from slapo_core.spec.mesh import DATA_DIMS
+from slapo_core.verification.counterparts import Counterparts
+from slapo_core.verification.dropout import Draw
+from slapo_core.verification.precision import is_inexact
+from slapo_core.verification.values import Difference
+
+if TYPE_CHECKING:
+    from slapo_core.spec.mesh import Mesh
+    from slapo_core.spec.record import Record
+
+__all__ = ["Told", "advice", "parted", "tell", "without_effect"]
+
+_SHOWN = 3  # paths in a message
+Place = tuple[str, int]  # a module, and the how manyth of its draws
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a rank tells of one forward and backward with dropout.
+
+    Args:
+        rank: its global rank.
+        samples: its place along the mesh dimensions whose ranks see other samples.
+        marks: kind and name of outputs, and of the gradients of parameters that it holds whole -> two numbers of each.
+        draws: of each module's draws the shape, and what stands for the random state.
+    """
+
+    rank: int
+    samples: tuple[int, ...]
+    marks: Mapping[tuple[str, str], tuple[float, float]] = field(default_factory=dict)
+    draws: Mapping[Place, tuple[tuple[int, ...], int]] = field(default_factory=dict)
+
+
+def tell(
+    mesh: Mesh, outputs: Mapping[str, Any], gradients: Mapping[str, Any], draws: Sequence[Draw], names: Counterparts
+) -> Told:
+    """What this rank got.
+
+    Args:
+        mesh: with this rank's place.
+        outputs: with dropout on.
+        gradients: likewise, of all parameters.
+        draws: those of the forward.
+        names: to know which parameters are whole.
+    """
+    marks = {("output with dropout", name): _marks(value) for name, value in outputs.items() if _is_number(value)}
+    for name, value in gradients.items():
+        if _is_number(value) and names.is_whole(name):
+            marks["gradient with dropout", name] = _marks(value)
+    samples = tuple(mesh.rank(mesh_dim) for mesh_dim in DATA_DIMS)
+    return Told(mesh.global_rank, samples, marks, {place: (d.shape, d.state) for place, d in _placed(draws).items()})
+
+
+def parted(
+    told: Sequence[Told], untouched: Sequence[Draw], records: Sequence[Record], dtype: torch.dtype
+) -> list[Difference]:
+    """The first thing that every rank has whole and that is not the same on them; the same answer on every rank.
+
+    Args:
+        told: by all ranks.
+        untouched: what the untouched model draws.
+        records: the steps: the one that lets ranks draw differently is named, if it can be said.
+        dtype: the coarsest type in which the model computes.
+    """
+    found = next(_partings(told, math.sqrt(torch.finfo(dtype).eps)), None)
+    if found is None:
+        return []
+    (kind, name), one, other, apart, allowed = found
+    where = f"{'gradient of ' if kind.startswith('gradient') else ''}{name}"
+    result = (
+        f"ranks {one.rank} and {other.rank}, which have it whole, get another {where}: their copies of the parameters "
+        "drift apart"
+    )
+    rule = "with dropout on, ranks that are given the same samples have the same outputs and gradients of copies"
+    shapes = {place: draw.shape for place, draw in _placed(untouched).items()}
+    drawn = [path for path in _whole_but_differing(told, shapes) if _forking(records, path) is not None]
+    steps = list(dict.fromkeys(step for path in drawn if (step := _forking(records, path)) is not None))
+    if not steps:
+        problem = f"each rank draws other random numbers: {result}"
+        return [Difference("parted dropout", name, problem, apart, allowed, None, rule)]
+    path = next(path for path in drawn if _forking(records, path) is steps[0])
+    problem = f"each rank drops other elements of {shapes[path, 0]}, which every rank has whole: {result}"
+    hint = _instead(steps[0], told, shapes)
+    by = tuple(step.index for step in steps)
+    return [Difference("parted dropout", path, problem, math.inf, allowed, hint, rule, by)]
+
+
+def advice(told: Sequence[Told], untouched: Sequence[Draw]) -> str | None:
+    """A note where ranks drop the same elements of different pieces; the same on every rank.
+
+    Args:
+        told: by all ranks.
+        untouched: what the untouched model draws.
+    """
+    shapes = {place: draw.shape for place, draw in _placed(untouched).items()}
+    pieces = [place for group in _groups(told) for place in _shared(group) if _is_piece(place, group[0], shapes)]
+    alike = [path for path, number in dict.fromkeys(pieces) if _drawn_alike(told, (path, number))]
+    paths = list(dict.fromkeys(alike))
+    if not paths:
+        return None
+    whole = _whole(told, shapes)
+    free = [path for path in paths if not any(_is_below(other, path) for other in whole)]
+    more = f" (and at {len(paths) - 1} more)" if len(paths) > 1 else ""
+    start = f"the ranks drop the same elements of different pieces at '{paths[0]}'{more}: "
+    if free:
+        calls = ", ".join(f'sch["{path}"].fork_rng()' for path in free[:_SHOWN])
+        return f"{start}{calls}{' and so on' if len(free) > _SHOWN else ''} lets each draw its own"
+    return (
+        f"{start}fork_rng() there would be around a dropout of something whole too; set one of the two probabilities "
+        "to 0, or let the ranks drop alike"
+    )
+
+
+def without_effect(told: Sequence[Told], untouched: Sequence[Draw], records: Sequence[Record]) -> str | None:
+    """A note on steps that promise other random numbers where nothing is dropped; the same on every rank."""
+    paths = {path for rank in told for path, _ in rank.draws}
+    idle = [
+        f"{each.primitive} at '{each.path}'"
+        for each in records
+        if each.primitive.equivalence.is_random and not any(_is_below(path, each.path) for path in paths)
+    ]
+    if not told or not untouched or not idle:
+        return None
+    more = f" (and {len(idle) - 1} more)" if len(idle) > 1 else ""
+    return f"no dropout was seen at or below {idle[0]}{more}: another module drops"
+
+
+# -- where ----------------------------------------------------------------------------------------------------
+
+
+def _partings(told: Sequence[Told], share: float) -> Iterator[tuple[tuple[str, str], Told, Told, float, float]]:
+    for group in _groups(told):
+        first = group[0]
+        largest: dict[str, float] = {}
+        for (kind, _), (norm, _) in first.marks.items():
+            largest[kind] = max(largest.get(kind, 0.0), norm if math.isfinite(norm) else 0.0)
+        for place, mine in first.marks.items():
+            allowed = share * largest[place[0]]
+            for other in group[1:]:
+                theirs = other.marks.get(place, mine)
+                apart = max((abs(a - b) for a, b in zip(mine, theirs, strict=True) if a != b), default=0.0)
+                if apart > allowed:  # NaN on all of them is no parting
+                    yield place, first, other, apart, allowed
+
+
+def _whole_but_differing(told: Sequence[Told], shapes: Mapping[Place, tuple[int, ...]]) -> list[str]:
+    """Modules that draw for the untouched model's shape, as often as there, and from other states on other ranks."""
+    return [path for path in _whole(told, shapes) if not _drawn_alike(told, (path, 0))]
+
+
+def _whole(told: Sequence[Told], shapes: Mapping[Place, tuple[int, ...]]) -> list[str]:
+    found = [
+        place for group in _groups(told) for place in _shared(group) if group[0].draws[place][0] == shapes.get(place)
+    ]
+    times = _times(shapes)
+    return [path for path in dict.fromkeys(path for path, _ in found) if times[path] == _times(told[0].draws).get(path)]
+
+
+def _drawn_alike(told: Sequence[Told], place: Place) -> bool:
+    return all(len({rank.draws[place][1] for rank in group if place in rank.draws}) <= 1 for group in _groups(told))
+
+
+def _is_piece(place: Place, rank: Told, shapes: Mapping[Place, tuple[int, ...]]) -> bool:
+    return place in shapes and rank.draws[place][0] != shapes[place]
+
+
+def _groups(told: Sequence[Told]) -> list[list[Told]]:
+    """Ranks that are given the same samples, where there are several."""
+    by_samples: dict[tuple[int, ...], list[Told]] = {}
+    for rank in told:
+        by_samples.setdefault(rank.samples, []).append(rank)
+    return [group for group in by_samples.values() if len(group) > 1]
+
+
+def _shared(group: Sequence[Told]) -> list[Place]:
+    """Places at which all ranks of a group draw."""
+    return [place for place in group[0].draws if all(place in rank.draws for rank in group)]
+
+
+def _placed(draws: Sequence[Draw]) -> dict[Place, Draw]:
+    placed: dict[Place, Draw] = {}
+    seen: dict[str, int] = {}
+    for draw in draws:
+        number = seen.setdefault(draw.path, 0)
+        seen[draw.path] += 1
+        placed[draw.path, number] = draw
+    return placed
+
+
+def _times(places: Mapping[Place, Any]) -> dict[str, int]:
+    return {path: number + 1 for path, number in sorted(places)}
+
+
+# -- which step -----------------------------------------------------------------------------------------------
+
+
+def _forking(records: Sequence[Record], path: str) -> Record | None:
+    """The innermost step at or above a module that promises other random numbers."""
+    around = [each for each in records if each.primitive.equivalence.is_random and _is_below(path, each.path)]
+    return max(around, key=lambda each: len(each.path), default=None)
+
+
+def _instead(step: Record, told: Sequence[Told], shapes: Mapping[Place, tuple[int, ...]]) -> str:
+    """Without this step, and with it at the modules below it that drop pieces and nothing else."""
+    whole = _whole(told, shapes)
+    pieces = [
+        path
+        for group in _groups(told)
+        for path, number in _shared(group)
+        if _is_below(path, step.path) and _is_piece((path, number), group[0], shapes)
+    ]
+    places = [path for path in dict.fromkeys(pieces) if not any(_is_below(other, path) for other in whole)]
+    own = " by a module of its own" if pieces else ""
+    calls = ", ".join(f"sch['{path}'].{step.primitive}" for path in places[:_SHOWN])
+    place = f"'{step.path}'" if step.path else "the root"
+    remove = f"remove {step.primitive} at {place}"
+    return (
+        f"{remove}; where pieces are dropped: {calls}"
+        if calls
+        else f"{remove}: nothing in it is dropped in pieces{own}"
+    )
+
+
+def _is_below(path: str, other: str) -> bool:
+    return not other or path == other or path.startswith(f"{other}.")
+
+
+# -- numbers --------------------------------------------------------------------------------------------------
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and is_inexact(value) and value.numel() > 0
+
+
+def _marks(tensor: torch.Tensor) -> tuple[float, float]:
+    """The norm, and the sum with alternating weights: two tensors that differ hardly have both in common."""
+    wide = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).detach().reshape(-1).double()
+    weights = torch.arange(wide.numel(), device=wide.device, dtype=torch.float64).cos_()
+    return float(torch.linalg.vector_norm(wide)), float(torch.dot(wide, weights)) / math.sqrt(wide.numel())

@@ -1,0 +1,250 @@
+"""Narrow down: the part of a schedule that fails alone, and in the same way as the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from slapo_core.spec.record import Record
+from slapo_core.verification.failing import Failed, Outcome, Try
+
+__all__ = ["Part", "Search", "nearest"]
+
+Part = tuple[Record, ...]
+
+MAX_TRIALS = 40
+SINGLE_STEPS = 6  # so many are tried one by one before anything else
+_MANY = 8  # so many groups are halved, instead of tried one by one
+
+
+class Search:
+    """Trials of parts, each part once, and no more than ``budget`` of them.
+
+    Args:
+        try_steps: repeats some steps on a fresh copy.
+        tied: the paths of modules that share a parameter, one set for each such parameter.
+        budget: the number of trials.
+
+    Attributes:
+        tied: as given, those that have a path in common joined.
+        trials: how many copies were tried.
+        target: the failure that is looked for.
+        likewise: paths of repeated blocks that fail in the same way by themselves.
+        into_blocks: whether one repeated block is followed where all of them fail with numbers of their own: each may
+            have the same mistake, or none may work without the others.
+        stopped_at_blocks: whether the search stopped there.
+    """
+
+    def __init__(self, try_steps: Try, tied: Sequence[frozenset[str]], *, budget: int = MAX_TRIALS) -> None:
+        self._try = try_steps
+        self.tied = _joined(tied)
+        self._known: dict[tuple[tuple[int, str, str], ...], Outcome] = {}
+        self.budget = budget
+        self.trials = 0
+        self.target: Failed | None = None
+        self.likewise: list[str] = []
+        self.into_blocks = False
+        self.stopped_at_blocks = False
+
+    @property
+    def ran_out(self) -> bool:
+        return self.trials >= self.budget
+
+    def outcome(self, part: Part) -> Outcome:
+        if not part:
+            return "agrees"
+        key = tuple((record.index, record.path, str(record.primitive)) for record in part)
+        if key not in self._known:
+            if self.ran_out:
+                return "refused"
+            self.trials += 1
+            self._known[key] = self._try(part)
+        return self._known[key]
+
+    def agrees(self, part: Part) -> bool:
+        return self.outcome(part) == "agrees"
+
+    def is_same(self, part: Part) -> bool:
+        """Whether it fails with the very numbers that are looked for."""
+        outcome = self.outcome(part)
+        return isinstance(outcome, Failed) and self.target is not None and outcome.is_same(self.target)
+
+    def is_like(self, part: Part) -> bool:
+        """Whether it fails at the same place."""
+        outcome = self.outcome(part)
+        return isinstance(outcome, Failed) and self.target is not None and outcome.is_like(self.target)
+
+    def single(self, records: Part, near: str | None) -> Record | None:
+        """The step that fails alone, and with the same numbers or so that the rest agrees."""
+        likely = records if len(records) <= SINGLE_STEPS else tuple(r for r in records if r.path == near)
+        for record in likely[:SINGLE_STEPS] if len(records) > 1 else ():
+            if self.does_it_alone(record, records):
+                return record
+        return None
+
+    def does_it_alone(self, record: Record, records: Part) -> bool:
+        if self.is_same((record,)) and self.target is not None and not self.target.raises:
+            return True
+        rest = tuple(other for other in records if other is not record)
+        return self.is_like((record,)) and self.agrees(rest)
+
+    def narrow(self, part: Part, near: str | None = None) -> Part:
+        """The smallest part that is found to fail in the way that is looked for."""
+        while len(part) > 1:
+            smaller = self._smaller(part, near)
+            if smaller is None:
+                break
+            part = smaller
+        return part
+
+    def _smaller(self, part: Part, near: str | None) -> Part | None:
+        groups = _groups(part, self.tied)
+        if len(groups) > _MANY and (half := self._half(groups)) is not None:
+            return half
+        across = _across_blocks(part)
+        for partition in (groups, across):
+            for group in _nearest_first(partition, near):
+                if len(group) < len(part) and self.is_same(group):
+                    return group
+        failing = [path for path, group in groups.items() if self.is_like(group)]
+        is_sized = self.target is not None and self.target.size is not None
+        if len(failing) == 1 and not is_sized:
+            return _if_smaller(groups[failing[0]], part)
+        if failing and all(_is_block(path) for path in failing) and len(groups) > 1:
+            if is_sized and not self.into_blocks and len(failing) == len(groups):
+                self.stopped_at_blocks = True
+                return None
+            self.likewise.extend(failing[1:])
+            self._look_for(groups[failing[0]])
+            return groups[failing[0]]
+        return self._cured(part, groups, failing) or self._shrunk(part, groups)
+
+    def _half(self, groups: dict[str, Part]) -> Part | None:
+        """Half of many groups, if it has the failure and the other half has not."""
+        listed = list(groups.values())
+        halves = [_together(listed[: len(listed) // 2]), _together(listed[len(listed) // 2 :])]
+        same = [half for half in halves if self.is_same(half)]
+        like = [half for half in halves if self.is_like(half)]
+        found = same or like
+        return found[0] if len(found) == 1 else None
+
+    def _cured(self, part: Part, groups: dict[str, Part], failing: Sequence[str]) -> Part | None:
+        """The one group without which the rest agrees."""
+        cures = []
+        for path in failing or list(groups):
+            rest = tuple(record for record in part if record not in groups[path])
+            if rest and self.agrees(rest):
+                cures.append(path)
+        if len(cures) != 1 or len(groups[cures[0]]) == len(part):
+            return None
+        group = groups[cures[0]]
+        if not isinstance(self.outcome(group), Failed):
+            return None if self.target is not None and self.target.size is not None else group
+        self._look_for(group)
+        return group
+
+    def _shrunk(self, part: Part, groups: dict[str, Part]) -> Part | None:
+        """Without the sub-trees that the failure does not need."""
+        if len({record.path for record in part}) == 1:
+            return None  # single steps at one module belong together: a shard without its sync fails by itself
+        is_sized = self.target is not None and self.target.size is not None
+        whole = part
+        for group in groups.values():
+            rest = tuple(record for record in part if record not in group)
+            if rest and (self.is_same(rest) if is_sized else self.is_like(rest)):
+                part = rest
+        return _if_smaller(part, whole)
+
+    def _look_for(self, part: Part) -> None:
+        """From here on: a part with a mistake of its own has numbers of its own."""
+        outcome = self.outcome(part)
+        if isinstance(outcome, Failed):
+            self.target = outcome
+
+
+def nearest(records: Sequence[Record], near: str | None) -> Part:
+    """The steps at a module; or else at the nearest one around it, below it; or else all."""
+    if near is None:
+        return tuple(records)
+    place = near
+    while True:
+        at = tuple(record for record in records if record.path == place)
+        if at:
+            return at
+        if not place:
+            break
+        place = place.rpartition(".")[0]
+    below = tuple(record for record in records if record.path.startswith(f"{near}."))
+    return below or tuple(records)
+
+
+def _joined(tied: Sequence[frozenset[str]]) -> list[frozenset[str]]:
+    """Sets that have a path in common, as one set."""
+    joined: list[frozenset[str]] = []
+    for paths in tied:
+        apart = [other for other in joined if not other & paths]
+        joined = [*apart, paths.union(*(other for other in joined if other & paths))]
+    return joined
+
+
+def _levels(part: Part) -> tuple[list[list[str]], int]:
+    """The paths, and how many levels they have in common."""
+    paths = [record.path.split(".") if record.path else [] for record in part]
+    depth = 0
+    while all(len(path) > depth for path in paths) and len({path[depth] for path in paths}) == 1:
+        depth += 1
+    return paths, depth
+
+
+def _groups(part: Part, tied: Sequence[frozenset[str]]) -> dict[str, Part]:
+    """The steps of each sub-tree below the deepest module that holds them all; single steps if that is one module.
+
+    Steps at tied modules that would come into several of these groups make one of their own.
+    """
+    paths, depth = _levels(part)
+    same_place = len({record.path for record in part}) == 1
+    keys = {
+        record.index: f"{record.path}#{record.index}" if same_place else ".".join(path[: depth + 1])
+        for record, path in zip(part, paths, strict=True)
+    }
+    for together in tied if not same_place else ():
+        members = [record for record in part if record.path in together]
+        if len({keys[record.index] for record in members}) > 1:
+            keys.update({record.index: " and ".join(sorted(together)) for record in members})
+    return _by_key(part, (keys[record.index] for record in part))
+
+
+def _across_blocks(part: Part) -> dict[str, Part]:
+    """The steps of alike sub-trees of all repeated blocks, such as every block's attention; empty without blocks."""
+    paths, depth = _levels(part)
+    if not all(len(path) > depth + 1 and path[depth].isdigit() for path in paths):
+        return {}
+    length = 1
+    while len({tuple(path[depth + 1 : depth + 1 + length]) for path in paths}) == 1 and length < max(map(len, paths)):
+        length += 1
+    return _by_key(part, (".".join(path[depth + 1 : depth + 1 + length]) for path in paths))
+
+
+def _by_key(part: Part, keys: Iterable[str]) -> dict[str, Part]:
+    groups: dict[str, list[Record]] = {}
+    for record, key in zip(part, keys, strict=True):
+        groups.setdefault(key, []).append(record)
+    return {key: tuple(group) for key, group in groups.items()}
+
+
+def _nearest_first(groups: dict[str, Part], near: str | None) -> list[Part]:
+    def is_far(group: Part) -> bool:
+        return near is None or not any(f"{near}.".startswith(f"{record.path}.") for record in group)
+
+    return sorted(groups.values(), key=is_far)
+
+
+def _together(groups: Sequence[Part]) -> Part:
+    return tuple(sorted((record for group in groups for record in group), key=lambda record: record.index))
+
+
+def _if_smaller(part: Part, whole: Part) -> Part | None:
+    return part if len(part) < len(whole) else None
+
+
+def _is_block(path: str) -> bool:
+    return path.rpartition(".")[2].isdigit()

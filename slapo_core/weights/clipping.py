@@ -1,0 +1,97 @@
+"""The norm of all gradients over all ranks, and clipping to it."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+if TYPE_CHECKING:
+    from slapo_core.spec.mesh import Mesh
+    from slapo_core.weights.correspondence import Correspondence
+
+__all__ = ["GradientClipper"]
+
+
+class GradientClipper:
+    """Scale gradients down so that their norm over all ranks is at most ``max_norm``.
+
+    Pieces of a sharded parameter are counted on every rank of the mesh dimensions that split it; replicas once.
+
+    Args:
+        correspondence: of the scheduled model; the parameters are those that it holds now.
+        max_norm: the largest norm; ``math.inf`` only measures.
+        norm_type: p of the p-norm, positive; ``math.inf`` is the largest absolute value.
+        error_if_nonfinite: raise, on every rank, instead of scaling by a norm that is infinite or no number.
+    """
+
+    def __init__(
+        self,
+        correspondence: Correspondence,
+        max_norm: float,
+        *,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+    ) -> None:
+        self._mesh: Mesh | None = correspondence.mesh
+        self._max_norm, self._norm_type, self._error_if_nonfinite = max_norm, norm_type, error_if_nonfinite
+        by_dims: dict[tuple[str, ...], list[nn.Parameter]] = {(): []}
+        for mesh_dim, _ in sorted(set(correspondence.tree.tensors.kept_on.values())):
+            by_dims.setdefault(self._running(mesh_dim), [])  # the owner's gradients; the other ranks have none
+        for live in correspondence.live():
+            if isinstance(live.tensor, nn.Parameter):
+                dims = {mesh_dim for mesh_dim, _ in live.layout.shards()}
+                dims.update(mesh_dim for mesh_dim, _ in correspondence.owners(live))
+                by_dims.setdefault(self._running(*dims), []).append(live.tensor)
+        self._by_dims = by_dims
+
+    def _running(self, *mesh_dims: str) -> tuple[str, ...]:
+        return tuple(dim for dim in sorted(mesh_dims) if self._mesh is not None and self._mesh.size(dim) > 1)
+
+    def clip(self) -> torch.Tensor:
+        """Clip in place.
+
+        Returns:
+            the norm before, a scalar tensor, the same on every rank.
+
+        Raises:
+            RuntimeError: the norm is not finite, and that is an error.
+        """
+        norms = [self._norm_of(dims, parameters) for dims, parameters in self._by_dims.items()]
+        device = next((norm.device for norm in norms if norm.device.type != "cpu"), norms[0].device)
+        total = torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]), self._norm_type)
+        total = total.to(self._dtype())
+        if self._error_if_nonfinite and not total.isfinite():
+            raise RuntimeError(
+                f"the {self._norm_type}-norm of all gradients over all ranks is {total.item()}, so they cannot be "
+                "clipped; error_if_nonfinite=False scales them nevertheless"
+            )
+        everything = [parameter for parameters in self._by_dims.values() for parameter in parameters]
+        nn.utils.clip_grads_with_norm_(everything, self._max_norm, total)
+        return total
+
+    def _norm_of(self, dims: tuple[str, ...], parameters: list[nn.Parameter]) -> torch.Tensor:
+        """The norm of gradients whose parameters are split over the same mesh dimensions, over those."""
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        norm = nn.utils.get_total_norm(gradients, self._norm_type)
+        if not dims or self._mesh is None:
+            return norm
+        # In one type on every rank: one that holds none of these gradients does not know theirs, and takes part too.
+        norm = norm.to(parameters[0].device if parameters else norm.device, torch.float64)
+        largest = math.isinf(self._norm_type)
+        value = norm if largest else norm.pow(self._norm_type)
+        operation = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
+        for mesh_dim in dims:
+            dist.all_reduce(value, operation, group=self._mesh.group(mesh_dim))
+        return value if largest else value.pow(1.0 / self._norm_type)
+
+    def _dtype(self) -> torch.dtype:
+        """What torch's own function gives the norm in: the widest type of the gradients here."""
+        dtype = torch.float32
+        types = {p.grad.dtype for parameters in self._by_dims.values() for p in parameters if p.grad is not None}
+        for one in types:
+            dtype = torch.promote_types(dtype, one)
+        return dtype

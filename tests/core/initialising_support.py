@@ -1,0 +1,50 @@
+"""A second opinion on initial values: the initialisers themselves, run on the whole tensor, with numbers in blocks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from slapo_core.spec.layout import Layout
+from slapo_core.weights.copies import copy_on_meta
+from slapo_core.weights.programs import blocks, seed_of
+from slapo_core.weights.recording import record
+from slapo_core.weights.rerun import Rerun
+
+_DRAWS = (torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default)
+
+
+class InBlocks(TorchDispatchMode):
+    """Draws what an initialiser draws block by block, as a program does."""
+
+    def __init__(self, key: str) -> None:
+        super().__init__()
+        self._key = key
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in _DRAWS or args[0].is_meta:
+            return func(*args, **(kwargs or {}))
+        generator = torch.Generator()
+        for number, box in enumerate(blocks(tuple(args[0].shape))):
+            generator.manual_seed(seed_of(f"{self._key}:{number}"))
+            part = args[0][tuple(slice(start, start + length) for start, length in box)]
+            func(part, *args[1:], generator=generator)
+        return args[0]
+
+
+def differences(model: nn.Module) -> tuple[int, list[str]]:
+    """How many tensors on the meta device have a program, and the names of those that it gives other values."""
+    programs = record(model)
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
+        again, wrong = Rerun(copy_on_meta(model)), []
+        for name, program in programs.items():
+            key = f"0:{name}"
+            with InBlocks(key):
+                expected = again.value(name, program.shape, 0)
+            value = program.piece(Layout(name, program.shape), None, key)
+            if expected is None or value.dtype != expected.dtype or not torch.equal(value, expected):
+                wrong.append(name)
+    return len(programs), wrong

@@ -1,0 +1,369 @@
+"""Training without `build`: clipping, state dicts and export give what the untouched model would."""
+
+from __future__ import annotations
+
+import json
+import math
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import slapo_core as slapo
+from slapo_core.ranks.launcher import run_ranks
+from tests.core.building_support import Split, SumOutput, bert, gpt2, llama, real, split
+
+NORMS = (2.0, 1.0, 3.0, math.inf)
+
+
+class Awkward(nn.Module):
+    """Ties, biases, a frozen parameter, one that is not used, and one of another shape than it is used in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(12, 8)
+        self.fc1 = nn.Linear(8, 16)
+        self.fc2 = nn.Linear(16, 8)
+        self.norm = nn.LayerNorm(8)
+        self.out = nn.Linear(8, 12)
+        self.out.weight = self.embed.weight
+        self.unused = nn.Linear(4, 8)
+        self.frozen = nn.Linear(8, 8)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        x = self.norm(x + self.frozen(self.fc2(self.fc1(x).tanh())))
+        return nn.functional.cross_entropy(self.out(x).flatten(0, 1), ids.flatten())
+
+
+def awkward() -> nn.Module:
+    torch.manual_seed(0)
+    return Awkward().double()
+
+
+class _Copy(torch.autograd.Function):
+    """The same on every rank of ``tp``; in the backward pass, the sum over them."""
+
+    @staticmethod
+    def forward(context: Any, tensor: torch.Tensor, group: Any) -> torch.Tensor:
+        context.group = group
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(context: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        total = gradients[0].clone()
+        dist.all_reduce(total, group=context.group)
+        return total, None
+
+
+def scheduled(mesh: dict[str, int]) -> slapo.Schedule:
+    """The MLP split as columns and rows; what is frozen and unused too, so that their pieces count as well."""
+    sch = slapo.create_schedule(awkward(), mesh=mesh)
+    assert sch.mesh is not None
+    sch["fc1"].apply(Split(("weight", "bias")))
+    sch["fc2"].apply(Split(("weight",), axis=1))
+    sch["unused"].apply(Split(("weight", "bias")))
+    if sch.mesh.size("tp") > 1:
+        group = sch.mesh.group("tp")
+        bias = sch.model.fc2.bias  # added once, not on every rank
+
+        def row(module: Any, args: Any) -> Any:
+            return args
+
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            y = nn.functional.linear(x, sch.model.fc2.weight)
+            y = _Sum.apply(y, group)
+            return y + bias
+
+        sch.model.fc2.forward = forward  # type: ignore[method-assign]
+        sch.model.fc1.register_forward_pre_hook(lambda module, args: (_Copy.apply(args[0], group),))
+        sch.model.fc2.register_forward_pre_hook(row)
+    return sch
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, tensor: torch.Tensor, group: Any) -> torch.Tensor:
+        total = tensor.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(context: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradients[0], None
+
+
+def token_batches() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randint(12, (4, 6), generator=generator) for _ in range(3)]
+
+
+def plain_training(norm_type: float) -> tuple[list[float], dict[str, torch.Tensor]]:
+    model = awkward()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    norms = []
+    for ids in token_batches():
+        optimizer.zero_grad()
+        model(ids).backward()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.05, norm_type).item())
+        optimizer.step()
+    return norms, model.state_dict()
+
+
+def live_training(mesh: dict[str, int]) -> dict[float, tuple[list[float], dict[str, torch.Tensor], float]]:
+    """For each kind of norm: the norms of three steps, the weights, and the norm of what was clipped last."""
+    results = {}
+    for norm_type in NORMS:
+        sch = scheduled(mesh)
+        assert sch.mesh is not None
+        optimizer = torch.optim.AdamW(sch.model.parameters(), lr=0.01)
+        forward: Any = sch.model
+        if sch.mesh.size("dp") > 1:
+            forward = nn.parallel.DistributedDataParallel(
+                sch.model, process_group=sch.mesh.group("dp"), find_unused_parameters=True
+            )
+        norms = []
+        for ids in token_batches():
+            optimizer.zero_grad()
+            forward(ids.chunk(sch.mesh.size("dp"))[sch.mesh.rank("dp")]).backward()
+            norms.append(slapo.clip_grad_norm_(sch, 0.05, norm_type).item())
+            after = slapo.clip_grad_norm_(sch, math.inf, norm_type).item()
+            optimizer.step()
+        results[norm_type] = norms, slapo.state_dict(sch), after
+    return results
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("mesh", [{"tp": 2}, {"dp": 2, "tp": 2}], ids=str)
+def test_three_clipped_steps_are_those_of_the_untouched_model(mesh: dict[str, int]) -> None:
+    expected = {norm_type: plain_training(norm_type) for norm_type in NORMS}
+    for results in run_ranks(live_training, mesh, world_size=math.prod(mesh.values())):
+        for norm_type, (norms, state) in expected.items():
+            assert all(norm > 0.05 for norm in norms)  # they are clipped
+            assert results[norm_type][0] == pytest.approx(norms, rel=1e-12)
+            assert results[norm_type][2] == pytest.approx(0.05, rel=1e-4)
+            assert list(results[norm_type][1]) == list(state)
+            for name, tensor in state.items():
+                torch.testing.assert_close(results[norm_type][1][name], tensor, rtol=1e-11, atol=1e-13)
+
+
+def odd_gradients() -> tuple[list[str], float, list[torch.dtype]]:
+    sch = slapo.create_schedule(real("mlp"), mesh={"tp": 2})
+    split(sch, "mlp")
+    norms = [slapo.clip_grad_norm_(sch, 1.0).item()]  # no gradients at all
+    for parameter in sch.model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    if dist.get_rank() == 1:
+        sch.model.fc1.weight.grad[0, 0] = math.inf
+    messages = []
+    before = sch.model.fc2.weight.grad.clone()
+    for call in (
+        lambda: slapo.clip_grad_norm_(sch, 1.0, error_if_nonfinite=True),
+        lambda: slapo.clip_grad_norm_(sch, -1.0),
+        lambda: slapo.clip_grad_norm_(sch, 1.0, 0.0),
+        lambda: slapo.clip_grad_norm_(sch.model, 1.0),  # type: ignore[arg-type]
+    ):
+        with pytest.raises((RuntimeError, slapo.ArgumentError)) as error:
+            call()
+        messages.append(str(error.value))
+    assert torch.equal(before, sch.model.fc2.weight.grad)
+    with sch.untouched(), pytest.raises(slapo.SealedError, match="taken back to step 0"):
+        slapo.clip_grad_norm_(sch, 1.0)
+    return messages, norms[0], [slapo.clip_grad_norm_(sch, 1.0, p).dtype for p in (1.0, 2.0, math.inf)]
+
+
+@pytest.mark.ranks
+def test_what_cannot_be_clipped_is_refused_on_every_rank() -> None:
+    for messages, norm, dtypes in run_ranks(odd_gradients, world_size=2):
+        assert norm == 0.0
+        assert messages == [
+            "the 2.0-norm of all gradients over all ranks is inf, so they cannot be clipped; error_if_nonfinite=False "
+            "scales them nevertheless",
+            "max_norm must not be negative (got -1.0)\n  hint: clip_grad_norm_(sch, 1.0)",
+            "norm_type must be positive (got 0.0)\n  hint: norm_type=2.0, or math.inf for the largest value",
+            "clip_grad_norm_ takes the schedule (got Mlp)\n  hint: sch = slapo_core.create_schedule(model, mesh=...); "
+            "slapo_core.clip_grad_norm_(sch, ...)",
+        ]
+        assert dtypes == [torch.float32] * 3
+
+
+def kept_on_one_rank() -> float:
+    """A tensor that lives on one rank of ``pp``, in another type than what the other rank has."""
+    from tests.core.edits import Call
+
+    sch = slapo.create_schedule(real("mlp").double(), mesh={"pp": 2})
+    sch["fc1"].apply(Call(lambda node, edit: edit.keep_on_rank(node, "weight", "pp", 1)))
+    for parameter in sch.model.parameters():
+        parameter.grad = torch.full_like(parameter, 2.0)
+    return slapo.clip_grad_norm_(sch, math.inf).item()
+
+
+@pytest.mark.ranks
+def test_a_tensor_that_lives_on_one_rank_is_counted_there() -> None:
+    elements = sum(parameter.numel() for parameter in real("mlp").parameters())
+    assert run_ranks(kept_on_one_rank, world_size=2) == [pytest.approx(2 * math.sqrt(elements), rel=1e-12)] * 2
+
+
+# -- state dicts and files ------------------------------------------------------------------------------------
+
+
+def round_trips(directory: str) -> list[str]:
+    """State dicts at two and four ranks are the untouched model's; loading and export keep them."""
+    size = dist.get_world_size()
+    wrong = []
+    for name in ("gpt2", "bert", "llama"):
+        sch = split(slapo.create_schedule(real(name), mesh={"tp": size}), name) if name != "x" else None
+        assert sch is not None
+        other = real(name, seed=4).state_dict()
+        parameters = list(sch.model.parameters())
+        slapo.load_state_dict(sch, other)
+        state = slapo.state_dict(sch)
+        if list(state) != list(other) or not all(torch.equal(state[key], other[key]) for key in other):
+            wrong.append(f"{name}: state dict")
+        if not all(a is b for a, b in zip(parameters, sch.model.parameters(), strict=True)):
+            wrong.append(f"{name}: other parameter objects")
+        slapo.save_pretrained(sch, f"{directory}/{name}-{size}")
+        slapo.save_pretrained(sch, f"{directory}/{name}-{size}-files", max_shard_size="20KB")
+        if not all(torch.equal(value, slapo.state_dict(sch)[key]) for key, value in state.items()):
+            wrong.append(f"{name}: changed by saving")
+        if slapo.state_dict(sch, rank0_only=True).keys() != (other.keys() if dist.get_rank() == 0 else set()):
+            wrong.append(f"{name}: rank0_only")
+    return wrong
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_state_dicts_and_exports_are_the_untouched_model_s(tmp_path: Path, world_size: int) -> None:
+    from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
+
+    assert run_ranks(round_trips, str(tmp_path), world_size=world_size) == [[]] * world_size
+    for name, auto in (("gpt2", AutoModelForCausalLM), ("bert", AutoModelForMaskedLM), ("llama", AutoModelForCausalLM)):
+        expected = real(name, seed=4)
+        for directory in (f"{name}-{world_size}", f"{name}-{world_size}-files"):
+            loaded, info = auto.from_pretrained(tmp_path / directory, output_loading_info=True)
+            assert not info["missing_keys"]
+            assert not info["unexpected_keys"]
+            assert type(loaded) is type(expected)
+            assert loaded.config.to_diff_dict().keys() >= {"vocab_size"}
+            for key, tensor in expected.state_dict().items():
+                assert torch.equal(loaded.state_dict()[key], tensor), key
+        assert (tmp_path / f"{name}-{world_size}-files" / "model.safetensors.index.json").is_file()
+
+
+def export_plain(directory: str) -> None:
+    sch = scheduled({"tp": dist.get_world_size()})
+    slapo.load_state_dict(sch, {key: value + 1 for key, value in awkward().state_dict().items()})
+    slapo.save_pretrained(sch, f"{directory}/files", max_shard_size=1500)
+    slapo.save_pretrained(sch, f"{directory}/one", max_shard_size=1500)
+    slapo.save_pretrained(sch, f"{directory}/one")
+    with pytest.raises((slapo.ArgumentError, slapo.BuildError)) as error:
+        slapo.save_pretrained(sch, f"{directory}/none", max_shard_size="much")
+    assert "max_shard_size must be a number of bytes (got 'much')" in str(error.value)
+
+
+@pytest.mark.ranks
+def test_a_plain_module_is_exported_as_safetensors_that_every_way_of_loading_reads(tmp_path: Path) -> None:
+    run_ranks(export_plain, str(tmp_path), world_size=2)
+    assert sorted(file.name for file in (tmp_path / "one").iterdir()) == ["model.safetensors"]
+    index = json.loads((tmp_path / "files" / "model.safetensors.index.json").read_text())
+    expected = awkward().state_dict()
+    assert set(index["weight_map"]) == set(expected)
+    assert all((tmp_path / "files" / file).stat().st_size < 4000 for file in index["weight_map"].values())
+    for directory in ("one", "files"):
+        engine = slapo.build(slapo.create_schedule(awkward()), weights=tmp_path / directory)
+        for key, tensor in engine.state_dict().items():
+            assert torch.equal(tensor, expected[key] + 1)
+
+
+def test_the_tools_work_without_any_mesh_and_say_what_a_built_model_has_instead() -> None:
+    sch = slapo.create_schedule(real("mlp"))
+    sch["fc1"].checkpoint()
+    assert list(slapo.state_dict(sch)) == ["fc1.weight", "fc1.bias", "fc2.weight"]
+    with pytest.raises(slapo.WeightsError, match=r"missing: fc1\.weight"):
+        slapo.load_state_dict(sch, {})
+    sch.seal()
+    assert list(slapo.state_dict(sch)) == ["fc1.weight", "fc1.bias", "fc2.weight"]
+    built = slapo.create_schedule(real("mlp"))
+    slapo.build(built)
+    with pytest.raises(slapo.SealedError) as error:
+        slapo.state_dict(built)
+    assert str(error.value) == (
+        "cannot call state_dict: the schedule was built or sealed, and what its tensors stand for went to its engine\n"
+        "  hint: of a built model: engine.state_dict(), engine.load_state_dict(), build(..., max_grad_norm=1.0); of "
+        "one that is trained without build: call state_dict once before sch.seal()"
+    )
+
+
+def test_what_is_found_out_about_a_model_is_forgotten_when_a_step_comes_or_goes() -> None:
+    sch = slapo.create_schedule(real("mlp"), mesh={"tp": 1})
+    before = slapo.state_dict(sch)
+    sch["fc1"].apply(Split(("weight", "bias")))
+    sch["fc2"].apply(SumOutput())
+    assert all(torch.equal(value, before[key]) for key, value in slapo.state_dict(sch).items())
+    sch.undo(to=0)
+    assert all(torch.equal(value, before[key]) for key, value in slapo.state_dict(sch).items())
+
+
+# -- torch's own ----------------------------------------------------------------------------------------------
+
+
+def dry(name: str = "mlp") -> slapo.Schedule:
+    return split(slapo.create_schedule(real(name), mesh={"tp": 2}), name)
+
+
+def test_torch_s_own_state_dict_of_a_split_model_warns_once() -> None:
+    model = dry().model
+    with pytest.warns(UserWarning, match="a part of the untouched model only") as caught:
+        pieces = model.state_dict()
+    assert [str(one.message) for one in caught] == [
+        "state_dict() of this Mlp gives what this rank holds, and that is a part of the untouched model only: 3 "
+        "tensors, such as 'fc1.weight', here (4, 6) of (8, 6); the untouched model's names and shapes come from "
+        "slapo_core.state_dict(sch), slapo_core.save_pretrained(sch, directory), or, of a built model, from "
+        "engine.state_dict()"
+    ]
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.load_state_dict(pieces)  # its own pieces are right
+        model.state_dict()
+
+
+def test_whole_weights_for_a_split_model_are_told_where_to_go() -> None:
+    model = dry().model
+    for strict in (True, False):
+        with pytest.raises(RuntimeError) as error:
+            model.load_state_dict(real("mlp").state_dict(), strict=strict)
+        assert (
+            "this Mlp holds pieces (3 tensors, such as 'fc1.weight', here (4, 6) of (8, 6)), and the state dict is the "
+            "untouched model's: slapo_core.load_state_dict(sch, state) gives every rank its own, or, of a built model, "
+            "engine.load_state_dict(state)" in str(error.value)
+        )
+
+
+def test_models_save_pretrained_and_copies_warn_too_and_what_is_whole_does_not(tmp_path: Path) -> None:
+    import copy
+    import pickle
+
+    with pytest.warns(UserWarning, match="gives what this rank holds"):
+        dry("bert").model.save_pretrained(tmp_path)
+    for copied in (copy.deepcopy(dry().model), pickle.loads(pickle.dumps(dry().model))):
+        with pytest.warns(UserWarning, match="'fc1.weight', here"):
+            copied.state_dict()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sch = dry()
+        slapo.state_dict(slapo.create_schedule(real("mlp")))
+        with sch.untouched() as model:
+            model.state_dict()
+            copy.deepcopy(model).state_dict()
+        sch.undo(to=0)
+        sch.model.state_dict()
+        split(slapo.create_schedule(real("mlp"), mesh={"tp": 1}), "mlp").model.state_dict()
+        assert not sch.model._state_dict_pre_hooks
+        for make in (bert, gpt2, llama):
+            assert make().state_dict()

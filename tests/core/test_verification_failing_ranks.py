@@ -1,0 +1,270 @@
+"""A rank that fails while verify runs: every rank hears of it at once, and everything goes on to work."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import slapo_core as slapo
+from slapo_core.ranks.launcher import run_ranks
+from slapo_core.ranks.world import World
+from slapo_core.spec.mesh import declare_mesh
+from tests.core.failing_ranks import INPUTS, Fail, LeaveOut, Net, net, outcome, scheduled
+
+pytestmark = pytest.mark.ranks
+
+LIMIT = 300.0  # seconds; where a rank waits for one that has failed, it does so until the groups' timeout, half an hour
+
+
+class OneRankRaises(Net):
+    """An untouched model that communicates by itself, and raises on the last rank."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        if dist.is_initialized() and not torch.compiler.is_compiling():
+            if dist.get_rank() == dist.get_world_size() - 1:
+                raise ValueError("out of paint")
+            dist.all_reduce(x.detach().clone())
+        return x
+
+
+Found = list[dict[str, tuple[Any, float]]]
+"""Rank by rank: case -> what it got, and a sum over the user's own groups after it."""
+
+
+def cases(sizes: dict[str, int], *names: str) -> dict[str, tuple[Any, float]]:
+    """One case after the other in the same processes; without names, all."""
+    last = dist.get_world_size() - 1
+    steps: dict[str, list[tuple[str, slapo.Primitive]]] = {
+        "forward": [("down", Fail((last,), "forward"))],
+        "backward": [("down", Fail((last,), "backward"))],
+        "evaluation": [("down", Fail((last,), "evaluation"))],
+        "updates": [("down", Fail((last,), "updates"))],
+        "unsendable": [("down", Fail((last,), "forward", "unsendable"))],
+        "exit": [("down", Fail((last,), "forward", "exit"))],
+        "two places": [("down", Fail((last,), "forward")), ("up", Fail((0,), "backward"))],
+        "two ranks": [("down", Fail((0, last), "forward"))],
+        "left out": [("head", LeaveOut((last,)))],
+        "right": [],
+    }
+    mesh = declare_mesh(sizes)
+    assert mesh is not None
+    found = {}
+    for name, extra in steps.items():
+        if names and name not in names:
+            continue
+        result = outcome(scheduled(mesh, *extra))
+        found[name] = (result, user_groups_sum(mesh))
+    torch.manual_seed(0)
+    untouched = outcome(slapo.create_schedule(OneRankRaises(), mesh=mesh))
+    found["untouched"] = (untouched, user_groups_sum(mesh))
+    return found
+
+
+def user_groups_sum(mesh: Any) -> float:
+    one = torch.ones(1)
+    dist.all_reduce(one)
+    for mesh_dim in mesh.sizes:
+        dist.all_reduce(one, group=mesh.group(mesh_dim))
+    gathered = torch.ops._c10d_functional.all_reduce(one, "sum", mesh.group("tp").group_name)
+    return float(torch.ops._c10d_functional.wait_tensor(gathered))
+
+
+@pytest.fixture(scope="module")
+def found() -> Found:
+    return run_ranks(cases, {"tp": 2}, world_size=2, timeout=LIMIT)
+
+
+@pytest.fixture(scope="module")
+def found_wide() -> Found:
+    """Of eight ranks in two dimensions; the others hear of a failure through those in whose collective it was."""
+    return run_ranks(cases, {"dp": 2, "tp": 4}, "forward", "backward", "right", world_size=8, timeout=LIMIT)
+
+
+@pytest.mark.parametrize(
+    ("case", "step"),
+    [
+        ("forward", "phase='forward') at 'down'"),
+        ("backward", "phase='backward') at 'down'"),
+        ("evaluation", "phase='evaluation') at 'down'"),
+        ("updates", "phase='updates') at 'down'"),
+        ("two places", "phase='forward') at 'down'"),
+    ],
+)
+def test_every_rank_names_the_rank_that_raised_and_the_step(case: str, step: str, found: Found) -> None:
+    require_named(found, case, step)
+
+
+@pytest.mark.parametrize("case", ["forward", "backward"])
+def test_every_rank_of_a_mesh_with_two_dimensions_names_it_too(case: str, found_wide: Found) -> None:
+    require_named(found_wide, case, f"phase='{case}') at 'down'")
+
+
+def require_named(found: Found, case: str, step: str) -> None:
+    last = len(found) - 1
+    for rank in found:
+        error, _ = rank[case]
+        assert isinstance(error, slapo.VerifyError), error
+        assert error.rank == last
+        first, blamed, named = error.message.splitlines()
+        assert first.startswith(
+            f"the scheduled model raises on rank {last} where the untouched one does not: "
+            f"ValueError: out of paint on rank {last} ("
+        )
+        assert blamed == "  the steps that do it, tried on fresh copies of the model:"
+        assert named.startswith(f"    #5 fail(({last},), {step}  (")
+
+
+@pytest.mark.parametrize(
+    ("case", "text"), [("unsendable", "UnsentError: number {last} ("), ("exit", "SystemExit: 3 (")]
+)
+def test_whatever_is_raised_is_told(case: str, text: str, found: Found) -> None:
+    last = len(found) - 1
+    expected = f"the scheduled model raises on rank {last} where the untouched one does not: {text.format(last=last)}"
+    for rank in found:
+        assert rank[case][0].message.startswith(expected)
+
+
+def test_of_ranks_that_raise_the_same_the_first_one_is_named(found: Found) -> None:
+    for rank in found:
+        message = rank["two ranks"][0].message
+        assert "raises on rank 0 where the untouched one does not: ValueError: out of paint on rank 0 (" in message
+        assert "Connection" not in message
+        assert f"#5 fail((0, {len(found) - 1}), phase='forward') at 'down'" in message
+
+
+def test_a_rank_that_leaves_out_a_collective_ends_the_others_wait(found: Found) -> None:
+    for rank in found:
+        message = rank["left out"][0].message
+        assert "it waits in a collective, while rank" in message
+        assert "finished without entering it" in message
+        assert f"#5 leave_out(({len(found) - 1},)) at 'head'" in message
+
+
+def test_a_rank_on_which_the_untouched_model_raises_is_named(found: Found) -> None:
+    for rank in found:
+        error = rank["untouched"][0]
+        assert isinstance(error, slapo.ArgumentError), error
+        assert error.message.startswith(
+            f"the untouched model itself fails on the example inputs, on rank {len(found) - 1}: "
+            "ValueError: out of paint ("
+        )
+
+
+def test_after_a_failure_verify_and_the_users_groups_work(found: Found, found_wide: Found) -> None:
+    for ranks, total in ((found, 2 * 2 * 2), (found_wide, 8 * 2 * 4 * 4)):
+        for rank in ranks:
+            report, _ = rank["right"]
+            assert report == ranks[0]["right"][0]
+            assert (report.world_size, report.notes) == (len(ranks), ())
+        assert {seen for rank in ranks for _, seen in rank.values()} == {total}
+
+
+def interrupted() -> Any:
+    last = dist.get_world_size() - 1
+    try:
+        return outcome(scheduled({"tp": 2}, ("down", Fail((last,), "forward", "interrupt"))))
+    except KeyboardInterrupt:
+        return "interrupted"
+
+
+def test_an_interrupted_rank_leaves_at_once_and_the_other_one_hears_of_it() -> None:
+    other, interrupted_rank = run_ranks(interrupted, world_size=2, timeout=LIMIT)
+    assert interrupted_rank == "interrupted"
+    assert isinstance(other, slapo.RankFailedError)
+    assert other.first == 1
+    assert other.message.startswith("the connection to another rank is lost; rank 1: KeyboardInterrupt: ")
+
+
+def test_a_declared_mesh_names_the_rank_that_raised() -> None:
+    sch = scheduled({"tp": 2}, ("down", Fail((1,), "backward")))
+    with pytest.raises(slapo.VerifyError) as caught:
+        slapo.verify(sch, INPUTS, timeout=LIMIT)
+    assert caught.value.rank == 1
+    assert "ValueError: out of paint on rank 1 (" in caught.value.message
+    assert "#5 fail((1,), phase='backward') at 'down'" in caught.value.message
+
+
+def test_a_declared_mesh_names_the_rank_that_was_killed() -> None:
+    sch = scheduled({"tp": 2}, ("down", Fail((1,), "forward", "kill")))
+    with pytest.raises(slapo.RankFailedError) as caught:
+        slapo.verify(sch, INPUTS, timeout=LIMIT)
+    assert caught.value.first == 1
+    assert "first on rank 1\n" in caught.value.message
+    assert "The process ended by signal SIGKILL" in caught.value.failures[1]
+
+
+def own_groups() -> list[str]:
+    """Groups that a trial goes through in whatever way it is led to the user's."""
+    mesh = declare_mesh({"tp": 2})
+    assert mesh is not None
+    kept = mesh.group("tp")
+    assert kept is not None
+    seen = []
+    with World(mesh, runs_models=True) as world:
+
+        def run(way: str) -> None:
+            if dist.get_rank() == 1:
+                raise ValueError(way)
+            one = torch.ones(1)
+            if way == "default":
+                dist.all_reduce(one)
+            elif way == "kept":
+                dist.broadcast(one, src=1, group=kept)
+            elif way == "asynchronous":
+                dist.all_reduce(one, group=kept, async_op=True).wait()
+            elif way == "mesh":
+                dist.barrier(group=mesh.group("tp"))
+            elif way == "object":
+                dist.all_gather_object([None, None], "x", group=kept)
+            elif way == "receive":
+                dist.recv(one, src=1)
+            else:
+                torch.ops._c10d_functional.wait_tensor(
+                    torch.ops._c10d_functional.all_reduce(one, "sum", kept.group_name)
+                )
+
+        for way in ("default", "kept", "asynchronous", "mesh", "object", "receive", "by name"):
+            failures = world.attempt(lambda way=way: run(way)).failures  # type: ignore[misc]
+            seen.append(f"{[str(failure).partition(' (')[0] for failure in failures]}")
+        assert mesh.group("tp") is kept  # Python never sees what stands in for it
+    return [*seen, str(user_groups_sum(mesh))]
+
+
+def test_whatever_way_leads_to_a_group_a_failing_rank_ends_the_wait() -> None:
+    first, second = run_ranks(own_groups, world_size=2, timeout=LIMIT)
+    ways = ["default", "kept", "asynchronous", "mesh", "object", "receive", "by name"]
+    assert first == second == [*(f"['ValueError: {way}']" for way in ways), "8.0"]
+
+
+def test_where_nobody_fails_a_slower_rank_is_waited_for() -> None:
+    assert run_ranks(slower, world_size=2, timeout=LIMIT) == [("done", 2.0)] * 2
+
+
+def slower() -> tuple[str, float]:
+    import time
+
+    mesh = declare_mesh({"tp": 2})
+    with World(mesh, runs_models=True) as world:
+
+        def run() -> str:
+            if dist.get_rank() == 1:
+                time.sleep(3)  # longer than the patience of a rank that is done
+            return "done"
+
+        attempt = world.attempt(run)
+        one = torch.ones(1)
+        world.attempt(lambda: dist.all_reduce(one)).value()
+    return attempt.value(), float(one)
+
+
+def test_models_of_one_process_have_nothing_to_do_with_it() -> None:
+    before = dict(vars(dist.ProcessGroup))
+    model = nn.Sequential(nn.Linear(8, 4))
+    assert slapo.verify(slapo.create_schedule(model), INPUTS).world_size == 1
+    assert dict(vars(dist.ProcessGroup)) == before
+    assert net().head.weight.shape == (4, 8)

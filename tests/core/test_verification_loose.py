@@ -1,0 +1,87 @@
+"""What one step may be off by hides no mistake of another; and steps that need an approximate one are left alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import slapo_core as slapo
+
+
+class Scaled(nn.Linear):
+    by = 1.001
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) * self.by
+
+
+class Near(Scaled):
+    by = 1.0001
+
+
+def of(kind: type[nn.Linear]) -> Any:
+    def make(old: nn.Linear) -> nn.Linear:
+        new = kind(old.in_features, old.out_features)
+        new.load_state_dict(old.state_dict())
+        return new
+
+    return make
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Sequential(nn.Linear(8, 8), nn.Tanh()), nn.Linear(8, 4))
+
+
+def loose(**tolerance: float) -> slapo.Schedule:
+    sch = slapo.create_schedule(model())
+    sch["0"].replace(of(Near), **(tolerance or {"rtol": 1e-2}))
+    sch["1"].checkpoint()
+    return sch
+
+
+@pytest.mark.parametrize("tolerance", [{"rtol": 1e-2}, {"atol": 0.5}])
+def test_a_mistake_that_the_tolerance_of_another_step_hides_is_found_and_blamed(tolerance: dict[str, float]) -> None:
+    sch = loose(**tolerance)
+    sch["3"].replace(of(Scaled))
+    with pytest.raises(
+        slapo.VerifyError, match=r"compared without #1, because the tolerance of approximate steps"
+    ) as e:
+        slapo.verify(sch, torch.randn(5, 6))
+    assert [step.partition("(")[0] for step in e.value.steps] == ["#3 replace"]
+    assert e.value.tensor == "output"
+
+
+def test_without_the_mistake_the_same_schedule_agrees_and_nothing_is_noted() -> None:
+    sch = loose()
+    sch["3"].checkpoint()
+    assert slapo.verify(sch, torch.randn(5, 6)).notes == ()
+    assert slapo.verify(sch, torch.randn(5, 6), rtol=1e-2).notes == ()
+
+
+class Halves(nn.Module):
+    """Not linear any more: two of them, under names of their own."""
+
+    def __init__(self, old: nn.Sequential) -> None:
+        super().__init__()
+        self.inner = old[0]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.inner(x)) * 1.0001
+
+
+def test_a_step_inside_of_an_approximate_replacement_is_judged_with_it_and_the_report_says_so() -> None:
+    sch = loose()
+    sch["2"].replace(lambda old: Halves(old), params={"0.weight": "inner.weight", "0.bias": "inner.bias"}, rtol=1e-2)
+    sch["2.inner"].checkpoint()
+    report = slapo.verify(sch, torch.randn(5, 6))
+    (note,) = report.notes
+    assert note.startswith("judged only with the tolerance of the approximate steps (#1 at '0', #3 at '2'), without")
+    assert note.endswith("#4 core.checkpoint at '2.inner'")
+    sch["3"].replace(of(Scaled))
+    with pytest.raises(slapo.VerifyError) as caught:
+        slapo.verify(sch, torch.randn(5, 6))
+    assert [step.partition("(")[0] for step in caught.value.steps] == ["#5 replace"]

@@ -1,0 +1,1 @@
+"""A bank of right and wrong schedules of six real models, and what slapo says of each of them."""
