@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -35,14 +36,22 @@ def example_calls(model: nn.Module, example_inputs: Any) -> tuple[dict[str, Call
     on_meta = any(tensor.is_meta for tensor in model.parameters())
     calls: dict[str, Call] = {}
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with mode, torch.no_grad(), _noting(model, calls):
+    copied = _copy(model)  # what the forward sets on its modules stays on the copy
+    with mode, torch.no_grad(), _noting(copied, calls):
         given = [_without_values(mode, value, on_meta) for value in args]
         named = {name: _without_values(mode, value, on_meta) for name, value in kwargs.items()}
         try:
-            model(*given, **named)
+            copied(*given, **named)
         except Exception as error:  # noqa: BLE001 - whoever needs a call that was not reached is told
             return calls, error
+        finally:
+            torch.clear_autocast_cache()
     return calls, None
+
+
+def _copy(model: nn.Module) -> nn.Module:
+    """A copy of the modules around the same parameters, and copies of the buffers."""
+    return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
 
 
 @contextlib.contextmanager

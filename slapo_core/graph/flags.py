@@ -87,6 +87,8 @@ class Flags:
             return found
 
         def write(this: Any, name: str, new: Any) -> None:
+            if getattr(this, name, watch) is new:  # `self.count += 1`: the tensor was changed, and stays where it is
+                return
             raise watch.refuse(f"sets {'.'.join(('self', *path, name))}")
 
         members = {"__getattribute__": read, "__setattr__": write, "__module__": cls.__module__}

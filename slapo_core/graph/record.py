@@ -114,9 +114,11 @@ def _alone() -> Iterator[None]:
     for each in reversed(others):
         if isinstance(each, DeviceContext):  # `with torch.device(...)`: it decides where tensors are made
             _push_mode(each)
+    torch.clear_autocast_cache()
     try:
         yield
     finally:
+        torch.clear_autocast_cache()  # of weights cast without values
         while torch._C._len_torch_function_stack():
             _pop_mode()
         for each in reversed(others):

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from slapo_core.graph.recording import Recording
 from slapo_core.graph.regions import Regions
 from slapo_core.graph.structure import concrete
-from slapo_core.graph.targets import query_of
+from slapo_core.graph.targets import query_of, writes_to_first
 
 __all__ = ["Recorder"]
 
@@ -46,8 +46,14 @@ class Recorder(TorchFunctionMode):
         return self.record_call(func, func, args, kwargs)
 
     def record_call(self, run: Callable[..., Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run ``run``, and write it down as a call of ``func``."""
-        return self._record(run, args, kwargs, lambda: self.recording.call(func, args, kwargs))
+        """Run ``run``, and write it down as a call of ``func``.
+
+        One that writes to its first argument gives just that: a fake one may stand for a buffer while it runs.
+        """
+        out = self._record(run, args, kwargs, lambda: self.recording.call(func, args, kwargs))
+        if writes_to_first(func) and args and isinstance(args[0], torch.Tensor) and isinstance(out, torch.Tensor):
+            return self.recording.know(args[0], self.recording.node(out))
+        return out
 
     def record_module(
         self, path: str, call: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -14,7 +14,7 @@ from slapo_core.graph.structure import concrete
 if TYPE_CHECKING:
     from slapo_core.graph.recording import Recording
 
-__all__ = ["query_of", "target_of"]
+__all__ = ["query_of", "target_of", "writes_to_first"]
 
 Query = Callable[["Recording", Any, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -94,6 +94,14 @@ def target_of(func: Any, recording: Recording) -> tuple[str, Any, tuple[int, ...
     if _is_method(func, name):
         return "method", name, None
     return "function", func, None
+
+
+def writes_to_first(func: Any) -> bool:
+    """Whether a torch function changes its first argument in place and returns it: ``add_``, ``+=``."""
+    name = getattr(func, "__name__", "")
+    if name.startswith("__"):
+        return name in _OPERATORS and name.startswith("__i") and name != "__invert__"
+    return bool(name.endswith("_")) and _is_method(func, name)
 
 
 def _attribute(descriptor: Any) -> str:

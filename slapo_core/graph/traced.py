@@ -13,6 +13,7 @@ from torch import nn
 from slapo_core.errors import GuardError, TraceError
 from slapo_core.graph import regions
 from slapo_core.graph.arguments import MISSING, Parameters, form
+from slapo_core.graph.buffers import buffers_kept
 from slapo_core.graph.errors import Untraceable
 from slapo_core.graph.guards import GuardViolation
 from slapo_core.graph.leaves import Leaves, inlined_modules
@@ -123,7 +124,7 @@ class TracedForward:
 
     def _record(self, module: nn.Module, values: tuple[Any, ...]) -> Recorded:
         try:
-            with _quiet():
+            with _quiet(), buffers_kept(module):
                 return record(module, self.forward, self.parameters, values, leaves=self.leaves)
         except Untraceable as error:
             raise self._refusal(error) from error
@@ -132,9 +133,10 @@ class TracedForward:
                 raise self._failure(error) from error
             fake_error = error
         # An operation without a fake implementation: on the tensors themselves, as the forward would run.
+        real = tuple(_copied(value) for value in values)
         try:
-            real = tuple(_copied(value) for value in values)
-            return record(module, self.forward, self.parameters, real, leaves=self.leaves, fake=False)
+            with buffers_kept(module):
+                return record(module, self.forward, self.parameters, real, leaves=self.leaves, fake=False)
         except Untraceable as error:
             raise self._refusal(error) from error
         except (RuntimeError, NotImplementedError):
