@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 
 import slapo_core as slapo
 
@@ -185,7 +186,7 @@ def test_what_a_graph_cannot_say_is_refused_with_the_line_of_the_model(how: str,
     assert refused.value.location is not None
     file, number = refused.value.location
     assert file == __file__
-    assert line in open(file).read().splitlines()[number - 1]
+    assert line in Path(file).read_text(encoding="utf-8").splitlines()[number - 1]
     assert (sch.records, type(model[0])) == ((), Branching)
     assert {name: value for name, value in model[0].__dict__.items() if not name.startswith("_")} == before
 
