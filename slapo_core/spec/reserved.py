@@ -78,6 +78,7 @@ RESERVED_NAMES: frozenset[str] = frozenset(
         "apply_at",
         "apply_each",
         "document",
+        "example_call_of",
         "example_inputs",
         "explain",
         "forget_target",
