@@ -21,6 +21,7 @@ __all__ = [
     "BuildError",
     "ConflictingPluginError",
     "DisabledPluginError",
+    "GuardError",
     "HookError",
     "IncompatiblePluginError",
     "LaunchError",
@@ -40,6 +41,7 @@ __all__ = [
     "SerializationError",
     "SlapoError",
     "StaleNodeError",
+    "TraceError",
     "UndoError",
     "UnknownNameError",
     "VerifyError",
@@ -221,6 +223,37 @@ class VerifyError(SlapoError):
         self.rank = rank
         self.steps = tuple(steps)
         super().__init__(message, path=path, hint=hint)
+
+
+class TraceError(SlapoError):
+    """A module's forward does something that a static graph cannot say.
+
+    What to do: trace a narrower node, or name the module at fault in `leaves=`, so that it stays a call; the
+    message names the line of the model.
+
+    Args:
+        location: file and line of the model; None if it is not known.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        path: str | None = None,
+        plugin: str | None = None,
+        hint: str | None = None,
+        location: tuple[str, int] | None = None,
+    ) -> None:
+        at = f"\n  at {location[0]}:{location[1]}" if location is not None else ""
+        super().__init__(message + at, path=path, plugin=plugin, hint=hint)
+        self.location = location
+
+
+class GuardError(TraceError):
+    """A traced module is called in a way that its graph is not valid for.
+
+    What to do: call it as it was recorded, or trace only what lies below the decision that the message names.
+    """
 
 
 class BuildError(SlapoError):

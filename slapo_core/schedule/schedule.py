@@ -13,6 +13,7 @@ from torch import nn
 from slapo_core.errors import ArgumentError, SealedError
 from slapo_core.plugins.manager import HookManager
 from slapo_core.plugins.process import current_registry
+from slapo_core.schedule.example_calls import ExampleCalls
 from slapo_core.schedule.explanation import explain_records
 from slapo_core.schedule.history import History
 from slapo_core.schedule.location import caller_location
@@ -61,6 +62,7 @@ class Schedule:
         self._history = History(model, Watch(model, mesh) if watched else None)
         self._inner: list[Record] = []  # of the primitives that the one being applied has applied itself
         self._sealed_by: str | None = None
+        self._example_calls: ExampleCalls | None = None
         self.tree = Tree(model, mesh, self)
         if self.plugins:
             for distribution in self.plugins:
@@ -289,6 +291,13 @@ class Schedule:
     def removal_of(self, path: str) -> Record | None:
         """The step that removed the module at ``path``; None if none did."""
         return self._history.removal_of(path)
+
+    def example_call_of(self, path: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What the module at ``path`` is called with; see :meth:`slapo_core.spec.node.Node.example_call`."""
+        if self._example_calls is None:
+            with self._history.rewound(0):
+                self._example_calls = ExampleCalls(self.model, self.example_inputs)
+        return self._example_calls.of(path)
 
     def _refresh(self) -> None:
         """After steps went away: hooks of distributions that no step names any more are switched off."""

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from slapo_core.spec.graph import Graph
     from slapo_core.spec.layout import Layout
     from slapo_core.spec.node import Node
     from slapo_core.spec.primitive import Primitive
@@ -123,6 +124,15 @@ class Edit(Protocol):
                 to a particular module, so that a deep copy of the model runs on itself.
             active: False where it has nothing to do, as for a hook: it is recorded, and ``node.wrappers`` gives it, but
                 it is not called and the forward stays.
+        """
+        ...
+
+    def set_graph(self, node: Node, graph: Graph) -> None:
+        """Run a static graph in the place of the module's forward.
+
+        Args:
+            node: the module; what steps wrapped around its forward stays around the graph.
+            graph: never changed once it is here: another one comes in its place.
         """
         ...
 

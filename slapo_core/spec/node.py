@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from slapo_core.spec.edit import Forward, HookKind
+    from slapo_core.spec.graph import Graph
     from slapo_core.spec.layout import Layout
     from slapo_core.spec.mesh import Mesh
     from slapo_core.spec.primitive import Primitive
@@ -82,6 +83,11 @@ class Node(Protocol):
         ...
 
     @property
+    def graph(self) -> Graph | None:
+        """The static graph that runs as the module's forward; None if the module is not traced."""
+        ...
+
+    @property
     def mesh(self) -> Mesh | None:
         """The mesh that the schedule was made for; None without one."""
         ...
@@ -119,6 +125,17 @@ class Node(Protocol):
 
         Raises:
             PathError: the module has none of that name.
+        """
+        ...
+
+    def example_call(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments that the module is called with when the model runs on the schedule's example inputs.
+
+        They are tensors without values, from a run of the whole model on such; of several calls, those of the first.
+
+        Raises:
+            TraceError: the model cannot run without values, or does not call this module.
+            ArgumentError: the schedule has no example inputs.
         """
         ...
 

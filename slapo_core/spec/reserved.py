@@ -42,12 +42,12 @@ RESERVED_DIALECTS: dict[str, str] = {
 """Names of dialects kept for the project's own distributions, whether or not this version has them."""
 
 FIRST_PARTY_NAMES: dict[str, dict[str, tuple[str, ...]]] = {
-    "slapo-core": {"primitives": ("annotate", "checkpoint", "replace"), "dialects": ("torch",)},
+    "slapo-core": {"primitives": ("annotate", "checkpoint", "replace", "trace"), "dialects": ("torch",)},
     "slapo-tp": {"primitives": ("fork_rng", "shard", "shard_attribute", "sync", "sync_gradient")},
 }
 """The project's own distributions of this version and the bare names they provide, to tell a user what to install."""
 
-PLANNED_PRIMITIVES = ("decompose", "fuse", "pipeline_split", "trace")
+PLANNED_PRIMITIVES = ("decompose", "fuse", "pipeline_split")
 """Bare names that the project's own distributions do not provide yet."""
 
 RESERVED_NAMES: frozenset[str] = frozenset(
@@ -58,6 +58,7 @@ RESERVED_NAMES: frozenset[str] = frozenset(
         "buffers",
         "changed_attributes",
         "children",
+        "example_call",
         "layout",
         "mesh",
         "module",
@@ -77,6 +78,7 @@ RESERVED_NAMES: frozenset[str] = frozenset(
         "apply_at",
         "apply_each",
         "document",
+        "example_call_of",
         "example_inputs",
         "explain",
         "forget_target",

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from slapo_core.spec.edit import Forward, HookKind
+    from slapo_core.spec.graph import Graph
 
 __all__ = ["CallChange", "Calls"]
 
@@ -33,6 +34,7 @@ class Calls:
 
     def __init__(self) -> None:
         self._changes: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._graphs: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     def wrappers(self, module: nn.Module) -> tuple[Callable[[Forward], Forward], ...]:
         """The wrappers around the module's forward, innermost first."""
@@ -53,6 +55,20 @@ class Calls:
             self._changes[module] = left
         else:
             self._changes.pop(module, None)
+
+    def graph(self, module: nn.Module) -> Graph | None:
+        """The static graph that runs as the module's forward; None if it runs the forward itself."""
+        found: Graph | None = self._graphs.get(module)
+        return found
+
+    def set_graph(self, module: nn.Module, graph: Graph | None) -> Graph | None:
+        """Note another graph, or none; the one before."""
+        before = self.graph(module)
+        if graph is None:
+            self._graphs.pop(module, None)
+        else:
+            self._graphs[module] = graph
+        return before
 
     def _of(self, module: nn.Module) -> list[CallChange]:
         changes: list[CallChange] = self._changes.get(module, [])

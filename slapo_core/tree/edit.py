@@ -18,6 +18,7 @@ from slapo_core.tree.journal import (
     KeepOnRank,
     ReplaceModule,
     SetAttribute,
+    SetGraph,
     SetLayout,
     SetRequiresGrad,
     SetTensor,
@@ -26,6 +27,7 @@ from slapo_core.tree.journal import (
 
 if TYPE_CHECKING:
     from slapo_core.spec.edit import Forward, HookKind
+    from slapo_core.spec.graph import Graph
     from slapo_core.spec.layout import Layout
     from slapo_core.spec.node import Node as NodeProtocol
     from slapo_core.spec.primitive import Primitive
@@ -136,6 +138,9 @@ class TreeEdit:
 
     def wrap_forward(self, node: NodeProtocol, wrapper: Callable[[Forward], Forward], *, active: bool = True) -> None:
         self._do(WrapForward(self._tree.calls, node.module, wrapper, active))
+
+    def set_graph(self, node: NodeProtocol, graph: Graph) -> None:
+        self._do(SetGraph(self._tree.calls, node.module, graph))
 
     def set_attribute(self, node: NodeProtocol, name: str, value: Any) -> None:
         module = node.module

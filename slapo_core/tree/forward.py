@@ -94,6 +94,11 @@ class ModuleForward:
         return self._base
 
     @property
+    def bottom(self) -> Forward:
+        """The base, or the class's forward, as a function that takes the module first."""
+        return self._bottom
+
+    @property
     def wrappers(self) -> tuple[Callable[[Forward], Forward], ...]:
         """Innermost first."""
         return tuple(wrapping.wrapper for wrapping in self._wrappings)
@@ -191,9 +196,16 @@ class ModuleForward:
     def __getstate__(self) -> dict[str, Any]:
         for wrapper in self.wrappers:
             _refuse_nameless(wrapper, self._module)
-        return {"module": self._module, "own": self._own, "base": self._base, "wrappers": self.wrappers}
+        base = self._base
+        # Pickle stores a bound method by its function's name alone, which a graph does not have.
+        is_bound = isinstance(base, MethodType) and base.__self__ is self._module
+        kept = {"base": None, "bound": base.__func__} if is_bound else {"base": base, "bound": None}  # type: ignore[union-attr]
+        return {"module": self._module, "own": self._own, "wrappers": self.wrappers, **kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        bound = state.pop("bound")
+        if bound is not None:
+            state["base"] = MethodType(bound, state["module"])
         self._set_up(**state)
 
     def _set_up(

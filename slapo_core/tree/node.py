@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from slapo_core.spec.edit import Forward, HookKind
+    from slapo_core.spec.graph import Graph
     from slapo_core.spec.mesh import Mesh
     from slapo_core.spec.node import Node as NodeProtocol
     from slapo_core.spec.primitive import Primitive
@@ -89,6 +90,10 @@ class TreeNode:
         return self._tree.calls.hooks(self.module)
 
     @property
+    def graph(self) -> Graph | None:
+        return self._tree.calls.graph(self.module)
+
+    @property
     def mesh(self) -> Mesh | None:
         return self._tree.mesh
 
@@ -126,6 +131,9 @@ class TreeNode:
                 hint=f"it has {', '.join(name for name, t in tensors.items() if t is not None) or 'none'}",
             )
         return tensor
+
+    def example_call(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return self._tree.owner.example_call_of(self.path)
 
     def walk(self) -> Iterator[TreeNode]:
         if not self.path:

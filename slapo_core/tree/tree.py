@@ -46,6 +46,8 @@ class Owner(Protocol):
 
     def removal_of(self, path: str) -> Record | None: ...
 
+    def example_call_of(self, path: str) -> tuple[tuple[Any, ...], dict[str, Any]]: ...
+
 
 class Tree:
     """The live tree under ``root``.

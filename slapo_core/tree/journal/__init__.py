@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slapo_core.tree.journal.calls import AddHook, WrapForward
+from slapo_core.tree.journal.calls import AddHook, SetGraph, WrapForward
 from slapo_core.tree.journal.entry import Entry
 from slapo_core.tree.journal.modules import ReplaceModule, SetAttribute
 from slapo_core.tree.journal.tensors import Annotate, KeepOnRank, SetLayout, SetRequiresGrad, SetTensor
@@ -14,6 +14,7 @@ __all__ = [
     "KeepOnRank",
     "ReplaceModule",
     "SetAttribute",
+    "SetGraph",
     "SetLayout",
     "SetRequiresGrad",
     "SetTensor",

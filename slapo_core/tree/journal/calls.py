@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 from slapo_core.tree.calls import CallChange, Calls
@@ -13,8 +14,9 @@ if TYPE_CHECKING:
     from torch import nn
 
     from slapo_core.spec.edit import Forward, HookKind
+    from slapo_core.spec.graph import Graph
 
-__all__ = ["AddHook", "TakenHook", "WrapForward"]
+__all__ = ["AddHook", "SetGraph", "TakenHook", "WrapForward"]
 
 
 _HOOK_TABLES: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -143,6 +145,43 @@ class WrapForward(Entry):
 
     def describe(self) -> str:
         return f"forward wrapped by {name_of(self.wrapper)}{_if_inactive(self.active)}"
+
+
+class SetGraph(Entry):
+    """A static graph in the place of the forward; what is wrapped around that stays around the graph.
+
+    Args:
+        calls: where it is noted.
+        module: whose forward it is.
+        graph: called like the forward, with the module first.
+    """
+
+    def __init__(self, calls: Calls, module: nn.Module, graph: Graph) -> None:
+        self.calls, self.module, self.graph = calls, module, graph
+        self.graph_before: Graph | None = None
+        self.base_before: Any = None
+        self.forward: ModuleForward | None = None
+        self.was_in_place = True
+
+    def redo(self) -> None:
+        if self.forward is None or (self.was_in_place and not self.forward.is_in_place):
+            self.forward = ModuleForward.of(self.module)
+        self.base_before = self.forward.set_base(MethodType(self.graph, self.module))
+        self.graph_before = self.calls.set_graph(self.module, self.graph)
+
+    def undo(self) -> None:
+        if self.forward is None:
+            return
+        self.was_in_place = self.forward.is_in_place
+        self.forward.set_base(self.base_before)
+        self.calls.set_graph(self.module, self.graph_before)
+
+    @property
+    def changed(self) -> tuple[nn.Module, ...]:
+        return (self.module,)
+
+    def describe(self) -> str:
+        return f"forward runs {self.graph!r}"
 
 
 def _if_inactive(active: bool) -> str:

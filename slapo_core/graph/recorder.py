@@ -1,0 +1,85 @@
+"""Runs torch calls on fake tensors, and hands each of them to the recording."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.overrides import TorchFunctionMode
+
+from slapo_core.graph.recording import Recording
+from slapo_core.graph.regions import Regions
+from slapo_core.graph.structure import concrete
+from slapo_core.graph.targets import query_of, writes_to_first
+
+__all__ = ["Recorder"]
+
+_SWITCHES = (torch._C._set_grad_enabled,)
+"""Seen through the state that they change."""
+
+
+class Recorder(TorchFunctionMode):
+    """A mode in which every torch call is run and written down.
+
+    Args:
+        recording: where to.
+    """
+
+    def __init__(self, recording: Recording) -> None:
+        super().__init__()
+        self.recording = recording
+        self.regions = Regions(recording)
+        self.is_paused = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.is_paused or func in _SWITCHES:
+            return func(*args, **kwargs)
+        query = query_of(func)
+        if query is not None:
+            with self.paused():
+                return query(self.recording, func, args, kwargs)
+        return self.record_call(func, func, args, kwargs)
+
+    def record_call(self, run: Callable[..., Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run ``run``, and write it down as a call of ``func``.
+
+        One that writes to its first argument gives just that: a fake one may stand for a buffer while it runs.
+        """
+        out = self._record(run, args, kwargs, lambda: self.recording.call(func, args, kwargs))
+        if writes_to_first(func) and args and isinstance(args[0], torch.Tensor) and isinstance(out, torch.Tensor):
+            return self.recording.know(args[0], self.recording.node(out))
+        return out
+
+    def record_module(
+        self, path: str, call: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a module below the recorded one, and write it down as one call."""
+        return self._record(
+            lambda *a, **k: call(module, *a, **k), args, kwargs, lambda: self.recording.call_module(path, args, kwargs)
+        )
+
+    def _record(self, run: Callable[..., Any], args: Any, kwargs: Any, write: Callable[[], Any]) -> Any:
+        self.regions.enter()
+        with self.paused():
+            try:
+                out = run(*concrete(args), **concrete(kwargs))
+            except DataDependentOutputException as error:
+                raise self.recording.refusal(f"branches on the values of a tensor ({error.func})") from error
+            except DynamicOutputShapeException as error:
+                raise self.recording.refusal(f"makes a tensor whose shape depends on values ({error.func})") from error
+            node = write()
+            return None if out is None else self.recording.give(out, node)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """While this lasts, nothing is written down."""
+        before, self.is_paused = self.is_paused, True
+        try:
+            yield
+        finally:
+            self.is_paused = before

@@ -1,0 +1,196 @@
+"""The graph in the making: which node gives which value, and what every call becomes."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from slapo_core.graph.errors import Untraceable
+from slapo_core.graph.expressions import expression
+from slapo_core.graph.guards import Guard, check
+from slapo_core.graph.location import model_location
+from slapo_core.graph.sizes import is_symbolic, symbolic
+from slapo_core.graph.structure import Opaque, children, is_plain, rebuild
+from slapo_core.graph.targets import target_of
+
+__all__ = ["Recording"]
+
+_COMPARABLE = (bool, int, float, str, type(None))
+
+
+class Recording:
+    """The graph in the making, and which of its nodes gives which value.
+
+    Args:
+        root: the recorded module; its parameters, buffers and modules are known by their names.
+        may_capture: whether tensors from elsewhere may become a part of the code.
+    """
+
+    def __init__(self, root: nn.Module, *, may_capture: bool = True) -> None:
+        self.graph = fx.Graph()
+        self.may_capture = may_capture
+        self.captured: list[torch.Tensor] = []
+        self.guards: list[Guard] = []
+        self._nodes: dict[int, fx.Node] = {}
+        self._alive: list[Any] = []  # an id stands for one object only as long as that lives
+        self._devices: dict[int, fx.Node] = {}
+        self._guarded: set[tuple[fx.Node, Any]] = set()
+        self._held = {
+            id(tensor): name
+            for name, tensor in (
+                *reversed(list(root.named_parameters(remove_duplicate=False))),
+                *reversed(list(root.named_buffers(remove_duplicate=False))),
+            )
+        }
+        self.modules = {id(module): path for path, module in reversed(list(root.named_modules(remove_duplicate=False)))}
+
+    # -- values and their nodes -------------------------------------------------------------------------------
+
+    def know(self, value: Any, node: fx.Node) -> Any:
+        """Remember that ``node`` gives ``value``; what code gets in its place (numbers that stay symbolic)."""
+        self._alive.append(value)
+        self._nodes[id(value)] = node
+        if isinstance(value, torch.Tensor):
+            node.meta["example"] = (tuple(value.shape), value.dtype)
+            if isinstance(value, torch._subclasses.FakeTensor):
+                # Another object for each tensor, so that a device that is read from it is known again.
+                device = torch.device(str(value.fake_device))
+                value.fake_device = device
+                self._alive.append(device)
+                self._devices[id(device)] = node
+        return value
+
+    def give(self, value: Any, node: fx.Node) -> Any:
+        """Every part of a result, each known by a node that takes it out of ``node``; what code gets to see."""
+        if isinstance(value, torch.Tensor):
+            return self.know(value, node)
+        if type(value) in (int, float):
+            return symbolic(self, value, node)
+        parts = children(value)
+        if parts is None and is_plain(value):
+            self.guard(node, value)
+            return value
+        if parts is None:
+            opaque = Opaque(value, self.refusal)
+            self.know(opaque, node)
+            return opaque
+        taken = []
+        for how, key, part in list(parts):
+            if how == "item":
+                below = self.compute(operator.getitem, (node, key))
+            else:
+                below = self.compute(getattr, (node, key))
+            taken.append(self.give(part, below))
+        made = rebuild(value, taken)
+        return self.know(made, node)
+
+    def node(self, value: Any) -> Any:
+        """What an argument is in the graph: a node, or a constant, or a container of such."""
+        if is_symbolic(value):
+            node = value.node.node
+            return value.node.hint if node is None else node
+        known = self._nodes.get(id(value))
+        if known is not None:
+            return known
+        if isinstance(value, torch.Tensor):
+            return self._held_or_captured(value)
+        if isinstance(value, torch.device) and id(value) in self._devices:
+            return self.compute(getattr, (self._devices[id(value)], "device"))
+        if type(value) is slice:
+            return slice(self.node(value.start), self.node(value.stop), self.node(value.step))
+        if isinstance(value, torch.Size):
+            return tuple(self.node(part) for part in value)
+        if is_plain(value):
+            return value
+        if isinstance(value, torch.Generator):
+            raise self.refusal("uses a random number generator of its own")
+        parts = children(value)
+        if parts is None:
+            return value
+        inner = [self.node(part) for _, _, part in list(parts)]
+        if type(value) in (tuple, list, dict):
+            return rebuild(value, inner)
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return self.compute(type(value), tuple(inner))
+        if isinstance(value, tuple | list):
+            return self.compute(type(value), (list(inner),))
+        keys = [key for _, key, _ in children(value) or ()]
+        return self.compute(type(value), (), dict(zip(keys, inner, strict=True)))
+
+    def _held_or_captured(self, tensor: torch.Tensor) -> fx.Node:
+        name = self._held.get(id(tensor))
+        if name is not None:
+            node = self.graph.get_attr(name)
+        else:
+            if isinstance(tensor, nn.Parameter):
+                raise self.refusal(
+                    f"reads a parameter of shape {tuple(tensor.shape)} that lies outside of the traced module",
+                    "trace the module that holds both",
+                )
+            if isinstance(tensor, torch._subclasses.FakeTensor) or not self.may_capture:
+                raise self.refusal("uses a tensor that was made outside of the recorded calls")
+            node = self.graph.placeholder(f"captured_{len(self.captured)}")
+            first = next(iter(self.graph.nodes))
+            if first is not node:
+                first.prepend(node)
+            self.captured.append(tensor)
+        self._alive.append(tensor)
+        self._nodes[id(tensor)] = node
+        return node
+
+    # -- writing ----------------------------------------------------------------------------------------------
+
+    def compute(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any = None) -> fx.Node:
+        """A call of ``function`` in the graph; ``args`` are nodes and constants already."""
+        return self._marked(self.graph.call_function(function, args, kwargs or {}))
+
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
+        """A call of a torch function in the graph."""
+        kind, target, order = target_of(func, self)
+        nodes = tuple(self.node(argument) for argument in args)
+        if order is not None:
+            nodes = tuple(nodes[position] for position in order)
+        named = {name: self.node(value) for name, value in kwargs.items()}
+        if kind == "attribute":
+            node = self.graph.call_function(getattr, (nodes[0], target))
+        elif kind == "method":
+            node = self.graph.call_method(target, nodes, named)
+        else:
+            node = self.graph.call_function(target, nodes, named)
+        return self._marked(node)
+
+    def call_module(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
+        """A call of a module below the recorded one."""
+        nodes = tuple(self.node(argument) for argument in args)
+        named = {name: self.node(value) for name, value in kwargs.items()}
+        return self._marked(self.graph.call_module(path, nodes, named))
+
+    def guard(self, node: fx.Node | None, expected: Any) -> None:
+        """The recorded code went on because ``node`` gave ``expected``: check that at every call."""
+        if node is None:
+            return
+        key = (node, expected if isinstance(expected, _COMPARABLE) else repr(expected))
+        if key in self._guarded:
+            return
+        self._guarded.add(key)
+        guard = Guard(expression(node), expected, model_location())
+        self.guards.append(guard)
+        self._marked(self.graph.call_function(check, (node, expected, len(self.guards) - 1)))
+
+    def _marked(self, node: fx.Node) -> fx.Node:
+        node.meta["location"] = model_location()
+        return node
+
+    def size(self, function: Callable[..., Any], args: tuple[Any, ...]) -> fx.Node:
+        """Arithmetic on sizes: dropped again if nothing uses it."""
+        node = self.compute(function, args)
+        node.meta["is_size"] = True
+        return node
+
+    def refusal(self, problem: str, hint: str | None = None) -> Untraceable:
+        """The error for what cannot be recorded, with the model's line."""
+        return Untraceable(problem, model_location(), hint)

@@ -1,0 +1,164 @@
+"""Sizes that stay symbolic while a module is recorded: numbers that write down what is computed with them."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import fx
+
+    from slapo_core.graph.recording import Recording
+
+__all__ = ["SizeNode", "hint_of", "is_symbolic", "symbolic"]
+
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "abs": operator.abs,
+    "add": operator.add,
+    "and_": operator.and_,
+    "bitwise_and": operator.and_,
+    "bitwise_or": operator.or_,
+    "bitwise_xor": operator.xor,
+    "ceil": math.ceil,
+    "eq": operator.eq,
+    "float_pow": operator.pow,
+    "float_truediv": operator.truediv,
+    "floor": math.floor,
+    "floordiv": operator.floordiv,
+    "ge": operator.ge,
+    "gt": operator.gt,
+    "int_floordiv": operator.floordiv,
+    "int_truediv": operator.truediv,
+    "is_integer": float.is_integer,
+    "le": operator.le,
+    "lshift": operator.lshift,
+    "lt": operator.lt,
+    "mod": operator.mod,
+    "mul": operator.mul,
+    "ne": operator.ne,
+    "neg": operator.neg,
+    "or_": operator.or_,
+    "pos": operator.pos,
+    "pow": operator.pow,
+    "pow_by_natural": operator.pow,
+    "round": round,
+    "rshift": operator.rshift,
+    "sub": operator.sub,
+    "sym_and": operator.and_,
+    "sym_float": float,
+    "sym_int": int,
+    "sym_max": max,
+    "sym_min": min,
+    "sym_not": operator.not_,
+    "sym_or": operator.or_,
+    "truediv": operator.truediv,
+    "trunc": math.trunc,
+}
+"""What torch's SymInt, SymFloat and SymBool ask their node to compute, and the Python function that does it."""
+
+_ANSWERS = ("bool_", "expect_true", "guard_bool", "guard_float", "guard_int", "guard_or_false", "guard_or_true")
+_ANSWERS_ON_SIZES = ("guard_size_oblivious", "int_", "statically_known_true")
+
+
+class SizeNode:
+    """The node of a SymInt, SymFloat or SymBool: its value in this recording, and where the graph computes it.
+
+    Arithmetic adds to the graph; whoever needs the plain number (a branch, a loop) leaves a guard there.
+
+    Args:
+        recording: what is being recorded.
+        hint: the value in this recording.
+        node: of the graph, giving the value at each call; None for a constant.
+    """
+
+    constant = None
+
+    def __init__(self, recording: Recording, hint: Any, node: fx.Node | None) -> None:
+        self.recording, self.hint, self.node = recording, hint, node
+
+    # What torch asks ------------------------------------------------------------------------------------------
+
+    def is_int(self) -> bool:
+        return type(self.hint) is int
+
+    def is_float(self) -> bool:
+        return type(self.hint) is float
+
+    def is_bool(self) -> bool:
+        return type(self.hint) is bool
+
+    def is_constant(self) -> bool:
+        return False
+
+    def is_symbolic(self) -> bool:
+        return True
+
+    def is_nested_int(self) -> bool:
+        return False
+
+    def nested_int(self) -> None:
+        return None
+
+    def has_hint(self) -> bool:
+        return True
+
+    def maybe_as_int(self) -> None:
+        return None
+
+    maybe_as_float = maybe_as_bool = maybe_as_int
+
+    def wrap_int(self, number: Any) -> SizeNode:
+        return SizeNode(self.recording, number, None)
+
+    wrap_float = wrap_bool = wrap_int
+
+    def str(self) -> str:
+        return str(self.hint)
+
+    __str__ = __repr__ = _graph_repr = str
+
+    def __getattr__(self, name: str) -> Any:  # type: ignore[valid-type]
+        if name in _ANSWERS or name in _ANSWERS_ON_SIZES:
+            return self._decide
+        function = _FUNCTIONS.get(name)
+        if function is None:
+            raise AttributeError(name)
+        return lambda *others: self._compute(function, *others)
+
+    def _decide(self, *_: Any) -> Any:
+        self.recording.guard(self.node, self.hint)
+        return self.hint
+
+    def _compute(self, function: Callable[..., Any], *others: Any) -> SizeNode:
+        operands = (self, *others)
+        hint = function(*(operand.hint if isinstance(operand, SizeNode) else operand for operand in operands))
+        node = self.recording.size(
+            function,
+            tuple(
+                (operand.hint if operand.node is None else operand.node) if isinstance(operand, SizeNode) else operand
+                for operand in operands
+            ),
+        )
+        return SizeNode(self.recording, hint, node)
+
+
+def symbolic(recording: Recording, hint: Any, node: fx.Node) -> Any:
+    """``hint`` as a number that writes down what is computed with it."""
+    made = SizeNode(recording, hint, node)
+    if made.is_int():
+        return torch.SymInt(made)
+    return torch.SymFloat(made) if made.is_float() else torch.SymBool(made)
+
+
+def is_symbolic(value: Any) -> bool:
+    """Whether ``value`` is a number of :func:`symbolic`."""
+    return isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool) and isinstance(value.node, SizeNode)
+
+
+def hint_of(value: Any) -> Any:
+    """The plain number."""
+    return value.node.hint

@@ -1,0 +1,121 @@
+"""Arguments and results as nested values: their tensors, plain numbers, and what is handed through untouched."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from slapo_core.graph.sizes import hint_of, is_symbolic
+
+__all__ = ["PLAIN", "Opaque", "children", "concrete", "is_plain", "rebuild"]
+
+PLAIN = (
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type(None),
+    type(Ellipsis),
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+)
+"""Values that are part of the code of a graph."""
+
+
+class Opaque:
+    """Stands for an object that a recorded forward may hand on, but not look into.
+
+    Args:
+        value: the object; code that asks for its class gets that of ``value``.
+    """
+
+    __slots__ = ("_refuse", "_value")
+
+    def __init__(self, value: Any, refuse: Callable[[str], Exception]) -> None:
+        object.__setattr__(self, "_value", value)
+        object.__setattr__(self, "_refuse", refuse)
+
+    def __getattribute__(self, name: str) -> Any:
+        value = object.__getattribute__(self, "_value")
+        if name == "__class__":
+            return type(value)
+        raise object.__getattribute__(self, "_refuse")(f"reads .{name} of a {type(value).__name__}")
+
+    def __setattr__(self, name: str, new: Any) -> None:
+        value = object.__getattribute__(self, "_value")
+        raise object.__getattribute__(self, "_refuse")(f"sets .{name} of a {type(value).__name__}")
+
+    def _used(self, *_: Any, **__: Any) -> Any:
+        value = object.__getattribute__(self, "_value")
+        raise object.__getattribute__(self, "_refuse")(f"looks into a {type(value).__name__}")
+
+    __getitem__ = __setitem__ = __len__ = __iter__ = __contains__ = __call__ = __bool__ = __eq__ = _used  # type: ignore[assignment]
+    __hash__ = object.__hash__
+
+
+def is_plain(value: Any) -> bool:
+    """Whether ``value`` can be a constant in the code of a graph; tuples, lists and dictionaries of such too."""
+    if isinstance(value, PLAIN):
+        return True
+    if type(value) in (tuple, list, set, frozenset):
+        return all(is_plain(item) for item in value)
+    if type(value) is slice:
+        return is_plain((value.start, value.stop, value.step))
+    return type(value) is dict and all(is_plain(key) and is_plain(item) for key, item in value.items())
+
+
+def children(value: Any) -> Iterator[tuple[str, Any, Any]] | None:
+    """The parts of a container, each as (``"item"`` or ``"attribute"``, key, part); None if ``value`` is none."""
+    if isinstance(value, tuple | list):
+        return (("item", index, part) for index, part in enumerate(value))
+    if isinstance(value, Mapping):  # transformers' ModelOutput too
+        return (("item", key, part) for key, part in value.items())
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return (("attribute", field.name, getattr(value, field.name)) for field in dataclasses.fields(value))
+    return None
+
+
+def rebuild(value: Any, parts: list[Any]) -> Any:
+    """A container like ``value`` with other parts, in the order of :func:`children`."""
+    if isinstance(value, torch.Size):
+        return torch.Size(parts)
+    if isinstance(value, tuple):
+        return type(value)(*parts) if hasattr(value, "_fields") else _sequence(type(value), parts)
+    if isinstance(value, list):
+        return _sequence(type(value), parts)
+    if isinstance(value, Mapping):
+        keyed = dict(zip(value, parts, strict=True))
+        return keyed if type(value) is dict else type(value)(**keyed)
+    names = [field.name for field in dataclasses.fields(value)]
+    return type(value)(**dict(zip(names, parts, strict=True)))
+
+
+def _sequence(cls: type, parts: list[Any]) -> Any:
+    return cls(parts)
+
+
+def concrete(value: Any) -> Any:
+    """``value`` with plain numbers for symbolic ones, and the objects themselves for what stands for them."""
+    if is_symbolic(value):
+        return hint_of(value)
+    if type(value) is Opaque:
+        return object.__getattribute__(value, "_value")
+    if isinstance(value, torch.Tensor) or is_plain(value):
+        return value
+    if type(value) is slice:
+        return slice(concrete(value.start), concrete(value.stop), concrete(value.step))
+    if type(value) in (tuple, list, dict, torch.Size):
+        return rebuild(value, [concrete(part) for _, _, part in children(value) or ()])
+    parts = children(value)
+    if parts is None:
+        return value
+    old = [part for _, _, part in parts]
+    new = [concrete(part) for part in old]
+    return value if all(a is b for a, b in zip(old, new, strict=True)) else rebuild(value, new)

@@ -1,0 +1,42 @@
+"""Calls of modules below the recorded one: one call in the graph, or looked into."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from slapo_core.graph.leaves import Leaves
+
+if TYPE_CHECKING:
+    from slapo_core.graph.recorder import Recorder
+
+__all__ = ["module_calls"]
+
+
+@contextlib.contextmanager
+def module_calls(recorder: Recorder, leaves: Leaves) -> Iterator[None]:
+    """While this lasts, a call of a leaf below the recorded module is written down, and not what it does."""
+    original = nn.Module.__call__
+    recording = recorder.recording
+
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if recorder.is_paused:
+            return original(module, *args, **kwargs)
+        path = recording.modules.get(id(module))
+        if path is None and any(True for _ in module.parameters()):
+            raise recording.refusal(
+                f"calls a {type(module).__name__} that lies outside of the traced module",
+                "trace the module that holds both",
+            )
+        if not path or not leaves(module, path):
+            return original(module, *args, **kwargs)
+        return recorder.record_module(path, original, module, args, kwargs)
+
+    nn.Module.__call__ = call  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.__call__ = original  # type: ignore[method-assign]

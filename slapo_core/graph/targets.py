@@ -1,0 +1,229 @@
+"""Torch calls as targets of a graph, and those that only ask a tensor for something."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from slapo_core.graph.sizes import symbolic
+from slapo_core.graph.structure import concrete
+
+if TYPE_CHECKING:
+    from slapo_core.graph.recording import Recording
+
+__all__ = ["query_of", "target_of", "writes_to_first"]
+
+Query = Callable[["Recording", Any, tuple[Any, ...], dict[str, Any]], Any]
+
+_OPERATORS = {
+    "__add__": operator.add,
+    "__radd__": operator.add,
+    "__sub__": operator.sub,
+    "__rsub__": operator.sub,
+    "__mul__": operator.mul,
+    "__rmul__": operator.mul,
+    "__truediv__": operator.truediv,
+    "__rtruediv__": operator.truediv,
+    "__div__": operator.truediv,
+    "__rdiv__": operator.truediv,
+    "__floordiv__": operator.floordiv,
+    "__rfloordiv__": operator.floordiv,
+    "__mod__": operator.mod,
+    "__rmod__": operator.mod,
+    "__pow__": operator.pow,
+    "__rpow__": operator.pow,
+    "__matmul__": operator.matmul,
+    "__rmatmul__": operator.matmul,
+    "__neg__": operator.neg,
+    "__pos__": operator.pos,
+    "__abs__": operator.abs,
+    "__invert__": operator.invert,
+    "__and__": operator.and_,
+    "__rand__": operator.and_,
+    "__or__": operator.or_,
+    "__ror__": operator.or_,
+    "__xor__": operator.xor,
+    "__rxor__": operator.xor,
+    "__lshift__": operator.lshift,
+    "__rlshift__": operator.lshift,
+    "__rshift__": operator.rshift,
+    "__rrshift__": operator.rshift,
+    "__eq__": operator.eq,
+    "__ne__": operator.ne,
+    "__lt__": operator.lt,
+    "__le__": operator.le,
+    "__gt__": operator.gt,
+    "__ge__": operator.ge,
+    "__getitem__": operator.getitem,
+    "__setitem__": operator.setitem,
+    "__iadd__": operator.iadd,
+    "__isub__": operator.isub,
+    "__imul__": operator.imul,
+    "__itruediv__": operator.itruediv,
+    "__idiv__": operator.itruediv,
+    "__ifloordiv__": operator.ifloordiv,
+    "__imod__": operator.imod,
+    "__ipow__": operator.ipow,
+    "__iand__": operator.iand,
+    "__ior__": operator.ior,
+    "__ixor__": operator.ixor,
+    "__ilshift__": operator.ilshift,
+    "__irshift__": operator.irshift,
+}
+
+_REFLECTED = {name for name in _OPERATORS if name.startswith("__r") and name != "__rshift__"}
+
+
+def target_of(func: Any, recording: Recording) -> tuple[str, Any, tuple[int, ...] | None]:
+    """How a torch function is called in a graph.
+
+    Returns:
+        ``"function"``, ``"method"`` or ``"attribute"``; what is called; the order of its operands, or None.
+    """
+    owner = getattr(func, "__self__", None)
+    if getattr(func, "__name__", None) == "__get__" and owner is not None:
+        return "attribute", _attribute(owner), None
+    name = getattr(func, "__name__", "")
+    if getattr(func, "__name__", None) == "__set__":
+        raise recording.refusal(f"sets .{_attribute(owner)} of a tensor")
+    if name in _OPERATORS and _is_method(func, name):
+        return "function", _OPERATORS[name], (1, 0) if name in _REFLECTED else None
+    if _is_method(func, name):
+        return "method", name, None
+    return "function", func, None
+
+
+def writes_to_first(func: Any) -> bool:
+    """Whether a torch function changes its first argument in place and returns it: ``add_``, ``+=``."""
+    name = getattr(func, "__name__", "")
+    if name.startswith("__"):
+        return name in _OPERATORS and name.startswith("__i") and name != "__invert__"
+    return bool(name.endswith("_")) and _is_method(func, name)
+
+
+def _attribute(descriptor: Any) -> str:
+    """The name of the attribute that a getter or setter belongs to."""
+    named: Any = descriptor.fget if isinstance(descriptor, property) else descriptor
+    return str(named.__name__)
+
+
+def _is_method(func: Any, name: str) -> bool:
+    return getattr(torch.Tensor, name, None) is func or getattr(torch._C.TensorBase, name, None) is func
+
+
+_VALUES = ("__bool__", "__int__", "__float__", "__index__", "item", "tolist", "__complex__", "numpy", "__contains__")
+
+
+# -- asking --------------------------------------------------------------------------------------------------------
+
+
+def query_of(func: Any) -> Query | None:
+    """What answers ``func`` without computing; None if it computes."""
+    name = getattr(func, "__name__", None)
+    if name == "__get__":
+        return _ATTRIBUTES.get(_attribute(func.__self__))
+    return _METHODS.get(name) if name is not None and _is_method(func, name) else None
+
+
+def _value(recording: Recording, func: Any, args: Any, kwargs: Any) -> Any:
+    raise recording.refusal(f"reads values of a tensor ({func.__name__})")
+
+
+def _shape(recording: Recording, func: Any, args: Any, kwargs: Any) -> Any:
+    tensor = args[0]
+    node = recording.node(tensor)
+    size = recording.compute(getattr, (node, "shape"))
+    return torch.Size(
+        [
+            symbolic(recording, int(length), recording.compute(operator.getitem, (size, axis)))
+            for axis, length in enumerate(func(tensor))
+        ]
+    )
+
+
+def _size(recording: Recording, func: Any, args: Any, kwargs: Any) -> Any:
+    tensor, *rest = args
+    dim = rest[0] if rest else kwargs.get("dim")
+    if dim is None:
+        return _shape(recording, func, (tensor,), {})
+    dim = int(dim)
+    node = recording.graph.call_method("size", (recording.node(tensor), dim))
+    return symbolic(recording, int(func(tensor, dim)), recording._marked(node))
+
+
+def _number(recording: Recording, func: Any, args: Any, kwargs: Any) -> Any:
+    """numel, len, stride: numbers, or tuples of them."""
+    out = func(*concrete(args), **concrete(kwargs))
+    node = recording.call(func, args, kwargs) if func is not torch.Tensor.__len__ else None
+    if node is None:
+        node = recording.compute(len, (recording.node(args[0]),))
+    return recording.give(out, node)
+
+
+def _length(recording: Recording, func: Any, args: Any, kwargs: Any) -> Any:
+    """len() must give a plain number: a guard stays behind."""
+    out = func(*args, **kwargs)
+    recording.guard(recording.compute(len, (recording.node(args[0]),)), out)
+    return out
+
+
+def _rank(recording: Recording, func: Any, args: Any, kwargs: Any) -> Any:
+    """The number of axes: a plain number, since the tensors that come in are held to theirs."""
+    return func(*args, **kwargs)
+
+
+def _guarded(recording: Recording, func: Any, args: Any, kwargs: Any) -> Any:
+    """A property that the code may branch on: dtype, requires_grad, is_cuda, ..."""
+    out = func(*args, **kwargs)
+    recording.guard(recording.call(func, args, kwargs), out)
+    return out
+
+
+def _device(recording: Recording, func: Any, args: Any, kwargs: Any) -> Any:
+    """The device, as an object of its own, so that it is known again where it is used."""
+    return recording.know(torch.device(str(func(*args))), recording.call(func, args, kwargs))
+
+
+_ATTRIBUTES: dict[str, Query] = {
+    "shape": _shape,
+    "ndim": _rank,
+    "device": _device,
+    "dtype": _guarded,
+    "requires_grad": _guarded,
+    "is_cuda": _guarded,
+    "is_meta": _rank,
+    "is_sparse": _guarded,
+    "is_leaf": _guarded,
+    "is_nested": _rank,
+    "is_quantized": _guarded,
+    "is_mkldnn": _guarded,
+    "is_mps": _guarded,
+    "is_xpu": _guarded,
+    "is_cpu": _guarded,
+    "layout": _guarded,
+    "itemsize": _guarded,
+    "nbytes": _guarded,
+    "name": _rank,
+}
+
+_METHODS: dict[str, Query] = {
+    "size": _size,
+    "dim": _rank,
+    "ndimension": _rank,
+    "numel": _number,
+    "nelement": _number,
+    "stride": _number,
+    "__len__": _length,
+    "is_contiguous": _guarded,
+    "is_floating_point": _guarded,
+    "is_complex": _guarded,
+    "get_device": _guarded,
+    "element_size": _guarded,
+    "__hash__": _rank,
+    "__format__": _rank,
+    "__repr__": _rank,
+    **dict.fromkeys(_VALUES, _value),
+}

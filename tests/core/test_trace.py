@@ -1,0 +1,245 @@
+"""A traced module computes what it computed before, at other sizes, in other modes, and refuses what it cannot say."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import slapo_core as slapo
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return 7 * gradient  # not what autograd would make of the forward
+
+
+class Config:
+    act = "gelu"
+
+    def __init__(self) -> None:
+        self.act = "gelu"
+
+
+class Block(nn.Module):
+    """What people write: sizes read and computed with, flags, optional arguments, regions, in-place operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.norm = nn.Linear(8, 24), nn.LayerNorm(8)
+        self.scale = nn.Parameter(torch.full((8,), 1.5))
+        self.heads, self.dropout, self.config = 2, 0.25, Config()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None, *, factor: float = 1.0, **extra: Any) -> Any:
+        batch, length, width = x.shape
+        q, k, v = (
+            part.view(batch, length, self.heads, -1).transpose(1, 2) for part in self.qkv(x).split(width, dim=-1)
+        )
+        scores = q @ k.mT * factor / q.size(-1) ** 0.5
+        if mask is not None:
+            scores = scores + mask
+        if self.config.act == "gelu":
+            v = F.gelu(v)
+        y = (F.dropout(scores.softmax(-1), self.dropout, self.training) @ v).transpose(1, 2).reshape(x.shape)
+        with torch.no_grad():
+            positions = torch.arange(length, device=x.device)
+            if self.training:
+                self.seen += 1
+        y[:, 0] *= 2
+        y = Doubled.apply(y * self.scale)
+        return {"hidden": self.norm(1 - y), "more": (positions, extra.get("bias"))}
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, x: torch.Tensor, **more: Any) -> Any:
+        return self.block(x, **more)
+
+
+X = torch.randn(2, 5, 8)
+
+
+def traced(**arguments: Any) -> slapo.Schedule:
+    torch.manual_seed(0)
+    sch = slapo.create_schedule(Model().train(), example_inputs=X)
+    sch["block"].trace(**arguments)
+    return sch
+
+
+def seen(model: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    """Outputs and gradients of one call."""
+    model.zero_grad()
+    torch.manual_seed(1)
+    out = model(*args, **kwargs)
+    out["hidden"].square().sum().backward()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    return (out["hidden"].detach(), *out["more"], *gradients)
+
+
+def assert_same(model: nn.Module, untouched: nn.Module, *args: Any, **kwargs: Any) -> None:
+    for mode in (True, False):
+        mine, plain = seen(model.train(mode), *args, **kwargs), seen(untouched.train(mode), *args, **kwargs)
+        assert len(mine) == len(plain)
+        for a, b in zip(mine, plain, strict=True):
+            assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a is b
+    assert torch.equal(model.get_buffer("block.seen"), untouched.get_buffer("block.seen"))
+
+
+@pytest.mark.parametrize("flatten", [False, True])
+def test_a_traced_block_is_bit_identical_at_other_sizes_modes_types_and_arguments(flatten: bool) -> None:
+    sch = traced(flatten=flatten)
+    with sch.untouched() as model:
+        untouched = copy.deepcopy(model)
+    assert "def forward(self" in str(sch["block"].graph)
+    for args, kwargs in (
+        ((X,), {}),
+        ((torch.randn(1, 9, 8),), {}),
+        ((torch.randn(3, 1, 8),), {"factor": 0.5}),
+        ((torch.randn(3, 7, 8),), {"factor": 0.25}),
+        ((torch.randn(4, 6, 8),), {"mask": torch.randn(6, 6)}),
+        ((torch.randn(5, 8, 4).transpose(1, 2)[:, :, ::1],), {"bias": torch.ones(2)}),
+    ):
+        if args[0].shape[-1] == 8:
+            assert_same(sch.model, untouched, *args, **kwargs)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_same(sch.model, untouched, X)
+    sch.model.double(), untouched.double()
+    assert_same(sch.model, untouched, X.double(), mask=torch.randn(5, 5).double())
+
+
+def test_the_whole_schedule_agrees_and_every_kind_of_copy_runs_its_own_graph() -> None:
+    sch = traced()
+    sch["block"].checkpoint()
+    assert slapo.verify(sch, X).steps_verified == 2
+    model = sch.model.eval()
+    expected = model(X)["hidden"]
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(twin(X)["hidden"], expected)
+        with torch.no_grad():
+            twin.block.scale.mul_(2)
+        assert not torch.equal(twin(X)["hidden"], expected)
+        assert torch.equal(model(X)["hidden"], expected)
+    again = slapo.replay(Model(), sch.to_json(), example_inputs=X)
+    assert again["block"].graph is not None
+    forward = model.block.__dict__["forward"]
+    sch.undo(to=0)
+    assert "forward" not in model.block.__dict__
+    assert forward is not None
+    assert sch["block"].graph is None
+    assert torch.equal(model(X)["hidden"], expected)
+
+
+class Branching(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.fc, self.calls = how, nn.Linear(8, 8), 0
+        self.other = [nn.Linear(8, 8)]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.fc(x)
+        if self.how == "value" and x.sum() > 0:
+            return -x
+        if self.how == "item":
+            return x * x.max().item()
+        if self.how == "attribute":
+            self.calls = self.calls + 1
+        if self.how == "outside":
+            return self.other[0](x)
+        if self.how == "size" and x.shape[1] > 4:
+            return x.exp()
+        if self.how == "loop":
+            return sum(x[:, index].sum() for index in range(x.shape[1]))  # type: ignore[return-value]
+        return x
+
+
+@pytest.mark.parametrize(
+    ("how", "problem", "line"),
+    [
+        ("value", "reads values of a tensor (__bool__)", 'self.how == "value"'),
+        ("item", "reads values of a tensor", "x.max().item()"),
+        ("attribute", "sets self.calls", "self.calls = self.calls + 1"),
+        ("outside", "calls a Linear that lies outside of the traced module", "self.other[0](x)"),
+    ],
+)
+def test_what_a_graph_cannot_say_is_refused_with_the_line_of_the_model(how: str, problem: str, line: str) -> None:
+    model = nn.Sequential(Branching(how), nn.Linear(8, 8))
+    sch = slapo.create_schedule(model, example_inputs=X)
+    before = {name: value for name, value in model[0].__dict__.items() if not name.startswith("_")}
+    with pytest.raises(slapo.TraceError) as refused:
+        sch["0"].trace()
+    assert problem in refused.value.message
+    assert refused.value.location is not None
+    file, number = refused.value.location
+    assert file == __file__
+    assert line in Path(file).read_text(encoding="utf-8").splitlines()[number - 1]
+    assert (sch.records, type(model[0])) == ((), Branching)
+    assert {name: value for name, value in model[0].__dict__.items() if not name.startswith("_")} == before
+
+
+def test_a_decision_that_another_call_would_take_otherwise_is_an_error_with_its_line() -> None:
+    sch = slapo.create_schedule(nn.Sequential(Branching("size")), example_inputs=X)
+    sch["0"].trace()
+    with torch.no_grad():
+        expected = sch.model[0].fc(X).exp()
+    assert torch.equal(sch.model(torch.cat([X, X])), torch.cat([expected, expected]))
+    with pytest.raises(slapo.GuardError, match=r"with fc\.shape\[1\] > 4 == True, and this call has False") as refused:
+        sch.model(X[:, :3])
+    assert refused.value.location is not None
+    loop = slapo.create_schedule(nn.Sequential(Branching("loop")), example_inputs=X)
+    loop["0"].trace()
+    with pytest.raises(slapo.GuardError, match=r"recorded with fc\.shape\[1\] == 5, and this call has 3"):
+        loop.model(X[:, :3])
+
+
+def test_a_flag_that_has_changed_is_an_error_that_names_it() -> None:
+    sch = traced()
+    sch.model(X)
+    sch.model.block.config.act = "relu"
+    with pytest.raises(slapo.GuardError, match=r"with self\.config\.act == 'gelu', and now it is 'relu'"):
+        sch.model(X)
+
+
+def test_steps_below_stay_in_force_when_the_module_around_is_flattened() -> None:
+    sch = slapo.create_schedule(Model(), example_inputs=X)
+    sch["block.norm"].replace(nn.LayerNorm(8, eps=0.5))
+    sch["block"].trace(flatten=True)
+    with torch.no_grad():
+        near = sch.model.eval()(X)["hidden"]
+        sch.undo()
+        assert torch.equal(near, sch.model(X)["hidden"])
+
+
+def test_without_example_inputs_the_call_to_write_is_told() -> None:
+    sch = slapo.create_schedule(Model())
+    with pytest.raises(slapo.ArgumentError, match=r"create_schedule\(model, example_inputs="):
+        sch["block"].trace()
+    sch["block"].trace(example_inputs=X)
+    assert sch["block"].graph is not None
+    with pytest.raises(slapo.PreconditionError, match="traced already"):
+        sch["block"].trace(example_inputs=X)
+    with pytest.raises(slapo.PreconditionError, match="flatten=True"):
+        sch["block.norm"].trace(leaves=("x",), example_inputs=X)
+
+
+def test_a_model_on_the_meta_device_is_traced_and_runs_when_it_has_values() -> None:
+    with torch.device("meta"):
+        model = Model()
+    sch = slapo.create_schedule(model, example_inputs=X)
+    sch["block"].trace()
+    engine = slapo.build(sch, weights=Model().state_dict(), loss=lambda out, batch: out["hidden"].sum())
+    assert torch.isfinite(engine.module(X)["hidden"]).all()
