@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -44,6 +44,7 @@ class Recording:
             for name, tensor in (
                 *reversed(list(root.named_parameters(remove_duplicate=False))),
                 *reversed(list(root.named_buffers(remove_duplicate=False))),
+                *_plain_tensors(root),
             )
         }
         self.modules = {id(module): path for path, module in reversed(list(root.named_modules(remove_duplicate=False)))}
@@ -194,3 +195,11 @@ class Recording:
     def refusal(self, problem: str, hint: str | None = None) -> Untraceable:
         """The error for what cannot be recorded, with the model's line."""
         return Untraceable(problem, model_location(), hint)
+
+
+def _plain_tensors(root: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors that are attributes and no buffers: read anew at every call, as the recorded code does."""
+    for path, module in root.named_modules():
+        for name, value in module.__dict__.items():
+            if isinstance(value, torch.Tensor):
+                yield f"{path}.{name}" if path else name, value

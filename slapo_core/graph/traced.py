@@ -135,7 +135,7 @@ class TracedForward:
         # An operation without a fake implementation: on the tensors themselves, as the forward would run.
         real = tuple(_copied(value) for value in values)
         try:
-            with buffers_kept(module):
+            with buffers_kept(module), torch.random.fork_rng():
                 return record(module, self.forward, self.parameters, real, leaves=self.leaves, fake=False)
         except Untraceable as error:
             raise self._refusal(error) from error

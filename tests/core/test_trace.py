@@ -214,6 +214,25 @@ def test_a_flag_that_has_changed_is_an_error_that_names_it() -> None:
         sch.model(X)
 
 
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = torch.tensor(2.0)  # neither parameter nor buffer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.factor
+
+
+def test_a_tensor_that_is_a_plain_attribute_is_read_at_every_call() -> None:
+    sch = slapo.create_schedule(nn.Sequential(Scaled()), example_inputs=X)
+    sch["0"].trace()
+    assert torch.equal(sch.model(X), 2 * X)
+    twin = copy.deepcopy(sch.model)
+    sch.model[0].factor = torch.tensor(3.0)
+    assert torch.equal(sch.model(X), 3 * X)
+    assert torch.equal(twin(X), 2 * X)
+
+
 def test_steps_below_stay_in_force_when_the_module_around_is_flattened() -> None:
     sch = slapo.create_schedule(Model(), example_inputs=X)
     sch["block.norm"].replace(nn.LayerNorm(8, eps=0.5))
