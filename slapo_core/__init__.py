@@ -36,6 +36,9 @@ if TYPE_CHECKING:
     from slapo_core.schedule.schedule import (
         Schedule as Schedule,
     )
+    from slapo_core.spec.compiler import (
+        Compiler as Compiler,
+    )
     from slapo_core.spec.dialect import (
         Dialect as Dialect,
         Plan as Plan,
@@ -54,6 +57,9 @@ if TYPE_CHECKING:
     from slapo_core.spec.equivalence import (
         Equivalence as Equivalence,
     )
+    from slapo_core.spec.graph import (
+        Match as Match,
+    )
     from slapo_core.spec.hookspecs import (
         hookimpl as hookimpl,
     )
@@ -65,6 +71,9 @@ if TYPE_CHECKING:
     )
     from slapo_core.spec.node import (
         Node as Node,
+    )
+    from slapo_core.spec.pattern import (
+        Pattern as Pattern,
     )
     from slapo_core.spec.primitive import (
         Primitive as Primitive,
@@ -85,14 +94,17 @@ if TYPE_CHECKING:
 
 _PUBLIC = {
     "Change": "slapo_core.spec.suggestion",
+    "Compiler": "slapo_core.spec.compiler",
     "Dialect": "slapo_core.spec.dialect",
     "Edit": "slapo_core.spec.edit",
     "Engine": "slapo_core.spec.engine",
     "Equivalence": "slapo_core.spec.equivalence",
     "Fact": "slapo_core.spec.doctor",
     "Layout": "slapo_core.spec.layout",
+    "Match": "slapo_core.spec.graph",
     "Mesh": "slapo_core.spec.mesh",
     "Node": "slapo_core.spec.node",
+    "Pattern": "slapo_core.spec.pattern",
     "Plan": "slapo_core.spec.dialect",
     "Primitive": "slapo_core.spec.primitive",
     "Problem": "slapo_core.spec.doctor",

@@ -29,8 +29,10 @@ class Kind:
 KINDS: dict[str, Kind] = {
     "primitives": Kind("slapo_core.spec.primitive:Primitive", namespaced=True),
     "dialects": Kind("slapo_core.spec.dialect:Dialect", namespaced=False),
+    "compilers": Kind("slapo_core.spec.compiler:Compiler", namespaced=False),
+    "patterns": Kind("slapo_core.spec.pattern:Pattern", namespaced=True),
     "hooks": Kind(None, namespaced=False),
 }
 
-PLANNED_KINDS = ("compilers", "patterns", "samplers", "templates", "tracers")
+PLANNED_KINDS = ("samplers", "templates", "tracers")
 """Names kept for kinds that this version does not use: what a plugin provides of them is told and left alone."""

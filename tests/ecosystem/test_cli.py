@@ -40,9 +40,11 @@ def test_the_json_has_one_object_a_distribution_and_sorted_keys(one: FakeEnviron
     plugins = {plugin["name"]: plugin for plugin in listed["plugins"]}
     assert list(plugins) == sorted(plugins)
     assert plugins["acme-slapo"] == {
+        "compilers": [],
         "dialects": [],
         "hooks": [],
         "name": "acme-slapo",
+        "patterns": [],
         "primitives": ["acme.pad"],
         "reason": None,
         "remedy": None,
@@ -104,10 +106,10 @@ def test_show_tells_everything_about_one_plugin(one: FakeEnvironment) -> None:
 
 
 def test_what_a_plugin_provides_and_this_version_does_not_use_is_shown(fake_distributions: FakeEnvironment) -> None:
-    points = {"slapo.v1.compilers": {"fast": "fast_slapo:Fast"}}
+    points = {"slapo.v1.samplers": {"fast": "fast_slapo:Fast"}}
     fake_distributions.install(FakeDistribution("fast-slapo", entry_points=points))
-    remark = f"provides compilers, which slapo-core {core_version()} does not use yet"
-    listed = fake_distributions.slapo("plugins", "list", "--strict", "--kind", "compilers")
+    remark = f"provides samplers, which slapo-core {core_version()} does not use yet"
+    listed = fake_distributions.slapo("plugins", "list", "--strict", "--kind", "samplers")
     assert listed.returncode == 0, listed.stderr
     assert listed.stdout.splitlines()[1] == f"fast-slapo  1.0      ok     fast      {remark}"
     shown = fake_distributions.slapo("plugins", "show", "fast-slapo")
