@@ -165,6 +165,43 @@ def test_dialects_are_listed_without_importing(fake_distributions: FakeEnvironme
     assert ["acme", "acme-slapo", "1.0"] in rows
 
 
+PATTERN = """
+import slapo_core as slapo
+
+
+def added(x, y):
+    return y + x
+
+
+class Sum(slapo.Pattern):
+    \"\"\"A sum.\"\"\"
+
+    name = "acme.sum"
+    replacement = staticmethod(added)
+
+    def forms(self):
+        yield lambda x, y: x + y
+"""
+
+
+def test_patterns_are_listed_without_importing_and_shown_with_their_forms(fake_distributions: FakeEnvironment) -> None:
+    points = {"slapo.v1.patterns": {"acme.sum": "acme_slapo:Sum", "acme.gone": "acme_nothing:Gone"}}
+    fake_distributions.install(FakeDistribution("acme-slapo", "1.0", points, {"acme_slapo": PATTERN}))
+    rows = [line.split() for line in fake_distributions.slapo("patterns", "list").stdout.splitlines()]
+    assert rows[1:] == [["acme.gone", "gone", "acme-slapo", "1.0"], ["acme.sum", "sum", "acme-slapo", "1.0"]]
+    listed = json.loads(fake_distributions.slapo("patterns", "list", "--json").stdout)
+    assert [item["name"] for item in listed] == ["acme.gone", "acme.sum"]
+    shown = fake_distributions.slapo("patterns", "show", "acme.sum").stdout
+    for part in ("acme.sum  (acme-slapo 1.0, acme_slapo:Sum)", "A sum.", "yield lambda x, y: x + y", "return y + x"):
+        assert part in shown
+    as_json = json.loads(fake_distributions.slapo("patterns", "show", "sum", "--json").stdout)
+    assert (as_json["name"], as_json["documentation"]) == ("acme.sum", "A sum.")
+    missing = fake_distributions.slapo("patterns", "show", "acme.product")
+    assert missing.returncode == 1
+    assert "no installed plugin provides pattern 'acme.product'" in missing.stderr
+    assert "did you mean 'acme.sum'?" in missing.stderr
+
+
 @pytest.mark.parametrize("arguments", [("plugins", "list", "--kind", "primitive"), ("plugins", "lst"), ("--no-such",)])
 def test_wrong_usage_exits_with_2(one: FakeEnvironment, arguments: tuple[str, ...]) -> None:
     done = one.slapo(*arguments)

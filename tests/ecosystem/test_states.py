@@ -178,7 +178,7 @@ def test_an_object_of_a_kind_not_in_use_cannot_be_had(fake_distributions: FakeEn
     fake_distributions.install(FakeDistribution("acme-fast", "1.0", points, modules))
     registry = fake_distributions.registry(core="0.1.0")
     (plugin,) = registry.plugins
-    sampler, gizmo = plugin.entries
+    gizmo, sampler = plugin.entries
     uses: list[Callable[[], object]] = [
         lambda: registry.load("fast", "samplers"),
         lambda: registry.load(sampler),
