@@ -15,6 +15,7 @@ from slapo_core.plugins.manager import HookManager
 from slapo_core.plugins.process import current_registry
 from slapo_core.schedule.example_calls import ExampleCalls
 from slapo_core.schedule.explanation import explain_records
+from slapo_core.schedule.finding import Matches, find_in
 from slapo_core.schedule.history import History
 from slapo_core.schedule.location import caller_location
 from slapo_core.schedule.records import dump_records
@@ -112,6 +113,10 @@ class Schedule:
     def apply(self, primitive: Primitive) -> Node:
         """Apply a primitive at the root of the model: ``sch.root.apply``."""
         return self.apply_at(self.root, primitive)
+
+    def find(self, pattern: Any) -> Matches:
+        """Every place of the model's graphs where a pattern stands: ``sch.root.find``."""
+        return self.find_at((self.root,), pattern)
 
     @property
     def records(self) -> tuple[Record, ...]:
@@ -271,6 +276,10 @@ class Schedule:
             self.undo(to=before)
             raise
 
+    def find_at(self, nodes: tuple[TreeNode, ...], pattern: Any) -> Matches:
+        """What ``find`` gives for ``nodes``; see :meth:`slapo_core.spec.node.Node.find`."""
+        return find_in(self, nodes, pattern)
+
     def kept(self, what: str) -> dict[str, Any]:
         """For what is found out about the model, until a step comes or goes; ``what`` is refused while rewound."""
         self._history.check_in_force(what)
@@ -283,6 +292,10 @@ class Schedule:
     def primitive_names(self) -> tuple[str, ...]:
         """The bare names and namespaces that nodes know, e.g. ``("shard", ..., "tp")``."""
         return (*self.registry.bare_names("primitives"), *self.registry.namespaces())
+
+    def plugin_named(self, kind: str, name: str, path: str = "") -> Any:
+        """What a plugin provides under a name; see :meth:`slapo_core.spec.node.Node.plugin`."""
+        return self.registry.load(self.registry.resolve(kind, name, path=path or None))
 
     def records_so_far(self) -> tuple[Record, ...]:
         """The records, and inside of a primitive those of the primitives that it applied itself."""

@@ -135,6 +135,9 @@ class TreeNode:
     def example_call(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return self._tree.owner.example_call_of(self.path)
 
+    def plugin(self, kind: str, name: str) -> Any:
+        return self._tree.owner.plugin_named(kind, name, self.path)
+
     def walk(self) -> Iterator[TreeNode]:
         if not self.path:
             yield from map(self._tree.node, list(self._tree.index.modules))
@@ -147,6 +150,9 @@ class TreeNode:
             modules = self._tree.index.modules
             below = [full_name(path, name) for name, child in node.module._modules.items() if child is not None]
             stack.extend(child for child in reversed(below) if child in modules)
+
+    def find(self, pattern: Any) -> Any:
+        return self._tree.owner.find_at((self,), pattern)
 
     # -- doing ------------------------------------------------------------------------------------------------
 
