@@ -5,45 +5,18 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from slapo_core.graph.structure import is_plain
+from slapo_core.spec.tracer import Flag
 
-__all__ = ["Flag", "Flags"]
+__all__ = ["Flags"]
 
 _DEPTH = 4
 _NO_HOLDERS = (nn.Module, torch.Tensor, list, tuple, dict, set, type, type(len), type(lambda: 0))
-
-
-@dataclass(frozen=True)
-class Flag:
-    """A plain attribute that recorded code read.
-
-    Args:
-        path: from the traced module to the object that has it, e.g. ``("config",)``.
-        attribute: its name.
-        expected: its value.
-    """
-
-    path: tuple[str, ...]
-    attribute: str
-    expected: Any
-
-    @property
-    def name(self) -> str:
-        """As the model's code has it: ``"self.config.use_bias"``."""
-        return ".".join(("self", *self.path, self.attribute))
-
-    def read(self, root: nn.Module) -> Any:
-        """The present value; AttributeError if it is gone."""
-        owner: Any = root
-        for name in self.path:
-            owner = getattr(owner, name)
-        return getattr(owner, self.attribute)
 
 
 class Flags:

@@ -7,13 +7,16 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["Location", "model_location"]
+from slapo_core.spec.tracer import Location
 
-Location = tuple[str, int]
-"""File and line."""
+__all__ = ["is_of_the_model", "model_location"]
 
-_NOT_THE_MODEL = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
-_LIBRARIES = (str(Path(__file__).parent.parent),)
+_NOT_THE_MODEL = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent), "<")
+
+
+def is_of_the_model(file: str) -> bool:
+    """Whether a source file is neither torch's nor ours."""
+    return not file.startswith(_NOT_THE_MODEL)
 
 
 def model_location() -> Location:
@@ -21,7 +24,7 @@ def model_location() -> Location:
     frame = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        if not file.startswith(_NOT_THE_MODEL) and not file.startswith(_LIBRARIES) and not file.startswith("<"):
+        if is_of_the_model(file):
             return file, frame.f_lineno
         frame = frame.f_back  # type: ignore[assignment]
     return "<unknown>", 0
