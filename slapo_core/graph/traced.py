@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from slapo_core.errors import GuardError, TraceError
+from slapo_core.errors import ApplyError, GuardError, TraceError
 from slapo_core.graph import regions
 from slapo_core.graph.arguments import MISSING, Parameters, form
 from slapo_core.graph.buffers import buffers_kept
 from slapo_core.graph.leaves import Leaves, inlined_modules
 from slapo_core.graph.refusals import refusal
+from slapo_core.graph.rewriting.matching import applied, by_pattern, rewrite_of
+from slapo_core.graph.rewriting.rewrite import Action, Outline, Replacement, Rewrite
+from slapo_core.graph.rewriting.swallowing import swallowed_problem
 from slapo_core.graph.variant import Variant
 from slapo_core.spec.tracer import GuardViolation, Tracer
+
+if TYPE_CHECKING:
+    from slapo_core.spec.graph import Match, Region
 
 __all__ = ["TracedForward"]
 
@@ -33,10 +39,22 @@ class TracedForward:
         tracer: records it.
         leaves: which modules below are called as they are.
         path: of the traced module, for messages.
+        beneath: the graphs that these were made of.
+        rewrite: by this; both or none.
     """
 
-    def __init__(self, forward: Callable[..., Any], tracer: Tracer, leaves: Leaves, *, path: str = "") -> None:
+    def __init__(
+        self,
+        forward: Callable[..., Any],
+        tracer: Tracer,
+        leaves: Leaves,
+        *,
+        path: str = "",
+        beneath: TracedForward | None = None,
+        rewrite: Rewrite | None = None,
+    ) -> None:
         self.forward, self.tracer, self.leaves, self.path = forward, tracer, leaves, path
+        self.beneath, self.rewrite = beneath, rewrite
         self.parameters = Parameters(forward)
         self.variants: dict[Any, Variant] = {}
         self.draft: Variant | None = None  # recorded before any call was known: never run
@@ -125,8 +143,61 @@ class TracedForward:
             self._check_flags(inlined, found)
         return found
 
+    # -- rewriting ---------------------------------------------------------------------------------------------
+
+    def outlined(
+        self, module: nn.Module, matches: Sequence[Match], transform: Callable[[Region], Region], *, name: str
+    ) -> TracedForward:
+        return self._rewritten(module, matches, Outline(transform, name))
+
+    def replaced(
+        self,
+        module: nn.Module,
+        matches: Sequence[Match],
+        new: Callable[..., Any] | str,
+        *,
+        arguments: Sequence[Any] = (),
+        keywords: Mapping[str, Any] | None = None,
+        name: str,
+    ) -> TracedForward:
+        named = tuple((keywords or {}).items())
+        return self._rewritten(module, matches, Replacement(new, tuple(arguments), named, name))
+
+    @property
+    def rewrites(self) -> tuple[Rewrite, ...]:
+        """What was done to the recorded graphs, oldest first."""
+        before = self.beneath.rewrites if self.beneath is not None else ()
+        return before if self.rewrite is None else (*before, self.rewrite)
+
+    def _rewritten(self, module: nn.Module, matches: Sequence[Match], action: Action) -> TracedForward:
+        graph = self
+        for pattern, members in by_pattern(matches):
+            first = graph.first
+            if first is None:
+                raise ApplyError(f"{self._where} has no recorded graph to rewrite", path=self.path)
+            rewrite = rewrite_of(pattern, members, first.recorded, module, action)
+            graph = graph._with(rewrite, module)
+        return graph
+
+    def _with(self, rewrite: Rewrite, module: nn.Module) -> TracedForward:
+        made = TracedForward(self.forward, self.tracer, self.leaves, path=self.path, beneath=self, rewrite=rewrite)
+        if self.draft is not None:
+            made.draft = made._repeated(self.draft, module, first=True)
+        for position, (key, variant) in enumerate(self.variants.items()):
+            made.variants[key] = made._repeated(variant, module, first=position == 0 and self.draft is None)
+        return made
+
+    def _repeated(self, variant: Variant, module: nn.Module, *, first: bool = False) -> Variant:
+        assert self.rewrite is not None
+        recorded, swallowed = applied(self.rewrite, variant.recorded, module, self._where, self.path, first=first)
+        return Variant(recorded, module, tuple(dict.fromkeys((*variant.swallowed, *swallowed))))
+
+    # ----------------------------------------------------------------------------------------------------------
+
     def _recorded(self, module: nn.Module, values: tuple[Any, ...] | None) -> Variant:
         """A new variant; ``values`` of the parameters are None if no call is known."""
+        if self.beneath is not None and values is not None:
+            return self._repeated(self.beneath.variant(module, values), module)
         arguments = None
         if values is not None:
             named = zip(self.parameters.names, values, strict=True)
@@ -153,11 +224,22 @@ class TracedForward:
                     hint="trace the module again after changing it",
                 )
 
+        problem = swallowed_problem(inlined[""], variant.swallowed)
+        if problem is not None:
+            raise GuardError(
+                f"the graph of {self._where} does not call it any more since it was rewritten, and {problem}: that "
+                "would have no effect",
+                path=self.path,
+                hint="change the module first, and rewrite then",
+            )
+
     def __getstate__(self) -> dict[str, Any]:
-        return {"forward": self.forward, "tracer": self.tracer, "leaves": self.leaves, "path": self.path}
+        kept = ("forward", "tracer", "leaves", "path", "beneath", "rewrite")
+        return {name: getattr(self, name) for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["forward"], state["tracer"], state["leaves"], path=state["path"])  # type: ignore[misc]
+        forward, tracer, leaves = (state.pop(name) for name in ("forward", "tracer", "leaves"))
+        self.__init__(forward, tracer, leaves, **state)  # type: ignore[misc]
 
 
 def _read(path: tuple[str, ...], attribute: str, owner: Any) -> Any:
