@@ -15,6 +15,7 @@ from slapo_core.plugins.manager import HookManager
 from slapo_core.plugins.process import current_registry
 from slapo_core.schedule.example_calls import ExampleCalls
 from slapo_core.schedule.explanation import explain_records
+from slapo_core.schedule.finding import Matches, find_in
 from slapo_core.schedule.history import History
 from slapo_core.schedule.location import caller_location
 from slapo_core.schedule.records import dump_records
@@ -113,6 +114,10 @@ class Schedule:
     def apply(self, primitive: Primitive) -> Node:
         """Apply a primitive at the root of the model: ``sch.root.apply``."""
         return self.apply_at(self.root, primitive)
+
+    def find(self, pattern: Any) -> Matches:
+        """Every place of the model's graphs where a pattern stands: ``sch.root.find``."""
+        return self.find_at((self.root,), pattern)
 
     @property
     def records(self) -> tuple[Record, ...]:
@@ -281,6 +286,10 @@ class Schedule:
         except BaseException:
             self.undo(to=before)
             raise
+
+    def find_at(self, nodes: tuple[TreeNode, ...], pattern: Any) -> Matches:
+        """What ``find`` gives for ``nodes``; see :meth:`slapo_core.spec.node.Node.find`."""
+        return find_in(self, nodes, pattern)
 
     def kept(self, what: str) -> dict[str, Any]:
         """For what is found out about the model, until a step comes or goes; ``what`` is refused while rewound."""
