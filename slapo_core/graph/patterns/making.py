@@ -106,8 +106,9 @@ def _signature(function: Callable[..., Any], text: str) -> inspect.Signature:
     try:
         return inspect.signature(function)
     except (TypeError, ValueError):
-        whole = function
-    given, named = 0, set()
+        whole: Any = function
+    given = 0
+    named: set[str] = set()
     while isinstance(whole, functools.partial):
         given += len(whole.args)
         named |= whole.keywords.keys()
