@@ -164,6 +164,12 @@ class TracedForward:
         return self._rewritten(module, matches, Replacement(new, tuple(arguments), named, name))
 
     @property
+    def node_names(self) -> frozenset[str]:
+        """Of the variant that stands for all."""
+        first = self.first
+        return frozenset(node.name for node in first.recorded.graph.nodes) if first is not None else frozenset()
+
+    @property
     def rewrites(self) -> tuple[Rewrite, ...]:
         """What was done to the recorded graphs, oldest first."""
         before = self.beneath.rewrites if self.beneath is not None else ()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import fx, nn
 
 from slapo_core.errors import ApplyError, TraceError
+from slapo_core.graph.patterns.calls import Attribute
 from slapo_core.graph.rewriting.placing import CannotPlace
 from slapo_core.graph.rewriting.region import Read
 from slapo_core.graph.rewriting.rewrite import Action, Place, Rewrite, rewritten
@@ -15,25 +16,31 @@ from slapo_core.graph.rewriting.swallowing import Swallowed
 from slapo_core.spec.graph import Match
 from slapo_core.spec.tracer import Recorded
 
+if TYPE_CHECKING:
+    from slapo_core.graph.patterns.pattern import GraphPattern
+
 __all__ = ["applied", "by_pattern", "places_of", "rewrite_of"]
 
 
-def places_of(pattern: Any, recorded: Recorded, module: nn.Module) -> tuple[list[Place], str | None]:
+def places_of(pattern: GraphPattern, recorded: Recorded, module: nn.Module) -> tuple[list[Place], str | None]:
     """Every match of a pattern, in the graph's order; and where there is none, what comes nearest."""
-    from slapo_core.graph.patterns import GraphPattern
-
-    matcher = GraphPattern.from_data(pattern)
-    found = matcher.matches(recorded.graph, module)
     places = [
-        Place(tuple(each.nodes), tuple(map(_operand, each.inputs)), {k: _operand(v) for k, v in each.captures.items()})
-        for each in found
+        Place(
+            tuple(found.nodes),
+            tuple(map(_operand, found.inputs)),
+            {name: _captured(value) for name, value in found.captures.items()},
+        )
+        for found in pattern.matches(recorded.graph, module)
     ]
-    return places, None if found else str(matcher.nearest_miss)
+    return places, None if places else pattern.nearest_miss(recorded.graph, module)
 
 
 def _operand(value: Any) -> Any:
-    path = getattr(value, "path", None)  # a parameter that no node of the graph reads
-    return Read(path) if isinstance(path, str) else value
+    return Read(value.path) if isinstance(value, Attribute) else value
+
+
+def _captured(value: Any) -> Any:
+    return _operand(value) if isinstance(value, fx.Node | Attribute) else ("constant", value)
 
 
 def by_pattern(matches: Sequence[Match]) -> list[tuple[Any, list[Match]]]:
