@@ -240,7 +240,8 @@ class TreeEdit:
             if swallowed is not None:
                 where = f"'{above}'" if above else "the root"
                 raise ApplyError(
-                    f"'{node.path}' is called no more since the graph of {where} was rewritten, and what is put around its calls would have no effect",
+                    f"'{node.path}' is called no more since the graph of {where} was rewritten, and what is put around "
+                    "its calls would have no effect",
                     path=node.path,
                     hint="change the module first, and rewrite then",
                 )

@@ -124,10 +124,10 @@ def _compare(
         got = f"a tuple of {len(out)}" if isinstance(out, tuple) else f"a {type(out).__name__}"
         return f"the match gives {len(expected)} values, so a tuple of {len(expected)} is required (got {got})"
     for number, (wanted, value) in enumerate(zip(expected, found, strict=True)):
-        given = (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else None
-        if given != wanted:
+        own = (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else None
+        if own != wanted:
             which = "" if len(expected) == 1 else f" {number}"
-            return f"output{which} must be {_shown(wanted)} (got {_shown(given) if given else type(value).__name__})"
+            return f"output{which} must be {_shown(wanted)} (got {_shown(own) if own else type(value).__name__})"
     return None
 
 
