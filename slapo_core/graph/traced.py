@@ -164,8 +164,12 @@ class TracedForward:
         return self._rewritten(module, matches, Replacement(new, tuple(arguments), named, name))
 
     @property
+    def swallowed(self) -> tuple[str, ...]:
+        variants = [*self.variants.values(), *([self.draft] if self.draft is not None else [])]
+        return tuple(dict.fromkeys(path for variant in variants for path, _ in variant.swallowed))
+
+    @property
     def node_names(self) -> frozenset[str]:
-        """Of the variant that stands for all."""
         first = self.first
         return frozenset(node.name for node in first.recorded.graph.nodes) if first is not None else frozenset()
 
