@@ -11,7 +11,7 @@ from torch import nn
 from slapo_core.graph.tokens import ABSENT, same
 from slapo_core.spec.tracer import Flag
 
-__all__ = ["Checks", "value_of"]
+__all__ = ["Checks"]
 
 
 class Checks:
@@ -50,15 +50,15 @@ class Checks:
                 if found is expected:
                     continue
                 if found is ABSENT:
-                    found = getattr(owner, name, ABSENT)
+                    found = _of_class(owner, name) if isinstance(owner, nn.Module) else getattr(owner, name, ABSENT)
                 if not same(found, expected):
                     return flag, found
         return None
 
 
-def value_of(flag: Flag, root: nn.Module) -> Any:
-    """What a flag names now; `ABSENT` if it is gone."""
-    owner: Any = root if flag.owner is None else sys.modules[flag.owner]
-    for name in (*flag.path, flag.attribute):
-        owner = getattr(owner, name, ABSENT)
-    return owner
+def _of_class(module: nn.Module, name: str) -> Any:
+    """An attribute that is none of the instance's; without the error that a module takes long to make."""
+    for table in (module._parameters, module._buffers, module._modules):
+        if name in table:
+            return table[name]
+    return getattr(module, name) if hasattr(type(module), name) else ABSENT

@@ -72,6 +72,8 @@ def same(found: Any, expected: Any) -> bool:
     """Whether a value has the token ``expected``."""
     if found is expected:
         return True
+    if type(expected) is tuple and len(expected) == 2 and expected[0] in (object, nn.Module):
+        return real_type(found) is expected[1]
     if type(found) is not type(expected):
         return type(expected) in (tuple, str) and _equal(token(found), expected)
     return _equal(token(found), expected) if type(found) is tuple else _equal(found, expected)
