@@ -11,13 +11,16 @@ from slapo_core.errors import ApplyError, GuardError, TraceError
 from slapo_core.graph import regions
 from slapo_core.graph.arguments import MISSING, Parameters, form
 from slapo_core.graph.buffers import buffers_kept
-from slapo_core.graph.leaves import Leaves, inlined_modules
+from slapo_core.graph.leaves import Leaves
+from slapo_core.graph.plan import Plan
 from slapo_core.graph.refusals import refusal
 from slapo_core.graph.rewriting.matching import applied, by_pattern, rewrite_of
 from slapo_core.graph.rewriting.rewrite import Action, Outline, Replacement, Rewrite
 from slapo_core.graph.rewriting.swallowing import swallowed_problem
+from slapo_core.graph.sharing import Pool, exact_form, structure
+from slapo_core.graph.tokens import describe, token
 from slapo_core.graph.variant import Variant
-from slapo_core.spec.tracer import GuardViolation, Tracer
+from slapo_core.spec.tracer import Flag, GuardViolation, Tracer
 
 if TYPE_CHECKING:
     from slapo_core.spec.graph import Match, Region
@@ -39,6 +42,7 @@ class TracedForward:
         tracer: records it.
         leaves: which modules below are called as they are.
         path: of the traced module, for messages.
+        pool: recordings of others that may serve here too.
         beneath: the graphs that these were made of.
         rewrite: by this; both or none.
     """
@@ -50,13 +54,16 @@ class TracedForward:
         leaves: Leaves,
         *,
         path: str = "",
+        pool: Pool | None = None,
         beneath: TracedForward | None = None,
         rewrite: Rewrite | None = None,
     ) -> None:
         self.forward, self.tracer, self.leaves, self.path = forward, tracer, leaves, path
+        self.pool = pool if pool is not None else Pool()
         self.beneath, self.rewrite = beneath, rewrite
         self.parameters = Parameters(forward)
         self.variants: dict[Any, Variant] = {}
+        self.plans: list[Plan] = []
         self.draft: Variant | None = None  # recorded before any call was known: never run
 
     @property
@@ -91,7 +98,7 @@ class TracedForward:
             TypeError: the forward does not take these arguments.
         """
         if call is None:
-            self.draft = self._recorded(module, None)
+            self.draft = self._recorded(module, None, self._plan(module)[1])
         else:
             self.variant(module, self.parameters.bind(module, *call))
 
@@ -123,24 +130,35 @@ class TracedForward:
             TraceError: what is needed cannot be recorded.
             GuardError: an attribute has another value than when it was recorded.
         """
-        inlined = inlined_modules(module, self.leaves)
+        number, plan, modules = self._plan(module)
         key = (
-            tuple(map(form, values)),
-            tuple(below.training for below in inlined.values()),
-            tuple(tensor.dtype for tensor in module.parameters()),
+            number,
+            tuple([form(value) for value in values]),
+            tuple([below.training for below in modules[: len(plan.paths)]]),
+            tuple([tensor.dtype for below in modules for tensor in below._parameters.values() if tensor is not None]),
             regions.state(),
         )
         found = self.variants.get(key)
         if found is None:
             if len(self.variants) >= MOST_VARIANTS:
                 raise TraceError(
-                    f"{self._where} was called in more than {MOST_VARIANTS} different forms: {key[0]}",
+                    f"{self._where} was called in more than {MOST_VARIANTS} different forms: {key[1]}",
                     path=self.path,
                     hint="pass what varies as numbers or tensors, or trace a narrower node",
                 )
-            found = self.variants[key] = self._recorded(module, values)
-        else:
-            self._check_flags(inlined, found)
+            found = self.variants[key] = self._shared(module, values, plan, key[1:])
+            return found
+        violated = found.checks.violated(modules)
+        if violated is not None:
+            raise self._changed(*violated)
+        problem = swallowed_problem(module, found.swallowed)
+        if problem is not None:
+            raise GuardError(
+                f"the graph of {self._where} does not call it any more since it was rewritten, and {problem}: that "
+                "would have no effect",
+                path=self.path,
+                hint="change the module first, and rewrite then",
+            )
         return found
 
     # -- rewriting ---------------------------------------------------------------------------------------------
@@ -191,6 +209,7 @@ class TracedForward:
 
     def _with(self, rewrite: Rewrite, module: nn.Module) -> TracedForward:
         made = TracedForward(self.forward, self.tracer, self.leaves, path=self.path, beneath=self, rewrite=rewrite)
+        made.plans = self.plans  # the same list: a form of a call has the same key in both
         if self.draft is not None:
             made.draft = made._repeated(self.draft, module, first=True)
         for position, (key, variant) in enumerate(self.variants.items()):
@@ -200,14 +219,34 @@ class TracedForward:
     def _repeated(self, variant: Variant, module: nn.Module, *, first: bool = False) -> Variant:
         assert self.rewrite is not None
         recorded, swallowed = applied(self.rewrite, variant.recorded, module, self._where, self.path, first=first)
-        return Variant(recorded, module, tuple(dict.fromkeys((*variant.swallowed, *swallowed))))
+        return Variant(recorded, module, variant.plan, tuple(dict.fromkeys((*variant.swallowed, *swallowed))))
 
     # ----------------------------------------------------------------------------------------------------------
 
-    def _recorded(self, module: nn.Module, values: tuple[Any, ...] | None) -> Variant:
-        """A new variant; ``values`` of the parameters are None if no call is known."""
-        if self.beneath is not None and values is not None:
+    def _plan(self, module: nn.Module) -> tuple[int, Plan, list[nn.Module]]:
+        for number, plan in enumerate(self.plans):
+            modules = plan.modules_of(module)
+            if modules is not None:
+                return number, plan, modules
+        plan = Plan(module, self.leaves)
+        modules = plan.modules_of(module)
+        assert modules is not None
+        self.plans.append(plan)
+        return len(self.plans) - 1, plan, modules
+
+    def _shared(self, module: nn.Module, values: tuple[Any, ...], plan: Plan, key: Any) -> Variant:
+        """A variant that another module has recorded, or else a new one."""
+        if self.beneath is not None:
             return self._repeated(self.beneath.variant(module, values), module)
+        exact = (self.forward, type(self.tracer), self.leaves, key, exact_form(values), structure(module))
+        found = self.pool.find(exact, module)
+        if found is None:
+            found = self._recorded(module, values, plan)
+            self.pool.add(exact, module, found)
+        return found
+
+    def _recorded(self, module: nn.Module, values: tuple[Any, ...] | None, plan: Plan) -> Variant:
+        """A new variant; ``values`` of the parameters are None if no call is known."""
         arguments = None
         if values is not None:
             named = zip(self.parameters.names, values, strict=True)
@@ -217,42 +256,23 @@ class TracedForward:
                 recorded = self.tracer.trace(module, self.forward, arguments, self.leaves)
         except Exception as error:
             raise refusal(error, self.tracer, self.path) from error
-        return Variant(recorded, module)
+        return Variant(recorded, module, plan)
 
     @property
     def _where(self) -> str:
         return f"'{self.path}'" if self.path else "the root"
 
-    def _check_flags(self, inlined: dict[str, nn.Module], variant: Variant) -> None:
-        for flag in variant.recorded.flags:
-            found = _read(flag.path, flag.attribute, inlined[""])
-            if found is not flag.expected and (type(found) is not type(flag.expected) or found != flag.expected):
-                raise GuardError(
-                    f"the graph of {self._where} was recorded with {flag.name} == {flag.expected!r}, and now it is "
-                    f"{found!r}",
-                    path=self.path,
-                    hint="trace the module again after changing it",
-                )
-
-        problem = swallowed_problem(inlined[""], variant.swallowed)
-        if problem is not None:
-            raise GuardError(
-                f"the graph of {self._where} does not call it any more since it was rewritten, and {problem}: that "
-                "would have no effect",
-                path=self.path,
-                hint="change the module first, and rewrite then",
-            )
+    def _changed(self, flag: Flag, found: Any) -> GuardError:
+        return GuardError(
+            f"the graph of {self._where} was recorded with {flag.name} == {describe(flag.expected)}, and now it is "
+            f"{describe(token(found))}",
+            path=self.path,
+            hint="trace the module again after changing it",
+        )
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("forward", "tracer", "leaves", "path", "beneath", "rewrite")
-        return {name: getattr(self, name) for name in kept}
+        names = ("forward", "tracer", "leaves", "path", "pool", "beneath", "rewrite")
+        return {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        forward, tracer, leaves = (state.pop(name) for name in ("forward", "tracer", "leaves"))
-        self.__init__(forward, tracer, leaves, **state)  # type: ignore[misc]
-
-
-def _read(path: tuple[str, ...], attribute: str, owner: Any) -> Any:
-    for name in path:
-        owner = getattr(owner, name)
-    return getattr(owner, attribute)
+        self.__init__(**state)  # type: ignore[misc]

@@ -50,18 +50,16 @@ def could_be(
         return isinstance(value, fx.Node) and index.position[value] in candidates[operand.step]
     if isinstance(operand, Constant):
         return is_constant(value) and _equal(operand.value, value, name, found)
+    if isinstance(operand, tuple) != isinstance(value, tuple):
+        return is_constant(value) and _equal(operand, value, name, found)
     if type(operand) is not type(value):
         return False
     if isinstance(operand, Items) and operand.keys != value.keys:
         return False
     ours, theirs = parts(operand) or (), parts(value) or ()
-    if isinstance(operand, tuple) and len(ours) != len(theirs):
-        return name in _REPEATED and _equal(_known(operand), value, name, found)
+    if len(ours) != len(theirs):
+        return False
     return all(could_be(ours[i], theirs[i], name, found, index, candidates) for i in range(len(ours)))
-
-
-def _known(operand: Any) -> Any:
-    return tuple(part.value if isinstance(part, Constant) else part for part in operand)
 
 
 def pairs_of(operand: Any, value: Any) -> Iterator[tuple[Any, Any]]:
@@ -92,7 +90,10 @@ def _equal(expected: Any, value: Any, name: str, found: IndexedCall) -> bool:
 
 
 def _rank(found: IndexedCall) -> int | None:
-    first = found.call.arguments.get("input") if found.call is not None else None
+    given = found.call.arguments if found.call is not None else {}
+    first = given.get("input")
+    if "tensors" in given and found.call is not None and found.call.operation == "cat":
+        first = next(iter(parts(given["tensors"]) or (None,)))
     example = first.meta.get("example") if isinstance(first, fx.Node) else None
     return None if example is None else len(example[0])
 

@@ -15,7 +15,9 @@ from slapo_core.graph.patterns.data import Form, Step, Target
 from slapo_core.graph.patterns.forms import forms_of
 from slapo_core.graph.patterns.language import AnyConstant, AnyOf, Where
 from slapo_core.graph.patterns.modules import is_plain_module
+from slapo_core.graph.patterns.operations import operation_of
 from slapo_core.graph.patterns.pattern import GraphPattern
+from slapo_core.graph.patterns.schemas import required_parameters
 from slapo_core.graph.patterns.tracing import Tracer
 from slapo_core.spec.pattern import Pattern
 
@@ -94,14 +96,28 @@ def _forms_of_plugin(plugin: type[Pattern] | Pattern, load: Load | None, name: s
 
 def _of_function(function: Callable[..., Any], text: str) -> list[Form]:
     tracer = Tracer(text)
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):
-        raise ArgumentError(
-            f"{text} does not say which parameters it has", hint="find(lambda x: torch.relu(x))"
-        ) from None
+    signature = _signature(function, text)
     args, kwargs = _arguments(tracer, signature, text)
     return _traced(tracer, lambda: function(*args, **kwargs), signature)
+
+
+def _signature(function: Callable[..., Any], text: str) -> inspect.Signature:
+    """The parameters of a function; of one of torch's own, those that it cannot do without."""
+    try:
+        return inspect.signature(function)
+    except (TypeError, ValueError):
+        whole: Any = function
+    given = 0
+    named: set[str] = set()
+    while isinstance(whole, functools.partial):
+        given += len(whole.args)
+        named |= whole.keywords.keys()
+        whole = whole.func
+    names = required_parameters(operation_of(whole))[given:]
+    if not names and not given:
+        raise ArgumentError(f"{text} does not say which parameters it has", hint="find(lambda x: torch.relu(x))")
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    return inspect.Signature([inspect.Parameter(name, kind) for name in names if name not in named])
 
 
 def _arguments(tracer: Tracer, signature: inspect.Signature, text: str) -> tuple[list[Any], dict[str, Any]]:

@@ -153,7 +153,8 @@ class _Search:
         nodes = sorted(set(part.nodes))
         names = _listed([f"'{self.index.calls[each].node.name}'" for each in nodes[:4]])
         total = len(self.form.steps)
-        head = f"{len(nodes)} of {total} call{'s' if total > 1 else ''} of the pattern {'is' if len(nodes) == 1 else 'are'} there ({names})"
+        verb = "is" if len(nodes) == 1 else "are"
+        head = f"{len(nodes)} of {total} call{'s' if total > 1 else ''} of the pattern {verb} there ({names})"
         difference = part.difference
         if difference is None and number not in self.form.outputs:
             difference = self._users(number, position)
@@ -196,7 +197,10 @@ class _Search:
         ours = {name for name, _ in step.arguments}
         more = [f"{name}={_value(value)}" for name, value in given.items() if name not in ours]
         if step.target.kind in ("any", "module"):
-            return f"{self._where(found)} uses {len(found.values)} values, the pattern {len(ours)}"
+            count = len(found.values) if step.target.kind == "any" else len(found.given)
+            return (
+                f"{self._where(found)} is given {count} value{'' if count == 1 else 's'}, the pattern has {len(ours)}"
+            )
         if more:
             return f"{self._where(found)} has {_listed(more)}, the pattern has not"
         less = [f"{name}={_operand(operand)}" for name, operand in step.arguments if name not in given]
@@ -246,13 +250,9 @@ def _operand(operand: Any) -> str:
             return "any constant"
         kind = "a parameter" if operand.kind == "parameter" else "a value"
         return f"{kind} '{operand.name}'" if operand.name[0] != "_" else kind
-    return (
-        "a value"
-        if isinstance(operand, Result)
-        else f"{len(operand)} values"
-        if isinstance(operand, tuple)
-        else "other parts"
-    )
+    if isinstance(operand, Result):
+        return "a value"
+    return f"{len(operand)} values" if isinstance(operand, tuple) else "other parts"
 
 
 def _value(value: Any) -> str:

@@ -191,6 +191,9 @@ def finished(operation: str, arguments: dict[str, Any], names: tuple[str, ...]) 
     """The normal form of a call whose arguments are known by canonical names."""
     if operation in ("rsub", "__rsub__"):
         operation, arguments = "sub", {**arguments, "input": arguments["other"], "other": arguments["input"]}
+    if operation == "transpose" and type(arguments.get("dim0")) is type(arguments.get("dim1")) is int:
+        dims = sorted((arguments["dim0"], arguments["dim1"]), key=lambda dim: (dim < 0, dim))
+        arguments = {**arguments, "dim0": dims[0], "dim1": dims[1]}
     defaults = defaults_of(operation)
     if arguments.get("inplace") is True and not operation.endswith("_"):
         arguments = {name: value for name, value in arguments.items() if name != "inplace"}
@@ -210,6 +213,8 @@ def _is_default(defaults: dict[str, Any], name: str, value: Any) -> bool:
     default = defaults[name]
     if default is None or value is None:
         return default is value
+    if type(default) in (int, float) and type(value) in (int, float):
+        return bool(default == value)
     return type(default) is type(value) and bool(default == value)
 
 

@@ -11,10 +11,21 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-__all__ = ["Parameter", "bind_function", "bind_schema", "defaults_of", "parameter_name"]
+__all__ = ["Parameter", "bind_function", "bind_schema", "defaults_of", "parameter_name", "required_parameters"]
 
 _NO_DEFAULT = inspect.Parameter.empty
-_RENAMED = {"self": "input", "train": "training", "axis": "dim", "keepdims": "keepdim", "indices": "input"}
+_RENAMED = {
+    "axis": "dim",
+    "axis0": "dim0",
+    "axis1": "dim1",
+    "indices": "input",
+    "keepdims": "keepdim",
+    "self": "input",
+    "split_size_or_sections": "split_size",
+    "split_sizes": "split_size",
+    "tensor": "input",
+    "train": "training",
+}
 _MEANINGLESS = ("_stacklevel", "cudnn_enable", "cudnn_enabled")
 
 
@@ -39,7 +50,7 @@ class Parameter:
 
 def parameter_name(operation: str, name: str) -> str:
     """The canonical name of a parameter: ``input`` for what aten calls ``self``."""
-    if name == "indices" and operation != "embedding":
+    if (name == "indices" and operation != "embedding") or (name == "tensor" and operation != "split"):
         return name
     return _RENAMED.get(name, name)
 
@@ -91,6 +102,16 @@ def defaults_of(operation: str) -> dict[str, Any]:
         if parameter.default is not _NO_DEFAULT:
             found[parameter_name(operation, name)] = parameter.default
     return found
+
+
+def required_parameters(operation: str) -> tuple[str, ...]:
+    """The names of the arguments without which an operation cannot be called; empty if it is not known."""
+    needed = [
+        tuple(each.name for each in schema if each.default is _NO_DEFAULT)
+        for schema in _schemas(operation)
+        if schema and schema[0].kind in ("Tensor", "List[Tensor]")
+    ]
+    return min(needed, key=len, default=())
 
 
 def _is_same(left: Any, right: Any) -> bool:
@@ -193,16 +214,14 @@ def _fit(
     if is_method:
         positional.sort(key=lambda each: not each.is_receiver)
     packed = None
-    if len(kinds) > len(positional) or (
-        len(positional) > 1 and len(kinds) > 1 and positional[1].kind == "List[int]" and kinds[1] in _NUMBERS
-    ):
-        at = next((i for i, each in enumerate(positional) if each.kind == "List[int]"), None)
-        if at is None or at >= len(kinds) or not all(kind in _NUMBERS for kind in kinds[at:]) or at + 1 > len(kinds):
-            return None
-        if len(positional) > at + 1 and len(kinds) <= len(positional) and len(kinds) > at + 1:
-            return None  # x.sum(1, True): one axis, and the next parameter
-        packed = at
-        kinds = (*kinds[:at], "sequence")
+    at = next((i for i, each in enumerate(positional) if each.kind == "List[int]"), None)
+    if at is not None and len(kinds) > at and kinds[at] in _NUMBERS:
+        rest = kinds[at:]
+        if (len(rest) > 1 or len(positional) == at + 1) and all(kind in _NUMBERS for kind in rest):
+            packed = at  # x.view(2, 3), x.permute(0, 2, 1)
+            kinds = (*kinds[:at], "sequence")
+    if len(kinds) > len(positional):
+        return None
     order = tuple(each.name for each in positional[: len(kinds)])
     by_name = {each.name: each for each in schema}
     if any(name not in by_name or name in order for name, _ in named):
