@@ -6,18 +6,21 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import nn
+from torch._compile import _disable_dynamo
 
 from slapo_core.errors import GuardError, TraceError
 from slapo_core.graph import regions
 from slapo_core.graph.arguments import MISSING, Parameters, form
 from slapo_core.graph.buffers import buffers_kept
 from slapo_core.graph.leaves import Leaves
+from slapo_core.graph.mutations import refusing_changes
 from slapo_core.graph.plan import Plan
 from slapo_core.graph.refusals import refusal
 from slapo_core.graph.sharing import Pool, exact_form, structure
+from slapo_core.graph.surroundings import Surroundings
 from slapo_core.graph.tokens import describe, token
 from slapo_core.graph.variant import Variant
-from slapo_core.spec.tracer import Flag, GuardViolation, Tracer
+from slapo_core.spec.tracer import Flag, GuardViolation, Tracer, Untraceable
 
 __all__ = ["TracedForward"]
 
@@ -147,6 +150,7 @@ class TracedForward:
         self.plans.append(plan)
         return len(self.plans) - 1, plan, modules
 
+    @_disable_dynamo  # recording is no part of what is compiled: torch.compile breaks its graph here, once
     def _shared(self, module: nn.Module, values: tuple[Any, ...], plan: Plan, key: Any) -> Variant:
         """A variant that another module has recorded, or else a new one."""
         exact = (self.forward, type(self.tracer), self.leaves, key, exact_form(values), structure(module))
@@ -162,12 +166,21 @@ class TracedForward:
         if values is not None:
             named = zip(self.parameters.names, values, strict=True)
             arguments = {name: value for name, value in named if value is not MISSING}
+        modules = plan.modules_of(module)
+        assert modules is not None
+        surroundings = Surroundings(self.forward, modules[: len(plan.paths)])
+        changed = None
         try:
-            with buffers_kept(module):
-                recorded = self.tracer.trace(module, self.forward, arguments, self.leaves)
+            try:
+                with buffers_kept(module):
+                    recorded = self.tracer.trace(module, refusing_changes(self.forward), arguments, self.leaves)
+            finally:
+                changed = surroundings.put_back()
+            if changed is not None:
+                raise Untraceable(f"changes the global name {changed}")
         except Exception as error:
             raise refusal(error, self.tracer, self.path) from error
-        return Variant(recorded, module, plan)
+        return Variant(recorded, module, plan, surroundings.flags)
 
     @property
     def _where(self) -> str:

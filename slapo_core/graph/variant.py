@@ -9,7 +9,7 @@ from torch import fx, nn
 from slapo_core.graph import regions
 from slapo_core.graph.checks import Checks
 from slapo_core.graph.plan import Plan
-from slapo_core.spec.tracer import Recorded
+from slapo_core.spec.tracer import Flag, Recorded
 
 __all__ = ["Variant"]
 
@@ -21,11 +21,12 @@ class Variant:
         recorded: the graph and what it holds for.
         module: the traced one, or one with the same names in it.
         plan: its structure.
+        surroundings: global names that the recorded code reads.
     """
 
-    def __init__(self, recorded: Recorded, module: nn.Module, plan: Plan) -> None:
+    def __init__(self, recorded: Recorded, module: nn.Module, plan: Plan, surroundings: tuple[Flag, ...] = ()) -> None:
         self.recorded = recorded
-        self.checks = Checks(recorded.flags, plan.index)
+        self.checks = Checks((*recorded.flags, *surroundings), plan.index)
         self.code = type(fx.GraphModule(module, recorded.graph)).forward
         self.has_regions = any(node.target is regions.set_state for node in recorded.graph.nodes)
 
