@@ -57,7 +57,7 @@ def each_its_own(primitive: Primitive, nodes: Sequence[Node]) -> list[tuple[Node
     """
     given = {name: _as_matches(getattr(primitive, name)) for name in primitive.matches}
     given = {name: matches for name, matches in given.items() if matches is not None}
-    if not given:
+    if not any(given.values()):  # none are given, or an empty list, which every node refuses
         return [(node, primitive) for node in nodes]
     applied = []
     left = {id(match): match for matches in given.values() for match in matches or ()}
