@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from slapo_core.errors import ReplayError, SerializationError, SlapoError
 from slapo_core.schedule.coverage import count_blocks
-from slapo_core.schedule.functions import find_function, name_of_function
+from slapo_core.schedule.functions import find_function, is_function_name, name_of_function
 from slapo_core.spec.primitive import Primitive
 from slapo_core.spec.record import Record
 
@@ -134,7 +134,7 @@ def primitive_from_json(cls: type[Primitive], arguments: Mapping[str, Any]) -> P
     functions = {
         name: find_function(arguments[name], where=f"{cls.name}: argument '{name}'")
         for name in cls.named_functions
-        if isinstance(arguments.get(name), str)
+        if is_function_name(arguments.get(name))
     }
     try:
         return cls(**{**arguments, **functions})

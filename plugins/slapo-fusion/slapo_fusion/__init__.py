@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from slapo_fusion.bind import Bind
+    from slapo_fusion.building import build_kernels
     from slapo_fusion.compile import Compile
     from slapo_fusion.cudagraphify import Cudagraphify
     from slapo_fusion.decompose import Decompose
     from slapo_fusion.quantize import Quantize
 
-__all__ = ["Bind", "Compile", "Cudagraphify", "Decompose", "Quantize"]
+__all__ = ["Bind", "Compile", "Cudagraphify", "Decompose", "Quantize", "build_kernels"]
 
 _HOMES = {
     "Bind": "slapo_fusion.bind",
@@ -28,6 +29,7 @@ _HOMES = {
     "Cudagraphify": "slapo_fusion.cudagraphify",
     "Decompose": "slapo_fusion.decompose",
     "Quantize": "slapo_fusion.quantize",
+    "build_kernels": "slapo_fusion.building",
 }
 
 
