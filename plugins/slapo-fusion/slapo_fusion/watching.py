@@ -124,22 +124,30 @@ class Watchable:
 
 def draws(graph: fx.GraphModule) -> bool:
     """Whether it calls dropout that drops anything."""
-    return any(_is_dropout(node) or _is_dropping_attention(node) for node in graph.graph.nodes)
+    return any(
+        _is_dropout(node) or _is_dropping_attention(node) for part in _parts(graph) for node in part.graph.nodes
+    )
 
 
 def without_dropout(graph: fx.GraphModule) -> fx.GraphModule:
     """A copy in which dropout passes its input on."""
     still = copy.deepcopy(graph)
-    for node in list(still.graph.nodes):
-        if _is_dropout(node):
-            node.replace_all_uses_with(node.args[0] if node.args else node.kwargs["input"])
-            still.graph.erase_node(node)
-        elif _is_dropping_attention(node) and "dropout_p" in node.kwargs:
-            node.update_kwarg("dropout_p", 0.0)
-        elif _is_dropping_attention(node):
-            node.update_arg(_ATTENTION_DROPOUT, 0.0)
-    still.recompile()
+    for part in _parts(still):
+        for node in list(part.graph.nodes):
+            if _is_dropout(node):
+                node.replace_all_uses_with(node.args[0] if node.args else node.kwargs["input"])
+                part.graph.erase_node(node)
+            elif _is_dropping_attention(node) and "dropout_p" in node.kwargs:
+                node.update_kwarg("dropout_p", 0.0)
+            elif _is_dropping_attention(node):
+                node.update_arg(_ATTENTION_DROPOUT, 0.0)
+        part.recompile()
     return still
+
+
+def _parts(graph: fx.GraphModule) -> list[fx.GraphModule]:
+    """The graph and those inside of it: what is checkpointed is a graph of its own."""
+    return [module for module in graph.modules() if isinstance(module, fx.GraphModule)]
 
 
 def _watching() -> _HandedOn | None:
