@@ -13,6 +13,7 @@ from slapo_core import errors
 from slapo_core.errors import *  # noqa: F403 - all of it is public, and it imports nothing
 
 if TYPE_CHECKING:
+    from slapo_core import patterns as patterns
     from slapo_core.building.phases import (
         build as build,
     )
@@ -131,10 +132,14 @@ _PUBLIC = {
 
 _PUBLIC |= dict.fromkeys(errors.__all__, "slapo_core.errors")
 
-__all__ = sorted(_PUBLIC)
+_MODULES = ("patterns",)
+
+__all__ = sorted((*_PUBLIC, *_MODULES))
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"slapo_core.{name}")
     if name not in _PUBLIC:
         raise AttributeError(f"module 'slapo_core' has no attribute {name!r}")
     value = getattr(importlib.import_module(_PUBLIC[name]), name)

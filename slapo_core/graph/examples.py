@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses import FakeTensorMode
+from torch._subclasses import FakeTensor, FakeTensorMode
 
 from slapo_core.graph.structure import children, rebuild
 
@@ -33,6 +33,66 @@ def example_calls(model: nn.Module, example_inputs: Any) -> tuple[dict[str, Call
         kwargs = {str(name): value for name, value in example_inputs.items()}
     else:
         args, kwargs = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,), {}
+    tensors = [*model.parameters(), *model.buffers()]
+    if all(type(tensor) in (nn.Parameter, torch.Tensor) for tensor in tensors):
+        # The meta device takes a third of the time of fake tensors, and not all models.
+        calls, error = _run_on_meta(model, args, kwargs)
+        if error is None:
+            devices = {tensor.device for tensor in tensors}
+            device = devices.pop() if devices else torch.device("cpu")
+            if not devices:
+                return _Placed(calls, device), None
+    return _run_on_fakes(model, args, kwargs)
+
+
+class _Placed(dict[str, Call]):
+    """Calls on the meta device; whoever asks for one gets it for the device of the model."""
+
+    def __init__(self, calls: dict[str, Call], device: torch.device) -> None:
+        super().__init__(calls)
+        self._device = device
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def __getitem__(self, path: str) -> Call:
+        args, kwargs = super().__getitem__(path)
+        if self._device.type == "meta":
+            return args, kwargs
+        place = self._place
+        return tuple(place(value) for value in args), {name: place(value) for name, value in kwargs.items()}
+
+    def _place(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return FakeTensor(self._mode, value, self._device) if value.is_meta else value
+        parts = children(value)
+        return value if parts is None else rebuild(value, [self._place(part) for _, _, part in list(parts)])
+
+
+def _run_on_meta(model: nn.Module, args: Any, kwargs: Any) -> tuple[dict[str, Call], Exception | None]:
+    calls: dict[str, Call] = {}
+    memo: dict[int, Any] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        made = tensor.detach().to("meta")
+        is_parameter = isinstance(tensor, nn.Parameter)
+        memo[id(tensor)] = nn.Parameter(made, requires_grad=tensor.requires_grad) if is_parameter else made
+    copied = copy.deepcopy(model, memo)
+    with torch.no_grad(), _noting(copied, calls):
+        try:
+            copied(*map(_on_meta, args), **{name: _on_meta(value) for name, value in kwargs.items()})
+        except Exception as error:  # noqa: BLE001 - tried on fake tensors then
+            return calls, error
+        finally:
+            torch.clear_autocast_cache()
+    return calls, None
+
+
+def _on_meta(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to("meta")
+    parts = children(value)
+    return value if parts is None else rebuild(value, [_on_meta(part) for _, _, part in list(parts)])
+
+
+def _run_on_fakes(model: nn.Module, args: Any, kwargs: Any) -> tuple[dict[str, Call], Exception | None]:
     on_meta = any(tensor.is_meta for tensor in model.parameters())
     calls: dict[str, Call] = {}
     mode = FakeTensorMode(allow_non_fake_inputs=True)

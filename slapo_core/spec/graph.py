@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -59,3 +59,48 @@ class Graph(Protocol):
         ...
 
     def __str__(self) -> str: ...
+
+    def outlined(
+        self, module: nn.Module, matches: Sequence[Match], transform: Callable[[Region], Region], *, name: str
+    ) -> Graph:
+        """Each match becomes one call of ``transform(region)``, in every variant of the graph.
+
+        Args:
+            module: the traced module.
+            matches: of this graph, none of which shares a node with another.
+            transform: gives what runs instead of a region; called once for each distinct region, which all places
+                that compute the same then share. To pickle the model, it must be picklable.
+            name: of the call in the printed graph.
+
+        Raises:
+            ApplyError: a match cannot be taken out: a value leaves it and comes back, a tensor is written to in place
+                between its nodes, or random numbers would be drawn in another order. Modules with hooks or steps are
+                called by the region as before.
+        """
+        ...
+
+    def replaced(
+        self,
+        module: nn.Module,
+        matches: Sequence[Match],
+        new: Callable[..., Any] | str,
+        *,
+        arguments: Sequence[Any] = (),
+        keywords: Mapping[str, Any] | None = None,
+        name: str,
+    ) -> Graph:
+        """Each match becomes one call of ``new``, in every variant of the graph.
+
+        Args:
+            module: the traced module.
+            matches: as for :meth:`outlined`.
+            new: a function, or the path of a module below the traced one.
+            arguments: names of captures of the match, or numbers of its inputs, whose values are passed in this order.
+            keywords: the same, by keyword.
+            name: of the call in the printed graph.
+
+        Raises:
+            ApplyError: as for :meth:`outlined`; or a match has no such capture, or it swallows a module with hooks or
+                steps.
+        """
+        ...

@@ -68,6 +68,7 @@ RESERVED_NAMES: frozenset[str] = frozenset(
         "changed_attributes",
         "children",
         "example_call",
+        "find",
         "layout",
         "mesh",
         "module",
@@ -90,6 +91,7 @@ RESERVED_NAMES: frozenset[str] = frozenset(
         "example_call_of",
         "example_inputs",
         "explain",
+        "find_at",
         "forget_target",
         "hooks",
         "is_sealed",
@@ -113,7 +115,6 @@ RESERVED_NAMES: frozenset[str] = frozenset(
         # kept for members to come
         "build",
         "copy",
-        "find",
         "fingerprint",
         "graph",
         "group",

@@ -14,7 +14,6 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 
 from slapo_core.graph.flags import Flags
 from slapo_core.graph.functions import autograd_functions
-from slapo_core.graph.leaves import inlined_modules
 from slapo_core.graph.pruning import drop_unused
 from slapo_core.graph.recorder import Recorder
 from slapo_core.graph.recording import Recording
@@ -91,7 +90,7 @@ def record(
             given[name] = recording.give(_fake(mode, value) if mode else value, node)
         call = inspect.BoundArguments(signature, {next(iter(signature.parameters)): module, **given})  # type: ignore[arg-type]
         with (
-            flags.watching(inlined_modules(module, leaves)),
+            flags.watching(module, leaves),
             module_calls(recorder, leaves),
             autograd_functions(recorder),
             recorder,
@@ -102,7 +101,7 @@ def record(
     graph = recording.graph
     drop_unused(graph)
     graph.lint()
-    return Recorded(graph, tuple(recording.guards), flags.seen, tuple(recording.captured))
+    return Recorded(graph, tuple(recording.guards), flags.seen, tuple(recording.captured), flags.read)
 
 
 @contextlib.contextmanager
