@@ -46,6 +46,7 @@ class Recording:
                 *_plain_tensors(root),
             )
         }
+        self._parts = {id(part): (name, key) for name, key, part in _tensors_in_containers(root)}
         self.modules = {id(module): path for path, module in reversed(list(root.named_modules(remove_duplicate=False)))}
 
     # -- values and their nodes -------------------------------------------------------------------------------
@@ -136,6 +137,9 @@ class Recording:
         name = self._held.get(id(tensor))
         if name is not None:
             node = self.graph.get_attr(name)
+        elif id(tensor) in self._parts:
+            name, key = self._parts[id(tensor)]
+            node = self.compute(operator.getitem, (self.graph.get_attr(name), key))
         else:
             if isinstance(tensor, nn.Parameter):
                 raise self.refusal(
@@ -213,3 +217,18 @@ def _plain_tensors(root: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         for name, value in module.__dict__.items():
             if isinstance(value, torch.Tensor):
                 yield f"{path}.{name}" if path else name, value
+
+
+def _tensors_in_containers(root: nn.Module) -> Iterator[tuple[str, Any, torch.Tensor]]:
+    """Tensors in lists, tuples and dictionaries that are attributes: the attribute, index or key, and the tensor."""
+    for path, module in root.named_modules():
+        for name, value in module.__dict__.items():
+            if isinstance(value, list | tuple):
+                pairs: Any = enumerate(value)
+            elif isinstance(value, dict) and not name.startswith("_"):
+                pairs = value.items()
+            else:
+                continue
+            for key, part in pairs:
+                if isinstance(part, torch.Tensor) and is_plain(key):
+                    yield (f"{path}.{name}" if path else name), key, part

@@ -107,7 +107,7 @@ def primitive_to_json(primitive: Primitive, *, where: str) -> dict[str, Any]:
     def place(name: str) -> Callable[[str], str]:
         return lambda part: f"argument '{name}'{part} of {where}"
 
-    encoded = {}
+    encoded: dict[str, Any] = {}
     for name, value in primitive.arguments().items():
         function = name_of_function(value) if name in primitive.named_functions else None
         if name in primitive.matches and value is not None:

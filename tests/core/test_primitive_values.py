@@ -77,9 +77,9 @@ def test_equality_hash_repr_and_str() -> None:
     assert Annotate("weight", "k", 1) == Annotate("weight", "k", 1) != Annotate("weight", "k", 2)
     assert len({Checkpoint(), Checkpoint(True), Checkpoint(False)}) == 2
     assert Checkpoint() != Typed("a")
-    assert repr(Checkpoint()) == "Checkpoint(preserve_rng_state=True)"
+    assert repr(Checkpoint()) == "Checkpoint(match=None, preserve_rng_state=True)"
     assert str(Checkpoint()) == "checkpoint()"
-    assert str(Checkpoint(False)) == "checkpoint(False)"
+    assert str(Checkpoint(False)) == "checkpoint(preserve_rng_state=False)"
     assert str(Typed("w", axis=1)) == "typed('w', axis=1)"
     assert str(Typed("w", axis=True)) == "typed('w', axis=True)"
     assert str(Replace(nn.Sequential(nn.ReLU()))) == "replace(Sequential(...))"
