@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from slapo_core.graph.location import Location
 
-__all__ = ["Untraceable"]
+__all__ = ["NeedsValues", "Untraceable"]
 
 
 class Untraceable(Exception):  # noqa: N818 - not an error of the user's; TraceError is
@@ -19,3 +19,7 @@ class Untraceable(Exception):  # noqa: N818 - not an error of the user's; TraceE
     def __init__(self, problem: str, location: Location, hint: str | None = None) -> None:
         super().__init__(f"{problem} ({location[0]}:{location[1]})")
         self.problem, self.location, self.hint = problem, location, hint
+
+
+class NeedsValues(Untraceable):
+    """A forward does what a run on tensors without values cannot follow; one on real tensors may."""

@@ -1,4 +1,4 @@
-"""With which arguments every module of a model is called: from one run without values."""
+"""With which arguments every module of a model is called: from one run, without values where that is enough."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses import FakeTensorMode
 
+from slapo_core.graph.fake import FakeMode
 from slapo_core.graph.structure import children, rebuild
 
 __all__ = ["Call", "example_calls"]
@@ -21,6 +21,9 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 def example_calls(model: nn.Module, example_inputs: Any) -> tuple[dict[str, Call], Exception | None]:
     """Run ``model`` once on tensors without values, and note the first call of every module.
 
+    A model that needs values on its way (it branches on them, or picks by them) is run on the inputs themselves, if it
+    has values.
+
     Args:
         model: on any device, ``meta`` too; nothing in it is changed.
         example_inputs: a mapping (keyword arguments), a tuple (positional ones), or one argument.
@@ -28,18 +31,27 @@ def example_calls(model: nn.Module, example_inputs: Any) -> tuple[dict[str, Call
     Returns:
         the arguments by path, as far as the run came; what ended it early, or None.
     """
+    on_meta = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    calls, error = _calls(model, example_inputs, FakeMode(), on_meta)
+    if error is None or on_meta:
+        return calls, error
+    with torch.random.fork_rng():
+        return _calls(model, example_inputs, None, on_meta)
+
+
+def _calls(
+    model: nn.Module, example_inputs: Any, mode: FakeMode | None, on_meta: bool
+) -> tuple[dict[str, Call], Exception | None]:
     if isinstance(example_inputs, Mapping):
         args: tuple[Any, ...] = ()
         kwargs = {str(name): value for name, value in example_inputs.items()}
     else:
         args, kwargs = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,), {}
-    on_meta = any(tensor.is_meta for tensor in model.parameters())
     calls: dict[str, Call] = {}
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
     copied = _copy(model)  # what the forward sets on its modules stays on the copy
-    with mode, torch.no_grad(), _noting(copied, calls):
-        given = [_without_values(mode, value, on_meta) for value in args]
-        named = {name: _without_values(mode, value, on_meta) for name, value in kwargs.items()}
+    with mode or contextlib.nullcontext(), torch.no_grad(), _noting(copied, calls):
+        given = [_own(mode, value, on_meta) for value in args]
+        named = {name: _own(mode, value, on_meta) for name, value in kwargs.items()}
         try:
             copied(*given, **named)
         except Exception as error:  # noqa: BLE001 - whoever needs a call that was not reached is told
@@ -73,10 +85,13 @@ def _noting(model: nn.Module, calls: dict[str, Call]) -> Iterator[None]:
             handle.remove()
 
 
-def _without_values(mode: FakeTensorMode, value: Any, on_meta: bool) -> Any:
+def _own(mode: FakeMode | None, value: Any, on_meta: bool) -> Any:
+    """``value`` with tensors that the run may change; without values, if there is a ``mode``."""
     if isinstance(value, torch.Tensor):
+        if mode is None:
+            return value.detach().clone()
         return mode.from_tensor(value.to("meta") if on_meta else value, static_shapes=True)
     parts = children(value)
     if parts is None:
         return value
-    return rebuild(value, [_without_values(mode, part, on_meta) for _, _, part in list(parts)])
+    return rebuild(value, [_own(mode, part, on_meta) for _, _, part in list(parts)])

@@ -15,6 +15,7 @@ from torch.overrides import _pop_mode, _push_mode
 from torch.utils._device import DeviceContext
 
 from slapo_core.graph.arguments import MISSING, Parameters
+from slapo_core.graph.fake import FakeMode
 from slapo_core.graph.flags import Flag, Flags
 from slapo_core.graph.functions import autograd_functions
 from slapo_core.graph.guards import Guard
@@ -75,7 +76,7 @@ def record(
     recording = Recording(module, may_capture=fake)
     recorder = Recorder(recording)
     flags = Flags(recording.refusal)
-    mode = FakeTensorMode(allow_non_fake_inputs=True) if fake else None
+    mode = FakeMode() if fake else None
     given: dict[str, Any] = {}
     with _alone(), mode or contextlib.nullcontext():
         for name, value in zip(parameters.names, values, strict=True):

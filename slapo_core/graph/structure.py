@@ -63,7 +63,7 @@ class Opaque:
 def is_plain(value: Any) -> bool:
     """Whether ``value`` can be a constant in the code of a graph; tuples, lists and dictionaries of such too."""
     if isinstance(value, PLAIN):
-        return True
+        return not is_symbolic(value)
     if type(value) in (tuple, list, set, frozenset):
         return all(is_plain(item) for item in value)
     if type(value) is slice:

@@ -14,7 +14,7 @@ from slapo_core.errors import GuardError, TraceError
 from slapo_core.graph import regions
 from slapo_core.graph.arguments import MISSING, Parameters, form
 from slapo_core.graph.buffers import buffers_kept
-from slapo_core.graph.errors import Untraceable
+from slapo_core.graph.errors import NeedsValues, Untraceable
 from slapo_core.graph.guards import GuardViolation
 from slapo_core.graph.leaves import Leaves, inlined_modules
 from slapo_core.graph.record import Recorded, record
@@ -126,6 +126,10 @@ class TracedForward:
         try:
             with _quiet(), buffers_kept(module):
                 return record(module, self.forward, self.parameters, values, leaves=self.leaves)
+        except NeedsValues as error:
+            if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
+                raise self._refusal(error) from error
+            fake_error: Exception = error
         except Untraceable as error:
             raise self._refusal(error) from error
         except (RuntimeError, NotImplementedError) as error:
