@@ -76,6 +76,9 @@ if TYPE_CHECKING:
         Change as Change,
         Suggestion as Suggestion,
     )
+    from slapo_core.spec.tracer import (
+        Tracer as Tracer,
+    )
     from slapo_core.spec.violation import (
         Violation as Violation,
     )
@@ -100,6 +103,7 @@ _PUBLIC = {
     "Schedule": "slapo_core.schedule.schedule",
     "StepResult": "slapo_core.spec.engine",
     "Suggestion": "slapo_core.spec.suggestion",
+    "Tracer": "slapo_core.spec.tracer",
     "Violation": "slapo_core.spec.violation",
     "build": "slapo_core.building.phases",
     "clip_grad_norm_": "slapo_core.live.gradients",

@@ -21,6 +21,7 @@ from slapo_core.plugins.process import current_registry
 from slapo_core.spec.preconditions import After, Distributed, Divisible
 from slapo_core.spec.request import BuildRequest, ScheduledModel
 from slapo_core.spec.state import LiveTensor, ModelState
+from slapo_core.spec.tracer import Flag, Guard, Recorded, Untraceable, check
 from slapo_core.tree.group import NodeGroup
 from slapo_core.tree.node import TreeNode
 from slapo_core.verification import VerifyReport
@@ -65,6 +66,7 @@ _PARTS: dict[str, tuple[str, ...]] = {
         "Fact",
         "Problem",
     ),
+    "Writing tracers": ("Tracer", "Recorded", "Guard", "Flag", "Untraceable", "check"),
 }
 _HOMES = {
     "slapo_core.building": "Building and training",
@@ -77,8 +79,8 @@ _HOMES = {
 _BESIDE = {
     cls.__name__: cls
     for cls in (
-        After, BuildRequest, Distributed, Divisible, Largest, LiveTensor, ModelState, NodeGroup, ScheduledModel,
-        TorchDialect, TorchEngine, VerifyReport,
+        After, BuildRequest, Distributed, Divisible, Flag, Guard, Largest, LiveTensor, ModelState, NodeGroup, Recorded,
+        ScheduledModel, TorchDialect, TorchEngine, Untraceable, VerifyReport, check,
     )
 }  # fmt: skip
 """Classes that users or plugin authors meet, and that are no names of ``slapo_core`` itself."""

@@ -10,7 +10,7 @@ import torch
 
 from slapo_core.graph.structure import children, is_plain
 
-__all__ = ["MISSING", "Parameters", "form"]
+__all__ = ["MISSING", "Parameters", "form", "forms"]
 
 
 class MISSING:
@@ -60,3 +60,22 @@ def form(value: Any) -> Any:
     if parts is not None:
         return (cls, tuple((key, form(part)) for _, key, part in parts))
     return (cls, value) if is_plain(value) and not isinstance(value, slice) else cls
+
+
+def forms(values: tuple[Any, ...]) -> Any:
+    """The forms of all arguments of a call, and which of their tensors are one and the same: ``f(x, x)``."""
+    tensors: list[int] = []
+    _collect(values, tensors)
+    if len(set(tensors)) == len(tensors):
+        return tuple(map(form, values)), None
+    return tuple(map(form, values)), tuple(map(tensors.index, tensors))
+
+
+def _collect(values: Any, tensors: list[int]) -> None:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            tensors.append(id(value))
+        else:
+            parts = children(value)
+            if parts is not None:
+                _collect([part for _, _, part in parts], tensors)

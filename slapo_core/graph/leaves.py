@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any
 
 from torch import nn
 
-__all__ = ["Leaves", "inlined_modules"]
+__all__ = ["LeafRule", "Leaves", "inlined_modules", "is_changed"]
+
+LeafRule = Callable[[nn.Module, str], bool]
+"""Whether a module, at a path relative to the traced one, stays a call."""
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
@@ -17,22 +22,30 @@ class Leaves:
     """Decides for a module below the traced one whether it is called as it is, or its code becomes part of the graph.
 
     Args:
-        patterns: paths relative to the traced module, globs over them, or names of classes: these are called.
+        patterns: classes, names of classes, paths relative to the traced module, or globs over either: these are
+            called.
         flatten: whether all others but those of ``torch.nn`` are looked into; without it every module is called.
+        everything: whether those of ``torch.nn`` are looked into too.
     """
 
-    patterns: tuple[str, ...] = ()
+    patterns: tuple[type | str, ...] = ()
     flatten: bool = False
+    everything: bool = False
 
     def __call__(self, module: nn.Module, path: str) -> bool:
         """Whether ``module``, which lies at ``path`` below the traced one, is called as it is.
 
         One that is hooked, or whose forward was wrapped or set, is called: what runs around it stays in force.
         """
-        if not self.flatten or _is_predefined(module) or is_changed(module):
+        if not self.flatten or is_changed(module) or (_is_predefined(module) and not self.everything):
             return True
         names = (path, type(module).__name__, f"{type(module).__module__}.{type(module).__qualname__}")
-        return any(fnmatchcase(name, pattern) for pattern in self.patterns for name in names)
+        return any(
+            isinstance(module, pattern)
+            if isinstance(pattern, type)
+            else any(fnmatchcase(name, pattern) for name in names)
+            for pattern in self.patterns
+        )
 
 
 def is_changed(module: nn.Module) -> bool:
@@ -46,7 +59,7 @@ def is_changed(module: nn.Module) -> bool:
     )
 
 
-def inlined_modules(root: nn.Module, leaves: Leaves) -> dict[str, nn.Module]:
+def inlined_modules(root: nn.Module, leaves: LeafRule) -> dict[str, nn.Module]:
     """The modules whose own code is recorded, by path: the root, and what is no leaf and lies below none."""
     found: dict[str, nn.Module] = {"": root}
     stack = [("", root)]
@@ -59,6 +72,18 @@ def inlined_modules(root: nn.Module, leaves: Leaves) -> dict[str, nn.Module]:
                 found[below] = child
                 stack.append((below, child))
     return found
+
+
+def signature_of(modules: Iterable[nn.Module]) -> tuple[Any, ...]:
+    """What a graph takes for granted of modules that it looks into: their classes and modes, and those of children."""
+    return tuple(
+        (
+            type(module),
+            module.training,
+            tuple((name, child is None or child.training) for name, child in module._modules.items()),
+        )
+        for module in modules
+    )
 
 
 def _is_predefined(module: nn.Module) -> bool:

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
-__all__ = ["Location", "model_location"]
+from slapo_core.spec.tracer import Location
 
-Location = tuple[str, int]
-"""File and line."""
+__all__ = ["first_line", "is_of_the_model", "model_location"]
 
-_NOT_THE_MODEL = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
-_LIBRARIES = (str(Path(__file__).parent.parent),)
+_NOT_THE_MODEL = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent), "<")
+
+
+def is_of_the_model(file: str) -> bool:
+    """Whether a source file is neither torch's nor ours."""
+    return not file.startswith(_NOT_THE_MODEL)
 
 
 def model_location() -> Location:
@@ -21,7 +27,13 @@ def model_location() -> Location:
     frame = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        if not file.startswith(_NOT_THE_MODEL) and not file.startswith(_LIBRARIES) and not file.startswith("<"):
+        if is_of_the_model(file):
             return file, frame.f_lineno
         frame = frame.f_back  # type: ignore[assignment]
     return "<unknown>", 0
+
+
+def first_line(function: Callable[..., Any]) -> Location | None:
+    """Where a function is written; None for one that is not written in Python."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return None if code is None else (code.co_filename, code.co_firstlineno)

@@ -11,17 +11,22 @@ from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.overrides import TorchFunctionMode
 
-from slapo_core.graph.errors import NeedsValues
 from slapo_core.graph.pieces import guard_pieces, guard_structure
+from slapo_core.graph.randomness import drawn_back
 from slapo_core.graph.recording import Recording
 from slapo_core.graph.regions import Regions
 from slapo_core.graph.structure import concrete
 from slapo_core.graph.targets import query_of, writes_to_first
+from slapo_core.spec.tracer import Untraceable
 
-__all__ = ["Recorder"]
+__all__ = ["NeedsValues", "Recorder"]
 
 _SWITCHES = (torch._C._set_grad_enabled,)
 """Seen through the state that they change."""
+
+
+class NeedsValues(Untraceable):
+    """A forward does what a run on tensors without values cannot follow; one on real tensors may."""
 
 
 class Recorder(TorchFunctionMode):
@@ -75,7 +80,7 @@ class Recorder(TorchFunctionMode):
         self, run: Callable[..., Any], args: Any, kwargs: Any, write: Callable[[], Any], *, may_vary: bool = False
     ) -> Any:
         self.regions.enter()
-        with self.paused():
+        with self.paused(), drawn_back() if may_vary else contextlib.nullcontext():
             try:
                 out = run(*concrete(args), **concrete(kwargs))
             except DataDependentOutputException as error:
@@ -89,7 +94,9 @@ class Recorder(TorchFunctionMode):
 
     def _needs_values(self, problem: str) -> NeedsValues:
         refusal = self.recording.refusal(problem)
-        return NeedsValues(refusal.problem, refusal.location, "give example inputs with values, and a model with values")
+        return NeedsValues(
+            refusal.problem, refusal.location, "give example inputs with values, and a model with values"
+        )
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:

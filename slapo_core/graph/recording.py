@@ -9,13 +9,12 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from slapo_core.graph.errors import Untraceable
 from slapo_core.graph.expressions import expression
-from slapo_core.graph.guards import Guard, check
 from slapo_core.graph.location import model_location
 from slapo_core.graph.sizes import is_symbolic, symbolic
 from slapo_core.graph.structure import Opaque, children, is_plain, rebuild
 from slapo_core.graph.targets import target_of
+from slapo_core.spec.tracer import Guard, Untraceable, check
 
 __all__ = ["Recording"]
 
@@ -121,6 +120,17 @@ class Recording:
             return self.compute(type(value), (list(inner),))
         keys = [key for _, key, _ in children(value) or ()]
         return self.compute(type(value), (), dict(zip(keys, inner, strict=True)))
+
+    def read(self, name: str, tensor: torch.Tensor) -> fx.Node:
+        """A node for a tensor that other code reads by ``name``: from the module if it is there, else captured."""
+        if name in self._held.values():
+            return self.graph.get_attr(name)
+        return self._held_or_captured(tensor)
+
+    def note_guard(self, value: str, expected: Any) -> int:
+        """A guard whose check is written elsewhere; its number."""
+        self.guards.append(Guard(value, expected, model_location()))
+        return len(self.guards) - 1
 
     def _held_or_captured(self, tensor: torch.Tensor) -> fx.Node:
         name = self._held.get(id(tensor))

@@ -187,10 +187,11 @@ def _decided(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _OPERATIONS = (
-    "abs add and ceil eq floor floordiv ge gt le lshift lt mod mul ne neg or pos pow radd rand rfloordiv rlshift rmod "
-    "rmul ror round rpow rrshift rshift rsub rtruediv rxor sub truediv trunc xor "
-    "sym_float sym_int sym_max sym_min sym_ite"
-).split()
+    "abs", "add", "and", "ceil", "eq", "floor", "floordiv", "ge", "gt", "le", "lshift", "lt", "mod", "mul", "ne", "neg",
+    "or", "pos", "pow", "radd", "rand", "rfloordiv", "rlshift", "rmod", "rmul", "ror", "round", "rpow", "rrshift",
+    "rshift", "rsub", "rtruediv", "rxor", "sub", "truediv", "trunc", "xor", "sym_float", "sym_int", "sym_max",
+    "sym_min", "sym_ite",
+)  # fmt: skip
 for _class in (_Whole, _Real):
     for _name in [f"__{name}__" for name in _OPERATIONS]:
         if hasattr(_class.__base__, _name):

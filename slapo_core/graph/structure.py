@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -25,6 +26,7 @@ PLAIN = (
     torch.device,
     torch.layout,
     torch.memory_format,
+    enum.Enum,
 )
 """Values that are part of the code of a graph."""
 

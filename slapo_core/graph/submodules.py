@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from slapo_core.graph.leaves import Leaves
+from slapo_core.graph.leaves import LeafRule
 
 if TYPE_CHECKING:
     from slapo_core.graph.recorder import Recorder
@@ -17,7 +17,7 @@ __all__ = ["module_calls"]
 
 
 @contextlib.contextmanager
-def module_calls(recorder: Recorder, leaves: Leaves) -> Iterator[None]:
+def module_calls(recorder: Recorder, leaves: LeafRule) -> Iterator[None]:
     """While this lasts, a call of a leaf below the recorded module is written down, and not what it does."""
     original = nn.Module.__call__
     recording = recorder.recording

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,13 +10,13 @@ from torch import nn
 
 from slapo_core.errors import GuardError, TraceError
 from slapo_core.graph import regions
-from slapo_core.graph.arguments import MISSING, Parameters, form
+from slapo_core.graph.arguments import MISSING, Parameters, forms
 from slapo_core.graph.buffers import buffers_kept
-from slapo_core.graph.errors import NeedsValues, Untraceable
-from slapo_core.graph.guards import GuardViolation
-from slapo_core.graph.leaves import Leaves, inlined_modules
-from slapo_core.graph.record import Recorded, record
-from slapo_core.graph.structure import children, rebuild
+from slapo_core.graph.expected import ABSENT, is_held
+from slapo_core.graph.leaves import Leaves, inlined_modules, signature_of
+from slapo_core.graph.refusals import refusal
+from slapo_core.graph.variant import Variant
+from slapo_core.spec.tracer import GuardViolation, Tracer
 
 __all__ = ["TracedForward"]
 
@@ -34,14 +32,16 @@ class TracedForward:
 
     Args:
         forward: the forward that is recorded; takes the module first.
+        tracer: records it.
         leaves: which modules below are called as they are.
         path: of the traced module, for messages.
     """
 
-    def __init__(self, forward: Callable[..., Any], leaves: Leaves, *, path: str = "") -> None:
-        self.forward, self.leaves, self.path = forward, leaves, path
+    def __init__(self, forward: Callable[..., Any], tracer: Tracer, leaves: Leaves, *, path: str = "") -> None:
+        self.forward, self.tracer, self.leaves, self.path = forward, tracer, leaves, path
         self.parameters = Parameters(forward)
-        self.variants: dict[Any, Recorded] = {}
+        self.variants: dict[Any, Variant] = {}
+        self.draft: Variant | None = None  # recorded before any call was known: never run
 
     @property
     def __signature__(self) -> Any:
@@ -50,17 +50,10 @@ class TracedForward:
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         values = self.parameters.bind(module, args, kwargs)
         variant = self.variant(module, values)
-        given = [value for value in values if value is not MISSING]
         try:
-            if not variant.has_regions:
-                return variant.code(module, *variant.captured, *given)
-            before = regions.state()
-            try:
-                return variant.code(module, *variant.captured, *given)
-            finally:
-                regions.set_state(*before)
+            return variant.run(module, [value for value in values if value is not MISSING])
         except GuardViolation as error:
-            guard = variant.guards[error.index]
+            guard = variant.recorded.guards[error.index]
             raise GuardError(
                 f"the graph of {self._where} was recorded with {guard.value} == {guard.expected!r}, and this call has "
                 f"{error.found!r}",
@@ -70,28 +63,40 @@ class TracedForward:
                 "lie below this decision",
             ) from None
 
-    def record(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def record(self, module: nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]] | None) -> None:
         """Record the graph for calls like this one, if it is not there yet.
+
+        Args:
+            module: the traced module.
+            call: positional and keyword arguments; None for a tracer that needs to know none.
 
         Raises:
             TraceError: it cannot be recorded.
             TypeError: the forward does not take these arguments.
         """
-        self.variant(module, self.parameters.bind(module, args, kwargs))
+        if call is None:
+            self.draft = self._recorded(module, None)
+        else:
+            self.variant(module, self.parameters.bind(module, *call))
+
+    @property
+    def first(self) -> Variant | None:
+        """The variant that stands for all of them: the one recorded first; None after a copy through pickle."""
+        return next(iter(self.variants.values()), self.draft)
 
     def __str__(self) -> str:
         """As Python; of several variants, the one recorded first."""
-        recorded = list(self.variants.values())
-        if not recorded:
+        first = self.first
+        if first is None:
             return f"# {self!r}: recorded at its first call"
-        code = recorded[0].graph.python_code("self").src.strip("\n")
-        more = f"# the first of {len(recorded)} variants\n" if len(recorded) > 1 else ""
+        code = first.recorded.graph.python_code("self").src.strip("\n")
+        more = f"# the first of {len(self.variants)} variants\n" if len(self.variants) > 1 else ""
         return f"{more}{code}"
 
     def __repr__(self) -> str:
         return f"<static graph of {self._where}, variants: {len(self.variants)}>"
 
-    def variant(self, module: nn.Module, values: tuple[Any, ...]) -> Recorded:
+    def variant(self, module: nn.Module, values: tuple[Any, ...]) -> Variant:
         """The graph for a call, recorded now if it is the first of its form.
 
         Args:
@@ -104,71 +109,46 @@ class TracedForward:
         """
         inlined = inlined_modules(module, self.leaves)
         key = (
-            tuple(map(form, values)),
-            tuple(below.training for below in inlined.values()),
+            forms(values),
+            signature_of(inlined.values()),
             tuple(tensor.dtype for tensor in module.parameters()),
             regions.state(),
+            torch.get_default_dtype(),
         )
         found = self.variants.get(key)
         if found is None:
             if len(self.variants) >= MOST_VARIANTS:
                 raise TraceError(
-                    f"{self._where} was called in more than {MOST_VARIANTS} different forms: {key[0]}",
+                    f"{self._where} was called in more than {MOST_VARIANTS} different forms: {key[0][0]}",
                     path=self.path,
                     hint="pass what varies as numbers or tensors, or trace a narrower node",
                 )
-            found = self.variants[key] = self._record(module, values)
+            found = self.variants[key] = self._recorded(module, values)
         else:
             self._check_flags(inlined, found)
         return found
 
-    def _record(self, module: nn.Module, values: tuple[Any, ...]) -> Recorded:
+    def _recorded(self, module: nn.Module, values: tuple[Any, ...] | None) -> Variant:
+        """A new variant; ``values`` of the parameters are None if no call is known."""
+        arguments = None
+        if values is not None:
+            named = zip(self.parameters.names, values, strict=True)
+            arguments = {name: value for name, value in named if value is not MISSING}
         try:
-            with _quiet(), buffers_kept(module):
-                return record(module, self.forward, self.parameters, values, leaves=self.leaves)
-        except NeedsValues as error:
-            if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
-                raise self._refusal(error) from error
-            fake_error: Exception = error
-        except Untraceable as error:
-            raise self._refusal(error) from error
-        except (RuntimeError, NotImplementedError) as error:
-            if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
-                raise self._failure(error) from error
-            fake_error = error
-        # An operation without a fake implementation: on the tensors themselves, as the forward would run.
-        real = tuple(_copied(value) for value in values)
-        try:
-            with buffers_kept(module), torch.random.fork_rng():
-                return record(module, self.forward, self.parameters, real, leaves=self.leaves, fake=False)
-        except Untraceable as error:
-            raise self._refusal(error) from error
-        except (RuntimeError, NotImplementedError):
-            raise self._failure(fake_error) from fake_error
-
-    def _refusal(self, error: Untraceable) -> TraceError:
-        return TraceError(
-            f"{self._where} cannot be traced: it {error.problem}",
-            path=self.path,
-            location=error.location,
-            hint=error.hint or "trace a narrower node, or name the module that does this in leaves=",
-        )
-
-    def _failure(self, error: Exception) -> TraceError:
-        return TraceError(
-            f"{self._where} cannot be traced: run on tensors without values it raises {type(error).__name__}: {error}",
-            path=self.path,
-            hint="trace a narrower node, or name the module that does this in leaves=",
-        )
+            with buffers_kept(module):
+                recorded = self.tracer.trace(module, self.forward, arguments, self.leaves)
+        except Exception as error:
+            raise refusal(error, self.tracer, self.path) from error
+        return Variant(recorded, module)
 
     @property
     def _where(self) -> str:
         return f"'{self.path}'" if self.path else "the root"
 
-    def _check_flags(self, inlined: dict[str, nn.Module], variant: Recorded) -> None:
-        for flag in variant.flags:
-            found = flag.read(inlined[""])
-            if found is not flag.expected and (type(found) is not type(flag.expected) or found != flag.expected):
+    def _check_flags(self, inlined: dict[str, nn.Module], variant: Variant) -> None:
+        for flag in variant.recorded.flags:
+            found = _read(flag.path, flag.attribute, inlined[""])
+            if not is_held(flag.expected, found):
                 raise GuardError(
                     f"the graph of {self._where} was recorded with {flag.name} == {flag.expected!r}, and now it is "
                     f"{found!r}",
@@ -177,26 +157,13 @@ class TracedForward:
                 )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"forward": self.forward, "leaves": self.leaves, "path": self.path}
+        return {"forward": self.forward, "tracer": self.tracer, "leaves": self.leaves, "path": self.path}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["forward"], state["leaves"], path=state["path"])  # type: ignore[misc]
+        self.__init__(state["forward"], state["tracer"], state["leaves"], path=state["path"])  # type: ignore[misc]
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without torch's log of the stack of a fake operation that fails: the error says it."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    before = log.disabled
-    log.disabled = True
-    try:
-        yield
-    finally:
-        log.disabled = before
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone().requires_grad_(value.requires_grad)
-    parts = children(value)
-    return value if parts is None else rebuild(value, [_copied(part) for _, _, part in list(parts)])
+def _read(path: tuple[str, ...], attribute: str, owner: Any) -> Any:
+    for name in path:
+        owner = getattr(owner, name, ABSENT)
+    return getattr(owner, attribute, ABSENT)

@@ -21,6 +21,7 @@ from slapo_core.spec.reserved import (
     RESERVED_DIALECTS,
     RESERVED_NAMES,
     RESERVED_NAMESPACES,
+    RESERVED_TRACERS,
     is_identifier,
     split_name,
 )
@@ -47,7 +48,8 @@ def name_violation(entry: Entry) -> str | None:
     if not kind.namespaced:
         if not is_identifier(entry.name):
             return f"{noun(entry.kind)} name {entry.name!r} must be a lowercase identifier"
-        owner = RESERVED_DIALECTS.get(entry.name) if entry.kind == "dialects" else None
+        reserved = {"dialects": RESERVED_DIALECTS, "tracers": RESERVED_TRACERS}
+        owner = reserved.get(entry.kind, {}).get(entry.name)
         if owner not in (None, entry.distribution):
             return f"{noun(entry.kind)} name '{entry.name}' is reserved for {owner}"
         return None

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from slapo_core.errors import ArgumentError, TraceError
 from slapo_core.spec.edit import Edit
 from slapo_core.spec.equivalence import Equivalence
 from slapo_core.spec.node import Node
@@ -14,7 +15,7 @@ from slapo_core.spec.violation import Violation
 
 __all__ = ["Trace"]
 
-_TRACERS = ("auto", "record")
+Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -28,15 +29,19 @@ class Trace(Primitive):
     pattern of arguments (None, types), are recorded anew when they are first met.
 
     Args:
-        leaves: with ``flatten``: modules that stay calls, by path relative to the node, glob, or name of the class.
+        leaves: with ``flatten``: modules that stay calls, by class, name of the class, path relative to the node, or
+            glob over either; one of them, or several.
         flatten: whether child modules become part of the graph, all but those of ``torch.nn``, and but those that are
             hooked, or whose forward steps have changed.
-        tracer: ``"record"``, or ``"auto"``, which is the same.
+        tracer: the name of a tracer: ``"record"``; ``"fx"``, which needs no inputs, for small modules; ``"export"``,
+            for what ``"record"`` refuses; or a plugin's. ``"auto"`` is ``"record"`` where it is known what the module
+            is called with, and ``"fx"`` elsewhere.
         example_inputs: what the module is called with: a mapping (keyword arguments), a tuple (positional ones), or one
-            argument. None takes what it gets when the whole model runs on the schedule's example inputs.
+            argument. None takes what it gets when the whole untouched model runs on the schedule's example inputs.
 
     Raises:
         PreconditionError: the module is traced already, or has no forward of its own.
+        UnknownNameError: no plugin provides the tracer.
         TraceError: the forward branches on values of tensors, sets attributes, or does what else a graph cannot say.
 
     rewrite:
@@ -48,7 +53,7 @@ class Trace(Primitive):
     name = "core.trace"
     equivalence = Equivalence.EXACT
 
-    leaves: tuple[str, ...] = ()
+    leaves: type | str | tuple[type | str, ...] = ()
     flatten: bool = False
     tracer: str = "auto"
     example_inputs: Any = None
@@ -56,8 +61,14 @@ class Trace(Primitive):
     def preconditions(self, node: Node) -> Iterator[Violation]:
         from torch import nn
 
-        if self.tracer not in _TRACERS:
-            yield Violation(f"there is no tracer '{self.tracer}'", f"tracer={_TRACERS[0]!r} or {_TRACERS[1]!r}")
+        if self.tracer != "auto":
+            tracer = node.plugin("tracers", self.tracer)  # its error says what there is
+            if not tracer.keeps_calls and (self.leaves or not self.flatten):
+                call = f"trace(flatten=True, tracer={self.tracer!r})"
+                yield Violation(f"tracer '{self.tracer}' looks into every module below, torch.nn's too", call)
+        for leaf in self._leaves():
+            if isinstance(leaf, type) and not issubclass(leaf, nn.Module):
+                yield Violation(f"leaves= names modules, and {leaf.__qualname__} is no class of modules", "nn.Linear")
         if self.leaves and not self.flatten:
             yield Violation(
                 "leaves= says what flatten=True leaves alone; without it every child is a call", "flatten=True"
@@ -75,19 +86,43 @@ class Trace(Primitive):
         from slapo_core.graph.traced import TracedForward
         from slapo_core.tree.forward import ModuleForward
 
-        args, kwargs = self._call(node)
-        graph = TracedForward(ModuleForward.of(node.module).bottom, Leaves(self.leaves, self.flatten), path=node.path)
-        graph.record(node.module, args, kwargs)
+        call, unknown = self._call(node)
+        name = self.tracer if self.tracer != "auto" else "record" if call is not None else "fx"
+        tracer = node.plugin("tracers", name)()
+        if call is None and tracer.needs_inputs and unknown is not None:
+            raise unknown
+        forward = ModuleForward.of(node.module).bottom
+        graph = TracedForward(
+            forward, tracer, Leaves(self._leaves(), self.flatten, not tracer.keeps_calls), path=node.path
+        )
+        try:
+            graph.record(node.module, call)
+        except TraceError as error:
+            if self.tracer != "auto" or unknown is None:
+                raise
+            raise TraceError(
+                f"{error.message.partition(chr(10))[0]}; tracer 'record' was not tried: {unknown.message}",
+                path=error.path,
+                location=error.location,
+                hint=unknown.hint,
+            ) from error
         edit.set_graph(node, graph)
 
     def postconditions(self, node: Node) -> Iterator[Violation]:
         if node.graph is None:
             yield Violation("the module has no graph")
 
-    def _call(self, node: Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _leaves(self) -> tuple[type | str, ...]:
+        return self.leaves if isinstance(self.leaves, tuple) else (self.leaves,)
+
+    def _call(self, node: Node) -> tuple[Call | None, ArgumentError | TraceError | None]:
+        """What the module is called with, or why that is not known."""
         given = self.example_inputs
-        if given is None:
-            return node.example_call()
         if isinstance(given, Mapping):
-            return (), {str(name): value for name, value in given.items()}
-        return given if isinstance(given, tuple) else (given,), {}
+            return ((), {str(name): value for name, value in given.items()}), None
+        if given is not None:
+            return (given if isinstance(given, tuple) else (given,), {}), None
+        try:
+            return node.example_call(), None
+        except (ArgumentError, TraceError) as error:
+            return None, error

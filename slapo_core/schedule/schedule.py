@@ -284,6 +284,10 @@ class Schedule:
         """The bare names and namespaces that nodes know, e.g. ``("shard", ..., "tp")``."""
         return (*self.registry.bare_names("primitives"), *self.registry.namespaces())
 
+    def plugin_named(self, kind: str, name: str, path: str = "") -> Any:
+        """What a plugin provides under a name; see :meth:`slapo_core.spec.node.Node.plugin`."""
+        return self.registry.load(self.registry.resolve(kind, name, path=path or None))
+
     def records_so_far(self) -> tuple[Record, ...]:
         """The records, and inside of a primitive those of the primitives that it applied itself."""
         return (*self.records, *self._inner) if self._inner else self.records

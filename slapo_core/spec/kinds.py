@@ -29,8 +29,9 @@ class Kind:
 KINDS: dict[str, Kind] = {
     "primitives": Kind("slapo_core.spec.primitive:Primitive", namespaced=True),
     "dialects": Kind("slapo_core.spec.dialect:Dialect", namespaced=False),
+    "tracers": Kind("slapo_core.spec.tracer:Tracer", namespaced=False),
     "hooks": Kind(None, namespaced=False),
 }
 
-PLANNED_KINDS = ("compilers", "patterns", "samplers", "templates", "tracers")
+PLANNED_KINDS = ("compilers", "patterns", "samplers", "templates")
 """Names kept for kinds that this version does not use: what a plugin provides of them is told and left alone."""

@@ -139,6 +139,18 @@ class Node(Protocol):
         """
         ...
 
+    def plugin(self, kind: str, name: str) -> Any:
+        """What a plugin provides under a name: the class, as the schedule's registry finds and checks it.
+
+        Args:
+            kind: e.g. ``"tracers"``.
+            name: e.g. ``"record"``.
+
+        Raises:
+            PluginError: nothing that is installed and usable provides it; the message says what to do.
+        """
+        ...
+
     def walk(self) -> Iterator[Node]:
         """This node and all its descendants, parents first."""
         ...

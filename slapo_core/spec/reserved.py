@@ -16,6 +16,7 @@ __all__ = [
     "RESERVED_DIALECTS",
     "RESERVED_NAMES",
     "RESERVED_NAMESPACES",
+    "RESERVED_TRACERS",
     "is_identifier",
     "split_name",
 ]
@@ -41,8 +42,15 @@ RESERVED_DIALECTS: dict[str, str] = {
 }
 """Names of dialects kept for the project's own distributions, whether or not this version has them."""
 
+RESERVED_TRACERS: dict[str, str] = dict.fromkeys(("auto", "export", "fx", "record"), "slapo-core")
+"""Names of tracers kept for the project's own distributions; ``"auto"`` stands for the choice between them."""
+
 FIRST_PARTY_NAMES: dict[str, dict[str, tuple[str, ...]]] = {
-    "slapo-core": {"primitives": ("annotate", "checkpoint", "replace", "trace"), "dialects": ("torch",)},
+    "slapo-core": {
+        "primitives": ("annotate", "checkpoint", "replace", "trace"),
+        "dialects": ("torch",),
+        "tracers": ("export", "fx", "record"),
+    },
     "slapo-tp": {"primitives": ("fork_rng", "shard", "shard_attribute", "sync", "sync_gradient")},
 }
 """The project's own distributions of this version and the bare names they provide, to tell a user what to install."""
@@ -87,6 +95,8 @@ RESERVED_NAMES: frozenset[str] = frozenset(
         "kept",
         "model",
         "name",
+        "plugin",
+        "plugin_named",
         "plugins",
         "primitive_named",
         "primitive_names",

@@ -135,6 +135,9 @@ class TreeNode:
     def example_call(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return self._tree.owner.example_call_of(self.path)
 
+    def plugin(self, kind: str, name: str) -> Any:
+        return self._tree.owner.plugin_named(kind, name, self.path)
+
     def walk(self) -> Iterator[TreeNode]:
         if not self.path:
             yield from map(self._tree.node, list(self._tree.index.modules))

@@ -24,6 +24,7 @@ FUNCTIONS_AND_CLASSES = {
     "Schedule",
     "StepResult",
     "Suggestion",
+    "Tracer",
     "Violation",
     "build",
     "clip_grad_norm_",

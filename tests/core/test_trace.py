@@ -245,8 +245,13 @@ def test_steps_below_stay_in_force_when_the_module_around_is_flattened() -> None
 
 def test_without_example_inputs_the_call_to_write_is_told() -> None:
     sch = slapo.create_schedule(Model())
-    with pytest.raises(slapo.ArgumentError, match=r"create_schedule\(model, example_inputs="):
+    with pytest.raises(
+        slapo.TraceError, match=r"tracer 'fx'.*tracer 'record' was not tried(?s:.)*create_schedule\(model"
+    ) as told:
         sch["block"].trace()
+    assert told.value.location is not None
+    with pytest.raises(slapo.ArgumentError, match=r"create_schedule\(model, example_inputs="):
+        sch["block"].trace(tracer="record")
     sch["block"].trace(example_inputs=X)
     assert sch["block"].graph is not None
     with pytest.raises(slapo.PreconditionError, match="traced already"):

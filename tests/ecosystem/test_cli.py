@@ -49,6 +49,7 @@ def test_the_json_has_one_object_a_distribution_and_sorted_keys(one: FakeEnviron
         "shadows": [],
         "source": str(one.directory / "acme_slapo-1.0.dist-info"),
         "state": "ok",
+        "tracers": [],
         "version": "1.0",
     }
     assert plugins["bad-slapo"]["state"] == "broken"

@@ -34,7 +34,7 @@ def _first_that_runs(model: nn.Module, batch: Any, rows: int) -> Any:
         try:
             for training in (True, False):
                 call(model.train(training), copy.deepcopy(candidate))
-        except Exception:  # noqa: BLE001, S112 - the untouched model does not take that size: the next one
+        except Exception:  # noqa: BLE001 - the untouched model does not take that size: the next one
             continue
         return candidate
     return None

@@ -32,7 +32,7 @@ def traces(subject: Subject, *, flatten: bool = False) -> str:
         NotApplicable: there is no block, or the untouched model does not repeat its own result.
     """
     model, batch = subject.given()
-    paths = _distinct(model, blocks(model))
+    paths = _called(model, batch, blocks(model))
     if not paths:
         raise NotApplicable("no module in it is called with parameters of its own")
     batches = [batch, *at_other_sizes(model, batch)]
@@ -48,7 +48,8 @@ def traces(subject: Subject, *, flatten: bool = False) -> str:
                     assert_same(sch.model, untouched, given, training=training)
             break
         except (TraceError, GuardError) as error:  # a variant that cannot be recorded, or a size that is refused
-            assert error.path in paths and error.path not in refused, error
+            if error.path is None or error.path not in paths or error.path in refused:
+                raise
             refused[error.path] = reason(error)
     traced = f"{len(paths) - len(refused)}/{len(paths)}"
     if not refused:
@@ -153,9 +154,15 @@ def _how(one: Any, other: Any) -> str:
     return f"differs by up to {distance:.2g} of {other.detach().double().abs().max():.2g}"
 
 
-def _distinct(model: nn.Module, paths: list[str]) -> list[str]:
-    """Without those that are another one's module."""
+def _called(model: nn.Module, batch: Any, paths: list[str]) -> list[str]:
+    """Those that the batch reaches, without those that are another one's module."""
     by_module: dict[int, str] = {}
     for path in paths:
         by_module.setdefault(id(model.get_submodule(path)), path)
-    return list(by_module.values())
+    model = copy.deepcopy(model)
+    reached: set[str] = set()
+    for path in by_module.values():
+        model.get_submodule(path).register_forward_pre_hook(lambda *_, path=path: reached.add(path))  # type: ignore[misc]
+    with torch.no_grad():
+        call(model, copy.deepcopy(batch))
+    return [path for path in by_module.values() if path in reached]

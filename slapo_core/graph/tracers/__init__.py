@@ -1,0 +1,1 @@
+"""The tracers of slapo-core, found through entry points like anybody's."""

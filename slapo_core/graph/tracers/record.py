@@ -1,0 +1,130 @@
+"""The tracer ``record``: one run on fake tensors."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from slapo_core.graph.fake import FakeMode, with_own_values, without_values
+from slapo_core.graph.flags import Flags
+from slapo_core.graph.functions import autograd_functions
+from slapo_core.graph.leaves import inlined_modules
+from slapo_core.graph.location import first_line
+from slapo_core.graph.pruning import drop_unused
+from slapo_core.graph.randomness import drawn_back, generators
+from slapo_core.graph.recorder import NeedsValues, Recorder
+from slapo_core.graph.recording import Recording
+from slapo_core.graph.state import state_kept
+from slapo_core.graph.submodules import module_calls
+from slapo_core.graph.tracers.isolation import alone
+from slapo_core.spec.tracer import Recorded, Tracer, Untraceable
+
+__all__ = ["RecordTracer"]
+
+_RANDOM = "draw them with torch (torch.rand), or in a module below that stays a call"
+
+
+class RecordTracer(Tracer):
+    """Run the forward once, on tensors without values, and write down the torch calls it makes.
+
+    The default where it is known what the module is called with. Sizes stay symbolic; what the forward decided on is
+    a guard. Refused is what depends on the values of tensors.
+    """
+
+    name = "record"
+
+    def trace(
+        self,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        arguments: Mapping[str, Any] | None,
+        leaves: Callable[[nn.Module, str], bool],
+    ) -> Recorded:
+        if arguments is None:
+            raise Untraceable("is recorded by running it, and it is not known what it is called with")
+        try:
+            with _quiet():
+                return record(module, forward, arguments, leaves)
+        except (NeedsValues, RuntimeError, NotImplementedError) as fake_error:
+            if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
+                raise
+            # What needs values: on the tensors themselves, as the forward would run.
+            real = with_own_values(dict(arguments))
+            try:
+                with torch.random.fork_rng():
+                    return record(module, forward, real, leaves, fake=False)
+            except (NeedsValues, RuntimeError, NotImplementedError):
+                raise fake_error from None
+
+
+def record(
+    module: nn.Module,
+    forward: Callable[..., Any],
+    arguments: Mapping[str, Any],
+    leaves: Callable[[nn.Module, str], bool],
+    *,
+    fake: bool = True,
+) -> Recorded:
+    """Run ``forward`` once, on fake tensors like those of ``arguments``, and write down what it computes.
+
+    Args:
+        module: whose forward it is.
+        forward: takes the module first.
+        arguments: by parameter.
+        leaves: says which modules below are called as they are.
+        fake: False runs on the tensors themselves, where an operation has no fake implementation.
+
+    Raises:
+        Untraceable: it cannot be recorded.
+    """
+    recording = Recording(module, may_capture=fake)
+    recorder = Recorder(recording)
+    flags = Flags(recording.refusal, lambda: recorder.is_paused)
+    mode = FakeMode() if fake else None
+    looked_into = inlined_modules(module, leaves)
+    signature = inspect.signature(forward)
+    given: dict[str, Any] = {}
+    drawn = generators()
+    with (
+        alone(),
+        state_kept(module, looked_into.values(), lambda problem: Untraceable(problem, first_line(forward))),
+        drawn_back(),
+        mode or contextlib.nullcontext(),
+    ):
+        own = without_values(mode, dict(arguments)) if mode else arguments
+        for name, value in own.items():
+            given[name] = recording.give(value, recording.graph.placeholder(name))
+        call = inspect.BoundArguments(signature, {next(iter(signature.parameters)): module, **given})  # type: ignore[arg-type]
+        with (
+            flags.watching(looked_into),
+            module_calls(recorder, leaves),
+            autograd_functions(recorder),
+            recorder,
+        ):
+            out = forward(*call.args, **call.kwargs)
+        if generators() != drawn:
+            raise Untraceable("draws random numbers that are not torch's", first_line(forward), _RANDOM)
+        recorder.regions.finish()
+        recording.graph.output(recording.node(out))
+    graph = recording.graph
+    drop_unused(graph)
+    graph.lint()
+    return Recorded(graph, tuple(recording.guards), flags.seen, tuple(recording.captured))
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without torch's log of the stack of a fake operation that fails: the error says it."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before = log.disabled
+    log.disabled = True
+    try:
+        yield
+    finally:
+        log.disabled = before
