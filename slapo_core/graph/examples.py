@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from slapo_core.graph.caches import caches_kept
 from slapo_core.graph.fake import FakeMode
+from slapo_core.graph.randomness import drawn_back
 from slapo_core.graph.structure import children, rebuild
 
 __all__ = ["Call", "example_calls"]
@@ -49,7 +51,7 @@ def _calls(
         args, kwargs = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,), {}
     calls: dict[str, Call] = {}
     copied = _copy(model)  # what the forward sets on its modules stays on the copy
-    with mode or contextlib.nullcontext(), torch.no_grad(), _noting(copied, calls):
+    with mode or contextlib.nullcontext(), torch.no_grad(), caches_kept(model), drawn_back(), _noting(copied, calls):
         given = [_own(mode, value, on_meta) for value in args]
         named = {name: _own(mode, value, on_meta) for name, value in kwargs.items()}
         try:

@@ -11,14 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo_core.graph.expected import ABSENT, expected_of
+from slapo_core.graph.expected import ABSENT, Same, expected_of
 from slapo_core.graph.sizes import is_symbolic
 from slapo_core.graph.structure import is_plain
 from slapo_core.spec.tracer import Flag
 
 __all__ = ["Flags"]
 
-_DEPTH = 4
 _NO_HOLDERS = (
     nn.Module, torch.Tensor, list, tuple, dict, set, type, enum.Enum, types.ModuleType, types.MethodType,
     types.FunctionType, types.BuiltinFunctionType, types.GeneratorType,
@@ -125,12 +124,12 @@ class Flags:
             self._watch(found, (*path, name))
         if isinstance(found, nn.Module | torch.Tensor) or is_symbolic(found) or (path, name) in self._seen:
             return
-        is_holder = (
-            found is not ABSENT
-            and hasattr(found, "__dict__")
-            and not isinstance(found, _NO_HOLDERS)
-            and len(path) < _DEPTH
-        )
+        known = self._watched.get(id(found))
+        if known is not None:
+            if known[2] != (*path, name):  # the same object as elsewhere, where its attributes are held
+                self._seen[path, name] = Same(found)
+            return
+        is_holder = found is not ABSENT and hasattr(found, "__dict__") and not isinstance(found, _NO_HOLDERS)
         if is_holder and self._watch(found, (*path, name)):
             return
         if found is ABSENT or is_plain(found) or _is_kept(this, name):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from slapo_core.graph.caches import caches_kept
 from slapo_core.graph.fake import FakeMode, with_own_values, without_values
 from slapo_core.graph.flags import Flags
 from slapo_core.graph.functions import autograd_functions
@@ -48,9 +50,10 @@ class RecordTracer(Tracer):
     ) -> Recorded:
         if arguments is None:
             raise Untraceable("is recorded by running it, and it is not known what it is called with")
+        # In an empty context: what collects outputs of modules there must not collect those of a recording.
         try:
             with _quiet():
-                return record(module, forward, arguments, leaves)
+                return contextvars.Context().run(record, module, forward, arguments, leaves)
         except (NeedsValues, RuntimeError, NotImplementedError) as fake_error:
             if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
                 raise
@@ -58,7 +61,7 @@ class RecordTracer(Tracer):
             real = with_own_values(dict(arguments))
             try:
                 with torch.random.fork_rng():
-                    return record(module, forward, real, leaves, fake=False)
+                    return contextvars.Context().run(record, module, forward, real, leaves, fake=False)
             except (NeedsValues, RuntimeError, NotImplementedError):
                 raise fake_error from None
 
@@ -95,6 +98,7 @@ def record(
         alone(),
         state_kept(module, looked_into.values(), lambda problem: Untraceable(problem, first_line(forward))),
         drawn_back(),
+        caches_kept(module),
         mode or contextlib.nullcontext(),
     ):
         own = without_values(mode, dict(arguments)) if mode else arguments

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from tests.integration.zoo.checks import NotApplicable, blocks
 from tests.integration.zoo.resizing import at_other_sizes
 from tests.integration.zoo.subjects import Subject, call
 
-__all__ = ["differences", "every_tensor", "trace_every_block", "traces"]
+__all__ = ["TRACING", "differences", "every_tensor", "trace_every_block", "traces"]
 
 
 def traces(subject: Subject, *, flatten: bool = False) -> str:
@@ -58,6 +59,13 @@ def traces(subject: Subject, *, flatten: bool = False) -> str:
     for path, text in refused.items():
         reasons.setdefault(text.replace(f"'{path}'", "it"), path)
     return f"refused: {traced}; " + "; ".join(f"{path}: {text}" for text, path in reasons.items())
+
+
+TRACING: Mapping[str, Callable[[Subject], str]] = {
+    "trace": traces,
+    "flattened": functools.partial(traces, flatten=True),
+}
+"""Column of the table -> the check."""
 
 
 def trace_every_block(sch: slapo.Schedule, paths: list[str], *, flatten: bool = False) -> dict[str, str]:
