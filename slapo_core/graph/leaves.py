@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
 
 from torch import nn
 
-__all__ = ["LeafRule", "Leaves", "inlined_modules", "is_changed"]
+__all__ = ["LeafRule", "Leaves", "inlined_modules", "is_changed", "is_predefined"]
 
 LeafRule = Callable[[nn.Module, str], bool]
 """Whether a module, at a path relative to the traced one, stays a call."""
@@ -37,7 +36,7 @@ class Leaves:
 
         One that is hooked, or whose forward was wrapped or set, is called: what runs around it stays in force.
         """
-        if not self.flatten or is_changed(module) or (_is_predefined(module) and not self.everything):
+        if not self.flatten or is_changed(module) or (is_predefined(module) and not self.everything):
             return True
         names = (path, type(module).__name__, f"{type(module).__module__}.{type(module).__qualname__}")
         return any(
@@ -74,17 +73,5 @@ def inlined_modules(root: nn.Module, leaves: LeafRule) -> dict[str, nn.Module]:
     return found
 
 
-def signature_of(modules: Iterable[nn.Module]) -> tuple[Any, ...]:
-    """What a graph takes for granted of modules that it looks into: their classes and modes, and those of children."""
-    return tuple(
-        (
-            type(module),
-            module.training,
-            tuple((name, child is None or child.training) for name, child in module._modules.items()),
-        )
-        for module in modules
-    )
-
-
-def _is_predefined(module: nn.Module) -> bool:
+def is_predefined(module: nn.Module) -> bool:
     return type(module).__module__.startswith("torch.nn.") and not isinstance(module, (*_CONTAINERS, nn.Sequential))

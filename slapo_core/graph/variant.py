@@ -7,6 +7,7 @@ from typing import Any
 from torch import fx, nn
 
 from slapo_core.graph import regions
+from slapo_core.graph.rewriting.swallowing import Swallowed
 from slapo_core.spec.tracer import Recorded
 
 __all__ = ["Variant"]
@@ -18,10 +19,11 @@ class Variant:
     Args:
         recorded: the graph and what it holds for.
         module: the traced one, or one with the same names in it.
+        swallowed: modules that rewrites took out, which are called no more.
     """
 
-    def __init__(self, recorded: Recorded, module: nn.Module) -> None:
-        self.recorded = recorded
+    def __init__(self, recorded: Recorded, module: nn.Module, swallowed: tuple[Swallowed, ...] = ()) -> None:
+        self.recorded, self.swallowed = recorded, swallowed
         self.code = type(fx.GraphModule(module, recorded.graph)).forward
         self.has_regions = any(node.target is regions.set_state for node in recorded.graph.nodes)
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Collection, Iterator
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -13,7 +13,10 @@ from slapo_core.schedule.scheduled_models import Claim, refuse_if_scheduled
 from slapo_core.schedule.transaction import Step
 from slapo_core.schedule.watching.watch import Watch
 from slapo_core.spec.record import Record
-from slapo_core.tree.journal import ReplaceModule
+from slapo_core.tree.journal import ReplaceModule, SetGraph
+
+if TYPE_CHECKING:
+    from slapo_core.spec.graph import Graph
 
 __all__ = ["History"]
 
@@ -110,6 +113,15 @@ class History:
                     return step.record
         return None
 
+    def rewrite_of(self, module: nn.Module, nodes: Collection[str]) -> Record | None:
+        """The step that took one of these nodes out of the module's graph; None if none did."""
+        for step in reversed(self._steps):
+            for entry in step.entries:
+                if isinstance(entry, SetGraph) and entry.module is module and entry.graph_before is not None:
+                    if not set(nodes) <= _names(entry.graph) and set(nodes) <= _names(entry.graph_before):
+                        return step.record
+        return None
+
     def drop_originals(self) -> None:
         """Let go of what undo would need."""
         self._steps = [Step(step.record, (), step.distributions) for step in self._steps]
@@ -151,3 +163,8 @@ class History:
             ) from error
         if self.watch is not None:
             self.watch.went(step)
+
+
+def _names(graph: Graph) -> frozenset[str]:
+    names: frozenset[str] = graph.node_names  # type: ignore[attr-defined]
+    return names

@@ -44,11 +44,14 @@ class Primitive(ABC):
             property of the same name when its arguments decide.
         named_functions: the fields that may hold a function which is saved by its name, ``"module:name"``. Functions in
             other fields cannot be saved.
+        matches: the fields that take matches, or a pattern to be found at the node. Before the preconditions they
+            become a tuple of :class:`~slapo_core.spec.graph.Match`, each found again in the graph as it is then.
     """
 
     name: ClassVar[str]
     equivalence: ClassVar[Equivalence]
     named_functions: ClassVar[tuple[str, ...]] = ()
+    matches: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
         _check_fields(self)

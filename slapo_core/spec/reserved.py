@@ -67,6 +67,7 @@ RESERVED_NAMES: frozenset[str] = frozenset(
         "changed_attributes",
         "children",
         "example_call",
+        "find",
         "layout",
         "mesh",
         "module",
@@ -89,6 +90,7 @@ RESERVED_NAMES: frozenset[str] = frozenset(
         "example_call_of",
         "example_inputs",
         "explain",
+        "find_at",
         "forget_target",
         "hooks",
         "is_sealed",
@@ -112,7 +114,6 @@ RESERVED_NAMES: frozenset[str] = frozenset(
         # kept for members to come
         "build",
         "copy",
-        "find",
         "fingerprint",
         "graph",
         "group",
