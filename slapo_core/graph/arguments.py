@@ -28,8 +28,16 @@ class Parameters:
         self.signature = inspect.signature(forward)
         self.itself, *names = self.signature.parameters
         self.names = tuple(names)
-        kinds = {self.signature.parameters[name].kind for name in names}
-        self._is_simple = kinds <= {inspect.Parameter.POSITIONAL_OR_KEYWORD}
+        parameters = [self.signature.parameters[name] for name in names]
+        simple = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        has_rest = bool(parameters) and parameters[-1].kind is inspect.Parameter.VAR_KEYWORD
+        plain = parameters[:-1] if has_rest else parameters
+        self._is_simple, self._has_rest = all(parameter.kind in simple for parameter in plain), has_rest
+        self._plain = tuple(parameter.name for parameter in plain)
+        self._positional = sum(parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for parameter in plain)
+        self._required = frozenset(
+            number for number, parameter in enumerate(plain) if parameter.default is inspect.Parameter.empty
+        )
 
     def bind(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         """One value for each parameter, in their order; :class:`MISSING` for one that was left out.
@@ -37,12 +45,16 @@ class Parameters:
         Raises:
             TypeError: as a call of the forward would.
         """
-        if self._is_simple and len(args) + len(kwargs) <= len(self.names):
-            rest = self.names[len(args) :]
-            if kwargs.keys() <= set(rest):
-                return (*args, *(kwargs.get(name, MISSING) for name in rest))
+        if self._is_simple and len(args) <= self._positional:
+            rest = dict(kwargs)
+            values = [*args, *[rest.pop(name, MISSING) for name in self._plain[len(args) :]]]
+            is_complete = all([values[number] is not MISSING for number in self._required])
+            if is_complete and not rest:
+                return (*values, MISSING) if self._has_rest else tuple(values)
+            if is_complete and self._has_rest and rest.keys().isdisjoint(self._plain):
+                return (*values, rest)
         bound = self.signature.bind(module, *args, **kwargs).arguments
-        return tuple(bound.get(name, MISSING) for name in self.names)
+        return tuple([bound.get(name, MISSING) for name in self.names])
 
 
 def form(value: Any) -> Any:
@@ -51,31 +63,36 @@ def form(value: Any) -> Any:
     The type, number of axes and device of tensors; the kind of numbers, not their size; what is text, true, false or
     None; the shape of containers.
     """
+    if value is None or value is MISSING:
+        return value
     if isinstance(value, torch.Tensor):
         return (torch.Tensor, value.dtype, value.dim(), value.device.type)
     cls = type(value)
-    if cls is int or cls is float or value is MISSING:
-        return cls if value is not MISSING else MISSING
+    if cls is int or cls is float:
+        return cls
+    if cls is bool or cls is str:
+        return (cls, value)
     parts = children(value)
     if parts is not None:
-        return (cls, tuple((key, form(part)) for _, key, part in parts))
+        return (cls, tuple([(key, form(part)) for _, key, part in parts]))
     return (cls, value) if is_plain(value) and not isinstance(value, slice) else cls
 
 
 def forms(values: tuple[Any, ...]) -> Any:
     """The forms of all arguments of a call, and which of their tensors are one and the same: ``f(x, x)``."""
+    own = tuple([form(value) for value in values])
     tensors: list[int] = []
     _collect(values, tensors)
-    if len(set(tensors)) == len(tensors):
-        return tuple(map(form, values)), None
-    return tuple(map(form, values)), tuple(map(tensors.index, tensors))
+    if len(tensors) < 2 or len(set(tensors)) == len(tensors):
+        return own, None
+    return own, tuple([tensors.index(tensor) for tensor in tensors])
 
 
 def _collect(values: Any, tensors: list[int]) -> None:
     for value in values:
         if isinstance(value, torch.Tensor):
             tensors.append(id(value))
-        else:
+        elif value is not None and type(value) not in (bool, int, float, str):
             parts = children(value)
             if parts is not None:
                 _collect([part for _, _, part in parts], tensors)

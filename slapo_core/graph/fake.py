@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from slapo_core.graph.structure import children, is_plain, rebuild
 
-__all__ = ["FakeMode", "with_own_values", "without_values"]
+__all__ = ["FakeMode", "with_own_values", "with_tensors", "without_values"]
 
 
 class FakeMode(FakeTensorMode):
@@ -41,35 +41,46 @@ def _grouped_product(a: Any, b: Any, offs: Any = None, bias: Any = None, out_dty
 
 
 def without_values(mode: FakeMode, value: Any) -> Any:
-    """``value`` with tensors without values for its own; one that appears twice does so again.
+    """``value`` with tensors without values for its own; one that appears twice does so again."""
+    return with_tensors(
+        value,
+        lambda tensor: tensor if isinstance(tensor, FakeTensor) else mode.from_tensor(tensor, static_shapes=True),
+    )
 
-    Objects that a recording may not look into (a cache, say) are copied: modules that stay calls may change them.
+
+def with_own_values(value: Any) -> Any:
+    """``value`` with copies of its tensors."""
+    return with_tensors(value, lambda tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad))
+
+
+def with_tensors(value: Any, changed: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """``value`` with other tensors in containers and objects.
+
+    Objects are copied (a cache, say): modules that stay calls may change them.
+
+    Args:
+        value: arguments of a call.
+        changed: the tensor in place of another one; asked once for each.
 
     Raises:
         TypeError: an object cannot be copied.
     """
-    return _with_tensors(value, lambda tensor: mode.from_tensor(tensor, static_shapes=True), {})
+    known: dict[int, torch.Tensor] = {}
 
+    def of(part: Any) -> Any:
+        if isinstance(part, torch.Tensor):
+            if id(part) not in known:
+                known[id(part)] = changed(part)
+            return known[id(part)]
+        parts = children(part)
+        if parts is not None:
+            return rebuild(part, [of(below) for _, _, below in list(parts)])
+        if is_plain(part) or isinstance(part, nn.Module):
+            return part
+        with _Copying(of):
+            return copy.deepcopy(part)
 
-def with_own_values(value: Any) -> Any:
-    """The same with copies that have values."""
-    return _with_tensors(value, lambda tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad), {})
-
-
-def _with_tensors(value: Any, copied: Callable[[torch.Tensor], Any], known: dict[int, Any]) -> Any:
-    if isinstance(value, torch.Tensor):
-        if isinstance(value, FakeTensor):
-            return value
-        if id(value) not in known:
-            known[id(value)] = copied(value)
-        return known[id(value)]
-    parts = children(value)
-    if parts is not None:
-        return rebuild(value, [_with_tensors(part, copied, known) for _, _, part in list(parts)])
-    if is_plain(value) or isinstance(value, nn.Module):
-        return value
-    with _Copying(lambda tensor: _with_tensors(tensor, copied, known)):
-        return copy.deepcopy(value)
+    return of(value)
 
 
 class _Copying(TorchFunctionMode):

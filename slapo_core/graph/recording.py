@@ -18,6 +18,7 @@ from slapo_core.spec.tracer import Guard, Untraceable, check
 
 __all__ = ["Recording"]
 
+_OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
 _COMPARABLE = (bool, int, float, str, type(None))
 
 
@@ -46,6 +47,7 @@ class Recording:
                 *_plain_tensors(root),
             )
         }
+        self._in_containers = {id(tensor): (name, key) for name, key, tensor in _tensors_in_containers(root)}
         self.modules = {id(module): path for path, module in reversed(list(root.named_modules(remove_duplicate=False)))}
 
     # -- values and their nodes -------------------------------------------------------------------------------
@@ -134,8 +136,11 @@ class Recording:
 
     def _held_or_captured(self, tensor: torch.Tensor) -> fx.Node:
         name = self._held.get(id(tensor))
+        place = self._in_containers.get(id(tensor))
         if name is not None:
             node = self.graph.get_attr(name)
+        elif place is not None:
+            node = self.compute(operator.getitem, (self.graph.get_attr(place[0]), place[1]))
         else:
             if isinstance(tensor, nn.Parameter):
                 raise self.refusal(
@@ -218,3 +223,14 @@ def _plain_tensors(root: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         for name, value in module.__dict__.items():
             if isinstance(value, torch.Tensor):
                 yield f"{path}.{name}" if path else name, value
+
+
+def _tensors_in_containers(root: nn.Module) -> Iterator[tuple[str, Any, torch.Tensor]]:
+    """Tensors in lists, tuples and dictionaries that are attributes: read anew too."""
+    for path, module in root.named_modules():
+        for name, value in module.__dict__.items():
+            if name.startswith("_") and name in _OF_EVERY_MODULE or not isinstance(value, list | tuple | dict):
+                continue
+            for key, part in value.items() if isinstance(value, dict) else enumerate(value):
+                if isinstance(part, torch.Tensor) and is_plain(key):
+                    yield f"{path}.{name}" if path else name, key, part

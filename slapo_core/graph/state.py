@@ -48,7 +48,7 @@ def _note(attributes: dict[str, Any], name: str, is_recorded: bool, holders: dic
         return
     holders[id(attributes)] = (name, attributes, dict(attributes), is_recorded)
     for key, value in attributes.items():
-        below = name if key in _REGISTERED else f"{name}.{key}"
+        below = f"the {key[1:]} of {name}" if key in _REGISTERED else f"{name}.{key}"
         if isinstance(value, _CONTAINERS):
             _note_container(value, below, is_recorded, holders)
         elif hasattr(value, "__dict__") and not isinstance(value, _NO_HOLDERS):

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from slapo_core.errors import GuardError, TraceError
+from slapo_core.errors import ApplyError, GuardError, TraceError
 from slapo_core.graph import regions
 from slapo_core.graph.arguments import MISSING, Parameters, forms
 from slapo_core.graph.buffers import buffers_kept
-from slapo_core.graph.expected import ABSENT, is_held
-from slapo_core.graph.leaves import Leaves, inlined_modules, signature_of
+from slapo_core.graph.leaves import Leaves
+from slapo_core.graph.plan import Plan
 from slapo_core.graph.refusals import refusal
+from slapo_core.graph.rewriting.matching import applied, by_pattern, rewrite_of
+from slapo_core.graph.rewriting.rewrite import Action, Outline, Replacement, Rewrite
+from slapo_core.graph.rewriting.swallowing import swallowed_problem
+from slapo_core.graph.sharing import Pool, exact_form, structure
+from slapo_core.graph.tokens import describe, token
 from slapo_core.graph.variant import Variant
-from slapo_core.spec.tracer import GuardViolation, Tracer
+from slapo_core.spec.tracer import Flag, GuardViolation, Tracer
+
+if TYPE_CHECKING:
+    from slapo_core.spec.graph import Match, Region
 
 __all__ = ["TracedForward"]
 
@@ -35,12 +43,28 @@ class TracedForward:
         tracer: records it.
         leaves: which modules below are called as they are.
         path: of the traced module, for messages.
+        pool: recordings of others that may serve here too.
+        beneath: the graphs that these were made of.
+        rewrite: by this; both or none.
     """
 
-    def __init__(self, forward: Callable[..., Any], tracer: Tracer, leaves: Leaves, *, path: str = "") -> None:
+    def __init__(
+        self,
+        forward: Callable[..., Any],
+        tracer: Tracer,
+        leaves: Leaves,
+        *,
+        path: str = "",
+        pool: Pool | None = None,
+        beneath: TracedForward | None = None,
+        rewrite: Rewrite | None = None,
+    ) -> None:
         self.forward, self.tracer, self.leaves, self.path = forward, tracer, leaves, path
+        self.pool = pool if pool is not None else Pool()
+        self.beneath, self.rewrite = beneath, rewrite
         self.parameters = Parameters(forward)
         self.variants: dict[Any, Variant] = {}
+        self.plans: list[Plan] = []
         self.draft: Variant | None = None  # recorded before any call was known: never run
 
     @property
@@ -75,7 +99,7 @@ class TracedForward:
             TypeError: the forward does not take these arguments.
         """
         if call is None:
-            self.draft = self._recorded(module, None)
+            self.draft = self._recorded(module, None, self._plan(module)[1])
         else:
             self.variant(module, self.parameters.bind(module, *call))
 
@@ -107,11 +131,12 @@ class TracedForward:
             TraceError: what is needed cannot be recorded.
             GuardError: an attribute has another value than when it was recorded.
         """
-        inlined = inlined_modules(module, self.leaves)
+        number, plan, modules = self._plan(module)
         key = (
+            number,
             forms(values),
-            signature_of(inlined.values()),
-            tuple(tensor.dtype for tensor in module.parameters()),
+            tuple([below.training for below in modules]),
+            tuple([tensor.dtype for below in modules for tensor in below._parameters.values() if tensor is not None]),
             regions.state(),
             torch.get_default_dtype(),
         )
@@ -119,16 +144,110 @@ class TracedForward:
         if found is None:
             if len(self.variants) >= MOST_VARIANTS:
                 raise TraceError(
-                    f"{self._where} was called in more than {MOST_VARIANTS} different forms: {key[0][0]}",
+                    f"{self._where} was called in more than {MOST_VARIANTS} different forms: {key[1][0]}",
                     path=self.path,
                     hint="pass what varies as numbers or tensors, or trace a narrower node",
                 )
-            found = self.variants[key] = self._recorded(module, values)
-        else:
-            self._check_flags(inlined, found)
+            found = self.variants[key] = self._shared(module, values, plan, key[1:])
+            return found
+        violated = found.checks.violated(modules)
+        if violated is not None:
+            raise self._changed(*violated)
+        problem = swallowed_problem(module, found.swallowed)
+        if problem is not None:
+            raise GuardError(
+                f"the graph of {self._where} does not call it any more since it was rewritten, and {problem}: that "
+                "would have no effect",
+                path=self.path,
+                hint="change the module first, and rewrite then",
+            )
         return found
 
-    def _recorded(self, module: nn.Module, values: tuple[Any, ...] | None) -> Variant:
+    # -- rewriting ---------------------------------------------------------------------------------------------
+
+    def outlined(
+        self, module: nn.Module, matches: Sequence[Match], transform: Callable[[Region], Region], *, name: str
+    ) -> TracedForward:
+        return self._rewritten(module, matches, Outline(transform, name))
+
+    def replaced(
+        self,
+        module: nn.Module,
+        matches: Sequence[Match],
+        new: Callable[..., Any] | str,
+        *,
+        arguments: Sequence[Any] = (),
+        keywords: Mapping[str, Any] | None = None,
+        name: str,
+    ) -> TracedForward:
+        named = tuple((keywords or {}).items())
+        return self._rewritten(module, matches, Replacement(new, tuple(arguments), named, name))
+
+    @property
+    def swallowed(self) -> tuple[str, ...]:
+        variants = [*self.variants.values(), *([self.draft] if self.draft is not None else [])]
+        return tuple(dict.fromkeys(path for variant in variants for path, _ in variant.swallowed))
+
+    @property
+    def node_names(self) -> frozenset[str]:
+        first = self.first
+        return frozenset(node.name for node in first.recorded.graph.nodes) if first is not None else frozenset()
+
+    @property
+    def rewrites(self) -> tuple[Rewrite, ...]:
+        """What was done to the recorded graphs, oldest first."""
+        before = self.beneath.rewrites if self.beneath is not None else ()
+        return before if self.rewrite is None else (*before, self.rewrite)
+
+    def _rewritten(self, module: nn.Module, matches: Sequence[Match], action: Action) -> TracedForward:
+        graph = self
+        for pattern, members in by_pattern(matches):
+            first = graph.first
+            if first is None:
+                raise ApplyError(f"{self._where} has no recorded graph to rewrite", path=self.path)
+            rewrite = rewrite_of(pattern, members, first.recorded, module, action)
+            graph = graph._with(rewrite, module)
+        return graph
+
+    def _with(self, rewrite: Rewrite, module: nn.Module) -> TracedForward:
+        made = TracedForward(self.forward, self.tracer, self.leaves, path=self.path, beneath=self, rewrite=rewrite)
+        made.plans = self.plans  # the same list: a form of a call has the same key in both
+        if self.draft is not None:
+            made.draft = made._repeated(self.draft, module, first=True)
+        for position, (key, variant) in enumerate(self.variants.items()):
+            made.variants[key] = made._repeated(variant, module, first=position == 0 and self.draft is None)
+        return made
+
+    def _repeated(self, variant: Variant, module: nn.Module, *, first: bool = False) -> Variant:
+        assert self.rewrite is not None
+        recorded, swallowed = applied(self.rewrite, variant.recorded, module, self._where, self.path, first=first)
+        return Variant(recorded, module, variant.plan, tuple(dict.fromkeys((*variant.swallowed, *swallowed))))
+
+    # ----------------------------------------------------------------------------------------------------------
+
+    def _plan(self, module: nn.Module) -> tuple[int, Plan, list[nn.Module]]:
+        for number, plan in enumerate(self.plans):
+            modules = plan.modules_of(module)
+            if modules is not None:
+                return number, plan, modules
+        plan = Plan(module, self.leaves)
+        modules = plan.modules_of(module)
+        assert modules is not None
+        self.plans.append(plan)
+        return len(self.plans) - 1, plan, modules
+
+    def _shared(self, module: nn.Module, values: tuple[Any, ...], plan: Plan, key: Any) -> Variant:
+        """A variant that another module has recorded, or else a new one."""
+        if self.beneath is not None:
+            return self._repeated(self.beneath.variant(module, values), module)
+        exact = (self.forward, type(self.tracer), self.leaves, key, exact_form(values), structure(module))
+        found = self.pool.find(exact, module)
+        if found is None:
+            found = self._recorded(module, values, plan)
+            self.pool.add(exact, module, found)
+        return found
+
+    def _recorded(self, module: nn.Module, values: tuple[Any, ...] | None, plan: Plan) -> Variant:
         """A new variant; ``values`` of the parameters are None if no call is known."""
         arguments = None
         if values is not None:
@@ -139,31 +258,23 @@ class TracedForward:
                 recorded = self.tracer.trace(module, self.forward, arguments, self.leaves)
         except Exception as error:
             raise refusal(error, self.tracer, self.path) from error
-        return Variant(recorded, module)
+        return Variant(recorded, module, plan)
 
     @property
     def _where(self) -> str:
         return f"'{self.path}'" if self.path else "the root"
 
-    def _check_flags(self, inlined: dict[str, nn.Module], variant: Variant) -> None:
-        for flag in variant.recorded.flags:
-            found = _read(flag.path, flag.attribute, inlined[""])
-            if not is_held(flag.expected, found):
-                raise GuardError(
-                    f"the graph of {self._where} was recorded with {flag.name} == {flag.expected!r}, and now it is "
-                    f"{found!r}",
-                    path=self.path,
-                    hint="trace the module again after changing it",
-                )
+    def _changed(self, flag: Flag, found: Any) -> GuardError:
+        return GuardError(
+            f"the graph of {self._where} was recorded with {flag.name} == {describe(flag.expected)}, and now it is "
+            f"{describe(token(found))}",
+            path=self.path,
+            hint="trace the module again after changing it",
+        )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"forward": self.forward, "tracer": self.tracer, "leaves": self.leaves, "path": self.path}
+        names = ("forward", "tracer", "leaves", "path", "pool", "beneath", "rewrite")
+        return {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["forward"], state["tracer"], state["leaves"], path=state["path"])  # type: ignore[misc]
-
-
-def _read(path: tuple[str, ...], attribute: str, owner: Any) -> Any:
-    for name in path:
-        owner = getattr(owner, name, ABSENT)
-    return getattr(owner, attribute, ABSENT)
+        self.__init__(**state)  # type: ignore[misc]

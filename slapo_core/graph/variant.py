@@ -7,6 +7,8 @@ from typing import Any
 from torch import fx, nn
 
 from slapo_core.graph import regions
+from slapo_core.graph.checks import Checks
+from slapo_core.graph.plan import Plan
 from slapo_core.graph.rewriting.swallowing import Swallowed
 from slapo_core.spec.tracer import Recorded
 
@@ -19,11 +21,15 @@ class Variant:
     Args:
         recorded: the graph and what it holds for.
         module: the traced one, or one with the same names in it.
+        plan: its structure.
         swallowed: modules that rewrites took out, which are called no more.
     """
 
-    def __init__(self, recorded: Recorded, module: nn.Module, swallowed: tuple[Swallowed, ...] = ()) -> None:
-        self.recorded, self.swallowed = recorded, swallowed
+    def __init__(
+        self, recorded: Recorded, module: nn.Module, plan: Plan, swallowed: tuple[Swallowed, ...] = ()
+    ) -> None:
+        self.recorded, self.plan, self.swallowed = recorded, plan, swallowed
+        self.checks = Checks(recorded.flags, plan.index)
         self.code = type(fx.GraphModule(module, recorded.graph)).forward
         self.has_regions = any(node.target is regions.set_state for node in recorded.graph.nodes)
 

@@ -92,9 +92,10 @@ class Trace(Primitive):
         if call is None and tracer.needs_inputs and unknown is not None:
             raise unknown
         forward = ModuleForward.of(node.module).bottom
-        graph = TracedForward(
-            forward, tracer, Leaves(self._leaves(), self.flatten, not tracer.keeps_calls), path=node.path
-        )
+        leaves = Leaves(self._leaves(), self.flatten, not tracer.keeps_calls)
+        peer = next((graph for graph in _graphs_of_peers(node) if isinstance(graph, TracedForward)), None)
+        pool = peer.pool if peer is not None else None
+        graph = TracedForward(forward, tracer, leaves, path=node.path, pool=pool)
         try:
             graph.record(node.module, call)
         except TraceError as error:
@@ -126,3 +127,22 @@ class Trace(Primitive):
             return node.example_call(), None
         except (ArgumentError, TraceError) as error:
             return None, error
+
+
+def _graphs_of_peers(node: Node) -> Iterator[Any]:
+    """The graphs at the corresponding places of repeated parts of the model: of the same child of other layers."""
+    below = ""
+    here: Node | None = node
+    while here is not None and here.parent is not None:
+        for sibling in here.parent.children:
+            if sibling.path != here.path and type(_module_at(sibling, below)) is type(node.module):
+                yield sibling[below].graph
+        below = f"{here.path.rpartition('.')[2]}.{below}".rstrip(".")
+        here = here.parent
+
+
+def _module_at(node: Node, below: str) -> Any:
+    module: Any = node.module
+    for name in below.split(".") if below else ():
+        module = module._modules.get(name) if module is not None else None
+    return module

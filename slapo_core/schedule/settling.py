@@ -60,8 +60,10 @@ def each_its_own(primitive: Primitive, nodes: Sequence[TreeNode]) -> list[tuple[
     applied = []
     left = {id(match): match for matches in given.values() for match in matches or ()}
     for node in nodes:
-        own = {name: tuple(each for each in matches or () if id(each) in left and _lies_at(each, node))
-               for name, matches in given.items()}
+        own = {
+            name: tuple(each for each in matches or () if id(each) in left and _lies_at(each, node))
+            for name, matches in given.items()
+        }
         if not any(own.values()):
             continue
         for matches in own.values():

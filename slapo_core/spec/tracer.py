@@ -66,12 +66,15 @@ class Recorded:
         guards: numbered as the calls of :func:`check` in the graph have them.
         flags: attributes that were read.
         captured: tensors that the graph holds itself.
+        read: every attribute that was read, by modules that stay calls too: modules of the same structure in which all
+            of them are equal share the graph. None if that is not known: the graph is for this module only.
     """
 
     graph: fx.Graph
     guards: tuple[Guard, ...] = ()
     flags: tuple[Flag, ...] = ()
     captured: tuple[torch.Tensor, ...] = ()
+    read: tuple[Flag, ...] | None = None
 
 
 class Tracer(ABC):

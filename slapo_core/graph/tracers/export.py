@@ -69,7 +69,7 @@ class ExportTracer(Tracer):
         with (
             alone(),
             _bare(module, forward) as twin,
-            flags.watching({**inlined, "": twin}),
+            flags.watching(twin, leaves),
             properties_refused(recording),
         ):
             exported = _exported(twin, args, kwargs, shapes)

@@ -11,7 +11,6 @@ from torch import fx, nn
 
 from slapo_core.graph.flags import Flags
 from slapo_core.graph.functions import autograd_functions
-from slapo_core.graph.leaves import inlined_modules
 from slapo_core.graph.pruning import drop_unused
 from slapo_core.graph.recorder import Recorder
 from slapo_core.graph.submodules import module_calls
@@ -54,7 +53,7 @@ class FxTracer(Tracer):
                     given[name] = recording.give(value, recording.graph.placeholder(name))
             call = inspect.BoundArguments(signature, {next(iter(signature.parameters)): module, **given})  # type: ignore[arg-type]
             with (
-                flags.watching(inlined_modules(module, leaves)),
+                flags.watching(module, leaves),
                 module_calls(recorder, leaves),
                 autograd_functions(recorder),
                 recorder,
@@ -64,7 +63,7 @@ class FxTracer(Tracer):
             recording.graph.output(recording.node(out))
         drop_unused(recording.graph)
         recording.graph.lint()
-        return Recorded(recording.graph, tuple(recording.guards), flags.seen, tuple(recording.captured))
+        return Recorded(recording.graph, tuple(recording.guards), flags.seen, tuple(recording.captured), flags.read)
 
 
 def _required(signature: inspect.Signature) -> list[str]:

@@ -88,15 +88,18 @@ def record(
     """
     recording = Recording(module, may_capture=fake)
     recorder = Recorder(recording)
-    flags = Flags(recording.refusal, lambda: recorder.is_paused)
+    flags = Flags(recording.refusal, lambda: recorder.is_paused, first_line(forward))
     mode = FakeMode() if fake else None
-    looked_into = inlined_modules(module, leaves)
     signature = inspect.signature(forward)
     given: dict[str, Any] = {}
     drawn = generators()
     with (
         alone(),
-        state_kept(module, looked_into.values(), lambda problem: Untraceable(problem, first_line(forward))),
+        state_kept(
+            module,
+            inlined_modules(module, leaves).values(),
+            lambda problem: Untraceable(problem, first_line(forward)),
+        ),
         drawn_back(),
         caches_kept(module),
         mode or contextlib.nullcontext(),
@@ -106,7 +109,7 @@ def record(
             given[name] = recording.give(value, recording.graph.placeholder(name))
         call = inspect.BoundArguments(signature, {next(iter(signature.parameters)): module, **given})  # type: ignore[arg-type]
         with (
-            flags.watching(looked_into),
+            flags.watching(module, leaves),
             module_calls(recorder, leaves),
             autograd_functions(recorder),
             recorder,
@@ -119,7 +122,7 @@ def record(
     graph = recording.graph
     drop_unused(graph)
     graph.lint()
-    return Recorded(graph, tuple(recording.guards), flags.seen, tuple(recording.captured))
+    return Recorded(graph, tuple(recording.guards), flags.seen, tuple(recording.captured), flags.read)
 
 
 @contextlib.contextmanager

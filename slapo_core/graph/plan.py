@@ -1,0 +1,66 @@
+"""`Plan`: which modules below a traced one a graph was recorded with, found again quickly at every call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from slapo_core.graph.leaves import LeafRule, inlined_modules, is_changed
+
+__all__ = ["Plan"]
+
+
+class Plan:
+    """The structure of a module as its graph takes it for granted; it holds no module.
+
+    Args:
+        root: the traced module.
+        leaves: which modules below stay calls.
+    """
+
+    def __init__(self, root: nn.Module, leaves: LeafRule) -> None:
+        inlined = inlined_modules(root, leaves)
+        self.paths = tuple(inlined)
+        index = {path: number for number, path in enumerate(inlined)}
+        self._inlined = [
+            (index[_parent(path)], _name(path), type(module), len(module._modules))
+            for path, module in inlined.items()
+            if path
+        ]
+        self._root = (type(root), len(root._modules))
+        self._below: list[tuple[int, str]] = []
+        where = dict(index)
+        for path, _ in root.named_modules(remove_duplicate=False):
+            if path not in where:
+                where[path] = len(where)
+                self._below.append((where[_parent(path)], _name(path)))
+        self.index = index
+
+    def modules_of(self, root: nn.Module) -> list[nn.Module] | None:
+        """Those whose code is part of the graph, in the order of :attr:`paths`, and all others below them.
+
+        None if another plan is needed: a module was replaced, put in, taken out, hooked, or its forward changed.
+        """
+        found = [root]
+        if self._root != (type(root), len(root._modules)):
+            return None
+        for parent, name, cls, count in self._inlined:
+            module: Any = found[parent]._modules.get(name)
+            if type(module) is not cls or len(module._modules) != count or is_changed(module):
+                return None
+            found.append(module)
+        for parent, name in self._below:
+            module = found[parent]._modules.get(name)
+            if module is None:
+                return None
+            found.append(module)
+        return found
+
+
+def _parent(path: str) -> str:
+    return path.rpartition(".")[0]
+
+
+def _name(path: str) -> str:
+    return path.rpartition(".")[2]

@@ -1,0 +1,104 @@
+"""Recordings that serve several modules: those that are proved to be recorded alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from slapo_core.graph.arguments import MISSING
+from slapo_core.graph.checks import Checks
+from slapo_core.graph.structure import children, is_plain
+from slapo_core.graph.variant import Variant
+from slapo_core.spec.tracer import Recorded
+
+__all__ = ["Pool", "exact_form", "structure"]
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+class Pool:
+    """The recordings of several traced modules, to be asked before another one is made.
+
+    One serves another module if both have the same structure, and every attribute that was read while it was recorded,
+    by modules that stay calls too, is equal there: then the run that recorded it would have been the same run.
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[Any, list[tuple[Checks, Variant]]] = {}
+
+    def find(self, key: Any, module: nn.Module) -> Variant | None:
+        """A variant for ``module``; ``key`` is what it was added under."""
+        modules = [below for _, below in module.named_modules(remove_duplicate=False)]
+        return next((variant for read, variant in self._entries.get(key, ()) if read.violated(modules) is None), None)
+
+    def add(self, key: Any, module: nn.Module, variant: Variant) -> None:
+        """Remember a variant, if others can be proved to be like it."""
+        recorded = variant.recorded
+        if recorded.read is None or not _is_pure(recorded):
+            return
+        index = {path: number for number, (path, _) in enumerate(module.named_modules(remove_duplicate=False))}
+        self._entries.setdefault(key, []).append((Checks(recorded.read, index), variant))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Those who share it go on sharing it after a copy through pickle; graphs are recorded anew."""
+        return {"_entries": {}}
+
+
+def structure(root: nn.Module) -> Any:
+    """What decides about a recording besides attributes: equal and hashable for modules of the same structure.
+
+    Classes, modes, parameters and buffers with shape, dtype, device and whether they are trained, which of them are the
+    same tensor, hooks, and forwards that were set on an instance.
+    """
+    numbers: dict[int, int] = {}
+    found = []
+    for path, module in root.named_modules(remove_duplicate=False):
+        own = module.__dict__
+        tensors = [
+            (name, *_tensor(tensor, numbers))
+            for table in (own["_parameters"], own["_buffers"], own)
+            for name, tensor in table.items()
+            if tensor is None or isinstance(tensor, torch.Tensor)
+        ]
+        around: tuple[Any, ...] = ()
+        if path:  # what is around the root runs outside of its graph
+            around = (own.get("forward"), *(tuple(own[table].values()) for table in _HOOKS))
+        number = numbers.setdefault(id(module), len(numbers))
+        found.append((path, type(module), number, module.training, tuple(own["_modules"]), tuple(tensors), around))
+    return tuple(found)
+
+
+def _tensor(tensor: torch.Tensor | None, numbers: dict[int, int]) -> tuple[Any, ...]:
+    if tensor is None:
+        return (None,)
+    number = numbers.setdefault(id(tensor), len(numbers))
+    return (number, type(tensor), tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
+
+
+def exact_form(value: Any) -> Any:
+    """An argument of a call as a recording may see it: with the sizes that guards are taken on."""
+    if isinstance(value, torch.Tensor):
+        return (value.shape, value.stride(), value.storage_offset(), value.device, value.requires_grad, value.is_leaf)
+    if value is MISSING or isinstance(value, int | float):
+        return value
+    parts = children(value)
+    return None if parts is None else tuple(exact_form(part) for _, _, part in parts)
+
+
+def _is_pure(recorded: Recorded) -> bool:
+    """Whether the graph holds nothing of the module that it was recorded from."""
+    if recorded.captured:
+        return False
+    return all(_is_constant(part) for node in recorded.graph.nodes for part in (*node.args, *node.kwargs.values()))
+
+
+def _is_constant(part: Any) -> bool:
+    if isinstance(part, fx.Node) or is_plain(part):
+        return True
+    if isinstance(part, tuple | list):
+        return all(map(_is_constant, part))
+    if isinstance(part, dict):
+        return all(map(_is_constant, part.values()))
+    return isinstance(part, slice) and all(map(_is_constant, (part.start, part.stop, part.step)))
