@@ -48,7 +48,7 @@ class Parameters:
         if self._is_simple and len(args) <= self._positional:
             rest = dict(kwargs)
             values = [*args, *[rest.pop(name, MISSING) for name in self._plain[len(args) :]]]
-            is_complete = all([values[number] is not MISSING for number in self._required])
+            is_complete = all(values[number] is not MISSING for number in self._required)
             if is_complete and not rest:
                 return (*values, MISSING) if self._has_rest else tuple(values)
             if is_complete and self._has_rest and rest.keys().isdisjoint(self._plain):

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from slapo_core.graph.leaves import LeafRule, inlined_modules
+from slapo_core.graph.mutations import is_unchanged, put_back
 from slapo_core.graph.tokens import ABSENT, is_transparent, token
 from slapo_core.spec.tracer import Flag, Location
 
@@ -184,8 +185,8 @@ class Flags:
 
     def _refuse_changes(self) -> None:
         for path, name, container, before in self._containers:
-            if path in self._recorded and not _is_unchanged(container, before):
-                error = self.refuse(f"changes {'.'.join(('self', *path, name))} in place")
+            if path in self._recorded and not is_unchanged(container, before):
+                error = self.refuse(f"changes {'.'.join(('self', *path, name))}")
                 error.location = self.line or error.location
                 raise error
 
@@ -195,9 +196,7 @@ class Flags:
             own.clear()
             own.update(before)
         for _, _, container, before in self._containers:
-            if not _is_unchanged(container, before):
-                container.clear()
-                container.extend(before) if isinstance(container, list) else container.update(before)
+            put_back(container, before)
 
 
 def _place(path: str) -> Place:
@@ -206,14 +205,3 @@ def _place(path: str) -> Place:
 
 def _is_setting(value: Any) -> bool:
     return isinstance(value, bool | int | float | str | tuple | list | dict | torch.dtype | enum.Enum | type(None))
-
-
-def _is_unchanged(container: Any, before: Any) -> bool:
-    if len(container) != len(before):
-        return False
-    if isinstance(container, set):
-        return bool(container == before)
-    pairs = zip(container.items(), before.items(), strict=True) if isinstance(container, dict) else None
-    if pairs is None:
-        return all(one is other for one, other in zip(container, before, strict=True))
-    return all(key is other and item is old for (key, item), (other, old) in pairs)

@@ -18,7 +18,6 @@ from slapo_core.spec.tracer import Guard, Untraceable, check
 
 __all__ = ["Recording"]
 
-_OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
 _COMPARABLE = (bool, int, float, str, type(None))
 
 
@@ -47,7 +46,7 @@ class Recording:
                 *_plain_tensors(root),
             )
         }
-        self._in_containers = {id(tensor): (name, key) for name, key, tensor in _tensors_in_containers(root)}
+        self._parts = {id(part): (name, key) for name, key, part in _tensors_in_containers(root)}
         self.modules = {id(module): path for path, module in reversed(list(root.named_modules(remove_duplicate=False)))}
 
     # -- values and their nodes -------------------------------------------------------------------------------
@@ -136,11 +135,11 @@ class Recording:
 
     def _held_or_captured(self, tensor: torch.Tensor) -> fx.Node:
         name = self._held.get(id(tensor))
-        place = self._in_containers.get(id(tensor))
         if name is not None:
             node = self.graph.get_attr(name)
-        elif place is not None:
-            node = self.compute(operator.getitem, (self.graph.get_attr(place[0]), place[1]))
+        elif id(tensor) in self._parts:
+            name, key = self._parts[id(tensor)]
+            node = self.compute(operator.getitem, (self.graph.get_attr(name), key))
         else:
             if isinstance(tensor, nn.Parameter):
                 raise self.refusal(
@@ -226,11 +225,15 @@ def _plain_tensors(root: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _tensors_in_containers(root: nn.Module) -> Iterator[tuple[str, Any, torch.Tensor]]:
-    """Tensors in lists, tuples and dictionaries that are attributes: read anew too."""
+    """Tensors in lists, tuples and dictionaries that are attributes: the attribute, index or key, and the tensor."""
     for path, module in root.named_modules():
         for name, value in module.__dict__.items():
-            if name.startswith("_") and name in _OF_EVERY_MODULE or not isinstance(value, list | tuple | dict):
+            if isinstance(value, list | tuple):
+                pairs: Any = enumerate(value)
+            elif isinstance(value, dict) and not name.startswith("_"):
+                pairs = value.items()
+            else:
                 continue
-            for key, part in value.items() if isinstance(value, dict) else enumerate(value):
+            for key, part in pairs:
                 if isinstance(part, torch.Tensor) and is_plain(key):
-                    yield f"{path}.{name}" if path else name, key, part
+                    yield (f"{path}.{name}" if path else name), key, part

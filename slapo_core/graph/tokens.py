@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["ABSENT", "describe", "is_transparent", "real_type", "same", "token"]
+__all__ = ["ABSENT", "Identity", "describe", "is_transparent", "real_type", "same", "token"]
 
 _SCALARS = (bool, int, complex, str, bytes, type(None), type(Ellipsis), torch.dtype, torch.device, torch.layout)
 _BY_IDENTITY = (FunctionType, BuiltinFunctionType, ModuleType, type, enum.Enum)
@@ -21,6 +21,20 @@ _MANY = 1000
 
 class ABSENT:
     """The token of an attribute that is not there."""
+
+
+class Identity:
+    """The token of an object that must be the very same.
+
+    Args:
+        value: the object.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __repr__(self) -> str:
+        return f"this {type(self.value).__name__}"
 
 
 def token(value: Any) -> Any:
@@ -47,7 +61,7 @@ def token(value: Any) -> Any:
         return (cls, value.__func__, real_type(value.__self__))
     if isinstance(value, functools.partial):
         return (cls, token(value.func), token(value.args), token(value.keywords))
-    if isinstance(value, tuple) or isinstance(value, SimpleNamespace):
+    if isinstance(value, tuple | SimpleNamespace):
         parts = vars(value).items() if isinstance(value, SimpleNamespace) else enumerate(value)
         return (cls, tuple((key, _typed(part)) for key, part in parts))
     if dataclasses.is_dataclass(value) and not hasattr(value, "__dict__"):  # with slots: it cannot be watched
@@ -80,6 +94,8 @@ def same(found: Any, expected: Any) -> bool:
     """Whether a value has the token ``expected``."""
     if found is expected:
         return True
+    if type(expected) is Identity:
+        return found is expected.value
     if type(expected) is tuple and len(expected) == 2 and expected[0] in (object, nn.Module):
         return real_type(found) is expected[1]
     if type(found) is not type(expected):

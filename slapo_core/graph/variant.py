@@ -10,7 +10,7 @@ from slapo_core.graph import regions
 from slapo_core.graph.checks import Checks
 from slapo_core.graph.plan import Plan
 from slapo_core.graph.rewriting.swallowing import Swallowed
-from slapo_core.spec.tracer import Recorded
+from slapo_core.spec.tracer import Flag, Recorded
 
 __all__ = ["Variant"]
 
@@ -23,13 +23,19 @@ class Variant:
         module: the traced one, or one with the same names in it.
         plan: its structure.
         swallowed: modules that rewrites took out, which are called no more.
+        surroundings: global names that the recorded code reads.
     """
 
     def __init__(
-        self, recorded: Recorded, module: nn.Module, plan: Plan, swallowed: tuple[Swallowed, ...] = ()
+        self,
+        recorded: Recorded,
+        module: nn.Module,
+        plan: Plan,
+        swallowed: tuple[Swallowed, ...] = (),
+        surroundings: tuple[Flag, ...] = (),
     ) -> None:
-        self.recorded, self.plan, self.swallowed = recorded, plan, swallowed
-        self.checks = Checks(recorded.flags, plan.index)
+        self.recorded, self.plan, self.swallowed, self.surroundings = recorded, plan, swallowed, surroundings
+        self.checks = Checks((*recorded.flags, *surroundings), plan.index)
         self.code = type(fx.GraphModule(module, recorded.graph)).forward
         self.has_regions = any(node.target is regions.set_state for node in recorded.graph.nodes)
 
