@@ -206,6 +206,11 @@ class Recording:
         node.meta["is_size"] = True
         return node
 
+    def length(self, tensor: torch.Tensor, dim: int) -> Any:
+        """The size of a tensor along ``dim``, which the graph reads at every call."""
+        node = self._marked(self.graph.call_method("size", (self.node(tensor), dim)))
+        return symbolic(self, int(tensor.size(dim)), node)
+
     def refusal(self, problem: str, hint: str | None = None) -> Untraceable:
         """The error for what cannot be recorded, with the model's line."""
         return Untraceable(problem, model_location(), hint)

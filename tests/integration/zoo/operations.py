@@ -17,7 +17,7 @@ _THROUGH = {
     "to", "type", "type_as", "float", "half", "bfloat16", "dropout", "contiguous", "clone", "nan_to_num", "view",
     "reshape", "add", "add_", "mul", "mul_", "div", "div_", "sub", "masked_fill", "masked_fill_", "where", "permute",
     "transpose", "flatten", "unflatten", "unsqueeze", "squeeze", "truediv", "iadd", "imul", "itruediv", "getitem",
-    "truediv", "Dropout",
+    "Dropout",
 }  # fmt: skip
 _PRODUCTS = {"matmul", "bmm", "baddbmm", "einsum", "__matmul__"}
 
