@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -183,9 +184,13 @@ class TracedForward:
         arguments: Sequence[Any] = (),
         keywords: Mapping[str, Any] | None = None,
         name: str,
+        results: Sequence[str] = (),
+        then: Callable[..., Any] | None = None,
+        undone: Callable[[nn.Module], AbstractContextManager[None]] | None = None,
     ) -> TracedForward:
         named = tuple((keywords or {}).items())
-        return self._rewritten(module, matches, Replacement(new, tuple(arguments), named, name))
+        action = Replacement(new, tuple(arguments), named, name, tuple(results), then, undone)
+        return self._rewritten(module, matches, action)
 
     @property
     def swallowed(self) -> tuple[str, ...]:
@@ -249,7 +254,10 @@ class TracedForward:
     def _shared(self, module: nn.Module, values: tuple[Any, ...], plan: Plan, key: Any) -> Variant:
         """A variant that another module has recorded, or else a new one."""
         if self.beneath is not None:
-            return self._repeated(self.beneath.variant(module, values), module)
+            undone = getattr(self.rewrite.action, "undone", None) if self.rewrite is not None else None
+            with undone(module) if undone is not None else nullcontext():
+                beneath = self.beneath.variant(module, values)
+            return self._repeated(beneath, module)
         exact = (self.forward, type(self.tracer), self.leaves, key, exact_form(values), structure(module))
         found = self.pool.find(exact, module)
         if found is None:
