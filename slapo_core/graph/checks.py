@@ -26,24 +26,25 @@ class Checks:
         groups: dict[Any, list[Flag]] = {}
         for flag in flags:
             if flag.owner is not None:
-                groups.setdefault(flag.owner, []).append(flag)
+                groups.setdefault((flag.owner, flag.path), []).append(flag)
                 continue
             depth = next(depth for depth in range(len(flag.path), -1, -1) if ".".join(flag.path[:depth]) in index)
             groups.setdefault((index[".".join(flag.path[:depth])], flag.path[depth:]), []).append(flag)
         self._groups = [
-            (key, tuple((flag.attribute, flag.expected, flag) for flag in members)) for key, members in groups.items()
+            (
+                sys.modules.get(start) if isinstance(start, str) else start,
+                holders,
+                tuple((flag.attribute, flag.expected, flag) for flag in members),
+            )
+            for (start, holders), members in groups.items()
         ]
 
     def violated(self, modules: list[nn.Module]) -> tuple[Flag, Any] | None:
         """The first flag that is not as it was, and what it is now."""
-        for key, members in self._groups:
-            owner: Any
-            if isinstance(key, str):
-                owner = sys.modules[key]
-            else:
-                owner = modules[key[0]]
-                for name in key[1]:
-                    owner = getattr(owner, name, ABSENT)
+        for start, holders, members in self._groups:
+            owner: Any = modules[start] if type(start) is int else start
+            for name in holders:
+                owner = getattr(owner, name, ABSENT)
             own = owner.__dict__
             for name, expected, flag in members:
                 found = own.get(name, ABSENT)

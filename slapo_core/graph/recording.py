@@ -46,6 +46,7 @@ class Recording:
                 *_plain_tensors(root),
             )
         }
+        self._parts = {id(part): (name, key) for name, key, part in _tensors_in_containers(root)}
         self.modules = {id(module): path for path, module in reversed(list(root.named_modules(remove_duplicate=False)))}
 
     # -- values and their nodes -------------------------------------------------------------------------------
@@ -136,6 +137,9 @@ class Recording:
         name = self._held.get(id(tensor))
         if name is not None:
             node = self.graph.get_attr(name)
+        elif id(tensor) in self._parts:
+            name, key = self._parts[id(tensor)]
+            node = self.compute(operator.getitem, (self.graph.get_attr(name), key))
         else:
             if isinstance(tensor, nn.Parameter):
                 raise self.refusal(
@@ -145,8 +149,8 @@ class Recording:
             if isinstance(tensor, torch._subclasses.FakeTensor) or not self.may_capture:
                 raise self.refusal("uses a tensor that was made outside of the recorded calls")
             node = self.graph.placeholder(f"captured_{len(self.captured)}")
-            first = next(iter(self.graph.nodes))
-            if first is not node:
+            first = next(each for position, each in enumerate(self.graph.nodes) if position == len(self.captured))
+            if first is not node:  # behind those captured before: they are given in their order
                 first.prepend(node)
             self.captured.append(tensor)
         self._alive.append(tensor)
@@ -202,6 +206,11 @@ class Recording:
         node.meta["is_size"] = True
         return node
 
+    def length(self, tensor: torch.Tensor, dim: int) -> Any:
+        """The size of a tensor along ``dim``, which the graph reads at every call."""
+        node = self._marked(self.graph.call_method("size", (self.node(tensor), dim)))
+        return symbolic(self, int(tensor.size(dim)), node)
+
     def refusal(self, problem: str, hint: str | None = None) -> Untraceable:
         """The error for what cannot be recorded, with the model's line."""
         return Untraceable(problem, model_location(), hint)
@@ -213,3 +222,18 @@ def _plain_tensors(root: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         for name, value in module.__dict__.items():
             if isinstance(value, torch.Tensor):
                 yield f"{path}.{name}" if path else name, value
+
+
+def _tensors_in_containers(root: nn.Module) -> Iterator[tuple[str, Any, torch.Tensor]]:
+    """Tensors in lists, tuples and dictionaries that are attributes: the attribute, index or key, and the tensor."""
+    for path, module in root.named_modules():
+        for name, value in module.__dict__.items():
+            if isinstance(value, list | tuple):
+                pairs: Any = enumerate(value)
+            elif isinstance(value, dict) and not name.startswith("_"):
+                pairs = value.items()
+            else:
+                continue
+            for key, part in pairs:
+                if isinstance(part, torch.Tensor) and is_plain(key):
+                    yield (f"{path}.{name}" if path else name), key, part

@@ -26,12 +26,14 @@ def module_calls(recorder: Recorder, leaves: LeafRule) -> Iterator[None]:
         if recorder.is_paused:
             return original(module, *args, **kwargs)
         path = recording.modules.get(id(module))
+        if path == "":
+            raise recording.refusal("calls itself")
         if path is None and any(True for _ in module.parameters()):
             raise recording.refusal(
                 f"calls a {type(module).__name__} that lies outside of the traced module",
                 "trace the module that holds both",
             )
-        if not path or not leaves(module, path):
+        if path is None or not leaves(module, path):
             return original(module, *args, **kwargs)
         return recorder.record_module(path, original, module, args, kwargs)
 

@@ -2,23 +2,39 @@
 
 from __future__ import annotations
 
+import dataclasses
+import enum
 import functools
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
 
-__all__ = ["ABSENT", "describe", "is_transparent", "real_type", "same", "token"]
+__all__ = ["ABSENT", "Identity", "describe", "is_transparent", "real_type", "same", "token"]
 
 _SCALARS = (bool, int, complex, str, bytes, type(None), type(Ellipsis), torch.dtype, torch.device, torch.layout)
-_BY_IDENTITY = (FunctionType, BuiltinFunctionType, ModuleType, type)
+_BY_IDENTITY = (FunctionType, BuiltinFunctionType, ModuleType, type, enum.Enum)
 _MANY = 1000
 """Containers of more parts are told apart by their length only: they are data, and not settings."""
 
 
 class ABSENT:
     """The token of an attribute that is not there."""
+
+
+class Identity:
+    """The token of an object that must be the very same.
+
+    Args:
+        value: the object.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __repr__(self) -> str:
+        return f"this {type(self.value).__name__}"
 
 
 def token(value: Any) -> Any:
@@ -45,6 +61,12 @@ def token(value: Any) -> Any:
         return (cls, value.__func__, real_type(value.__self__))
     if isinstance(value, functools.partial):
         return (cls, token(value.func), token(value.args), token(value.keywords))
+    if isinstance(value, tuple | SimpleNamespace):
+        parts = vars(value).items() if isinstance(value, SimpleNamespace) else enumerate(value)
+        return (cls, tuple((key, _typed(part)) for key, part in parts))
+    if dataclasses.is_dataclass(value) and not hasattr(value, "__dict__"):  # with slots: it cannot be watched
+        fields = dataclasses.fields(value)
+        return (cls, tuple((field.name, _typed(getattr(value, field.name))) for field in fields))
     if isinstance(value, torch.Tensor):
         return (torch.Tensor, tuple(value.shape), value.dtype)
     return (nn.Module if isinstance(value, nn.Module) else object, cls)
@@ -72,6 +94,8 @@ def same(found: Any, expected: Any) -> bool:
     """Whether a value has the token ``expected``."""
     if found is expected:
         return True
+    if type(expected) is Identity:
+        return found is expected.value
     if type(expected) is tuple and len(expected) == 2 and expected[0] in (object, nn.Module):
         return real_type(found) is expected[1]
     if type(found) is not type(expected):

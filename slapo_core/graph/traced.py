@@ -5,22 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
+from torch._compile import _disable_dynamo
 
 from slapo_core.errors import ApplyError, GuardError, TraceError
 from slapo_core.graph import regions
-from slapo_core.graph.arguments import MISSING, Parameters, form
+from slapo_core.graph.arguments import MISSING, Parameters, forms
 from slapo_core.graph.buffers import buffers_kept
 from slapo_core.graph.leaves import Leaves
+from slapo_core.graph.mutations import refusing_changes
 from slapo_core.graph.plan import Plan
+from slapo_core.graph.printing import printed
 from slapo_core.graph.refusals import refusal
 from slapo_core.graph.rewriting.matching import applied, by_pattern, rewrite_of
 from slapo_core.graph.rewriting.rewrite import Action, Outline, Replacement, Rewrite
 from slapo_core.graph.rewriting.swallowing import swallowed_problem
 from slapo_core.graph.sharing import Pool, exact_form, structure
+from slapo_core.graph.surroundings import Surroundings
 from slapo_core.graph.tokens import describe, token
 from slapo_core.graph.variant import Variant
-from slapo_core.spec.tracer import Flag, GuardViolation, Tracer
+from slapo_core.spec.tracer import Flag, GuardViolation, Tracer, Untraceable
 
 if TYPE_CHECKING:
     from slapo_core.spec.graph import Match, Region
@@ -112,7 +117,7 @@ class TracedForward:
         first = self.first
         if first is None:
             return f"# {self!r}: recorded at its first call"
-        code = first.recorded.graph.python_code("self").src.strip("\n")
+        code = printed(first.recorded)
         more = f"# the first of {len(self.variants)} variants\n" if len(self.variants) > 1 else ""
         return f"{more}{code}"
 
@@ -133,16 +138,17 @@ class TracedForward:
         number, plan, modules = self._plan(module)
         key = (
             number,
-            tuple([form(value) for value in values]),
-            tuple([below.training for below in modules[: len(plan.paths)]]),
+            forms(values),
+            tuple([below.training for below in modules]),
             tuple([tensor.dtype for below in modules for tensor in below._parameters.values() if tensor is not None]),
             regions.state(),
+            torch.get_default_dtype(),
         )
         found = self.variants.get(key)
         if found is None:
             if len(self.variants) >= MOST_VARIANTS:
                 raise TraceError(
-                    f"{self._where} was called in more than {MOST_VARIANTS} different forms: {key[1]}",
+                    f"{self._where} was called in more than {MOST_VARIANTS} different forms: {key[1][0]}",
                     path=self.path,
                     hint="pass what varies as numbers or tensors, or trace a narrower node",
                 )
@@ -218,8 +224,13 @@ class TracedForward:
 
     def _repeated(self, variant: Variant, module: nn.Module, *, first: bool = False) -> Variant:
         assert self.rewrite is not None
-        recorded, swallowed = applied(self.rewrite, variant.recorded, module, self._where, self.path, first=first)
-        return Variant(recorded, module, variant.plan, tuple(dict.fromkeys((*variant.swallowed, *swallowed))))
+        made = variant.rewritten_alike(self.rewrite, module)
+        if made is None:
+            recorded, swallowed = applied(self.rewrite, variant.recorded, module, self._where, self.path, first=first)
+            all_swallowed = tuple(dict.fromkeys((*variant.swallowed, *swallowed)))
+            made = Variant(recorded, module, variant.plan, variant.surroundings, all_swallowed)
+            variant.keep_rewritten(self.rewrite, module, made)
+        return made
 
     # ----------------------------------------------------------------------------------------------------------
 
@@ -234,6 +245,7 @@ class TracedForward:
         self.plans.append(plan)
         return len(self.plans) - 1, plan, modules
 
+    @_disable_dynamo  # recording is no part of what is compiled: torch.compile breaks its graph here, once
     def _shared(self, module: nn.Module, values: tuple[Any, ...], plan: Plan, key: Any) -> Variant:
         """A variant that another module has recorded, or else a new one."""
         if self.beneath is not None:
@@ -251,12 +263,21 @@ class TracedForward:
         if values is not None:
             named = zip(self.parameters.names, values, strict=True)
             arguments = {name: value for name, value in named if value is not MISSING}
+        modules = plan.modules_of(module)
+        assert modules is not None
+        surroundings = Surroundings(self.forward, modules[: len(plan.paths)])
+        changed = None
         try:
-            with buffers_kept(module):
-                recorded = self.tracer.trace(module, self.forward, arguments, self.leaves)
+            try:
+                with buffers_kept(module):
+                    recorded = self.tracer.trace(module, refusing_changes(self.forward), arguments, self.leaves)
+            finally:
+                changed = surroundings.put_back()
+            if changed is not None:
+                raise Untraceable(f"changes the global name {changed}")
         except Exception as error:
             raise refusal(error, self.tracer, self.path) from error
-        return Variant(recorded, module, plan)
+        return Variant(recorded, module, plan, surroundings=surroundings.flags)
 
     @property
     def _where(self) -> str:

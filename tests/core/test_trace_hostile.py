@@ -1,0 +1,191 @@
+"""A traced module computes what the untouched one computes, or says why it cannot: whatever is done to it."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import slapo_core as slapo
+from tests.core import hostile_models as hostile
+
+HERE = sys.modules[hostile.__name__]
+X = torch.arange(24.0).reshape(3, 2, 4) / 24
+
+
+class Whole(nn.Module):
+    def __init__(self, below: nn.Module) -> None:
+        super().__init__()
+        self.below = below
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.below(*args, **kwargs)
+
+
+def pair(forward: Callable[..., Any], *args: Any, **options: Any) -> tuple[nn.Module, nn.Module, slapo.Schedule]:
+    """An untouched model and its traced copy."""
+    torch.manual_seed(0)
+    plain = Whole(hostile.model(forward)())
+    twin = copy.deepcopy(plain)
+    sch = slapo.create_schedule(twin, example_inputs=args or (X,))
+    sch["below"].trace(**options)
+    return plain, twin, sch
+
+
+def outcome(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Outputs, gradients, what became of the arguments, and the next random number."""
+    model.zero_grad()
+    args, kwargs = copy.deepcopy((args, kwargs))
+    torch.manual_seed(5)
+    out = model(*args, **kwargs)
+    parts = list(out) if isinstance(out, tuple) else [out]
+    if parts[0].requires_grad:
+        sum(part.float().square().sum() for part in parts).backward()
+    is_same = [one is other for one in parts for other in parts]
+    gradients = [parameter.grad for parameter in model.parameters()]
+    return [*parts, *gradients, args, kwargs, is_same, torch.rand(1)]
+
+
+def assert_equal(mine: Any, plain: Any) -> None:
+    assert type(mine) is type(plain)
+    if isinstance(mine, torch.Tensor):
+        assert (mine.dtype, mine.requires_grad) == (plain.dtype, plain.requires_grad)
+        assert torch.equal(mine, plain)
+    elif isinstance(mine, (tuple, list)):
+        assert len(mine) == len(plain)
+        for one, other in zip(mine, plain, strict=True):
+            assert_equal(one, other)
+    elif isinstance(mine, dict):
+        assert_equal(list(mine.items()), list(plain.items()))
+    else:
+        assert mine == plain
+
+
+SAME: dict[str, tuple[Any, list[tuple[Any, ...]]]] = {
+    "random numbers": (hostile.draws, [(X,), (X[:2],)]),
+    "writes to an argument": (hostile.writes_to_argument, [(X,), (X[:, :1],)]),
+    "views, and one tensor twice": (hostile.returns_views, [(X,)]),
+    "a tensor as default": (hostile.default_tensor, [(X,), (X, torch.tensor(5.0))]),
+    "a decorator": (hostile.decorated, [(X,)]),
+    "nested regions": (hostile.nested_regions, [(X,)]),
+    "called twice, unbound": (hostile.twice, [(X,), (X[:1],)]),
+    "broadcasting": (hostile.broadcasts, [(X,), (X[:1],), (X[:0],), (torch.rand(2, 1, 4),), (torch.rand(1, 1, 4),)]),
+    "strides": (hostile.broadcasts, [(X,), (torch.rand(4, 2, 3).transpose(0, 2),), (torch.rand(3, 4, 8)[..., ::2],)]),
+    "classes of arguments": (hostile.dispatches_on_class, [(X,), ((X, X),), ([X],)]),
+    "early return": (hostile.returns_early, [(X,), (X, {"skip": True}), (X, {"skip": False}), (X, {}), (X, {"a": X})]),
+}
+
+
+@pytest.mark.parametrize("tracer", ["record", "fx", "export"])
+@pytest.mark.parametrize("name", SAME)
+def test_the_same_is_computed_or_refused_with_a_reason(name: str, tracer: str) -> None:
+    forward, calls = SAME[name]
+    may_refuse = contextlib.nullcontext() if tracer == "record" else contextlib.suppress(slapo.TraceError)
+    plain = twin = None
+    with may_refuse:
+        plain, twin, _ = pair(forward, *calls[0], tracer=tracer, flatten=True)
+    if plain is None or twin is None:
+        return
+    for mode in (True, False):
+        plain.train(mode), twin.train(mode)
+        for args in calls:
+            expected = outcome(plain, args, {})
+            with may_refuse:
+                assert_equal(outcome(twin, args, {}), expected)
+
+
+CHANGES: dict[str, tuple[Any, Callable[[Any], Any], bool]] = {
+    "global": (hostile.reads_global, lambda _: hostile.put(HERE, "SCALE", 5.0), True),
+    "global in a helper": (hostile.reads_global_in_helper, lambda _: hostile.put(HERE, "SCALE", 5.0), True),
+    "helper": (hostile.reads_global_in_helper, lambda _: hostile.put(HERE, "helper", hostile.other_helper), True),
+    "global table": (hostile.reads_global_table, lambda _: hostile.put(hostile.TABLE, "gain", 9.0), True),
+    "global object": (hostile.reads_global_object, lambda _: hostile.put(hostile.SETTINGS, "bias", 9.0), True),
+    "global tensor": (hostile.reads_global_tensor, lambda _: hostile.put(HERE, "TENSOR", torch.tensor(9.0)), True),
+    "class attribute": (hostile.reads_class_attribute, lambda _: hostile.put(hostile.Base, "factor", 9.0), True),
+    "table": (hostile.reads_table, lambda m: m.table.update(gain=9.0), True),
+    "nested list": (hostile.reads_nested_list, lambda m: m.sizes[1].__setitem__(0, 9), True),
+    "attribute of an object": (hostile.reads_object, lambda m: setattr(m.rule, "gain", 9.0), True),
+    "function": (hostile.reads_function, lambda m: setattr(m, "fn", torch.sin), True),
+    "partial": (hostile.reads_partial, lambda m: m.part.keywords.update(negative_slope=0.9), True),
+    "new attribute": (hostile.asks_for_attribute, lambda m: setattr(m, "late", 1), True),
+    "new module": (hostile.asks_for_module, lambda m: setattr(m, "optional", nn.ReLU()), False),
+    "tensor in a list": (hostile.reads_tensor_in_list, lambda m: m.tensors.__setitem__(0, torch.tensor(9.0)), False),
+    "requires_grad": (hostile.asks_requires_grad, lambda m: m.fc.weight.requires_grad_(False), True),
+    "dtype": (hostile.asks_dtype, lambda m: m.double(), False),
+    "another child": (hostile.reads_global, lambda m: setattr(m, "fc", nn.Identity()), False),
+    "hook of a child": (
+        hostile.twice,
+        lambda m: m.fc.register_forward_hook(lambda module, args, out: out * 3) and None,
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("tracer", ["record", "fx"])
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_is_changed_after_tracing_counts_or_is_an_error(name: str, tracer: str) -> None:
+    forward, change, is_refused = CHANGES[name]
+    try:
+        plain, twin, _ = pair(forward, tracer=tracer, flatten=True)
+    except slapo.TraceError:
+        assert tracer == "fx"
+        return
+    assert_equal(outcome(twin, (X,), {}), outcome(plain, (X,), {}))
+    clone = copy.deepcopy(twin)
+    assert_equal(outcome(clone, (X,), {}), outcome(plain, (X,), {}))  # a copy is not taken for a change
+    with contextlib.ExitStack() as stack:
+        for model in (plain, twin):
+            done = change(model.below)
+            if isinstance(done, contextlib.AbstractContextManager):
+                stack.enter_context(done)
+        given = X.double() if name == "dtype" else X
+        expected = outcome(plain, (given,), {})
+        if is_refused:
+            with pytest.raises(slapo.GuardError):
+                outcome(twin, (given,), {})
+        else:
+            assert_equal(outcome(twin, (given,), {}), expected)
+    if "global" in name or name in ("helper", "class attribute"):
+        assert_equal(outcome(twin, (X,), {}), outcome(plain, (X,), {}))
+
+
+@pytest.mark.parametrize(
+    ("forward", "problem"),
+    [
+        (hostile.counts, r"sets self\.count"),
+        (hostile.counts_in_table, r"changes self\.table"),
+        (hostile.logs, r"changes self\.sizes"),
+        (hostile.recurses, "calls itself"),
+        (hostile.counts_globally, r"changes the global name .*COUNT"),
+        (hostile.logs_globally, r"changes the global name .*LOG"),
+        (hostile.changes_list_argument, r"changes the argument 'x'"),
+    ],
+)
+@pytest.mark.parametrize("tracer", ["record", "fx", "export"])
+def test_a_forward_with_a_memory_is_refused(forward: Callable[..., Any], problem: str, tracer: str) -> None:
+    args = ([X],) if forward is hostile.changes_list_argument else (X,)
+    torch.manual_seed(0)
+    sch = slapo.create_schedule(Whole(hostile.model(forward)()), example_inputs=args)
+    below = sch.model.below
+    before = copy.deepcopy((below.count, below.table, below.sizes))
+    with pytest.raises(slapo.TraceError, match=problem):
+        sch["below"].trace(tracer=tracer, flatten=True)
+    assert (below.count, below.table, below.sizes) == before
+    assert "forward" not in below.__dict__
+
+
+@pytest.mark.parametrize(
+    ("forward", "other"),
+    [(hostile.asks_batch_of_one, X[:1]), (hostile.asks_contiguous, torch.rand(4, 2, 3).transpose(0, 2))],
+)
+def test_a_decision_about_an_argument_is_a_guard(forward: Callable[..., Any], other: torch.Tensor) -> None:
+    plain, twin, _ = pair(forward)
+    assert_equal(outcome(twin, (X[:2],), {}), outcome(plain, (X[:2],), {}))
+    with pytest.raises(slapo.GuardError):
+        twin(other)
