@@ -15,9 +15,9 @@ from slapo_core.errors import ArgumentError
 from slapo_core.graph.patterns import matching
 from slapo_core.graph.patterns.index import Indexed
 from slapo_core.graph.patterns.making import pattern_of
-from slapo_core.graph.patterns.matching import embeddings
+from slapo_core.graph.patterns.searching import embeddings
 
-NODES = 1000
+NODES = 300
 
 
 def tried(pattern: Callable[..., Any], graph: fx.Graph) -> tuple[int, int]:
@@ -100,7 +100,7 @@ def balanced(a, b, c, d, e, f, g, h, i, j, k, m):
 
 
 def brothers(x):
-    return tuple(torch.relu(x) for _ in range(11)) + (torch.tanh(x),)
+    return *[torch.relu(x) for _ in range(11)], torch.tanh(x)
 
 
 PATTERNS = [

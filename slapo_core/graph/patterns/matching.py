@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from torch import fx
@@ -15,7 +15,7 @@ from slapo_core.graph.patterns.data import Form, Result, Step, Wildcard
 from slapo_core.graph.patterns.index import Indexed, IndexedCall
 from slapo_core.graph.patterns.twins import twins
 
-__all__ = ["Embedding", "FormMatcher", "embeddings"]
+__all__ = ["Embedding", "FormMatcher"]
 
 MOST_STEPS = 300_000
 Pairs = tuple[tuple[Any, Any], ...]
@@ -274,32 +274,3 @@ def _is_same(one: Any, other: Any) -> bool:
     if isinstance(one, fx.Node) or isinstance(other, fx.Node):
         return one is other
     return type(one) is type(other) and bool(one == other)
-
-
-def embeddings(forms: Sequence[Form], index: Indexed) -> tuple[list[tuple[int, Embedding]], int]:
-    """Where the forms of a pattern stand in a graph, none of them sharing a node with another.
-
-    The first begins at the earliest possible node; of those that begin there, the one of the earliest form counts. The
-    next begins at the earliest node that still leaves one, and so on.
-
-    Returns:
-        the number of the form and the place, for each; how many placements were tried, which is what it costs.
-    """
-    matchers = [FormMatcher(form, index) for form in forms]
-    starts: dict[int, list[tuple[int, int]]] = {}
-    for number, matcher in enumerate(matchers):
-        if matcher.is_possible:
-            for position, step in matcher.starts():
-                starts.setdefault(position, []).append((number, step))
-    taken: set[int] = set()
-    found = []
-    for position in sorted(starts):
-        if position in taken:
-            continue
-        for number, step in sorted(starts[position]):
-            embedding = matchers[number].first_at(position, step, taken)
-            if embedding is not None:
-                taken.update(embedding.positions)
-                found.append((number, embedding))
-                break
-    return found, sum(matcher.tried for matcher in matchers)

@@ -10,7 +10,8 @@ from torch import fx, nn
 from slapo_core.graph.patterns.calls import Attribute
 from slapo_core.graph.patterns.data import Constant, Form, Wildcard
 from slapo_core.graph.patterns.index import Indexed
-from slapo_core.graph.patterns.matching import Embedding, embeddings
+from slapo_core.graph.patterns.matching import Embedding
+from slapo_core.graph.patterns.searching import embeddings
 
 __all__ = ["Found", "GraphPattern"]
 
