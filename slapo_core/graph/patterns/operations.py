@@ -136,23 +136,29 @@ def constant_kind(value: Any) -> str:
     return _KINDS.get(type(value), "other")
 
 
-@functools.cache
 def operation_of(function: Callable[..., Any]) -> str:
     """The canonical name of a function: ``"gelu"`` for every form of torch's own, else ``"module.name"``."""
     known = _OPERATORS.get(function)
     if known is not None:
         return known
-    if isinstance(function, torch._ops.OpOverload):
-        operation = str(function._schema.name).removeprefix("aten::")
+    if isinstance(function, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+        packet = function.overloadpacket if isinstance(function, torch._ops.OpOverload) else function
+        operation = str(packet._qualified_op_name).removeprefix("aten::")
         return _SYNONYMS.get(operation, operation)
     name = str(getattr(function, "__name__", type(function).__name__))
     module = str(getattr(function, "__module__", "") or "")
     if function is getattr or module in ("builtins", "_operator", "math"):
         return name
-    if module.startswith(("torch", "None")) or not module:
-        owned = any(getattr(home, name, None) is function for home in _HOMES)
-        if owned or not module or torch._C._jit_get_schemas_for_operator(f"aten::{name}"):
-            return _SYNONYMS.get(name, name)
+    if module.startswith("torch") or not module:
+        return _name_in_torch(function, name, module)  # kept: torch's functions live as long as the process
+    return f"{module}.{getattr(function, '__qualname__', name)}"
+
+
+@functools.cache
+def _name_in_torch(function: Callable[..., Any], name: str, module: str) -> str:
+    owned = any(getattr(home, name, None) is function for home in _HOMES)
+    if owned or not module or torch._C._jit_get_schemas_for_operator(f"aten::{name}"):
+        return _SYNONYMS.get(name, name)
     return f"{module}.{getattr(function, '__qualname__', name)}"
 
 
@@ -224,7 +230,7 @@ def _by_position(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any
 
 def _printed(function: Callable[..., Any]) -> str:
     """As the printed graph has it: ``torch.nn.functional.softmax``."""
-    if isinstance(function, torch._ops.OpOverload):
+    if isinstance(function, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
         return f"torch.ops.{function}"
     name = getattr(function, "__qualname__", None) or getattr(function, "__name__", type(function).__name__)
     if getattr(torch, str(name), None) is function:

@@ -58,7 +58,7 @@ def parameter_name(operation: str, name: str) -> str:
 @functools.cache
 def _schemas(operation: str) -> tuple[tuple[Parameter, ...], ...]:
     found = []
-    for schema in torch._C._jit_get_schemas_for_operator(f"aten::{operation}"):
+    for schema in torch._C._jit_get_schemas_for_operator(operation if "::" in operation else f"aten::{operation}"):
         types = [str(argument.type) for argument in schema.arguments]
         if schema.overload_name.endswith("out") or any("Dimname" in each or each in ("t", "t[]") for each in types):
             continue
@@ -118,7 +118,7 @@ def _is_same(left: Any, right: Any) -> bool:
     return type(left) is type(right) and left == right
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1024)
 def _signature(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     try:
         return dict(inspect.signature(function).parameters)
@@ -130,8 +130,8 @@ def bind_function(
     operation: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[str, Any] | None:
     """The arguments of a call of a Python function by canonical name; None if its signature is not known."""
-    signature = _signature(function)
-    if not signature or not inspect.isfunction(function):
+    signature = _signature(function) if inspect.isfunction(function) else {}
+    if not signature:
         return None
     given: dict[str, Any] = {}
     position = 0

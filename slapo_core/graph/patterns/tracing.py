@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from slapo_core.errors import ArgumentError
+from slapo_core.graph.functions import autograd_functions
 from slapo_core.graph.location import model_location
 from slapo_core.graph.patterns.calls import Call, Items, Slice
 from slapo_core.graph.patterns.data import Target, Wildcard
@@ -69,6 +70,7 @@ class Tracer:
 
     def __init__(self, where: str) -> None:
         self.where = where
+        self.is_paused = False
         self.calls: list[TracedCall] = []
         self.captures: list[tuple[str, Proxy]] = []
         self.parameters: dict[str, Proxy] = {}
@@ -142,6 +144,10 @@ class Tracer:
         """A function was called."""
         given, named = self.value(tuple(args)), self.value(kwargs)
         return self._written(function_call(function, given, named, _kind))
+
+    def record_call(self, run: Any, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Proxy:
+        """A custom autograd function was called; nothing is run."""
+        return self.call(function, args, kwargs)
 
     def method(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Proxy:
         """A method of a value was called."""
@@ -224,7 +230,7 @@ class Tracer:
         token = _ACTIVE.set(self)
         nn.Module.__call__ = call  # type: ignore[method-assign]
         try:
-            with _Mode(self):
+            with autograd_functions(cast(Any, self)), _Mode(self):
                 yield
         finally:
             nn.Module.__call__ = original  # type: ignore[method-assign]
