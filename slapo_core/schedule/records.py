@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from slapo_core.errors import ReplayError, SerializationError, SlapoError
 from slapo_core.schedule.coverage import count_blocks
-from slapo_core.schedule.functions import find_function, name_of_function
+from slapo_core.schedule.functions import find_function, is_function_name, name_of_function
 from slapo_core.schedule.saved_matches import matches_from_json, matches_to_json
 from slapo_core.spec.primitive import Primitive
 from slapo_core.spec.record import Record
@@ -139,7 +139,7 @@ def primitive_from_json(cls: type[Primitive], arguments: Mapping[str, Any]) -> P
     functions = {
         name: find_function(arguments[name], where=f"{cls.name}: argument '{name}'")
         for name in cls.named_functions
-        if isinstance(arguments.get(name), str) and (":" in arguments[name] or not cls.matches)
+        if is_function_name(arguments.get(name))
     }
     matches = {
         name: matches_from_json(arguments[name], where=f"{cls.name}: argument '{name}'")

@@ -45,8 +45,8 @@ class Primitive(ABC):
         name: the full name ``<namespace>.<name>``, e.g. ``"tp.shard"``.
         equivalence: what the primitive promises about the numbers. An instance may narrow or widen it by a
             property of the same name when its arguments decide.
-        named_functions: the fields that may hold a function which is saved by its name, ``"module:name"``. Functions in
-            other fields cannot be saved.
+        named_functions: the fields that may hold a function which is saved by its name, ``"module:name"``, and so no
+            other text of that form. Functions in other fields cannot be saved.
         matches: the fields that take matches, or a pattern to be found at the node. Before the preconditions they
             become a tuple of :class:`~slapo_core.spec.graph.Match`, each found again in the graph as it is then.
     """

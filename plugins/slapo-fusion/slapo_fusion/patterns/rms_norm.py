@@ -61,9 +61,7 @@ class RmsNorm(slapo.Pattern):
     replacement = staticmethod(rms_norm)
 
     def forms(self) -> Iterable[Any]:
-        def rms_normed(
-            x: Any, weight: Any, eps: Any = _CONSTANT, dtype: Any = _CONSTANT, fine: Any = _CONSTANT
-        ) -> Any:
+        def rms_normed(x: Any, weight: Any, eps: Any = _CONSTANT, dtype: Any = _CONSTANT, fine: Any = _CONSTANT) -> Any:
             normed = _normed(x, eps, fine)
             return slapo.patterns.any_of(weight * normed.to(dtype), weight * normed, normed)
 
@@ -74,5 +72,5 @@ def _normed(x: Any, eps: Any, fine: Any) -> Any:
     any_of = slapo.patterns.any_of
     source = any_of(x, x.to(fine))
     square = any_of(source.pow(2), source * source, source.square())
-    mean = square.mean(-1, keepdim=True) + eps
+    mean = any_of(square.mean(-1, keepdim=True), square.mean(dim=-1, keepdim=True)) + eps
     return any_of(x * any_of(torch.rsqrt(mean), torch.pow(mean, -0.5)), x / torch.sqrt(mean))
