@@ -16,6 +16,10 @@ from slapo_fusion.watching import Watchable, aside, draws, is_fake, is_watched
 __all__ = ["Backend", "Compiled", "backend_problem"]
 
 
+_MOST_VARIANTS = 64
+"""Of one function: training and not, types, with gradients and without, and each watched by verify or not."""
+
+
 @dataclass(frozen=True)
 class Backend:
     """A backend of ``torch.compile`` with its options: equal ones share what they compiled of the same code.
@@ -42,7 +46,8 @@ class Backend:
             from torch._inductor import list_mode_options
             from torch._inductor.compile_fx import compile_fx
 
-            settings = {"fallback_random": True, **list_mode_options(self.mode), **dict(self.options)}
+            of_mode = list_mode_options(self.mode) if self.mode is not None else {}
+            settings = {"fallback_random": True, **of_mode, **dict(self.options)}
             made: Any = compile_fx(graph, inputs, config_patches=settings)
             return made  # type: ignore[no-any-return]
         if callable(self.backend):
@@ -85,7 +90,11 @@ class Compiled:
             return self.function(*args, **kwargs)
         if self._compiled is None:
             self._compiled = torch.compile(
-                self.function, backend=self.backend, fullgraph=self.fullgraph, dynamic=self.dynamic
+                self.function,
+                backend=self.backend,
+                fullgraph=self.fullgraph,
+                dynamic=self.dynamic,
+                recompile_limit=_MOST_VARIANTS,
             )
         try:
             if is_watched():

@@ -18,7 +18,7 @@ _THROUGH = {
     "to", "type", "type_as", "float", "half", "bfloat16", "dropout", "contiguous", "clone", "nan_to_num", "view",
     "reshape", "add", "add_", "mul", "mul_", "div", "div_", "sub", "masked_fill", "masked_fill_", "where", "permute",
     "transpose", "flatten", "unflatten", "unsqueeze", "squeeze", "truediv", "iadd", "imul", "itruediv", "getitem",
-    "truediv", "Dropout",
+    "Dropout",
 }  # fmt: skip
 _PRODUCTS = {"matmul", "bmm", "baddbmm", "einsum", "__matmul__"}
 
@@ -26,9 +26,7 @@ _PRODUCTS = {"matmul", "bmm", "baddbmm", "einsum", "__matmul__"}
 def count_operations(module: nn.Module, graph: fx.Graph) -> Counter[str]:
     """How often each of :data:`OPERATIONS` is in ``graph``, which ``module`` runs."""
     names = {node: _name(module, node) for node in graph.nodes}
-    return Counter(
-        {what: sum(1 for node in graph.nodes if counts(node, names)) for what, counts in OPERATIONS.items()}
-    )
+    return Counter({what: sum(1 for node in graph.nodes if counts(node, names)) for what, counts in OPERATIONS.items()})
 
 
 Names = dict[fx.Node, str]
@@ -106,9 +104,7 @@ def _is_normed_sum(node: fx.Node, names: Names) -> bool:
     if names[node] not in ("layer_norm", "LayerNorm"):
         return False
     summed = node.args[0]
-    return (
-        isinstance(summed, fx.Node) and names[summed] in ("add", "iadd") and len(summed.all_input_nodes) == 2
-    )
+    return isinstance(summed, fx.Node) and names[summed] in ("add", "iadd") and len(summed.all_input_nodes) == 2
 
 
 def _is_qkv(node: fx.Node, names: Names) -> bool:

@@ -102,6 +102,4 @@ class BiasGelu(slapo.Pattern):
 
 
 def _any_gelu(x: Any) -> Any:
-    return slapo.patterns.any_of(
-        F.gelu(x), F.gelu(x, approximate="tanh"), exact(x), tanh_approximation(x), quick(x)
-    )
+    return slapo.patterns.any_of(F.gelu(x), F.gelu(x, approximate="tanh"), exact(x), tanh_approximation(x), quick(x))

@@ -61,9 +61,7 @@ class RmsNorm(slapo.Pattern):
     replacement = staticmethod(rms_norm)
 
     def forms(self) -> Iterable[Any]:
-        def rms_normed(
-            x: Any, weight: Any, eps: Any = _CONSTANT, dtype: Any = _CONSTANT, fine: Any = _CONSTANT
-        ) -> Any:
+        def rms_normed(x: Any, weight: Any, eps: Any = _CONSTANT, dtype: Any = _CONSTANT, fine: Any = _CONSTANT) -> Any:
             normed = _normed(x, eps, fine)
             return slapo.patterns.any_of(weight * normed.to(dtype), weight * normed, normed)
 
