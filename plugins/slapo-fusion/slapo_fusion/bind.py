@@ -163,10 +163,10 @@ class Bind(Primitive):
         tells."""
         from slapo_core import ArgumentError, TraceError
         from slapo_fusion.bound import named_inputs
-        from slapo_fusion.kernels import is_operator
+        from slapo_fusion.kernels import found, is_operator
         from slapo_fusion.shapes import differs, without_values
 
-        call = kernel.load()
+        call = found(self.kernel)
         if not is_operator(call):
             return  # a function may look at the memory of its tensors, and these have none
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -90,11 +91,7 @@ class Compiled:
             return self.function(*args, **kwargs)
         if self._compiled is None:
             self._compiled = torch.compile(
-                self.function,
-                backend=self.backend,
-                fullgraph=self.fullgraph,
-                dynamic=self.dynamic,
-                recompile_limit=_MOST_VARIANTS,
+                self.function, backend=self.backend, fullgraph=self.fullgraph, dynamic=self.dynamic, **_limit()
             )
         try:
             if is_watched():
@@ -115,6 +112,12 @@ class Compiled:
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         values = dict(state)
         self.__init__(values.pop("function"), values.pop("backend"), **values)  # type: ignore[misc]
+
+
+def _limit() -> dict[str, Any]:
+    """For ``torch.compile``, where it takes that; older ones take torch's own limit, of 8."""
+    known = "recompile_limit" in inspect.signature(torch.compile).parameters
+    return {"recompile_limit": _MOST_VARIANTS} if known else {}
 
 
 def backend_problem(backend: Backend) -> tuple[str, str] | None:
