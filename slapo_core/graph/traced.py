@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 from torch._compile import _disable_dynamo
 
 from slapo_core.errors import ApplyError, GuardError, TraceError
 from slapo_core.graph import regions
-from slapo_core.graph.arguments import MISSING, Parameters, form
+from slapo_core.graph.arguments import MISSING, Parameters, forms
 from slapo_core.graph.buffers import buffers_kept
 from slapo_core.graph.leaves import Leaves
 from slapo_core.graph.mutations import refusing_changes
 from slapo_core.graph.plan import Plan
+from slapo_core.graph.printing import printed
 from slapo_core.graph.refusals import refusal
 from slapo_core.graph.rewriting.matching import applied, by_pattern, rewrite_of
 from slapo_core.graph.rewriting.rewrite import Action, Outline, Replacement, Rewrite
@@ -115,7 +117,7 @@ class TracedForward:
         first = self.first
         if first is None:
             return f"# {self!r}: recorded at its first call"
-        code = first.recorded.graph.python_code("self").src.strip("\n")
+        code = printed(first.recorded)
         more = f"# the first of {len(self.variants)} variants\n" if len(self.variants) > 1 else ""
         return f"{more}{code}"
 
@@ -136,16 +138,17 @@ class TracedForward:
         number, plan, modules = self._plan(module)
         key = (
             number,
-            tuple([form(value) for value in values]),
-            tuple([below.training for below in modules[: len(plan.paths)]]),
+            forms(values),
+            tuple([below.training for below in modules]),
             tuple([tensor.dtype for below in modules for tensor in below._parameters.values() if tensor is not None]),
             regions.state(),
+            torch.get_default_dtype(),
         )
         found = self.variants.get(key)
         if found is None:
             if len(self.variants) >= MOST_VARIANTS:
                 raise TraceError(
-                    f"{self._where} was called in more than {MOST_VARIANTS} different forms: {key[1]}",
+                    f"{self._where} was called in more than {MOST_VARIANTS} different forms: {key[1][0]}",
                     path=self.path,
                     hint="pass what varies as numbers or tensors, or trace a narrower node",
                 )
@@ -221,9 +224,13 @@ class TracedForward:
 
     def _repeated(self, variant: Variant, module: nn.Module, *, first: bool = False) -> Variant:
         assert self.rewrite is not None
-        recorded, swallowed = applied(self.rewrite, variant.recorded, module, self._where, self.path, first=first)
-        all_swallowed = tuple(dict.fromkeys((*variant.swallowed, *swallowed)))
-        return Variant(recorded, module, variant.plan, variant.surroundings, all_swallowed)
+        made = variant.rewritten_alike(self.rewrite, module)
+        if made is None:
+            recorded, swallowed = applied(self.rewrite, variant.recorded, module, self._where, self.path, first=first)
+            all_swallowed = tuple(dict.fromkeys((*variant.swallowed, *swallowed)))
+            made = Variant(recorded, module, variant.plan, variant.surroundings, all_swallowed)
+            variant.keep_rewritten(self.rewrite, module, made)
+        return made
 
     # ----------------------------------------------------------------------------------------------------------
 
@@ -270,7 +277,7 @@ class TracedForward:
                 raise Untraceable(f"changes the global name {changed}")
         except Exception as error:
             raise refusal(error, self.tracer, self.path) from error
-        return Variant(recorded, module, plan, surroundings.flags)
+        return Variant(recorded, module, plan, surroundings=surroundings.flags)
 
     @property
     def _where(self) -> str:

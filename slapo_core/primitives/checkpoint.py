@@ -81,7 +81,7 @@ class Checkpoint(Primitive):
 
     def apply(self, node: Node, edit: Edit) -> None:
         if self.match is not None:
-            transform = functools.partial(checkpointed_region, preserve_rng_state=self.preserve_rng_state)
+            transform = CheckpointedRegion(self.preserve_rng_state)
             for place, matches in by_node(node, self.match):
                 graph: Any = place.graph
                 edit.set_graph(place, graph.outlined(place.module, matches, transform, name="checkpointed"))
@@ -121,20 +121,33 @@ def checkpointed(forward: Forward, *, preserve_rng_state: bool, path: str) -> Fo
     return run
 
 
-def checkpointed_region(region: Region, *, preserve_rng_state: bool) -> Region:
-    """``region`` under activation checkpointing."""
-    import torch
-    from torch.utils.checkpoint import checkpoint
+@dataclass(frozen=True)
+class CheckpointedRegion:
+    """Puts regions under activation checkpointing; equal ones make the same of the same.
 
-    @functools.wraps(region)
-    def run(*args: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return region(*args)
-        holder = _Holder(args)
-        call = _FirstRunCounts(holder) if any(True for _ in holder.buffers()) else _call
-        return checkpoint(call, _region, region, args, {}, use_reentrant=False, preserve_rng_state=preserve_rng_state)
+    Args:
+        preserve_rng_state: as of :class:`Checkpoint`.
+    """
 
-    return run
+    preserve_rng_state: bool
+
+    def __call__(self, region: Region) -> Region:
+        import torch
+        from torch.utils.checkpoint import checkpoint
+
+        preserve_rng_state = self.preserve_rng_state
+
+        @functools.wraps(region)
+        def run(*args: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return region(*args)
+            holder = _Holder(args)
+            call = _FirstRunCounts(holder) if any(True for _ in holder.buffers()) else _call
+            return checkpoint(
+                call, _region, region, args, {}, use_reentrant=False, preserve_rng_state=preserve_rng_state
+            )
+
+        return run
 
 
 def _region(region: Region, *args: Any) -> Any:

@@ -110,8 +110,9 @@ def primitive_to_json(primitive: Primitive, *, where: str) -> dict[str, Any]:
     encoded: dict[str, Any] = {}
     for name, value in primitive.arguments().items():
         function = name_of_function(value) if name in primitive.named_functions else None
-        if name in primitive.matches and value is not None:
-            encoded[name] = matches_to_json(value)
+        if name in primitive.matches:
+            if value is not None:
+                encoded[name] = matches_to_json(value)
         else:
             encoded[name] = function if function is not None else _encode(value, place(name))
     return encoded

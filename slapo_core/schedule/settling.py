@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from slapo_core.errors import PreconditionError, StaleMatchError
+from slapo_core.schedule.closed_calls import how_to_open
 from slapo_core.schedule.finding import find_in, first_graph, load_pattern, matches_at
 from slapo_core.spec.graph import Match
 from slapo_core.spec.violation import Violation
@@ -56,7 +57,7 @@ def each_its_own(primitive: Primitive, nodes: Sequence[Node]) -> list[tuple[Node
     """
     given = {name: _as_matches(getattr(primitive, name)) for name in primitive.matches}
     given = {name: matches for name, matches in given.items() if matches is not None}
-    if not given:
+    if not any(given.values()):  # none are given, or an empty list, which every node refuses
         return [(node, primitive) for node in nodes]
     applied = []
     left = {id(match): match for matches in given.values() for match in matches or ()}
@@ -91,7 +92,8 @@ def _found(
         if not found:
             miss = _nearest_miss(pattern, node)
             nearest = f"; nearest to it comes this: {miss}" if miss else ""
-            raise _refusal(primitive, node, f"{name}: nothing there matches the pattern{nearest}")
+            closed = how_to_open(found.closed) if found.closed else None
+            raise _refusal(primitive, node, f"{name}: nothing there matches the pattern{nearest}", closed)
         return list(found)
     if not matches:
         raise _refusal(primitive, node, f"{name} is an empty list of matches", "give what find() found, or a pattern")

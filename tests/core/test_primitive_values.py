@@ -205,6 +205,6 @@ def test_author_who_annotates_a_list_is_told_that_lists_become_tuples() -> None:
 
 def test_arguments_are_the_fields_in_order() -> None:
     assert Annotate("weight", "k", [1]).arguments() == {"param": "weight", "key": "k", "value": (1,)}
-    assert list(Replace(nn.ReLU()).arguments()) == ["new_module", "params", "drop", "rtol", "atol"]
+    assert list(Replace(nn.ReLU()).arguments()) == ["new_module", "match", "params", "drop", "rtol", "atol", "name_"]
     assert Replace(nn.ReLU(), params={"b": "c", "a": "d"}, drop="x").params == (("a", "d"), ("b", "c"))
     assert Replace(nn.ReLU(), drop="x").drop == ("x",)
