@@ -16,6 +16,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -99,15 +100,16 @@ def run_plain(options: argparse.Namespace) -> None:
     write_result(options, "plain", losses, seconds, held_out, [memory_of(model, optimizer)], weights, explain="")
 
 
-def run_scheduled(options: argparse.Namespace) -> None:
+def run_scheduled(options: argparse.Namespace, schedule: Callable[[slapo.Schedule], None]) -> None:
     """The same model under a schedule; this runs in every process that torchrun starts."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     first = dist.get_rank() == 0
     model = make_model(options.vocab_size).train()
-    sch = slapo.create_schedule(model, mesh={"tp": dist.get_world_size()})
-    schedule_bert(sch)
-    report = slapo.verify(sch, {name: tensor[:2] for name, tensor in batches(options, seed=3, steps=1)[0].items()})
+    example = {name: tensor[:2] for name, tensor in batches(options, seed=3, steps=1)[0].items()}
+    sch = slapo.create_schedule(model, mesh={"tp": dist.get_world_size()}, example_inputs=example)
+    schedule(sch)
+    report = slapo.verify(sch, example)
     if first:
         print(sch, report, sep="\n\n", flush=True)
     explain = sch.explain()
@@ -202,17 +204,17 @@ def plot(options: argparse.Namespace, plain: list[float], scheduled: list[float]
         xlabel="step", ylabel="masked-language-model loss (nats)", title="The same BERT, with and without a schedule"
     )
     axes.legend()
-    file = options.output / "bert_tp.png"
+    file = options.output / "loss_curves.png"
     figure.savefig(file, dpi=150)
     return file
 
 
-def launch(options: argparse.Namespace) -> int:
+def launch(options: argparse.Namespace, script: str) -> int:
     """Both runs, one after the other, each in processes of its own, then the comparison."""
     options.output.mkdir(parents=True, exist_ok=True)
     print(f"text, tokenizer and results: {options.output}")
     batches(options, seed=1, steps=1)  # trains the tokenizer once, before the processes start
-    this = [str(Path(__file__).resolve()), *sys.argv[1:]]
+    this = [str(Path(script).resolve()), *sys.argv[1:]]
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
     for prefix, role in (([], "plain"), (torchrun, "scheduled")):
@@ -223,28 +225,36 @@ def launch(options: argparse.Namespace) -> int:
     return compare(options)
 
 
-def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parser(name: str = "bert_tp", description: str | None = __doc__) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", type=Path, help="train on this file (default: the Python standard library's source)")
     parser.add_argument("--steps", type=int, default=50, help="training steps (default: %(default)s)")
     parser.add_argument("--batch-size", type=int, default=8, help="sequences a step (default: %(default)s)")
     parser.add_argument("--length", type=int, default=96, help="tokens a sequence (default: %(default)s)")
     parser.add_argument("--vocab-size", type=int, default=4096, help="size of the tokenizer (default: %(default)s)")
-    parser.add_argument("--output", type=Path, default=Path("build/bert_tp"), help="directory (default: %(default)s)")
+    parser.add_argument("--output", type=Path, default=Path("build", name), help="directory (default: %(default)s)")
     parser.add_argument("--role", choices=["plain", "scheduled"], help=argparse.SUPPRESS)
     return parser
 
 
-def main() -> int:
-    options = parser().parse_args()
+def main(
+    options: argparse.Namespace, *, schedule: Callable[[slapo.Schedule], None] = schedule_bert, script: str = __file__
+) -> int:
+    """What the role says; without one, both runs and the comparison.
+
+    Args:
+        options: of the command line.
+        schedule: applies the steps.
+        script: what the processes run.
+    """
     if options.role == "plain":
         run_plain(options)
     elif options.role == "scheduled":
-        run_scheduled(options)
+        run_scheduled(options, schedule)
     else:
-        return launch(options)
+        return launch(options, script)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(parser().parse_args()))

@@ -13,6 +13,7 @@ from slapo_core import errors
 from slapo_core.errors import *  # noqa: F403 - all of it is public, and it imports nothing
 
 if TYPE_CHECKING:
+    from slapo_core import patterns as patterns
     from slapo_core.building.phases import (
         build as build,
     )
@@ -36,6 +37,9 @@ if TYPE_CHECKING:
     from slapo_core.schedule.schedule import (
         Schedule as Schedule,
     )
+    from slapo_core.spec.compiler import (
+        Compiler as Compiler,
+    )
     from slapo_core.spec.dialect import (
         Dialect as Dialect,
         Plan as Plan,
@@ -54,6 +58,9 @@ if TYPE_CHECKING:
     from slapo_core.spec.equivalence import (
         Equivalence as Equivalence,
     )
+    from slapo_core.spec.graph import (
+        Match as Match,
+    )
     from slapo_core.spec.hookspecs import (
         hookimpl as hookimpl,
     )
@@ -65,6 +72,9 @@ if TYPE_CHECKING:
     )
     from slapo_core.spec.node import (
         Node as Node,
+    )
+    from slapo_core.spec.pattern import (
+        Pattern as Pattern,
     )
     from slapo_core.spec.primitive import (
         Primitive as Primitive,
@@ -88,14 +98,17 @@ if TYPE_CHECKING:
 
 _PUBLIC = {
     "Change": "slapo_core.spec.suggestion",
+    "Compiler": "slapo_core.spec.compiler",
     "Dialect": "slapo_core.spec.dialect",
     "Edit": "slapo_core.spec.edit",
     "Engine": "slapo_core.spec.engine",
     "Equivalence": "slapo_core.spec.equivalence",
     "Fact": "slapo_core.spec.doctor",
     "Layout": "slapo_core.spec.layout",
+    "Match": "slapo_core.spec.graph",
     "Mesh": "slapo_core.spec.mesh",
     "Node": "slapo_core.spec.node",
+    "Pattern": "slapo_core.spec.pattern",
     "Plan": "slapo_core.spec.dialect",
     "Primitive": "slapo_core.spec.primitive",
     "Problem": "slapo_core.spec.doctor",
@@ -119,10 +132,14 @@ _PUBLIC = {
 
 _PUBLIC |= dict.fromkeys(errors.__all__, "slapo_core.errors")
 
-__all__ = sorted(_PUBLIC)
+_MODULES = ("patterns",)
+
+__all__ = sorted((*_PUBLIC, *_MODULES))
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"slapo_core.{name}")
     if name not in _PUBLIC:
         raise AttributeError(f"module 'slapo_core' has no attribute {name!r}")
     value = getattr(importlib.import_module(_PUBLIC[name]), name)

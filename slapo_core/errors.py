@@ -40,6 +40,7 @@ __all__ = [
     "SealedError",
     "SerializationError",
     "SlapoError",
+    "StaleMatchError",
     "StaleNodeError",
     "TraceError",
     "UndoError",
@@ -104,6 +105,13 @@ class StaleNodeError(SlapoError, LookupError):
     """A node was used whose module a later step removed; the message names that step.
 
     What to do: address the new module by its path, or undo the step.
+    """
+
+
+class StaleMatchError(SlapoError, LookupError):
+    """A match was used whose place in the graph a later step changed or took away; the message names that step.
+
+    What to do: find the pattern again, or undo the step.
     """
 
 

@@ -1,8 +1,10 @@
 """Run slapo over every architecture of transformers that can be made tiny, and over models of torch.nn.
 
 python tools/model_zoo.py bert gpt2           # these
-python tools/model_zoo.py --all               # everything (about 10 minutes on 2 cores)
+python tools/model_zoo.py --all               # everything (about 20 minutes on 2 cores)
 python tools/model_zoo.py --all --json z.json --write docs/models.md
+
+What z.json holds already is not run again: a run that was stopped goes on. Delete the file to start anew.
 """
 
 from __future__ import annotations
@@ -22,9 +24,10 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tests.integration.zoo.running import Row, check_all, split_all
+from tests.integration.zoo.running import COLUMNS as CHECKED, Row, check_all, split_all
 
-COLUMNS = ("addresses", "checkpoint", "deep copy", "names, replay", "undo", "replace", "meta build", "state dict", "tp")
+COLUMNS = (*CHECKED, "tp")
+_COUNTED = ("trace", "flattened")
 _SIGN = {"ok": "yes", "refused": "refused", "none": "-", "FAILED": "FAILED"}
 
 
@@ -39,9 +42,8 @@ def main() -> int:
         print(f"no such model: {', '.join(unknown)}", file=sys.stderr)
         return 2
     names = known if arguments.all else arguments.names
-    rows = _run(names, workers=arguments.workers, ranks=not arguments.no_ranks)
-    if arguments.json:
-        Path(arguments.json).write_text(json.dumps([dataclasses.asdict(row) for row in rows], indent=1))
+    store = Path(arguments.json) if arguments.json else None
+    rows = _run(names, workers=arguments.workers, ranks=not arguments.no_ranks, store=store)
     page = render(rows)
     if arguments.write:
         Path(arguments.write).write_text(page)
@@ -53,7 +55,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("names", nargs="*", help="model types, e.g. bert")
     parser.add_argument("--all", action="store_true", help="every one that is known")
-    parser.add_argument("--json", metavar="FILE", help="write all results there")
+    parser.add_argument("--json", metavar="FILE", help="keep the results there, and go on with what is missing in it")
     parser.add_argument("--write", metavar="FILE", help="write the table there, as Markdown")
     parser.add_argument("--workers", type=int, default=2, help="processes (default: %(default)s)")
     parser.add_argument("--no-ranks", action="store_true", help="leave tensor parallelism out")
@@ -63,18 +65,40 @@ def _arguments() -> argparse.Namespace:
     return arguments
 
 
-def _run(names: Sequence[str], *, workers: int, ranks: bool) -> list[Row]:
+def _run(names: Sequence[str], *, workers: int, ranks: bool, store: Path | None) -> list[Row]:
     from rich.console import Console
     from rich.progress import track
 
     console = Console(stderr=True)
-    rows = list(track(check_all(names, workers=workers), "one process", total=len(names), console=console))
-    rows.sort(key=lambda row: names.index(row.name))
-    if ranks:
-        by_name = {row.name: row for row in rows if row.skipped is None and not row.name.startswith("torch: ")}
-        for name, result in track(split_all(list(by_name)), "two ranks", total=len(by_name), console=console):
-            by_name[name].results["tp"] = result
-    return rows
+    known: dict[str, Row] = {}
+    if store is not None and store.exists():
+        known = {each["name"]: Row(**each) for each in json.loads(store.read_text())}
+
+    def keep() -> None:
+        if store is not None:
+            store.write_text(json.dumps([dataclasses.asdict(row) for row in known.values()], indent=1))
+
+    tasks = [(name, _missing(known.get(name))) for name in names]
+    tasks = [(name, missing) for name, missing in tasks if missing]
+    for row in track(check_all(tasks, workers=workers), "one process", total=len(tasks), console=console):
+        before = known.get(row.name)
+        if before is not None:
+            row.results = {**before.results, **row.results}
+        known[row.name] = row
+        keep()
+    split = [name for name in names if known[name].skipped is None and not name.startswith("torch: ")]
+    split = [name for name in split if "tp" not in known[name].results] if ranks else []
+    for name, result in track(split_all(split), "two ranks", total=len(split), console=console):
+        known[name].results["tp"] = result
+        keep()
+    return [known[name] for name in names]
+
+
+def _missing(row: Row | None) -> list[str]:
+    """The columns that are still to be filled."""
+    if row is not None and row.skipped is not None:
+        return []
+    return [column for column in CHECKED if row is None or column not in row.results]
 
 
 def render(rows: Sequence[Row]) -> str:
@@ -102,7 +126,7 @@ def render(rows: Sequence[Row]) -> str:
         lines.append(f"| {column} | {counts['ok']} | {counts['refused']} | {counts['none']} | {counts['FAILED']} |")
     lines += ["", f"| model | class | {' | '.join(COLUMNS)} |", "|---" * (len(COLUMNS) + 2) + "|"]
     for row in run:
-        cells = [_SIGN.get(_word(row.results.get(column)), "-") for column in COLUMNS]
+        cells = [_cell(column, row.results.get(column)) for column in COLUMNS]
         lines.append(f"| {row.name} | {row.model} | {' | '.join(cells)} |")
     for title, words in (("Failed", ("FAILED",)), ("Refused", ("refused",))):
         notes = [
@@ -131,11 +155,23 @@ def _meaning() -> list[str]:
         "- **meta build**: made on the meta device and initialised by `build`, it gives the outputs of the plain model",
         "  that loads its state dict",
         "- **state dict**: what the engine saves loads into the plain model (strictly) and into another engine",
+        "- **trace**: blocks traced, of all repeated blocks that the batch reaches. With these graphs in place,",
+        "  outputs, gradients (of parameters and inputs), buffers and the state of the random numbers are those of the",
+        "  untouched model, bit by bit: in training and evaluation mode, at the recorded size, with three rows and",
+        "  with one, of other lengths (image sizes) where the untouched model takes them; *refused*: what was not",
+        "  traced, or not at those sizes, with the reason of the error",
+        "- **flattened**: the same with `trace(flatten=True)`: child modules are part of the graphs",
         "- **tp**: attention and MLP split over two ranks by one generic schedule, found equal by `verify`; a `-` says",
         "  that this schedule does not know the names of the model's layers, `refused` that it is wrong for the model,",
         "  for instance because a norm inside of the attention gets only a part of its gradient, and that a",
         "  precondition or `verify` said so",
     ]
+
+
+def _cell(column: str, result: str | None) -> str:
+    if column in _COUNTED and _word(result) in ("ok", "refused"):
+        return str(result).partition(": ")[2].partition(";")[0]  # blocks traced, of all
+    return _SIGN.get(_word(result), "-")
 
 
 def _word(result: str | None) -> str:

@@ -11,12 +11,12 @@ from typing import Annotated, Literal
 
 import typer
 
-from slapo_core.cli import check, dialects, doctor, new, plugins, primitives, stubs
+from slapo_core.cli import check, dialects, doctor, new, patterns, plugins, primitives, stubs
 from slapo_core.errors import SlapoError
 
 __all__ = ["main", "make_app"]
 
-_FAMILIES = (plugins, check, new, primitives, dialects, stubs, doctor)
+_FAMILIES = (plugins, check, new, primitives, dialects, patterns, stubs, doctor)
 
 
 def make_app() -> typer.Typer:

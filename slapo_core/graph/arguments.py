@@ -10,7 +10,7 @@ import torch
 
 from slapo_core.graph.structure import children, is_plain
 
-__all__ = ["MISSING", "Parameters", "form"]
+__all__ = ["MISSING", "Parameters", "form", "forms"]
 
 
 class MISSING:
@@ -76,3 +76,23 @@ def form(value: Any) -> Any:
     if parts is not None:
         return (cls, tuple([(key, form(part)) for _, key, part in parts]))
     return (cls, value) if is_plain(value) and not isinstance(value, slice) else cls
+
+
+def forms(values: tuple[Any, ...]) -> Any:
+    """The forms of all arguments of a call, and which of their tensors are one and the same: ``f(x, x)``."""
+    own = tuple([form(value) for value in values])
+    tensors: list[int] = []
+    _collect(values, tensors)
+    if len(tensors) < 2 or len(set(tensors)) == len(tensors):
+        return own, None
+    return own, tuple([tensors.index(tensor) for tensor in tensors])
+
+
+def _collect(values: Any, tensors: list[int]) -> None:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            tensors.append(id(value))
+        elif value is not None and type(value) not in (bool, int, float, str):
+            parts = children(value)
+            if parts is not None:
+                _collect([part for _, _, part in parts], tensors)

@@ -1,4 +1,4 @@
-"""With which arguments every module of a model is called: from one run without values."""
+"""With which arguments every module of a model is called: from one run, without values where that is enough."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses import FakeTensor, FakeTensorMode
+from torch._subclasses import FakeTensor
 
-from slapo_core.graph.structure import children, rebuild
+from slapo_core.graph.caches import caches_kept
+from slapo_core.graph.fake import FakeMode, with_tensors
+from slapo_core.graph.randomness import drawn_back
 
 __all__ = ["Call", "example_calls"]
 
@@ -20,6 +22,9 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 def example_calls(model: nn.Module, example_inputs: Any) -> tuple[dict[str, Call], Exception | None]:
     """Run ``model`` once on tensors without values, and note the first call of every module.
+
+    A model that needs values on its way (it branches on them, or picks by them) is run on the inputs themselves, if it
+    has values.
 
     Args:
         model: on any device, ``meta`` too; nothing in it is changed.
@@ -42,7 +47,11 @@ def example_calls(model: nn.Module, example_inputs: Any) -> tuple[dict[str, Call
             device = devices.pop() if devices else torch.device("cpu")
             if not devices:
                 return _Placed(calls, device), None
-    return _run_on_fakes(model, args, kwargs)
+    calls, error = _run(model, args, kwargs, FakeMode())
+    if error is None or any(tensor.is_meta for tensor in tensors):
+        return calls, error
+    with torch.random.fork_rng():
+        return _run(model, args, kwargs, None)
 
 
 class _Placed(dict[str, Call]):
@@ -51,20 +60,17 @@ class _Placed(dict[str, Call]):
     def __init__(self, calls: dict[str, Call], device: torch.device) -> None:
         super().__init__(calls)
         self._device = device
-        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._mode = FakeMode()
 
     def __getitem__(self, path: str) -> Call:
         args, kwargs = super().__getitem__(path)
         if self._device.type == "meta":
             return args, kwargs
-        place = self._place
-        return tuple(place(value) for value in args), {name: place(value) for name, value in kwargs.items()}
+        placed: Call = with_tensors((args, kwargs), self._place)
+        return placed
 
-    def _place(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return FakeTensor(self._mode, value, self._device) if value.is_meta else value
-        parts = children(value)
-        return value if parts is None else rebuild(value, [self._place(part) for _, _, part in list(parts)])
+    def _place(self, tensor: torch.Tensor) -> torch.Tensor:
+        return FakeTensor(self._mode, tensor, self._device) if tensor.is_meta else tensor
 
 
 def _run_on_meta(model: nn.Module, args: Any, kwargs: Any) -> tuple[dict[str, Call], Exception | None]:
@@ -75,9 +81,10 @@ def _run_on_meta(model: nn.Module, args: Any, kwargs: Any) -> tuple[dict[str, Ca
         is_parameter = isinstance(tensor, nn.Parameter)
         memo[id(tensor)] = nn.Parameter(made, requires_grad=tensor.requires_grad) if is_parameter else made
     copied = copy.deepcopy(model, memo)
-    with torch.no_grad(), _noting(copied, calls):
+    with torch.no_grad(), caches_kept(model), drawn_back(), _noting(copied, calls):
+        given, named = with_tensors((args, kwargs), lambda tensor: tensor.to("meta"))
         try:
-            copied(*map(_on_meta, args), **{name: _on_meta(value) for name, value in kwargs.items()})
+            copied(*given, **named)
         except Exception as error:  # noqa: BLE001 - tried on fake tensors then
             return calls, error
         finally:
@@ -85,21 +92,19 @@ def _run_on_meta(model: nn.Module, args: Any, kwargs: Any) -> tuple[dict[str, Ca
     return calls, None
 
 
-def _on_meta(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.to("meta")
-    parts = children(value)
-    return value if parts is None else rebuild(value, [_on_meta(part) for _, _, part in list(parts)])
-
-
-def _run_on_fakes(model: nn.Module, args: Any, kwargs: Any) -> tuple[dict[str, Call], Exception | None]:
+def _run(model: nn.Module, args: Any, kwargs: Any, mode: FakeMode | None) -> tuple[dict[str, Call], Exception | None]:
+    """On fake tensors of ``mode``; without one, on the tensors themselves."""
     on_meta = any(tensor.is_meta for tensor in model.parameters())
     calls: dict[str, Call] = {}
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
     copied = _copy(model)  # what the forward sets on its modules stays on the copy
-    with mode, torch.no_grad(), _noting(copied, calls):
-        given = [_without_values(mode, value, on_meta) for value in args]
-        named = {name: _without_values(mode, value, on_meta) for name, value in kwargs.items()}
+
+    def own(tensor: torch.Tensor) -> torch.Tensor:
+        if mode is None:
+            return tensor.detach().clone()
+        return mode.from_tensor(tensor.to("meta") if on_meta else tensor, static_shapes=True)
+
+    with mode or contextlib.nullcontext(), torch.no_grad(), caches_kept(model), drawn_back(), _noting(copied, calls):
+        given, named = with_tensors((args, kwargs), own)
         try:
             copied(*given, **named)
         except Exception as error:  # noqa: BLE001 - whoever needs a call that was not reached is told
@@ -118,7 +123,8 @@ def _copy(model: nn.Module) -> nn.Module:
 def _noting(model: nn.Module, calls: dict[str, Call]) -> Iterator[None]:
     def note(path: str) -> Callable[..., None]:
         def first(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            calls.setdefault(path, (args, kwargs))
+            if path not in calls:  # a cache among them is filled afterwards: a copy of it
+                calls[path] = with_tensors((args, kwargs), lambda tensor: tensor)
 
         return first
 
@@ -131,12 +137,3 @@ def _noting(model: nn.Module, calls: dict[str, Call]) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _without_values(mode: FakeTensorMode, value: Any, on_meta: bool) -> Any:
-    if isinstance(value, torch.Tensor):
-        return mode.from_tensor(value.to("meta") if on_meta else value, static_shapes=True)
-    parts = children(value)
-    if parts is None:
-        return value
-    return rebuild(value, [_without_values(mode, part, on_meta) for _, _, part in list(parts)])

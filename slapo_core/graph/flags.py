@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import enum
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -13,14 +14,14 @@ from torch import nn
 from slapo_core.graph.leaves import LeafRule, inlined_modules
 from slapo_core.graph.mutations import is_unchanged, put_back
 from slapo_core.graph.tokens import ABSENT, is_transparent, token
-from slapo_core.spec.tracer import Flag
+from slapo_core.spec.tracer import Flag, Location
 
 __all__ = ["Flags"]
 
 _DEPTH = 4
 _NO_HOLDERS = (
     nn.Module, torch.Tensor, list, tuple, dict, set, type, type(len), type(lambda: 0), types.ModuleType,
-    types.MethodType,
+    types.MethodType, types.SimpleNamespace, enum.Enum,
 )  # fmt: skip
 _OF_EVERY_MODULE = frozenset({*vars(nn.Module()), *dir(nn.Module)})
 Place = tuple[str, ...]
@@ -34,10 +35,15 @@ class Flags:
 
     Args:
         refuse: makes the error for a forward that sets attributes.
+        is_paused: whether what runs now is a module that stays a call, and no recorded code.
+        line: where the forward is written.
     """
 
-    def __init__(self, refuse: Any) -> None:
-        self.refuse = refuse
+    def __init__(
+        self, refuse: Any, is_paused: Callable[[], bool] = lambda: False, line: Location | None = None
+    ) -> None:
+        self.refuse, self.is_paused, self.line = refuse, is_paused, line
+        self._by_code: set[tuple[Place, str]] = set()
         self._tokens: dict[tuple[Place, str], Any] = {}
         self._containers: list[tuple[Place, str, Any, Any]] = []
         self._places: dict[int, Place] = {}
@@ -50,7 +56,7 @@ class Flags:
     @property
     def seen(self) -> tuple[Flag, ...]:
         """What recorded code read, each attribute once; not the training mode, which decides between variants."""
-        return tuple(flag for flag in self._flags() if flag.path in self._recorded)
+        return tuple(flag for flag in self._flags() if (flag.path, flag.attribute) in self._by_code)
 
     @property
     def read(self) -> tuple[Flag, ...] | None:
@@ -117,6 +123,8 @@ class Flags:
         is_module = isinstance(this, nn.Module)
         if path is None or (is_module and name in _OF_EVERY_MODULE):
             return
+        if not self.is_paused():
+            self._by_code.add((path, name))
         if hasattr(found, "__dict__") and not isinstance(found, _NO_HOLDERS):
             self._hold(found, (*path, name), path)
         if (path, name) in self._tokens:
@@ -129,6 +137,8 @@ class Flags:
 
     def _missed(self, this: Any, name: str) -> None:
         path = self._places.get(id(this))
+        if path is not None and not self.is_paused():
+            self._by_code.add((path, name))
         if path is None or (path, name) in self._tokens:
             return
         if isinstance(this, nn.Module):
@@ -176,7 +186,9 @@ class Flags:
     def _refuse_changes(self) -> None:
         for path, name, container, before in self._containers:
             if path in self._recorded and not is_unchanged(container, before):
-                raise self.refuse(f"changes {'.'.join(('self', *path, name))}")
+                error = self.refuse(f"changes {'.'.join(('self', *path, name))}")
+                error.location = self.line or error.location
+                raise error
 
     def _take_back(self) -> None:
         for owner, before in self._set:
@@ -192,4 +204,4 @@ def _place(path: str) -> Place:
 
 
 def _is_setting(value: Any) -> bool:
-    return isinstance(value, bool | int | float | str | tuple | list | dict | torch.dtype | type(None))
+    return isinstance(value, bool | int | float | str | tuple | list | dict | torch.dtype | enum.Enum | type(None))

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-__all__ = ["LeafRule", "Leaves", "inlined_modules", "is_changed"]
+__all__ = ["LeafRule", "Leaves", "inlined_modules", "is_changed", "is_predefined"]
 
 LeafRule = Callable[[nn.Module, str], bool]
 """Whether a module, at a path relative to the traced one, stays a call."""
@@ -36,7 +36,7 @@ class Leaves:
 
         One that is hooked, or whose forward was wrapped or set, is called: what runs around it stays in force.
         """
-        if not self.flatten or is_changed(module) or (_is_predefined(module) and not self.everything):
+        if not self.flatten or is_changed(module) or (is_predefined(module) and not self.everything):
             return True
         names = (path, type(module).__name__, f"{type(module).__module__}.{type(module).__qualname__}")
         return any(
@@ -73,5 +73,5 @@ def inlined_modules(root: nn.Module, leaves: LeafRule) -> dict[str, nn.Module]:
     return found
 
 
-def _is_predefined(module: nn.Module) -> bool:
+def is_predefined(module: nn.Module) -> bool:
     return type(module).__module__.startswith("torch.nn.") and not isinstance(module, (*_CONTAINERS, nn.Sequential))

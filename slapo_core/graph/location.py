@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from slapo_core.spec.tracer import Location
 
-__all__ = ["is_of_the_model", "model_location"]
+__all__ = ["first_line", "is_of_the_model", "model_location"]
 
 _NOT_THE_MODEL = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent), "<")
 
@@ -28,3 +31,9 @@ def model_location() -> Location:
             return file, frame.f_lineno
         frame = frame.f_back  # type: ignore[assignment]
     return "<unknown>", 0
+
+
+def first_line(function: Callable[..., Any]) -> Location | None:
+    """Where a function is written; None for one that is not written in Python."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return None if code is None else (code.co_filename, code.co_firstlineno)

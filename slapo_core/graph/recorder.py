@@ -11,15 +11,22 @@ from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.overrides import TorchFunctionMode
 
+from slapo_core.graph.pieces import guard_pieces, guard_structure
+from slapo_core.graph.randomness import drawn_back
 from slapo_core.graph.recording import Recording
 from slapo_core.graph.regions import Regions
 from slapo_core.graph.structure import concrete
 from slapo_core.graph.targets import query_of, writes_to_first
+from slapo_core.spec.tracer import Untraceable
 
-__all__ = ["Recorder"]
+__all__ = ["NeedsValues", "Recorder"]
 
 _SWITCHES = (torch._C._set_grad_enabled,)
 """Seen through the state that they change."""
+
+
+class NeedsValues(Untraceable):
+    """A forward does what a run on tensors without values cannot follow; one on real tensors may."""
 
 
 class Recorder(TorchFunctionMode):
@@ -50,6 +57,8 @@ class Recorder(TorchFunctionMode):
 
         One that writes to its first argument gives just that: a fake one may stand for a buffer while it runs.
         """
+        with self.paused():
+            guard_pieces(self.recording, func, args, kwargs)
         out = self._record(run, args, kwargs, lambda: self.recording.call(func, args, kwargs))
         if writes_to_first(func) and args and isinstance(args[0], torch.Tensor) and isinstance(out, torch.Tensor):
             return self.recording.know(args[0], self.recording.node(out))
@@ -60,20 +69,34 @@ class Recorder(TorchFunctionMode):
     ) -> Any:
         """Run a module below the recorded one, and write it down as one call."""
         return self._record(
-            lambda *a, **k: call(module, *a, **k), args, kwargs, lambda: self.recording.call_module(path, args, kwargs)
+            lambda *a, **k: call(module, *a, **k),
+            args,
+            kwargs,
+            lambda: self.recording.call_module(path, args, kwargs),
+            may_vary=True,
         )
 
-    def _record(self, run: Callable[..., Any], args: Any, kwargs: Any, write: Callable[[], Any]) -> Any:
+    def _record(
+        self, run: Callable[..., Any], args: Any, kwargs: Any, write: Callable[[], Any], *, may_vary: bool = False
+    ) -> Any:
         self.regions.enter()
-        with self.paused():
+        with self.paused(), drawn_back() if may_vary else contextlib.nullcontext():
             try:
                 out = run(*concrete(args), **concrete(kwargs))
             except DataDependentOutputException as error:
-                raise self.recording.refusal(f"branches on the values of a tensor ({error.func})") from error
+                raise self._needs_values(f"branches on the values of a tensor ({error.func})") from error
             except DynamicOutputShapeException as error:
-                raise self.recording.refusal(f"makes a tensor whose shape depends on values ({error.func})") from error
+                raise self._needs_values(f"makes a tensor whose shape depends on values ({error.func})") from error
             node = write()
+            if may_vary:
+                guard_structure(self.recording, out, node)
             return None if out is None else self.recording.give(out, node)
+
+    def _needs_values(self, problem: str) -> NeedsValues:
+        refusal = self.recording.refusal(problem)
+        return NeedsValues(
+            refusal.problem, refusal.location, "give example inputs with values, and a model with values"
+        )
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:

@@ -149,8 +149,8 @@ class Recording:
             if isinstance(tensor, torch._subclasses.FakeTensor) or not self.may_capture:
                 raise self.refusal("uses a tensor that was made outside of the recorded calls")
             node = self.graph.placeholder(f"captured_{len(self.captured)}")
-            first = next(iter(self.graph.nodes))
-            if first is not node:
+            first = next(each for position, each in enumerate(self.graph.nodes) if position == len(self.captured))
+            if first is not node:  # behind those captured before: they are given in their order
                 first.prepend(node)
             self.captured.append(tensor)
         self._alive.append(tensor)
@@ -205,6 +205,11 @@ class Recording:
         node = self.compute(function, args)
         node.meta["is_size"] = True
         return node
+
+    def length(self, tensor: torch.Tensor, dim: int) -> Any:
+        """The size of a tensor along ``dim``, which the graph reads at every call."""
+        node = self._marked(self.graph.call_method("size", (self.node(tensor), dim)))
+        return symbolic(self, int(tensor.size(dim)), node)
 
     def refusal(self, problem: str, hint: str | None = None) -> Untraceable:
         """The error for what cannot be recorded, with the model's line."""

@@ -146,12 +146,66 @@ class SizeNode:
         return SizeNode(self.recording, hint, node)
 
 
+class _Whole(torch.SymInt):
+    """A symbolic number that says it is an ``int``, as the number is that the code gets when nothing is recorded."""
+
+    __class__ = property(lambda self: int)  # type: ignore[assignment]
+
+
+class _Real(torch.SymFloat):
+    """The same for ``float``."""
+
+    __class__ = property(lambda self: float)  # type: ignore[assignment]
+
+
+def _own(number: Any) -> Any:
+    """A result of torch's arithmetic as a number of ours."""
+    if isinstance(number, tuple):
+        return tuple(_own(part) for part in number)
+    if type(number) is torch.SymInt:
+        return _Whole(number.node)
+    return _Real(number.node) if type(number) is torch.SymFloat else number
+
+
+def _of_torch(number: Any) -> Any:
+    """A number of ours as torch computes with it: there, an ``int`` is a constant."""
+    if type(number) is _Whole:
+        return torch.SymInt(number.node)
+    return torch.SymFloat(number.node) if type(number) is _Real else number
+
+
+def _computed(original: Callable[..., Any]) -> Callable[..., Any]:
+    def compute(self: Any, *others: Any) -> Any:
+        return _own(original(_of_torch(self), *map(_of_torch, others)))
+
+    return compute
+
+
+def _decided(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What is made of the plain number: that is a decision, with a guard."""
+    return lambda self, *arguments: function(self.node._decide(), *arguments)
+
+
+_OPERATIONS = (
+    "abs", "add", "and", "ceil", "eq", "floor", "floordiv", "ge", "gt", "le", "lshift", "lt", "mod", "mul", "ne", "neg",
+    "or", "pos", "pow", "radd", "rand", "rfloordiv", "rlshift", "rmod", "rmul", "ror", "round", "rpow", "rrshift",
+    "rshift", "rsub", "rtruediv", "rxor", "sub", "truediv", "trunc", "xor", "sym_float", "sym_int", "sym_max",
+    "sym_min", "sym_ite",
+)  # fmt: skip
+for _class in (_Whole, _Real):
+    for _name in [f"__{name}__" for name in _OPERATIONS]:
+        if hasattr(_class.__base__, _name):
+            setattr(_class, _name, _computed(getattr(_class.__base__, _name)))
+    for _function in (hash, str, format, divmod):
+        setattr(_class, f"__{_function.__name__}__", _decided(_function))
+
+
 def symbolic(recording: Recording, hint: Any, node: fx.Node) -> Any:
     """``hint`` as a number that writes down what is computed with it."""
     made = SizeNode(recording, hint, node)
     if made.is_int():
-        return torch.SymInt(made)
-    return torch.SymFloat(made) if made.is_float() else torch.SymBool(made)
+        return _Whole(made)
+    return _Real(made) if made.is_float() else torch.SymBool(made)
 
 
 def is_symbolic(value: Any) -> bool:

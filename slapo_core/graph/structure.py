@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -25,6 +26,7 @@ PLAIN = (
     torch.device,
     torch.layout,
     torch.memory_format,
+    enum.Enum,
 )
 """Values that are part of the code of a graph."""
 
@@ -63,7 +65,7 @@ class Opaque:
 def is_plain(value: Any) -> bool:
     """Whether ``value`` can be a constant in the code of a graph; tuples, lists and dictionaries of such too."""
     if isinstance(value, PLAIN):
-        return True
+        return not is_symbolic(value)
     if type(value) in (tuple, list, set, frozenset):
         return all(is_plain(item) for item in value)
     if type(value) is slice:

@@ -149,9 +149,7 @@ def _size(recording: Recording, func: Any, args: Any, kwargs: Any) -> Any:
     dim = rest[0] if rest else kwargs.get("dim")
     if dim is None:
         return _shape(recording, func, (tensor,), {})
-    dim = int(dim)
-    node = recording.graph.call_method("size", (recording.node(tensor), dim))
-    return symbolic(recording, int(func(tensor, dim)), recording._marked(node))
+    return recording.length(tensor, int(dim))
 
 
 def _number(recording: Recording, func: Any, args: Any, kwargs: Any) -> Any:
@@ -170,8 +168,15 @@ def _length(recording: Recording, func: Any, args: Any, kwargs: Any) -> Any:
     return out
 
 
+def _constant(recording: Recording, func: Any, args: Any, kwargs: Any) -> Any:
+    return func(*args, **kwargs)
+
+
 def _rank(recording: Recording, func: Any, args: Any, kwargs: Any) -> Any:
-    """The number of axes: a plain number, since the tensors that come in are held to theirs."""
+    """The number of axes: a plain number. The tensors that come in are held to theirs; modules may give others."""
+    node = recording.node(args[0])
+    if node.op != "placeholder":
+        recording.guard(recording.compute(torch.Tensor.dim, (node,)), func(*args, **kwargs))
     return func(*args, **kwargs)
 
 
@@ -194,10 +199,10 @@ _ATTRIBUTES: dict[str, Query] = {
     "dtype": _guarded,
     "requires_grad": _guarded,
     "is_cuda": _guarded,
-    "is_meta": _rank,
+    "is_meta": _constant,
     "is_sparse": _guarded,
     "is_leaf": _guarded,
-    "is_nested": _rank,
+    "is_nested": _constant,
     "is_quantized": _guarded,
     "is_mkldnn": _guarded,
     "is_mps": _guarded,
@@ -206,7 +211,7 @@ _ATTRIBUTES: dict[str, Query] = {
     "layout": _guarded,
     "itemsize": _guarded,
     "nbytes": _guarded,
-    "name": _rank,
+    "name": _constant,
 }
 
 _METHODS: dict[str, Query] = {
@@ -222,8 +227,8 @@ _METHODS: dict[str, Query] = {
     "is_complex": _guarded,
     "get_device": _guarded,
     "element_size": _guarded,
-    "__hash__": _rank,
-    "__format__": _rank,
-    "__repr__": _rank,
+    "__hash__": _constant,
+    "__format__": _constant,
+    "__repr__": _constant,
     **dict.fromkeys(_VALUES, _value),
 }

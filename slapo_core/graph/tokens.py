@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import enum
 import functools
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -12,7 +14,7 @@ from torch import nn
 __all__ = ["ABSENT", "Identity", "describe", "is_transparent", "real_type", "same", "token"]
 
 _SCALARS = (bool, int, complex, str, bytes, type(None), type(Ellipsis), torch.dtype, torch.device, torch.layout)
-_BY_IDENTITY = (FunctionType, BuiltinFunctionType, ModuleType, type)
+_BY_IDENTITY = (FunctionType, BuiltinFunctionType, ModuleType, type, enum.Enum)
 _MANY = 1000
 """Containers of more parts are told apart by their length only: they are data, and not settings."""
 
@@ -59,6 +61,12 @@ def token(value: Any) -> Any:
         return (cls, value.__func__, real_type(value.__self__))
     if isinstance(value, functools.partial):
         return (cls, token(value.func), token(value.args), token(value.keywords))
+    if isinstance(value, tuple | SimpleNamespace):
+        parts = vars(value).items() if isinstance(value, SimpleNamespace) else enumerate(value)
+        return (cls, tuple((key, _typed(part)) for key, part in parts))
+    if dataclasses.is_dataclass(value) and not hasattr(value, "__dict__"):  # with slots: it cannot be watched
+        fields = dataclasses.fields(value)
+        return (cls, tuple((field.name, _typed(getattr(value, field.name))) for field in fields))
     if isinstance(value, torch.Tensor):
         return (torch.Tensor, tuple(value.shape), value.dtype)
     return (nn.Module if isinstance(value, nn.Module) else object, cls)

@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 from torch._compile import _disable_dynamo
 
-from slapo_core.errors import GuardError, TraceError
+from slapo_core.errors import ApplyError, GuardError, TraceError
 from slapo_core.graph import regions
-from slapo_core.graph.arguments import MISSING, Parameters, form
+from slapo_core.graph.arguments import MISSING, Parameters, forms
 from slapo_core.graph.buffers import buffers_kept
 from slapo_core.graph.leaves import Leaves
 from slapo_core.graph.mutations import refusing_changes
 from slapo_core.graph.plan import Plan
 from slapo_core.graph.printing import printed
 from slapo_core.graph.refusals import refusal
+from slapo_core.graph.rewriting.matching import applied, by_pattern, rewrite_of
+from slapo_core.graph.rewriting.rewrite import Action, Outline, Replacement, Rewrite
+from slapo_core.graph.rewriting.swallowing import swallowed_problem
 from slapo_core.graph.sharing import Pool, exact_form, structure
 from slapo_core.graph.surroundings import Surroundings
 from slapo_core.graph.tokens import describe, token
 from slapo_core.graph.variant import Variant
 from slapo_core.spec.tracer import Flag, GuardViolation, Tracer, Untraceable
+
+if TYPE_CHECKING:
+    from slapo_core.spec.graph import Match, Region
 
 __all__ = ["TracedForward"]
 
@@ -41,13 +48,24 @@ class TracedForward:
         leaves: which modules below are called as they are.
         path: of the traced module, for messages.
         pool: recordings of others that may serve here too.
+        beneath: the graphs that these were made of.
+        rewrite: by this; both or none.
     """
 
     def __init__(
-        self, forward: Callable[..., Any], tracer: Tracer, leaves: Leaves, *, path: str = "", pool: Pool | None = None
+        self,
+        forward: Callable[..., Any],
+        tracer: Tracer,
+        leaves: Leaves,
+        *,
+        path: str = "",
+        pool: Pool | None = None,
+        beneath: TracedForward | None = None,
+        rewrite: Rewrite | None = None,
     ) -> None:
         self.forward, self.tracer, self.leaves, self.path = forward, tracer, leaves, path
         self.pool = pool if pool is not None else Pool()
+        self.beneath, self.rewrite = beneath, rewrite
         self.parameters = Parameters(forward)
         self.variants: dict[Any, Variant] = {}
         self.plans: list[Plan] = []
@@ -120,16 +138,17 @@ class TracedForward:
         number, plan, modules = self._plan(module)
         key = (
             number,
-            tuple([form(value) for value in values]),
-            tuple([below.training for below in modules[: len(plan.paths)]]),
+            forms(values),
+            tuple([below.training for below in modules]),
             tuple([tensor.dtype for below in modules for tensor in below._parameters.values() if tensor is not None]),
             regions.state(),
+            torch.get_default_dtype(),
         )
         found = self.variants.get(key)
         if found is None:
             if len(self.variants) >= MOST_VARIANTS:
                 raise TraceError(
-                    f"{self._where} was called in more than {MOST_VARIANTS} different forms: {key[1]}",
+                    f"{self._where} was called in more than {MOST_VARIANTS} different forms: {key[1][0]}",
                     path=self.path,
                     hint="pass what varies as numbers or tensors, or trace a narrower node",
                 )
@@ -138,7 +157,82 @@ class TracedForward:
         violated = found.checks.violated(modules)
         if violated is not None:
             raise self._changed(*violated)
+        problem = swallowed_problem(module, found.swallowed)
+        if problem is not None:
+            raise GuardError(
+                f"the graph of {self._where} does not call it any more since it was rewritten, and {problem}: that "
+                "would have no effect",
+                path=self.path,
+                hint="change the module first, and rewrite then",
+            )
         return found
+
+    # -- rewriting ---------------------------------------------------------------------------------------------
+
+    def outlined(
+        self, module: nn.Module, matches: Sequence[Match], transform: Callable[[Region], Region], *, name: str
+    ) -> TracedForward:
+        return self._rewritten(module, matches, Outline(transform, name))
+
+    def replaced(
+        self,
+        module: nn.Module,
+        matches: Sequence[Match],
+        new: Callable[..., Any] | str,
+        *,
+        arguments: Sequence[Any] = (),
+        keywords: Mapping[str, Any] | None = None,
+        name: str,
+    ) -> TracedForward:
+        named = tuple((keywords or {}).items())
+        return self._rewritten(module, matches, Replacement(new, tuple(arguments), named, name))
+
+    @property
+    def swallowed(self) -> tuple[str, ...]:
+        variants = [*self.variants.values(), *([self.draft] if self.draft is not None else [])]
+        return tuple(dict.fromkeys(path for variant in variants for path, _ in variant.swallowed))
+
+    @property
+    def node_names(self) -> frozenset[str]:
+        first = self.first
+        return frozenset(node.name for node in first.recorded.graph.nodes) if first is not None else frozenset()
+
+    @property
+    def rewrites(self) -> tuple[Rewrite, ...]:
+        """What was done to the recorded graphs, oldest first."""
+        before = self.beneath.rewrites if self.beneath is not None else ()
+        return before if self.rewrite is None else (*before, self.rewrite)
+
+    def _rewritten(self, module: nn.Module, matches: Sequence[Match], action: Action) -> TracedForward:
+        graph = self
+        for pattern, members in by_pattern(matches):
+            first = graph.first
+            if first is None:
+                raise ApplyError(f"{self._where} has no recorded graph to rewrite", path=self.path)
+            rewrite = rewrite_of(pattern, members, first.recorded, module, action)
+            graph = graph._with(rewrite, module)
+        return graph
+
+    def _with(self, rewrite: Rewrite, module: nn.Module) -> TracedForward:
+        made = TracedForward(self.forward, self.tracer, self.leaves, path=self.path, beneath=self, rewrite=rewrite)
+        made.plans = self.plans  # the same list: a form of a call has the same key in both
+        if self.draft is not None:
+            made.draft = made._repeated(self.draft, module, first=True)
+        for position, (key, variant) in enumerate(self.variants.items()):
+            made.variants[key] = made._repeated(variant, module, first=position == 0 and self.draft is None)
+        return made
+
+    def _repeated(self, variant: Variant, module: nn.Module, *, first: bool = False) -> Variant:
+        assert self.rewrite is not None
+        made = variant.rewritten_alike(self.rewrite, module)
+        if made is None:
+            recorded, swallowed = applied(self.rewrite, variant.recorded, module, self._where, self.path, first=first)
+            all_swallowed = tuple(dict.fromkeys((*variant.swallowed, *swallowed)))
+            made = Variant(recorded, module, variant.plan, variant.surroundings, all_swallowed)
+            variant.keep_rewritten(self.rewrite, module, made)
+        return made
+
+    # ----------------------------------------------------------------------------------------------------------
 
     def _plan(self, module: nn.Module) -> tuple[int, Plan, list[nn.Module]]:
         for number, plan in enumerate(self.plans):
@@ -154,6 +248,8 @@ class TracedForward:
     @_disable_dynamo  # recording is no part of what is compiled: torch.compile breaks its graph here, once
     def _shared(self, module: nn.Module, values: tuple[Any, ...], plan: Plan, key: Any) -> Variant:
         """A variant that another module has recorded, or else a new one."""
+        if self.beneath is not None:
+            return self._repeated(self.beneath.variant(module, values), module)
         exact = (self.forward, type(self.tracer), self.leaves, key, exact_form(values), structure(module))
         found = self.pool.find(exact, module)
         if found is None:
@@ -181,7 +277,7 @@ class TracedForward:
                 raise Untraceable(f"changes the global name {changed}")
         except Exception as error:
             raise refusal(error, self.tracer, self.path) from error
-        return Variant(recorded, module, plan, surroundings.flags)
+        return Variant(recorded, module, plan, surroundings=surroundings.flags)
 
     @property
     def _where(self) -> str:
@@ -196,7 +292,7 @@ class TracedForward:
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("forward", "tracer", "leaves", "path", "pool")
+        names = ("forward", "tracer", "leaves", "path", "pool", "beneath", "rewrite")
         return {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -179,5 +179,6 @@ def _listed(items: Sequence[str]) -> str:
 
 
 def _command(kind: str) -> str:
-    command = kind if kind in ("primitives", "dialects") else f"plugins list --kind {kind}"
+    own = {"primitives": "primitives", "dialects": "dialects", "patterns": "patterns list"}
+    command = own.get(kind, f"plugins list --kind {kind}")
     return f"`slapo {command}` shows what is installed"

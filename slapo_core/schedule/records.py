@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from slapo_core.errors import ReplayError, SerializationError, SlapoError
 from slapo_core.schedule.coverage import count_blocks
-from slapo_core.schedule.functions import find_function, name_of_function
+from slapo_core.schedule.functions import find_function, is_function_name, name_of_function
+from slapo_core.schedule.saved_matches import matches_from_json, matches_to_json
 from slapo_core.spec.primitive import Primitive
 from slapo_core.spec.record import Record
 
@@ -106,10 +107,14 @@ def primitive_to_json(primitive: Primitive, *, where: str) -> dict[str, Any]:
     def place(name: str) -> Callable[[str], str]:
         return lambda part: f"argument '{name}'{part} of {where}"
 
-    encoded = {}
+    encoded: dict[str, Any] = {}
     for name, value in primitive.arguments().items():
         function = name_of_function(value) if name in primitive.named_functions else None
-        encoded[name] = function if function is not None else _encode(value, place(name))
+        if name in primitive.matches:
+            if value is not None:
+                encoded[name] = matches_to_json(value)
+        else:
+            encoded[name] = function if function is not None else _encode(value, place(name))
     return encoded
 
 
@@ -134,10 +139,15 @@ def primitive_from_json(cls: type[Primitive], arguments: Mapping[str, Any]) -> P
     functions = {
         name: find_function(arguments[name], where=f"{cls.name}: argument '{name}'")
         for name in cls.named_functions
-        if isinstance(arguments.get(name), str)
+        if is_function_name(arguments.get(name))
+    }
+    matches = {
+        name: matches_from_json(arguments[name], where=f"{cls.name}: argument '{name}'")
+        for name in cls.matches
+        if arguments.get(name) is not None
     }
     try:
-        return cls(**{**arguments, **functions})
+        return cls(**{**arguments, **functions, **matches})
     except SlapoError:
         raise
     except Exception as error:  # a check of the primitive's author

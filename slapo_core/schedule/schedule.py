@@ -15,9 +15,11 @@ from slapo_core.plugins.manager import HookManager
 from slapo_core.plugins.process import current_registry
 from slapo_core.schedule.example_calls import ExampleCalls
 from slapo_core.schedule.explanation import explain_records
+from slapo_core.schedule.finding import Matches, find_in
 from slapo_core.schedule.history import History
 from slapo_core.schedule.location import caller_location
 from slapo_core.schedule.records import dump_records
+from slapo_core.schedule.settling import each_its_own, settled
 from slapo_core.schedule.sugar import bound_primitive
 from slapo_core.schedule.transaction import Transaction
 from slapo_core.schedule.watching.watch import Watch
@@ -112,6 +114,10 @@ class Schedule:
     def apply(self, primitive: Primitive) -> Node:
         """Apply a primitive at the root of the model: ``sch.root.apply``."""
         return self.apply_at(self.root, primitive)
+
+    def find(self, pattern: Any) -> Matches:
+        """Every place of the model's graphs where a pattern stands: ``sch.root.find``."""
+        return self.find_at((self.root,), pattern)
 
     @property
     def records(self) -> tuple[Record, ...]:
@@ -241,7 +247,12 @@ class Schedule:
         if not self._history:
             self.tree.tensors.begin()
         transaction = Transaction(
-            self.tree, ask=self.hooks.call_each, admit=self._admit, inner=self._inner, after_edit=after_edit
+            self.tree,
+            ask=self.hooks.call_each,
+            admit=self._admit,
+            settle=self._settle,
+            inner=self._inner,
+            after_edit=after_edit,
         )
         try:
             result, step = transaction.run(
@@ -262,14 +273,23 @@ class Schedule:
         self.hooks.activate(provider[0], version=provider[1])
         return provider
 
+    def _settle(self, node: Node, primitive: Primitive) -> Primitive:
+        if not primitive.matches:
+            return primitive
+        return settled(primitive, self.tree.node(node.path), self, self._history)
+
     def apply_each(self, nodes: tuple[Node, ...], primitive: Primitive) -> tuple[Node, ...]:
         """Apply ``primitive`` at every node, or, if one refuses, at none."""
         before = len(self._history)
         try:
-            return tuple([self.apply_at(node, primitive) for node in nodes])
+            return tuple([self.apply_at(node, own) for node, own in each_its_own(primitive, nodes)])
         except BaseException:
             self.undo(to=before)
             raise
+
+    def find_at(self, nodes: tuple[TreeNode, ...], pattern: Any) -> Matches:
+        """What ``find`` gives for ``nodes``; see :meth:`slapo_core.spec.node.Node.find`."""
+        return find_in(self, nodes, pattern)
 
     def kept(self, what: str) -> dict[str, Any]:
         """For what is found out about the model, until a step comes or goes; ``what`` is refused while rewound."""

@@ -34,6 +34,9 @@ Ask = Callable[..., Iterable[tuple[str, Any]]]
 Admit = Callable[[Primitive], tuple[str, str]]
 """Refuses the primitive of a plugin that is not usable; else activates its hooks and gives name and version."""
 
+Settle = Callable[["Node", Primitive], Primitive]
+"""Gives the primitive with its matches located in the graphs as they are now."""
+
 
 @dataclass(frozen=True)
 class Step:
@@ -86,6 +89,7 @@ class Transaction:
         ask: calls plugin hooks; see :data:`Ask`.
         admit: see :data:`Admit`; also asked about primitives that this one applies.
         inner: filled with a record for each primitive that this one applies, for those after it to see.
+        settle: see :data:`Settle`; also for primitives that this one applies.
         after_edit: called with the number of edits made so far after each; raising from it is a fault inside apply.
     """
 
@@ -95,6 +99,7 @@ class Transaction:
         *,
         ask: Ask,
         admit: Admit,
+        settle: Settle,
         inner: list[Record] | None = None,
         after_edit: Callable[[int], None] | None = None,
     ) -> None:
@@ -102,6 +107,7 @@ class Transaction:
         self._tree = tree
         self._ask = ask
         self._admit = admit
+        self._settle = settle
         self._provider = ("", "")
         self._edit = TreeEdit(tree, apply_inner=self._apply_inner, after_edit=after_edit)
 
@@ -117,6 +123,7 @@ class Transaction:
             PostconditionError: the primitive did not take effect; the model is as before.
         """
         self._provider = self._admit(primitive)
+        primitive = self._settle(node, primitive)
         self._check(node, primitive)
         outer, self._tree.open_edit = self._tree.open_edit, self._edit
         try:
@@ -176,6 +183,7 @@ class Transaction:
         before, known, outer = len(edit.entries), len(self._inner), self._provider
         self._provider = self._admit(primitive)
         try:
+            primitive = self._settle(node, primitive)
             self._check(node, primitive)
             result = self._change(node, primitive)
         except BaseException:  # the outer primitive may go on without it

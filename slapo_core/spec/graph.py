@@ -1,19 +1,57 @@
-"""What one sees of the static graph of a traced module."""
+"""What one sees of the static graph of a traced module, and of what was found in it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["Graph"]
+__all__ = ["Graph", "Match", "Region"]
+
+Region = Callable[..., Any]
+"""What a match computes, as a pure function of its inputs: parameters and buffers are arguments like any other."""
+
+
+@dataclass(frozen=True)
+class Match:
+    """A place in the graph of a traced module where a pattern was found.
+
+    It holds as long as its nodes stand in the present graph of the module; then StaleMatchError names the step that
+    ended it.
+
+    Args:
+        path: of the traced module, e.g. ``"encoder.layer.0.output"``.
+        pattern: as data; finds the place again in another variant of the graph, or in another instance of the model.
+        index: which of the matches in this graph it is, from 0.
+        total: how many there are.
+        nodes: names of the graph's nodes that belong to it, in the graph's order.
+        inputs: names of the nodes whose values it reads, in the order of the pattern's arguments.
+        outputs: names of those of its nodes whose values are used outside of it, in the graph's order.
+        captures: by name: the name of a node, as :class:`str`, or ``("constant", value)``.
+    """
+
+    path: str
+    pattern: Any
+    index: int
+    total: int
+    nodes: tuple[str, ...] = field(default=(), compare=False)
+    inputs: tuple[str, ...] = field(default=(), compare=False)
+    outputs: tuple[str, ...] = field(default=(), compare=False)
+    captures: Mapping[str, Any] = field(default_factory=dict, compare=False)
+
+    def __str__(self) -> str:
+        where = f"'{self.path}'" if self.path else "the root"
+        return f"match {self.index + 1} of {self.total} at {where}: {', '.join(self.nodes)}"
 
 
 class Graph(Protocol):
     """The static graph that runs in place of a module's forward.
 
     It holds no module: names in it are relative to the one it is called for. ``print(graph)`` shows it as Python.
+    Nothing changes it; what rewrites it makes another one, for :meth:`slapo_core.spec.edit.Edit.set_graph`.
     """
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -21,3 +59,61 @@ class Graph(Protocol):
         ...
 
     def __str__(self) -> str: ...
+
+    @property
+    def swallowed(self) -> tuple[str, ...]:
+        """Paths, relative to the traced module, of modules that it called before it was rewritten, and calls no more.
+
+        Their parameters may be in use; what is put around their calls has no effect.
+        """
+        ...
+
+    @property
+    def node_names(self) -> frozenset[str]:
+        """Of the variant that was recorded first, which matches are named after."""
+        ...
+
+    def outlined(
+        self, module: nn.Module, matches: Sequence[Match], transform: Callable[[Region], Region], *, name: str
+    ) -> Graph:
+        """Each match becomes one call of ``transform(region)``, in every variant of the graph.
+
+        Args:
+            module: the traced module.
+            matches: of this graph, none of which shares a node with another.
+            transform: gives what runs instead of a region; called once for each distinct region, which all places
+                that compute the same then share. To pickle the model, it must be picklable.
+            name: of the call in the printed graph.
+
+        Raises:
+            ApplyError: a match cannot be taken out: a value leaves it and comes back, a tensor is written to in place
+                between its nodes, or random numbers would be drawn in another order. Modules with hooks or steps are
+                called by the region as before.
+        """
+        ...
+
+    def replaced(
+        self,
+        module: nn.Module,
+        matches: Sequence[Match],
+        new: Callable[..., Any] | str,
+        *,
+        arguments: Sequence[Any] = (),
+        keywords: Mapping[str, Any] | None = None,
+        name: str,
+    ) -> Graph:
+        """Each match becomes one call of ``new``, in every variant of the graph.
+
+        Args:
+            module: the traced module.
+            matches: as for :meth:`outlined`.
+            new: a function, or the path of a module below the traced one.
+            arguments: names of captures of the match, or numbers of its inputs, whose values are passed in this order.
+            keywords: the same, by keyword.
+            name: of the call in the printed graph.
+
+        Raises:
+            ApplyError: as for :meth:`outlined`; or a match has no such capture, or it swallows a module with hooks or
+                steps.
+        """
+        ...

@@ -29,9 +29,11 @@ class Kind:
 KINDS: dict[str, Kind] = {
     "primitives": Kind("slapo_core.spec.primitive:Primitive", namespaced=True),
     "dialects": Kind("slapo_core.spec.dialect:Dialect", namespaced=False),
+    "compilers": Kind("slapo_core.spec.compiler:Compiler", namespaced=False),
+    "patterns": Kind("slapo_core.spec.pattern:Pattern", namespaced=True),
     "tracers": Kind("slapo_core.spec.tracer:Tracer", namespaced=False),
     "hooks": Kind(None, namespaced=False),
 }
 
-PLANNED_KINDS = ("compilers", "patterns", "samplers", "templates")
+PLANNED_KINDS = ("samplers", "templates")
 """Names kept for kinds that this version does not use: what a plugin provides of them is told and left alone."""

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from slapo_core.spec.edit import Forward, HookKind
-    from slapo_core.spec.graph import Graph
+    from slapo_core.spec.graph import Graph, Match
     from slapo_core.spec.layout import Layout
     from slapo_core.spec.mesh import Mesh
     from slapo_core.spec.primitive import Primitive
@@ -148,6 +148,26 @@ class Node(Protocol):
 
         Raises:
             PluginError: nothing that is installed and usable provides it; the message says what to do.
+        """
+        ...
+
+    def find(self, pattern: Any) -> list[Match]:
+        """Every place at or below this node where the graph of a traced module has ``pattern``.
+
+        ``dense.find(lambda x, bias: F.gelu(x + bias))`` gives a :class:`~slapo_core.spec.graph.Match` for each.
+
+        Args:
+            pattern: a function of the values that go in, which computes what is looked for; a module; the name of a
+                pattern of a plugin, e.g. ``"fusion.sdpa"``; a glob or regular expression over what calls are named in
+                ``print(node.graph)``; ``where(predicate)`` or ``any_of(...)`` of :mod:`slapo_core.patterns`.
+
+        Returns:
+            the matches in the order of the model, none of which shares a graph node with another; its attribute
+            ``untraced`` has the paths of modules that were not searched because they are not traced.
+
+        Raises:
+            TraceError: nothing at or below this node is traced.
+            ArgumentError: it is no pattern, or one that cannot be traced.
         """
         ...
 

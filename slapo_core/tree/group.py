@@ -34,6 +34,10 @@ class NodeGroup:
         owner = self.nodes[0]._tree.owner
         return NodeGroup(tuple(owner.apply_each(self.nodes, primitive)), self.pattern)  # type: ignore[arg-type]
 
+    def find(self, pattern: Any) -> Any:
+        """Every place at or below these nodes where a pattern stands: see :meth:`slapo_core.spec.node.Node.find`."""
+        return self.nodes[0]._tree.owner.find_at(self.nodes, pattern)
+
     def __iter__(self) -> Iterator[TreeNode]:
         return iter(self.nodes)
 

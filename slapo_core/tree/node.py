@@ -151,6 +151,9 @@ class TreeNode:
             below = [full_name(path, name) for name, child in node.module._modules.items() if child is not None]
             stack.extend(child for child in reversed(below) if child in modules)
 
+    def find(self, pattern: Any) -> Any:
+        return self._tree.owner.find_at((self,), pattern)
+
     # -- doing ------------------------------------------------------------------------------------------------
 
     def apply(self, primitive: Primitive) -> NodeProtocol:

@@ -9,14 +9,17 @@ from slapo_core import errors
 
 FUNCTIONS_AND_CLASSES = {
     "Change",
+    "Compiler",
     "Dialect",
     "Edit",
     "Engine",
     "Equivalence",
     "Fact",
     "Layout",
+    "Match",
     "Mesh",
     "Node",
+    "Pattern",
     "Plan",
     "Primitive",
     "Problem",
@@ -37,6 +40,8 @@ FUNCTIONS_AND_CLASSES = {
     "state_dict",
     "verify",
 }
+
+MODULES = {"patterns"}
 
 ERRORS = {
     "AmbiguousNameError",
@@ -65,6 +70,7 @@ ERRORS = {
     "SealedError",
     "SerializationError",
     "SlapoError",
+    "StaleMatchError",
     "StaleNodeError",
     "TraceError",
     "UndoError",
@@ -75,7 +81,7 @@ ERRORS = {
 
 
 def test_public_names_are_these_and_no_others() -> None:
-    assert set(slapo_core.__all__) == FUNCTIONS_AND_CLASSES | ERRORS
+    assert set(slapo_core.__all__) == FUNCTIONS_AND_CLASSES | MODULES | ERRORS
 
 
 def test_every_public_name_leads_somewhere() -> None:

@@ -40,9 +40,11 @@ def test_the_json_has_one_object_a_distribution_and_sorted_keys(one: FakeEnviron
     plugins = {plugin["name"]: plugin for plugin in listed["plugins"]}
     assert list(plugins) == sorted(plugins)
     assert plugins["acme-slapo"] == {
+        "compilers": [],
         "dialects": [],
         "hooks": [],
         "name": "acme-slapo",
+        "patterns": [],
         "primitives": ["acme.pad"],
         "reason": None,
         "remedy": None,
@@ -105,10 +107,10 @@ def test_show_tells_everything_about_one_plugin(one: FakeEnvironment) -> None:
 
 
 def test_what_a_plugin_provides_and_this_version_does_not_use_is_shown(fake_distributions: FakeEnvironment) -> None:
-    points = {"slapo.v1.compilers": {"fast": "fast_slapo:Fast"}}
+    points = {"slapo.v1.samplers": {"fast": "fast_slapo:Fast"}}
     fake_distributions.install(FakeDistribution("fast-slapo", entry_points=points))
-    remark = f"provides compilers, which slapo-core {core_version()} does not use yet"
-    listed = fake_distributions.slapo("plugins", "list", "--strict", "--kind", "compilers")
+    remark = f"provides samplers, which slapo-core {core_version()} does not use yet"
+    listed = fake_distributions.slapo("plugins", "list", "--strict", "--kind", "samplers")
     assert listed.returncode == 0, listed.stderr
     assert listed.stdout.splitlines()[1] == f"fast-slapo  1.0      ok     fast      {remark}"
     shown = fake_distributions.slapo("plugins", "show", "fast-slapo")
@@ -161,6 +163,43 @@ def test_dialects_are_listed_without_importing(fake_distributions: FakeEnvironme
     fake_distributions.install(FakeDistribution("acme-slapo", entry_points=points))
     rows = [line.split() for line in fake_distributions.slapo("dialects").stdout.splitlines()]
     assert ["acme", "acme-slapo", "1.0"] in rows
+
+
+PATTERN = """
+import slapo_core as slapo
+
+
+def added(x, y):
+    return y + x
+
+
+class Sum(slapo.Pattern):
+    \"\"\"A sum.\"\"\"
+
+    name = "acme.sum"
+    replacement = staticmethod(added)
+
+    def forms(self):
+        yield lambda x, y: x + y
+"""
+
+
+def test_patterns_are_listed_without_importing_and_shown_with_their_forms(fake_distributions: FakeEnvironment) -> None:
+    points = {"slapo.v1.patterns": {"acme.sum": "acme_slapo:Sum", "acme.gone": "acme_nothing:Gone"}}
+    fake_distributions.install(FakeDistribution("acme-slapo", "1.0", points, {"acme_slapo": PATTERN}))
+    rows = [line.split() for line in fake_distributions.slapo("patterns", "list").stdout.splitlines()]
+    assert rows[1:] == [["acme.gone", "gone", "acme-slapo", "1.0"], ["acme.sum", "sum", "acme-slapo", "1.0"]]
+    listed = json.loads(fake_distributions.slapo("patterns", "list", "--json").stdout)
+    assert [item["name"] for item in listed] == ["acme.gone", "acme.sum"]
+    shown = fake_distributions.slapo("patterns", "show", "acme.sum").stdout
+    for part in ("acme.sum  (acme-slapo 1.0, acme_slapo:Sum)", "A sum.", "yield lambda x, y: x + y", "return y + x"):
+        assert part in shown
+    as_json = json.loads(fake_distributions.slapo("patterns", "show", "sum", "--json").stdout)
+    assert (as_json["name"], as_json["documentation"]) == ("acme.sum", "A sum.")
+    missing = fake_distributions.slapo("patterns", "show", "acme.product")
+    assert missing.returncode == 1
+    assert "no installed plugin provides pattern 'acme.product'" in missing.stderr
+    assert "did you mean 'acme.sum'?" in missing.stderr
 
 
 @pytest.mark.parametrize("arguments", [("plugins", "list", "--kind", "primitive"), ("plugins", "lst"), ("--no-such",)])

@@ -148,7 +148,7 @@ def test_what_is_wrong_with_a_plugin_is_found(fake_distributions: FakeEnvironmen
 
 def test_what_this_version_does_not_use_is_no_failure(fake_distributions: FakeEnvironment) -> None:
     kinds = FakeDistribution(
-        "fast-slapo", "1.0", {"slapo.v1.compilers": {"fast": "fast_slapo:Fast"}}, {"fast_slapo": "1 / 0"}
+        "fast-slapo", "1.0", {"slapo.v1.samplers": {"fast": "fast_slapo:Fast"}}, {"fast_slapo": "1 / 0"}
     )
     hooks = with_hooks("stage-slapo", "@hookimpl\ndef slapo_partition(schedule):\n    pass\n")
     found = findings(fake_distributions, kinds, hooks)
@@ -156,8 +156,8 @@ def test_what_this_version_does_not_use_is_no_failure(fake_distributions: FakeEn
     assert [
         (item.subject, item.check, item.outcome, item.message) for item in found if item.check != "light_import"
     ] == [
-        ("fast-slapo", "state", "passed", f"provides compilers, which {core} does not use yet"),
-        ("fast", "load", "skipped", f"{core} does not use compilers yet"),
+        ("fast-slapo", "state", "passed", f"provides samplers, which {core} does not use yet"),
+        ("fast", "load", "skipped", f"{core} does not use samplers yet"),
         ("stage-slapo", "state", "passed", ""),
         ("stage_slapo", "load", "passed", ""),
         ("stage_slapo", "hooks", "passed", ""),

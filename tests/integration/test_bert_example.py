@@ -49,7 +49,7 @@ def test_scheduled_and_unscheduled_training_agree(
     # Every layer is split over both ranks, so each holds clearly less than the whole model.
     whole, *_ = [memory["weights and optimiser"] for memory in plain["memory"]]
     assert all(memory["weights and optimiser"] < 0.75 * whole for memory in scheduled["memory"])
-    assert (directory / "bert_tp.png").read_bytes().startswith(b"\x89PNG")
+    assert (directory / "loss_curves.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_loss_curves_that_part_end_with_status_1(finished: tuple[Path, subprocess.CompletedProcess[str]]) -> None:

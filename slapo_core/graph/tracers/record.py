@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping
@@ -10,19 +11,25 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses import FakeTensor, FakeTensorMode
 
+from slapo_core.graph.caches import caches_kept
+from slapo_core.graph.fake import FakeMode, with_own_values, without_values
 from slapo_core.graph.flags import Flags
 from slapo_core.graph.functions import autograd_functions
+from slapo_core.graph.leaves import inlined_modules
+from slapo_core.graph.location import first_line
 from slapo_core.graph.pruning import drop_unused
-from slapo_core.graph.recorder import Recorder
+from slapo_core.graph.randomness import drawn_back, generators
+from slapo_core.graph.recorder import NeedsValues, Recorder
 from slapo_core.graph.recording import Recording
-from slapo_core.graph.structure import children, rebuild
+from slapo_core.graph.state import state_kept
 from slapo_core.graph.submodules import module_calls
 from slapo_core.graph.tracers.isolation import alone
 from slapo_core.spec.tracer import Recorded, Tracer, Untraceable
 
 __all__ = ["RecordTracer"]
+
+_RANDOM = "draw them with torch (torch.rand), or in a module below that stays a call"
 
 
 class RecordTracer(Tracer):
@@ -43,18 +50,19 @@ class RecordTracer(Tracer):
     ) -> Recorded:
         if arguments is None:
             raise Untraceable("is recorded by running it, and it is not known what it is called with")
+        # In an empty context: what collects outputs of modules there must not collect those of a recording.
         try:
             with _quiet():
-                return record(module, forward, arguments, leaves)
-        except (RuntimeError, NotImplementedError) as fake_error:
+                return contextvars.Context().run(record, module, forward, arguments, leaves)
+        except (NeedsValues, RuntimeError, NotImplementedError) as fake_error:
             if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
                 raise
-            # An operation without a fake implementation: on the tensors themselves, as the forward would run.
-            real = {name: _copied(value) for name, value in arguments.items()}
+            # What needs values: on the tensors themselves, as the forward would run.
+            real = with_own_values(dict(arguments))
             try:
                 with torch.random.fork_rng():
-                    return record(module, forward, real, leaves, fake=False)
-            except (RuntimeError, NotImplementedError):
+                    return contextvars.Context().run(record, module, forward, real, leaves, fake=False)
+            except (NeedsValues, RuntimeError, NotImplementedError):
                 raise fake_error from None
 
 
@@ -80,14 +88,25 @@ def record(
     """
     recording = Recording(module, may_capture=fake)
     recorder = Recorder(recording)
-    flags = Flags(recording.refusal)
-    mode = FakeTensorMode(allow_non_fake_inputs=True) if fake else None
+    flags = Flags(recording.refusal, lambda: recorder.is_paused, first_line(forward))
+    mode = FakeMode() if fake else None
     signature = inspect.signature(forward)
     given: dict[str, Any] = {}
-    with alone(), mode or contextlib.nullcontext():
-        for name, value in arguments.items():
-            node = recording.graph.placeholder(name)
-            given[name] = recording.give(_fake(mode, value) if mode else value, node)
+    drawn = generators()
+    with (
+        alone(),
+        state_kept(
+            module,
+            inlined_modules(module, leaves).values(),
+            lambda problem: Untraceable(problem, first_line(forward)),
+        ),
+        drawn_back(),
+        caches_kept(module),
+        mode or contextlib.nullcontext(),
+    ):
+        own = without_values(mode, dict(arguments)) if mode else arguments
+        for name, value in own.items():
+            given[name] = recording.give(value, recording.graph.placeholder(name))
         call = inspect.BoundArguments(signature, {next(iter(signature.parameters)): module, **given})  # type: ignore[arg-type]
         with (
             flags.watching(module, leaves),
@@ -96,6 +115,8 @@ def record(
             recorder,
         ):
             out = forward(*call.args, **call.kwargs)
+        if generators() != drawn:
+            raise Untraceable("draws random numbers that are not torch's", first_line(forward), _RANDOM)
         recorder.regions.finish()
         recording.graph.output(recording.node(out))
     graph = recording.graph
@@ -114,21 +135,3 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         log.disabled = before
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone().requires_grad_(value.requires_grad)
-    parts = children(value)
-    return value if parts is None else rebuild(value, [_copied(part) for _, _, part in list(parts)])
-
-
-def _fake(mode: FakeTensorMode, value: Any) -> Any:
-    if isinstance(value, FakeTensor):
-        return value
-    if isinstance(value, torch.Tensor):
-        return mode.from_tensor(value, static_shapes=True)
-    parts = children(value)
-    if parts is None:
-        return value
-    return rebuild(value, [_fake(mode, part) for _, _, part in list(parts)])

@@ -38,8 +38,10 @@ _SAME_BATCH = (
     'num_replicas=sch.mesh.size("dp"), rank=sch.mesh.rank("dp")), with the same seed on every rank'
 )
 _NUMBERS = itertools.count()
-_BY_NUMBER: weakref.WeakValueDictionary[int, FirstForward] = weakref.WeakValueDictionary()
-"""What is compiled can ask for nothing but numbers while it is traced; see :func:`_look_while_compiling`."""
+_BY_NUMBER: weakref.WeakValueDictionary[str, FirstForward] = weakref.WeakValueDictionary()
+"""What is compiled can ask for nothing but constants while it is traced; see :func:`_look_while_compiling`.
+
+The numbers are text: an integer that differs from one model to the next would become symbolic, and be no constant."""
 
 
 class FirstForward:
@@ -65,7 +67,7 @@ class FirstForward:
         self._pieces, self._mesh, self._passed = pieces, mesh, passed
         self._model = weakref.ref(model) if model is not None else None
         self._is_traced = False  # looked at while it was compiled
-        self._number = next(_NUMBERS)
+        self._number = str(next(_NUMBERS))
         _BY_NUMBER[self._number] = self
         self.may_be_given_parts = False
         """Whether steps may put together what each rank is given: then a rank may be given its part of a batch."""
@@ -136,7 +138,7 @@ class FirstForward:
 
 
 @torch.compiler.assume_constant_result
-def _look_while_compiling(number: int) -> bool:
+def _look_while_compiling(number: str) -> bool:
     """Called while torch.compile traces the model, and not by the code that it makes: no graph break, no cost."""
     hook = _BY_NUMBER.get(number)
     if hook is not None:

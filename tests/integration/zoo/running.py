@@ -11,12 +11,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.integration.zoo.architectures import CannotMake
-from tests.integration.zoo.checks import run_checks
+from tests.integration.zoo.checks import CHECKS, run_checks
 from tests.integration.zoo.subjects import subject, subjects
+from tests.integration.zoo.tracing import TRACING
 
-__all__ = ["Row", "check_all", "split_all"]
+__all__ = ["COLUMNS", "Row", "check_all", "split_all"]
 
-TIME_LIMIT = 90
+_ALL = {**CHECKS, **TRACING}
+COLUMNS = tuple(_ALL)
+"""Every check of one process."""
+
+TIME_LIMIT = 240
 BATCH = 12
 
 
@@ -43,12 +48,17 @@ class Row:
         return {check: result for check, result in self.results.items() if result.startswith("FAILED")}
 
 
-def check_all(names: Sequence[str], *, workers: int) -> Iterator[Row]:
-    """Run the checks of one process, in ``workers`` processes; rows come in the order in which they are done."""
+def check_all(tasks: Sequence[tuple[str, Sequence[str]]], *, workers: int) -> Iterator[Row]:
+    """Run checks of one process, in ``workers`` processes; rows come in the order in which they are done.
+
+    Args:
+        tasks: the name of a model and the columns to fill, each.
+        workers: processes.
+    """
     import transformers.models.bert.modeling_bert  # noqa: F401 (once, before the processes are forked)
 
     with multiprocessing.get_context("fork").Pool(workers, _quiet, maxtasksperchild=8) as pool:
-        yield from pool.imap_unordered(_check, names)
+        yield from pool.imap_unordered(_check, tasks)
 
 
 def split_all(names: Sequence[str]) -> Iterator[tuple[str, str]]:
@@ -74,13 +84,14 @@ def split_all(names: Sequence[str]) -> Iterator[tuple[str, str]]:
             yield name, answers[0][name] if same else f"FAILED: ranks disagree: {[a[name] for a in answers]}"
 
 
-def _check(name: str) -> Row:
+def _check(task: tuple[str, Sequence[str]]) -> Row:
+    name, columns = task
     model = next(each.model for each in subjects() if each.name == name)
     start = time.monotonic()
     signal.signal(signal.SIGALRM, _too_late)
     signal.alarm(TIME_LIMIT)
     try:
-        results = run_checks(subject(name))
+        results = run_checks(subject(name), {column: _ALL[column] for column in columns})
     except CannotMake as reason:
         return Row(name, model, time.monotonic() - start, str(reason))
     except TimeoutError as reason:

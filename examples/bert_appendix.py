@@ -1,0 +1,41 @@
+"""The schedule of the paper's appendix, for BERT as transformers 5 writes it: tensor parallel, attention and two chains
+of small operations replaced and fused, half of the layers recomputed.
+
+    python examples/bert_appendix.py                 # unscheduled on one process, scheduled on two, the comparison
+    python examples/bert_appendix.py --text my.txt   # on your own text
+
+Model, data, runs and comparison are those of ``bert_tp.py``; only the schedule is another.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import bert_tp
+
+import slapo_core as slapo
+
+
+def schedule_bert(sch: slapo.Schedule) -> None:
+    """As in the paper's appendix; each layer is one graph, in which the patterns of slapo-fusion are found."""
+    for layer in sch["bert.encoder.layer.*"]:
+        # Shard the attention and the MLP
+        for name in ("query", "key", "value"):
+            layer[f"attention.self.{name}"].shard(["weight", "bias"], axis=0).sync("bwd_post", "all_reduce")
+        layer["intermediate.dense"].shard(["weight", "bias"], axis=0).sync("bwd_post", "all_reduce")
+        for name in ("attention.output.dense", "output.dense"):
+            layer[name].shard("weight", axis=1).sync("fwd_post", "all_reduce")
+        # Take the biases out of the linear layers, and trace
+        for name in ("intermediate.dense", "attention.output.dense", "output.dense"):
+            layer[name].decompose()
+        layer.trace(flatten=True)
+        # Replace the attention, fuse what follows the matrix products
+        layer.replace(match="fusion.sdpa")
+        layer.fuse("fusion.bias_gelu", name="bias_gelu")
+        layer.fuse("fusion.bias_dropout_add_norm", name="bias_dropout_add_norm")
+    sch["bert.encoder.layer.[0-2]"].checkpoint()
+
+
+if __name__ == "__main__":
+    options = bert_tp.parser("bert_appendix", __doc__).parse_args()
+    sys.exit(bert_tp.main(options, schedule=schedule_bert, script=__file__))

@@ -1,0 +1,114 @@
+"""``compile``: compile the forward of one module, and of every other of its class once for all."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from slapo_core import Edit, Equivalence, Node, Primitive, Violation
+from slapo_core.spec.edit import Forward
+from slapo_fusion.compiled import Backend, Compiled, backend_problem
+
+if TYPE_CHECKING:
+    from slapo_core.testing import Case
+
+__all__ = ["Compile", "slapo_cases"]
+
+
+@dataclass(frozen=True)
+class Compile(Primitive):
+    """Compile the module's forward with ``torch.compile`` when it is first called.
+
+    Only this region is compiled: its hooks, and what is around it, run as they are. Modules of one class whose forward
+    nothing changed share what was compiled, so that 24 equal layers are compiled once. Sizes that are seen to change
+    become symbolic. Random numbers come from torch's generators, so that dropout drops what it would drop uncompiled.
+
+    What was compiled lives in this process; a model that is loaded from a file compiles again. While ``verify`` runs,
+    the compiled code is what runs. As everywhere with ``torch.compile``, most backends refuse gradients of gradients.
+
+    Args:
+        mode: of inductor: ``"reduce-overhead"``, ``"max-autotune"`` or ``"max-autotune-no-cudagraphs"``.
+        fullgraph: whether Python that cannot be compiled is an error; otherwise it runs as Python between compiled
+            pieces.
+        dynamic: True makes all sizes symbolic at once, False compiles anew for each size; None: those that change.
+        backend: a name that torch knows, or a function of a graph and example inputs.
+        options: of the backend, e.g. ``{"max_autotune": True}``.
+
+    Raises:
+        PreconditionError: the module has no forward of its own or is compiled already; no such backend, mode or option.
+        ApplyError: at the first call, if the compiler fails; it names the node.
+
+    rewrite:
+        ``y = forward(module, x)`` -> ``y = torch.compile(forward)(module, x)``
+
+    Source: ``torch/_dynamo/eval_frame.py``; "regional compilation" of PyTorch's recipes.
+    """
+
+    name = "fusion.compile"
+    named_functions = ("backend",)
+
+    mode: str | None = None
+    fullgraph: bool = dataclasses.field(default=False, kw_only=True)
+    dynamic: bool | None = dataclasses.field(default=None, kw_only=True)
+    backend: str | Callable[..., Any] = dataclasses.field(default="inductor", kw_only=True)
+    options: Mapping[str, Any] | None = dataclasses.field(default=None, kw_only=True)
+
+    @property
+    def equivalence(self) -> Equivalence:  # type: ignore[override]
+        return Equivalence.RANDOM if self._backend.is_random else Equivalence.REORDERED
+
+    def preconditions(self, node: Node) -> Iterator[Violation]:
+        from torch import nn
+
+        if type(node.module).forward is nn.Module.forward and "forward" not in node.module.__dict__:
+            yield Violation(
+                f"{type(node.module).__name__} has no forward of its own: it is never called",
+                f"compile its children: sch['{node.path}.*'].compile()",
+            )
+        if any(_is_compiling(wrapper) for wrapper in node.wrappers):
+            yield Violation("the module is compiled already", "remove this second call")
+        problem = backend_problem(self._backend)
+        if problem is not None:
+            yield Violation(*problem)
+
+    def apply(self, node: Node, edit: Edit) -> None:
+        edit.wrap_forward(
+            node,
+            functools.partial(
+                compiled,
+                backend=self._backend,
+                where=f"{self} at '{node.path}'",
+                fullgraph=self.fullgraph,
+                dynamic=self.dynamic,
+            ),
+        )
+
+    def postconditions(self, node: Node) -> Iterator[Violation]:
+        if not any(_is_compiling(wrapper) for wrapper in node.wrappers):
+            yield Violation("the module's forward is not compiled")
+
+    @property
+    def _backend(self) -> Backend:
+        return Backend(self.backend, self.mode, tuple(sorted((self.options or {}).items())))
+
+
+def compiled(forward: Forward, *, backend: Backend, where: str, fullgraph: bool, dynamic: bool | None) -> Forward:
+    """``forward``, compiled at its first call; both take the module first."""
+    return Compiled(forward, backend, where=where, fullgraph=fullgraph, dynamic=dynamic)
+
+
+def _is_compiling(wrapper: Callable[..., Any]) -> bool:
+    return isinstance(wrapper, functools.partial) and wrapper.func is compiled
+
+
+def slapo_cases() -> list[Case]:
+    """For ``slapo plugins check``."""
+    from slapo_core.testing import Case
+    from slapo_fusion.cases import COMMON
+
+    step = Compile(backend="aot_eager")
+    rejects = [Compile(backend="inducter"), Compile("fastest"), Compile(options={"max_autotun": True})]
+    return [Case(step, path="0", before=[("1", step)], rejects=rejects, **COMMON)]

@@ -1,0 +1,149 @@
+"""`Compiled`: a function that ``torch.compile`` compiles when it is first called."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from slapo_core import ApplyError
+from slapo_fusion.watching import Watchable, aside, draws, is_fake, is_watched
+
+__all__ = ["Backend", "Compiled", "backend_problem"]
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A backend of ``torch.compile`` with its options: equal ones share what they compiled of the same code.
+
+    Args:
+        backend: a name that torch knows, e.g. ``"inductor"``, or a function of a graph and example inputs.
+        mode: of inductor: ``"reduce-overhead"``, ``"max-autotune"``, ``"max-autotune-no-cudagraphs"``.
+        options: of inductor, as sorted pairs. Unless they say otherwise, random numbers come from torch's own
+            generators (``fallback_random``), so that dropout drops what it would drop uncompiled.
+    """
+
+    backend: str | Callable[..., Any] = "inductor"
+    mode: str | None = None
+    options: tuple[tuple[str, Any], ...] = field(default=())
+
+    def __call__(self, graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        if not draws(graph):
+            return self._compile(graph, inputs)
+        captured = _kept(graph)
+        return Watchable(captured, self._compile(graph, inputs), functools.partial(torch.compile, backend=self))
+
+    def _compile(self, graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        if self.backend == "inductor":
+            from torch._inductor import list_mode_options
+            from torch._inductor.compile_fx import compile_fx
+
+            settings = {"fallback_random": True, **list_mode_options(self.mode), **dict(self.options)}
+            made: Any = compile_fx(graph, inputs, config_patches=settings)
+            return made  # type: ignore[no-any-return]
+        if callable(self.backend):
+            return self.backend(graph, inputs, **({"options": dict(self.options)} if self.options else {}))
+        return torch._dynamo.lookup_backend(self.backend)(graph, inputs, **dict(self.options))
+
+    @property
+    def is_random(self) -> bool:
+        """Whether random numbers come from another stream than uncompiled."""
+        return self.backend == "inductor" and dict(self.options).get("fallback_random") is False
+
+
+class Compiled:
+    """A function, compiled when it is first called; pickled as the function, and compiled again where it is loaded.
+
+    Args:
+        function: what is compiled.
+        backend: by what.
+        where: for messages, e.g. ``"compile(...) at 'encoder.layer.0'"``.
+        fullgraph: whether code that cannot be compiled is an error.
+        dynamic: whether sizes are symbolic; None: those that are seen to change.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        backend: Backend,
+        *,
+        where: str,
+        fullgraph: bool = False,
+        dynamic: bool | None = None,
+    ) -> None:
+        functools.update_wrapper(self, function)
+        self.function, self.backend, self.where = function, backend, where
+        self.fullgraph, self.dynamic = fullgraph, dynamic
+        self._compiled: Callable[..., Any] | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or is_fake():
+            return self.function(*args, **kwargs)
+        if self._compiled is None:
+            self._compiled = torch.compile(
+                self.function, backend=self.backend, fullgraph=self.fullgraph, dynamic=self.dynamic
+            )
+        try:
+            if is_watched():
+                with aside():
+                    return self._compiled(*args, **kwargs)
+            return self._compiled(*args, **kwargs)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            raise ApplyError(
+                f"{self.where} failed: {_reason(error)}",
+                hint="undo that step, choose another backend, or take a smaller part of the model; the model itself "
+                "is as it was",
+            ) from error
+
+    def __getstate__(self) -> Mapping[str, Any]:
+        kept = ("function", "backend", "where", "fullgraph", "dynamic")
+        return {name: getattr(self, name) for name in kept}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        values = dict(state)
+        self.__init__(values.pop("function"), values.pop("backend"), **values)  # type: ignore[misc]
+
+
+def backend_problem(backend: Backend) -> tuple[str, str] | None:
+    """What is wrong with a backend's name, mode or options, and what to write instead; None if nothing is."""
+    if not isinstance(backend.backend, str):
+        if backend.mode is not None:
+            return f"mode='{backend.mode}' is one of inductor's", "leave it out"
+        return None
+    if backend.backend != "inductor":
+        known = torch._dynamo.list_backends(exclude_tags=None)
+        if backend.backend not in known:
+            return f"torch knows no backend '{backend.backend}'", f"it knows {', '.join(known)}"
+        if backend.mode is not None:
+            return f"mode='{backend.mode}' is one of inductor's", f"leave it out with backend='{backend.backend}'"
+        return None
+    from torch._inductor import config, list_mode_options
+
+    modes = list_mode_options()
+    if backend.mode is not None and backend.mode not in modes:
+        return f"inductor has no mode '{backend.mode}'", f"it has {', '.join(modes)}"
+    names = config.get_config_copy()
+    for name, _ in backend.options:
+        if name not in names:
+            return f"inductor has no option '{name}'", "torch._inductor.list_options() lists them"
+    return None
+
+
+def _kept(graph: fx.GraphModule) -> fx.GraphModule:
+    """The graph as it is now: backends change what they are given."""
+    return fx.GraphModule(graph, _copied(graph.graph))
+
+
+def _copied(graph: fx.Graph) -> fx.Graph:
+    copied = fx.Graph()
+    copied.output(copied.graph_copy(graph, {}))
+    return copied
+
+
+def _reason(error: BaseException) -> str:
+    cause = error.__cause__ or getattr(error, "inner_exception", None) or error
+    return f"{type(cause).__name__}: {str(cause).strip().splitlines()[0] if str(cause).strip() else 'no message'}"

@@ -1,0 +1,127 @@
+"""``quantize``: train with the rounding of a quantised model, through torchao."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from slapo_core import Edit, Equivalence, Node, Primitive, Violation
+from slapo_fusion.replacing import carry_hooks, steps_hooks, users_changes
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from slapo_core.testing import Case
+
+__all__ = ["Quantize", "slapo_cases"]
+
+# torchao gives no gradient to what it clips, e.g. the largest weight of a row: there the whole gradient is missing.
+_ROUNDING = {"int8": 1.0, "int4": 1.5}
+
+
+@dataclass(frozen=True)
+class Quantize(Primitive):
+    """Round weights, and activations if asked, of every ``nn.Linear`` here or below while training.
+
+    Quantisation-aware training by torchao: values are rounded to the integers of the type and scaled back, gradients
+    pass through the rounding, and the parameters stay what they are: their names, their type, the state dict. What
+    torchao converts in the end (``quantize_(model, QATConfig(base_config, step="convert"))``) finds its own modules.
+
+    Args:
+        weight: the type that weights are rounded to.
+        activation: the type that inputs are rounded to, asymmetrically for each token; None leaves them.
+        group_size: of input features that share a scale; None: one scale for each output feature.
+        rtol: how far outputs and gradients may be from the untouched model's, relative to their largest element; None:
+            1.0 for int8 and 1.5 for int4, because torchao gives no gradient to a weight that it clips, such as the
+            largest of a row. ``verify`` holds the step to it.
+
+    Raises:
+        PreconditionError: torchao is not installed; no Linear here or below, or one whose forward was changed; a group
+            that does not divide the input features.
+
+    rewrite:
+        ``y = x @ weight.t() + bias`` -> ``y = rounded(x) @ rounded(weight).t() + bias``
+
+    Source: ``torchao/quantization/qat/linear.py``.
+    """
+
+    name = "fusion.quantize"
+
+    weight: Literal["int8", "int4"] = "int8"
+    activation: Literal["int8"] | None = dataclasses.field(default=None, kw_only=True)
+    group_size: int | None = dataclasses.field(default=None, kw_only=True)
+    rtol: float | None = dataclasses.field(default=None, kw_only=True)
+
+    @property
+    def equivalence(self) -> Equivalence:  # type: ignore[override]
+        return Equivalence.APPROXIMATE(_ROUNDING[self.weight] if self.rtol is None else self.rtol)
+
+    def preconditions(self, node: Node) -> Iterator[Violation]:
+        if importlib.util.find_spec("torchao") is None:
+            yield Violation("torchao is not installed", "pip install 'slapo-fusion[quantize]'")
+            return
+        linears = _linears(node)
+        if not linears:
+            yield Violation("there is no nn.Linear here or below", "quantise a module that has some")
+        for below in linears:
+            yield from self._violations(below)
+
+    def apply(self, node: Node, edit: Edit) -> None:
+        for below in _linears(node):
+            hooks = steps_hooks(below)
+            edit.replace_module(below, self._rounding(below.module))
+            carry_hooks(hooks, below, edit)
+
+    def postconditions(self, node: Node) -> Iterator[Violation]:
+        left = _linears(node)
+        if left:
+            yield Violation(f"'{left[0].path}' is not quantised")
+
+    def _violations(self, node: Node) -> Iterator[Violation]:
+        where = f"'{node.path}'" if node.path else "the root"
+        if not node.path:
+            yield Violation("the root of the model cannot be replaced", "quantise a Linear inside of a model")
+        module: Any = node.module
+        if self.group_size is not None and (self.group_size < 1 or module.in_features % self.group_size):
+            yield Violation(
+                f"{where} has {module.in_features} input features, not divisible into groups of {self.group_size}",
+                "choose a group_size that divides them",
+            )
+        if node.wrappers or node.graph is not None:
+            yield Violation(f"the forward of {where} was changed, which would be lost", "quantise before that step")
+        yield from users_changes(node, "quantize")
+
+    def _rounding(self, module: nn.Module) -> nn.Module:
+        import torch
+        from torchao.quantization.qat import FakeQuantizedLinear, IntxFakeQuantizeConfig
+
+        types: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ("int8", "int4")}
+        granularity: dict[str, Any] = (
+            {"granularity": "per_channel"} if self.group_size is None else {"group_size": self.group_size}
+        )
+        weight = IntxFakeQuantizeConfig(types[self.weight], is_symmetric=True, **granularity)
+        activation = None
+        if self.activation is not None:
+            activation = IntxFakeQuantizeConfig(types[self.activation], "per_token", is_symmetric=False)
+        new = FakeQuantizedLinear.from_linear(module, activation_config=activation, weight_config=weight)
+        new._parameters.update(module._parameters)  # on the meta device too, where torchao makes its own
+        return new.train(module.training)
+
+
+def _linears(node: Node) -> list[Node]:
+    from torch import nn
+
+    return [below for below in node.walk() if type(below.module) is nn.Linear]
+
+
+def slapo_cases() -> list[Case]:
+    """For ``slapo plugins check``; none where torchao is not installed."""
+    from slapo_core.testing import Case
+    from slapo_fusion.cases import COMMON
+
+    if importlib.util.find_spec("torchao") is None:
+        return []
+    return [Case(Quantize(), path="0", rejects=[("0.norm", Quantize()), Quantize(group_size=4)], **COMMON)]

@@ -1,0 +1,96 @@
+"""Tensors without values, as a recording runs on them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
+
+from slapo_core.graph.structure import children, is_plain, rebuild
+
+__all__ = ["FakeMode", "with_own_values", "with_tensors", "without_values"]
+
+
+class FakeMode(FakeTensorMode):
+    """Computes shapes and types only; real tensors that it meets (parameters) are taken as if they were fake.
+
+    Grouped matrix products are computed in every type here: torch's shape function refuses all but bfloat16, where its
+    kernels take float32 too, and so do the experts of nearly all mixtures.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:
+            return _grouped_product(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def _grouped_product(a: Any, b: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
+    if a.dim() == 2:
+        shape = (len(offs), a.shape[0], b.shape[1]) if b.dim() == 2 else (a.shape[0], b.shape[-1])
+    else:
+        shape = (a.shape[1], b.shape[1]) if b.dim() == 2 else (a.shape[0], a.shape[1], b.shape[-1])
+    return torch.empty(shape, dtype=out_dtype or a.dtype, device=a.device)
+
+
+def without_values(mode: FakeMode, value: Any) -> Any:
+    """``value`` with tensors without values for its own; one that appears twice does so again."""
+    return with_tensors(
+        value,
+        lambda tensor: tensor if isinstance(tensor, FakeTensor) else mode.from_tensor(tensor, static_shapes=True),
+    )
+
+
+def with_own_values(value: Any) -> Any:
+    """``value`` with copies of its tensors."""
+    return with_tensors(value, lambda tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad))
+
+
+def with_tensors(value: Any, changed: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """``value`` with other tensors in containers and objects.
+
+    Objects are copied (a cache, say): modules that stay calls may change them.
+
+    Args:
+        value: arguments of a call.
+        changed: the tensor in place of another one; asked once for each.
+
+    Raises:
+        TypeError: an object cannot be copied.
+    """
+    known: dict[int, torch.Tensor] = {}
+
+    def of(part: Any) -> Any:
+        if isinstance(part, torch.Tensor):
+            if id(part) not in known:
+                known[id(part)] = changed(part)
+            return known[id(part)]
+        parts = children(part)
+        if parts is not None:
+            return rebuild(part, [of(below) for _, _, below in list(parts)])
+        if is_plain(part) or isinstance(part, nn.Module):
+            return part
+        with _Copying(of):
+            return copy.deepcopy(part)
+
+    return of(value)
+
+
+class _Copying(TorchFunctionMode):
+    """Tensors that are copied within an object."""
+
+    def __init__(self, copied: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.copied = copied
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.__deepcopy__:
+            return self.copied(args[0])
+        return func(*args, **(kwargs or {}))

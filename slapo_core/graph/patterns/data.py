@@ -1,0 +1,105 @@
+"""A pattern as plain data: frozen, comparable, hashable."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["Constant", "Form", "Result", "Step", "Target", "Wildcard"]
+
+
+@dataclass(frozen=True)
+class Wildcard:
+    """Any value, the same wherever it stands in one form.
+
+    Args:
+        name: of the capture; one that starts with ``_`` is not captured.
+        kind: ``"value"``: of the graph, a parameter or a buffer; ``"constant"``; ``"parameter"``: no node.
+        shape: of a parameter, if it is known.
+    """
+
+    name: str
+    kind: str = "value"
+    shape: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a step of the form gives.
+
+    Args:
+        step: its position in the form.
+    """
+
+    step: int
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A number, text, dtype, ...; 1, 1.0 and True are different ones."""
+
+    value: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Constant) and _key(self.value) == _key(other.value)
+
+    def __hash__(self) -> int:
+        return hash(_key(self.value))
+
+
+def _key(value: Any) -> tuple[type, str]:
+    return (type(value), repr(value))
+
+
+@dataclass(frozen=True)
+class Target:
+    """Which calls a step stands for.
+
+    Args:
+        kind: ``"call"``: of the operation ``name``; ``"any"``: any; ``"module"``: of a module whose path or class fits
+            the glob ``name``; ``"glob"`` and ``"regex"``: whose target fits ``name``; ``"where"``: for which
+            ``predicate`` holds.
+        name: as above.
+        flags: of a regular expression.
+        predicate: takes a :class:`torch.fx.Node`.
+    """
+
+    kind: str
+    name: str = ""
+    flags: int = 0
+    predicate: Callable[..., Any] | None = None
+
+
+@dataclass(frozen=True)
+class Step:
+    """One call of a form.
+
+    Args:
+        target: which calls it stands for.
+        arguments: by canonical name; wildcards, results, constants, and containers of such.
+        is_commutative: whether ``input`` and ``other`` may change places.
+        location: line of the pattern, for messages.
+    """
+
+    target: Target
+    arguments: tuple[tuple[str, Any], ...] = ()
+    is_commutative: bool = False
+    location: str = field(default="", compare=False)
+
+
+@dataclass(frozen=True)
+class Form:
+    """One way in which a pattern may be written in a graph, without alternatives.
+
+    Args:
+        steps: operands before those who use them.
+        outputs: results among what the pattern's function returned.
+        inputs: names of the wildcards that are inputs of a match, in the order of the pattern's arguments.
+        captures: name and operand.
+    """
+
+    steps: tuple[Step, ...]
+    outputs: tuple[int, ...]
+    inputs: tuple[str, ...]
+    captures: tuple[tuple[str, Any], ...]

@@ -1,0 +1,314 @@
+"""Exact matching of one form in one graph."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import fx
+
+from slapo_core.errors import ArgumentError
+from slapo_core.graph.patterns.calls import Attribute
+from slapo_core.graph.patterns.comparing import MISSING, could_be, pairs_of
+from slapo_core.graph.patterns.data import Form, Result, Step, Wildcard
+from slapo_core.graph.patterns.index import Indexed, IndexedCall
+from slapo_core.graph.patterns.schemas import defaults_of
+
+__all__ = ["Embedding", "FormMatcher", "aligned", "has_target"]
+
+MOST_STEPS = 300_000
+Pairs = tuple[tuple[Any, Any], ...]
+
+
+class Embedding:
+    """One way in which a form stands in a graph.
+
+    Args:
+        positions: of graph nodes, one for each step.
+        bindings: what the wildcards are.
+    """
+
+    def __init__(self, positions: tuple[int, ...], bindings: dict[str, Any]) -> None:
+        self.positions, self.bindings = positions, bindings
+
+
+def has_target(step: Step, found: IndexedCall) -> bool:
+    """Whether ``found`` calls what ``step`` calls."""
+    target = step.target
+    if target.kind == "call":
+        return found.call is not None and found.call.operation == target.name
+    if target.kind == "any":
+        return True
+    if target.kind == "module":
+        if found.module is None:
+            return False
+        return fnmatchcase(found.path, target.name) or fnmatchcase(type(found.module).__name__, target.name)
+    if target.kind == "glob":
+        return any(fnmatchcase(name, target.name) for name in found.names)
+    if target.kind == "regex":
+        expression = re.compile(target.name, target.flags)
+        return any(expression.search(name) for name in found.names)
+    assert target.predicate is not None
+    return bool(target.predicate(found.node))
+
+
+def aligned(step: Step, found: IndexedCall) -> list[tuple[str, Any, Any]] | None:
+    """The arguments of both, side by side: name, operand, value; None if they cannot be."""
+    kind = step.target.kind
+    if kind == "call":
+        assert found.call is not None
+        return _by_name(step, found.call.operation, found.call.arguments)
+    if kind == "any":
+        if len(step.arguments) != len(found.values):
+            return None
+        return [(name, operand, value) for (name, operand), value in zip(step.arguments, found.values, strict=True)]
+    if kind == "module":
+        names = found.parameters
+        ours = {
+            names[int(name)] if name.isdigit() and int(name) < len(names) else name: operand
+            for name, operand in step.arguments
+        }
+        given = dict(found.given)
+        rows = []
+        for name, operand in ours.items():
+            if name not in given and getattr(operand, "value", MISSING) is not None:
+                return None
+            rows.append((name, operand, given.pop(name, None)))
+        return None if given else rows
+    return []
+
+
+def _by_name(step: Step, operation: str, given: dict[str, Any]) -> list[tuple[str, Any, Any]] | None:
+    if len(step.arguments) == len(given):
+        rows = [(name, operand, given.get(name, MISSING)) for name, operand in step.arguments]
+        if all(row[2] is not MISSING for row in rows):
+            return rows
+    defaults = defaults_of(operation)
+    ours = dict(step.arguments)
+    rows = []
+    for name in (*ours, *(name for name in given if name not in ours)):
+        if name not in ours:
+            return None  # the pattern has the default, the graph has not
+        value = given.get(name, defaults.get(name, MISSING))
+        if value is MISSING:
+            return None
+        rows.append((name, ours[name], tuple(value) if isinstance(value, list) else value))
+    return rows
+
+
+class FormMatcher:
+    """Finds where one form stands in one graph.
+
+    First, for each step, where it may stand if what its wildcards have in common did not matter (``candidates``); then
+    exactly, and only there. A partial placement that failed is not tried again.
+
+    Args:
+        form: of a pattern.
+        index: of the graph.
+    """
+
+    def __init__(self, form: Form, index: Indexed) -> None:
+        self.form, self.index = form, index
+        self.tried = 0
+        self.candidates: dict[int, dict[int, list[Pairs]]] = {}
+        self._failed: set[Any] = set()
+        self._blocked = 0
+        self._consumers: list[list[int]] = [[] for _ in form.steps]
+        self._wildcards: list[frozenset[str]] = []
+        self._operands: list[frozenset[int]] = []
+        for number, step in enumerate(form.steps):
+            inner = [operand for _, each in step.arguments for operand, _ in pairs_of(each, each)]
+            self._wildcards.append(frozenset(each.name for each in inner if isinstance(each, Wildcard)))
+            self._operands.append(frozenset(each.step for each in inner if isinstance(each, Result)))
+            for operand in self._operands[-1]:
+                self._consumers[operand].append(number)
+        self.is_possible = self._narrow()
+        self._sources = [number for number, operands in enumerate(self._operands) if not operands]
+
+    # -- where each step may stand ----------------------------------------------------------------------------
+
+    def _narrow(self) -> bool:
+        steps = self.form.steps
+        if any(each.target.kind == "call" and each.target.name not in self.index.by_operation for each in steps):
+            return False
+        for number, step in enumerate(steps):
+            where = self.index.by_operation[step.target.name] if step.target.kind == "call" else self.index.calls
+            self.candidates[number] = found = {}
+            for position in where:
+                orders = self._orders(step, self.index.calls[position])
+                if orders:
+                    found[position] = orders
+            if not found:
+                return False
+        for number in range(len(steps) - 1, -1, -1):
+            for consumer in self._consumers[number]:
+                used = {
+                    self.index.position[value]
+                    for orders in self.candidates[consumer].values()
+                    for pairs in orders
+                    for operand, value in pairs
+                    if isinstance(operand, Result) and operand.step == number
+                }
+                kept = self.candidates[number]
+                self.candidates[number] = {position: kept[position] for position in kept if position in used}
+            if not self.candidates[number]:
+                return False
+        return True
+
+    def _orders(self, step: Step, found: IndexedCall) -> list[Pairs]:
+        """The ways in which the operands of ``step`` may stand for those of ``found``."""
+        if step.target.kind != "call" and not has_target(step, found):
+            return []
+        rows = aligned(step, found)
+        if rows is None:
+            return []
+        orders = [rows]
+        if step.is_commutative and found.call is not None and found.call.is_commutative:
+            (first, left, x), (second, right, y) = rows
+            orders.append([(first, left, y), (second, right, x)])
+        return [
+            tuple(pair for _, operand, value in order for pair in pairs_of(operand, value))
+            for order in orders
+            if all(could_be(operand, value, name, found, self.index, self.candidates) for name, operand, value in order)
+        ]
+
+    # -- exactly ----------------------------------------------------------------------------------------------
+
+    def starts(self) -> Iterator[tuple[int, int]]:
+        """Where a match may begin: position, and the step that stands there; not in any order."""
+        for number in self._sources:
+            for position in self.candidates[number]:
+                yield position, number
+
+    def first_at(self, position: int, step: int, taken: set[int]) -> Embedding | None:
+        """The first match whose earliest node is ``step`` at ``position``, and that has no node in ``taken``.
+
+        To be asked with growing positions and a growing ``taken``.
+        """
+        self._first, self._taken = position, taken
+        self._placed: dict[int, int] = {}
+        self._bound: dict[str, Any] = {}
+        self._used: set[int] = set()
+        if self._solve(((step, position),)):
+            return Embedding(tuple(self._placed[number] for number in range(len(self.form.steps))), dict(self._bound))
+        return None
+
+    def _solve(self, goals: tuple[tuple[int, int], ...]) -> bool:
+        """Place ``goals`` and every step that is left; what it did stays only if that is possible."""
+        while goals and self._placed.get(goals[0][0]) == goals[0][1]:
+            goals = goals[1:]
+        if not goals:
+            if len(self._placed) == len(self.form.steps):
+                return True
+            return self._solve_next()
+        key = self._key(goals)
+        if key in self._failed:
+            return False
+        blocked = self._blocked
+        step, position = goals[0]
+        for pairs in self._allowed(step, position):
+            if self._place(step, position, pairs, goals[1:]):
+                return True
+        if blocked == self._blocked:
+            self._failed.add(key)
+        return False
+
+    def _allowed(self, step: int, position: int) -> list[Pairs]:
+        self.tried += 1
+        if self.tried > MOST_STEPS:
+            raise ArgumentError(
+                f"the pattern can stand in too many ways in this graph (more than {MOST_STEPS} tried)",
+                hint="make it smaller, or say more of what its arguments are",
+            )
+        if step in self._placed or position < self._first or position in self._taken:
+            return []
+        if position == self._first and self._placed:
+            return []
+        if position in self._used or self.index.calls[position].node in self._bound.values():
+            self._blocked += 1
+            return []
+        return self.candidates[step].get(position, [])
+
+    def _place(self, step: int, position: int, pairs: Pairs, goals: tuple[tuple[int, int], ...]) -> bool:
+        bound: list[str] = []
+        further: list[tuple[int, int]] = []
+        self._placed[step] = position
+        self._used.add(position)
+        if self._unify(pairs, bound, further) and self._solve((*further, *goals)):
+            return True
+        del self._placed[step]
+        self._used.discard(position)
+        for name in bound:
+            del self._bound[name]
+        return False
+
+    def _unify(self, pairs: Pairs, bound: list[str], further: list[tuple[int, int]]) -> bool:
+        for operand, value in pairs:
+            if isinstance(operand, Result):
+                position = self.index.position[value]
+                if self._placed.get(operand.step, position) != position:
+                    return False
+                further.append((operand.step, position))
+            elif operand.name in self._bound:
+                if not _is_same(self._bound[operand.name], value):
+                    return False
+            else:
+                if isinstance(value, fx.Node) and self.index.position[value] in self._used:
+                    self._blocked += 1  # what goes into a match is computed outside of it
+                    return False
+                self._bound[operand.name] = value
+                bound.append(operand.name)
+        return True
+
+    def _solve_next(self) -> bool:
+        """Go on with a step that is connected to what is placed."""
+        key = self._key(())
+        if key in self._failed:
+            return False
+        blocked = self._blocked
+        step, where = self._connected()
+        for position in where:
+            if self._solve(((step, position),)):
+                return True
+        if blocked == self._blocked:
+            self._failed.add(key)
+        return False
+
+    def _connected(self) -> tuple[int, list[int]]:
+        users, nodes = self.index.users, self.index.calls
+        best: tuple[int, list[int]] | None = None
+        for step, operands in enumerate(self._operands):
+            if step in self._placed:
+                continue
+            for operand in operands:
+                if operand in self._placed:
+                    return step, users.get(nodes[self._placed[operand]].node, [])
+            if best is None:
+                for name in sorted(self._wildcards[step]):
+                    value = self._bound.get(name)
+                    if isinstance(value, fx.Node | Attribute):
+                        best = step, users.get(value, [])
+        if best is not None:
+            return best
+        step = next(number for number in range(len(self._operands)) if number not in self._placed)
+        return step, sorted(self.candidates[step])
+
+    def _key(self, goals: tuple[tuple[int, int], ...]) -> Any:
+        """All that the success of what is left depends on."""
+        left = [step for step in range(len(self._operands)) if step not in self._placed]
+        names = set().union(*(self._wildcards[step] for step in left)) if left else set()
+        steps = {operand for step in left for operand in self._operands[step]}
+        return (
+            goals,
+            tuple(left),
+            tuple((name, self._bound[name]) for name in sorted(names) if name in self._bound),
+            tuple((step, self._placed[step]) for step in sorted(steps) if step in self._placed),
+        )
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, fx.Node) or isinstance(other, fx.Node):
+        return one is other
+    return type(one) is type(other) and bool(one == other)

@@ -1,0 +1,235 @@
+"""Functions, methods and operators as calls of one canonical operation."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from slapo_core.graph.patterns.calls import Call, Items, Slice
+from slapo_core.graph.patterns.schemas import bind_function, bind_schema, defaults_of
+
+__all__ = ["constant_kind", "finished", "function_call", "method_call", "operation_of", "plain"]
+
+_OPERATORS: dict[Any, str] = {
+    operator.add: "add",
+    operator.sub: "sub",
+    operator.mul: "mul",
+    operator.truediv: "div",
+    operator.floordiv: "floor_divide",
+    operator.mod: "remainder",
+    operator.pow: "pow",
+    operator.matmul: "matmul",
+    operator.neg: "neg",
+    operator.pos: "positive",
+    operator.abs: "abs",
+    operator.invert: "bitwise_not",
+    operator.and_: "bitwise_and",
+    operator.or_: "bitwise_or",
+    operator.xor: "bitwise_xor",
+    operator.lshift: "bitwise_left_shift",
+    operator.rshift: "bitwise_right_shift",
+    operator.eq: "eq",
+    operator.ne: "ne",
+    operator.lt: "lt",
+    operator.le: "le",
+    operator.gt: "gt",
+    operator.ge: "ge",
+    operator.iadd: "add_",
+    operator.isub: "sub_",
+    operator.imul: "mul_",
+    operator.itruediv: "div_",
+    operator.ifloordiv: "floor_divide_",
+    operator.imod: "remainder_",
+    operator.ipow: "pow_",
+    operator.iand: "bitwise_and_",
+    operator.ior: "bitwise_or_",
+    operator.ixor: "bitwise_xor_",
+    operator.ilshift: "bitwise_left_shift_",
+    operator.irshift: "bitwise_right_shift_",
+}
+_SYNONYMS = {
+    "absolute": "abs",
+    "clip": "clamp",
+    "concat": "cat",
+    "concatenate": "cat",
+    "divide": "div",
+    "greater": "gt",
+    "greater_equal": "ge",
+    "less": "lt",
+    "less_equal": "le",
+    "multiply": "mul",
+    "negative": "neg",
+    "not_equal": "ne",
+    "special_expit": "sigmoid",
+    "special_softmax": "softmax",
+    "subtract": "sub",
+    "swapaxes": "transpose",
+    "swapdims": "transpose",
+    "true_divide": "div",
+}
+_CASTS = {
+    "bfloat16": torch.bfloat16,
+    "bool": torch.bool,
+    "double": torch.float64,
+    "float": torch.float32,
+    "half": torch.float16,
+    "int": torch.int32,
+    "long": torch.int64,
+}
+_COMMUTATIVE = {
+    "add",
+    "bitwise_and",
+    "bitwise_or",
+    "bitwise_xor",
+    "eq",
+    "fmax",
+    "fmin",
+    "logaddexp",
+    "logical_and",
+    "logical_or",
+    "logical_xor",
+    "max",
+    "maximum",
+    "min",
+    "minimum",
+    "mul",
+    "ne",
+}
+_HOMES = (torch, functional, torch._C._nn, torch.Tensor, torch.functional, torch._VF)
+
+
+def plain(value: Any) -> Any:
+    """An argument with lists as tuples, and with slices and dictionaries as data."""
+    if isinstance(value, tuple | list):
+        if hasattr(value, "_fields"):
+            return tuple(plain(part) for part in value)
+        return tuple(map(plain, value))
+    if isinstance(value, slice):
+        return Slice(plain(value.start), plain(value.stop), plain(value.step))
+    if isinstance(value, dict):
+        return Items(tuple(value), tuple(plain(part) for part in value.values()))
+    return value
+
+
+_KINDS = {
+    bool: "bool",
+    int: "int",
+    float: "float",
+    complex: "complex",
+    str: "str",
+    type(None): "none",
+    tuple: "sequence",
+    torch.dtype: "dtype",
+    torch.device: "device",
+    torch.layout: "layout",
+    torch.memory_format: "memory_format",
+}
+
+
+def constant_kind(value: Any) -> str:
+    """What kind of argument a constant is, as schemas tell them apart."""
+    return _KINDS.get(type(value), "other")
+
+
+@functools.cache
+def operation_of(function: Callable[..., Any]) -> str:
+    """The canonical name of a function: ``"gelu"`` for every form of torch's own, else ``"module.name"``."""
+    known = _OPERATORS.get(function)
+    if known is not None:
+        return known
+    if isinstance(function, torch._ops.OpOverload):
+        operation = str(function._schema.name).removeprefix("aten::")
+        return _SYNONYMS.get(operation, operation)
+    name = str(getattr(function, "__name__", type(function).__name__))
+    module = str(getattr(function, "__module__", "") or "")
+    if function is getattr or module in ("builtins", "_operator", "math"):
+        return name
+    if module.startswith(("torch", "None")) or not module:
+        owned = any(getattr(home, name, None) is function for home in _HOMES)
+        if owned or not module or torch._C._jit_get_schemas_for_operator(f"aten::{name}"):
+            return _SYNONYMS.get(name, name)
+    return f"{module}.{getattr(function, '__qualname__', name)}"
+
+
+def function_call(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], kind_of: Callable[[Any], str]
+) -> Call:
+    """The call of a function, as a graph has it."""
+    operation = operation_of(function)
+    names = (operation, _printed(function))
+    args, kwargs = plain(args), {name: plain(value) for name, value in kwargs.items()}
+    if operation == "getitem" or function is getattr:
+        return Call(operation, {"input": args[0], "index": args[1]}, names=names)
+    if function in _OPERATORS:
+        second = "exponent" if operation.startswith("pow") else "other"
+        return finished(operation, dict(zip(("input", second), args, strict=False)), names)
+    bound = bind_function(operation, function, args, kwargs)
+    if bound is None:
+        bound = bind_schema(operation, args, kwargs, kind_of, is_method=False)
+    return finished(operation, _by_position(args, kwargs) if bound is None else bound, names)
+
+
+def method_call(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], kind_of: Callable[[Any], str]) -> Call:
+    """The call of a method of a tensor, as a graph has it."""
+    args, kwargs = plain(args), {key: plain(value) for key, value in kwargs.items()}
+    names = (_SYNONYMS.get(name, name), name)
+    if name in _CASTS and len(args) == 1 and not kwargs:
+        return finished("to", {"input": args[0], "dtype": _CASTS[name]}, ("to", name))
+    operation = names[0]
+    bound = bind_schema(operation, args, kwargs, kind_of, is_method=True)
+    if bound is None and isinstance(getattr(torch.Tensor, name, None), type(plain)):
+        bound = bind_function(operation, getattr(torch.Tensor, name), args, kwargs)
+    return finished(operation, _by_position(args, kwargs) if bound is None else bound, names)
+
+
+def finished(operation: str, arguments: dict[str, Any], names: tuple[str, ...]) -> Call:
+    """The normal form of a call whose arguments are known by canonical names."""
+    if operation in ("rsub", "__rsub__"):
+        operation, arguments = "sub", {**arguments, "input": arguments["other"], "other": arguments["input"]}
+    if operation == "transpose" and type(arguments.get("dim0")) is type(arguments.get("dim1")) is int:
+        dims = sorted((arguments["dim0"], arguments["dim1"]), key=lambda dim: (dim < 0, dim))
+        arguments = {**arguments, "dim0": dims[0], "dim1": dims[1]}
+    defaults = defaults_of(operation)
+    if arguments.get("inplace") is True and not operation.endswith("_"):
+        arguments = {name: value for name, value in arguments.items() if name != "inplace"}
+        operation += "_"
+    kept = {name: value for name, value in arguments.items() if not _is_default(defaults, name, value)}
+    commutes = (
+        operation in _COMMUTATIVE
+        and kept.keys() == {"input", "other"}
+        and not any(isinstance(value, tuple | str) for value in kept.values())
+    )
+    return Call(operation, kept, commutes, names if names[0] == operation else (operation, *names))
+
+
+def _is_default(defaults: dict[str, Any], name: str, value: Any) -> bool:
+    if name not in defaults:
+        return name == "inplace" and value is False
+    default = defaults[name]
+    if default is None or value is None:
+        return default is value
+    if type(default) in (int, float) and type(value) in (int, float):
+        return bool(default == value)
+    return type(default) is type(value) and bool(default == value)
+
+
+def _by_position(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {**{str(position): value for position, value in enumerate(args)}, **kwargs}
+
+
+def _printed(function: Callable[..., Any]) -> str:
+    """As the printed graph has it: ``torch.nn.functional.softmax``."""
+    if isinstance(function, torch._ops.OpOverload):
+        return f"torch.ops.{function}"
+    name = getattr(function, "__qualname__", None) or getattr(function, "__name__", type(function).__name__)
+    if getattr(torch, str(name), None) is function:
+        return f"torch.{name}"
+    if getattr(torch._C._nn, str(name), None) is function:
+        return f"torch._C._nn.{name}"
+    module = str(getattr(function, "__module__", "") or "torch").replace("_operator", "operator")
+    return f"{module}.{name}"

@@ -1,0 +1,230 @@
+"""A match as a pure function of its inputs, the same object for all places that compute the same."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx, nn
+from torch.fx.graph import CodeGen
+
+from slapo_core.graph.rewriting.effects import Effects
+from slapo_core.graph.rewriting.functional import BY_KEYWORD, FunctionalForm, functional_form
+from slapo_core.spec.tracer import Flag
+
+__all__ = ["Read", "TakenOut", "take_out"]
+
+
+@dataclass(frozen=True)
+class Read:
+    """An attribute of the traced module that the caller of a region reads: ``self.dense.weight``."""
+
+    path: str
+
+
+@dataclass(frozen=True)
+class TakenOut:
+    """A match as a region, and how to call it.
+
+    Args:
+        region: the function; identical regions are one object.
+        operands: what it is called with, by position.
+        flags: attributes of modules that became a part of its code.
+        swallowed: modules that are called no more, as (path, class).
+        draws: whether it may draw random numbers.
+    """
+
+    region: Callable[..., Any]
+    operands: tuple[fx.Node | Read, ...]
+    flags: tuple[Flag, ...]
+    swallowed: tuple[tuple[str, type[nn.Module]], ...]
+    draws: bool
+
+
+def take_out(
+    nodes: Sequence[fx.Node], inputs: Sequence[Any], outputs: Sequence[fx.Node], module: nn.Module, effects: Effects
+) -> TakenOut:
+    """The region that computes ``outputs``.
+
+    Args:
+        nodes: of the match, in the graph's order.
+        inputs: those of the pattern, which come first among the operands.
+        outputs: what the region gives: one value, or a tuple of several.
+        module: the traced one; what the nodes call is looked up there.
+        effects: of the graph.
+    """
+    writer = _Writer(nodes, module)
+    for operand in inputs:
+        if isinstance(operand, fx.Node | Read):
+            writer.slot(operand)
+    for node in nodes:
+        writer.add(node)
+    results = tuple(writer.positions[node] for node in outputs)
+    operands = tuple(operand for operand in writer.slots if operand in writer.used)
+    key = writer.key(operands, results)
+    region = _REGIONS.get(key)
+    if region is None:
+        region = _REGIONS[key] = _function(writer, operands, results)
+    draws = any(effects.draws(node) for node in nodes)
+    return TakenOut(region, operands, tuple(writer.flags), tuple(writer.swallowed), draws)
+
+
+_REGIONS: weakref.WeakValueDictionary[Any, Callable[..., Any]] = weakref.WeakValueDictionary()
+"""What was made for a key, as long as somebody uses it: a cache of a pure function, not a registry."""
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One call of the region; in its arguments, slots and positions stand for values."""
+
+    op: str
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any] = field(hash=False)
+
+
+@dataclass(frozen=True)
+class _Slot:
+    operand: Any
+
+
+@dataclass(frozen=True)
+class _Position:
+    index: int
+
+
+class _Writer:
+    def __init__(self, nodes: Sequence[fx.Node], module: nn.Module) -> None:
+        self.nodes, self.module = frozenset(nodes), module
+        self.slots: list[fx.Node | Read] = []
+        self.used: set[fx.Node | Read] = set()
+        self.steps: list[_Step] = []
+        self.positions: dict[fx.Node, _Position] = {}
+        self.flags: list[Flag] = []
+        self.swallowed: list[tuple[str, type[nn.Module]]] = []
+
+    def slot(self, operand: fx.Node | Read) -> _Slot:
+        if operand not in self.slots:
+            self.slots.append(operand)
+        return _Slot(operand)
+
+    def use(self, operand: fx.Node | Read) -> _Slot:
+        self.used.add(operand)
+        return self.slot(operand)
+
+    def value(self, node: fx.Node) -> Any:
+        return self.positions[node] if node in self.nodes else self.use(node)
+
+    def add(self, node: fx.Node) -> None:
+        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), self.value)
+        if node.op == "call_module":
+            self._add_module(node, args, kwargs)
+        else:
+            self.steps.append(_Step(node.op, node.target, args, kwargs))
+        self.positions[node] = _Position(len(self.steps) - 1)
+
+    def _add_module(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        path = str(node.target)
+        below = self.module.get_submodule(path)
+        form = functional_form(below, node)
+        if form is None:
+            self.steps.append(_Step("call_method", "__call__", (self.use(Read(path)), *args), kwargs))
+            return
+        given = args[0] if args else kwargs["input"]
+        values = {name: self._held(form, below, path, name) for name in form.order}
+        self.swallowed.append((path, type(below)))
+        if form.function in BY_KEYWORD:
+            self.steps.append(_Step("call_function", form.function, (given,), values))
+        else:
+            self.steps.append(_Step("call_function", form.function, (given, *values.values()), {}))
+
+    def _held(self, form: FunctionalForm, below: nn.Module, path: str, name: str) -> Any:
+        value = getattr(below, name)
+        if name in form.reads or (name in form.tensors and value is not None):
+            return self.use(Read(f"{path}.{name}"))
+        if name in form.constants:
+            self.flags.append(Flag(tuple(path.split(".")), name, value))
+        return value
+
+    def key(self, operands: tuple[Any, ...], results: tuple[_Position, ...]) -> Any:
+        order = {operand: index for index, operand in enumerate(operands)}
+        steps = tuple(
+            (step.op, _constant(step.target), _frozen(step.args, order), _frozen(step.kwargs, order))
+            for step in self.steps
+        )
+        return len(operands), steps, results
+
+
+def _function(
+    writer: _Writer, operands: tuple[fx.Node | Read, ...], results: tuple[_Position, ...]
+) -> Callable[..., Any]:
+    graph = fx.Graph()
+    given = {operand: graph.placeholder(_label(operand)) for operand in operands}
+    made: list[fx.Node] = []
+
+    def real(value: Any) -> Any:
+        if isinstance(value, _Slot):
+            return given[value.operand]
+        if isinstance(value, _Position):
+            return made[value.index]
+        return _rebuilt(value, real)
+
+    for step in writer.steps:
+        made.append(graph.create_node(step.op, step.target, real(step.args), real(step.kwargs)))
+    values = tuple(made[position.index] for position in results)
+    graph.output(values[0] if len(values) == 1 else values)
+    graph.set_codegen(_PureCode())
+    function: Callable[..., Any] = type(fx.GraphModule(nn.Module(), graph)).forward
+    return function
+
+
+class _PureCode(CodeGen):
+    """The code of a function that takes no module."""
+
+    def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, **_: Any) -> str:
+        return f"def forward({', '.join(free_vars)}){maybe_return_annotation}:"
+
+
+def _label(operand: fx.Node | Read) -> str:
+    return operand.name if isinstance(operand, fx.Node) else operand.path.replace(".", "_")
+
+
+def _rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
+    if isinstance(value, tuple):
+        parts = [change(part) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+    if isinstance(value, list):
+        return [change(part) for part in value]
+    if isinstance(value, dict):
+        return {key: change(part) for key, part in value.items()}
+    if isinstance(value, slice):
+        return slice(change(value.start), change(value.stop), change(value.step))
+    return value
+
+
+def _frozen(value: Any, order: dict[Any, int]) -> Any:
+    """Hashable, and equal only for what code would be the same."""
+    if isinstance(value, _Slot):
+        return ("operand", order[value.operand])
+    if isinstance(value, _Position):
+        return value
+    if isinstance(value, tuple | list):
+        return ("list" if isinstance(value, list) else "tuple", *(_frozen(part, order) for part in value))
+    if isinstance(value, dict):
+        return ("dict", *((key, _frozen(part, order)) for key, part in value.items()))
+    if isinstance(value, slice):
+        return ("slice", *(_frozen(part, order) for part in (value.start, value.stop, value.step)))
+    return _constant(value)
+
+
+def _constant(value: Any) -> Any:
+    """1, 1.0 and True are three, and so are 0.0 and -0.0."""
+    if isinstance(value, float | int | complex):
+        return (type(value), repr(value))
+    try:
+        hash(value)
+    except TypeError:
+        return (type(value), repr(value))
+    return value

@@ -1,0 +1,318 @@
+"""One rewrite of a graph: where, and what comes there; repeated in every variant of the graph."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from torch import fx, nn
+
+from slapo_core.graph.rewriting.calls import NamedCall, target_for
+from slapo_core.graph.rewriting.effects import Effects, is_inert
+from slapo_core.graph.rewriting.placing import CannotPlace, nodes_after
+from slapo_core.graph.rewriting.region import Read, take_out
+from slapo_core.graph.rewriting.swallowing import Swallowed, refuse_changed
+from slapo_core.spec.tracer import Flag, Recorded, check
+
+__all__ = ["Action", "Outline", "Place", "Replacement", "Rewrite", "rewritten"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """One match in one graph.
+
+    Args:
+        nodes: in the graph's order.
+        inputs: what it reads, in the order of the pattern's arguments: nodes and :class:`Read`.
+        captures: by name: a node, a :class:`Read`, or ``("constant", value)``.
+    """
+
+    nodes: tuple[fx.Node, ...]
+    inputs: tuple[Any, ...]
+    captures: dict[str, Any]
+
+
+@dataclass
+class NewCall:
+    """What comes in the place of a match.
+
+    Args:
+        op: ``"call_function"`` or ``"call_module"``.
+        target: of the call.
+        args: nodes, :class:`Read` and constants.
+        kwargs: the same, by name.
+        flags: what the call takes for granted, besides those of the graph.
+        swallowed: modules that are called no more.
+    """
+
+    op: str
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    flags: tuple[Flag, ...] = ()
+    swallowed: tuple[Swallowed, ...] = ()
+
+
+class Action(Protocol):
+    """Says what comes in the place of a match."""
+
+    @property
+    def name(self) -> str:
+        """Of the call in the printed graph."""
+        ...
+
+    def call(
+        self,
+        place: Place,
+        nodes: Sequence[fx.Node],
+        outputs: Sequence[fx.Node],
+        module: nn.Module,
+        effects: Effects,
+    ) -> NewCall:
+        """The call that stands for ``nodes``, those of ``place`` that compute.
+
+        Raises:
+            CannotPlace: there is none.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Outline:
+    """A call of what ``transform`` makes of the match's region.
+
+    Args:
+        transform: called once for each distinct region.
+        name: of the call.
+        made: what it gave, by region.
+    """
+
+    transform: Callable[[Callable[..., Any]], Callable[..., Any]]
+    name: str
+    made: dict[Callable[..., Any], NamedCall] = field(default_factory=dict, compare=False, repr=False)
+
+    def call(
+        self,
+        place: Place,
+        nodes: Sequence[fx.Node],
+        outputs: Sequence[fx.Node],
+        module: nn.Module,
+        effects: Effects,
+    ) -> NewCall:
+        taken = take_out(nodes, place.inputs, outputs, module, effects)
+        given = {operand for operand in taken.operands if isinstance(operand, fx.Node)}
+        roots = frozenset[Any]().union(*(effects.roots(node) for node in given))
+        for node in nodes:
+            if effects.writes(node) & roots:
+                raise CannotPlace(f"'{node}' may write in place to what the match is given")
+        target = self.made.get(taken.region)
+        if target is None:
+            target = NamedCall(self.transform(taken.region), self.name, draws=taken.draws)
+            self.made[taken.region] = target
+        return NewCall("call_function", target, taken.operands, flags=taken.flags, swallowed=taken.swallowed)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"transform": self.transform, "name": self.name}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for name, value in {**state, "made": {}}.items():
+            object.__setattr__(self, name, value)
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """A call of something else.
+
+    Args:
+        new: a function, or the path of a module below the traced one.
+        arguments: names of captures, or numbers of inputs, by position.
+        keywords: the same, by keyword.
+        name: of the call.
+    """
+
+    new: Callable[..., Any] | str
+    arguments: tuple[str | int, ...]
+    keywords: tuple[tuple[str, str | int], ...]
+    name: str
+
+    def call(
+        self,
+        place: Place,
+        nodes: Sequence[fx.Node],
+        outputs: Sequence[fx.Node],
+        module: nn.Module,
+        effects: Effects,
+    ) -> NewCall:
+        inside = set(nodes)
+        args = tuple(_operand(place, which, inside) for which in self.arguments)
+        kwargs = {name: _operand(place, which, inside) for name, which in self.keywords}
+        swallowed = tuple(refuse_changed(nodes, module))
+        if any(effects.writes(node) - inside for node in nodes):
+            outside = Effects(effects.graph, module, fresh=inside)
+            for node in nodes:
+                _refuse_lasting_write(node, effects.writes(node) - inside, inside, outside)
+        if isinstance(self.new, str):
+            return NewCall("call_module", self.new, args, kwargs, swallowed=swallowed)
+        return NewCall("call_function", target_for(self.new, self.name), args, kwargs, swallowed=swallowed)
+
+
+@dataclass(frozen=True)
+class Rewrite:
+    """An action on some of the matches of a pattern.
+
+    Args:
+        pattern: as :class:`slapo_core.spec.graph.Match` holds it.
+        indices: which of the matches, ascending.
+        total: how many there are.
+        action: what comes there.
+    """
+
+    pattern: Any
+    indices: tuple[int, ...]
+    total: int
+    action: Action
+
+
+def rewritten(
+    recorded: Recorded, module: nn.Module, places: Sequence[Place], action: Action
+) -> tuple[Recorded, tuple[Swallowed, ...]]:
+    """A new graph in which ``action`` has come in each of ``places``; and what is called no more.
+
+    Raises:
+        CannotPlace: one of them is no single call.
+    """
+    graph = fx.Graph()
+    twins: dict[fx.Node, fx.Node] = {}
+    graph.graph_copy(recorded.graph, twins)
+    _copy_output(recorded.graph, graph, twins)
+    flags, swallowed = list(recorded.flags), list[Swallowed]()
+    for place in places:
+        call = _rewrite_one(graph, module, _moved(place, twins), action, twins)
+        flags += [flag for flag in call.flags if flag not in flags]
+        swallowed += call.swallowed
+    graph.lint()
+    return replace(recorded, graph=graph, flags=tuple(flags)), tuple(dict.fromkeys(swallowed))
+
+
+def _copy_output(old: fx.Graph, new: fx.Graph, twins: dict[fx.Node, fx.Node]) -> None:
+    output = next(node for node in reversed(old.nodes) if node.op == "output")
+    twins[output] = new.node_copy(output, lambda node: twins[node])
+
+
+def _moved(place: Place, twins: dict[fx.Node, fx.Node]) -> Place:
+    def twin(value: Any) -> Any:
+        return twins[value] if isinstance(value, fx.Node) else value
+
+    return Place(
+        tuple(map(twin, place.nodes)),
+        tuple(map(twin, place.inputs)),
+        {name: twin(value) for name, value in place.captures.items()},
+    )
+
+
+def _rewrite_one(
+    graph: fx.Graph, module: nn.Module, place: Place, action: Action, twins: dict[fx.Node, fx.Node]
+) -> NewCall:
+    inside = {node for node in place.nodes if node.op not in ("get_attr", "placeholder", "output")}
+    if not inside:
+        raise CannotPlace("nothing is computed there")
+    effects = Effects(graph, module)
+    nodes = [node for node in graph.nodes if node in inside]
+    _drop_type_checks(graph, nodes, inside)
+    outputs = [node for node in nodes if any(user not in inside for user in node.users)] or nodes[-1:]
+    call = action.call(place, nodes, outputs, module, effects)
+    after = nodes_after(nodes, effects)
+    anchor = nodes[-1].next
+    needed = {value for node in nodes for value in node.all_input_nodes} - inside
+    with graph.inserting_before(anchor):
+        new = _inserted(graph, call, action.name)
+        new.meta["location"] = nodes[-1].meta.get("location")
+        results = [new] if len(outputs) == 1 else [_item(graph, new, position) for position in range(len(outputs))]
+    for moved in after:
+        anchor.prepend(moved)
+    successors = {}
+    for old, result in zip(outputs, results, strict=True):
+        if "example" in old.meta:
+            result.meta["example"] = old.meta["example"]
+        old.replace_all_uses_with(result, delete_user_cb=lambda user: user not in inside)
+        successors[old] = result
+    for node in reversed(nodes):
+        graph.erase_node(node)
+    for first, twin in twins.items():
+        if twin in successors:
+            twins[first] = successors[twin]
+    _drop_unused(graph, needed, effects)
+    return call
+
+
+def _inserted(graph: fx.Graph, call: NewCall, name: str) -> fx.Node:
+    reads: dict[Read, fx.Node] = {}
+
+    def real(value: Any) -> Any:
+        if not isinstance(value, Read):
+            return value
+        if value not in reads:
+            reads[value] = graph.get_attr(value.path)
+        return reads[value]
+
+    args = tuple(map(real, call.args))
+    kwargs = {key: real(value) for key, value in call.kwargs.items()}
+    return graph.create_node(call.op, call.target, args, kwargs, name=name)
+
+
+def _item(graph: fx.Graph, node: fx.Node, position: int) -> fx.Node:
+    return graph.call_function(operator.getitem, (node, position))
+
+
+_DECIDED_BY_INPUTS = ("dtype", "is_cuda", "is_cpu", "is_mps", "is_xpu", "is_sparse", "is_quantized", "is_mkldnn")
+
+
+def _drop_type_checks(graph: fx.Graph, nodes: Sequence[fx.Node], inside: set[fx.Node]) -> None:
+    """Guards on the type or device of a value inside: those of the arguments decide it, and they have guards too."""
+    for node in nodes:
+        for user in list(node.users):
+            is_read = user not in inside and user.target is getattr and user.args[1] in _DECIDED_BY_INPUTS
+            if is_read and all(each.target is check for each in user.users):
+                for each in list(user.users):
+                    graph.erase_node(each)
+                graph.erase_node(user)
+
+
+def _drop_unused(graph: fx.Graph, candidates: set[fx.Node], effects: Effects) -> None:
+    """Remove what only the matched nodes used, as far as nobody can miss it."""
+    stack = list(candidates)
+    while stack:
+        node = stack.pop()
+        if not node._erased and not node.users and effects.is_pure(node):
+            stack.extend(node.all_input_nodes)
+            graph.erase_node(node)
+
+
+def _operand(place: Place, which: str | int, inside: set[fx.Node]) -> Any:
+    if isinstance(which, int):
+        if not 0 <= which < len(place.inputs):
+            raise CannotPlace(f"the match has {len(place.inputs)} inputs, and no input {which}")
+        found = place.inputs[which]
+    elif which not in place.captures:
+        known = ", ".join(map(repr, place.captures)) or "none"
+        raise CannotPlace(f"the match has no capture '{which}'; it has {known}")
+    else:
+        found = place.captures[which]
+    if isinstance(found, tuple) and len(found) == 2 and found[0] == "constant":
+        return found[1]
+    if found in inside:
+        raise CannotPlace(f"'{which}' is computed inside of the match, as '{found}', and is not there to be passed")
+    return found
+
+
+def _refuse_lasting_write(node: fx.Node, written: frozenset[Any], inside: set[fx.Node], outside: Effects) -> None:
+    """What the match wrote to and others read later would not be written to any more."""
+    later = node.next
+    while written and later.op != "root":
+        if later not in inside and not is_inert(later) and written & outside.reads(later):
+            raise CannotPlace(f"'{node}' writes in place to what '{later}' reads outside of the match")
+        later = later.next
+    if any(not isinstance(root, fx.Node) for root in written):
+        raise CannotPlace(f"'{node}' writes in place to an argument or a buffer of the module")

@@ -1,0 +1,47 @@
+"""Modules whose calls a rewrite took out of a graph: what happened around those calls must not get lost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from torch import fx, nn
+
+from slapo_core.graph.leaves import is_changed
+from slapo_core.graph.rewriting.placing import CannotPlace
+
+__all__ = ["Swallowed", "refuse_changed", "swallowed_problem"]
+
+Swallowed = tuple[str, type[nn.Module]]
+"""Path relative to the traced module, and the class that stood there."""
+
+
+def refuse_changed(nodes: Sequence[fx.Node], module: nn.Module) -> Iterator[Swallowed]:
+    """The modules that ``nodes`` call.
+
+    Raises:
+        CannotPlace: one of them, or one below it, has hooks or another forward than its class's.
+    """
+    for node in nodes:
+        if node.op != "call_module":
+            continue
+        path = str(node.target)
+        called = module.get_submodule(path)
+        for name, below in called.named_modules():
+            if is_changed(below):
+                place = f"{path}.{name}" if name else path
+                raise CannotPlace(
+                    f"'{node}' calls '{place}', which has hooks or a forward of its own, and would be called no more",
+                    "rewrite first, change the module then; or match what lies around it",
+                )
+        yield path, type(called)
+
+
+def swallowed_problem(module: nn.Module, swallowed: Sequence[Swallowed]) -> str | None:
+    """What has been done to a module that is called no more, and has no effect; None if nothing."""
+    for path, cls in swallowed:
+        below = module.get_submodule(path)
+        if type(below) is not cls:
+            return f"'{path}' was a {cls.__name__} and is a {type(below).__name__} now"
+        if is_changed(below):
+            return f"'{path}' got hooks, or another forward"
+    return None

@@ -1,0 +1,80 @@
+"""A recording is no call of the model: what it sets on modules, and in what they hold, is taken back."""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["state_kept"]
+
+_CONTAINERS = (list, dict, set)
+_NO_HOLDERS = (nn.Module, torch.Tensor, type, types.ModuleType, types.FunctionType, types.MethodType)
+_REGISTERED = ("_parameters", "_buffers", "_modules")
+
+
+@contextlib.contextmanager
+def state_kept(
+    root: nn.Module, recorded: Collection[nn.Module] = (), refuse: Callable[[str], Exception] | None = None
+) -> Iterator[None]:
+    """Put back, at the end, what was changed meanwhile: attributes, and lists, dictionaries and objects in them.
+
+    Args:
+        root: the modules below it too.
+        recorded: modules whose own code becomes the graph, which does not do such things again.
+        refuse: makes the error for a change in one of those; None lets it pass.
+    """
+    inlined = {id(module) for module in recorded}
+    holders: dict[int, tuple[str, Any, Any, bool]] = {}
+    for path, module in root.named_modules():
+        _note(module.__dict__, f"self.{path}" if path else "self", id(module) in inlined, holders)
+    completed = False
+    try:
+        yield
+        completed = True
+    finally:
+        changed = [name for name, value, before, own in holders.values() if not _restore(value, before) and own]
+    if completed and changed and refuse is not None:
+        raise refuse(f"changes {changed[0]} in place, which a graph would not do again")
+
+
+def _note(attributes: dict[str, Any], name: str, is_recorded: bool, holders: dict[int, Any]) -> None:
+    """What is in ``attributes``, and in what they hold."""
+    if id(attributes) in holders:
+        return
+    holders[id(attributes)] = (name, attributes, dict(attributes), is_recorded)
+    for key, value in attributes.items():
+        below = f"the {key[1:]} of {name}" if key in _REGISTERED else f"{name}.{key}"
+        if isinstance(value, _CONTAINERS):
+            _note_container(value, below, is_recorded, holders)
+        elif hasattr(value, "__dict__") and not isinstance(value, _NO_HOLDERS):
+            _note(value.__dict__, below, is_recorded, holders) if type(value.__dict__) is dict else None
+
+
+def _note_container(value: Any, name: str, is_recorded: bool, holders: dict[int, Any]) -> None:
+    if id(value) in holders:
+        return
+    holders[id(value)] = (name, value, value.copy(), is_recorded)
+    for item in value.values() if isinstance(value, dict) else value:
+        if isinstance(item, _CONTAINERS):
+            _note_container(item, name, is_recorded, holders)
+
+
+def _restore(value: Any, before: Any) -> bool:
+    """Make a container what it was; whether it was that already."""
+    if isinstance(value, set):
+        same = value == before
+    elif isinstance(value, dict):
+        same = len(value) == len(before) and all(
+            one is other and value[one] is before[other] for one, other in zip(value, before, strict=True)
+        )
+    else:
+        same = len(value) == len(before) and all(one is other for one, other in zip(value, before, strict=True))
+    if not same:
+        value.clear()
+        value.extend(before) if isinstance(value, list) else value.update(before)
+    return same

@@ -1,0 +1,168 @@
+"""``find``: where the graphs of traced modules have a pattern."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from slapo_core.errors import TraceError
+from slapo_core.schedule.closed_calls import closed_calls, how_to_open
+from slapo_core.spec.graph import Match
+from slapo_core.spec.reserved import RESERVED_NAMESPACES, split_name
+
+if TYPE_CHECKING:
+    from torch import fx
+
+    from slapo_core.graph.patterns.pattern import Found, GraphPattern
+    from slapo_core.plugins.registry import Registry
+    from slapo_core.schedule.schedule import Schedule
+    from slapo_core.tree.node import TreeNode
+
+__all__ = ["Matches", "find_in", "first_graph", "load_pattern", "match_of"]
+
+_NOT_OF_PLUGINS = ("core", "slapo", "torch")
+
+
+class Matches(list[Match]):
+    """What ``find`` gives: a list, in the model's order.
+
+    Args:
+        matches: the places.
+        untraced: paths of modules that were not searched, because neither they nor what holds them is traced.
+        closed: paths of modules that were searched as one call each, and that ``trace(flatten=True)`` would open.
+    """
+
+    def __init__(
+        self, matches: Iterable[Match] = (), *, untraced: Sequence[str] = (), closed: Sequence[str] = ()
+    ) -> None:
+        super().__init__(matches)
+        self.untraced, self.closed = tuple(untraced), tuple(closed)
+
+    def __repr__(self) -> str:
+        lines = [f"  {match}" for match in self]
+        shown = ", ".join(repr(path) for path in self.untraced[:4])
+        more = f" and {len(self.untraced) - 4} more" if len(self.untraced) > 4 else ""
+        if self.untraced:
+            lines.append(f"  not searched, not traced: {shown}{more}")
+        if self.closed and not self:
+            lines.append(f"  {how_to_open(self.closed)}")
+        count = f"{len(self) or 'no'} {'match' if len(self) == 1 else 'matches'}"
+        return "\n".join([f"<{count}{':' if lines else ''}", *lines]) + ">"
+
+
+def find_in(schedule: Schedule, nodes: Sequence[TreeNode], pattern: Any) -> Matches:
+    """Every place at or below ``nodes`` where a traced module's graph has ``pattern``.
+
+    Of several variants of a graph (train and eval, ...), the one recorded first is searched.
+
+    Args:
+        schedule: that the nodes belong to.
+        nodes: where to look.
+        pattern: as of :meth:`slapo_core.spec.node.Node.find`.
+
+    Raises:
+        TraceError: nothing at or below them is traced.
+        ArgumentError: it is no pattern.
+    """
+    from slapo_core.graph.patterns.making import pattern_of
+
+    made = pattern_of(pattern, lambda name: load_pattern(schedule.registry, name))
+    traced: dict[str, TreeNode] = {}
+    untraced: dict[str, None] = {}
+    for node in nodes:
+        _collect(node, traced, untraced)
+    if not traced:
+        where = ", ".join(f"'{node.path}'" if node.path else "the root" for node in nodes[:3])
+        first = nodes[0].path
+        raise TraceError(
+            f"nothing at or below {where} is traced, so there is no graph to find {made} in",
+            path=first,
+            hint=f"sch[{first!r}].trace() first" if first else "sch.trace() first, or sch['a.b'].trace()",
+        )
+    matches = [match for node in traced.values() for match in matches_at(node, made)]
+    return Matches(matches, untraced=tuple(untraced), closed=closed_calls(traced.values()))
+
+
+def matches_at(node: TreeNode, pattern: GraphPattern) -> list[Match]:
+    """The matches in the graph of one traced node."""
+    found = pattern.matches(first_graph(node), node.module)
+    return [match_of(node.path, pattern, each, index, len(found)) for index, each in enumerate(found)]
+
+
+def match_of(path: str, pattern: GraphPattern, found: Found, index: int, total: int) -> Match:
+    """What users see of a place in a graph.
+
+    Args:
+        path: of the traced module.
+        pattern: that was found.
+        found: the place.
+        index: which it is.
+        total: of how many.
+    """
+    return Match(
+        path,
+        pattern,
+        index,
+        total,
+        nodes=tuple(node.name for node in found.nodes),
+        inputs=tuple(_name(value) for value in found.inputs),
+        outputs=tuple(node.name for node in found.outputs),
+        captures={name: _captured(value) for name, value in found.captures.items()},
+    )
+
+
+def first_graph(node: TreeNode) -> fx.Graph:
+    """The graph that is searched: of the variant recorded first; recorded now if there is none yet."""
+    graph: Any = node.graph
+    if graph.first is None:
+        graph.record(node.module, node.example_call())
+    recorded: fx.Graph = graph.first.recorded.graph
+    return recorded
+
+
+def load_pattern(registry: Registry, name: str) -> Any:
+    """The pattern that a plugin registered under ``name``; None if it is no such name, but a glob.
+
+    Raises:
+        PluginError: it is one that cannot be used, or that a plugin would provide which is not installed.
+    """
+    parts = split_name(name)
+    if parts is None:
+        return None
+    planned = parts[0] in RESERVED_NAMESPACES and parts[0] not in _NOT_OF_PLUGINS
+    known = any(entry.kind == "patterns" and entry.name == name for each in registry.plugins for entry in each.entries)
+    return registry.load(name, "patterns") if planned or known else None
+
+
+def _collect(node: TreeNode, traced: dict[str, TreeNode], untraced: dict[str, None]) -> None:
+    """Sort the modules at and below ``node`` into those with a graph, and the topmost that no graph covers."""
+    if node.graph is not None:
+        traced.setdefault(node.path, node)
+    below = {each.path: each for each in node.walk() if each.graph is not None}
+    traced.update({path: each for path, each in below.items() if path not in traced})
+    _note_untraced(node, set(traced), untraced)
+
+
+def _note_untraced(node: TreeNode, traced: set[str], untraced: dict[str, None]) -> None:
+    if node.path in traced:
+        return
+    prefix = f"{node.path}." if node.path else ""
+    if not any(path.startswith(prefix) for path in traced):
+        untraced.setdefault(node.path, None)
+        return
+    for child in node.children:
+        _note_untraced(child, traced, untraced)
+
+
+def _name(value: Any) -> str:
+    from torch import fx
+
+    return value.name if isinstance(value, fx.Node) else str(value)
+
+
+def _captured(value: Any) -> Any:
+    from torch import fx
+
+    from slapo_core.graph.patterns.calls import Attribute
+
+    return _name(value) if isinstance(value, fx.Node | Attribute) else ("constant", value)

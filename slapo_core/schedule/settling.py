@@ -1,0 +1,180 @@
+"""What a primitive's matches are, before it is applied: patterns are looked for, and matches found again."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from slapo_core.errors import PreconditionError, StaleMatchError
+from slapo_core.schedule.closed_calls import how_to_open
+from slapo_core.schedule.finding import find_in, first_graph, load_pattern, matches_at
+from slapo_core.spec.graph import Match
+from slapo_core.spec.violation import Violation
+
+if TYPE_CHECKING:
+    from slapo_core.graph.patterns.pattern import GraphPattern
+    from slapo_core.schedule.history import History
+    from slapo_core.schedule.schedule import Schedule
+    from slapo_core.spec.node import Node
+    from slapo_core.spec.primitive import Primitive
+    from slapo_core.tree.node import TreeNode
+
+__all__ = ["each_its_own", "settled"]
+
+
+def settled(primitive: Primitive, node: TreeNode, schedule: Schedule, history: History) -> Primitive:
+    """``primitive`` with every match located in the graphs as they are now; itself if it has none.
+
+    Args:
+        primitive: what is about to be applied.
+        node: where.
+        schedule: that both belong to.
+        history: of the schedule; says which step changed a graph.
+
+    Raises:
+        PreconditionError: a pattern matches nothing, or a match does not lie at ``node`` or below it.
+        StaleMatchError: a match is not there any more.
+    """
+    made: Primitive | None = None
+    for name in primitive.matches:
+        value = getattr(primitive, name)
+        if value is None:
+            continue
+        matches = tuple(_found(primitive, name, value, node, schedule, history))
+        made = made or copy.copy(primitive)
+        object.__setattr__(made, name, matches)
+    return made or primitive
+
+
+def each_its_own(primitive: Primitive, nodes: Sequence[Node]) -> list[tuple[Node, Primitive]]:
+    """What is applied at each node of a group: of matches, those that lie there; of patterns, all at every node.
+
+    A node at or below which none of the given matches lies is left out.
+
+    Raises:
+        PreconditionError: a match lies at none of the nodes.
+    """
+    given = {name: _as_matches(getattr(primitive, name)) for name in primitive.matches}
+    given = {name: matches for name, matches in given.items() if matches is not None}
+    if not any(given.values()):  # none are given, or an empty list, which every node refuses
+        return [(node, primitive) for node in nodes]
+    applied = []
+    left = {id(match): match for matches in given.values() for match in matches or ()}
+    for node in nodes:
+        own = {
+            name: tuple(each for each in matches or () if id(each) in left and _lies_at(each, node))
+            for name, matches in given.items()
+        }
+        if not any(own.values()):
+            continue
+        for matches in own.values():
+            for each in matches:
+                left.pop(id(each), None)
+        made = copy.copy(primitive)
+        for name, matches in own.items():
+            object.__setattr__(made, name, matches)
+        applied.append((node, made))
+    if left:
+        raise _refusal(primitive, nodes[0], f"{next(iter(left.values()))} lies at none of the {len(nodes)} nodes")
+    return applied
+
+
+def _found(
+    primitive: Primitive, name: str, value: Any, node: TreeNode, schedule: Schedule, history: History
+) -> Iterable[Match]:
+    from slapo_core.graph.patterns.making import pattern_of
+
+    matches = _as_matches(value)
+    if matches is None:
+        pattern = pattern_of(value, lambda named: load_pattern(schedule.registry, named))
+        found = find_in(schedule, (node,), pattern)
+        if not found:
+            miss = _nearest_miss(pattern, node)
+            nearest = f"; nearest to it comes this: {miss}" if miss else ""
+            closed = how_to_open(found.closed) if found.closed else None
+            raise _refusal(primitive, node, f"{name}: nothing there matches the pattern{nearest}", closed)
+        return list(found)
+    if not matches:
+        raise _refusal(primitive, node, f"{name} is an empty list of matches", "give what find() found, or a pattern")
+    located: list[Match] = []
+    used: dict[tuple[str, str], Match] = {}
+    for match in matches:
+        if not _lies_at(match, node):
+            raise _refusal(
+                primitive,
+                node,
+                f"{match} does not lie there",
+                f"apply it at {_where(match.path)}, or at a node that both lie below",
+            )
+        again = _located(match, schedule, history)
+        for each in again.nodes:
+            other = used.setdefault((again.path, each), again)
+            if other is not again:
+                raise _refusal(primitive, node, f"{again} and {other} share the node '{each}'", "give one of them")
+        located.append(again)
+    return located
+
+
+def _located(match: Match, schedule: Schedule, history: History) -> Match:
+    """The match as it lies in the present graph.
+
+    By the names of its nodes; or, where this schedule never had them (a match of another instance of the model, or of
+    a saved schedule), by its number.
+    """
+    node = schedule.tree.node(match.path)
+    graph = node.graph
+    if graph is None:
+        raise StaleMatchError(
+            f"{match} is not there: {_where(match.path)} is not traced any more, its trace was undone",
+            path=match.path,
+            hint="trace it again, and find the pattern again",
+        )
+    present = matches_at(node, match.pattern)
+    for each in present:
+        if match.nodes and each.nodes == match.nodes:
+            return each
+    step = history.rewrite_of(node.module, match.nodes) if match.nodes else None
+    if step is not None:
+        raise StaleMatchError(
+            f"{match} is not there any more: {step}, at {step.location}, changed that part of the graph",
+            path=match.path,
+            hint=f"find the pattern again after that step, or undo it: sch.undo(to={step.index - 1})",
+        )
+    if len(present) == match.total:
+        return present[match.index]
+    raise StaleMatchError(
+        f"{match} is not there: the pattern matched {match.total} places at {_where(match.path)} when it was "
+        f"found, and matches {len(present)} now",
+        path=match.path,
+        hint="find the pattern again",
+    )
+
+
+def _nearest_miss(pattern: GraphPattern, node: TreeNode) -> str | None:
+    misses = (pattern.nearest_miss(first_graph(each), each.module) for each in node.walk() if each.graph is not None)
+    return next(filter(None, misses), None)
+
+
+def _as_matches(value: Any) -> tuple[Match, ...] | None:
+    """The matches that were given; None for a pattern."""
+    if isinstance(value, Match):
+        return (value,)
+    if isinstance(value, tuple | list) and all(isinstance(each, Match) for each in value):
+        return tuple(value)
+    return None
+
+
+def _lies_at(match: Match, node: Node) -> bool:
+    return not node.path or match.path == node.path or match.path.startswith(f"{node.path}.")
+
+
+def _where(path: str) -> str:
+    return f"'{path}'" if path else "the root"
+
+
+def _refusal(primitive: Primitive, node: Node, problem: str, hint: str | None = None) -> PreconditionError:
+    violation = Violation(problem, hint)
+    return PreconditionError(
+        f"cannot apply {primitive.name} at {_where(node.path)}: {violation}", violations=[violation], path=node.path
+    )
