@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import fx
 
-__all__ = ["expression"]
+__all__ = ["SIGNS", "expression"]
 
-_SIGNS = {
+SIGNS = {
     operator.add: "+",
     operator.and_: "and",
     operator.eq: "==",
@@ -39,9 +39,9 @@ def expression(value: Any, *, depth: int = 6) -> str:
     parts = [expression(argument, depth=depth - 1) for argument in value.args]
     if value.op == "call_method":
         return f"{parts[0]}.{value.target}({', '.join(parts[1:])})"
-    if value.target in _SIGNS and len(parts) == 2:
+    if value.target in SIGNS and len(parts) == 2:
         left, right = (f"({part})" if " " in part else part for part in parts)
-        return f"{left} {_SIGNS[value.target]} {right}"
+        return f"{left} {SIGNS[value.target]} {right}"
     if value.target is operator.getitem:
         return f"{parts[0]}[{parts[1]}]"
     if value.target is getattr:

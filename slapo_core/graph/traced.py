@@ -16,6 +16,7 @@ from slapo_core.graph.buffers import buffers_kept
 from slapo_core.graph.leaves import Leaves
 from slapo_core.graph.mutations import refusing_changes
 from slapo_core.graph.plan import Plan
+from slapo_core.graph.printing import printed
 from slapo_core.graph.refusals import refusal
 from slapo_core.graph.rewriting.matching import applied, by_pattern, rewrite_of
 from slapo_core.graph.rewriting.rewrite import Action, Outline, Replacement, Rewrite
@@ -116,7 +117,7 @@ class TracedForward:
         first = self.first
         if first is None:
             return f"# {self!r}: recorded at its first call"
-        code = first.recorded.graph.python_code("self").src.strip("\n")
+        code = printed(first.recorded)
         more = f"# the first of {len(self.variants)} variants\n" if len(self.variants) > 1 else ""
         return f"{more}{code}"
 

@@ -99,6 +99,13 @@ class Trace(Primitive):
         try:
             graph.record(node.module, call)
         except TraceError as error:
+            if self.example_inputs is None and call is not None and _is_changed(node):
+                raise TraceError(
+                    error.message,
+                    path=error.path,
+                    hint=f"steps have changed {node.path!r}, and the example call is that of the untouched model; "
+                    f"trace(example_inputs=...) with what it is called with now; or: {error.hint}",
+                ) from error
             if self.tracer != "auto" or unknown is None:
                 raise
             raise TraceError(
@@ -127,6 +134,16 @@ class Trace(Primitive):
             return node.example_call(), None
         except (ArgumentError, TraceError) as error:
             return None, error
+
+
+def _is_changed(node: Node) -> bool:
+    """Whether steps were applied at the module, around it, or below."""
+    here: Node | None = node
+    while here is not None:
+        if here.records:
+            return True
+        here = here.parent
+    return bool(node.records_below())
 
 
 def _graphs_of_peers(node: Node) -> Iterator[Any]:

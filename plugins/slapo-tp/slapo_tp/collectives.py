@@ -129,7 +129,8 @@ class _AllReduceInPlace(_AllReduce):
     def forward(ctx: Any, tensor: Tensor, name: str) -> Tensor:
         ctx.name = name
         ctx.mark_dirty(tensor)
-        return _ops.wait_tensor.default(_ops.all_reduce_.default(tensor, "sum", name))
+        _ops.wait_tensor.default(_ops.all_reduce_.default(tensor, "sum", name))
+        return tensor  # what wait_tensor gives, but for tensors without values
 
 
 class _Copy(Function):

@@ -1,0 +1,133 @@
+"""Traced modules and split ones, in either order: verify runs the traced graphs on two ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import slapo_core as slapo
+from slapo_core.testing import run_ranks
+
+pytestmark = pytest.mark.ranks
+X = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0))
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(8, 8) for _ in range(4))
+        self.heads = 4
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shape = (x.shape[0], x.shape[1], self.heads, 2)
+        q, k, v = (layer(x).view(shape).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(x.shape[0], x.shape[1], -1)
+        return self.out(y)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.up, self.down, self.norm = Attention(), nn.Linear(8, 16), nn.Linear(16, 8), nn.LayerNorm(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(x)
+        return self.norm(x + self.down(F.gelu(self.up(x))))
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(Block(), Block())
+
+
+def split_mlp(block: Any) -> None:
+    block["up"].shard(["weight", "bias"], axis=0)
+    block["up"].sync("backward")
+    block["down"].shard("weight", axis=1)
+    block["down"].sync("forward")
+
+
+def split_attention(block: Any) -> None:
+    for name in "qkv":
+        block[f"attention.{name}"].shard(["weight", "bias"], axis=0)
+    block["attention"].sync("bwd_post", "all_reduce", inputs=("x",))
+    block["attention.out"].shard("weight", axis=1)
+    block["attention.out"].sync("forward")
+
+
+def trace_then_split(sch: slapo.Schedule, flatten: bool) -> None:
+    for index in ("0", "1"):
+        sch[index].trace(flatten=flatten, leaves="attention" if flatten else ())
+        split_mlp(sch[index])
+
+
+def split_then_trace(sch: slapo.Schedule, flatten: bool) -> None:
+    for index in ("0", "1"):
+        split_mlp(sch[index])
+        sch[index].trace(flatten=flatten, leaves="attention" if flatten else ())
+
+
+def trace_beside(sch: slapo.Schedule, flatten: bool) -> None:
+    sch["0"].trace(flatten=flatten)
+    split_mlp(sch["1"])
+    sch["1.norm"].trace()
+
+
+def split_heads_and_trace_around(sch: slapo.Schedule, flatten: bool) -> None:
+    split_attention(sch["0"])
+    sch["0.attention"].shard_attribute("heads")
+    sch["0"].trace(flatten=flatten, leaves=Attention if flatten else ())
+    sch["0.attention"].trace(example_inputs=X)
+
+
+WAYS = (trace_then_split, split_then_trace, trace_beside, split_heads_and_trace_around)
+
+
+def verified() -> list[tuple[str, int]]:
+    found = []
+    for way in WAYS:
+        for flatten in (False, True):
+            sch = slapo.create_schedule(model(), mesh={"tp": 2}, example_inputs=X)
+            way(sch, flatten)
+            report = slapo.verify(sch, X)
+            found.append((f"{way.__name__} {flatten}", report.steps_verified - len(sch.records)))
+    return found
+
+
+def wrongly_split() -> str:
+    sch = slapo.create_schedule(model(), mesh={"tp": 2}, example_inputs=X)
+    sch["0"].trace(flatten=True)
+    sch["0.up"].shard(["weight", "bias"], axis=0)
+    sch["0.down"].shard("weight", axis=1)  # and no all-reduce
+    try:
+        slapo.verify(sch, X)
+    except slapo.VerifyError as error:
+        return str(error)
+    return "passed"
+
+
+def refused() -> tuple[str, str]:
+    sch = slapo.create_schedule(model(), mesh={"tp": 2}, example_inputs=X)
+    split_attention(sch["0"])  # and not its number of heads
+    try:
+        sch["0.attention"].trace()
+    except slapo.TraceError as error:
+        return str(error), repr(sch["0.attention"].graph)
+    return "traced", ""
+
+
+def everything() -> Any:
+    return verified(), wrongly_split(), refused()
+
+
+def test_traced_and_split_modules_agree_with_the_untouched_model_in_any_order() -> None:
+    for found, wrong, (message, graph) in run_ranks(everything, world_size=2):
+        assert found == [(f"{way.__name__} {flatten}", 0) for way in WAYS for flatten in (False, True)]
+        assert "0.down" in wrong
+        assert "example_inputs=" in message
+        assert "'0.attention'" in message
+        assert graph == "None"
