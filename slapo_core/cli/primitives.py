@@ -57,10 +57,11 @@ def names_json(registry: Registry, kind: str) -> list[dict[str, Any]]:
 
 def _show(registry: Registry, name: str, *, as_json: bool) -> None:
     from slapo_core.cli.output import print_json
+    from slapo_core.spec.primitive import public_signature
 
     entry = registry.resolve("primitives", name)
     cls = registry.load(entry)
-    arguments = [_argument(parameter) for parameter in inspect.signature(cls).parameters.values()]
+    arguments = [_argument(parameter) for parameter in public_signature(cls).parameters.values()]
     documentation = inspect.getdoc(cls) or ""
     if as_json:
         print_json(_as_json(entry, arguments, documentation))

@@ -149,8 +149,8 @@ class Recording:
             if isinstance(tensor, torch._subclasses.FakeTensor) or not self.may_capture:
                 raise self.refusal("uses a tensor that was made outside of the recorded calls")
             node = self.graph.placeholder(f"captured_{len(self.captured)}")
-            first = next(iter(self.graph.nodes))
-            if first is not node:
+            first = next(each for position, each in enumerate(self.graph.nodes) if position == len(self.captured))
+            if first is not node:  # behind those captured before: they are given in their order
                 first.prepend(node)
             self.captured.append(tensor)
         self._alive.append(tensor)

@@ -224,9 +224,13 @@ class TracedForward:
 
     def _repeated(self, variant: Variant, module: nn.Module, *, first: bool = False) -> Variant:
         assert self.rewrite is not None
-        recorded, swallowed = applied(self.rewrite, variant.recorded, module, self._where, self.path, first=first)
-        taken = tuple(dict.fromkeys((*variant.swallowed, *swallowed)))
-        return Variant(recorded, module, variant.plan, taken, variant.surroundings)
+        made = variant.rewritten_alike(self.rewrite, module)
+        if made is None:
+            recorded, swallowed = applied(self.rewrite, variant.recorded, module, self._where, self.path, first=first)
+            all_swallowed = tuple(dict.fromkeys((*variant.swallowed, *swallowed)))
+            made = Variant(recorded, module, variant.plan, variant.surroundings, all_swallowed)
+            variant.keep_rewritten(self.rewrite, module, made)
+        return made
 
     # ----------------------------------------------------------------------------------------------------------
 

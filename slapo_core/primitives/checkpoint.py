@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from slapo_core.errors import ApplyError
+from slapo_core.primitives.at_matches import by_node
 from slapo_core.spec.edit import Edit, Forward
 from slapo_core.spec.equivalence import Equivalence
+from slapo_core.spec.graph import Region
 from slapo_core.spec.node import Node
 from slapo_core.spec.primitive import Primitive
 from slapo_core.spec.violation import Violation
@@ -19,30 +21,44 @@ __all__ = ["Checkpoint"]
 
 @dataclass(frozen=True)
 class Checkpoint(Primitive):
-    """Keep only the module's inputs, and run its forward again when its gradient is needed.
+    """Keep only the inputs of the module, or of each match, and compute the rest again when a gradient is needed.
 
     Non-reentrant ``torch.utils.checkpoint``: keyword arguments and nested outputs pass through unchanged, and it works
     with ``torch.autograd.grad``, hooks and ``torch.compile``. Without gradients (evaluation) the forward runs directly.
     Buffers that the forward changes (running statistics) are changed once, by the first run.
 
     Args:
+        match: what is computed again, each as one region: a match or a list of such, or a pattern, as for ``find``, of
+            which every match is. None: the module's whole forward.
         preserve_rng_state: whether the second run draws the same random numbers (dropout) as the first. False saves
             keeping the random state, and is right only for modules that draw none: for others the gradients would be
             those of another loss. So the step then promises EXACT only provided that none are drawn; ``verify`` finds
             a module that draws some.
 
     Raises:
-        PreconditionError: the module is checkpointed already, or has no forward of its own.
+        PreconditionError: the module is checkpointed already, or has no forward of its own; nothing matches.
+        ApplyError: a match cannot be taken out of the graph.
+        StaleMatchError: an earlier step changed the place of a match.
 
     rewrite:
         ``y = module(x)`` keeping every activation inside -> ``y = checkpoint(module, x)`` keeping only ``x``
 
-    Source: paper section 3.2.1, ``.checkpoint()``; ``torch/utils/checkpoint.py``.
+        ``h = f(x); y = g(h)`` keeping ``x`` and ``h`` -> ``y = checkpoint(region, x)`` keeping only ``x``
+
+    Source: paper section 3.2.1, ``.checkpoint()``, and 3.2.2, ``.checkpoint(subgraph)``; ``torch/utils/checkpoint.py``.
     """
 
     name = "core.checkpoint"
+    matches = ("match",)
 
+    match: Any = None
     preserve_rng_state: bool = True
+
+    def __post_init__(self) -> None:
+        if isinstance(self.match, bool):  # checkpoint(False), as it was written before there were matches
+            object.__setattr__(self, "preserve_rng_state", self.match)
+            object.__setattr__(self, "match", None)
+        super().__post_init__()
 
     @property
     def equivalence(self) -> Equivalence:  # type: ignore[override]
@@ -53,6 +69,8 @@ class Checkpoint(Primitive):
     def preconditions(self, node: Node) -> Iterator[Violation]:
         from torch import nn
 
+        if self.match is not None:
+            return
         if type(node.module).forward is nn.Module.forward and "forward" not in node.module.__dict__:
             yield Violation(
                 f"{type(node.module).__name__} has no forward of its own: it is never called",
@@ -62,11 +80,19 @@ class Checkpoint(Primitive):
             yield Violation("the module is checkpointed already", "remove this second call")
 
     def apply(self, node: Node, edit: Edit) -> None:
+        if self.match is not None:
+            transform = CheckpointedRegion(self.preserve_rng_state)
+            for place, matches in by_node(node, self.match):
+                graph: Any = place.graph
+                edit.set_graph(place, graph.outlined(place.module, matches, transform, name="checkpointed"))
+            return
         edit.wrap_forward(
             node, functools.partial(checkpointed, preserve_rng_state=self.preserve_rng_state, path=node.path)
         )
 
     def postconditions(self, node: Node) -> Iterator[Violation]:
+        if self.match is not None:
+            return
         if "forward" not in node.module.__dict__ or not any(_is_checkpointing(wrapper) for wrapper in node.wrappers):
             yield Violation("the module's forward is not wrapped")
 
@@ -93,6 +119,54 @@ def checkpointed(forward: Forward, *, preserve_rng_state: bool, path: str) -> Fo
         )
 
     return run
+
+
+@dataclass(frozen=True)
+class CheckpointedRegion:
+    """Puts regions under activation checkpointing; equal ones make the same of the same.
+
+    Args:
+        preserve_rng_state: as of :class:`Checkpoint`.
+    """
+
+    preserve_rng_state: bool
+
+    def __call__(self, region: Region) -> Region:
+        import torch
+        from torch.utils.checkpoint import checkpoint
+
+        preserve_rng_state = self.preserve_rng_state
+
+        @functools.wraps(region)
+        def run(*args: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return region(*args)
+            holder = _Holder(args)
+            call = _FirstRunCounts(holder) if any(True for _ in holder.buffers()) else _call
+            return checkpoint(
+                call, _region, region, args, {}, use_reentrant=False, preserve_rng_state=preserve_rng_state
+            )
+
+        return run
+
+
+def _region(region: Region, *args: Any) -> Any:
+    return region(*args)
+
+
+class _Holder:
+    """The modules among the arguments of a region, as one."""
+
+    def __init__(self, args: tuple[Any, ...]) -> None:
+        from torch import nn
+
+        self._modules = {id(below): below for each in args if isinstance(each, nn.Module) for below in each.modules()}
+
+    def modules(self) -> Iterator[Any]:
+        return iter(self._modules.values())
+
+    def buffers(self) -> Iterator[Any]:
+        return (buffer for module in self.modules() for buffer in module._buffers.values() if buffer is not None)
 
 
 def _call(forward: Forward, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from slapo_core.errors import ApplyError
 from slapo_core.primitives.fitting import TensorPlan, hooks_to_carry, lost_changes, signature_mismatches
+from slapo_core.primitives.replacing import MatchReplacement
 from slapo_core.spec.edit import Edit
 from slapo_core.spec.equivalence import Equivalence
 from slapo_core.spec.node import Node
@@ -22,47 +23,66 @@ __all__ = ["Replace"]
 
 @dataclass(frozen=True)
 class Replace(Primitive):
-    """Put another module in the place of this one; its weights, ties and hooks stay.
+    """Put another module in the place of this one, or of what a match computes; weights, ties and hooks stay.
 
-    Every parameter and buffer of the old module must be accounted for: the new module holds the same object, or has a
-    tensor of the same name and shape (which then *becomes* the old one, so that real weights and ties stay), or it is
-    renamed by ``params``, or given up by ``drop``.
+    Without a match, every parameter and buffer of the old module must be accounted for: the new module holds the same
+    object, or has a tensor of the same name and shape (which then *becomes* the old one, so that real weights and ties
+    stay), or it is renamed by ``params``, or given up by ``drop``.
+
+    With a match, a function *is* the new computation: the graph calls it with what the match captured, by the names of
+    its parameters, or else with the match's inputs in their order. A module becomes a child of the traced one, and the
+    graph calls it; the same object at every match, so that one with parameters can stand in one traced module only.
+    What the match swallowed keeps its path and its parameters. Several outputs are a tuple, in the graph's order.
 
     Args:
         new_module: the new module, or a function ``fn(old) -> new`` that must not change the old one. A function at the
-            top level of a module is saved by its name, and can be replayed; a lambda or a module cannot.
+            top level of a module is saved by its name, and can be replayed; a lambda or a module cannot. With a match:
+            a module, or a function that computes what the match does; None takes the ``replacement`` of the pattern
+            that ``match`` names.
+        match: what is replaced: a match or a list of such, or a pattern, as for ``find``, of which every match is.
         params: ``{"old.name": "new.name"}``, relative to the module, for parameters and buffers whose name changes.
         drop: names of parameters and buffers of the old module that the new one does without. Their untouched values
             are what a state dict will hold.
         rtol: the difference allowed in ``verify``, relative to the largest element; None means "the same function, up
             to the order of floating-point sums".
         atol: the absolute difference allowed in ``verify``.
+        name_: of the call in the printed graph, or of the new child; only with a match.
 
     Raises:
         PreconditionError: it is the root; the new forward cannot take the old one's arguments; a parameter is not
-            accounted for; the module is in the model already.
-        ApplyError: the function raised or returned no module.
+            accounted for; the module is in the model already. With a match: nothing matches; what is new cannot take
+            what the match gives, or gives another number of values, shape or type; hooks or steps of a swallowed module
+            would be lost.
+        ApplyError: the function raised or returned no module; the match cannot be taken out of the graph.
+        StaleMatchError: an earlier step changed the place of the match.
 
     rewrite:
         ``parent.child: Old(weight (m, n))`` -> ``parent.child: New(weight (m, n))``, ``weight`` the same object
 
-    Source: paper section 3.2.1, ``.replace(new_mod)``.
+        ``y = gelu(x + bias)`` -> ``y = new(x, bias)``
+
+    Source: paper section 3.2.1, ``.replace(new_mod)``; section 3.2.2, ``.replace(new_mod, subgraph)``.
     """
 
     name = "core.replace"
     named_functions = ("new_module",)
+    matches = ("match",)
 
-    new_module: Any
+    new_module: Any = None
+    match: Any = None
     params: Any = ()
     drop: str | tuple[str, ...] = ()
     rtol: float | None = None
     atol: float | None = None
+    name_: str | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.params, Mapping):
             object.__setattr__(self, "params", tuple(sorted(self.params.items())))
         if isinstance(self.drop, str):
             object.__setattr__(self, "drop", (self.drop,))
+        if self.new_module is None and isinstance(self.match, str):
+            object.__setattr__(self, "new_module", self.match)
         super().__post_init__()
 
     @property
@@ -74,6 +94,15 @@ class Replace(Primitive):
     def preconditions(self, node: Node) -> Iterator[Violation]:
         from torch import nn
 
+        if self.match is not None:
+            if self.drop:
+                yield Violation(
+                    "drop= is for what a whole module leaves; a match leaves every parameter", "leave it out"
+                )
+            yield from self._at_matches(node).violations()
+            return
+        if self.name_ is not None:
+            yield Violation("name= is for what comes in the place of a match", "leave it out: the path stays")
         if not node.path:
             yield Violation("the root of the model cannot be replaced", "replace its children one by one")
             return
@@ -95,6 +124,9 @@ class Replace(Primitive):
     def apply(self, node: Node, edit: Edit) -> None:
         from torch import nn
 
+        if self.match is not None:
+            self._at_matches(node).apply(edit)
+            return
         new = self.new_module
         old = node.module
         if not isinstance(new, nn.Module):
@@ -124,7 +156,7 @@ class Replace(Primitive):
         edit.note(plan.describe())
 
     def postconditions(self, node: Node) -> Iterator[Violation]:
-        if isinstance(self.new_module, _module_class()) and node.module is not self.new_module:
+        if self.match is None and isinstance(self.new_module, _module_class()) and node.module is not self.new_module:
             yield Violation("another module stands there")
 
     def _mismatches(self, node: Node, new: nn.Module) -> Iterator[Violation]:
@@ -149,6 +181,9 @@ class Replace(Primitive):
         yield from lost_changes(node, new)
         yield from signature_mismatches(old, new)
         yield from self._plan(node, new).violations
+
+    def _at_matches(self, node: Node) -> MatchReplacement:
+        return MatchReplacement(node, self.new_module, self.match, dict(self.params), self.name_)
 
     def _plan(self, node: Node, new: nn.Module) -> TensorPlan:
         return TensorPlan(node, new, dict(self.params), tuple(self.drop))

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from types import FunctionType
 from typing import Any
 
 from slapo_core.errors import ReplayError
 
-__all__ = ["find_function", "name_of_function"]
+__all__ = ["find_function", "is_function_name", "name_of_function"]
+
+_FUNCTION_NAME = re.compile(r"[\w.]+:[^\W\d]\w*")
+
+
+def is_function_name(text: Any) -> bool:
+    """Whether a saved argument names a function, ``"module:name"``, and is no text of its own (``"inductor"``)."""
+    return isinstance(text, str) and _FUNCTION_NAME.fullmatch(text) is not None
 
 
 def name_of_function(value: Any) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
@@ -14,9 +14,6 @@ from slapo_core.schedule.transaction import Step
 from slapo_core.schedule.watching.watch import Watch
 from slapo_core.spec.record import Record
 from slapo_core.tree.journal import ReplaceModule, SetGraph
-
-if TYPE_CHECKING:
-    from slapo_core.spec.graph import Graph
 
 __all__ = ["History"]
 
@@ -115,11 +112,13 @@ class History:
 
     def rewrite_of(self, module: nn.Module, nodes: Collection[str]) -> Record | None:
         """The step that took one of these nodes out of the module's graph; None if none did."""
+        wanted = set(nodes)
         for step in reversed(self._steps):
             for entry in step.entries:
-                if isinstance(entry, SetGraph) and entry.module is module and entry.graph_before is not None:
-                    if not set(nodes) <= _names(entry.graph) and set(nodes) <= _names(entry.graph_before):
-                        return step.record
+                if not isinstance(entry, SetGraph) or entry.module is not module or entry.graph_before is None:
+                    continue
+                if wanted <= entry.graph_before.node_names and not wanted <= entry.graph.node_names:
+                    return step.record
         return None
 
     def drop_originals(self) -> None:
@@ -163,8 +162,3 @@ class History:
             ) from error
         if self.watch is not None:
             self.watch.went(step)
-
-
-def _names(graph: Graph) -> frozenset[str]:
-    names: frozenset[str] = graph.node_names  # type: ignore[attr-defined]
-    return names

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from slapo_core.errors import ReplayError, SerializationError, SlapoError
 from slapo_core.schedule.coverage import count_blocks
-from slapo_core.schedule.functions import find_function, name_of_function
+from slapo_core.schedule.functions import find_function, is_function_name, name_of_function
 from slapo_core.schedule.saved_matches import matches_from_json, matches_to_json
 from slapo_core.spec.primitive import Primitive
 from slapo_core.spec.record import Record
@@ -107,11 +107,12 @@ def primitive_to_json(primitive: Primitive, *, where: str) -> dict[str, Any]:
     def place(name: str) -> Callable[[str], str]:
         return lambda part: f"argument '{name}'{part} of {where}"
 
-    encoded = {}
+    encoded: dict[str, Any] = {}
     for name, value in primitive.arguments().items():
         function = name_of_function(value) if name in primitive.named_functions else None
-        if name in primitive.matches and value is not None:
-            encoded[name] = matches_to_json(value)
+        if name in primitive.matches:
+            if value is not None:
+                encoded[name] = matches_to_json(value)
         else:
             encoded[name] = function if function is not None else _encode(value, place(name))
     return encoded
@@ -138,7 +139,7 @@ def primitive_from_json(cls: type[Primitive], arguments: Mapping[str, Any]) -> P
     functions = {
         name: find_function(arguments[name], where=f"{cls.name}: argument '{name}'")
         for name in cls.named_functions
-        if isinstance(arguments.get(name), str) and (":" in arguments[name] or not cls.matches)
+        if is_function_name(arguments.get(name))
     }
     matches = {
         name: matches_from_json(arguments[name], where=f"{cls.name}: argument '{name}'")

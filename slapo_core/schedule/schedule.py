@@ -282,7 +282,7 @@ class Schedule:
         """Apply ``primitive`` at every node, or, if one refuses, at none."""
         before = len(self._history)
         try:
-            return tuple([self.apply_at(*each) for each in each_its_own(primitive, nodes)])
+            return tuple([self.apply_at(node, own) for node, own in each_its_own(primitive, nodes)])
         except BaseException:
             self.undo(to=before)
             raise

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from slapo_core.errors import PreconditionError, StaleMatchError
+from slapo_core.schedule.closed_calls import how_to_open
 from slapo_core.schedule.finding import find_in, first_graph, load_pattern, matches_at
 from slapo_core.spec.graph import Match
 from slapo_core.spec.violation import Violation
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from slapo_core.graph.patterns.pattern import GraphPattern
     from slapo_core.schedule.history import History
     from slapo_core.schedule.schedule import Schedule
+    from slapo_core.spec.node import Node
     from slapo_core.spec.primitive import Primitive
     from slapo_core.tree.node import TreeNode
 
@@ -45,7 +47,7 @@ def settled(primitive: Primitive, node: TreeNode, schedule: Schedule, history: H
     return made or primitive
 
 
-def each_its_own(primitive: Primitive, nodes: Sequence[TreeNode]) -> list[tuple[TreeNode, Primitive]]:
+def each_its_own(primitive: Primitive, nodes: Sequence[Node]) -> list[tuple[Node, Primitive]]:
     """What is applied at each node of a group: of matches, those that lie there; of patterns, all at every node.
 
     A node at or below which none of the given matches lies is left out.
@@ -55,7 +57,7 @@ def each_its_own(primitive: Primitive, nodes: Sequence[TreeNode]) -> list[tuple[
     """
     given = {name: _as_matches(getattr(primitive, name)) for name in primitive.matches}
     given = {name: matches for name, matches in given.items() if matches is not None}
-    if not given:
+    if not any(given.values()):  # none are given, or an empty list, which every node refuses
         return [(node, primitive) for node in nodes]
     applied = []
     left = {id(match): match for matches in given.values() for match in matches or ()}
@@ -90,7 +92,8 @@ def _found(
         if not found:
             miss = _nearest_miss(pattern, node)
             nearest = f"; nearest to it comes this: {miss}" if miss else ""
-            raise _refusal(primitive, node, f"{name}: nothing there matches the pattern{nearest}")
+            closed = how_to_open(found.closed) if found.closed else None
+            raise _refusal(primitive, node, f"{name}: nothing there matches the pattern{nearest}", closed)
         return list(found)
     if not matches:
         raise _refusal(primitive, node, f"{name} is an empty list of matches", "give what find() found, or a pattern")
@@ -141,8 +144,8 @@ def _located(match: Match, schedule: Schedule, history: History) -> Match:
     if len(present) == match.total:
         return present[match.index]
     raise StaleMatchError(
-        f"{match} is not there: the pattern matched {match.total} places at {_where(match.path)} when it was found, and "
-        f"matches {len(present)} now",
+        f"{match} is not there: the pattern matched {match.total} places at {_where(match.path)} when it was "
+        f"found, and matches {len(present)} now",
         path=match.path,
         hint="find the pattern again",
     )
@@ -162,7 +165,7 @@ def _as_matches(value: Any) -> tuple[Match, ...] | None:
     return None
 
 
-def _lies_at(match: Match, node: TreeNode) -> bool:
+def _lies_at(match: Match, node: Node) -> bool:
     return not node.path or match.path == node.path or match.path.startswith(f"{node.path}.")
 
 
@@ -170,7 +173,7 @@ def _where(path: str) -> str:
     return f"'{path}'" if path else "the root"
 
 
-def _refusal(primitive: Primitive, node: TreeNode, problem: str, hint: str | None = None) -> PreconditionError:
+def _refusal(primitive: Primitive, node: Node, problem: str, hint: str | None = None) -> PreconditionError:
     violation = Violation(problem, hint)
     return PreconditionError(
         f"cannot apply {primitive.name} at {_where(node.path)}: {violation}", violations=[violation], path=node.path

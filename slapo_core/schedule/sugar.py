@@ -6,6 +6,7 @@ import inspect
 from typing import TYPE_CHECKING, Any
 
 from slapo_core.errors import ArgumentError
+from slapo_core.spec.primitive import public_signature
 
 if TYPE_CHECKING:
     from slapo_core.plugins.registry import Registry
@@ -28,7 +29,7 @@ class BoundPrimitive:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         cls = self._class()
-        signature = inspect.signature(cls)
+        signature = public_signature(cls)
         try:
             signature.bind(*args, **kwargs)
         except TypeError as error:
@@ -38,16 +39,18 @@ class BoundPrimitive:
                 path=self._where,
                 hint=f"{bare}{_plain(signature)}",
             ) from None
-        return self._target.apply(cls(*args, **kwargs))
+        fields = inspect.signature(cls).parameters
+        named = {name if name in fields else f"{name}_": value for name, value in kwargs.items()}
+        return self._target.apply(cls(*args, **named))
 
     @property
     def __signature__(self) -> inspect.Signature:
-        return inspect.signature(self._class())
+        return public_signature(self._class())
 
     @property
     def __doc__(self) -> str | None:  # type: ignore[override]
         cls = self._class()
-        call = f"{cls.name.rpartition('.')[2]}{_plain(inspect.signature(cls))}"
+        call = f"{cls.name.rpartition('.')[2]}{_plain(public_signature(cls))}"
         return f"{call}\n\n{inspect.getdoc(cls)}"
 
     @property

@@ -92,6 +92,20 @@ class Edit(Protocol):
         """
         ...
 
+    def add_module(self, node: Node, name: str, module: nn.Module) -> Node:
+        """Give a traced module another child, for its graph to call.
+
+        Args:
+            node: the module.
+            name: of the child, e.g. ``"qkv"``; new there.
+            module: the child. Tensors of the model that it holds are tied; what others stand for, a layout must say, or
+                the plugin (``slapo_to_reference``).
+
+        Returns:
+            the child's node.
+        """
+        ...
+
     def add_hook(
         self,
         node: Node,

@@ -60,6 +60,19 @@ class Graph(Protocol):
 
     def __str__(self) -> str: ...
 
+    @property
+    def swallowed(self) -> tuple[str, ...]:
+        """Paths, relative to the traced module, of modules that it called before it was rewritten, and calls no more.
+
+        Their parameters may be in use; what is put around their calls has no effect.
+        """
+        ...
+
+    @property
+    def node_names(self) -> frozenset[str]:
+        """Of the variant that was recorded first, which matches are named after."""
+        ...
+
     def outlined(
         self, module: nn.Module, matches: Sequence[Match], transform: Callable[[Region], Region], *, name: str
     ) -> Graph:

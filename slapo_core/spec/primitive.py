@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from slapo_core.errors import ArgumentError
 from slapo_core.spec.equivalence import Equivalence
+from slapo_core.spec.graph import Match
 
 if TYPE_CHECKING:
     from slapo_core.spec.edit import Edit
     from slapo_core.spec.node import Node
     from slapo_core.spec.violation import Violation
 
-__all__ = ["Primitive", "check_primitive"]
+__all__ = ["Primitive", "check_primitive", "public_signature"]
 
 
 class Primitive(ABC):
@@ -38,12 +39,14 @@ class Primitive(ABC):
             def apply(self, node, edit): ...
             def postconditions(self, node): ...
 
+    A field called ``name_`` is what users write as ``name=``.
+
     Attributes:
         name: the full name ``<namespace>.<name>``, e.g. ``"tp.shard"``.
         equivalence: what the primitive promises about the numbers. An instance may narrow or widen it by a
             property of the same name when its arguments decide.
-        named_functions: the fields that may hold a function which is saved by its name, ``"module:name"``. Functions in
-            other fields cannot be saved.
+        named_functions: the fields that may hold a function which is saved by its name, ``"module:name"``, and so no
+            other text of that form. Functions in other fields cannot be saved.
         matches: the fields that take matches, or a pattern to be found at the node. Before the preconditions they
             become a tuple of :class:`~slapo_core.spec.graph.Match`, each found again in the graph as it is then.
     """
@@ -83,7 +86,8 @@ class Primitive(ABC):
             value = getattr(self, field.name)
             if _is_default(value, field.default):
                 continue
-            shown.append(_shown(value) if position == 0 and not field.kw_only else f"{field.name}={_shown(value)}")
+            text = _shown(value)
+            shown.append(text if position == 0 and not field.kw_only else f"{field.name.removesuffix('_')}={text}")
         return f"{self.name.rpartition('.')[2]}({', '.join(shown)})"
 
 
@@ -112,6 +116,13 @@ def check_primitive(value: Any) -> None:
             f"the primitive {cls.__qualname__} does not say how close it keeps the numbers",
             hint="equivalence = Equivalence.EXACT",
         )
+
+
+def public_signature(cls: type[Primitive]) -> inspect.Signature:
+    """The signature that users see: a field ``name_`` is their ``name=``, which on the class is the primitive's own."""
+    signature = inspect.signature(cls)
+    parameters = [each.replace(name=each.name.removesuffix("_")) for each in signature.parameters.values()]
+    return signature.replace(parameters=parameters)
 
 
 def _check_fields(primitive: Primitive) -> None:
@@ -177,6 +188,9 @@ def _shown(value: Any) -> str:
     """One line for a value: a module or a tensor by its type, the rest in full."""
     if inspect.isclass(value):
         return value.__qualname__
+    if isinstance(value, tuple) and value and all(isinstance(each, Match) for each in value):
+        patterns = dict.fromkeys(str(each.pattern) for each in value)
+        return f"<{len(value)} {'match' if len(value) == 1 else 'matches'} of {' and '.join(patterns)}>"
     text = repr(value)
     if "\n" not in text and not (callable(value) and " at 0x" in text):
         return text

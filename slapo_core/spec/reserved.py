@@ -51,11 +51,15 @@ FIRST_PARTY_NAMES: dict[str, dict[str, tuple[str, ...]]] = {
         "dialects": ("torch",),
         "tracers": ("export", "fx", "record"),
     },
+    "slapo-fusion": {
+        "primitives": ("bind", "compile", "cudagraphify", "decompose", "fuse", "quantize"),
+        "compilers": ("aot_eager", "eager", "inductor", "torchscript"),
+    },
     "slapo-tp": {"primitives": ("fork_rng", "shard", "shard_attribute", "sync", "sync_gradient")},
 }
 """The project's own distributions of this version and the bare names they provide, to tell a user what to install."""
 
-PLANNED_PRIMITIVES = ("decompose", "fuse", "pipeline_split")
+PLANNED_PRIMITIVES = ("pipeline_split",)
 """Bare names that the project's own distributions do not provide yet."""
 
 RESERVED_NAMES: frozenset[str] = frozenset(

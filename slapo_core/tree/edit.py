@@ -13,6 +13,7 @@ from slapo_core.tree.gradient_hooks import gradient_hooks
 from slapo_core.tree.index import full_name
 from slapo_core.tree.journal import (
     AddHook,
+    AddModule,
     Annotate,
     Entry,
     KeepOnRank,
@@ -120,10 +121,22 @@ class TreeEdit:
                 "the root of the model cannot be replaced",
                 hint="replace its children, or make a schedule of the new model",
             )
+        self._refuse_swallowed(node)
         entry = ReplaceModule(self._tree, node.path, module, dict(moved or {}), frozenset(dropped))
         for name, hooks in entry.hooks.items():
             self._keep_hooks(node, name, hooks.old, hooks.new)
         self._do(entry)
+
+    def add_module(self, node: NodeProtocol, name: str, module: nn.Module) -> NodeProtocol:
+        if not name.isidentifier() or hasattr(node.module, name):
+            raise ApplyError(
+                f"'{node.path}' cannot get a module '{name}': "
+                + ("it has an attribute of that name" if name.isidentifier() else "that is no name"),
+                path=node.path,
+                hint="take another name",
+            )
+        self._do(AddModule(self._tree, node.module, name, module))
+        return self._tree.node(full_name(node.path, name))
 
     def add_hook(
         self,
@@ -134,12 +147,15 @@ class TreeEdit:
         prepend: bool = False,
         active: bool = True,
     ) -> None:
+        self._refuse_swallowed(node)
         self._do(AddHook(self._tree.calls, node.module, kind, function, prepend, active))
 
     def wrap_forward(self, node: NodeProtocol, wrapper: Callable[[Forward], Forward], *, active: bool = True) -> None:
+        self._refuse_swallowed(node)
         self._do(WrapForward(self._tree.calls, node.module, wrapper, active))
 
     def set_graph(self, node: NodeProtocol, graph: Graph) -> None:
+        self._refuse_swallowed(node)
         self._do(SetGraph(self._tree.calls, node.module, graph))
 
     def set_attribute(self, node: NodeProtocol, name: str, value: Any) -> None:
@@ -209,6 +225,26 @@ class TreeEdit:
         entry.redo()
         if self._after_edit is not None:
             self._after_edit(len(self.entries))
+
+    def _refuse_swallowed(self, node: NodeProtocol) -> None:
+        """Refuse to change calls of a module that a rewritten graph above it makes no more."""
+        names = node.path.split(".") if node.path else []
+        for depth in range(len(names)):
+            above = ".".join(names[:depth])
+            module = self._tree.index.modules.get(above)
+            graph = self._tree.calls.graph(module) if module is not None else None
+            if graph is None:
+                continue
+            inner = ".".join(names[depth:])
+            swallowed = next((path for path in graph.swallowed if f"{inner}.".startswith(f"{path}.")), None)
+            if swallowed is not None:
+                where = f"'{above}'" if above else "the root"
+                raise ApplyError(
+                    f"'{node.path}' is called no more since the graph of {where} was rewritten, and what is put around "
+                    "its calls would have no effect",
+                    path=node.path,
+                    hint="change the module first, and rewrite then",
+                )
 
     def _keep_hooks(self, node: NodeProtocol, name: str, old: torch.Tensor | None, new: torch.Tensor | None) -> None:
         """Refuse to lose the hooks that the user registered on ``old``: a tensor of its shape takes them over."""

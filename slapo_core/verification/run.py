@@ -202,7 +202,11 @@ def _with_dropout(course: Course, seen: Observation) -> None:
     dropout = DropoutMode(_paths(course.model), is_on=True)
     seen.values["output with dropout"] = course.forward_backward(dropout=dropout)
     drawn = set(dropout.draws)
-    seen.values["recomputed dropout"] = {draw.path: draw for draw in dropout.recomputed if draw not in drawn}
+    # A region of a graph that backward runs again is called by no module.
+    nameless = {dataclasses.replace(draw, path="") for draw in drawn}
+    seen.values["recomputed dropout"] = {
+        draw.path: draw for draw in dropout.recomputed if draw not in drawn and draw not in nameless
+    }
     seen.values["gradient with dropout"] = _gradients(course.model)
     seen.values["drawn with dropout"] = {"forward": dropout.draws}
 

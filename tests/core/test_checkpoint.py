@@ -217,7 +217,8 @@ def test_checkpoint_of_a_module_list_or_twice_is_refused() -> None:
     )
     sch["layers.0"].checkpoint()
     assert _refusal(lambda: sch["layers.0"].checkpoint(preserve_rng_state=False)) == (
-        "cannot apply checkpoint(False) at 'layers.0': the module is checkpointed already; remove this second call"
+        "cannot apply checkpoint(preserve_rng_state=False) at 'layers.0': the module is checkpointed already; "
+        "remove this second call"
     )
     sch.undo()
     sch["layers.0"].checkpoint()

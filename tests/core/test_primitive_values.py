@@ -77,9 +77,9 @@ def test_equality_hash_repr_and_str() -> None:
     assert Annotate("weight", "k", 1) == Annotate("weight", "k", 1) != Annotate("weight", "k", 2)
     assert len({Checkpoint(), Checkpoint(True), Checkpoint(False)}) == 2
     assert Checkpoint() != Typed("a")
-    assert repr(Checkpoint()) == "Checkpoint(preserve_rng_state=True)"
+    assert repr(Checkpoint()) == "Checkpoint(match=None, preserve_rng_state=True)"
     assert str(Checkpoint()) == "checkpoint()"
-    assert str(Checkpoint(False)) == "checkpoint(False)"
+    assert str(Checkpoint(False)) == "checkpoint(preserve_rng_state=False)"
     assert str(Typed("w", axis=1)) == "typed('w', axis=1)"
     assert str(Typed("w", axis=True)) == "typed('w', axis=True)"
     assert str(Replace(nn.Sequential(nn.ReLU()))) == "replace(Sequential(...))"
@@ -205,6 +205,6 @@ def test_author_who_annotates_a_list_is_told_that_lists_become_tuples() -> None:
 
 def test_arguments_are_the_fields_in_order() -> None:
     assert Annotate("weight", "k", [1]).arguments() == {"param": "weight", "key": "k", "value": (1,)}
-    assert list(Replace(nn.ReLU()).arguments()) == ["new_module", "params", "drop", "rtol", "atol"]
+    assert list(Replace(nn.ReLU()).arguments()) == ["new_module", "match", "params", "drop", "rtol", "atol", "name_"]
     assert Replace(nn.ReLU(), params={"b": "c", "a": "d"}, drop="x").params == (("a", "d"), ("b", "c"))
     assert Replace(nn.ReLU(), drop="x").drop == ("x",)

@@ -42,7 +42,8 @@ def test_names_complete_and_document_themselves(path: str) -> None:
     assert {"checkpoint", "replace", "annotate", "core", "apply"} <= set(dir(target))
     assert {"checkpoint", "replace", "annotate"} <= set(dir(target.core))
     assert str(inspect.signature(target.annotate)).startswith("(param: 'str', key: 'str', value: 'Any')")
-    assert target.checkpoint.__doc__ == (f"checkpoint(preserve_rng_state: bool = True)\n\n{inspect.getdoc(Checkpoint)}")
+    call = "checkpoint(match: Any = None, preserve_rng_state: bool = True)"
+    assert target.checkpoint.__doc__ == f"{call}\n\n{inspect.getdoc(Checkpoint)}"
     assert target.checkpoint.__name__.endswith("checkpoint")
     where = path or ""
     assert repr(target.checkpoint) == f"<primitive core.checkpoint at '{where}'>"
@@ -61,7 +62,7 @@ def test_wrong_arguments_show_the_signature() -> None:
     )
     assert _error(lambda: sch.checkpoint(rng=True), ArgumentError) == (
         "core.checkpoint at the root: got an unexpected keyword argument 'rng'\n"
-        "  hint: checkpoint(preserve_rng_state: bool = True)"
+        "  hint: checkpoint(match: Any = None, preserve_rng_state: bool = True)"
     )
     assert _error(lambda: sch["head"].annotate(1, "k", 2), ArgumentError) == (
         "core.annotate: argument 'param' must be str (got 1)"

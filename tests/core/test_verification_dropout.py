@@ -99,7 +99,7 @@ def test_recomputing_with_other_dropout_than_the_forward_had_is_found_and_keepin
         else:
             error = failure(sch)
             assert error.tensor == "recomputed dropout of layer.1.drop"
-            assert error.steps == ("#2 checkpoint(False) at 'layer.1'",)
+            assert error.steps == ("#2 checkpoint(preserve_rng_state=False) at 'layer.1'",)
             assert error.message.splitlines()[:2] == [
                 "the scheduled model differs from the untouched one, first in recomputed dropout of layer.1.drop: "
                 "backward runs it again with other random numbers than the forward had, so the gradients are wrong",
@@ -127,7 +127,7 @@ def test_recomputing_with_other_dropout_is_found_where_the_schedule_draws_otherw
     sch["layer.1"].checkpoint(preserve_rng_state=False)
     error = failure(sch)
     assert error.tensor == "recomputed dropout of layer.1.drop"
-    assert error.steps == ("#2 checkpoint(False) at 'layer.1'",)
+    assert error.steps == ("#2 checkpoint(preserve_rng_state=False) at 'layer.1'",)
 
 
 def test_without_dropout_the_random_state_need_not_be_kept() -> None:
@@ -287,7 +287,7 @@ def test_on_several_ranks_dropout_is_compared_unless_a_rank_drops_in_a_piece() -
         'sch["inner"].fork_rng() lets each draw its own',
     )
     assert wrong.tensor == "recomputed dropout of after"
-    assert wrong.steps == ("#5 checkpoint(False) at 'after'",)
+    assert wrong.steps == ("#5 checkpoint(preserve_rng_state=False) at 'after'",)
 
 
 def draw(path: str, p: float = 0.1, shape: tuple[int, ...] = (2, 4), order: tuple[int, ...] = (0, 1)) -> Draw:

@@ -15,19 +15,23 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from slapo_fusion.bind import Bind
+    from slapo_fusion.building import build_kernels
     from slapo_fusion.compile import Compile
     from slapo_fusion.cudagraphify import Cudagraphify
     from slapo_fusion.decompose import Decompose
+    from slapo_fusion.fuse import Fuse
     from slapo_fusion.quantize import Quantize
 
-__all__ = ["Bind", "Compile", "Cudagraphify", "Decompose", "Quantize"]
+__all__ = ["Bind", "Compile", "Cudagraphify", "Decompose", "Fuse", "Quantize", "build_kernels"]
 
 _HOMES = {
     "Bind": "slapo_fusion.bind",
     "Compile": "slapo_fusion.compile",
     "Cudagraphify": "slapo_fusion.cudagraphify",
     "Decompose": "slapo_fusion.decompose",
+    "Fuse": "slapo_fusion.fuse",
     "Quantize": "slapo_fusion.quantize",
+    "build_kernels": "slapo_fusion.building",
 }
 
 

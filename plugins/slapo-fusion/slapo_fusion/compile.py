@@ -6,13 +6,16 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slapo_core import Edit, Equivalence, Node, Primitive, Violation
 from slapo_core.spec.edit import Forward
 from slapo_fusion.compiled import Backend, Compiled, backend_problem
 
-__all__ = ["Compile"]
+if TYPE_CHECKING:
+    from slapo_core.testing import Case
+
+__all__ = ["Compile", "slapo_cases"]
 
 
 @dataclass(frozen=True)
@@ -23,9 +26,8 @@ class Compile(Primitive):
     nothing changed share what was compiled, so that 24 equal layers are compiled once. Sizes that are seen to change
     become symbolic. Random numbers come from torch's generators, so that dropout drops what it would drop uncompiled.
 
-    What is compiled lives in this process: a copy of the model, and one that is loaded from a file, compile again. While
-    ``verify`` runs, the compiled code is what runs. As everywhere with ``torch.compile``, gradients of gradients are
-    refused by most backends.
+    What was compiled lives in this process; a model that is loaded from a file compiles again. While ``verify`` runs,
+    the compiled code is what runs. As everywhere with ``torch.compile``, most backends refuse gradients of gradients.
 
     Args:
         mode: of inductor: ``"reduce-overhead"``, ``"max-autotune"`` or ``"max-autotune-no-cudagraphs"``.
@@ -100,3 +102,13 @@ def compiled(forward: Forward, *, backend: Backend, where: str, fullgraph: bool,
 
 def _is_compiling(wrapper: Callable[..., Any]) -> bool:
     return isinstance(wrapper, functools.partial) and wrapper.func is compiled
+
+
+def slapo_cases() -> list[Case]:
+    """For ``slapo plugins check``."""
+    from slapo_core.testing import Case
+    from slapo_fusion.cases import COMMON
+
+    step = Compile(backend="aot_eager")
+    rejects = [Compile(backend="inducter"), Compile("fastest"), Compile(options={"max_autotun": True})]
+    return [Case(step, path="0", before=[("1", step)], rejects=rejects, **COMMON)]

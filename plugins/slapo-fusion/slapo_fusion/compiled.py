@@ -43,7 +43,8 @@ class Backend:
             from torch._inductor.compile_fx import compile_fx
 
             settings = {"fallback_random": True, **list_mode_options(self.mode), **dict(self.options)}
-            return compile_fx(graph, inputs, config_patches=settings)
+            made: Any = compile_fx(graph, inputs, config_patches=settings)
+            return made  # type: ignore[no-any-return]
         if callable(self.backend):
             return self.backend(graph, inputs, **({"options": dict(self.options)} if self.options else {}))
         return torch._dynamo.lookup_backend(self.backend)(graph, inputs, **dict(self.options))

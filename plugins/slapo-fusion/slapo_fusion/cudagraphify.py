@@ -5,20 +5,24 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from slapo_core import Edit, Equivalence, Node, Primitive, Violation
 from slapo_core.spec.edit import Forward
 
-__all__ = ["Cudagraphify"]
+if TYPE_CHECKING:
+    from slapo_core.testing import Case
+
+__all__ = ["Cudagraphify", "slapo_cases"]
 
 
 @dataclass(frozen=True)
 class Cudagraphify(Primitive):
-    """Capture the module's forward and backward into CUDA graphs, for modules whose kernels are shorter than a launch.
+    """Capture the module's forward and backward into CUDA graphs: for modules whose kernels are shorter than a launch.
 
-    Captured by ``torch.cuda.make_graphed_callables`` at the first training call of each combination of shapes and types,
-    which must be tensors only. Without gradients, on a CPU tensor, and while ``verify`` watches dropout, the forward
-    runs as it is. Where there is no CUDA device when the step is applied, it does nothing, and says so.
+    Captured by ``torch.cuda.make_graphed_callables`` at the first training call with each combination of shapes and
+    types; the arguments must be tensors. Without gradients, on a CPU tensor, and while ``verify`` watches dropout, the
+    forward runs as it is. Where there is no CUDA device when the step is applied, it does nothing, and says so.
 
     Captured memory is used again at each call: the output of a call holds until the next one, so that a module which is
     called several times before its backward (shared weights, pipeline micro-batches, gradient accumulation over one
@@ -87,3 +91,11 @@ def captured(forward: Forward, *, path: str, warmup: int, most_shapes: int) -> F
 
 def _is_captured(wrapper: Callable[..., object]) -> bool:
     return isinstance(wrapper, functools.partial) and wrapper.func is captured
+
+
+def slapo_cases() -> list[Case]:
+    """For ``slapo plugins check``."""
+    from slapo_core.testing import Case
+    from slapo_fusion.cases import COMMON
+
+    return [Case(Cudagraphify(), path="0", rejects=[Cudagraphify(warmup=0)], **COMMON)]

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from slapo_core import Edit, Equivalence, Node, Primitive, Violation
 from slapo_fusion.replacing import carry_hooks, steps_hooks, users_changes
 
-__all__ = ["Decompose"]
+if TYPE_CHECKING:
+    from slapo_core.testing import Case
+
+__all__ = ["Decompose", "slapo_cases"]
 
 
 @dataclass(frozen=True)
 class Decompose(Primitive):
     """Take a module's arithmetic apart, so that ``trace(flatten=True)`` around it, and then patterns, see the pieces.
 
-    For ``nn.Linear``, ``nn.LayerNorm`` and ``nn.BatchNorm1d`` to ``3d``. Parameters, their names and the state dict stay.
+    For ``nn.Linear``, ``nn.LayerNorm`` and ``nn.BatchNorm1d`` to ``3d``. Parameters and the state dict stay the same.
     What steps put at the module goes with it, into the place where it belongs: of a row-split Linear the all-reduce
     comes between the product and the bias. So split and synchronise first, and decompose then.
 
@@ -91,3 +95,14 @@ def _is_row_split(node: Node) -> bool:
     if type(node.module) is not nn.Linear:
         return False
     return any(axis == 1 for _, axis in node.layout("weight").shards())
+
+
+def slapo_cases() -> list[Case]:
+    """For ``slapo plugins check``."""
+    from slapo_core.testing import Case
+    from slapo_fusion.cases import COMMON
+
+    return [
+        Case(Decompose(), path="0.up", rejects=[("0.dropout", Decompose()), ("", Decompose())], **COMMON),
+        Case(Decompose(), path="1.norm", name="decompose-norm", **COMMON),
+    ]

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-import hashlib
 import importlib.util
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from slapo_core import ApplyError
 
-__all__ = ["Unavailable", "WithBackward", "built", "found", "has_backward", "missing_gradient"]
+__all__ = ["Unavailable", "WithBackward", "found", "has_backward", "is_operator", "missing_gradient"]
 
 
 class Unavailable(Exception):  # noqa: N818 - the reason why a kernel is not there, told or fallen back from
@@ -57,51 +54,24 @@ def found(kernel: str | Callable[..., Any]) -> Callable[..., Any]:
     return kernel
 
 
-@functools.cache
-def built(sources: tuple[str, ...], functions: tuple[str, ...]) -> dict[str, Callable[..., Any]]:
-    """Functions of a C++ or CUDA extension that torch builds of source files; built once in a process.
-
-    Each is exported by the sources themselves, with ``PYBIND11_MODULE(TORCH_EXTENSION_NAME, m)``.
-
-    Raises:
-        Unavailable: a file, a compiler or ninja is missing, or the build fails; the reason is the compiler's.
-    """
-    from torch.utils.cpp_extension import is_ninja_available, load
-
-    missing = [source for source in sources if not Path(source).is_file()]
-    if missing:
-        raise Unavailable(f"there is no file '{missing[0]}'", "give paths that exist where the schedule runs")
-    if not is_ninja_available():
-        raise Unavailable("ninja, which torch builds extensions with, is not installed", "pip install ninja")
-    if any(source.endswith(".cu") for source in sources) and not torch.cuda.is_available():
-        raise Unavailable("CUDA source needs a GPU, and there is none", "run where there is one")
-    content = b"\0".join(Path(source).read_bytes() for source in sources)
-    name = f"slapo_fusion_{hashlib.blake2b(content, digest_size=8).hexdigest()}"
-    try:
-        extension = load(name, list(sources))
-    except (RuntimeError, OSError, ImportError) as error:
-        raise Unavailable(f"{sources[0]} could not be built: {error}", "mend the source") from error
-    absent = [function for function in functions if not hasattr(extension, function)]
-    if absent:
-        raise Unavailable(f"{sources[0]} exports no '{absent[0]}'", f'm.def("{absent[0]}", &{absent[0]});')
-    return {function: getattr(extension, function) for function in functions}
+def is_operator(kernel: Callable[..., Any]) -> bool:
+    """Whether a kernel is registered with torch, which then knows what it gives on tensors without values."""
+    return isinstance(kernel, (torch._ops.OpOverload, torch._ops.OpOverloadPacket, torch.library.CustomOpDef))
 
 
 def has_backward(kernel: Callable[..., Any]) -> bool | None:
-    """Whether a gradient is known for an operator; None where only a call tells (a function)."""
+    """Whether a gradient is known for an operator; None for a function, of which only a call tells."""
+    if not is_operator(kernel):
+        return None
+    if isinstance(kernel, torch._ops.OpOverloadPacket):
+        kernel = getattr(kernel, kernel.overloads()[0])
+    name = kernel._qualname if isinstance(kernel, torch.library.CustomOpDef) else kernel._schema.name  # type: ignore[attr-defined]
     from torch._library.custom_ops import OPDEFS
 
-    definition = kernel if hasattr(kernel, "_qualname") else None
-    overload = getattr(kernel, "default", kernel)
-    if isinstance(overload, torch._ops.OpOverload):
-        name = f"{overload.namespace}::{overload._schema.name.partition('::')[2]}"
-        definition = OPDEFS.get(name)
-        if definition is None:
-            keys = ("Autograd", "AutogradCPU", "AutogradCUDA", "CompositeImplicitAutograd")
-            return any(torch._C._dispatch_has_kernel_for_dispatch_key(overload.name(), key) for key in keys)
-    if definition is None:
-        return None
-    return definition._backward_fn is not None  # type: ignore[attr-defined,no-any-return]
+    if name in OPDEFS:  # always differentiable for the dispatcher, be it by raising
+        return OPDEFS[name]._backward_fn is not None
+    keys = ("Autograd", "AutogradCPU", "AutogradCUDA", "CompositeImplicitAutograd")
+    return any(torch._C._dispatch_has_kernel_for_dispatch_key(name, key) for key in keys)
 
 
 def missing_gradient(inputs: Any, output: Any) -> bool:

@@ -14,7 +14,9 @@ from slapo_fusion.replacing import carry_hooks, steps_hooks, users_changes
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["Quantize"]
+    from slapo_core.testing import Case
+
+__all__ = ["Quantize", "slapo_cases"]
 
 # torchao gives no gradient to what it clips, e.g. the largest weight of a row: there the whole gradient is missing.
 _ROUNDING = {"int8": 1.0, "int4": 1.5}
@@ -96,7 +98,7 @@ class Quantize(Primitive):
         import torch
         from torchao.quantization.qat import FakeQuantizedLinear, IntxFakeQuantizeConfig
 
-        types = {"int8": torch.int8, "int4": torch.int4}
+        types: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ("int8", "int4")}
         granularity: dict[str, Any] = (
             {"granularity": "per_channel"} if self.group_size is None else {"group_size": self.group_size}
         )
@@ -113,3 +115,13 @@ def _linears(node: Node) -> list[Node]:
     from torch import nn
 
     return [below for below in node.walk() if type(below.module) is nn.Linear]
+
+
+def slapo_cases() -> list[Case]:
+    """For ``slapo plugins check``; none where torchao is not installed."""
+    from slapo_core.testing import Case
+    from slapo_fusion.cases import COMMON
+
+    if importlib.util.find_spec("torchao") is None:
+        return []
+    return [Case(Quantize(), path="0", rejects=[("0.norm", Quantize()), Quantize(group_size=4)], **COMMON)]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map_only
 
 from slapo_core.spec.watching import dropout_is_off
 
-__all__ = ["Watchable", "aside", "draws", "is_fake", "is_watched"]
+__all__ = ["Watchable", "aside", "draws", "is_fake", "is_watched", "shown_or_aside"]
 
 _DROPOUT = (
     "alpha_dropout",
@@ -122,24 +122,63 @@ class Watchable:
         return dropout_is_off()
 
 
+def shown_or_aside(function: Callable[..., Any], compiled: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """For code of a compiler that knows nothing of this: uncompiled and watched where it drops anything; else compiled.
+
+    Args:
+        function: what was compiled; pure.
+        compiled: of it.
+        args: for this call.
+    """
+    looking = _Looking()
+    copies = tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), args)
+    with aside(), torch.random.fork_rng(), torch.no_grad(), looking:
+        function(*copies)
+    if looking.has_dropped:
+        return function(*args)
+    with aside():
+        return compiled(*args)
+
+
+class _Looking(TorchFunctionMode):
+    """Notices whether anything is dropped."""
+
+    has_dropped = False
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        self.has_dropped |= _drops(func, args, kwargs) or _drops_attention(func, args, kwargs)
+        return func(*args, **kwargs)
+
+
 def draws(graph: fx.GraphModule) -> bool:
     """Whether it calls dropout that drops anything."""
-    return any(_is_dropout(node) or _is_dropping_attention(node) for node in graph.graph.nodes)
+    return any(
+        _is_dropout(node) or _is_dropping_attention(node) for part in _parts(graph) for node in part.graph.nodes
+    )
 
 
 def without_dropout(graph: fx.GraphModule) -> fx.GraphModule:
     """A copy in which dropout passes its input on."""
     still = copy.deepcopy(graph)
-    for node in list(still.graph.nodes):
-        if _is_dropout(node):
-            node.replace_all_uses_with(node.args[0] if node.args else node.kwargs["input"])
-            still.graph.erase_node(node)
-        elif _is_dropping_attention(node) and "dropout_p" in node.kwargs:
-            node.update_kwarg("dropout_p", 0.0)
-        elif _is_dropping_attention(node):
-            node.update_arg(_ATTENTION_DROPOUT, 0.0)
-    still.recompile()
+    for part in _parts(still):
+        for node in list(part.graph.nodes):
+            if _is_dropout(node):
+                node.replace_all_uses_with(node.args[0] if node.args else node.kwargs["input"])
+                part.graph.erase_node(node)
+            elif _is_dropping_attention(node) and "dropout_p" in node.kwargs:
+                node.update_kwarg("dropout_p", 0.0)
+            elif _is_dropping_attention(node):
+                node.update_arg(_ATTENTION_DROPOUT, 0.0)
+        part.recompile()
     return still
+
+
+def _parts(graph: fx.GraphModule) -> list[fx.GraphModule]:
+    """The graph and those inside of it: what is checkpointed is a graph of its own."""
+    return [module for module in graph.modules() if isinstance(module, fx.GraphModule)]
 
 
 def _watching() -> _HandedOn | None:
@@ -148,15 +187,23 @@ def _watching() -> _HandedOn | None:
 
 
 def _is_dropout(node: fx.Node) -> bool:
-    if node.op != "call_function" or getattr(node.target, "__name__", "").rstrip("_") not in _DROPOUT:
-        return False
-    p = node.args[1] if len(node.args) > 1 else node.kwargs.get("p", 0.5)
-    training = node.args[2] if len(node.args) > 2 else node.kwargs.get("training", node.kwargs.get("train", True))
-    return bool(p) and bool(training)
+    return node.op == "call_function" and _drops(node.target, node.args, node.kwargs)
 
 
 def _is_dropping_attention(node: fx.Node) -> bool:
-    if node.op != "call_function" or getattr(node.target, "__name__", "") != _ATTENTION:
+    return node.op == "call_function" and _drops_attention(node.target, node.args, node.kwargs)
+
+
+def _drops(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    if getattr(function, "__name__", "").rstrip("_") not in _DROPOUT:
+        return False
+    p = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
+    training = args[2] if len(args) > 2 else kwargs.get("training", kwargs.get("train", True))
+    return bool(p) and bool(training)
+
+
+def _drops_attention(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    if getattr(function, "__name__", "") != _ATTENTION:
         return False
     position = _ATTENTION_DROPOUT
-    return bool(node.args[position] if len(node.args) > position else node.kwargs.get("dropout_p", 0.0))
+    return bool(args[position] if len(args) > position else kwargs.get("dropout_p", 0.0))

@@ -11,6 +11,7 @@ from typing import Any
 from slapo_core.cli.typestubs.annotations import AnnotationWriter
 from slapo_core.errors import PluginError
 from slapo_core.plugins.registry import Registry
+from slapo_core.spec.primitive import public_signature
 
 __all__ = ["Omission", "vocabulary_source"]
 
@@ -65,12 +66,12 @@ def vocabulary_source(registry: Registry) -> tuple[str, tuple[Omission, ...]]:
 
 
 def _arguments(cls: type, writer: AnnotationWriter) -> str:
-    signature = inspect.signature(cls)
+    signature = public_signature(cls)
     own_init = cls.__init__  # type: ignore[misc]  # a dataclass's is made from its fields, and may be overridden
     hints = {**typing.get_type_hints(cls), **typing.get_type_hints(own_init)}
     parameters = []
     for parameter in signature.parameters.values():
-        hint = hints.get(parameter.name, Any)
+        hint = hints.get(parameter.name, hints.get(f"{parameter.name}_", Any))
         changes: dict[str, Any] = {"annotation": _Source(writer.argument(hint))}
         if parameter.default is not inspect.Parameter.empty:
             changes["default"] = _Source(_default(parameter.default))

@@ -9,7 +9,7 @@ from typing import Any
 from torch import fx, nn
 
 from slapo_core.graph.patterns.calls import Attribute, Call, Items, Slice, parts
-from slapo_core.graph.patterns.modules import module_call
+from slapo_core.graph.patterns.modules import module_call, settings
 from slapo_core.graph.patterns.operations import constant_kind, function_call, method_call
 from slapo_core.graph.regions import set_state
 from slapo_core.spec.tracer import check
@@ -17,6 +17,8 @@ from slapo_core.spec.tracer import check
 __all__ = ["Indexed", "IndexedCall", "values_in"]
 
 _CACHE = "_slapo_calls"
+_Kept = tuple[Any, Any, Any, Any]
+"""Arguments of a node, settings of its module, and what was made of them."""
 
 
 @dataclass
@@ -69,14 +71,14 @@ class Indexed:
         self.reads: dict[Attribute, fx.Node] = {}
         self._attributes: dict[str, Attribute] = {}
         self._tells_tensors = any("example" in node.meta for node in graph.nodes)
-        kept: dict[fx.Node, tuple[Any, Any, Call]] = graph.__dict__.setdefault(_CACHE, {})
+        kept: dict[fx.Node, _Kept] = graph.__dict__.setdefault(_CACHE, {})
         for position, node in enumerate(graph.nodes):
             self.position[node] = position
             if node.op == "get_attr":
                 self.reads.setdefault(self.attribute(str(node.target)), node)
             if node.op not in ("call_function", "call_method", "call_module") or node.target in (check, set_state):
                 continue
-            found = self._module(node, position) if node.op == "call_module" else self._call(node, position, kept)
+            found = self._module(node, position, kept) if node.op == "call_module" else self._call(node, position, kept)
             self.calls[position] = found
             if found.call is not None:
                 self.by_operation.setdefault(found.call.operation, []).append(position)
@@ -99,27 +101,32 @@ class Indexed:
             found = getattr(found, name, None)
         return found
 
-    def _call(self, node: fx.Node, position: int, kept: dict[fx.Node, tuple[Any, Any, Call]]) -> IndexedCall:
+    def _call(self, node: fx.Node, position: int, kept: dict[fx.Node, _Kept]) -> IndexedCall:
         entry = kept.get(node)
         if entry is not None and entry[0] == node.args and entry[1] == node.kwargs:
-            call = entry[2]
+            call = entry[3]
         else:
             args, kwargs = self._value(node.args), self._value(node.kwargs)
             make: Any = function_call if node.op == "call_function" else method_call
             call = make(node.target, args, kwargs, self._kind)
-            kept[node] = (node.args, node.kwargs, call)
+            kept[node] = (node.args, node.kwargs, None, call)
         return IndexedCall(node, position, call, tuple(values_in(call.arguments.values())))
 
-    def _module(self, node: fx.Node, position: int) -> IndexedCall:
+    def _module(self, node: fx.Node, position: int, kept: dict[fx.Node, _Kept]) -> IndexedCall:
         path = str(node.target)
-        below = self.module.get_submodule(path)
-        call, parameters, given = module_call(
-            below,
-            path,
-            self._value(node.args),
-            self._value(node.kwargs),
-            held=lambda name: self.attribute(f"{path}.{name}"),
-        )
+        below = self.module
+        for name in path.split("."):
+            below = below._modules[name]  # type: ignore[assignment]
+        now = settings(below)
+        entry = kept.get(node)
+        if entry is not None and entry[0] == node.args and entry[1] == node.kwargs and entry[2] == now:
+            call, parameters, given = entry[3]
+        else:
+            args, kwargs = self._value(node.args), self._value(node.kwargs)
+            call, parameters, given = module_call(
+                below, path, args, kwargs, held=lambda name: self.attribute(f"{path}.{name}")
+            )
+            kept[node] = (node.args, node.kwargs, now, (call, parameters, given))
         values = tuple(values_in(given.values() if call is None else call.arguments.values()))
         return IndexedCall(node, position, call, values, below, path, parameters, given)
 

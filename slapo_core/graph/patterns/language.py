@@ -47,7 +47,10 @@ def any_constant() -> Any:
         def pattern(x, p=any_constant()):
             return F.dropout(x, p)
     """
-    return AnyConstant()
+    from slapo_core.graph.patterns.tracing import active_tracer
+
+    tracer = active_tracer()
+    return AnyConstant() if tracer is None else tracer.value(AnyConstant())
 
 
 def any_op(*values: Any) -> Any:

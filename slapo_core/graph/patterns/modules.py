@@ -17,7 +17,7 @@ from slapo_core.graph.patterns.operations import finished, plain
 from slapo_core.graph.patterns.schemas import parameter_name
 from slapo_core.graph.structure import is_plain
 
-__all__ = ["functional_form", "is_plain_module", "module_call"]
+__all__ = ["functional_form", "is_plain_module", "module_call", "settings"]
 
 _FUNCTIONS = {
     nn.AvgPool1d: "avg_pool1d",
@@ -87,6 +87,16 @@ def functional_form(module: nn.Module) -> str | None:
     if getattr(module, "max_norm", None) is not None:  # writes to its weight
         return None
     return name
+
+
+def settings(module: nn.Module) -> Any:
+    """What :func:`module_call` depends on, to be compared later: class, hooks, settings, which tensors there are."""
+    own = [(name, value) for name, value in vars(module).items() if isinstance(value, _COMPARED)]
+    tensors = [*module._parameters.items(), *module._buffers.items()]
+    return type(module), is_changed(module), own, [name for name, tensor in tensors if tensor is not None]
+
+
+_COMPARED = (bool, int, float, str, tuple, list, type(None))
 
 
 @functools.cache

@@ -217,8 +217,8 @@ def _fit(
     at = next((i for i, each in enumerate(positional) if each.kind == "List[int]"), None)
     if at is not None and len(kinds) > at and kinds[at] in _NUMBERS:
         rest = kinds[at:]
-        if (len(rest) > 1 or len(positional) == at + 1) and all(kind in _NUMBERS for kind in rest):
-            packed = at  # x.view(2, 3), x.permute(0, 2, 1)
+        if len(positional) == at + 1 and all(kind in _NUMBERS for kind in rest):
+            packed = at  # x.view(2, 3), x.permute(0, 2, 1); not x.mean(1, True)
             kinds = (*kinds[:at], "sequence")
     if len(kinds) > len(positional):
         return None

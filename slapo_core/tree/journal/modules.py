@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from slapo_core.tree.tree import Tree
 
-__all__ = ["ReplaceModule", "SetAttribute"]
+__all__ = ["AddModule", "ReplaceModule", "SetAttribute"]
 
 
 class ReplaceModule(Entry):
@@ -93,6 +93,37 @@ class ReplaceModule(Entry):
 
     def describe(self) -> str:
         return f"module {type(self.old).__name__} -> {type(self.new).__name__}"
+
+
+class AddModule(Entry):
+    """Another child of a module. Tensors of the model in it are tied; the rest is added."""
+
+    def __init__(self, tree: Tree, parent: nn.Module, name: str, new: nn.Module) -> None:
+        self.tree, self.parent, self.name, self.new = tree, parent, name, new
+        self.assigned = [
+            (tensor, Layout("", () if is_lazy(tensor) else tuple(tensor.shape)))
+            for _, tensor in _named_tensors(new)
+            if not tree.tensors.is_known(tensor)
+        ]
+        self.before: list[Layout | None] = []
+
+    def redo(self) -> None:
+        self.parent._modules[self.name] = self.new
+        self.tree.structure_changed()
+        self.before = [self.tree.tensors.assign(tensor, layout) for tensor, layout in self.assigned]
+
+    def undo(self) -> None:
+        self.parent._modules.pop(self.name, None)
+        self.tree.structure_changed()
+        for (tensor, _), layout in zip(self.assigned, self.before, strict=False):
+            self.tree.tensors.assign(tensor, layout)
+
+    @property
+    def changed(self) -> tuple[nn.Module, ...]:
+        return (self.parent,)
+
+    def describe(self) -> str:
+        return f"module {self.name} added: {type(self.new).__name__}"
 
 
 class SetAttribute(Entry):

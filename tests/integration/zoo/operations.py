@@ -6,7 +6,6 @@ it, and says nothing about whether the operation is written in a form that a pat
 
 from __future__ import annotations
 
-import operator
 from collections import Counter
 from collections.abc import Callable, Iterator
 
@@ -34,7 +33,9 @@ Names = dict[fx.Node, str]
 
 def _name(module: nn.Module, node: fx.Node) -> str:
     if node.op == "call_module":
-        return type(module.get_submodule(str(node.target))).__name__
+        called = module.get_submodule(str(node.target))
+        is_without = isinstance(called, nn.Linear) and called.bias is None
+        return "LinearWithoutBias" if is_without else type(called).__name__
     if node.op == "call_method":
         return str(node.target).rstrip("_")
     if node.op == "call_function":
@@ -75,10 +76,22 @@ def _is_rms_norm(node: fx.Node, names: Names) -> bool:
     return any(names[each] not in ("sub", "rsub") for square in squares for each in square.all_input_nodes)
 
 
-def _is_gelu(node: fx.Node, names: Names) -> bool:
-    if names[node] in ("gelu", "GELU", "erf"):
-        return True
+def _is_gelu_by_erf(node: fx.Node, names: Names) -> bool:
+    """An error function: GELU written out."""
+    return names[node] == "erf"
+
+
+def _is_gelu_by_tanh(node: fx.Node, names: Names) -> bool:
+    """A hyperbolic tangent of something with the constant of GELU's approximation."""
     return names[node] == "tanh" and any(0.044715 in each.args for each in _before(node, names, depth=5))
+
+
+def _is_gelu_of_bias(node: fx.Node, names: Names) -> bool:
+    """GELU, written out or not, of a linear layer with a bias."""
+    if names[node] not in ("gelu", "GELU") and not _is_gelu_by_erf(node, names) and not _is_gelu_by_tanh(node, names):
+        return False
+    deep = names[node] in ("erf", "tanh")
+    return any(names[each] in ("Linear", "linear") for each in _before(node, names, depth=4 if deep else 0))
 
 
 def _is_swiglu(node: fx.Node, names: Names) -> bool:
@@ -101,7 +114,7 @@ def _is_rotary(node: fx.Node, names: Names) -> bool:
 
 def _is_normed_sum(node: fx.Node, names: Names) -> bool:
     """A LayerNorm of a sum of two values."""
-    if names[node] not in ("layer_norm", "LayerNorm"):
+    if names[node] not in ("layer_norm", "LayerNorm") or not node.args:
         return False
     summed = node.args[0]
     return isinstance(summed, fx.Node) and names[summed] in ("add", "iadd") and len(summed.all_input_nodes) == 2
@@ -109,12 +122,14 @@ def _is_normed_sum(node: fx.Node, names: Names) -> bool:
 
 def _is_qkv(node: fx.Node, names: Names) -> bool:
     """A value that exactly three linear layers read."""
-    return sum(names[user] in ("Linear", "linear") for user in node.users) == 3
+    return sum(names[user] in ("Linear", "LinearWithoutBias", "linear") for user in node.users) == 3
 
 
 OPERATIONS: dict[str, Callable[[fx.Node, Names], bool]] = {
     "fusion.sdpa": _is_attention,
-    "fusion.gelu": _is_gelu,
+    "fusion.bias_gelu": _is_gelu_of_bias,
+    "fusion.gelu": _is_gelu_by_erf,
+    "fusion.gelu_tanh": _is_gelu_by_tanh,
     "fusion.bias_dropout_add_norm": _is_normed_sum,
     "fusion.rms_norm": _is_rms_norm,
     "fusion.swiglu": _is_swiglu,
@@ -122,5 +137,3 @@ OPERATIONS: dict[str, Callable[[fx.Node, Names], bool]] = {
     "fusion.qkv": _is_qkv,
 }
 """The pattern -> what tells a node of its operation."""
-
-assert operator  # the names of Python's operators are those of torch's functions

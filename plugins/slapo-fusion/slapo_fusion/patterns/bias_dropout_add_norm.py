@@ -17,8 +17,8 @@ _CONSTANT = slapo.patterns.any_constant()
 class BiasDropoutAddNorm(slapo.Pattern):
     """Bias, dropout, residual and LayerNorm: F.layer_norm(F.dropout(x + bias) + residual).
 
-    The bias is found where its sum stands by itself, as behind ``decompose()``; otherwise ``x`` has it already. Dropout
-    may be absent. Where the sum is used behind the norm too, as in layers that begin with their norm, it is a second
+    The bias is found where its sum stands by itself before a dropout, as behind ``decompose()``; otherwise ``x`` has it
+    already. Dropout may be absent. Where the sum is used behind the norm too, as in layers that begin with their norm, it is a second
     output of the match.
     """
 
@@ -37,7 +37,7 @@ class BiasDropoutAddNorm(slapo.Pattern):
             eps: Any = _CONSTANT,
         ) -> Any:
             any_of = slapo.patterns.any_of
-            dropped = any_of(F.dropout(any_of(x + bias, x), p, training), x + bias, x)
+            dropped = any_of(F.dropout(x + bias, p, training), F.dropout(x, p, training), x)
             summed = dropped + residual
             return any_of(
                 F.layer_norm(summed, shape, weight, norm_bias, eps),

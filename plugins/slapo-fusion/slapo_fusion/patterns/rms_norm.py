@@ -72,5 +72,5 @@ def _normed(x: Any, eps: Any, fine: Any) -> Any:
     any_of = slapo.patterns.any_of
     source = any_of(x, x.to(fine))
     square = any_of(source.pow(2), source * source, source.square())
-    mean = square.mean(-1, keepdim=True) + eps
+    mean = any_of(square.mean(-1, keepdim=True), square.mean(dim=-1, keepdim=True)) + eps
     return any_of(x * any_of(torch.rsqrt(mean), torch.pow(mean, -0.5)), x / torch.sqrt(mean))

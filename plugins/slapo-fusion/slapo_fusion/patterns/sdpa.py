@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ def attention(
     *,
     mask: Tensor | None = None,
     second_mask: Tensor | None = None,
+    early_mask: Tensor | None = None,
     hidden: Tensor | None = None,
     visible: Tensor | None = None,
     fill: float = -math.inf,
@@ -40,8 +41,9 @@ def attention(
         query: (..., queries, size of a head).
         key: (..., size of a head, keys): transposed, as the product with the query takes it.
         value: (..., keys, size of a value).
-        mask: added to the scores.
+        mask: added to the scaled scores.
         second_mask: added too.
+        early_mask: added before the scores are scaled.
         hidden: boolean; where it is true the scores become ``fill``.
         visible: boolean; where it is false they do.
         fill: a low number. With one above -10,000, which does not hide, the weights are computed as the model does.
@@ -59,10 +61,13 @@ def attention(
             scores = torch.where(visible, query @ key * factor, fill)
             return F.dropout(scores.softmax(-1).to(value.dtype), dropped) @ value
         # Added, not boolean: a query from which everything is hidden weighs all values alike, as in the model.
-        mask = torch.zeros((), dtype=query.dtype, device=query.device).expand(visible.shape)
-        mask = mask.masked_fill(~visible, torch.finfo(query.dtype).min)
+        low = torch.zeros((), dtype=query.dtype, device=query.device).expand(visible.shape)
+        low = low.masked_fill(~visible, torch.finfo(query.dtype).min)
+        mask = low
     if second_mask is not None:
         mask = second_mask if mask is None else mask + second_mask
+    if early_mask is not None:
+        mask = early_mask * factor
     if mask is not None and mask.dtype not in (query.dtype, torch.float32):
         mask = mask.to(query.dtype)
     out = F.scaled_dot_product_attention(
@@ -80,7 +85,7 @@ class ScaledDotProductAttention(slapo.Pattern):
     """Attention written out: softmax(query @ key * scale + mask) @ value.
 
     Scale, mask and dropout may be absent; the scale is a constant, multiplied with or divided by. A mask is added
-    (one, or a bias and a mask), or a constant is filled in (``masked_fill`` where it is true, ``torch.where`` where it is
+    (one, or a bias and a mask; after the scale or before), or a constant is filled in (``masked_fill`` where it is true, ``torch.where`` where it is
     false). The softmax may be computed in float32 and cast back. ``key`` is the transposed one, as it stands in the
     product; keys repeated for grouped queries are repeated outside of the match.
 
@@ -95,42 +100,65 @@ class ScaledDotProductAttention(slapo.Pattern):
     replacement = staticmethod(attention)
 
     def forms(self) -> Iterable[Any]:
-        yield _form(torch.matmul, lambda scores: F.softmax(scores, dim=-1))
-        yield _form(torch.matmul, lambda scores: F.softmax(scores, dim=-1, dtype=torch.float32))
-        yield _form(torch.matmul, lambda scores: F.softmax(scores.to(torch.float32), dim=-1))
-        yield _form(torch.bmm, lambda scores: F.softmax(scores, dim=-1))
+        def scaled_dot_product_attention(
+            query: Any,
+            key: Any,
+            value: Any,
+            mask: Any,
+            second_mask: Any,
+            early_mask: Any,
+            hidden: Any,
+            visible: Any,
+            fill: Any = _CONSTANT,
+            scale: Any = _CONSTANT,
+            divisor: Any = _CONSTANT,
+            p: Any = _CONSTANT,
+            training: Any = _CONSTANT,
+        ) -> Any:
+            any_of = slapo.patterns.any_of
+            scores = torch.matmul(query, key)
+            scaled = any_of(scores * scale, scores / divisor, scores)
+            ready = any_of(
+                scaled + mask + second_mask,
+                scaled + mask,
+                scaled.masked_fill(hidden, fill),
+                torch.where(visible, scaled, fill),
+                scaled,
+                scores.div_(divisor) + mask,
+                scores.div_(divisor),
+                (scores + early_mask) / divisor,
+                (scores + early_mask) * scale,
+            )
+            weights = _weights(ready, p, training)
+
+            batches = torch.bmm(query, key)
+            batches = any_of(batches * scale, batches / divisor, batches)
+            batch_weights = F.softmax(any_of(batches + mask, batches), dim=-1)
+            batch_weights = slapo.patterns.optional(F.dropout, batch_weights, p, training)
+            return any_of(torch.matmul(weights, value), torch.bmm(batch_weights, value))
+
+        yield scaled_dot_product_attention
 
 
-def _form(product: Callable[..., Any], softmax: Callable[..., Any]) -> Callable[..., Any]:
-    """Attention with one product of matrices and one softmax."""
-    any_of, optional = slapo.patterns.any_of, slapo.patterns.optional
+def _weights(scores: Any, p: Any, training: Any) -> Any:
+    """Softmax, cast and dropout: not every combination of them, for each costs time in every search."""
 
-    def scaled_dot_product_attention(
-        query: Any,
-        key: Any,
-        value: Any,
-        mask: Any,
-        second_mask: Any,
-        hidden: Any,
-        visible: Any,
-        fill: Any = _CONSTANT,
-        scale: Any = _CONSTANT,
-        divisor: Any = _CONSTANT,
-        p: Any = _CONSTANT,
-        training: Any = _CONSTANT,
-    ) -> Any:
-        scores = product(query, key)
-        scores = any_of(scores * scale, scores / divisor, scores)
-        scores = any_of(
-            scores + mask + second_mask,
-            scores + mask,
-            scores.masked_fill(hidden, fill),
-            torch.where(visible, scores, fill),
-            scores,
-        )
-        weights = softmax(scores)
-        weights = any_of(weights.to(_CONSTANT), weights.type(_CONSTANT), weights)
-        weights = optional(F.dropout, weights, p, training)
-        return product(weights, value)
+    def dropped(weights: Any) -> Any:
+        return F.dropout(weights, p, training)
 
-    return scaled_dot_product_attention
+    plain = F.softmax(scores, dim=-1)
+    in_float32 = F.softmax(scores, dim=-1, dtype=torch.float32)
+    cast_before = F.softmax(scores.to(torch.float32), dim=-1)
+    return slapo.patterns.any_of(
+        dropped(plain),
+        dropped(plain.to(_CONSTANT)),
+        dropped(plain.type(_CONSTANT)),
+        dropped(plain).to(_CONSTANT),
+        plain.to(_CONSTANT),
+        plain,
+        dropped(in_float32.to(_CONSTANT)),
+        in_float32.to(_CONSTANT),
+        in_float32,
+        dropped(cast_before.to(_CONSTANT)),
+        cast_before.to(_CONSTANT),
+    )

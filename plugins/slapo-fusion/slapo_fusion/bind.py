@@ -1,0 +1,187 @@
+"""``bind``: run a kernel of one's own in the place of a module's forward, or of a match."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from slapo_core import ApplyError, Edit, Equivalence, Node, Primitive, Violation
+from slapo_core.spec.edit import Forward
+
+if TYPE_CHECKING:
+    from slapo_core.testing import Case
+    from slapo_fusion.bound import Kernel
+
+__all__ = ["Bind", "slapo_cases"]
+
+
+@dataclass(frozen=True)
+class Bind(Primitive):
+    """Let a kernel compute what the module's forward computes.
+
+    The kernel is an operator registered with torch (``torch.library.custom_op``), a function (for instance one that
+    launches a Triton kernel), or an operator of C++ or CUDA sources that ``slapo_fusion.build_kernels`` built before: a
+    schedule that is replayed builds and imports nothing by itself. It gives tensors of the shapes and types that the
+    forward gives; their values are for ``verify`` to check. Where it cannot be had, the step is refused, unless
+    ``fallback=True`` says that the forward may run instead; then the record says so.
+
+    Args:
+        kernel: ``"namespace::name"`` of a registered operator, or a function.
+        inputs: what the kernel is called with, in its order: names of the forward's parameters, or of the module's
+            own tensors and attributes, e.g. ``("input", "weight", "eps")``. None: what the forward is called with, then
+            the module's own parameters.
+        backward: another kernel, called with the gradient of each output and the kernel's inputs; gives the gradient of
+            each input, None for what has none. None: autograd knows the kernel's gradient itself.
+        fallback: whether the forward may run where the kernel cannot be had.
+        rtol: as of ``replace``: how far the kernel's numbers may be off; None, with ``atol``: rounding only.
+        atol: the absolute difference allowed.
+
+    Raises:
+        PreconditionError: the kernel cannot be had and there is no fallback; no gradient is known for it and parameters
+            are trained; names that are not there.
+        ApplyError: at a call: another shape or type than the forward's, or a lost gradient.
+
+    rewrite:
+        ``y = forward(module, x)`` -> ``y = kernel(x, module.weight, module.bias)``
+
+    Source: ``torch/library.py``, ``torch/utils/cpp_extension.py``; the reference implementation's ``bind``.
+    """
+
+    name = "fusion.bind"
+    named_functions = ("kernel", "backward")
+
+    kernel: str | Callable[..., Any]
+    inputs: tuple[str, ...] | None = dataclasses.field(default=None, kw_only=True)
+    backward: str | Callable[..., Any] | None = dataclasses.field(default=None, kw_only=True)
+    fallback: bool = dataclasses.field(default=False, kw_only=True)
+    rtol: float | None = dataclasses.field(default=None, kw_only=True)
+    atol: float | None = dataclasses.field(default=None, kw_only=True)
+
+    @property
+    def equivalence(self) -> Equivalence:  # type: ignore[override]
+        if self.rtol is None and self.atol is None:
+            return Equivalence.REORDERED
+        return Equivalence.APPROXIMATE(self.rtol or 0.0, self.atol or 0.0)
+
+    def preconditions(self, node: Node) -> Iterator[Violation]:
+        if isinstance(self.kernel, str) and "::" not in self.kernel:
+            yield Violation(f"'{self.kernel}' is no operator's name", f'bind("namespace::{self.kernel}")')
+            return
+        if any(_is_bound(wrapper) for wrapper in node.wrappers):
+            yield Violation("a kernel is bound to the module already", "undo that step, or leave this one out")
+        yield from self._unknown_arguments(node)
+        yield from self._unusable(node)
+
+    def apply(self, node: Node, edit: Edit) -> None:
+        reason = self._missing(node)
+        if reason is not None:
+            edit.note(f"the forward runs as it is, by fallback=True: {reason}")
+        kernel, arguments = self._kernel(node), self._names(node)
+        if reason is None:
+            self._compare_shapes(node, kernel, arguments)
+        edit.wrap_forward(node, functools.partial(bound, kernel=kernel, arguments=arguments), active=reason is None)
+
+    def postconditions(self, node: Node) -> Iterator[Violation]:
+        if not any(_is_bound(wrapper) for wrapper in node.wrappers):
+            yield Violation("no kernel is bound to the module's forward")
+
+    def _kernel(self, node: Node) -> Kernel:
+        from slapo_fusion.bound import Kernel
+
+        return Kernel(self.kernel, self.backward, f"{self} at '{node.path}'")
+
+    def _names(self, node: Node) -> tuple[str, ...]:
+        if self.inputs is not None:
+            return self.inputs
+        return (*_parameters(node), *(name for name, value in node.parameters.items() if value is not None))
+
+    def _missing(self, node: Node) -> str | None:
+        from slapo_fusion.kernels import Unavailable
+
+        try:
+            self._kernel(node).load()
+        except Unavailable as error:
+            return error.reason
+        return None
+
+    def _unusable(self, node: Node) -> Iterator[Violation]:
+        from slapo_fusion.kernels import Unavailable, has_backward
+
+        try:
+            kernel = self._kernel(node).load()
+        except Unavailable as error:
+            if not self.fallback:
+                yield Violation(f"the kernel cannot be had: {error.reason}", f"{error.remedy}; or bind(fallback=True)")
+            return
+        if self.backward is None and has_backward(kernel) is False and _is_trained(node):
+            yield Violation(
+                f"no gradient is known for {self.kernel!r}, and the model is trained",
+                "register one (torch.library.register_autograd), or give backward=...",
+            )
+
+    def _unknown_arguments(self, node: Node) -> Iterator[Violation]:
+        known = _parameters(node)
+        for name in self.inputs or ():
+            if name not in known and not hasattr(node.module, name):
+                yield Violation(
+                    f"neither the forward nor the module has '{name}'",
+                    f"the forward takes {', '.join(known)}; the module has {', '.join(node.parameters) or 'none'}",
+                )
+
+    def _compare_shapes(self, node: Node, kernel: Kernel, arguments: tuple[str, ...]) -> None:
+        """Where the model's example inputs are known, an operator's wrong shape is an error now; else the first call
+        tells."""
+        from slapo_core import ArgumentError, TraceError
+        from slapo_fusion.bound import named_inputs
+        from slapo_fusion.kernels import is_operator
+        from slapo_fusion.shapes import differs, without_values
+
+        call = kernel.load()
+        if not is_operator(call):
+            return  # a function may look at the memory of its tensors, and these have none
+        try:
+            args, kwargs = node.example_call()
+        except (ArgumentError, TraceError):
+            return
+        forward = type(node.module).forward
+        inputs = named_inputs(forward, arguments, node.module, args, kwargs)
+        problem = differs(without_values(node.module.forward, args, kwargs), without_values(call, inputs, {}))
+        if problem is not None:
+            raise ApplyError(f"{kernel.where}: {problem}", path=node.path, hint="mend the kernel")
+
+
+def bound(forward: Forward, *, kernel: Kernel, arguments: tuple[str, ...]) -> Forward:
+    """A kernel in the place of ``forward``; both take the module first."""
+    from slapo_fusion.bound import Bound
+
+    return Bound(forward, kernel, arguments)
+
+
+def _is_bound(wrapper: Callable[..., Any]) -> bool:
+    return isinstance(wrapper, functools.partial) and wrapper.func is bound
+
+
+def _parameters(node: Node) -> tuple[str, ...]:
+    """The names of the forward's parameters."""
+    return tuple(inspect.signature(type(node.module).forward).parameters)[1:]
+
+
+def _is_trained(node: Node) -> bool:
+    root = node
+    while root.parent is not None:
+        root = root.parent
+    return any(parameter.requires_grad for parameter in root.module.parameters())
+
+
+def slapo_cases() -> list[Case]:
+    """For ``slapo plugins check``."""
+    from slapo_core.testing import Case
+    from slapo_fusion.cases import COMMON
+
+    step = Bind("aten::linear")
+    rejects = [Bind("linear"), Bind("aten::lineal"), Bind("aten::linear", inputs=("input", "wieght"))]
+    return [Case(step, path="0.up", rejects=rejects, **COMMON)]

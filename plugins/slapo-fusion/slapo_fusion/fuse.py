@@ -1,0 +1,99 @@
+"""``fuse``: compile a part of a static graph."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from slapo_core import Edit, Equivalence, Match, Node, Primitive, Violation
+
+if TYPE_CHECKING:
+    from slapo_core.testing import Case
+
+__all__ = ["Fuse", "slapo_cases"]
+
+
+@dataclass(frozen=True)
+class Fuse(Primitive):
+    """Take each match out of its graph as one region, and let a compiler make something faster of it.
+
+    Regions that compute the same share what was compiled of them, in whatever layers they are. What was compiled lives
+    in this process: a model that is loaded from a file compiles again.
+
+    Args:
+        match: what is fused, each as one region: a match or a list of such, or a pattern, as for ``find``, of which every
+            match is.
+        compiler: ``"inductor"`` (``torch.compile``), ``"aot_eager"`` (the same without its kernels), ``"eager"`` (only
+            group), ``"torchscript"``, or whatever else is installed.
+        name: of the call in the printed graph; None: ``fused``.
+        options: for the compiler; of inductor, ``mode`` and torch's own, e.g. ``{"max_autotune": True}``.
+
+    Raises:
+        PreconditionError: nothing matches, or ``name`` is no identifier.
+        StaleMatchError: an earlier step changed the place of a match.
+        UnknownNameError: no such compiler is installed.
+        ApplyError: a match cannot be taken out of the graph; or the compiler failed, then or at a call.
+
+    rewrite:
+        ``h = x + bias; y = gelu(h)`` -> ``y = fused(x, bias)``
+
+    Source: paper section 3.2.2, ``.fuse(subgraph, compiler)``.
+    """
+
+    name = "fusion.fuse"
+    matches = ("match",)
+
+    match: Any
+    compiler: str = "inductor"
+    name_: str | None = dataclasses.field(default=None, kw_only=True)
+    options: Mapping[str, Any] | None = dataclasses.field(default=None, kw_only=True)
+
+    @property
+    def equivalence(self) -> Equivalence:  # type: ignore[override]
+        if self.compiler == "eager":
+            return Equivalence.EXACT
+        if self.compiler == "inductor" and (self.options or {}).get("fallback_random") is False:
+            return Equivalence.RANDOM
+        return Equivalence.REORDERED
+
+    def preconditions(self, node: Node) -> Iterator[Violation]:
+        if self.match is None:
+            yield Violation("it needs a match, or a pattern", "fuse(lambda x, bias: F.gelu(x + bias))")
+        if self.name_ is not None and not self.name_.isidentifier():
+            yield Violation(f"name must be a Python identifier (got {self.name_!r})", 'for example name="bias_gelu"')
+        node.plugin("compilers", self.compiler)  # raises where there is none
+
+    def apply(self, node: Node, edit: Edit) -> None:
+        from slapo_fusion.fused import fused
+
+        compiler = node.plugin("compilers", self.compiler)
+        if compiler.deprecated is not None:
+            warnings.warn(f"fuse(compiler='{self.compiler}'): {compiler.deprecated}", DeprecationWarning, stacklevel=2)
+        options = tuple(sorted((self.options or {}).items()))
+        for place, matches in _by_node(node, self.match):
+            graph: Any = place.graph
+            where = f"fuse at '{place.path}' ({'; '.join(map(str, matches))})"
+            transform = functools.partial(fused, compiler=compiler, options=options, where=where)
+            edit.set_graph(place, graph.outlined(place.module, matches, transform, name=self.name_ or "fused"))
+
+
+def _by_node(node: Node, matches: tuple[Match, ...]) -> list[tuple[Node, list[Match]]]:
+    """The traced nodes at or below ``node`` in which the matches lie, each with its own."""
+    groups: dict[str, list[Match]] = {}
+    for match in matches:
+        groups.setdefault(match.path, []).append(match)
+    prefix = f"{node.path}." if node.path else ""
+    return [(node if path == node.path else node[path.removeprefix(prefix)], own) for path, own in groups.items()]
+
+
+def slapo_cases() -> list[Case]:
+    """For ``slapo plugins check``."""
+    from slapo_core.primitives.trace import Trace
+    from slapo_core.testing import Case
+    from slapo_fusion.cases import COMMON
+
+    return []

@@ -1,0 +1,87 @@
+"""`Fused`: a compiled region, which says whose it is when its compiler fails."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from slapo_core import ApplyError, Compiler
+from slapo_core.spec.graph import Region
+from slapo_fusion.compiled import Compiled
+from slapo_fusion.watching import is_fake, is_watched, shown_or_aside
+
+__all__ = ["Fused"]
+
+_COMPILED: WeakKeyDictionary[Region, dict[Any, Region]] = WeakKeyDictionary()
+"""What a compiler made of a region, as long as the region is in use: a cache of a pure function, not a registry."""
+
+
+class Fused:
+    """Called like its region. Equal regions share what was compiled of them; pickled, it compiles again.
+
+    Args:
+        region: a pure function of its arguments.
+        compiler: whose.
+        options: for it, as pairs.
+        where: for messages, e.g. ``"fuse at 'encoder.layer.0' (match 1 of 1 ...)"``.
+    """
+
+    def __init__(
+        self, region: Region, *, compiler: type[Compiler], options: tuple[tuple[str, Any], ...], where: str
+    ) -> None:
+        functools.update_wrapper(self, region)
+        self.region, self.compiler, self.options, self.where = region, compiler, options, where
+        self._compiled = self._shared()
+
+    def __call__(self, *args: Any) -> Any:
+        if torch.compiler.is_compiling() or is_fake():
+            return self.region(*args)
+        try:
+            if isinstance(self._compiled, Compiled) or self._compiled is self.region or not is_watched():
+                return self._compiled(*args)
+            return shown_or_aside(self.region, self._compiled, args)
+        except ApplyError as error:  # of a compiler that says it itself
+            raise self._failure(error.__cause__ or error) from error
+        except NotImplementedError as error:
+            raise self._failure(error) from error
+
+    def _shared(self) -> Region:
+        made = _COMPILED.setdefault(self.region, {})
+        key = (self.compiler, repr(self.options))
+        if key not in made:
+            made[key] = self._compile(dict(self.options))
+        return made[key]
+
+    def _compile(self, options: Mapping[str, Any]) -> Region:
+        try:
+            compiled = self.compiler().compile(self.region, options=options)
+        except Exception as error:
+            raise self._failure(error) from error
+        if not callable(compiled):
+            raise ApplyError(f"{self.where}: compiler '{self.compiler.name}' gave {compiled!r}, which is no function")
+        return compiled
+
+    def _failure(self, error: BaseException) -> ApplyError:
+        reason = str(error).strip().splitlines()
+        return ApplyError(
+            f"{self.where}: compiler '{self.compiler.name}' failed: {type(error).__name__}: "
+            f"{reason[0] if reason else 'no message'}",
+            hint="take another compiler, or undo that step: the model itself is as it was",
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("region", "compiler", "options", "where")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state.pop("region"), **state)  # type: ignore[misc]
+
+
+def fused(
+    region: Region, *, compiler: type[Compiler], options: tuple[tuple[str, Any], ...], where: str
+) -> Callable[..., Any]:
+    """``region``, compiled."""
+    return Fused(region, compiler=compiler, options=options, where=where)

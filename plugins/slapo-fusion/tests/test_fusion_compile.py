@@ -1,0 +1,228 @@
+"""``compile``: one artefact for equal layers, the same numbers, and errors that say which step it was."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import slapo_core as slapo
+from slapo_fusion import Compile
+from slapo_fusion.cases import Feed
+
+
+def layers(count: int = 3) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*[Feed() for _ in range(count)])
+
+
+@pytest.fixture(autouse=True)
+def forget_what_was_compiled() -> None:
+    torch._dynamo.reset()
+
+
+def gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
+    torch.manual_seed(1)
+    return list(torch.autograd.grad(model(x).square().sum(), list(model.parameters())))
+
+
+def test_twelve_equal_layers_are_compiled_once_and_again_only_when_sizes_change() -> None:
+    counter = CompileCounterWithBackend("aot_eager")
+    model = layers(12)
+    x = torch.randn(2, 6, requires_grad=True)
+    expected = gradients(model, x)
+    slapo.create_schedule(model)["*"].apply(Compile(backend=counter))
+    got = gradients(model, x)
+    assert counter.frame_count == 1
+    torch.testing.assert_close(got, expected)
+    for size in (3, 4, 5, 9):
+        model(torch.randn(size, 6, requires_grad=True))
+    assert counter.frame_count == 2  # sizes are symbolic from the second on
+    model.eval()
+    model(torch.randn(4, 6, requires_grad=True))
+    assert counter.frame_count == 3
+
+
+def test_names_stay_and_undo_copy_and_pickle_work() -> None:
+    model, x = layers(), torch.randn(2, 6)
+    names, expected = list(model.state_dict()), gradients(model, x)
+    sch = slapo.create_schedule(model)
+    sch["*"].apply(Compile(backend="aot_eager"))
+    assert list(model.state_dict()) == names
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    for other in (model, copy.deepcopy(model), torch.load(buffer, weights_only=False)):
+        torch.testing.assert_close(gradients(other, x), expected)
+        assert "forward" in other[0].__dict__
+    sch.undo(to=0)
+    assert "forward" not in model[0].__dict__
+    assert all(torch.equal(one, other) for one, other in zip(gradients(model, x), expected, strict=True))
+
+
+@pytest.mark.parametrize("first", ["compile", "checkpoint"])
+def test_checkpoint_around_and_inside(first: str) -> None:
+    model, x = layers(), torch.randn(2, 6)
+    expected = gradients(model, x)
+    sch = slapo.create_schedule(model)
+    steps = [lambda: sch["*"].apply(Compile(backend="aot_eager")), lambda: sch["*"].checkpoint()]
+    for step in steps if first == "compile" else steps[::-1]:
+        step()
+    torch.testing.assert_close(gradients(model, x), expected)
+    slapo.verify(sch, x)
+
+
+class Broken(nn.Module):
+    """Dropout in what a compiler leaves to Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.dropout = nn.Linear(6, 6), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(self.hidden(self.up(x)))
+
+    @torch._dynamo.disable
+    def hidden(self, x: Tensor) -> Tensor:
+        return self.dropout(x)
+
+
+def test_verify_sees_dropout_in_compiled_code_and_behind_graph_breaks() -> None:
+    model = nn.Sequential(Feed(), Broken())
+    sch = slapo.create_schedule(model)
+    sch["*"].apply(Compile(backend="aot_eager"))
+    slapo.verify(sch, torch.randn(3, 6))
+
+
+def off(graph: Any, inputs: Any) -> Any:
+    """A backend whose code is wrong."""
+
+    def run(*args: Any) -> Any:
+        return tuple(value * 1.01 for value in graph(*args))
+
+    return run
+
+
+def dropping_more(graph: Any, inputs: Any) -> Any:
+    """A backend whose code drops more than it should, while dropout is on."""
+    has_dropout = any("dropout" in str(node.target) for node in graph.graph.nodes)
+
+    def run(*args: Any) -> Any:
+        return tuple(torch.dropout(value, 0.5, train=True) if has_dropout else value for value in graph(*args))
+
+    return run
+
+
+@pytest.mark.parametrize("backend", [off, dropping_more])
+def test_verify_runs_the_compiled_code(backend: Any) -> None:
+    sch = slapo.create_schedule(layers())
+    sch["1"].apply(Compile(backend=backend))
+    with pytest.raises(slapo.VerifyError, match="compile"):
+        slapo.verify(sch, torch.randn(3, 6))
+
+
+def failing(graph: Any, inputs: Any) -> Any:
+    raise NotImplementedError("this compiler has a bad day")
+
+
+def test_a_compiler_that_raises_is_named_with_the_node_and_the_model_is_intact() -> None:
+    model, x = layers(), torch.randn(2, 6)
+    expected = gradients(model, x)
+    sch = slapo.create_schedule(model)
+    sch["1"].apply(Compile(backend=failing))
+    with pytest.raises(slapo.ApplyError) as raised:
+        model(x)
+    assert str(raised.value) == (
+        "compile(backend=failing) at '1' failed: NotImplementedError: this compiler has a bad day\n"
+        "  hint: undo that step, choose another backend, or take a smaller part of the model; the model itself is as it "
+        "was"
+    )
+    sch.undo()
+    torch.testing.assert_close(gradients(model, x), expected)
+
+
+def test_a_graph_break_is_an_error_with_fullgraph_only() -> None:
+    sch = slapo.create_schedule(nn.Sequential(Broken()))
+    sch["0"].apply(Compile(backend="eager", fullgraph=True))
+    with pytest.raises(slapo.ApplyError, match="fullgraph=True.* at '0' failed: Unsupported"):
+        sch.model(torch.randn(2, 6))
+
+
+def test_an_error_of_the_model_itself_stays_its_own() -> None:
+    class Picky(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if x.shape[0] > 2:
+                raise ValueError("at most two")
+            return x * 2
+
+    sch = slapo.create_schedule(nn.Sequential(Picky()))
+    sch["0"].apply(Compile(backend="eager"))
+    sch.model(torch.randn(2, 6))
+    with pytest.raises(ValueError, match="at most two"):
+        sch.model(torch.randn(3, 6))
+
+
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [
+        (Compile(backend="inducter"), "torch knows no backend 'inducter'; it knows "),
+        (Compile("fastest"), "inductor has no mode 'fastest'; it has default, "),
+        (Compile(options={"max_autotun": True}), "inductor has no option 'max_autotun'; "),
+        (Compile("max-autotune", backend="eager"), "mode='max-autotune' is one of inductor's; leave it out"),
+    ],
+)
+def test_what_it_refuses(step: Compile, message: str) -> None:
+    with pytest.raises(slapo.PreconditionError) as refused:
+        slapo.create_schedule(layers())["0"].apply(step)
+    assert f"cannot apply {step} at '0': {message}" in str(refused.value)
+
+
+def test_it_is_refused_twice_and_where_nothing_is_called() -> None:
+    class Holder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ModuleList([Feed()])
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.parts[0](x)
+
+    sch = slapo.create_schedule(Holder())
+    with pytest.raises(slapo.PreconditionError, match=r"it is never called; compile its children: sch\['parts\.\*'\]"):
+        sch["parts"].apply(Compile(backend="eager"))
+    sch["parts.0"].apply(Compile(backend="eager"))
+    with pytest.raises(slapo.PreconditionError, match="compiled already; remove this second call"):
+        sch["parts.0"].apply(Compile(backend="eager"))
+
+
+def test_autocast_no_grad_and_gradients_of_gradients() -> None:
+    model, x = layers(), torch.randn(2, 6, requires_grad=True)
+    twin = copy.deepcopy(model).eval()
+    slapo.create_schedule(model)["*"].apply(Compile(backend="aot_eager"))
+    model.eval()
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(model(x), twin(x))
+    torch.testing.assert_close(model(x), twin(x))  # what was compiled under autocast is not taken here
+    with torch.no_grad():
+        assert not model(x).requires_grad
+    (first,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="double backward"):
+        first.sum().backward()
+    plain = copy.deepcopy(twin)
+    slapo.create_schedule(plain)["*"].apply(Compile(backend="eager"))
+    for each in (plain, twin):
+        (first,) = torch.autograd.grad(each(x).sum(), x, create_graph=True)
+        first.square().sum().backward()
+    torch.testing.assert_close(plain[0].up.weight.grad, twin[0].up.weight.grad)
+
+
+def test_the_fake_run_of_the_whole_model_passes_through_what_is_compiled() -> None:
+    x = torch.randn(2, 6)
+    sch = slapo.create_schedule(layers(), example_inputs=x)
+    sch["0"].apply(Compile(backend=failing))
+    sch["1"].trace()
+    assert sch["1"].graph is not None

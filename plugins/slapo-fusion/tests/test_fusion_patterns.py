@@ -1,0 +1,158 @@
+"""The ready patterns find what people write out, replace it by the same function, and leave what is only close."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import slapo_core as slapo
+from slapo_fusion.patterns.rms_norm import rms_norm
+from slapo_fusion.patterns.sdpa import attention
+
+from .written_out import FOUND, NOT_FOUND, PADDING, K, Q, V, Written
+
+REPLACED = ("fusion.sdpa", "fusion.rms_norm", "fusion.gelu", "fusion.gelu_tanh")
+
+
+class Model(nn.Module):
+    """A root, so that the module below is one like others."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.op = Written(function)
+
+    def forward(self, *inputs: Tensor) -> Any:
+        return self.op(*inputs)
+
+
+def traced(function: Any, inputs: tuple[Tensor, ...]) -> slapo.Schedule:
+    sch = slapo.create_schedule(Model(function), example_inputs=inputs)
+    sch["op"].trace(flatten=True)
+    return sch
+
+
+@pytest.mark.parametrize("case", FOUND)
+def test_what_people_write_is_found_and_its_replacement_computes_the_same(case: str) -> None:
+    name, function, inputs = FOUND[case]
+    sch = traced(function, inputs)
+    matches = sch["op"].find(name)
+    assert len(matches) == 1, matches
+    if name in REPLACED:
+        sch["op"].replace(match=name)
+        assert len(sch["op"].find(name)) == 0
+    else:
+        sch["op"].checkpoint(match=name)
+    assert slapo.verify(sch, inputs).steps_verified == 2
+
+
+@pytest.mark.parametrize("case", NOT_FOUND)
+def test_what_is_only_close_to_a_pattern_is_not_found(case: str) -> None:
+    name, function, inputs = NOT_FOUND[case]
+    sch = traced(function, inputs)
+    assert list(sch["op"].find(name)) == []
+    before = copy.deepcopy(sch.model)
+    with pytest.raises(slapo.PreconditionError, match="nothing there matches the pattern"):
+        sch["op"].checkpoint(match=name)
+    assert torch.equal(sch.model.eval()(*inputs), before.eval()(*inputs))
+
+
+def test_the_factor_of_gemma_is_one_and_the_weight_not_the_weight_alone() -> None:
+    _, function, inputs = FOUND["RMSNorm of Gemma"]
+    (match,) = traced(function, inputs)["op"].find("fusion.rms_norm")
+    assert match.captures["weight"] not in ("weight", "self.weight")
+    (plain,) = traced(FOUND["RMSNorm of LLaMA"][1], inputs)["op"].find("fusion.rms_norm")
+    assert plain.captures["weight"] in ("weight", "self.weight")
+
+
+def test_qkv_captures_the_projections_in_the_order_of_their_calls() -> None:
+    _, function, inputs = FOUND["QKV"]
+    (match,) = traced(function, inputs)["op"].find("fusion.qkv")
+    assert [match.captures[name] for name in ("query", "key", "value")] == [
+        f"self.{name}.weight" for name in ("first", "second", "third")
+    ]
+    assert len(match.outputs) == 3
+
+
+def test_attention_weights_that_are_returned_keep_the_attention_as_it_is() -> None:
+    def both(self: Written, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        weights = F.softmax(q @ k.mT * 0.3, dim=-1)
+        return weights @ v, weights
+
+    sch = traced(both, (Q, K, V))
+    (match,) = sch["op"].find("fusion.sdpa")
+    assert len(match.outputs) == 2
+    with pytest.raises(slapo.PreconditionError, match="the match gives 2 values"):
+        sch["op"].replace(match="fusion.sdpa")
+    assert len(sch.records) == 1
+
+
+# -- the replacements, held against what they stand for ------------------------------------------------------------
+
+
+def test_a_query_from_which_everything_is_hidden_weighs_all_values_alike_as_before() -> None:
+    hidden = torch.zeros(6, 6, dtype=torch.bool)
+    hidden[2] = True
+    hidden[3, :3] = True
+    for fill in (torch.finfo(torch.float32).min, -1e9, -1e4, -2.0, 0.0):
+        scores = (Q @ K.mT * 0.3).masked_fill(hidden, fill)
+        expected = F.softmax(scores, dim=-1) @ V
+        for given in ({"hidden": hidden}, {"visible": ~hidden}):
+            found = attention(Q, K.mT, V, fill=fill, scale=0.3, **given)
+            torch.testing.assert_close(found, expected)
+    hidden[2] = False
+    scores = (Q @ K.mT).masked_fill(hidden, -math.inf)
+    torch.testing.assert_close(attention(Q, K.mT, V, hidden=hidden), F.softmax(scores, dim=-1) @ V)
+
+
+def test_masks_of_another_type_and_learned_ones_get_their_gradient() -> None:
+    bias = torch.randn(1, 4, 6, 6, requires_grad=True)
+    expected = F.softmax(Q @ K.mT / 2.0 + bias + PADDING, dim=-1) @ V
+    (wanted,) = torch.autograd.grad(expected.square().sum(), bias)
+    found = attention(Q, K.mT, V, mask=bias, second_mask=PADDING, divisor=2.0)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(torch.autograd.grad(found.square().sum(), bias)[0], wanted)
+    rough = [each.bfloat16() for each in (Q, K, V)]
+    expected = F.softmax(rough[0] @ rough[1].mT + PADDING, dim=-1).bfloat16() @ rough[2]
+    found = attention(rough[0], rough[1].mT, rough[2], mask=PADDING)
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found, expected, rtol=4e-2, atol=4e-2)
+
+
+def test_a_dropped_weight_is_dropped_in_training_only_and_as_often() -> None:
+    torch.manual_seed(3)
+    dropped = attention(Q, K.mT, V, scale=1.0, p=0.5, training=True)
+    torch.manual_seed(3)
+    expected = F.dropout(F.softmax(Q @ K.mT, dim=-1), 0.5) @ V
+    torch.testing.assert_close(dropped, expected)  # torch draws the same numbers
+    torch.testing.assert_close(attention(Q, K.mT, V, p=0.5, training=False), F.softmax(Q @ K.mT, dim=-1) @ V)
+
+
+@pytest.mark.parametrize("cast", [torch.bfloat16, torch.float32, None])
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float32])
+def test_rms_norm_casts_where_the_model_does(kind: torch.dtype, cast: torch.dtype | None) -> None:
+    x, weight = torch.randn(3, 5, 64), torch.rand(64).to(kind) + 0.5
+    normed = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+    expected = weight * (normed if cast is None else normed.to(cast))
+    found = rms_norm(x, 1e-6, weight, dtype=cast)
+    assert found.dtype == expected.dtype
+    step = torch.finfo(cast or torch.float32).eps
+    torch.testing.assert_close(found, expected, rtol=2 * step, atol=1e-6)
+
+
+def test_rms_norm_takes_a_factor_of_any_shape_and_none() -> None:
+    x, gate = torch.randn(3, 5, 64), torch.randn(3, 5, 64)
+    normed = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+    torch.testing.assert_close(rms_norm(x, 1e-6, gate), gate * normed)
+    torch.testing.assert_close(rms_norm(x, 1e-6), normed)
+    rough = x.bfloat16()
+    expected = rough * torch.rsqrt(rough.float().pow(2).mean(-1, keepdim=True) + 1e-6)
+    found = rms_norm(rough, 1e-6, fine=torch.float32)
+    assert found.dtype == expected.dtype == torch.float32
+    torch.testing.assert_close(found, expected)

@@ -1,0 +1,53 @@
+"""A pattern that is not found because modules are calls in the graph: find and errors say which, and what shows them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import slapo_core as slapo
+
+
+class Activation(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.gelu(x + 1)
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.act, self.last = nn.Linear(4, 4), Activation(), Activation()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.act(self.fc(x)))
+
+
+SAID = "not looked into: 'act', 'last'; each is one call in the graph, and trace(flatten=True) shows what it computes"
+
+
+def added_gelu(x: torch.Tensor) -> torch.Tensor:
+    return F.gelu(x + 1)
+
+
+def test_find_and_the_error_name_the_modules_that_were_not_looked_into() -> None:
+    sch = slapo.create_schedule(Layer(), example_inputs=torch.randn(2, 4))
+    sch.trace()
+    assert SAID in repr(sch.find(added_gelu))
+    assert sch.find(added_gelu).closed == ("act", "last")
+    with pytest.raises(slapo.PreconditionError, match="nothing there matches the pattern") as caught:
+        sch.checkpoint(match=added_gelu)
+    assert SAID in str(caught.value)
+    assert SAID not in repr(sch.find("linear"))  # something was found
+
+
+def test_flattened_graphs_and_modules_of_torch_are_not_named() -> None:
+    sch = slapo.create_schedule(Layer(), example_inputs=torch.randn(2, 4))
+    sch["act"].checkpoint()  # stays a call: a flattened graph calls it too
+    sch.trace(flatten=True)
+    assert len(sch.find(added_gelu)) == 1
+    assert repr(sch.find(lambda x: torch.tanh(x))) == "<no matches>"
+    with pytest.raises(slapo.PreconditionError) as caught:
+        sch.checkpoint(match=lambda x: torch.tanh(x))
+    assert "flatten" not in str(caught.value)
