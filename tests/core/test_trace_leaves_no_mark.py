@@ -247,7 +247,7 @@ def reads_mode_of_child(self: Any, x: Tensor) -> Tensor:
     ],
 )
 def test_a_setting_that_changes_counts_or_is_an_error(
-    read: Any, change: Callable[[Any], None], is_refused: bool
+    read: Any, change: Callable[[Any], None], is_error: bool
 ) -> None:
     plain, twin = pair(Reads(read))
     torch.manual_seed(0)
