@@ -37,7 +37,7 @@ class Plain(nn.Module):
 
 
 class Sparse(nn.Module):
-    """Shapes that follow from values."""
+    """Shapes that follow from values: only torch.export says that."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,7 +84,10 @@ def test_every_tracer_gives_what_the_forward_gives_and_holds_to_what_it_assumed(
     model(X)
 
 
-def test_export_takes_shapes_that_follow_from_values_and_its_guards_hold() -> None:
+def test_export_takes_what_record_refuses_without_values_and_its_guards_hold() -> None:
+    without = slapo.create_schedule(nn.Sequential(Sparse()).to("meta"), example_inputs=(X,))
+    with pytest.raises(slapo.TraceError, match=r"tracer 'record'\): it makes a tensor whose shape depends on values"):
+        without["0"].trace(tracer="record")
     plain, model, _ = traced(Sparse(), tracer="export", flatten=True)
     for x in (X, torch.cat([X, X]), -X):
         for one, other in zip(results(model, x), results(plain, x), strict=True):
