@@ -170,7 +170,8 @@ class _Object:
         if isinstance(value, torch.Tensor):
             return f"{type(value).__name__} {tuple(value.shape)}"
         if isinstance(value, (FunctionType, MethodType, type)):
-            return f"{type(value).__name__} {value.__qualname__}"
+            name = getattr(value, "__qualname__", None)  # that of what a method is bound from, which may have none
+            return f"{type(value).__name__} {name or repr(value)}"
         return f"a {type(value).__name__}"
 
 

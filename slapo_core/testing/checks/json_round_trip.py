@@ -21,11 +21,11 @@ def json_round_trip(case: Case) -> None:
     if not case.serializable:
         _must_refuse(value)
         return
-    round_trip_value(value)
     with registered(value, *(made(step) for _, step in case.before)):
         bench = prepare(case, mesh_size=2)
+        round_trip_value(bench.settled(case.path, value))
         bench.apply()
-        again = replay(build_model(case), bench.schedule.to_json())
+        again = replay(build_model(case), bench.schedule.to_json(), example_inputs=bench.schedule.example_inputs)
         for saved, replayed in zip(bench.schedule.records, again.records, strict=True):
             if saved != replayed or saved.effects != replayed.effects:
                 raise CheckError(
