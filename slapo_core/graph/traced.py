@@ -67,6 +67,7 @@ class TracedForward:
         self.forward, self.tracer, self.leaves, self.path = forward, tracer, leaves, path
         self.pool = pool if pool is not None else Pool()
         self.beneath, self.rewrite = beneath, rewrite
+        self.__name__, self.__qualname__ = "forward", f"the graph of {path}"  # as functions have
         self.parameters = Parameters(forward)
         self.variants: dict[Any, Variant] = {}
         self.plans: list[Plan] = []

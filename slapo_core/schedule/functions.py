@@ -11,7 +11,7 @@ from slapo_core.errors import ReplayError
 
 __all__ = ["find_function", "is_function_name", "name_of_function"]
 
-_FUNCTION_NAME = re.compile(r"[\w.]+:[^\W\d]\w*")
+_FUNCTION_NAME = re.compile(r"[^:]+:[^\W\d]\w*")
 
 
 def is_function_name(text: Any) -> bool:

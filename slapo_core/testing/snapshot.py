@@ -161,7 +161,7 @@ class _Object:
         self.value = value
 
     def compare(self, other: _Object) -> Iterator[str]:
-        if self.value is not other.value:
+        if not _is_same(self.value, other.value):
             before, after = str(self), str(other)
             yield f"another object, {before} -> {after}" if before != after else f"another object, {before} as before"
 
@@ -170,9 +170,16 @@ class _Object:
         if isinstance(value, torch.Tensor):
             return f"{type(value).__name__} {tuple(value.shape)}"
         if isinstance(value, (FunctionType, MethodType, type)):
-            name = getattr(value, "__qualname__", None)  # that of what a method is bound from, which may have none
-            return f"{type(value).__name__} {name or repr(value)}"
+            function = value.__func__ if isinstance(value, MethodType) else value
+            return f"{type(value).__name__} {getattr(function, '__qualname__', f'of a {type(function).__name__}')}"
         return f"a {type(value).__name__}"
+
+
+def _is_same(value: Any, other: Any) -> bool:
+    """Whether two are one object; a bound method is made anew each time, of the same two."""
+    if isinstance(value, MethodType) and isinstance(other, MethodType):
+        return value.__self__ is other.__self__ and value.__func__ is other.__func__
+    return value is other
 
 
 class _Plain:

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from slapo_core import ApplyError, Edit, Equivalence, Node, Primitive, Violation
 from slapo_core.spec.edit import Forward
+from slapo_core.spec.graph import Region
+from slapo_fusion.places import by_place
 
 if TYPE_CHECKING:
     from slapo_core.testing import Case
@@ -21,7 +23,7 @@ __all__ = ["Bind", "slapo_cases"]
 
 @dataclass(frozen=True)
 class Bind(Primitive):
-    """Let a kernel compute what the module's forward computes.
+    """Let a kernel compute what the module's forward, or each match, computes.
 
     The kernel is an operator registered with torch (``torch.library.custom_op``), a function (for instance one that
     launches a Triton kernel), or an operator of C++ or CUDA sources that ``slapo_fusion.build_kernels`` built before: a
@@ -31,9 +33,11 @@ class Bind(Primitive):
 
     Args:
         kernel: ``"namespace::name"`` of a registered operator, or a function.
-        inputs: what the kernel is called with, in its order: names of the forward's parameters, or of the module's
-            own tensors and attributes, e.g. ``("input", "weight", "eps")``. None: what the forward is called with, then
-            the module's own parameters.
+        match: a match or a list of such, or a pattern, as for ``find``: the kernel is called with the inputs of the
+            pattern in their order, then with what else the match reads. None: the module's whole forward.
+        inputs: what the kernel is called with in the place of a forward, in its order: names of the forward's
+            parameters, or of the module's own tensors and attributes, e.g. ``("input", "weight", "eps")``. None: what
+            the forward is called with, then the module's own parameters.
         backward: another kernel, called with the gradient of each output and the kernel's inputs; gives the gradient of
             each input, None for what has none. None: autograd knows the kernel's gradient itself.
         fallback: whether the forward may run where the kernel cannot be had.
@@ -48,13 +52,17 @@ class Bind(Primitive):
     rewrite:
         ``y = forward(module, x)`` -> ``y = kernel(x, module.weight, module.bias)``
 
+        ``h = x + bias; y = gelu(h)`` -> ``y = kernel(x, bias)``
+
     Source: ``torch/library.py``, ``torch/utils/cpp_extension.py``; the reference implementation's ``bind``.
     """
 
     name = "fusion.bind"
     named_functions = ("kernel", "backward")
+    matches = ("match",)
 
     kernel: str | Callable[..., Any]
+    match: Any = None
     inputs: tuple[str, ...] | None = dataclasses.field(default=None, kw_only=True)
     backward: str | Callable[..., Any] | None = dataclasses.field(default=None, kw_only=True)
     fallback: bool = dataclasses.field(default=False, kw_only=True)
@@ -71,6 +79,11 @@ class Bind(Primitive):
         if isinstance(self.kernel, str) and "::" not in self.kernel:
             yield Violation(f"'{self.kernel}' is no operator's name", f'bind("namespace::{self.kernel}")')
             return
+        if self.match is not None:
+            if self.inputs is not None:
+                yield Violation("the kernel of a match takes the inputs of the pattern", "leave inputs out")
+            yield from self._unusable(node)
+            return
         if any(_is_bound(wrapper) for wrapper in node.wrappers):
             yield Violation("a kernel is bound to the module already", "undo that step, or leave this one out")
         yield from self._unknown_arguments(node)
@@ -80,19 +93,32 @@ class Bind(Primitive):
         reason = self._missing(node)
         if reason is not None:
             edit.note(f"the forward runs as it is, by fallback=True: {reason}")
+        if self.match is not None:
+            for place, matches in by_place(node, self.match) if reason is None else ():
+                graph: Any = place.graph
+                transform = functools.partial(bound_region, kernel=self._kernel(place))
+                edit.set_graph(place, graph.outlined(place.module, matches, transform, name=self._call_name))
+            return
         kernel, arguments = self._kernel(node), self._names(node)
         if reason is None:
             self._compare_shapes(node, kernel, arguments)
         edit.wrap_forward(node, functools.partial(bound, kernel=kernel, arguments=arguments), active=reason is None)
 
     def postconditions(self, node: Node) -> Iterator[Violation]:
-        if not any(_is_bound(wrapper) for wrapper in node.wrappers):
+        if self.match is None and not any(_is_bound(wrapper) for wrapper in node.wrappers):
             yield Violation("no kernel is bound to the module's forward")
+
+    @property
+    def _call_name(self) -> str:
+        """What the printed graph calls it."""
+        own = self.kernel.rpartition("::")[2] if isinstance(self.kernel, str) else getattr(self.kernel, "__name__", "")
+        return own if own.isidentifier() else "bound"
 
     def _kernel(self, node: Node) -> Kernel:
         from slapo_fusion.bound import Kernel
 
-        return Kernel(self.kernel, self.backward, f"{self} at '{node.path}'")
+        shown = repr(self.kernel) if isinstance(self.kernel, str) else getattr(self.kernel, "__qualname__", "a kernel")
+        return Kernel(self.kernel, self.backward, f"bind({shown}) at '{node.path}'")
 
     def _names(self, node: Node) -> tuple[str, ...]:
         if self.inputs is not None:
@@ -137,10 +163,10 @@ class Bind(Primitive):
         tells."""
         from slapo_core import ArgumentError, TraceError
         from slapo_fusion.bound import named_inputs
-        from slapo_fusion.kernels import is_operator
+        from slapo_fusion.kernels import found, is_operator
         from slapo_fusion.shapes import differs, without_values
 
-        call = kernel.load()
+        call = found(self.kernel)
         if not is_operator(call):
             return  # a function may look at the memory of its tensors, and these have none
         try:
@@ -159,6 +185,13 @@ def bound(forward: Forward, *, kernel: Kernel, arguments: tuple[str, ...]) -> Fo
     from slapo_fusion.bound import Bound
 
     return Bound(forward, kernel, arguments)
+
+
+def bound_region(region: Region, *, kernel: Kernel) -> Region:
+    """A kernel in the place of a region."""
+    from slapo_fusion.bound import Bound
+
+    return Bound(region, kernel)
 
 
 def _is_bound(wrapper: Callable[..., Any]) -> bool:

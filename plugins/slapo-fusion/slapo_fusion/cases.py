@@ -8,7 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["COMMON", "Feed", "batch"]
+import slapo_core as slapo
+from slapo_core import Primitive
+
+__all__ = ["COMMON", "Feed", "batch", "gelu_of_a_linear", "traced"]
 
 
 class Feed(nn.Module):
@@ -27,6 +30,18 @@ class Feed(nn.Module):
 
 def batch() -> tuple[Tensor]:
     return (torch.randn(5, 6),)
+
+
+def traced() -> Primitive:
+    """The step that traces a module, of which no example is needed."""
+    sch = slapo.create_schedule(Feed())
+    sch.root.trace(tracer="fx")
+    return sch.records[0].primitive
+
+
+def gelu_of_a_linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """The pattern of what :class:`Feed` computes in the middle."""
+    return F.gelu(F.linear(x, weight, bias))
 
 
 COMMON: dict[str, Any] = {"model": lambda: nn.Sequential(Feed(), Feed()), "inputs": batch}

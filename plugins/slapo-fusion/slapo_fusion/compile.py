@@ -54,7 +54,12 @@ class Compile(Primitive):
     fullgraph: bool = dataclasses.field(default=False, kw_only=True)
     dynamic: bool | None = dataclasses.field(default=None, kw_only=True)
     backend: str | Callable[..., Any] = dataclasses.field(default="inductor", kw_only=True)
-    options: Mapping[str, Any] | None = dataclasses.field(default=None, kw_only=True)
+    options: Mapping[str, Any] | tuple[tuple[str, Any], ...] = dataclasses.field(default=(), kw_only=True)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.options, Mapping):
+            object.__setattr__(self, "options", tuple(sorted(self.options.items())))
+        super().__post_init__()
 
     @property
     def equivalence(self) -> Equivalence:  # type: ignore[override]
@@ -92,7 +97,7 @@ class Compile(Primitive):
 
     @property
     def _backend(self) -> Backend:
-        return Backend(self.backend, self.mode, tuple(sorted((self.options or {}).items())))
+        return Backend(self.backend, self.mode, tuple(dict(self.options).items()))
 
 
 def compiled(forward: Forward, *, backend: Backend, where: str, fullgraph: bool, dynamic: bool | None) -> Forward:

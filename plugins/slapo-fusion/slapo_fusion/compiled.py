@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +15,10 @@ from slapo_core import ApplyError
 from slapo_fusion.watching import Watchable, aside, draws, is_fake, is_watched
 
 __all__ = ["Backend", "Compiled", "backend_problem"]
+
+
+_MOST_VARIANTS = 64
+"""Of one function: training and not, types, with gradients and without, and each watched by verify or not."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +47,8 @@ class Backend:
             from torch._inductor import list_mode_options
             from torch._inductor.compile_fx import compile_fx
 
-            settings = {"fallback_random": True, **list_mode_options(self.mode), **dict(self.options)}
+            of_mode = list_mode_options(self.mode) if self.mode is not None else {}
+            settings = {"fallback_random": True, **of_mode, **dict(self.options)}
             made: Any = compile_fx(graph, inputs, config_patches=settings)
             return made  # type: ignore[no-any-return]
         if callable(self.backend):
@@ -85,7 +91,7 @@ class Compiled:
             return self.function(*args, **kwargs)
         if self._compiled is None:
             self._compiled = torch.compile(
-                self.function, backend=self.backend, fullgraph=self.fullgraph, dynamic=self.dynamic
+                self.function, backend=self.backend, fullgraph=self.fullgraph, dynamic=self.dynamic, **_limit()
             )
         try:
             if is_watched():
@@ -106,6 +112,12 @@ class Compiled:
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         values = dict(state)
         self.__init__(values.pop("function"), values.pop("backend"), **values)  # type: ignore[misc]
+
+
+def _limit() -> dict[str, Any]:
+    """For ``torch.compile``, where it takes that; older ones take torch's own limit, of 8."""
+    known = "recompile_limit" in inspect.signature(torch.compile).parameters
+    return {"recompile_limit": _MOST_VARIANTS} if known else {}
 
 
 def backend_problem(backend: Backend) -> tuple[str, str] | None:

@@ -47,7 +47,7 @@ class Eager(Compiler):
 
 
 class TorchScript(Compiler):
-    """``torch.jit.trace`` of the region, as in the paper; traced anew for other types and numbers, not for other sizes."""
+    """``torch.jit.trace`` of the region, as in the paper; traced anew for other types, not for other sizes."""
 
     name = "torchscript"
     deprecated = "PyTorch deprecates TorchScript: take 'inductor'"

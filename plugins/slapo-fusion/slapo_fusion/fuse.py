@@ -9,7 +9,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from slapo_core import Edit, Equivalence, Match, Node, Primitive, Violation
+from slapo_core import Edit, Equivalence, Node, PluginError, Primitive, Violation
+from slapo_fusion.places import by_place
 
 if TYPE_CHECKING:
     from slapo_core.testing import Case
@@ -25,17 +26,16 @@ class Fuse(Primitive):
     in this process: a model that is loaded from a file compiles again.
 
     Args:
-        match: what is fused, each as one region: a match or a list of such, or a pattern, as for ``find``, of which every
-            match is.
+        match: what is fused, each as one region: a match or a list of such, or a pattern, as for ``find``, of which
+            every match is.
         compiler: ``"inductor"`` (``torch.compile``), ``"aot_eager"`` (the same without its kernels), ``"eager"`` (only
             group), ``"torchscript"``, or whatever else is installed.
         name: of the call in the printed graph; None: ``fused``.
         options: for the compiler; of inductor, ``mode`` and torch's own, e.g. ``{"max_autotune": True}``.
 
     Raises:
-        PreconditionError: nothing matches, or ``name`` is no identifier.
+        PreconditionError: nothing matches, no such compiler is installed, or ``name`` is no identifier.
         StaleMatchError: an earlier step changed the place of a match.
-        UnknownNameError: no such compiler is installed.
         ApplyError: a match cannot be taken out of the graph; or the compiler failed, then or at a call.
 
     rewrite:
@@ -50,13 +50,18 @@ class Fuse(Primitive):
     match: Any
     compiler: str = "inductor"
     name_: str | None = dataclasses.field(default=None, kw_only=True)
-    options: Mapping[str, Any] | None = dataclasses.field(default=None, kw_only=True)
+    options: Mapping[str, Any] | tuple[tuple[str, Any], ...] = dataclasses.field(default=(), kw_only=True)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.options, Mapping):
+            object.__setattr__(self, "options", tuple(sorted(self.options.items())))
+        super().__post_init__()
 
     @property
     def equivalence(self) -> Equivalence:  # type: ignore[override]
         if self.compiler == "eager":
             return Equivalence.EXACT
-        if self.compiler == "inductor" and (self.options or {}).get("fallback_random") is False:
+        if self.compiler == "inductor" and dict(self.options).get("fallback_random") is False:
             return Equivalence.RANDOM
         return Equivalence.REORDERED
 
@@ -65,7 +70,10 @@ class Fuse(Primitive):
             yield Violation("it needs a match, or a pattern", "fuse(lambda x, bias: F.gelu(x + bias))")
         if self.name_ is not None and not self.name_.isidentifier():
             yield Violation(f"name must be a Python identifier (got {self.name_!r})", 'for example name="bias_gelu"')
-        node.plugin("compilers", self.compiler)  # raises where there is none
+        try:
+            node.plugin("compilers", self.compiler)
+        except PluginError as error:
+            yield Violation(error.message, error.hint)
 
     def apply(self, node: Node, edit: Edit) -> None:
         from slapo_fusion.fused import fused
@@ -73,27 +81,19 @@ class Fuse(Primitive):
         compiler = node.plugin("compilers", self.compiler)
         if compiler.deprecated is not None:
             warnings.warn(f"fuse(compiler='{self.compiler}'): {compiler.deprecated}", DeprecationWarning, stacklevel=2)
-        options = tuple(sorted((self.options or {}).items()))
-        for place, matches in _by_node(node, self.match):
+        options = tuple(dict(self.options).items())
+        for place, matches in by_place(node, self.match):
             graph: Any = place.graph
             where = f"fuse at '{place.path}' ({'; '.join(map(str, matches))})"
             transform = functools.partial(fused, compiler=compiler, options=options, where=where)
             edit.set_graph(place, graph.outlined(place.module, matches, transform, name=self.name_ or "fused"))
 
 
-def _by_node(node: Node, matches: tuple[Match, ...]) -> list[tuple[Node, list[Match]]]:
-    """The traced nodes at or below ``node`` in which the matches lie, each with its own."""
-    groups: dict[str, list[Match]] = {}
-    for match in matches:
-        groups.setdefault(match.path, []).append(match)
-    prefix = f"{node.path}." if node.path else ""
-    return [(node if path == node.path else node[path.removeprefix(prefix)], own) for path, own in groups.items()]
-
-
 def slapo_cases() -> list[Case]:
     """For ``slapo plugins check``."""
-    from slapo_core.primitives.trace import Trace
     from slapo_core.testing import Case
-    from slapo_fusion.cases import COMMON
+    from slapo_fusion.cases import COMMON, gelu_of_a_linear, traced
 
-    return []
+    step = Fuse(gelu_of_a_linear, "aot_eager", name_="linear_gelu")
+    rejects = [Fuse(None), Fuse(gelu_of_a_linear, "induktor"), Fuse(gelu_of_a_linear, name_="linear gelu")]
+    return [Case(step, path="0", before=[("0", traced)], rejects=rejects, **COMMON)]

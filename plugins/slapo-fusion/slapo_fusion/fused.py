@@ -8,6 +8,8 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from slapo_core import ApplyError, Compiler
 from slapo_core.spec.graph import Region
@@ -40,14 +42,15 @@ class Fused:
     def __call__(self, *args: Any) -> Any:
         if torch.compiler.is_compiling() or is_fake():
             return self.region(*args)
+        if self._compiled is self.region:
+            return self.region(*args)
         try:
-            if isinstance(self._compiled, Compiled) or self._compiled is self.region or not is_watched():
+            if isinstance(self._compiled, Compiled) or not is_watched():
                 return self._compiled(*args)
             return shown_or_aside(self.region, self._compiled, args)
-        except ApplyError as error:  # of a compiler that says it itself
+        except Exception as error:
+            self._raise_own(args)
             raise self._failure(error.__cause__ or error) from error
-        except NotImplementedError as error:
-            raise self._failure(error) from error
 
     def _shared(self) -> Region:
         made = _COMPILED.setdefault(self.region, {})
@@ -64,6 +67,11 @@ class Fused:
         if not callable(compiled):
             raise ApplyError(f"{self.where}: compiler '{self.compiler.name}' gave {compiled!r}, which is no function")
         return compiled
+
+    def _raise_own(self, args: tuple[Any, ...]) -> None:
+        """Raise what the region itself raises for these arguments: then it is no fault of the compiler."""
+        with torch.random.fork_rng(), torch.no_grad():
+            self.region(*tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), args))
 
     def _failure(self, error: BaseException) -> ApplyError:
         reason = str(error).strip().splitlines()

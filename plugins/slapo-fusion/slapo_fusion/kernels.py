@@ -63,11 +63,13 @@ def has_backward(kernel: Callable[..., Any]) -> bool | None:
     """Whether a gradient is known for an operator; None for a function, of which only a call tells."""
     if not is_operator(kernel):
         return None
-    if isinstance(kernel, torch._ops.OpOverloadPacket):
-        kernel = getattr(kernel, kernel.overloads()[0])
-    name = kernel._qualname if isinstance(kernel, torch.library.CustomOpDef) else kernel._schema.name  # type: ignore[attr-defined]
     from torch._library.custom_ops import OPDEFS
 
+    if isinstance(kernel, torch.library.CustomOpDef):
+        return kernel._backward_fn is not None
+    if isinstance(kernel, torch._ops.OpOverloadPacket):
+        return any(has_backward(getattr(kernel, overload)) for overload in kernel.overloads())
+    name: str = kernel.name()  # type: ignore[attr-defined]
     if name in OPDEFS:  # always differentiable for the dispatcher, be it by raising
         return OPDEFS[name]._backward_fn is not None
     keys = ("Autograd", "AutogradCPU", "AutogradCUDA", "CompositeImplicitAutograd")

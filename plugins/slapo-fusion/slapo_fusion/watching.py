@@ -56,10 +56,16 @@ def is_fake() -> bool:
 @contextlib.contextmanager
 def aside() -> Iterator[None]:
     """Put the active torch-function modes aside; what is not compiled is still shown to them."""
+    with _without_modes() as modes, _HandedOn(modes):
+        yield
+
+
+@contextlib.contextmanager
+def _without_modes() -> Iterator[list[Any]]:
+    """Put the active torch-function modes aside, and give them."""
     modes = [torch.overrides._pop_mode() for _ in range(torch._C._len_torch_function_stack())][::-1]
     try:
-        with _HandedOn(modes):
-            yield
+        yield modes
     finally:
         for mode in modes:
             torch.overrides._push_mode(mode)
@@ -132,7 +138,7 @@ def shown_or_aside(function: Callable[..., Any], compiled: Callable[..., Any], a
     """
     looking = _Looking()
     copies = tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), args)
-    with aside(), torch.random.fork_rng(), torch.no_grad(), looking:
+    with _without_modes(), torch.random.fork_rng(), torch.no_grad(), looking:
         function(*copies)
     if looking.has_dropped:
         return function(*args)
@@ -155,9 +161,7 @@ class _Looking(TorchFunctionMode):
 
 def draws(graph: fx.GraphModule) -> bool:
     """Whether it calls dropout that drops anything."""
-    return any(
-        _is_dropout(node) or _is_dropping_attention(node) for part in _parts(graph) for node in part.graph.nodes
-    )
+    return any(_is_dropout(node) or _is_dropping_attention(node) for part in _parts(graph) for node in part.graph.nodes)
 
 
 def without_dropout(graph: fx.GraphModule) -> fx.GraphModule:

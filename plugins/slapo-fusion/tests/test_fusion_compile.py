@@ -139,8 +139,8 @@ def test_a_compiler_that_raises_is_named_with_the_node_and_the_model_is_intact()
         model(x)
     assert str(raised.value) == (
         "compile(backend=failing) at '1' failed: NotImplementedError: this compiler has a bad day\n"
-        "  hint: undo that step, choose another backend, or take a smaller part of the model; the model itself is as it "
-        "was"
+        "  hint: undo that step, choose another backend, or take a smaller part of the model; the model itself is as "
+        "it was"
     )
     sch.undo()
     torch.testing.assert_close(gradients(model, x), expected)
@@ -149,7 +149,7 @@ def test_a_compiler_that_raises_is_named_with_the_node_and_the_model_is_intact()
 def test_a_graph_break_is_an_error_with_fullgraph_only() -> None:
     sch = slapo.create_schedule(nn.Sequential(Broken()))
     sch["0"].apply(Compile(backend="eager", fullgraph=True))
-    with pytest.raises(slapo.ApplyError, match="fullgraph=True.* at '0' failed: Unsupported"):
+    with pytest.raises(slapo.ApplyError, match=r"fullgraph=True.* at '0' failed: Unsupported"):
         sch.model(torch.randn(2, 6))
 
 

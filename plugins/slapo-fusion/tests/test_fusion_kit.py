@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from slapo_core.testing import parametrize_checks
-from slapo_fusion import bind, compile, cudagraphify, decompose, quantize
+from slapo_fusion import bind, compile, cudagraphify, decompose, fuse, quantize
 
 pytestmark = pytest.mark.ranks
 
-CASES = [case for module in (bind, compile, cudagraphify, decompose, quantize) for case in module.slapo_cases()]
+CASES = [case for module in (bind, compile, cudagraphify, decompose, fuse, quantize) for case in module.slapo_cases()]
 
 
 @parametrize_checks(CASES)

@@ -36,7 +36,7 @@ def documentation_violations(cls: type) -> list[str]:
     first = text.partition("\n")[0].strip()
     if not re.match(r"[^\W\d_]", first) or not first.endswith(".") or len(first.split()) < 2:
         violations.append(f"the first line is no sentence: {first!r}")
-    undocumented = [field.name for field in dataclasses.fields(cls) if not _tells(text, field.name)]
+    undocumented = [field.name for field in dataclasses.fields(cls) if not _tells(text, field.name.rstrip("_"))]
     if undocumented:
         violations.append(f"no 'name: text' for {', '.join(map(repr, undocumented))}")
     rewrite = re.search(r"^\s*rewrite:(.*)", text, flags=re.MULTILINE | re.DOTALL)

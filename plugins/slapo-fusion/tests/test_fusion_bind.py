@@ -1,0 +1,201 @@
+"""``bind``: kernels in the place of forwards and of matches, held to shapes, gradients and numbers."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import slapo_core as slapo
+from slapo_fusion import Bind, build_kernels
+
+from .small import gradients, layers, traced
+
+SOURCE = Path(__file__).parent / "scaled.cpp"
+
+
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([0.5, -1.0, 2.0, 3.0]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), Scale())
+
+
+def scaled(x: Tensor, weight: Tensor) -> Tensor:
+    return weight * x
+
+
+def scaled_backward(gradient: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    return gradient * weight, (gradient * x).sum_to_size(weight.shape)
+
+
+def detached(x: Tensor, weight: Tensor) -> Tensor:
+    return x.detach() * weight.detach()
+
+
+def summed(x: Tensor, weight: Tensor) -> Tensor:
+    return (x * weight).sum(0)
+
+
+def off(x: Tensor, weight: Tensor) -> Tensor:
+    return x * weight * 1.01
+
+
+@torch.library.custom_op("slapo_fusion_test::summed", mutates_args=())
+def summed_operator(x: Tensor, weight: Tensor) -> Tensor:
+    return (x * weight).sum(0)
+
+
+@summed_operator.register_fake
+def _(x: Tensor, weight: Tensor) -> Tensor:
+    return x.new_empty(x.shape[1:])
+
+
+@torch.library.custom_op("slapo_fusion_test::ungraded", mutates_args=())
+def ungraded(x: Tensor, weight: Tensor) -> Tensor:
+    return x * weight
+
+
+X = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        Bind(scaled),
+        Bind(scaled, inputs=("x", "weight")),
+        Bind("aten::mul"),
+        Bind(detached, backward=scaled_backward),
+    ],
+)
+def test_a_kernel_in_the_place_of_a_forward(step: Bind) -> None:
+    sch: Any = slapo.create_schedule(model(), example_inputs=X)
+    expected = gradients(model(), X)
+    sch["1"].apply(step)
+    slapo.verify(sch, X)
+    buffer = io.BytesIO()
+    torch.save(sch.model, buffer)
+    buffer.seek(0)
+    again = slapo.replay(model(), sch.to_json(), example_inputs=X).model
+    for each in (sch.model, torch.load(buffer, weights_only=False), again):
+        torch.testing.assert_close(gradients(each, X), expected)
+    sch.undo()
+    assert "forward" not in sch.model[1].__dict__
+
+
+def test_cpp_source_is_built_and_bound_with_its_backward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    with pytest.raises(slapo.PreconditionError, match=r"no operator 'slapo_fusion_test::scaled' is registered; import"):
+        slapo.create_schedule(model())["1"].apply(Bind("slapo_fusion_test::scaled"))
+    build_kernels(SOURCE, flags=("-O0",))
+    sch = slapo.create_schedule(model())
+    sch["1"].apply(Bind("slapo_fusion_test::scaled", backward="slapo_fusion_test::scaled_backward"))
+    slapo.verify(sch, X)
+    sch.undo()
+    sch["1"].apply(Bind("slapo_fusion_test::scaled"))
+    with pytest.raises(slapo.ApplyError, match="an input requires a gradient, and the kernel's output has none"):
+        sch.model(X)
+    with torch.no_grad():
+        torch.testing.assert_close(sch.model(X), model()(X))
+
+
+def test_sources_that_are_not_there_are_named() -> None:
+    with pytest.raises(slapo.ArgumentError, match=r"build_kernels: there is no file 'nowhere\.cpp'"):
+        build_kernels("nowhere.cpp")
+
+
+def test_a_fallback_is_asked_for_and_told() -> None:
+    sch: Any = slapo.create_schedule(model())
+    sch["1"].apply(Bind("slapo_fusion_test::absent", fallback=True))
+    told = "the forward runs as it is, by fallback=True: no operator 'slapo_fusion_test::absent' is registered"
+    assert told in sch.records[-1].effects
+    assert torch.equal(sch.model(X), model()(X))
+
+
+def test_a_wrong_shape_is_refused_at_once_where_inputs_are_known_and_else_at_the_first_call() -> None:
+    message = (
+        r"at '1': the kernel gives \(4\) float32|at '1': the kernel gives \(4,\) float32, where the replaced code gives"
+    )
+    known = slapo.create_schedule(model(), example_inputs=X)
+    with pytest.raises(slapo.ApplyError, match=message):
+        known["1"].apply(Bind("slapo_fusion_test::summed", backward=scaled_backward))
+    assert known.records == ()
+    for step in (Bind(summed), Bind("slapo_fusion_test::summed", backward=scaled_backward)):
+        sch = slapo.create_schedule(model())
+        sch["1"].apply(step)
+        with pytest.raises(slapo.ApplyError, match=message):
+            sch.model(X)
+        sch.undo()
+        assert torch.equal(sch.model(X), model()(X))
+
+
+def test_verify_finds_a_kernel_that_is_off_unless_it_says_so() -> None:
+    sch = slapo.create_schedule(model())
+    sch["1"].apply(Bind(off))
+    with pytest.raises(slapo.VerifyError, match="bind"):
+        slapo.verify(sch, X)
+    sch.undo()
+    sch["1"].apply(Bind(off, rtol=0.05))
+    slapo.verify(sch, X)
+
+
+def test_what_it_refuses() -> None:
+    sch = slapo.create_schedule(model())
+    for step, message in (
+        (Bind("mul"), "'mul' is no operator's name; bind(\"namespace::mul\")"),
+        (Bind("aten::mull"), "the kernel cannot be had: no operator 'aten::mull' is registered"),
+        (Bind(scaled, inputs=("x", "gain")), "neither the forward nor the module has 'gain'; the forward takes x"),
+        (Bind("slapo_fusion_test::ungraded"), "no gradient is known for 'slapo_fusion_test::ungraded'"),
+    ):
+        with pytest.raises(slapo.PreconditionError) as refused:
+            sch["1"].apply(step)
+        assert message in str(refused.value)
+    for parameter in sch.model.parameters():
+        parameter.requires_grad_(False)
+    sch["1"].apply(Bind("slapo_fusion_test::ungraded"))  # nothing is trained
+    torch.testing.assert_close(sch.model(X), model()(X))
+
+
+def tanh_gelu(x: Tensor, bias: Tensor) -> Tensor:
+    return F.gelu(x + bias, approximate="tanh")
+
+
+def gelu_kernel(x: Tensor, bias: Tensor) -> Tensor:
+    return F.gelu(torch.add(bias, x))
+
+
+def short_kernel(x: Tensor, bias: Tensor) -> Tensor:
+    return F.gelu(x + bias)[:1]
+
+
+def test_a_kernel_in_the_place_of_matches() -> None:
+    def bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
+        return F.gelu(x + bias)
+
+    sch, x = traced(), torch.randn(2, 6)
+    expected = gradients(layers(), x)
+    sch["*"].apply(Bind(gelu_kernel, bias_gelu))
+    assert "slapo_gelu_kernel(" in str(sch["0"].graph)
+    torch.testing.assert_close(gradients(sch.model, x), expected)
+    slapo.verify(sch, x)
+    sch = traced()
+    sch["1"].apply(Bind(tanh_gelu, bias_gelu, rtol=1e-3, atol=1e-2))
+    slapo.verify(sch, x)
+    sch = traced()
+    sch["1"].apply(Bind(short_kernel, bias_gelu))
+    with pytest.raises(
+        slapo.ApplyError, match=r"bind\(short_kernel\) at '1': the kernel gives \(1, 6\) float32, where"
+    ):
+        sch.model(x)

@@ -1,0 +1,207 @@
+"""``fuse``: matches become compiled regions, shared by equal layers, in every variant of their graphs."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import slapo_core as slapo
+from slapo_core.spec.graph import Region
+from slapo_fusion import Fuse
+from slapo_fusion.compilers import AotEager, Inductor
+
+from .small import bias_gelu, bias_gelu_dropout_add, dropout_add, gradients, layers, traced
+
+
+@pytest.fixture(autouse=True)
+def forget_what_was_compiled() -> None:
+    torch._dynamo.reset()
+
+
+@pytest.mark.filterwarnings("ignore:fuse.compiler='torchscript'")
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager", "torchscript"])
+def test_each_compiler_keeps_the_numbers_in_training_and_evaluation_at_any_size(compiler: str) -> None:
+    sch, x = traced(), torch.randn(2, 6)
+    expected = gradients(layers(), x)
+    sch["*"].apply(Fuse(bias_gelu, compiler, name_="bias_gelu"))
+    sch["*"].apply(Fuse(dropout_add, compiler))
+    assert "slapo_bias_gelu(" in str(sch["0"].graph)
+    assert "slapo_fused(" in str(sch["2"].graph)
+    torch.testing.assert_close(gradients(sch.model, x), expected)
+    slapo.verify(sch, x)
+    untouched = layers().eval()
+    sch.model.eval()
+    for shape in ((5, 6), (2, 3, 6)):
+        other = torch.randn(shape)
+        torch.testing.assert_close(sch.model(other), untouched(other))
+
+
+def test_equal_layers_share_what_was_compiled_and_other_lengths_compile_once_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = []
+    monkeypatch.setattr(
+        torch._dynamo, "lookup_backend", lambda name: lambda graph, inputs: made.append(name) or graph.forward
+    )
+    sch = traced(12)
+    sch["*"].apply(Fuse(bias_gelu, "aot_eager"))
+    x = torch.randn(2, 6, requires_grad=True)
+    sch.model(x)
+    assert made == ["aot_eager"]
+    for length in (3, 4, 5, 9):
+        sch.model(torch.randn(length, 6, requires_grad=True))
+    assert len(made) == 2
+    sch.model.eval()
+    sch.model(x)
+    assert len(made) == 2  # training and evaluation compute the same here
+
+
+def test_the_model_is_pickled_and_the_schedule_replayed() -> None:
+    sch, x = traced(), torch.randn(2, 6)
+    sch["*"].apply(Fuse(bias_gelu, "aot_eager", name_="bias_gelu"))
+    expected = gradients(sch.model, x)
+    buffer = io.BytesIO()
+    torch.save(sch.model, buffer)
+    buffer.seek(0)
+    for got in (torch.load(buffer, weights_only=False), slapo.replay(layers(), sch.to_json(), example_inputs=x).model):
+        torch.testing.assert_close(gradients(got, x), expected)
+    sch.undo()
+    assert "bias_gelu(" not in str(sch["2"].graph)
+
+
+class Wrong(AotEager):
+    """Its code is off by a hundredth."""
+
+    name = "wrong"
+
+    def compile(self, region: Region, *, options: Mapping[str, Any]) -> Region:
+        return lambda *args: region(*args) * 1.01
+
+
+class FailsAtOnce(AotEager):
+    name = "fails_at_once"
+
+    def compile(self, region: Region, *, options: Mapping[str, Any]) -> Region:
+        raise OSError("no licence")
+
+
+class FailsWhenCalled(AotEager):
+    name = "fails_when_called"
+
+    def compile(self, region: Region, *, options: Mapping[str, Any]) -> Region:
+        def run(*args: Any) -> Any:
+            raise OSError("no licence")
+
+        return run
+
+
+def installed(sch: slapo.Schedule, monkeypatch: pytest.MonkeyPatch, compiler: type[slapo.Compiler]) -> None:
+    """As if another distribution had it."""
+    known = sch.plugin_named
+    monkeypatch.setattr(
+        sch, "plugin_named", lambda kind, name, path="": compiler if name == compiler.name else known(kind, name, path)
+    )
+
+
+def test_verify_finds_a_compiler_whose_code_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    sch = traced()
+    installed(sch, monkeypatch, Wrong)
+    sch["1"].apply(Fuse(bias_gelu, "wrong"))
+    with pytest.raises(slapo.VerifyError, match="it differs by up to"):
+        slapo.verify(sch, torch.randn(2, 6))
+
+
+def test_a_compiler_that_raises_is_named_and_the_model_is_intact(monkeypatch: pytest.MonkeyPatch) -> None:
+    sch, x = traced(), torch.randn(2, 6)
+    expected, steps = gradients(sch.model, x), len(sch.records)
+    installed(sch, monkeypatch, FailsAtOnce)
+    with pytest.raises(slapo.ApplyError) as raised:
+        sch["1"].apply(Fuse(bias_gelu, "fails_at_once"))
+    where = "fuse at '1' (match 1 of 1 at '1': "
+    assert where in str(raised.value)
+    assert "compiler 'fails_at_once' failed: OSError: no licence" in str(raised.value)
+    assert len(sch.records) == steps
+    installed(sch, monkeypatch, FailsWhenCalled)
+    sch["1"].apply(Fuse(bias_gelu, "fails_when_called"))
+    with pytest.raises(slapo.ApplyError) as raised:
+        sch.model(x)
+    assert where in str(raised.value)
+    assert "compiler 'fails_when_called' failed: OSError: no licence\n  hint: take another" in str(raised.value)
+    sch.undo()
+    torch.testing.assert_close(gradients(sch.model, x), expected)
+
+
+def test_what_the_model_itself_refuses_is_no_fault_of_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Sum(nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return F.gelu(x + y)
+
+    sch: Any = slapo.create_schedule(Sum())
+    sch.root.trace(example_inputs=(torch.randn(2, 6), torch.randn(6)))
+    sch.root.apply(Fuse(bias_gelu, "aot_eager"))
+    with pytest.raises(RuntimeError, match="The size of tensor a") as raised:
+        sch.model(torch.randn(2, 6), torch.randn(7))
+    assert not isinstance(raised.value, slapo.SlapoError)
+
+
+def test_what_it_refuses() -> None:
+    sch = traced()
+    for step, message in (
+        (Fuse(bias_gelu, "induktor"), "no installed plugin provides compiler 'induktor'; did you mean 'inductor'?"),
+        (Fuse(bias_gelu, name_="bias gelu"), "name must be a Python identifier (got 'bias gelu')"),
+        (Fuse(None), "it needs a match, or a pattern"),
+    ):
+        with pytest.raises(slapo.PreconditionError) as refused:
+            sch["0"].apply(step)
+        assert message in str(refused.value)
+    with pytest.raises(slapo.ApplyError, match=r"inductor has no option 'max_autotun'"):
+        sch["0"].apply(Fuse(bias_gelu, "inductor", options={"max_autotun": True}))
+    with pytest.raises(slapo.PreconditionError, match="nearest to it comes this"):
+        sch["0"].apply(Fuse(lambda x, bias: F.relu(x + bias), "eager"))
+
+
+def test_torchscript_says_that_it_is_deprecated() -> None:
+    with pytest.warns(DeprecationWarning, match="PyTorch deprecates TorchScript: take 'inductor'"):
+        traced()["0"].apply(Fuse(bias_gelu, "torchscript"))
+
+
+def test_under_checkpoint_autocast_and_no_grad() -> None:
+    sch, x = traced(), torch.randn(2, 6)
+    expected = gradients(layers(), x)
+    sch["*"].apply(Fuse(bias_gelu, "aot_eager"))
+    sch["*"].apply(Fuse(dropout_add, "aot_eager"))
+    sch["*"].checkpoint()
+    torch.testing.assert_close(gradients(sch.model, x), expected)
+    slapo.verify(sch, x)
+    untouched = layers().eval()
+    sch.model.eval()
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        torch.testing.assert_close(sch.model(x), untouched(x))
+    torch.testing.assert_close(sch.model(x), untouched(x))
+
+
+def test_a_match_across_layers_is_found_from_the_root() -> None:
+    sch, x = traced(), torch.randn(2, 6)
+    sch.root.apply(Fuse(tuple(sch.root.find(bias_gelu)), "eager", name_="bias_gelu"))
+    assert all("slapo_bias_gelu(" in str(sch[str(layer)].graph) for layer in range(3))
+    slapo.verify(sch, x)
+
+
+def test_inductor_draws_the_same_dropout_and_verify_agrees(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "inductor"))
+    monkeypatch.setattr(torch._inductor.config, "compile_threads", 1)
+    sch, x = traced(), torch.randn(2, 6)
+    expected = gradients(layers(), x)
+    step = Fuse(bias_gelu_dropout_add, Inductor.name)
+    sch["*"].apply(step)
+    torch.testing.assert_close(gradients(sch.model, x), expected)
+    assert step.equivalence == slapo.Equivalence.REORDERED
+    assert Fuse(bias_gelu, options={"fallback_random": False}).equivalence == slapo.Equivalence.RANDOM
