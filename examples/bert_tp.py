@@ -33,8 +33,13 @@ TOLERANCE = 1e-3
 """Largest difference allowed between the two loss curves (nats): float32 sums in another order, over all steps."""
 
 
-def make_model(vocab_size: int) -> BertForMaskedLM:
-    """A 6-layer BERT with random weights, the same in every process; dropout off, so that the runs can be compared."""
+def make_model(vocab_size: int, attention: str | None = None) -> BertForMaskedLM:
+    """A 6-layer BERT with random weights, the same in every process; dropout off, so that the runs can be compared.
+
+    Args:
+        vocab_size: of the tokenizer.
+        attention: which of transformers' implementations; None for its default.
+    """
     torch.manual_seed(0)
     return BertForMaskedLM(
         BertConfig(
@@ -46,6 +51,7 @@ def make_model(vocab_size: int) -> BertForMaskedLM:
             max_position_embeddings=128,
             hidden_dropout_prob=0.0,
             attention_probs_dropout_prob=0.0,
+            attn_implementation=attention,
         )
     )
 
@@ -79,10 +85,10 @@ def batches(options: argparse.Namespace, *, seed: int, steps: int, held_out: boo
     )
 
 
-def run_plain(options: argparse.Namespace) -> None:
+def run_plain(options: argparse.Namespace, attention: str | None) -> None:
     """The model as its author wrote it, in an ordinary PyTorch loop."""
     torch.set_num_threads(1)
-    model = make_model(options.vocab_size).train()
+    model = make_model(options.vocab_size, attention).train()
     optimizer = make_optimizer(model.parameters())
     losses, seconds = [], []
     for batch in tqdm(batches(options, seed=1, steps=options.steps), desc="unscheduled, 1 process"):
@@ -100,12 +106,14 @@ def run_plain(options: argparse.Namespace) -> None:
     write_result(options, "plain", losses, seconds, held_out, [memory_of(model, optimizer)], weights, explain="")
 
 
-def run_scheduled(options: argparse.Namespace, schedule: Callable[[slapo.Schedule], None]) -> None:
+def run_scheduled(
+    options: argparse.Namespace, schedule: Callable[[slapo.Schedule], None], attention: str | None
+) -> None:
     """The same model under a schedule; this runs in every process that torchrun starts."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     first = dist.get_rank() == 0
-    model = make_model(options.vocab_size).train()
+    model = make_model(options.vocab_size, attention).train()
     example = {name: tensor[:2] for name, tensor in batches(options, seed=3, steps=1)[0].items()}
     sch = slapo.create_schedule(model, mesh={"tp": dist.get_world_size()}, example_inputs=example)
     schedule(sch)
@@ -238,19 +246,24 @@ def parser(name: str = "bert_tp", description: str | None = __doc__) -> argparse
 
 
 def main(
-    options: argparse.Namespace, *, schedule: Callable[[slapo.Schedule], None] = schedule_bert, script: str = __file__
+    options: argparse.Namespace,
+    *,
+    schedule: Callable[[slapo.Schedule], None] = schedule_bert,
+    attention: str | None = None,
+    script: str = __file__,
 ) -> int:
     """What the role says; without one, both runs and the comparison.
 
     Args:
         options: of the command line.
         schedule: applies the steps.
+        attention: of the model, as of :func:`make_model`.
         script: what the processes run.
     """
     if options.role == "plain":
-        run_plain(options)
+        run_plain(options, attention)
     elif options.role == "scheduled":
-        run_scheduled(options, schedule)
+        run_scheduled(options, schedule, attention)
     else:
         return launch(options, script)
     return 0

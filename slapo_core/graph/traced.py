@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +20,7 @@ from slapo_core.graph.plan import Plan
 from slapo_core.graph.printing import printed
 from slapo_core.graph.refusals import refusal
 from slapo_core.graph.rewriting.matching import applied, by_pattern, rewrite_of
-from slapo_core.graph.rewriting.rewrite import Action, Outline, Replacement, Rewrite
+from slapo_core.graph.rewriting.rewrite import Action, Outline, Replacement, Rewrite, as_before
 from slapo_core.graph.rewriting.swallowing import swallowed_problem
 from slapo_core.graph.sharing import Pool, exact_form, structure
 from slapo_core.graph.surroundings import Surroundings
@@ -66,6 +67,7 @@ class TracedForward:
         self.forward, self.tracer, self.leaves, self.path = forward, tracer, leaves, path
         self.pool = pool if pool is not None else Pool()
         self.beneath, self.rewrite = beneath, rewrite
+        self.__name__, self.__qualname__ = "forward", f"the graph of {path}"  # as functions have
         self.parameters = Parameters(forward)
         self.variants: dict[Any, Variant] = {}
         self.plans: list[Plan] = []
@@ -183,9 +185,13 @@ class TracedForward:
         arguments: Sequence[Any] = (),
         keywords: Mapping[str, Any] | None = None,
         name: str,
+        results: Sequence[str] = (),
+        then: Callable[..., Any] | None = None,
+        undone: Callable[[nn.Module], AbstractContextManager[None]] | None = None,
     ) -> TracedForward:
         named = tuple((keywords or {}).items())
-        return self._rewritten(module, matches, Replacement(new, tuple(arguments), named, name))
+        action = Replacement(new, tuple(arguments), named, name, tuple(results), then, undone)
+        return self._rewritten(module, matches, action)
 
     @property
     def swallowed(self) -> tuple[str, ...]:
@@ -249,7 +255,10 @@ class TracedForward:
     def _shared(self, module: nn.Module, values: tuple[Any, ...], plan: Plan, key: Any) -> Variant:
         """A variant that another module has recorded, or else a new one."""
         if self.beneath is not None:
-            return self._repeated(self.beneath.variant(module, values), module)
+            assert self.rewrite is not None
+            with as_before(self.rewrite.action, module):
+                beneath = self.beneath.variant(module, values)
+            return self._repeated(beneath, module)
         exact = (self.forward, type(self.tracer), self.leaves, key, exact_form(values), structure(module))
         found = self.pool.find(exact, module)
         if found is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -101,6 +102,9 @@ class Graph(Protocol):
         arguments: Sequence[Any] = (),
         keywords: Mapping[str, Any] | None = None,
         name: str,
+        results: Sequence[str] = (),
+        then: Callable[..., Any] | None = None,
+        undone: Callable[[nn.Module], AbstractContextManager[None]] | None = None,
     ) -> Graph:
         """Each match becomes one call of ``new``, in every variant of the graph.
 
@@ -111,6 +115,11 @@ class Graph(Protocol):
             arguments: names of captures of the match, or numbers of its inputs, whose values are passed in this order.
             keywords: the same, by keyword.
             name: of the call in the printed graph.
+            results: names of captures of the match for which the results stand, in their order; empty: the values that
+                are used outside of the match, in the graph's order.
+            then: called with what ``new`` gives, and gives the results.
+            undone: gives, for the traced module, a context in which what the matches call can run, for recording
+                another variant; None: it always can.
 
         Raises:
             ApplyError: as for :meth:`outlined`; or a match has no such capture, or it swallows a module with hooks or

@@ -59,12 +59,12 @@ def llama(self: Written, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tenso
 def t5(self: Written, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor) -> Tensor:
     scores = torch.matmul(q, k.mT) + bias
     scores = scores + mask
-    return F.dropout(F.softmax(scores.float(), dim=-1).type_as(scores).to(v.dtype), 0.1, self.training) @ v
+    return F.dropout(F.softmax(scores.float(), dim=-1).to(v.dtype), 0.1, self.training) @ v
 
 
 def gpt_j(self: Written, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     scores = torch.where(self.causal > 0, torch.matmul(q, k.mT) / math.sqrt(8.0), torch.finfo(q.dtype).min)
-    return self.softmax(scores).type(v.dtype) @ v
+    return self.dropout(self.softmax(scores).type(v.dtype)) @ v
 
 
 def codegen(self: Written, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
@@ -125,6 +125,7 @@ FOUND: dict[str, Case] = {
     "nanoGPT": ("fusion.sdpa", nano_gpt, (Q, K, V)),
     "timm": ("fusion.sdpa", timm, (Q, K, V)),
     "LLaMA": ("fusion.sdpa", llama, (Q, K, V, PADDING)),
+    "T5": ("fusion.sdpa", t5, (Q, K, V, torch.randn(1, 4, 6, 6), PADDING)),
     "GPT-J": ("fusion.sdpa", gpt_j, (Q, K, V)),
     "CodeGen": ("fusion.sdpa", codegen, (Q, K, V, PADDING)),
     "Falcon": ("fusion.sdpa", falcon, (Q, K, V, PADDING)),
@@ -208,9 +209,9 @@ NOT_FOUND: dict[str, Case] = {
         lambda self, x: x * torch.rsqrt(x.pow(2).mean(1, keepdim=True) + 1e-6),
         (X,),
     ),
-    "RMSNorm of a cube": (
+    "RMSNorm of a fourth power": (
         "fusion.rms_norm",
-        lambda self, x: x * torch.rsqrt(x.pow(3).mean(-1, keepdim=True) + 1e-6),
+        lambda self, x: x * torch.rsqrt(x.pow(4).mean(-1, keepdim=True) + 1e-6),
         (X,),
     ),
     "centred, so LayerNorm": (

@@ -16,9 +16,7 @@ from slapo_core.spec.tracer import check
 
 __all__ = ["Indexed", "IndexedCall", "values_in"]
 
-_CACHE = "_slapo_calls"
-_Kept = tuple[Any, Any, Any, Any]
-"""Arguments of a node, settings of its module, and what was made of them."""
+_KEPT = "_slapo_calls"
 
 
 @dataclass
@@ -30,7 +28,7 @@ class IndexedCall:
         position: of the node.
         call: in normal form; None where it is a module's of which nothing is known.
         values: nodes and attributes it uses, in the order of its arguments.
-        module: which it calls, if it calls one.
+        class_name: of the module which it calls, if it calls one.
         path: of that module.
         parameters: of that module's forward.
         given: to that module, by these names.
@@ -40,7 +38,7 @@ class IndexedCall:
     position: int
     call: Call | None
     values: tuple[Any, ...]
-    module: nn.Module | None = None
+    class_name: str | None = None
     path: str = ""
     parameters: tuple[str, ...] = ()
     given: dict[str, Any] = field(default_factory=dict)
@@ -48,87 +46,51 @@ class IndexedCall:
     @property
     def names(self) -> tuple[str, ...]:
         """What a glob or regular expression over call targets may match."""
-        own = (self.path, type(self.module).__name__) if self.module is not None else ()
+        own = (self.path, self.class_name) if self.class_name is not None else ()
         return (*own, *(self.call.names if self.call is not None else ()))
 
 
-class Indexed:
-    """The calls of ``graph``.
-
-    What does not depend on the module is kept with the graph, as long as the nodes stay what they are.
+class Tables:
+    """The calls of a graph, and what they use; nothing in it is a module.
 
     Args:
         graph: of a traced module.
         module: that module.
+        state: what the tables depend on.
     """
 
-    def __init__(self, graph: fx.Graph, module: nn.Module) -> None:
-        self.graph, self.module = graph, module
+    def __init__(self, graph: fx.Graph, module: nn.Module, state: Any) -> None:
+        self.state = state
         self.calls: dict[int, IndexedCall] = {}
         self.by_operation: dict[str, list[int]] = {}
         self.users: dict[Any, list[int]] = {}
         self.position: dict[fx.Node, int] = {}
         self.reads: dict[Attribute, fx.Node] = {}
-        self._attributes: dict[str, Attribute] = {}
         self._tells_tensors = any("example" in node.meta for node in graph.nodes)
-        kept: dict[fx.Node, _Kept] = graph.__dict__.setdefault(_CACHE, {})
         for position, node in enumerate(graph.nodes):
             self.position[node] = position
             if node.op == "get_attr":
-                self.reads.setdefault(self.attribute(str(node.target)), node)
+                self.reads.setdefault(Attribute(str(node.target)), node)
             if node.op not in ("call_function", "call_method", "call_module") or node.target in (check, set_state):
                 continue
-            found = self._module(node, position, kept) if node.op == "call_module" else self._call(node, position, kept)
+            found = self._module(node, position, module) if node.op == "call_module" else self._call(node, position)
             self.calls[position] = found
             if found.call is not None:
                 self.by_operation.setdefault(found.call.operation, []).append(position)
-            for value in found.values:
-                users = self.users.setdefault(value, [])
-                if not users or users[-1] != position:
-                    users.append(position)
+            for value in dict.fromkeys(found.values):
+                self.users.setdefault(value, []).append(position)
 
-    def attribute(self, path: str) -> Attribute:
-        """The one object that stands for the attribute at ``path``."""
-        found = self._attributes.get(path)
-        if found is None:
-            found = self._attributes[path] = Attribute(path)
-        return found
-
-    def tensor(self, attribute: Attribute) -> Any:
-        """What ``attribute`` is in the module now; None if it is gone."""
-        found: Any = self.module
-        for name in attribute.path.split("."):
-            found = getattr(found, name, None)
-        return found
-
-    def _call(self, node: fx.Node, position: int, kept: dict[fx.Node, _Kept]) -> IndexedCall:
-        entry = kept.get(node)
-        if entry is not None and entry[0] == node.args and entry[1] == node.kwargs:
-            call = entry[3]
-        else:
-            args, kwargs = self._value(node.args), self._value(node.kwargs)
-            make: Any = function_call if node.op == "call_function" else method_call
-            call = make(node.target, args, kwargs, self._kind)
-            kept[node] = (node.args, node.kwargs, None, call)
+    def _call(self, node: fx.Node, position: int) -> IndexedCall:
+        make: Any = function_call if node.op == "call_function" else method_call
+        call = make(node.target, self._value(node.args), self._value(node.kwargs), self._kind)
         return IndexedCall(node, position, call, tuple(values_in(call.arguments.values())))
 
-    def _module(self, node: fx.Node, position: int, kept: dict[fx.Node, _Kept]) -> IndexedCall:
+    def _module(self, node: fx.Node, position: int, module: nn.Module) -> IndexedCall:
         path = str(node.target)
-        below = self.module
-        for name in path.split("."):
-            below = below._modules[name]  # type: ignore[assignment]
-        now = settings(below)
-        entry = kept.get(node)
-        if entry is not None and entry[0] == node.args and entry[1] == node.kwargs and entry[2] == now:
-            call, parameters, given = entry[3]
-        else:
-            args, kwargs = self._value(node.args), self._value(node.kwargs)
-            call, parameters, given = module_call(
-                below, path, args, kwargs, held=lambda name: self.attribute(f"{path}.{name}")
-            )
-            kept[node] = (node.args, node.kwargs, now, (call, parameters, given))
+        below = _module_at(module, path)
+        call, parameters, given = module_call(below, path, self._value(node.args), self._value(node.kwargs))
         values = tuple(values_in(given.values() if call is None else call.arguments.values()))
-        return IndexedCall(node, position, call, values, below, path, parameters, given)
+        return IndexedCall(node, position, call, values, type(below).__name__, path, parameters, given)
 
     def _kind(self, value: Any) -> str:
         if isinstance(value, Attribute):
@@ -141,7 +103,7 @@ class Indexed:
 
     def _value(self, value: Any) -> Any:
         if isinstance(value, fx.Node):
-            return self.attribute(str(value.target)) if value.op == "get_attr" else value
+            return Attribute(str(value.target)) if value.op == "get_attr" else value
         if isinstance(value, tuple | list):
             return tuple([self._value(part) for part in value])
         if isinstance(value, dict):
@@ -149,6 +111,49 @@ class Indexed:
         if isinstance(value, slice):
             return slice(self._value(value.start), self._value(value.stop), self._value(value.step))
         return value
+
+
+class Indexed:
+    """The calls of ``graph``, as they are for ``module``.
+
+    They are kept with the graph, for as long as neither its nodes nor the settings of the modules that it calls change.
+
+    Args:
+        graph: of a traced module.
+        module: that module.
+    """
+
+    def __init__(self, graph: fx.Graph, module: nn.Module) -> None:
+        self.graph, self.module = graph, module
+        state = _state(graph, module)
+        tables = graph.__dict__.get(_KEPT)
+        if tables is None or tables.state != state:
+            tables = graph.__dict__[_KEPT] = Tables(graph, module, state)
+        self.calls: dict[int, IndexedCall] = tables.calls
+        self.by_operation: dict[str, list[int]] = tables.by_operation
+        self.users: dict[Any, list[int]] = tables.users
+        self.position: dict[fx.Node, int] = tables.position
+        self.reads: dict[Attribute, fx.Node] = tables.reads
+
+    def tensor(self, attribute: Attribute) -> Any:
+        """What ``attribute`` is in the module now; None if it is gone."""
+        found: Any = self.module
+        for name in attribute.path.split("."):
+            found = getattr(found, name, None)
+        return found
+
+
+def _state(graph: fx.Graph, module: nn.Module) -> Any:
+    """What the calls of a graph depend on, to be compared later."""
+    nodes = [(node, node.target, node.args, node.kwargs) for node in graph.nodes]
+    return nodes, [settings(_module_at(module, node.target)) for node, *_ in nodes if node.op == "call_module"]
+
+
+def _module_at(module: nn.Module, path: Any) -> nn.Module:
+    found: Any = module
+    for name in path.split("."):
+        found = found._modules[name]
+    return found  # type: ignore[no-any-return]
 
 
 def values_in(operands: Any) -> Iterator[Any]:

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
-from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import fx
 
 from slapo_core.errors import ArgumentError
+from slapo_core.graph.patterns.aligning import aligned, has_target
 from slapo_core.graph.patterns.calls import Attribute
-from slapo_core.graph.patterns.comparing import MISSING, could_be, pairs_of
+from slapo_core.graph.patterns.comparing import could_be, pairs_of
 from slapo_core.graph.patterns.data import Form, Result, Step, Wildcard
 from slapo_core.graph.patterns.index import Indexed, IndexedCall
-from slapo_core.graph.patterns.schemas import defaults_of
+from slapo_core.graph.patterns.twins import twins
 
-__all__ = ["Embedding", "FormMatcher", "aligned", "has_target"]
+__all__ = ["Embedding", "FormMatcher"]
 
 MOST_STEPS = 300_000
 Pairs = tuple[tuple[Any, Any], ...]
@@ -32,70 +31,6 @@ class Embedding:
 
     def __init__(self, positions: tuple[int, ...], bindings: dict[str, Any]) -> None:
         self.positions, self.bindings = positions, bindings
-
-
-def has_target(step: Step, found: IndexedCall) -> bool:
-    """Whether ``found`` calls what ``step`` calls."""
-    target = step.target
-    if target.kind == "call":
-        return found.call is not None and found.call.operation == target.name
-    if target.kind == "any":
-        return True
-    if target.kind == "module":
-        if found.module is None:
-            return False
-        return fnmatchcase(found.path, target.name) or fnmatchcase(type(found.module).__name__, target.name)
-    if target.kind == "glob":
-        return any(fnmatchcase(name, target.name) for name in found.names)
-    if target.kind == "regex":
-        expression = re.compile(target.name, target.flags)
-        return any(expression.search(name) for name in found.names)
-    assert target.predicate is not None
-    return bool(target.predicate(found.node))
-
-
-def aligned(step: Step, found: IndexedCall) -> list[tuple[str, Any, Any]] | None:
-    """The arguments of both, side by side: name, operand, value; None if they cannot be."""
-    kind = step.target.kind
-    if kind == "call":
-        assert found.call is not None
-        return _by_name(step, found.call.operation, found.call.arguments)
-    if kind == "any":
-        if len(step.arguments) != len(found.values):
-            return None
-        return [(name, operand, value) for (name, operand), value in zip(step.arguments, found.values, strict=True)]
-    if kind == "module":
-        names = found.parameters
-        ours = {
-            names[int(name)] if name.isdigit() and int(name) < len(names) else name: operand
-            for name, operand in step.arguments
-        }
-        given = dict(found.given)
-        rows = []
-        for name, operand in ours.items():
-            if name not in given and getattr(operand, "value", MISSING) is not None:
-                return None
-            rows.append((name, operand, given.pop(name, None)))
-        return None if given else rows
-    return []
-
-
-def _by_name(step: Step, operation: str, given: dict[str, Any]) -> list[tuple[str, Any, Any]] | None:
-    if len(step.arguments) == len(given):
-        rows = [(name, operand, given.get(name, MISSING)) for name, operand in step.arguments]
-        if all(row[2] is not MISSING for row in rows):
-            return rows
-    defaults = defaults_of(operation)
-    ours = dict(step.arguments)
-    rows = []
-    for name in (*ours, *(name for name in given if name not in ours)):
-        if name not in ours:
-            return None  # the pattern has the default, the graph has not
-        value = given.get(name, defaults.get(name, MISSING))
-        if value is MISSING:
-            return None
-        rows.append((name, ours[name], tuple(value) if isinstance(value, list) else value))
-    return rows
 
 
 class FormMatcher:
@@ -114,6 +49,8 @@ class FormMatcher:
         self.tried = 0
         self.candidates: dict[int, dict[int, list[Pairs]]] = {}
         self._failed: set[Any] = set()
+        self._needed: dict[frozenset[int], tuple[int, list[str], list[int]]] = {}
+        self._near: dict[tuple[Any, int], list[int]] = {}
         self._blocked = 0
         self._consumers: list[list[int]] = [[] for _ in form.steps]
         self._wildcards: list[frozenset[str]] = []
@@ -125,6 +62,7 @@ class FormMatcher:
             for operand in self._operands[-1]:
                 self._consumers[operand].append(number)
         self.is_possible = self._narrow()
+        self._twins = twins(form, self._wildcards, self._consumers)
         self._sources = [number for number, operands in enumerate(self._operands) if not operands]
 
     # -- where each step may stand ----------------------------------------------------------------------------
@@ -159,6 +97,7 @@ class FormMatcher:
 
     def _orders(self, step: Step, found: IndexedCall) -> list[Pairs]:
         """The ways in which the operands of ``step`` may stand for those of ``found``."""
+        self.tried += 1
         if step.target.kind != "call" and not has_target(step, found):
             return []
         rows = aligned(step, found)
@@ -224,7 +163,7 @@ class FormMatcher:
             )
         if step in self._placed or position < self._first or position in self._taken:
             return []
-        if position == self._first and self._placed:
+        if (position == self._first and self._placed) or not self._is_in_order(step, position):
             return []
         if position in self._used or self.index.calls[position].node in self._bound.values():
             self._blocked += 1
@@ -276,36 +215,59 @@ class FormMatcher:
             self._failed.add(key)
         return False
 
+    def _is_in_order(self, step: int, position: int) -> bool:
+        """Of steps that could change places, the earlier one stands earlier."""
+        return all(
+            (twin < step) == (self._placed[twin] < position)
+            for twin in self._twins.get(step, ())
+            if twin in self._placed
+        )
+
     def _connected(self) -> tuple[int, list[int]]:
-        users, nodes = self.index.users, self.index.calls
+        """The step with the fewest places left, and these."""
         best: tuple[int, list[int]] | None = None
-        for step, operands in enumerate(self._operands):
+        for step in range(len(self._operands)):
             if step in self._placed:
                 continue
-            for operand in operands:
-                if operand in self._placed:
-                    return step, users.get(nodes[self._placed[operand]].node, [])
-            if best is None:
-                for name in sorted(self._wildcards[step]):
-                    value = self._bound.get(name)
-                    if isinstance(value, fx.Node | Attribute):
-                        best = step, users.get(value, [])
+            for value in self._known_operands(step):
+                where = self._near_to(value, step)
+                if best is None or len(where) < len(best[1]):
+                    best = step, where
         if best is not None:
             return best
-        step = next(number for number in range(len(self._operands)) if number not in self._placed)
+        left = [step for step in range(len(self._operands)) if step not in self._placed]
+        step = min(left, key=lambda each: len(self.candidates[each]))
         return step, sorted(self.candidates[step])
+
+    def _known_operands(self, step: int) -> Iterator[Any]:
+        for operand in self._operands[step]:
+            if operand in self._placed:
+                yield self.index.calls[self._placed[operand]].node
+        for name in self._wildcards[step]:
+            value = self._bound.get(name)
+            if isinstance(value, fx.Node | Attribute):
+                yield value
+
+    def _near_to(self, value: Any, step: int) -> list[int]:
+        found = self._near.get((value, step))
+        if found is None:
+            candidates = self.candidates[step]
+            found = [position for position in self.index.users.get(value, ()) if position in candidates]
+            self._near[value, step] = found
+        return found
 
     def _key(self, goals: tuple[tuple[int, int], ...]) -> Any:
         """All that the success of what is left depends on."""
-        left = [step for step in range(len(self._operands)) if step not in self._placed]
-        names = set().union(*(self._wildcards[step] for step in left)) if left else set()
-        steps = {operand for step in left for operand in self._operands[step]}
-        return (
-            goals,
-            tuple(left),
-            tuple((name, self._bound[name]) for name in sorted(names) if name in self._bound),
-            tuple((step, self._placed[step]) for step in sorted(steps) if step in self._placed),
-        )
+        placed, bound = self._placed, self._bound
+        whole = frozenset(placed)
+        needed = self._needed.get(whole)
+        if needed is None:
+            left = [step for step in range(len(self._operands)) if step not in placed]
+            names = sorted({name for step in left for name in self._wildcards[step]})
+            steps = sorted({operand for step in left for operand in self._operands[step]} & whole)
+            needed = self._needed[whole] = (len(self._needed), names, steps)
+        number, names, steps = needed
+        return number, goals, tuple([bound.get(name) for name in names]), tuple([placed[step] for step in steps])
 
 
 def _is_same(one: Any, other: Any) -> bool:

@@ -9,11 +9,11 @@ from typing import Any
 
 from torch import fx
 
+from slapo_core.graph.patterns.aligning import aligned, has_target
 from slapo_core.graph.patterns.calls import Attribute
 from slapo_core.graph.patterns.comparing import MISSING, could_be, is_constant, pairs_of
 from slapo_core.graph.patterns.data import Constant, Form, Result, Step, Wildcard
 from slapo_core.graph.patterns.index import Indexed, IndexedCall
-from slapo_core.graph.patterns.matching import aligned, has_target
 
 __all__ = ["nearest_miss"]
 
@@ -60,7 +60,7 @@ def nearest_miss(forms: tuple[Form, ...], index: Indexed) -> str | None:
     if best is not None:
         return best[2]
     wanted = dict.fromkeys(_shown(step) for form in forms for step in form.steps)
-    present = Counter(_called(found) for found in index.calls.values())
+    present = Counter(_called(found) for found in index.calls.values() if _called(found) not in ("getattr", "getitem"))
     return (
         f"no call of {_listed(list(wanted)[:4])} is in the graph, which calls "
         f"{_listed([name for name, _ in present.most_common(6)])}"
@@ -228,7 +228,7 @@ def _rank(part: _Part) -> tuple[int, bool]:
 def _called(found: IndexedCall) -> str:
     if found.call is not None:
         return found.call.operation
-    return f"the {type(found.module).__name__} '{found.path}'"
+    return f"the {found.class_name} '{found.path}'"
 
 
 def _shown(step: Step) -> str:

@@ -10,7 +10,8 @@ from torch import fx, nn
 from slapo_core.graph.patterns.calls import Attribute
 from slapo_core.graph.patterns.data import Constant, Form, Wildcard
 from slapo_core.graph.patterns.index import Indexed
-from slapo_core.graph.patterns.matching import Embedding, FormMatcher
+from slapo_core.graph.patterns.matching import Embedding
+from slapo_core.graph.patterns.searching import embeddings
 
 __all__ = ["Found", "GraphPattern"]
 
@@ -59,24 +60,8 @@ class GraphPattern:
             module: that module.
         """
         index = Indexed(graph, module)
-        matchers = [FormMatcher(form, index) for form in self.forms]
-        starts: dict[int, list[tuple[int, int]]] = {}
-        for number, matcher in enumerate(matchers):
-            if matcher.is_possible:
-                for position, step in matcher.starts():
-                    starts.setdefault(position, []).append((number, step))
-        taken: set[int] = set()
-        found = []
-        for position in sorted(starts):
-            if position in taken:
-                continue
-            for number, step in sorted(starts[position]):
-                embedding = matchers[number].first_at(position, step, taken)
-                if embedding is not None:
-                    taken.update(embedding.positions)
-                    found.append(_found(self.forms[number], number, embedding, index))
-                    break
-        return found
+        found, _ = embeddings(self.forms, index)
+        return [_found(self.forms[number], number, embedding, index) for number, embedding in found]
 
     def nearest_miss(self, graph: fx.Graph, module: nn.Module) -> str | None:
         """How what comes closest to the pattern in ``graph`` differs from it; None if nothing resembles it."""

@@ -58,7 +58,7 @@ def parameter_name(operation: str, name: str) -> str:
 @functools.cache
 def _schemas(operation: str) -> tuple[tuple[Parameter, ...], ...]:
     found = []
-    for schema in torch._C._jit_get_schemas_for_operator(f"aten::{operation}"):
+    for schema in torch._C._jit_get_schemas_for_operator(operation if "::" in operation else f"aten::{operation}"):
         types = [str(argument.type) for argument in schema.arguments]
         if schema.overload_name.endswith("out") or any("Dimname" in each or each in ("t", "t[]") for each in types):
             continue
@@ -73,7 +73,7 @@ def _schemas(operation: str) -> tuple[tuple[Parameter, ...], ...]:
                     str(argument.type).removeprefix("Optional[").removesuffix("]")
                     if str(argument.type).startswith("Optional[")
                     else str(argument.type),
-                    argument.default_value if argument.has_default_value() else _NO_DEFAULT,
+                    _frozen(argument.default_value) if argument.has_default_value() else _NO_DEFAULT,
                     bool(argument.kwarg_only),
                     position == receiver,
                 )
@@ -81,6 +81,10 @@ def _schemas(operation: str) -> tuple[tuple[Parameter, ...], ...]:
             )
         )
     return tuple(sorted(found, key=lambda each: not each or each[0].kind not in ("Tensor", "List[Tensor]")))
+
+
+def _frozen(default: Any) -> Any:
+    return tuple(default) if isinstance(default, list) else default
 
 
 @functools.cache
@@ -118,7 +122,7 @@ def _is_same(left: Any, right: Any) -> bool:
     return type(left) is type(right) and left == right
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1024)
 def _signature(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     try:
         return dict(inspect.signature(function).parameters)
@@ -130,8 +134,8 @@ def bind_function(
     operation: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[str, Any] | None:
     """The arguments of a call of a Python function by canonical name; None if its signature is not known."""
-    signature = _signature(function)
-    if not signature or not inspect.isfunction(function):
+    signature = _signature(function) if inspect.isfunction(function) else {}
+    if not signature or list(signature) == ["args", "kwargs"]:  # what it takes, the schema says
         return None
     given: dict[str, Any] = {}
     position = 0

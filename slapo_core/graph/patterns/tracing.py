@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from slapo_core.errors import ArgumentError
-from slapo_core.graph.location import model_location
+from slapo_core.graph.functions import autograd_functions
+from slapo_core.graph.location import Location, model_location
 from slapo_core.graph.patterns.calls import Call, Items, Slice
 from slapo_core.graph.patterns.data import Target, Wildcard
 from slapo_core.graph.patterns.language import AnyConstant
@@ -65,10 +66,12 @@ class Tracer:
 
     Args:
         where: the pattern, for messages.
+        home: where its function begins.
     """
 
-    def __init__(self, where: str) -> None:
-        self.where = where
+    def __init__(self, where: str, home: Location | None = None) -> None:
+        self.where, self.home = where, home
+        self.is_paused = False
         self.calls: list[TracedCall] = []
         self.captures: list[tuple[str, Proxy]] = []
         self.parameters: dict[str, Proxy] = {}
@@ -142,6 +145,10 @@ class Tracer:
         """A function was called."""
         given, named = self.value(tuple(args)), self.value(kwargs)
         return self._written(function_call(function, given, named, _kind))
+
+    def record_call(self, run: Any, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Proxy:
+        """A custom autograd function was called; nothing is run."""
+        return self.call(function, args, kwargs)
 
     def method(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Proxy:
         """A method of a value was called."""
@@ -224,15 +231,18 @@ class Tracer:
         token = _ACTIVE.set(self)
         nn.Module.__call__ = call  # type: ignore[method-assign]
         try:
-            with _Mode(self):
+            with autograd_functions(cast(Any, self)), _Mode(self):
                 yield
         finally:
             nn.Module.__call__ = original  # type: ignore[method-assign]
             _ACTIVE.reset(token)
 
-    def refusal(self, problem: str, hint: str | None = None) -> ArgumentError:
-        """The error for what a pattern cannot say."""
-        file, line = model_location()
+    def refusal(self, problem: str, hint: str | None = None, location: Location | None = None) -> ArgumentError:
+        """The error for what a pattern cannot say; while its function runs, with the line."""
+        location = location or (model_location() if active_tracer() is self else self.home)
+        if location is None:
+            return ArgumentError(f"{self.where} {problem}", hint=hint)
+        file, line = location
         return ArgumentError(f"{self.where} {problem} ({file}:{line})", hint=hint)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -16,7 +18,7 @@ from slapo_core.graph.rewriting.region import Read, take_out
 from slapo_core.graph.rewriting.swallowing import Swallowed, refuse_changed
 from slapo_core.spec.tracer import Flag, Recorded, check
 
-__all__ = ["Action", "Outline", "Place", "Replacement", "Rewrite", "rewritten"]
+__all__ = ["Action", "Outline", "Place", "Replacement", "Rewrite", "as_before", "rewritten"]
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,8 @@ class NewCall:
         target: of the call.
         args: nodes, :class:`Read` and constants.
         kwargs: the same, by name.
+        then: called with what it gives, and gives the results; None where the call gives them itself.
+        results: nodes of the match for which the results stand, in order; None: those used outside, in the graph's.
         flags: what the call takes for granted, besides those of the graph.
         swallowed: modules that are called no more.
     """
@@ -51,6 +55,8 @@ class NewCall:
     target: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any] = field(default_factory=dict)
+    then: Callable[..., Any] | None = None
+    results: tuple[fx.Node, ...] | None = None
     flags: tuple[Flag, ...] = ()
     swallowed: tuple[Swallowed, ...] = ()
 
@@ -130,12 +136,18 @@ class Replacement:
         arguments: names of captures, or numbers of inputs, by position.
         keywords: the same, by keyword.
         name: of the call.
+        results: names of captures for which the results stand; empty: the values used outside, in the graph's order.
+        then: called with what ``new`` gives, and gives the results.
+        undone: gives, for the traced module, a context in which what the matches call can run; None: it always can.
     """
 
     new: Callable[..., Any] | str
     arguments: tuple[str | int, ...]
     keywords: tuple[tuple[str, str | int], ...]
     name: str
+    results: tuple[str, ...] = ()
+    then: Callable[..., Any] | None = None
+    undone: Callable[[nn.Module], AbstractContextManager[None]] | None = None
 
     def call(
         self,
@@ -153,9 +165,34 @@ class Replacement:
             outside = Effects(effects.graph, module, fresh=inside)
             for node in nodes:
                 _refuse_lasting_write(node, effects.writes(node) - inside, inside, outside)
-        if isinstance(self.new, str):
-            return NewCall("call_module", self.new, args, kwargs, swallowed=swallowed)
-        return NewCall("call_function", target_for(self.new, self.name), args, kwargs, swallowed=swallowed)
+        results = tuple(place.captures[name] for name in self.results) or None
+        left = [node for node in outputs if results is not None and node not in results]
+        if left:
+            raise CannotPlace(f"the value of '{left[0]}' is used outside of the match, and nothing gives it then")
+        op, target = "call_module", self.new
+        if not isinstance(self.new, str):
+            op, target = "call_function", target_for(self.new, self.name)
+        then = target_for(self.then, f"{self.name}_parts") if self.then is not None else None
+        return NewCall(op, target, args, kwargs, then, results, swallowed=swallowed)
+
+
+@contextlib.contextmanager
+def as_before(action: Action, module: nn.Module) -> Iterator[None]:
+    """The traced module as it was before ``action``, for recording another variant of what it rewrites."""
+    undone = getattr(action, "undone", None)
+    new = getattr(action, "new", None)
+    with undone(module) if undone is not None else contextlib.nullcontext():
+        if not isinstance(new, str) or new not in module._modules:
+            yield
+            return
+        # A forward that goes through all children must not meet the one that came with the rewrite.
+        children = dict(module._modules)
+        del module._modules[new]
+        try:
+            yield
+        finally:
+            module._modules.clear()
+            module._modules.update(children)
 
 
 @dataclass(frozen=True)
@@ -226,9 +263,12 @@ def _rewrite_one(
     after = nodes_after(nodes, effects)
     anchor = nodes[-1].next
     needed = {value for node in nodes for value in node.all_input_nodes} - inside
+    outputs = list(call.results or outputs)
     with graph.inserting_before(anchor):
         new = _inserted(graph, call, action.name)
         new.meta["location"] = nodes[-1].meta.get("location")
+        if call.then is not None:
+            new = graph.call_function(call.then, (new,))
         results = [new] if len(outputs) == 1 else [_item(graph, new, position) for position in range(len(outputs))]
     for moved in after:
         anchor.prepend(moved)

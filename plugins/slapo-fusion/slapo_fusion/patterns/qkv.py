@@ -15,7 +15,8 @@ __all__ = ["Qkv"]
 class Qkv(slapo.Pattern):
     """Three linear layers of one value: query, key and value, in the order in which the model calls them.
 
-    Each with a bias or without. The match has three outputs; ``replace`` makes one projection of them.
+    Each with a bias or without. The match has three outputs. ``merge`` makes one projection of them, by their paths:
+    ``layer.merge(("self.query", "self.key", "self.value"))``.
     """
 
     name = "fusion.qkv"
