@@ -14,7 +14,9 @@ __all__ = ["FOUND", "NOT_FOUND", "Written"]
 
 Q, K, V = (torch.randn(2, 4, 6, 8, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2, 3))
 CAUSAL = torch.ones(6, 6).tril().view(1, 1, 6, 6)
-PADDING = torch.zeros(2, 1, 6, 6).masked_fill(torch.rand(2, 1, 6, 6, generator=torch.Generator().manual_seed(4)) < 0.4, -3e38)
+PADDING = torch.zeros(2, 1, 6, 6).masked_fill(
+    torch.rand(2, 1, 6, 6, generator=torch.Generator().manual_seed(4)) < 0.4, -3e38
+)
 X, Y = torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(5)), torch.randn(2, 6, 8)
 COS, SIN = torch.randn(6, 8), torch.randn(6, 8)
 
@@ -214,8 +216,10 @@ NOT_FOUND: dict[str, Case] = {
     ),
     "centred, so LayerNorm": (
         "fusion.rms_norm",
-        lambda self, x: (x - x.mean(-1, keepdim=True))
-        * torch.rsqrt((x - x.mean(-1, keepdim=True)).pow(2).mean(-1, keepdim=True) + 1e-6),
+        lambda self, x: (
+            (x - x.mean(-1, keepdim=True))
+            * torch.rsqrt((x - x.mean(-1, keepdim=True)).pow(2).mean(-1, keepdim=True) + 1e-6)
+        ),
         (X,),
     ),
     "divided by the sum of squares": (
