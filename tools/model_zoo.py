@@ -43,7 +43,8 @@ def main() -> int:
         return 2
     names = known if arguments.all else arguments.names
     store = Path(arguments.json) if arguments.json else None
-    rows = _run(names, workers=arguments.workers, ranks=not arguments.no_ranks, store=store)
+    columns, ranks = arguments.columns, not arguments.no_ranks
+    rows = _run(names, columns, workers=arguments.workers, ranks=ranks, store=store)
     page = render(rows)
     if arguments.write:
         Path(arguments.write).write_text(page)
@@ -57,6 +58,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--all", action="store_true", help="every one that is known")
     parser.add_argument("--json", metavar="FILE", help="keep the results there, and go on with what is missing in it")
     parser.add_argument("--write", metavar="FILE", help="write the table there, as Markdown")
+    parser.add_argument("--columns", nargs="*", choices=CHECKED, default=CHECKED, help="only these, of one process")
     parser.add_argument("--workers", type=int, default=2, help="processes (default: %(default)s)")
     parser.add_argument("--no-ranks", action="store_true", help="leave tensor parallelism out")
     arguments = parser.parse_args()
@@ -65,7 +67,7 @@ def _arguments() -> argparse.Namespace:
     return arguments
 
 
-def _run(names: Sequence[str], *, workers: int, ranks: bool, store: Path | None) -> list[Row]:
+def _run(names: Sequence[str], columns: Sequence[str], *, workers: int, ranks: bool, store: Path | None) -> list[Row]:
     from rich.console import Console
     from rich.progress import track
 
@@ -78,7 +80,7 @@ def _run(names: Sequence[str], *, workers: int, ranks: bool, store: Path | None)
         if store is not None:
             store.write_text(json.dumps([dataclasses.asdict(row) for row in known.values()], indent=1))
 
-    tasks = [(name, _missing(known.get(name))) for name in names]
+    tasks = [(name, _missing(known.get(name), columns)) for name in names]
     tasks = [(name, missing) for name, missing in tasks if missing]
     for row in track(check_all(tasks, workers=workers), "one process", total=len(tasks), console=console):
         before = known.get(row.name)
@@ -94,11 +96,11 @@ def _run(names: Sequence[str], *, workers: int, ranks: bool, store: Path | None)
     return [known[name] for name in names]
 
 
-def _missing(row: Row | None) -> list[str]:
+def _missing(row: Row | None, columns: Sequence[str]) -> list[str]:
     """The columns that are still to be filled."""
     if row is not None and row.skipped is not None:
         return []
-    return [column for column in CHECKED if row is None or column not in row.results]
+    return [column for column in columns if row is None or column not in row.results]
 
 
 def render(rows: Sequence[Row]) -> str:

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from slapo_core.graph.structure import children
+from slapo_core.graph.structure import Opaque, children
 from slapo_core.spec.tracer import Untraceable
 
 __all__ = ["is_unchanged", "put_back", "refusing_changes"]
@@ -64,7 +64,7 @@ def put_back(container: Any, before: Any) -> None:
 def _within(value: Any) -> Iterator[Any]:
     if type(value) in (list, dict):
         yield value
-    if not hasattr(value, "shape"):
+    if type(value) is not Opaque and not hasattr(value, "shape"):
         for _, _, part in children(value) or ():
             yield from _within(part)
 

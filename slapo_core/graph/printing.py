@@ -26,7 +26,7 @@ _TRIVIAL = (operator.ge, operator.gt, operator.ne)
 
 def printed(recorded: Recorded) -> str:
     """The graph as a function; reads of attributes, sizes and parts stand where they are used."""
-    parameters = [str(node.target) for node in recorded.graph.nodes if node.op == "placeholder"]
+    parameters = [str(node) for node in recorded.graph.nodes if node.op == "placeholder"]
     lines = [f"def forward({', '.join(['self', *parameters])}):"]
     for node in recorded.graph.nodes:
         line = _line(node, recorded.guards)

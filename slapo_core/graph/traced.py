@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +20,7 @@ from slapo_core.graph.plan import Plan
 from slapo_core.graph.printing import printed
 from slapo_core.graph.refusals import refusal
 from slapo_core.graph.rewriting.matching import applied, by_pattern, rewrite_of
-from slapo_core.graph.rewriting.rewrite import Action, Outline, Replacement, Rewrite
+from slapo_core.graph.rewriting.rewrite import Action, Outline, Replacement, Rewrite, as_before
 from slapo_core.graph.rewriting.swallowing import swallowed_problem
 from slapo_core.graph.sharing import Pool, exact_form, structure
 from slapo_core.graph.surroundings import Surroundings
@@ -67,6 +67,7 @@ class TracedForward:
         self.forward, self.tracer, self.leaves, self.path = forward, tracer, leaves, path
         self.pool = pool if pool is not None else Pool()
         self.beneath, self.rewrite = beneath, rewrite
+        self.__name__, self.__qualname__ = "forward", f"the graph of {path}"  # as functions have
         self.parameters = Parameters(forward)
         self.variants: dict[Any, Variant] = {}
         self.plans: list[Plan] = []
@@ -144,6 +145,7 @@ class TracedForward:
             tuple([tensor.dtype for below in modules for tensor in below._parameters.values() if tensor is not None]),
             regions.state(),
             torch.get_default_dtype(),
+            not torch.compiler.is_compiling() and torch.is_inference_mode_enabled(),  # dynamo cannot say
         )
         found = self.variants.get(key)
         if found is None:
@@ -254,8 +256,8 @@ class TracedForward:
     def _shared(self, module: nn.Module, values: tuple[Any, ...], plan: Plan, key: Any) -> Variant:
         """A variant that another module has recorded, or else a new one."""
         if self.beneath is not None:
-            undone = getattr(self.rewrite.action, "undone", None) if self.rewrite is not None else None
-            with undone(module) if undone is not None else nullcontext():
+            assert self.rewrite is not None
+            with as_before(self.rewrite.action, module):
                 beneath = self.beneath.variant(module, values)
             return self._repeated(beneath, module)
         exact = (self.forward, type(self.tracer), self.leaves, key, exact_form(values), structure(module))

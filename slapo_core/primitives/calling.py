@@ -98,7 +98,7 @@ def _by_order(
 
 
 def _mismatch(parameters: list[inspect.Parameter], names: list[str], shown: str) -> Violation:
-    own = ", ".join(map(str, parameters))
+    own = ", ".join(str(each.replace(annotation=_KINDS.empty)) for each in parameters)
     return Violation(
         f"{shown}({own}) does not take what the match gives: {', '.join(names) or 'nothing'}",
         f"give it the parameters ({', '.join(names)}); those with a default may be left out of the match",

@@ -137,6 +137,9 @@ class CheckpointedRegion:
 
         preserve_rng_state = self.preserve_rng_state
 
+        def forward(_holder: Any, *args: Any) -> Any:
+            return region(*args)
+
         @functools.wraps(region)
         def run(*args: Any) -> Any:
             if not torch.is_grad_enabled():
@@ -144,14 +147,10 @@ class CheckpointedRegion:
             holder = _Holder(args)
             call = _FirstRunCounts(holder) if any(True for _ in holder.buffers()) else _call
             return checkpoint(
-                call, _region, region, args, {}, use_reentrant=False, preserve_rng_state=preserve_rng_state
+                call, forward, holder, args, {}, use_reentrant=False, preserve_rng_state=preserve_rng_state
             )
 
         return run
-
-
-def _region(region: Region, *args: Any) -> Any:
-    return region(*args)
 
 
 class _Holder:

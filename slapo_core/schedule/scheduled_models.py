@@ -52,9 +52,11 @@ def mark(modules: Iterable[nn.Module]) -> None:
 def unmark(modules: Iterable[nn.Module]) -> None:
     """The reverse of :func:`mark`."""
     for module in modules:
-        left = module.__dict__.pop(_MARK, 1) - 1
+        left = module.__dict__.get(_MARK, 1) - 1
         if left:
-            module.__dict__[_MARK] = left
+            module.__dict__[_MARK] = left  # where it is: what else is there keeps its order
+        else:
+            module.__dict__.pop(_MARK, None)
 
 
 def refuse_if_scheduled(model: nn.Module, modules: Mapping[str, nn.Module] | None = None) -> None:

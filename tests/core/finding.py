@@ -10,7 +10,7 @@ from torch import nn
 
 import slapo_core as slapo
 
-__all__ = ["Computes", "found", "nearest_miss", "total", "traced"]
+__all__ = ["Block", "Computes", "found", "nearest_miss", "total", "traced"]
 
 
 class Computes(nn.Module):
@@ -29,6 +29,20 @@ class Computes(nn.Module):
 
     def forward(self, *inputs: torch.Tensor) -> Any:
         return self.function(*inputs, **{name: getattr(self, name) for name in self.names})
+
+
+class Block(nn.Module):
+    """A projection, dropout, residual and norm."""
+
+    def __init__(self, width: int = 4, epsilon: float = 1e-5) -> None:
+        super().__init__()
+        self.dense = nn.Linear(width, width)
+        self.norm = nn.LayerNorm(width, eps=epsilon)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        normalised: torch.Tensor = self.norm(self.dropout(self.dense(x)) + residual)
+        return normalised
 
 
 def traced(module: Any, *inputs: Any, **modules: nn.Module) -> slapo.Schedule:

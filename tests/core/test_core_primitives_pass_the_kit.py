@@ -10,6 +10,7 @@ from torch import nn
 from slapo_core.primitives.annotate import Annotate
 from slapo_core.primitives.checkpoint import Checkpoint
 from slapo_core.primitives.replace import Replace
+from slapo_core.primitives.trace import Trace
 from slapo_core.testing import CHECKS, Case, parametrize_checks
 
 
@@ -90,6 +91,19 @@ ONE_PROCESS = [check.name for check in CHECKS if check.name != "forward_and_grad
             serializable=False,
             **COMMON,
         ),
+        Case(
+            Trace(example_inputs=torch.ones(5, 8)),
+            path="first",
+            rejects=[
+                Trace(leaves=("up",)),
+                Trace(tracer="export"),
+                Trace(flatten=True, leaves=(int,)),
+                ("first.layers", Trace(example_inputs=torch.ones(5, 8))),
+            ],
+            serializable=False,
+            **COMMON,
+        ),
+        Case(Trace(tracer="fx", flatten=True, leaves="up"), path="second", name="trace-fx", **COMMON),
     ]
 )
 def test_each_primitive_of_the_core(check: Any) -> None:
@@ -127,6 +141,28 @@ def test_each_primitive_of_the_core(check: Any) -> None:
             before=[("first", Checkpoint())],
             serializable=False,
             name="replace-tied",
+            **COMMON,
+        ),
+        Case(
+            lambda: Trace(flatten=True, example_inputs=(torch.ones(5, 8),)),
+            path="first",
+            before=[("first.down", Replace(renamed, params=NAMES)), ("first", Checkpoint())],
+            serializable=False,
+            name="trace-flat-checkpointed",
+            **COMMON,
+        ),
+        Case(
+            Checkpoint(),
+            path="first.up",
+            before=[("first", Trace(tracer="fx", flatten=True))],
+            name="checkpoint-below-traced",
+            **COMMON,
+        ),
+        Case(
+            lambda: Trace(flatten=True, tracer="export", example_inputs=(torch.ones(5, 8),)),
+            path="second",
+            serializable=False,
+            name="trace-export",
             **COMMON,
         ),
     ],

@@ -76,6 +76,9 @@ SAME: dict[str, list[Callable[..., Any]]] = {
     "split": [lambda x: x.split(2, -1), lambda x: torch.split(x, 2, dim=-1), lambda x: x.split(split_size=2, dim=-1)],
     "split in sizes": [lambda x: x.split([1, 3], -1), lambda x: torch.split(x, [1, 3], dim=-1)],
     "index": [lambda x: x[:, 0], lambda x: x[:, 0]],
+    "max_pool": [lambda x: F.max_pool1d(x, 2), nn.MaxPool1d(2), lambda x: F.max_pool1d(x, (2,), stride=2)],
+    "avg_pool": [lambda x: F.avg_pool1d(x, 2), nn.AvgPool1d(2), lambda x: torch.avg_pool1d(x, (2,))],
+    "adaptive_avg_pool": [lambda x: F.adaptive_avg_pool1d(x, 1), nn.AdaptiveAvgPool1d(1)],
     "rsqrt": [torch.rsqrt, lambda x: x.rsqrt()],
     "clamp": [lambda x: x.clamp(0, 1), lambda x: torch.clamp(x, min=0, max=1), lambda x: x.clip(0, 1)],
     "masked_fill": [
@@ -95,7 +98,22 @@ SAME: dict[str, list[Callable[..., Any]]] = {
 
 
 def inputs_of(name: str) -> tuple[torch.Tensor, ...]:
-    both = ("add", "sub", "mul", "div", "from", "eq", "lt", "max", "matmul", "cat", "masked", "where", "attention")
+    both = (
+        "add",
+        "sub",
+        "mul",
+        "div",
+        "from",
+        "eq",
+        "lt",
+        "maximum",
+        "max of",
+        "matmul",
+        "cat",
+        "masked",
+        "where",
+        "attention",
+    )
     return (X, Y) if name.startswith(both) else (X,)
 
 

@@ -82,7 +82,7 @@ SAME: dict[str, tuple[Any, list[tuple[Any, ...]]]] = {
 }
 
 
-@pytest.mark.parametrize("tracer", ["record", "fx", "export"])
+@pytest.mark.parametrize("tracer", ["record", "fx"])
 @pytest.mark.parametrize("name", SAME)
 def test_the_same_is_computed_or_refused_with_a_reason(name: str, tracer: str) -> None:
     forward, calls = SAME[name]
@@ -167,7 +167,7 @@ def test_what_is_changed_after_tracing_counts_or_is_an_error(name: str, tracer: 
         (hostile.changes_list_argument, r"changes the argument 'x'"),
     ],
 )
-@pytest.mark.parametrize("tracer", ["record", "fx", "export"])
+@pytest.mark.parametrize("tracer", ["record", "fx"])
 def test_a_forward_with_a_memory_is_refused(forward: Callable[..., Any], problem: str, tracer: str) -> None:
     args = ([X],) if forward is hostile.changes_list_argument else (X,)
     torch.manual_seed(0)

@@ -53,7 +53,7 @@ def aligned(step: Step, found: IndexedCall) -> list[tuple[str, Any, Any]] | None
         given = dict(found.given)
         rows = []
         for name, operand in ours.items():
-            if name not in given and getattr(operand, "value", MISSING) is not None:
+            if name not in given and (name not in names or getattr(operand, "value", MISSING) is not None):
                 return None
             rows.append((name, operand, given.pop(name, None)))
         return None if given else rows

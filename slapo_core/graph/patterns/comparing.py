@@ -10,6 +10,7 @@ from torch import fx
 from slapo_core.graph.patterns.calls import Attribute, Items, parts
 from slapo_core.graph.patterns.data import Constant, Result, Wildcard
 from slapo_core.graph.patterns.index import Indexed, IndexedCall, values_in
+from slapo_core.graph.patterns.operations import same_on_every_axis
 
 __all__ = ["MISSING", "could_be", "is_constant", "pairs_of"]
 
@@ -19,7 +20,7 @@ class MISSING:
 
 
 _AXES = ("dim", "dim0", "dim1", "dims", "start_dim", "end_dim")
-_REPEATED = ("dilation", "dim", "kernel_size", "normalized_shape", "output_padding", "output_size", "padding", "stride")
+_REPEATED = ("dilation", "kernel_size", "output_padding", "output_size", "padding", "stride")
 
 
 def is_constant(value: Any) -> bool:
@@ -75,13 +76,14 @@ def pairs_of(operand: Any, value: Any) -> Iterator[tuple[Any, Any]]:
 def _equal(expected: Any, value: Any, name: str, found: IndexedCall) -> bool:
     if type(expected) is type(value) and repr(expected) == repr(value):
         return True
-    if name in _REPEATED and (isinstance(expected, tuple) != isinstance(value, tuple)):
+    if isinstance(expected, tuple) != isinstance(value, tuple):
+        if isinstance(expected, tuple):
+            expected = tuple(part.value if isinstance(part, Constant) else part for part in expected)
         many, one = (expected, value) if isinstance(expected, tuple) else (value, expected)
-        many = tuple(part.value if isinstance(part, Constant) else part for part in many)
-        if type(one) is int and many and (name != "dim" or len(many) == 1):
-            return all(type(part) is int and _equal(one, part, name, found) for part in many)
-        return False
-    if name in _AXES and type(expected) is int and type(value) is int:
+        if name == "dim" and len(many) == 1:
+            return _equal(many[0], one, name, found)
+        return name in _REPEATED and same_on_every_axis(many, one)
+    if (name in _AXES or _is_shape(found)) and type(expected) is int and type(value) is int:
         rank = _rank(found)
         return rank is not None and rank > 0 and (expected - value) % rank == 0 and -rank <= expected < rank
     if type(expected) in (int, float) and type(value) in (int, float) and expected == value:
@@ -92,10 +94,19 @@ def _equal(expected: Any, value: Any, name: str, found: IndexedCall) -> bool:
 def _rank(found: IndexedCall) -> int | None:
     given = found.call.arguments if found.call is not None else {}
     first = given.get("input")
+    if _is_shape(found) and isinstance(first, fx.Node):
+        first = first.args[0]
     if "tensors" in given and found.call is not None and found.call.operation == "cat":
         first = next(iter(parts(given["tensors"]) or (None,)))
     example = first.meta.get("example") if isinstance(first, fx.Node) else None
     return None if example is None else len(example[0])
+
+
+def _is_shape(found: IndexedCall) -> bool:
+    """Whether the call takes one length out of the shape of a tensor."""
+    call = found.call
+    whole = call.arguments.get("input") if call is not None and call.operation == "getitem" else None
+    return isinstance(whole, fx.Node) and whole.target is getattr and whole.args[1] == "shape"
 
 
 def _is_floating(found: IndexedCall) -> bool:

@@ -42,9 +42,11 @@ class Where:
 def any_constant() -> Any:
     """A number, text, dtype, None, ... that is written in the graph, whatever it is.
 
-    As the default of a parameter it is captured under the parameter's name::
+    What is left out counts as what it is then. As the default of a parameter it is captured under its name::
 
-        def pattern(x, p=any_constant()):
+        ANY = any_constant()
+
+        def pattern(x, p=ANY):
             return F.dropout(x, p)
     """
     from slapo_core.graph.patterns.tracing import active_tracer

@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import inspect
 import re
+import traceback
 from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
 from slapo_core.errors import ArgumentError
+from slapo_core.graph.location import Location
 from slapo_core.graph.patterns.data import Form, Step, Target
 from slapo_core.graph.patterns.forms import forms_of
 from slapo_core.graph.patterns.language import AnyConstant, AnyOf, Where
@@ -83,9 +85,9 @@ def _forms_of_plugin(plugin: type[Pattern] | Pattern, load: Load | None, name: s
         captures = {capture for form in new for capture, _ in form.captures}
         if expected is not None and captures != expected:
             raise ArgumentError(
-                f"the forms of '{name}' must have the same captures: form {number} has "
-                f"{', '.join(sorted(captures)) or 'none'}, the first {', '.join(sorted(expected)) or 'none'}",
-                hint="name the parameters of each form alike, and end the names of those that do not matter ... with _",
+                f"the forms of '{name}' must have the same captures: form {number} has {_names(captures)}, form 1 has "
+                f"{_names(expected)}",
+                hint="give the parameters and captures of every form the same names",
             )
         expected = captures
         forms += new
@@ -94,8 +96,12 @@ def _forms_of_plugin(plugin: type[Pattern] | Pattern, load: Load | None, name: s
     return forms
 
 
+def _names(names: set[str]) -> str:
+    return " and ".join(sorted(names)) or "none"
+
+
 def _of_function(function: Callable[..., Any], text: str) -> list[Form]:
-    tracer = Tracer(text)
+    tracer = Tracer(text, _home(function))
     signature = _signature(function, text)
     args, kwargs = _arguments(tracer, signature, text)
     return _traced(tracer, lambda: function(*args, **kwargs), signature)
@@ -143,7 +149,7 @@ def _arguments(tracer: Tracer, signature: inspect.Signature, text: str) -> tuple
 
 
 def _of_module(module: nn.Module, text: str) -> list[Form]:
-    tracer = Tracer(text)
+    tracer = Tracer(text, _home(type(module).forward))
     signature = inspect.signature(module.forward)
     tracer.know(module)
     args, kwargs = _arguments(tracer, signature, text)
@@ -162,10 +168,25 @@ def _traced(tracer: Tracer, run: Callable[[], Any], signature: inspect.Signature
         raise tracer.refusal(
             f"cannot be traced: it raises {type(error).__name__}: {error}",
             "a pattern is called with values that stand for anything: torch functions, methods and operators only",
+            _line(error, tracer.home),
         ) from error
     names = [name for name, each in signature.parameters.items() if each.default is inspect.Parameter.empty]
     constants = [name for name, each in signature.parameters.items() if isinstance(each.default, AnyConstant)]
     return forms_of(tracer, returned, names, constants)
+
+
+def _home(function: Any) -> Location | None:
+    """Where a function begins."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    code = getattr(function, "__code__", None)
+    return None if code is None else (code.co_filename, code.co_firstlineno)
+
+
+def _line(error: Exception, home: Location | None) -> Location | None:
+    """The last line of the pattern's own file that the error came through."""
+    lines = [(each.filename, each.lineno or 0) for each in traceback.extract_tb(error.__traceback__)]
+    return next((line for line in reversed(lines) if home is not None and line[0] == home[0]), home)
 
 
 def _text(value: Any) -> str:

@@ -60,7 +60,7 @@ def nearest_miss(forms: tuple[Form, ...], index: Indexed) -> str | None:
     if best is not None:
         return best[2]
     wanted = dict.fromkeys(_shown(step) for form in forms for step in form.steps)
-    present = Counter(_called(found) for found in index.calls.values())
+    present = Counter(_called(found) for found in index.calls.values() if _called(found) not in ("getattr", "getitem"))
     return (
         f"no call of {_listed(list(wanted)[:4])} is in the graph, which calls "
         f"{_listed([name for name, _ in present.most_common(6)])}"

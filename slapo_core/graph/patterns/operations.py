@@ -13,7 +13,7 @@ from torch.nn import functional
 from slapo_core.graph.patterns.calls import Call, Items, Slice
 from slapo_core.graph.patterns.schemas import bind_function, bind_schema, defaults_of
 
-__all__ = ["constant_kind", "finished", "function_call", "method_call", "operation_of", "plain"]
+__all__ = ["constant_kind", "finished", "function_call", "method_call", "operation_of", "plain", "same_on_every_axis"]
 
 _OPERATORS: dict[Any, str] = {
     operator.add: "add",
@@ -167,7 +167,7 @@ def function_call(
 ) -> Call:
     """The call of a function, as a graph has it."""
     operation = operation_of(function)
-    names = (operation, _printed(function))
+    names = (operation, *_printed(function))
     args, kwargs = plain(args), {name: plain(value) for name, value in kwargs.items()}
     if operation == "getitem" or function is getattr:
         return Call(operation, {"input": args[0], "index": args[1]}, names=names)
@@ -175,6 +175,8 @@ def function_call(
         second = "exponent" if operation.startswith("pow") else "other"
         return finished(operation, dict(zip(("input", second), args, strict=False)), names)
     bound = bind_function(operation, function, args, kwargs)
+    if kwargs.get("return_indices") is False:  # which schemas tell by the operation's name
+        del kwargs["return_indices"]
     if bound is None:
         bound = bind_schema(operation, args, kwargs, kind_of, is_method=False)
     return finished(operation, _by_position(args, kwargs) if bound is None else bound, names)
@@ -204,6 +206,8 @@ def finished(operation: str, arguments: dict[str, Any], names: tuple[str, ...]) 
     if arguments.get("inplace") is True and not operation.endswith("_"):
         arguments = {name: value for name, value in arguments.items() if name != "inplace"}
         operation += "_"
+    if "pool" in operation:
+        arguments = _window(arguments)
     kept = {name: value for name, value in arguments.items() if not _is_default(defaults, name, value)}
     commutes = (
         operation in _COMMUTATIVE
@@ -221,21 +225,44 @@ def _is_default(defaults: dict[str, Any], name: str, value: Any) -> bool:
         return default is value
     if type(default) in (int, float) and type(value) in (int, float):
         return bool(default == value)
+    if isinstance(default, tuple) or (type(default) is int and isinstance(value, tuple)):
+        return same_on_every_axis(default, value)
     return type(default) is type(value) and bool(default == value)
+
+
+def _window(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a pooling, without a stride that is what it would be anyway."""
+    stride, left_out = arguments.get("stride"), set()
+    if stride is None or stride == () or same_on_every_axis(stride, arguments.get("kernel_size")):
+        left_out.add("stride")
+    if arguments.get("return_indices") is False:
+        left_out.add("return_indices")
+    return {name: value for name, value in arguments.items() if name not in left_out}
+
+
+def same_on_every_axis(one: Any, other: Any) -> bool:
+    """Whether two settings of windows are the same, where one number stands for that number on every axis."""
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        return one == other
+    many, single = (one, other) if isinstance(one, tuple) else (other, one)
+    if not isinstance(many, tuple):
+        return type(one) is type(other) is int and one == other
+    return bool(many) and type(single) is int and all(type(each) is int and each == single for each in many)
 
 
 def _by_position(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     return {**{str(position): value for position, value in enumerate(args)}, **kwargs}
 
 
-def _printed(function: Callable[..., Any]) -> str:
-    """As the printed graph has it: ``torch.nn.functional.softmax``."""
+def _printed(function: Callable[..., Any]) -> tuple[str, ...]:
+    """As the printed graph has it, ``F.gelu``, and in full, ``torch._C._nn.gelu``."""
     if isinstance(function, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
-        return f"torch.ops.{function}"
-    name = getattr(function, "__qualname__", None) or getattr(function, "__name__", type(function).__name__)
-    if getattr(torch, str(name), None) is function:
-        return f"torch.{name}"
-    if getattr(torch._C._nn, str(name), None) is function:
-        return f"torch._C._nn.{name}"
+        return (f"torch.ops.{function}",)
+    name = str(getattr(function, "__qualname__", None) or getattr(function, "__name__", type(function).__name__))
+    short = (f"F.{name}",) if getattr(functional, name, None) is function else ()
+    if getattr(torch, name, None) is function:
+        return (*short, f"torch.{name}")
+    if getattr(torch._C._nn, name, None) is function:
+        return (*short, f"torch._C._nn.{name}")
     module = str(getattr(function, "__module__", "") or "torch").replace("_operator", "operator")
-    return f"{module}.{name}"
+    return (*short, f"{module}.{name}")

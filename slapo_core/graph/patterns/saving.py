@@ -12,6 +12,7 @@ import torch
 
 from slapo_core.errors import ReplayError, SerializationError
 from slapo_core.graph.patterns.calls import Items, Slice
+from slapo_core.graph.patterns.comparing import pairs_of
 from slapo_core.graph.patterns.data import Constant, Form, Result, Step, Target, Wildcard
 
 __all__ = ["pattern_from_data", "to_data"]
@@ -76,13 +77,34 @@ def pattern_from_data(data: Any, find_function: Callable[[str], Any] | None) -> 
     """
     try:
         forms = tuple(_from(form, find_function) for form in data["forms"])
-        if not forms or not all(isinstance(form, Form) and form.steps for form in forms):
+        if not forms:
             raise TypeError("it has no forms")
+        for form in forms:
+            _check(form)
         return forms, str(data["text"])
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise ReplayError(
             f"this is no saved pattern ({error}): {data!r}", hint="save the schedule again with this version of slapo"
         ) from error
+
+
+def _check(form: Any) -> None:
+    """Whether a form holds together, whoever wrote it."""
+    if not isinstance(form, Form) or not form.steps or not all(isinstance(step, Step) for step in form.steps):
+        raise TypeError("a form without steps")
+    if not all(0 <= output < len(form.steps) for output in form.outputs):
+        raise ValueError("an output that no step gives")
+    names: set[str] = set()
+    for number, step in enumerate(form.steps):
+        for _, argument in step.arguments:
+            for operand, _ in pairs_of(argument, argument):
+                if isinstance(operand, Result) and not 0 <= operand.step < number:
+                    raise ValueError("a step that uses a later one")
+                if isinstance(operand, Wildcard):
+                    names.add(operand.name)
+    used = {each.name for _, each in form.captures if isinstance(each, Wildcard)}
+    if not names >= used | set(form.inputs):
+        raise ValueError("a wildcard that no step has")
 
 
 def _from(data: Any, find_function: Callable[[str], Any] | None) -> Any:

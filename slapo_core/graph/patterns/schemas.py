@@ -73,7 +73,7 @@ def _schemas(operation: str) -> tuple[tuple[Parameter, ...], ...]:
                     str(argument.type).removeprefix("Optional[").removesuffix("]")
                     if str(argument.type).startswith("Optional[")
                     else str(argument.type),
-                    argument.default_value if argument.has_default_value() else _NO_DEFAULT,
+                    _frozen(argument.default_value) if argument.has_default_value() else _NO_DEFAULT,
                     bool(argument.kwarg_only),
                     position == receiver,
                 )
@@ -81,6 +81,10 @@ def _schemas(operation: str) -> tuple[tuple[Parameter, ...], ...]:
             )
         )
     return tuple(sorted(found, key=lambda each: not each or each[0].kind not in ("Tensor", "List[Tensor]")))
+
+
+def _frozen(default: Any) -> Any:
+    return tuple(default) if isinstance(default, list) else default
 
 
 @functools.cache
@@ -131,7 +135,7 @@ def bind_function(
 ) -> dict[str, Any] | None:
     """The arguments of a call of a Python function by canonical name; None if its signature is not known."""
     signature = _signature(function) if inspect.isfunction(function) else {}
-    if not signature:
+    if not signature or list(signature) == ["args", "kwargs"]:  # what it takes, the schema says
         return None
     given: dict[str, Any] = {}
     position = 0

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from slapo_core.errors import ArgumentError
 from slapo_core.graph.functions import autograd_functions
-from slapo_core.graph.location import model_location
+from slapo_core.graph.location import Location, model_location
 from slapo_core.graph.patterns.calls import Call, Items, Slice
 from slapo_core.graph.patterns.data import Target, Wildcard
 from slapo_core.graph.patterns.language import AnyConstant
@@ -66,10 +66,11 @@ class Tracer:
 
     Args:
         where: the pattern, for messages.
+        home: where its function begins.
     """
 
-    def __init__(self, where: str) -> None:
-        self.where = where
+    def __init__(self, where: str, home: Location | None = None) -> None:
+        self.where, self.home = where, home
         self.is_paused = False
         self.calls: list[TracedCall] = []
         self.captures: list[tuple[str, Proxy]] = []
@@ -236,9 +237,12 @@ class Tracer:
             nn.Module.__call__ = original  # type: ignore[method-assign]
             _ACTIVE.reset(token)
 
-    def refusal(self, problem: str, hint: str | None = None) -> ArgumentError:
-        """The error for what a pattern cannot say."""
-        file, line = model_location()
+    def refusal(self, problem: str, hint: str | None = None, location: Location | None = None) -> ArgumentError:
+        """The error for what a pattern cannot say; while its function runs, with the line."""
+        location = location or (model_location() if active_tracer() is self else self.home)
+        if location is None:
+            return ArgumentError(f"{self.where} {problem}", hint=hint)
+        file, line = location
         return ArgumentError(f"{self.where} {problem} ({file}:{line})", hint=hint)
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -18,7 +19,7 @@ from slapo_core.graph.rewriting.region import Read, take_out
 from slapo_core.graph.rewriting.swallowing import Swallowed, refuse_changed
 from slapo_core.spec.tracer import Flag, Recorded, check
 
-__all__ = ["Action", "Outline", "Place", "Replacement", "Rewrite", "rewritten"]
+__all__ = ["Action", "Outline", "Place", "Replacement", "Rewrite", "as_before", "rewritten"]
 
 
 @dataclass(frozen=True)
@@ -177,6 +178,25 @@ class Replacement:
             op, target = "call_function", target_for(self.new, self.name)
         then = target_for(self.then, f"{self.name}_parts") if self.then is not None else None
         return NewCall(op, target, args, kwargs, then, results, swallowed=swallowed)
+
+
+@contextlib.contextmanager
+def as_before(action: Action, module: nn.Module) -> Iterator[None]:
+    """The traced module as it was before ``action``, for recording another variant of what it rewrites."""
+    undone = getattr(action, "undone", None)
+    new = getattr(action, "new", None)
+    with undone(module) if undone is not None else contextlib.nullcontext():
+        if not isinstance(new, str) or new not in module._modules:
+            yield
+            return
+        # A forward that goes through all children must not meet the one that came with the rewrite.
+        children = dict(module._modules)
+        del module._modules[new]
+        try:
+            yield
+        finally:
+            module._modules.clear()
+            module._modules.update(children)
 
 
 @dataclass(frozen=True)

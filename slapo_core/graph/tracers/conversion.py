@@ -17,6 +17,12 @@ from slapo_core.spec.tracer import GuardViolation
 __all__ = ["convert"]
 
 
+_DRAWING = (
+    "dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout", "native_dropout",
+    "lstm", "gru", "rnn_tanh", "rnn_relu",
+)  # fmt: skip
+
+
 class _ExportGuards:
     """What torch.export assumed of the arguments, as one call in the graph."""
 
@@ -63,7 +69,18 @@ def convert(exported: ExportedProgram, recording: Recording, arguments: Mapping[
             graph.output(recording.node(out))
         else:
             known[node] = graph.node_copy(node, known.__getitem__)
+            known[node].target = _known_to_modes(node.target)
     graph.lint()
+
+
+def _known_to_modes(target: Any) -> Any:
+    """What draws random numbers, as the function that models call: who looks for that (verify does) must find it."""
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
+        return target
+    name = target._opname
+    if name == "scaled_dot_product_attention":
+        return torch.nn.functional.scaled_dot_product_attention
+    return getattr(torch, name) if name.rstrip("_") in _DRAWING else target
 
 
 def _take_apart(recording: Recording, node: fx.Node, value: Any, leaves: list[tuple[fx.Node, Any]]) -> None:

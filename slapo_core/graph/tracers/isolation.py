@@ -23,11 +23,18 @@ def alone() -> Iterator[None]:
         if isinstance(each, DeviceContext):  # `with torch.device(...)`: it decides where tensors are made
             _push_mode(each)
     torch.clear_autocast_cache()
+    # On top of those of others, torch.utils.checkpoint's for one, which must not count what a recording saves.
+    saved = torch.autograd.graph.saved_tensors_hooks(_itself, _itself)
     try:
-        yield
+        with saved:
+            yield
     finally:
         torch.clear_autocast_cache()  # of weights cast without values
         while torch._C._len_torch_function_stack():
             _pop_mode()
         for each in reversed(others):
             _push_mode(each)
+
+
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor

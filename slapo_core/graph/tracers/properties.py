@@ -34,8 +34,14 @@ class _Refusing(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         owner = getattr(func, "__self__", None)
         asked = getattr(owner, "__name__", "") if name == "__get__" else name
-        if asked in (_PROPERTIES if name == "__get__" else _METHODS) and is_of_the_model(
-            sys._getframe(1).f_code.co_filename
-        ):
+        if asked in (_PROPERTIES if name == "__get__" else _METHODS) and _is_asked_by_the_model():
             raise self.recording.refusal(f"asks for .{asked} of a tensor, which torch.export does not hold to")
         return func(*args, **(kwargs or {}))
+
+
+def _is_asked_by_the_model() -> bool:
+    """Whether the call was written in the model; other modes, which pass it on, lie between."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_code.co_name == "__torch_function__":
+        frame = frame.f_back
+    return is_of_the_model(frame.f_code.co_filename)

@@ -28,7 +28,13 @@ class SymbolicRecording(Recording):
     recorder: SymbolicRecorder
 
     def node(self, value: Any) -> Any:
-        return value.node if type(value) is Symbol else super().node(value)
+        if type(value) is Symbol:
+            return value.node
+        if type(value) in (tuple, list):
+            return type(value)(self.node(part) for part in value)
+        if type(value) is dict:
+            return {key: self.node(part) for key, part in value.items()}
+        return super().node(value)
 
     def give(self, value: Any, node: fx.Node) -> Any:
         return self.symbol(node, torch.Tensor) if isinstance(value, torch.Tensor) else super().give(value, node)

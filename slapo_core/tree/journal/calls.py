@@ -158,6 +158,7 @@ class SetGraph(Entry):
 
     def __init__(self, calls: Calls, module: nn.Module, graph: Graph) -> None:
         self.calls, self.module, self.graph = calls, module, graph
+        self.base = MethodType(graph, module)
         self.graph_before: Graph | None = None
         self.base_before: Any = None
         self.forward: ModuleForward | None = None
@@ -166,7 +167,7 @@ class SetGraph(Entry):
     def redo(self) -> None:
         if self.forward is None or (self.was_in_place and not self.forward.is_in_place):
             self.forward = ModuleForward.of(self.module)
-        self.base_before = self.forward.set_base(MethodType(self.graph, self.module))
+        self.base_before = self.forward.set_base(self.base)
         self.graph_before = self.calls.set_graph(self.module, self.graph)
 
     def undo(self) -> None:
