@@ -160,6 +160,16 @@ def test_parts_of_results_are_operands_too() -> None:
     assert total(halves, halves, X) == 1
 
 
+def test_sizes_are_operands_too() -> None:
+    def rotated(x: Any) -> Any:
+        one, two = x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]
+        return torch.cat((-two, one), dim=-1)
+
+    assert total(rotated, rotated, X) == 1
+    assert total(rotated, lambda x: torch.cat((-x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]), -1), X) == 0
+    assert total(lambda x: x.view(x.shape[0] * x.shape[1]), lambda x: x.view(x.shape[0] * x.shape[0]), X[:, :2]) == 0
+
+
 def test_patterns_with_several_results() -> None:
     def graph(x: torch.Tensor, query: nn.Module, key: nn.Module, value: nn.Module) -> Any:
         return query(x), key(x), value(F.relu(x))

@@ -83,7 +83,7 @@ def _equal(expected: Any, value: Any, name: str, found: IndexedCall) -> bool:
         if name == "dim" and len(many) == 1:
             return _equal(many[0], one, name, found)
         return name in _REPEATED and same_on_every_axis(many, one)
-    if name in _AXES and type(expected) is int and type(value) is int:
+    if (name in _AXES or _is_shape(found)) and type(expected) is int and type(value) is int:
         rank = _rank(found)
         return rank is not None and rank > 0 and (expected - value) % rank == 0 and -rank <= expected < rank
     if type(expected) in (int, float) and type(value) in (int, float) and expected == value:
@@ -94,10 +94,19 @@ def _equal(expected: Any, value: Any, name: str, found: IndexedCall) -> bool:
 def _rank(found: IndexedCall) -> int | None:
     given = found.call.arguments if found.call is not None else {}
     first = given.get("input")
+    if _is_shape(found) and isinstance(first, fx.Node):
+        first = first.args[0]
     if "tensors" in given and found.call is not None and found.call.operation == "cat":
         first = next(iter(parts(given["tensors"]) or (None,)))
     example = first.meta.get("example") if isinstance(first, fx.Node) else None
     return None if example is None else len(example[0])
+
+
+def _is_shape(found: IndexedCall) -> bool:
+    """Whether the call takes one length out of the shape of a tensor."""
+    call = found.call
+    whole = call.arguments.get("input") if call is not None and call.operation == "getitem" else None
+    return isinstance(whole, fx.Node) and whole.target is getattr and whole.args[1] == "shape"
 
 
 def _is_floating(found: IndexedCall) -> bool:
