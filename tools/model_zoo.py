@@ -186,7 +186,7 @@ def _word(result: str | None) -> str:
 
 def _line(text: str) -> str:
     one = " ".join(text.split()).replace("|", "\\|")
-    one = re.sub(r"\(/\S*site-packages/", "(", one)  # where a library lies is of this machine only
+    one = re.sub(r"(\(|at )/\S*site-packages/", r"\1", one)  # where a library lies is of this machine only
     return one if len(one) <= 240 else f"{one[:240]}..."
 
 
