@@ -54,6 +54,18 @@ FIRST_PARTY_NAMES: dict[str, dict[str, tuple[str, ...]]] = {
     "slapo-fusion": {
         "primitives": ("bind", "compile", "cudagraphify", "decompose", "fuse", "quantize"),
         "compilers": ("aot_eager", "eager", "inductor", "torchscript"),
+        "patterns": (
+            "bias_dropout_add_norm",
+            "bias_gelu",
+            "gelu",
+            "gelu_tanh",
+            "qkv",
+            "rms_norm",
+            "rotary",
+            "sdpa",
+            "swiglu",
+            "swiglu_projections",
+        ),
     },
     "slapo-tp": {"primitives": ("fork_rng", "shard", "shard_attribute", "sync", "sync_gradient")},
 }

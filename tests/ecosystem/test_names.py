@@ -81,8 +81,13 @@ def test_a_failed_import_does_not_hand_its_bare_name_to_another_plugin(fake_dist
         ),
         (
             "fusion.anything",
-            "no installed plugin provides primitive 'fusion.anything'; "
-            "the namespace 'fusion' is reserved and not available in this version",
+            "no installed plugin provides primitive 'fusion.anything'; it is part of slapo-fusion",
+            "pip install slapo-fusion",
+        ),
+        (
+            "pipeline.anything",
+            "no installed plugin provides primitive 'pipeline.anything'; "
+            "the namespace 'pipeline' is reserved and not available in this version",
             "`slapo primitives` shows what is installed",
         ),
         (

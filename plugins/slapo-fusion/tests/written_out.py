@@ -1,4 +1,4 @@
-"""Operations as people write them out, each a module of its own: what the ready patterns find, and what they must not."""
+"""Operations as people write them out, each a module: what the ready patterns find, and what they must not."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ __all__ = ["FOUND", "NOT_FOUND", "Written"]
 
 Q, K, V = (torch.randn(2, 4, 6, 8, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2, 3))
 CAUSAL = torch.ones(6, 6).tril().view(1, 1, 6, 6)
-PADDING = torch.zeros(2, 1, 6, 6).masked_fill(torch.rand(2, 1, 6, 6, generator=torch.Generator().manual_seed(4)) < 0.4, -3e38)
+PADDING = torch.zeros(2, 1, 6, 6).masked_fill(
+    torch.rand(2, 1, 6, 6, generator=torch.Generator().manual_seed(4)) < 0.4, -3e38
+)
 X, Y = torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(5)), torch.randn(2, 6, 8)
 COS, SIN = torch.randn(6, 8), torch.randn(6, 8)
 
@@ -127,6 +129,26 @@ FOUND: dict[str, Case] = {
     "GPT-J": ("fusion.sdpa", gpt_j, (Q, K, V)),
     "CodeGen": ("fusion.sdpa", codegen, (Q, K, V, PADDING)),
     "Falcon": ("fusion.sdpa", falcon, (Q, K, V, PADDING)),
+    "scale by a size": (
+        "fusion.sdpa",
+        lambda self, q, k, v: (q @ k.mT * q.size(-1) ** -0.5).masked_fill(self.causal == 0, -1e9).softmax(-1) @ v,
+        (Q, K, V),
+    ),
+    "root of a size, mask": (
+        "fusion.sdpa",
+        lambda self, q, k, v, mask: F.softmax(q @ k.mT / q.shape[-1] ** 0.5 + mask, dim=-1) @ v,
+        (Q, K, V, PADDING),
+    ),
+    "a scale of each head": (
+        "fusion.sdpa",
+        lambda self, q, k, v: F.softmax(q @ k.mT * self.weight[:4].view(4, 1, 1), dim=-1) @ v,
+        (Q, K, V),
+    ),
+    "a scale of each key": (
+        "fusion.sdpa",
+        lambda self, q, k, v: F.softmax(q @ k.mT * self.weight[:6], dim=-1) @ v,
+        (Q, K, V),
+    ),
     "in batches": ("fusion.sdpa", in_batches, (Q, K, V)),
     "RMSNorm of LLaMA": ("fusion.rms_norm", _rms_llama, (X,)),
     "RMSNorm of Gemma": ("fusion.rms_norm", _rms_gemma, (X,)),
@@ -197,11 +219,6 @@ NOT_FOUND: dict[str, Case] = {
     ),
     "head mask": ("fusion.sdpa", lambda self, q, k, v: (F.softmax(q @ k.mT, dim=-1) * self.bias[0]) @ v, (Q, K, V)),
     "weights on the right": ("fusion.sdpa", lambda self, q, k, v: v.mT @ F.softmax(q @ k.mT, dim=-1), (Q, K, V)),
-    "a scale of each head": (
-        "fusion.sdpa",
-        lambda self, q, k, v: F.softmax(q @ k.mT * self.weight[:4].view(4, 1, 1), dim=-1) @ v,
-        (Q, K, V),
-    ),
     "RMSNorm over another axis": (
         "fusion.rms_norm",
         lambda self, x: x * torch.rsqrt(x.pow(2).mean(1, keepdim=True) + 1e-6),
@@ -214,8 +231,10 @@ NOT_FOUND: dict[str, Case] = {
     ),
     "centred, so LayerNorm": (
         "fusion.rms_norm",
-        lambda self, x: (x - x.mean(-1, keepdim=True))
-        * torch.rsqrt((x - x.mean(-1, keepdim=True)).pow(2).mean(-1, keepdim=True) + 1e-6),
+        lambda self, x: (
+            (x - x.mean(-1, keepdim=True))
+            * torch.rsqrt((x - x.mean(-1, keepdim=True)).pow(2).mean(-1, keepdim=True) + 1e-6)
+        ),
         (X,),
     ),
     "divided by the sum of squares": (

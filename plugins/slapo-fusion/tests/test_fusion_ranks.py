@@ -1,0 +1,158 @@
+"""``compile``, ``fuse`` and ``decompose`` beside the collectives of slapo-tp, on two ranks."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import slapo_core as slapo
+from slapo_core.testing import preload_modules, run_ranks
+from slapo_fusion import Compile, Decompose, Fuse
+
+preload_modules("transformers.models.bert.modeling_bert", "slapo_tp")
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(6, 8), nn.Linear(8, 6), nn.LayerNorm(6)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.dropout(self.down(F.gelu(self.up(x)))) + x)
+
+
+def split(sch: Any) -> None:
+    sch["*.up"].shard(["weight", "bias"], axis=0).sync("bwd_post", "all_reduce")
+    sch["*.down"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
+
+
+def mlps() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(Mlp(), Mlp())
+
+
+def scheduled() -> Any:
+    return slapo.create_schedule(mlps(), mesh={"tp": 2}, example_inputs=X)
+
+
+X = torch.randn(3, 6, generator=torch.Generator().manual_seed(1))
+
+
+def compiled_before_and_after_the_split() -> None:
+    for first in (True, False):
+        sch = scheduled()
+        if first:
+            split(sch)
+        sch["*"].apply(Compile(backend="eager", fullgraph=True))
+        if not first:  # the parameters that were there when it was compiled are no longer there
+            sch.model(X)
+            split(sch)
+        slapo.verify(sch, X)
+
+
+def a_lost_collective_is_found_in_compiled_code() -> None:
+    sch = scheduled()
+    sch["*.up"].shard(["weight", "bias"], axis=0)
+    sch["*.down"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
+    sch["*"].apply(Compile(backend="eager", fullgraph=True))
+    with pytest.raises(slapo.VerifyError, match="gradient"):
+        slapo.verify(sch, X)
+
+
+def bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
+    return F.gelu(x + bias)
+
+
+_ANY = slapo.patterns.any_constant()
+
+
+def dropout_add(x: Any, residual: Any, p: Any = _ANY, training: Any = _ANY) -> Any:
+    return F.dropout(x, p, training) + residual
+
+
+def decomposed_and_fused() -> None:
+    sch = scheduled()
+    split(sch)
+    sch["*.up"].apply(Decompose())
+    sch["*.down"].apply(Decompose())
+    slapo.verify(sch, X)
+    sch["*"].trace(flatten=True)
+    sch["*"].apply(Fuse(bias_gelu, "eager", name_="bias_gelu"))
+    sch["*"].apply(Fuse(dropout_add, "torchscript", name_="dropout_add"))
+    code = str(sch["0"].graph)
+    assert "bias_gelu(" in code
+    assert "AllReduce" in code  # of the row-split layer, between its product and its bias
+    slapo.verify(sch, X)
+
+
+def fused_beside_a_sync() -> None:
+    sch = scheduled()
+    split(sch)
+    sch["*"].trace()
+    sch["*"].apply(Fuse(dropout_add, "aot_eager"))
+    sch["0"].checkpoint()
+    slapo.verify(sch, X)
+
+
+def an_unsynchronised_row_is_not_decomposed() -> None:
+    sch = scheduled()
+    sch["0.down"].shard("weight", axis=1)
+    with pytest.raises(slapo.PreconditionError) as refused:
+        sch["0.down"].apply(Decompose())
+    assert str(refused.value) == (
+        "cannot apply decompose() at '0.down': its weight is split on its input axis, and nothing sums the ranks' "
+        'outputs yet; write sync("fwd_post", "all_reduce") before'
+    )
+
+
+def bert_layer() -> None:
+    from transformers.models.bert.modeling_bert import BertConfig, BertLayer
+
+    config = BertConfig(hidden_size=16, num_attention_heads=4, intermediate_size=24, attn_implementation="sdpa")
+    torch.manual_seed(0)
+    x = torch.randn(2, 5, 16)
+    sch: Any = slapo.create_schedule(nn.Sequential(BertLayer(config)), mesh={"tp": 2}, example_inputs=x)
+    attention = sch["0.attention"]
+    for name in ("query", "key", "value"):
+        attention[f"self.{name}"].shard(["weight", "bias"], axis=0)
+    attention["self"].shard_attribute(["num_attention_heads", "all_head_size"]).sync("bwd_post", "all_reduce")
+    attention["output.dense"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
+    sch["0.intermediate.dense"].shard(["weight", "bias"], axis=0).sync("bwd_post", "all_reduce")
+    sch["0.output.dense"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
+    sch["0.attention.output"].apply(Compile(backend="eager", fullgraph=True))
+    sch["0.output"].trace(example_inputs=(torch.randn(2, 5, 12), x))
+    sch["0.output"].apply(Fuse(dropout_add, "aot_eager"))
+    slapo.verify(sch, x)
+
+
+def check_compile() -> None:
+    compiled_before_and_after_the_split()
+    a_lost_collective_is_found_in_compiled_code()
+
+
+def check_graphs() -> None:
+    warnings.simplefilter("ignore", DeprecationWarning)
+    an_unsynchronised_row_is_not_decomposed()
+    decomposed_and_fused()
+    fused_beside_a_sync()
+
+
+@pytest.mark.ranks
+def test_what_is_compiled_around_collectives_agrees_with_the_untouched_model() -> None:
+    run_ranks(check_compile, world_size=2)
+
+
+@pytest.mark.ranks
+def test_what_is_decomposed_and_fused_beside_collectives_agrees_with_the_untouched_model() -> None:
+    run_ranks(check_graphs, world_size=2)
+
+
+@pytest.mark.ranks
+def test_a_bert_layer_is_split_compiled_and_fused() -> None:
+    run_ranks(bert_layer, world_size=2)
