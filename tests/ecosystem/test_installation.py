@@ -161,7 +161,7 @@ def test_every_plugin_is_listed_as_ok(clean: CleanEnvironment) -> None:
     listed = clean.python("-m", "slapo_core.cli.main", "plugins", "list")
     rows = [line.split()[:3] for line in listed.splitlines() if line.startswith("slapo-")]
     assert {row[0]: row[2] for row in rows} == dict.fromkeys(
-        ("slapo-core", "slapo-hello", "slapo-loop", "slapo-tp"), "ok"
+        ("slapo-core", "slapo-fusion", "slapo-hello", "slapo-loop", "slapo-tp"), "ok"
     )
 
 
@@ -188,6 +188,12 @@ def test_the_program_of_slapo_tp_runs_on_two_ranks(clean: CleanEnvironment) -> N
     (clean.directory / "this_file.py").write_text(program(ROOT / "plugins/slapo-tp/README.md") + END_AT_ONCE)
     run = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "this_file.py")
     assert "Linear(in_features=64, out_features=128, bias=True)" in clean.python(*run)
+
+
+def test_the_program_of_slapo_fusion_runs(clean: CleanEnvironment) -> None:
+    printed = clean.script("fusion.py", program(ROOT / "plugins/slapo-fusion/README.md"))
+    assert "bias_gelu(" in printed
+    assert "verified: Sequential with 10 steps agrees with the untouched model" in printed
 
 
 def test_the_programs_of_the_examples_run_and_a_trained_model_is_saved(clean: CleanEnvironment) -> None:

@@ -149,7 +149,8 @@ class GradientHook:
         if not is_grad_enabled():
             return args, kwargs
         if self.inputs is None and len(args) == 1 and not kwargs and isinstance(args[0], Tensor):  # the usual call
-            return ((collectives.copy(args[0], self.group),) if args[0].requires_grad else args), kwargs
+            # Whether a gradient is asked for is not looked at: a static graph would hold for one answer only.
+            return ((collectives.copy(args[0], self.group),) if args[0].is_floating_point() else args), kwargs
         done: list[tuple[Tensor, Tensor]] = []
 
         def communicate(tensor: Tensor) -> Tensor:

@@ -114,8 +114,8 @@ class ScaledDotProductAttention(slapo.Pattern):
     """Attention written out: softmax(query @ key * scale + mask) @ value.
 
     Scale, mask and dropout may be absent; the scale is a constant or computed, multiplied with or divided by. A mask is
-    added (one, or a bias and a mask; after the scale or before), or a constant is filled in (``masked_fill`` where it is
-    true, ``torch.where`` where it is false). The softmax may be computed in float32 and cast back. ``key`` is the
+    added (one, or a bias and a mask; after the scale or before), or a constant is filled in (``masked_fill`` where it
+    is true, ``torch.where`` where it is false). The softmax may be computed in float32 and cast back. ``key`` is the
     transposed one, as it stands in the product; keys repeated for grouped queries are repeated outside of the match.
 
     Not found: other operations between the product and the softmax (a soft cap, sinks) or behind it (a head mask),
