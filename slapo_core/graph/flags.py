@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import sys
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 from slapo_core.graph.leaves import LeafRule, inlined_modules
+from slapo_core.graph.location import is_of_the_model
 from slapo_core.graph.mutations import is_unchanged, put_back
 from slapo_core.graph.tokens import ABSENT, is_transparent, token
 from slapo_core.spec.tracer import Flag, Location
@@ -102,6 +104,8 @@ class Flags:
 
         def read(this: Any, name: str) -> Any:
             if name.startswith("__"):
+                if name == "__dict__" and is_of_the_model(sys._getframe(1).f_code.co_filename):
+                    watch._read_all(this)
                 return cls.__getattribute__(this, name)
             try:
                 found = cls.__getattribute__(this, name)
@@ -134,6 +138,12 @@ class Flags:
             if isinstance(static, property) or callable(static) or not _is_setting(found):
                 return  # a property reads what it is made of; methods are code
         self._note(path, name, found)
+
+    def _read_all(self, this: Any) -> None:
+        """Code asks for the dictionary of attributes: whatever setting is in it may matter."""
+        for name, value in tuple(object.__getattribute__(this, "__dict__").items()):
+            if _is_setting(value):
+                self._read(this, name, value)
 
     def _missed(self, this: Any, name: str) -> None:
         path = self._places.get(id(this))

@@ -36,6 +36,7 @@ class Plan:
                 where[path] = len(where)
                 self._below.append((where[_parent(path)], _name(path)))
         self.index = index
+        self._ties = _ties([module for _, module in _in_order(root, where)])
 
     def modules_of(self, root: nn.Module) -> list[nn.Module] | None:
         """Those whose code is part of the graph, in the order of :attr:`paths`, and all others below them.
@@ -55,7 +56,32 @@ class Plan:
             if module is None:
                 return None
             found.append(module)
+        for (here, table, name), (there, other_table, other_name) in self._ties:
+            one = found[here] if not table else found[here].__dict__[table].get(name)
+            other = found[there] if not other_table else found[there].__dict__[other_table].get(other_name)
+            if one is not other:
+                return None
         return found
+
+
+def _in_order(root: nn.Module, where: dict[str, int]) -> list[tuple[str, nn.Module]]:
+    by_path = dict(root.named_modules(remove_duplicate=False))
+    return [(path, by_path[path]) for path in sorted(where, key=where.__getitem__)]
+
+
+def _ties(modules: list[nn.Module]) -> list[tuple[Any, Any]]:
+    """Places that hold the same module or tensor: a graph names one of them."""
+    first: dict[int, Any] = {}
+    found = []
+    for number, module in enumerate(modules):
+        places = [(id(module), (number, "", ""))]
+        for table in ("_parameters", "_buffers"):
+            own = module.__dict__[table]
+            places += [(id(own[name]), (number, table, name)) for name in own if own[name] is not None]
+        for key, place in places:
+            if first.setdefault(key, place) is not place:
+                found.append((first[key], place))
+    return found
 
 
 def _parent(path: str) -> str:

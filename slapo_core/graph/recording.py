@@ -220,8 +220,13 @@ def _plain_tensors(root: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Tensors that are attributes and no buffers: read anew at every call, as the recorded code does."""
     for path, module in root.named_modules():
         for name, value in module.__dict__.items():
+            here = f"{path}.{name}" if path else name
             if isinstance(value, torch.Tensor):
-                yield f"{path}.{name}" if path else name, value
+                yield here, value
+            elif not isinstance(value, nn.Module | type) and type(getattr(value, "__dict__", None)) is dict:
+                yield from (
+                    (f"{here}.{own}", part) for own, part in vars(value).items() if isinstance(part, torch.Tensor)
+                )
 
 
 def _tensors_in_containers(root: nn.Module) -> Iterator[tuple[str, Any, torch.Tensor]]:

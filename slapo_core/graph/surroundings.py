@@ -14,7 +14,7 @@ from torch import nn
 
 from slapo_core.graph.location import is_of_the_model
 from slapo_core.graph.mutations import is_unchanged, put_back
-from slapo_core.graph.tokens import Identity, is_transparent, token
+from slapo_core.graph.tokens import Identity, Parts, is_transparent, token
 from slapo_core.spec.tracer import Flag
 
 __all__ = ["Surroundings"]
@@ -94,7 +94,8 @@ class Surroundings:
         if isinstance(value, torch.Tensor):
             self._values[owner, path, name] = (table, value, Identity(value))
         elif _is_setting(value):
-            self._values[owner, path, name] = (table, value, token(value))
+            holds_tensors = isinstance(value, list | tuple | dict) and bool(Parts(value).parts)
+            self._values[owner, path, name] = (table, value, Parts(value) if holds_tensors else token(value))
             if isinstance(value, (list, dict, set)):
                 self._copies[id(value)] = value.copy()
 

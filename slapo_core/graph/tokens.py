@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["ABSENT", "Identity", "describe", "is_transparent", "real_type", "same", "token"]
+__all__ = ["ABSENT", "Identity", "Parts", "describe", "is_transparent", "real_type", "same", "token"]
 
 _SCALARS = (bool, int, complex, str, bytes, type(None), type(Ellipsis), torch.dtype, torch.device, torch.layout)
 _BY_IDENTITY = (FunctionType, BuiltinFunctionType, ModuleType, type, enum.Enum)
@@ -21,6 +21,34 @@ _MANY = 1000
 
 class ABSENT:
     """The token of an attribute that is not there."""
+
+
+class Parts:
+    """The token of a container in which certain tensors must be the very same.
+
+    Args:
+        container: a list, tuple or dictionary.
+    """
+
+    def __init__(self, container: Any) -> None:
+        self.parts = [(key, part) for key, part in _items(container) if isinstance(part, torch.Tensor)]
+        self.rest = token([(key, part) for key, part in _items(container) if not isinstance(part, torch.Tensor)])
+
+    def hold(self, found: Any) -> bool:
+        """Whether ``found`` has the same tensors at the same places, and beside them what was there."""
+        now = Parts(found) if isinstance(found, list | tuple | dict) else None
+        if now is None or len(now.parts) != len(self.parts) or now.rest != self.rest:
+            return False
+        return all(
+            one == key and part is tensor for (one, part), (key, tensor) in zip(now.parts, self.parts, strict=True)
+        )
+
+    def __repr__(self) -> str:
+        return f"these {len(self.parts)} tensors"
+
+
+def _items(container: Any) -> Any:
+    return container.items() if isinstance(container, dict) else enumerate(container)
 
 
 class Identity:
@@ -69,6 +97,8 @@ def token(value: Any) -> Any:
         return (cls, tuple((field.name, _typed(getattr(value, field.name))) for field in fields))
     if isinstance(value, torch.Tensor):
         return (torch.Tensor, tuple(value.shape), value.dtype)
+    if not hasattr(value, "__dict__") and hasattr(cls, "__slots__"):
+        return (object, cls, _settings(value))
     return (nn.Module if isinstance(value, nn.Module) else object, cls)
 
 
@@ -87,7 +117,19 @@ def is_transparent(value: Any) -> bool:
 
 
 def _typed(value: Any) -> Any:
-    return (real_type(value), token(value))
+    """A part of a container: of objects, whose attributes nobody watches there, all settings."""
+    cls = real_type(value)
+    found = token(value)
+    if type(found) is tuple and found[:1] in ((object,), (nn.Module,)):
+        return (cls, (*found, _settings(value)))
+    return (cls, found)
+
+
+def _settings(value: Any) -> Any:
+    own = getattr(value, "__dict__", None)
+    if own is None:
+        own = {name: getattr(value, name, None) for name in getattr(type(value), "__slots__", ())}
+    return tuple((name, part) for name, part in own.items() if type(part) in (*_SCALARS, float))
 
 
 def same(found: Any, expected: Any) -> bool:
@@ -96,6 +138,8 @@ def same(found: Any, expected: Any) -> bool:
         return True
     if type(expected) is Identity:
         return found is expected.value
+    if type(expected) is Parts:
+        return expected.hold(found)
     if type(expected) is tuple and len(expected) == 2 and expected[0] in (object, nn.Module):
         return real_type(found) is expected[1]
     if type(found) is not type(expected):

@@ -145,6 +145,7 @@ class TracedForward:
             tuple([tensor.dtype for below in modules for tensor in below._parameters.values() if tensor is not None]),
             regions.state(),
             torch.get_default_dtype(),
+            not torch.compiler.is_compiling() and torch.is_inference_mode_enabled(),  # dynamo cannot say
         )
         found = self.variants.get(key)
         if found is None:

@@ -38,7 +38,7 @@ class Merge(Primitive):
     Args:
         linears: paths of the modules, relative to the traced one, e.g. ``("query", "key", "value")``; of any sizes, all
             with a bias or all without.
-        name_: of the new child; None joins theirs: ``"query_key_value"``.
+        name: of the new child; None joins theirs: ``"query_key_value"``.
 
     Raises:
         PreconditionError: the module is not traced; it does not call each of them with the same value; they are no
@@ -69,7 +69,9 @@ class Merge(Primitive):
             yield Violation("the module is not traced", f"sch['{node.path}'].trace() first")
             return
         if len(self.linears) < 2 or len(set(self.linears)) < len(self.linears):
-            yield Violation(f"linears must name two or more modules, each once (got {self.linears!r})")
+            yield Violation(
+                f"linears must name two or more modules, each once (got {self.linears!r})", '("query", "key", "value")'
+            )
             return
         if not self.child.isidentifier() or hasattr(node.module, self.child):
             yield Violation(f"there cannot be a new child '{self.child}'", "take another name=")

@@ -86,7 +86,10 @@ class Parts:
             return Violation("some of them have a bias, and some have none", "merge those that are alike")
         (own,) = names
         if "weight" not in own:
-            return Violation("their weights are not there: merged already, computed from others, or on other ranks")
+            return Violation(
+                "their weights are not there: merged already, computed from others, or on other ranks",
+                "remove this call, or undo the step that took them",
+            )
         inputs = {each.parameters["weight"].shape[1] for each in nodes}
         if len(inputs) > 1:
             return Violation(f"they take inputs of different sizes: {sorted(inputs)}", "merge those that are alike")

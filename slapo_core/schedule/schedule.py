@@ -250,7 +250,7 @@ class Schedule:
             self.tree,
             ask=self.hooks.call_each,
             admit=self._admit,
-            settle=self._settle,
+            settle=self.settled,
             inner=self._inner,
             after_edit=after_edit,
         )
@@ -273,7 +273,13 @@ class Schedule:
         self.hooks.activate(provider[0], version=provider[1])
         return provider
 
-    def _settle(self, node: Node, primitive: Primitive) -> Primitive:
+    def settled(self, node: Node, primitive: Primitive) -> Primitive:
+        """``primitive`` with its matches located in the graphs as they are now, and patterns looked for.
+
+        Raises:
+            PreconditionError: a pattern matches nothing, or a match does not lie at ``node`` or below it.
+            StaleMatchError: a match is not there any more.
+        """
         if not primitive.matches:
             return primitive
         return settled(primitive, self.tree.node(node.path), self, self._history)

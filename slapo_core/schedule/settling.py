@@ -6,7 +6,7 @@ import copy
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from slapo_core.errors import PreconditionError, StaleMatchError
+from slapo_core.errors import PreconditionError, StaleMatchError, TraceError
 from slapo_core.schedule.closed_calls import how_to_open
 from slapo_core.schedule.finding import find_in, first_graph, load_pattern, matches_at
 from slapo_core.spec.graph import Match
@@ -88,11 +88,17 @@ def _found(
     matches = _as_matches(value)
     if matches is None:
         pattern = pattern_of(value, lambda named: load_pattern(schedule.registry, named))
-        found = find_in(schedule, (node,), pattern)
+        try:
+            found = find_in(schedule, (node,), pattern)
+        except TraceError as error:
+            raise _refusal(primitive, node, f"{name}: {error.message}", error.hint) from error
         if not found:
             miss = _nearest_miss(pattern, node)
             nearest = f"; nearest to it comes this: {miss}" if miss else ""
-            closed = how_to_open(found.closed) if found.closed else None
+            shown = (
+                f"print(sch[{node.path!r}].graph)" if node.graph is not None else "print(node.graph) of a traced node"
+            )
+            closed = how_to_open(found.closed) if found.closed else f"{shown} shows the calls that are there"
             raise _refusal(primitive, node, f"{name}: nothing there matches the pattern{nearest}", closed)
         return list(found)
     if not matches:

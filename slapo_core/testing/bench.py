@@ -84,6 +84,10 @@ class Bench:
     def node_at(self, path: str) -> Node:
         return self.schedule.tree.node(path)
 
+    def settled(self, path: str, primitive: Primitive) -> Primitive:
+        """A primitive as its preconditions see it at ``path``: with matches for patterns."""
+        return self.schedule.settled(self.node_at(path), primitive)
+
     def apply(self) -> None:
         """Apply the case's primitive."""
         self.schedule.apply_at(self.node, self.primitive)
@@ -100,7 +104,8 @@ def prepare(case: Case, *, mesh_size: int) -> Bench:
         case: what to set up.
         mesh_size: ranks in the last of the case's mesh dimensions: 1, or 2 for a schedule that plays rank 0 of two.
     """
-    schedule = create_schedule(build_model(case), mesh=case.mesh_sizes(mesh_size))
+    mesh = case.mesh_sizes(mesh_size)
+    schedule = create_schedule(build_model(case), mesh=mesh, example_inputs=build_inputs(case))
     _apply_all(schedule, case.before, "before")
     return Bench(case, schedule, case.value())
 

@@ -1,4 +1,4 @@
-"""A pattern that is not found because modules are calls in the graph: find and errors say which, and what shows them."""
+"""A pattern that is not found because modules are calls in the graph: find and errors name them, and the cure."""
 
 from __future__ import annotations
 

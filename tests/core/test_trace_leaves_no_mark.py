@@ -246,9 +246,7 @@ def reads_mode_of_child(self: Any, x: Tensor) -> Tensor:
         (reads_mode_of_child, lambda m: m.child.eval() and None, False),
     ],
 )
-def test_a_setting_that_changes_counts_or_is_an_error(
-    read: Any, change: Callable[[Any], None], is_error: bool
-) -> None:
+def test_a_setting_that_changes_counts_or_is_an_error(read: Any, change: Callable[[Any], None], is_error: bool) -> None:
     plain, twin = pair(Reads(read))
     torch.manual_seed(0)
     expected = plain(X)

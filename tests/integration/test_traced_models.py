@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import slapo_core as slapo
 from slapo_core.graph.recording import Recording
 from tests.integration.zoo.checks import blocks
-from tests.integration.zoo.subjects import subject
+from tests.integration.zoo.subjects import Subject, subject
 from tests.integration.zoo.tracing import differences, trace_every_block, traces
 
 TRACED = {
@@ -28,11 +28,10 @@ TRACED = {
     "mamba": "2/2",  # a loop over the sequence
     "t5": "4/4",  # encoder and decoder, a bias that one layer hands to the next
     "vit": "2/2",
-    "sam3_vision_model": "6/6",  # functions that remember results
     "torch: resnet with batch norm": "3/3",  # buffers that the forward writes
     "torch: nested outputs": "3/3",
 }
-FLATTENED = ("llama", "gpt2", "mixtral", "t5", "vit", "torch: resnet with batch norm")
+FLATTENED = ("llama", "mixtral", "t5", "torch: resnet with batch norm")
 
 
 @pytest.mark.parametrize("name", TRACED)
@@ -52,22 +51,48 @@ def test_what_is_not_traced_has_a_reason_with_the_line_of_the_model() -> None:
     assert "transformers/models/falcon_mamba/modeling_falcon_mamba.py:" in result
 
 
+class Deciding(nn.Module):
+    """Blocks that decide on a size, and scale by a constant."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x) * 0.5 if x.shape[0] > 1 else self.inner(x)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(self.Block() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+DECIDING = Subject("deciding", "Deciding", Deciding, lambda _: (torch.ones(4, 8),))
+
+
 def test_a_tracer_that_drops_its_guards_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert traces(DECIDING).startswith(
+        "refused: 0/2; layers.0: the graph of it was recorded with x.shape[0] > 1 == True"
+    )
     monkeypatch.setattr(Recording, "guard", lambda *_: None)
-    with pytest.raises(AssertionError, match=r"output\['loss'\]: differs by up to|output\['logits'\]: differs"):
-        traces(subject("falcon_mamba"), flatten=True)
+    with pytest.raises(AssertionError, match=r"gradient of input\[0\]: differs by up to"):
+        traces(DECIDING)
 
 
 def test_a_tracer_that_changes_a_constant_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     written = Recording.call
 
     def changed(self: Recording, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        is_scaled = getattr(func, "__name__", "") == "mul" and type(args[-1]) is float
-        return written(self, func, (*args[:-1], args[-1] * 1.001) if is_scaled else args, kwargs)
+        return written(self, func, tuple(1.001 * part if type(part) is float else part for part in args), kwargs)
 
     monkeypatch.setattr(Recording, "call", changed)
-    with pytest.raises(AssertionError, match=r"differs by up to"):
-        traces(subject("bloom"), flatten=True)
+    with pytest.raises(AssertionError, match=r"gradient of input\[0\]: differs by up to"):
+        traces(DECIDING)
 
 
 def variations(batch: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -99,10 +124,12 @@ def pair(name: str) -> tuple[nn.Module, nn.Module, dict[str, Any]]:
     return model, untouched, batch
 
 
-@pytest.mark.parametrize("name", ["bert", "llama", "t5", "qwen3_next"])
+@pytest.mark.parametrize("name", ["bert", "llama", "t5"])
 def test_traced_blocks_compute_the_same_however_the_model_is_called(name: str) -> None:
     model, untouched, batch = pair(name)
     for label, given in variations(batch).items():
+        if (name, label) == ("t5", "a mask of four axes"):
+            continue  # encoder and decoder differ in length: the model takes no such mask
         for training in (True, False):
             assert differences(model, untouched, given, training=training) == [], label
     for dtype in (torch.bfloat16, torch.float64):

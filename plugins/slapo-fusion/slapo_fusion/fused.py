@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import _StopRecomputationError
 
 from slapo_core import ApplyError, Compiler
 from slapo_core.spec.graph import Region
@@ -48,6 +49,8 @@ class Fused:
             if isinstance(self._compiled, Compiled) or not is_watched():
                 return self._compiled(*args)
             return shown_or_aside(self.region, self._compiled, args)
+        except _StopRecomputationError:  # by which a checkpoint around ends its second run: no error
+            raise
         except Exception as error:
             self._raise_own(args)
             raise self._failure(error.__cause__ or error) from error

@@ -1,4 +1,4 @@
-"""Operations as people write them out, each a module of its own: what the ready patterns find, and what they must not."""
+"""Operations as people write them out, each a module: what the ready patterns find, and what they must not."""
 
 from __future__ import annotations
 
@@ -129,6 +129,26 @@ FOUND: dict[str, Case] = {
     "GPT-J": ("fusion.sdpa", gpt_j, (Q, K, V)),
     "CodeGen": ("fusion.sdpa", codegen, (Q, K, V, PADDING)),
     "Falcon": ("fusion.sdpa", falcon, (Q, K, V, PADDING)),
+    "scale by a size": (
+        "fusion.sdpa",
+        lambda self, q, k, v: (q @ k.mT * q.size(-1) ** -0.5).masked_fill(self.causal == 0, -1e9).softmax(-1) @ v,
+        (Q, K, V),
+    ),
+    "root of a size, mask": (
+        "fusion.sdpa",
+        lambda self, q, k, v, mask: F.softmax(q @ k.mT / q.shape[-1] ** 0.5 + mask, dim=-1) @ v,
+        (Q, K, V, PADDING),
+    ),
+    "a scale of each head": (
+        "fusion.sdpa",
+        lambda self, q, k, v: F.softmax(q @ k.mT * self.weight[:4].view(4, 1, 1), dim=-1) @ v,
+        (Q, K, V),
+    ),
+    "a scale of each key": (
+        "fusion.sdpa",
+        lambda self, q, k, v: F.softmax(q @ k.mT * self.weight[:6], dim=-1) @ v,
+        (Q, K, V),
+    ),
     "in batches": ("fusion.sdpa", in_batches, (Q, K, V)),
     "RMSNorm of LLaMA": ("fusion.rms_norm", _rms_llama, (X,)),
     "RMSNorm of Gemma": ("fusion.rms_norm", _rms_gemma, (X,)),
@@ -199,11 +219,6 @@ NOT_FOUND: dict[str, Case] = {
     ),
     "head mask": ("fusion.sdpa", lambda self, q, k, v: (F.softmax(q @ k.mT, dim=-1) * self.bias[0]) @ v, (Q, K, V)),
     "weights on the right": ("fusion.sdpa", lambda self, q, k, v: v.mT @ F.softmax(q @ k.mT, dim=-1), (Q, K, V)),
-    "a scale of each head": (
-        "fusion.sdpa",
-        lambda self, q, k, v: F.softmax(q @ k.mT * self.weight[:4].view(4, 1, 1), dim=-1) @ v,
-        (Q, K, V),
-    ),
     "RMSNorm over another axis": (
         "fusion.rms_norm",
         lambda self, x: x * torch.rsqrt(x.pow(2).mean(1, keepdim=True) + 1e-6),

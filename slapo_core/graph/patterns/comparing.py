@@ -20,6 +20,8 @@ class MISSING:
 
 
 _AXES = ("dim", "dim0", "dim1", "dims", "start_dim", "end_dim")
+_ONE_AXIS_MORE = ("diag_embed", "unsqueeze", "unsqueeze_")
+"""Operations whose axes are those of the result."""
 _REPEATED = ("dilation", "kernel_size", "output_padding", "output_size", "padding", "stride")
 
 
@@ -83,7 +85,7 @@ def _equal(expected: Any, value: Any, name: str, found: IndexedCall) -> bool:
         if name == "dim" and len(many) == 1:
             return _equal(many[0], one, name, found)
         return name in _REPEATED and same_on_every_axis(many, one)
-    if name in _AXES and type(expected) is int and type(value) is int:
+    if (name in _AXES or _is_shape(found)) and type(expected) is int and type(value) is int:
         rank = _rank(found)
         return rank is not None and rank > 0 and (expected - value) % rank == 0 and -rank <= expected < rank
     if type(expected) in (int, float) and type(value) in (int, float) and expected == value:
@@ -94,10 +96,21 @@ def _equal(expected: Any, value: Any, name: str, found: IndexedCall) -> bool:
 def _rank(found: IndexedCall) -> int | None:
     given = found.call.arguments if found.call is not None else {}
     first = given.get("input")
+    if _is_shape(found) and isinstance(first, fx.Node):
+        first = first.args[0]
     if "tensors" in given and found.call is not None and found.call.operation == "cat":
         first = next(iter(parts(given["tensors"]) or (None,)))
     example = first.meta.get("example") if isinstance(first, fx.Node) else None
-    return None if example is None else len(example[0])
+    if example is None:
+        return None
+    return len(example[0]) + (found.call is not None and found.call.operation in _ONE_AXIS_MORE)
+
+
+def _is_shape(found: IndexedCall) -> bool:
+    """Whether the call takes one length out of the shape of a tensor."""
+    call = found.call
+    whole = call.arguments.get("input") if call is not None and call.operation == "getitem" else None
+    return isinstance(whole, fx.Node) and whole.target is getattr and whole.args[1] == "shape"
 
 
 def _is_floating(found: IndexedCall) -> bool:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch import fx, nn
 
 from slapo_core.errors import ApplyError, TraceError
 from slapo_core.graph.patterns.calls import Attribute
+from slapo_core.graph.rewriting.adapting import given_by
 from slapo_core.graph.rewriting.placing import CannotPlace
 from slapo_core.graph.rewriting.region import Read
 from slapo_core.graph.rewriting.rewrite import Action, Place, Rewrite, rewritten
@@ -80,7 +82,8 @@ def rewrite_of(
                 hint="find the pattern again",
             )
         indices.append(index)
-    return Rewrite(pattern, tuple(sorted(set(indices))), len(places), action)
+    chosen = tuple(sorted(set(indices)))
+    return Rewrite(pattern, chosen, len(places), action, tuple(given_by(places[index]) for index in chosen))
 
 
 def applied(
@@ -110,8 +113,12 @@ def applied(
             path=path,
             hint="call the module as it was traced, or take a pattern that matches both, e.g. with optional steps",
         )
+    chosen = [
+        replace(places[index], captured_first=None if first else captured)
+        for index, captured in zip(rewrite.indices, rewrite.captured, strict=True)
+    ]
     try:
-        return rewritten(recorded, module, [places[index] for index in rewrite.indices], rewrite.action)
+        return rewritten(recorded, module, chosen, rewrite.action)
     except CannotPlace as error:
         if first:
             raise ApplyError(

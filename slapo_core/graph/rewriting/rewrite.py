@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from torch import fx, nn
 
+from slapo_core.graph.rewriting.adapting import adapted
 from slapo_core.graph.rewriting.calls import NamedCall, target_for
 from slapo_core.graph.rewriting.effects import Effects, is_inert
 from slapo_core.graph.rewriting.placing import CannotPlace, nodes_after
@@ -29,11 +30,13 @@ class Place:
         nodes: in the graph's order.
         inputs: what it reads, in the order of the pattern's arguments: nodes and :class:`Read`.
         captures: by name: a node, a :class:`Read`, or ``("constant", value)``.
+        captured_first: the names of what was captured where the rewrite was made; None if it is being made.
     """
 
     nodes: tuple[fx.Node, ...]
     inputs: tuple[Any, ...]
     captures: dict[str, Any]
+    captured_first: frozenset[str] | None = None
 
 
 @dataclass
@@ -158,8 +161,9 @@ class Replacement:
         effects: Effects,
     ) -> NewCall:
         inside = set(nodes)
-        args = tuple(_operand(place, which, inside) for which in self.arguments)
-        kwargs = {name: _operand(place, which, inside) for name, which in self.keywords}
+        arguments, keywords = adapted(self.new, module, self.arguments, self.keywords, place)
+        args = tuple(_operand(place, which, inside) for which in arguments)
+        kwargs = {name: _operand(place, which, inside) for name, which in keywords}
         swallowed = tuple(refuse_changed(nodes, module))
         if any(effects.writes(node) - inside for node in nodes):
             outside = Effects(effects.graph, module, fresh=inside)
@@ -204,12 +208,14 @@ class Rewrite:
         indices: which of the matches, ascending.
         total: how many there are.
         action: what comes there.
+        captured: for each of the indices, the names of what its match captured.
     """
 
     pattern: Any
     indices: tuple[int, ...]
     total: int
     action: Action
+    captured: tuple[frozenset[str], ...]
 
 
 def rewritten(
@@ -246,6 +252,7 @@ def _moved(place: Place, twins: dict[fx.Node, fx.Node]) -> Place:
         tuple(map(twin, place.nodes)),
         tuple(map(twin, place.inputs)),
         {name: twin(value) for name, value in place.captures.items()},
+        place.captured_first,
     )
 
 

@@ -36,7 +36,8 @@ class RecordTracer(Tracer):
     """Run the forward once, on tensors without values, and write down the torch calls it makes.
 
     The default where it is known what the module is called with. Sizes stay symbolic; what the forward decided on is
-    a guard. Refused is what depends on the values of tensors.
+    a guard. Where shapes or modules below depend on values it runs on the tensors themselves, if they have values; what
+    the recorded code itself decides on values of tensors is refused.
     """
 
     name = "record"

@@ -1,4 +1,4 @@
-"""``fusion.gelu``, ``fusion.gelu_tanh`` and ``fusion.bias_gelu``: the Gaussian error linear unit, written out or not."""
+"""``fusion.gelu``, ``fusion.gelu_tanh``, ``fusion.bias_gelu``: the Gaussian error linear unit, written out or not."""
 
 from __future__ import annotations
 

@@ -17,8 +17,8 @@ class Rotary(slapo.Pattern):
 
     Halves (LLaMA, GPT-NeoX), where ``rotate_half(x)`` is ``torch.cat((-x2, x1), dim=-1)`` of the two halves of the last
     axis, or neighbours (GPT-J, Cohere, GLM), where it is ``torch.stack((-x2, x1), dim=-1).flatten(-2)`` of every other
-    element. Queries and keys are a match each. Where only a part of each head is rotated, ``x`` is that part. The middle
-    of a head is read outside of the match, wherever the model computes it.
+    element. Queries and keys are a match each. Where only a part of each head is rotated, ``x`` is that part. The
+    middle of a head is read outside of the match, wherever the model computes it.
 
     Not found: rotations by complex numbers, and those in the other direction (``torch.cat((x2, -x1), dim=-1)``).
     """

@@ -30,8 +30,10 @@ def attention(
     hidden: Tensor | None = None,
     visible: Tensor | None = None,
     fill: float = -math.inf,
-    scale: float | None = None,
-    divisor: float | None = None,
+    scale: float = 1.0,
+    divisor: float = 1.0,
+    factor: float | Tensor = 1.0,
+    ratio: float | Tensor = 1.0,
     p: float = 0.0,
     training: bool = True,
 ) -> Tensor:
@@ -49,25 +51,30 @@ def attention(
         fill: a low number. With one above -10,000, which does not hide, the weights are computed as the model does.
         scale: the scores are multiplied by it.
         divisor: the scores are divided by it.
+        factor: the same as ``scale``, computed by the model: a number, or a tensor such as each head's own.
+        ratio: the same as ``divisor``.
         p: how likely a weight is dropped.
         training: whether any is.
     """
-    factor = (1.0 if scale is None else scale) / (1.0 if divisor is None else divisor)
+    measure = scale / divisor * factor / ratio
+    number = 1.0 if isinstance(measure, Tensor) else float(measure)
     dropped = p if training else 0.0
+    if isinstance(measure, Tensor):
+        if measure.shape[-2:].numel() != 1:  # another scale for each key: not what torch's function has
+            return _as_written(query, key, value, measure, mask, hidden, visible, fill, dropped)
+        query = query * measure
     if hidden is not None:
         visible = ~hidden
     if visible is not None:
         if fill > _LOW:
-            scores = torch.where(visible, query @ key * factor, fill)
-            return F.dropout(scores.softmax(-1).to(value.dtype), dropped) @ value
+            return _as_written(query, key, value, number, mask, None, visible, fill, dropped)
         # Added, not boolean: a query from which everything is hidden weighs all values alike, as in the model.
         low = torch.zeros((), dtype=query.dtype, device=query.device).expand(visible.shape)
-        low = low.masked_fill(~visible, torch.finfo(query.dtype).min)
-        mask = low
+        mask = low.masked_fill(~visible, torch.finfo(query.dtype).min)
     if second_mask is not None:
         mask = second_mask if mask is None else mask + second_mask
     if early_mask is not None:
-        mask = early_mask * factor
+        mask = early_mask * number
     if mask is not None and mask.dtype not in (query.dtype, torch.float32):
         mask = mask.to(query.dtype)
     out = F.scaled_dot_product_attention(
@@ -76,21 +83,43 @@ def attention(
         value.to(query.dtype),  # some models compute the scores in a finer type
         attn_mask=mask,
         dropout_p=dropped,
-        scale=factor,
+        scale=number,
     )
     return out.to(value.dtype)
+
+
+def _as_written(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    measure: float | Tensor,
+    mask: Tensor | None,
+    hidden: Tensor | None,
+    visible: Tensor | None,
+    fill: float,
+    dropped: float,
+) -> Tensor:
+    """What the model computes, where torch's function has no arguments for it."""
+    scores = query @ key * measure
+    if mask is not None:
+        scores = scores + mask
+    if visible is not None:
+        hidden = ~visible
+    if hidden is not None:
+        scores = scores.masked_fill(hidden, fill)
+    return F.dropout(scores.softmax(-1).to(value.dtype), dropped) @ value
 
 
 class ScaledDotProductAttention(slapo.Pattern):
     """Attention written out: softmax(query @ key * scale + mask) @ value.
 
-    Scale, mask and dropout may be absent; the scale is a constant, multiplied with or divided by. A mask is added
-    (one, or a bias and a mask; after the scale or before), or a constant is filled in (``masked_fill`` where it is true, ``torch.where`` where it is
-    false). The softmax may be computed in float32 and cast back. ``key`` is the transposed one, as it stands in the
-    product; keys repeated for grouped queries are repeated outside of the match.
+    Scale, mask and dropout may be absent; the scale is a constant or computed, multiplied with or divided by. A mask is
+    added (one, or a bias and a mask; after the scale or before), or a constant is filled in (``masked_fill`` where it
+    is true, ``torch.where`` where it is false). The softmax may be computed in float32 and cast back. ``key`` is the
+    transposed one, as it stands in the product; keys repeated for grouped queries are repeated outside of the match.
 
-    Not found: other operations between the product and the softmax (a soft cap, sinks, a head's own scale as a tensor)
-    or behind it (a head mask), since torch's function does not have them; and a softmax over another axis.
+    Not found: other operations between the product and the softmax (a soft cap, sinks) or behind it (a head mask),
+    since torch's function does not have them; and a softmax over another axis.
 
     Where a model returns the attention weights as well, they are a second output of the match, and nothing can replace
     it: trace the module around it that does not use them, with ``flatten=True``.
@@ -109,6 +138,8 @@ class ScaledDotProductAttention(slapo.Pattern):
             early_mask: Any,
             hidden: Any,
             visible: Any,
+            factor: Any,
+            ratio: Any,
             fill: Any = _CONSTANT,
             scale: Any = _CONSTANT,
             divisor: Any = _CONSTANT,
@@ -117,13 +148,18 @@ class ScaledDotProductAttention(slapo.Pattern):
         ) -> Any:
             any_of = slapo.patterns.any_of
             scores = torch.matmul(query, key)
-            scaled = any_of(scores * scale, scores / divisor, scores)
+            multiplied, divided = scores * scale, scores / divisor
+            scaled = any_of(multiplied, divided, scores)
+            measured = any_of(scores * factor, scores / ratio)
             ready = any_of(
                 scaled + mask + second_mask,
                 scaled + mask,
                 scaled.masked_fill(hidden, fill),
-                torch.where(visible, scaled, fill),
+                torch.where(visible, any_of(multiplied, divided), fill),
                 scaled,
+                measured + mask,
+                measured.masked_fill(hidden, fill),
+                measured,
                 scores.div_(divisor) + mask,
                 scores.div_(divisor),
                 (scores + early_mask) / divisor,
@@ -154,7 +190,6 @@ def _weights(scores: Any, p: Any, training: Any) -> Any:
         dropped(plain.to(_CONSTANT)),
         dropped(plain.type(_CONSTANT)),
         dropped(plain).to(_CONSTANT),
-        plain.to(_CONSTANT),
         plain,
         dropped(in_float32.to(_CONSTANT)),
         in_float32.to(_CONSTANT),
