@@ -106,6 +106,9 @@ def _missing(row: Row | None, columns: Sequence[str]) -> list[str]:
 def render(rows: Sequence[Row]) -> str:
     """The page: totals, the table, what was refused and why, what was skipped and why."""
     run = [row for row in rows if row.skipped is None]
+    for row in run:
+        if row.name.startswith("torch: "):
+            row.results.setdefault("tp", "none: the schedule for two ranks knows the layers of transformers only")
     versions = ", ".join(
         f"{name} {importlib.metadata.version(name)}" for name in ("torch", "transformers", "slapo-core")
     )
@@ -126,6 +129,7 @@ def render(rows: Sequence[Row]) -> str:
     for column in COLUMNS:
         counts = Counter(_word(row.results.get(column)) for row in run)
         lines.append(f"| {column} | {counts['ok']} | {counts['refused']} | {counts['none']} | {counts['FAILED']} |")
+    lines += ["", "An empty cell was not run."] if any(set(COLUMNS) - set(row.results) for row in run) else []
     lines += ["", f"| model | class | {' | '.join(COLUMNS)} |", "|---" * (len(COLUMNS) + 2) + "|"]
     for row in run:
         cells = [_cell(column, row.results.get(column)) for column in COLUMNS]
@@ -173,16 +177,16 @@ def _meaning() -> list[str]:
 def _cell(column: str, result: str | None) -> str:
     if column in _COUNTED and _word(result) in ("ok", "refused"):
         return str(result).partition(": ")[2].partition(";")[0]  # blocks traced, of all
-    return _SIGN.get(_word(result), "-")
+    return "" if result is None else _SIGN.get(_word(result), "-")
 
 
 def _word(result: str | None) -> str:
-    return (result or "none").partition(":")[0]
+    return "missing" if result is None else result.partition(":")[0]
 
 
 def _line(text: str) -> str:
     one = " ".join(text.split()).replace("|", "\\|")
-    one = re.sub(r"\(/\S*site-packages/", "(", one)  # where a library lies is of this machine only
+    one = re.sub(r"(\(|at )/\S*site-packages/", r"\1", one)  # where a library lies is of this machine only
     return one if len(one) <= 240 else f"{one[:240]}..."
 
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from docstring_markdown import sections, signature, tidy
 
 import slapo_core
-from slapo_core import errors, testing
+from slapo_core import errors, patterns, testing
 from slapo_core.native.dialect import TorchDialect
 from slapo_core.native.engine import TorchEngine
 from slapo_core.plugins.process import current_registry
@@ -107,6 +107,7 @@ def reference_page(note: str) -> str:
     """
     parts = [(title, list(_named(title))) for title in _PARTS]
     parts.append(("Primitives", list(_primitives())))
+    parts.append(("Writing patterns: slapo_core.patterns", list(_of_patterns())))
     parts.append(("Testing: slapo_core.testing", list(_of_testing())))
     lines = ["# Reference", "", note, _INTRODUCTION, ""]
     for title, entries in parts:
@@ -121,7 +122,8 @@ def reference_page(note: str) -> str:
 
 def _named(title: str) -> Iterator[tuple[str, list[str]]]:
     placed = {name for names in _PARTS.values() for name in names}
-    public = [name for name in slapo_core.__all__ if name not in errors.__all__]
+    modules = {name for name in slapo_core.__all__ if inspect.ismodule(getattr(slapo_core, name))}
+    public = [name for name in slapo_core.__all__ if name not in errors.__all__ and name not in modules]
     joined = [name for name in public if name not in placed and _part_of(name) == title]
     for name in (*_PARTS[title], *joined):
         yield name, _entry(name, _BESIDE.get(name) or getattr(slapo_core, name))
@@ -143,6 +145,11 @@ def _primitives() -> Iterator[tuple[str, list[str]]]:
             promise = "what its arguments say" if by_arguments else cls.equivalence
             origin = f"*Of {entry.distribution}; promises {promise}.*"
             yield entry.name, [f"### {entry.name}", "", "```python", call, "```", "", origin, "", *_text(cls)]
+
+
+def _of_patterns() -> Iterator[tuple[str, list[str]]]:
+    for name in patterns.__all__:
+        yield name, _entry(name, getattr(patterns, name))
 
 
 def _of_testing() -> Iterator[tuple[str, list[str]]]:

@@ -38,7 +38,7 @@ class Merge(Primitive):
     Args:
         linears: paths of the modules, relative to the traced one, e.g. ``("query", "key", "value")``; of any sizes, all
             with a bias or all without.
-        name_: of the new child; None joins theirs: ``"query_key_value"``.
+        name: of the new child; None joins theirs: ``"query_key_value"``.
 
     Raises:
         PreconditionError: the module is not traced; it does not call each of them with the same value; they are no

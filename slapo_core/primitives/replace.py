@@ -46,7 +46,7 @@ class Replace(Primitive):
         rtol: the difference allowed in ``verify``, relative to the largest element; None means "the same function, up
             to the order of floating-point sums".
         atol: the absolute difference allowed in ``verify``.
-        name_: of the call in the printed graph, or of the new child; only with a match.
+        name: of the call in the printed graph, or of the new child; only with a match.
 
     Raises:
         PreconditionError: it is the root; the new forward cannot take the old one's arguments; a parameter is not

@@ -129,6 +129,14 @@ def test_numbers_are_the_same_only_where_they_compute_the_same() -> None:
     assert total(lambda x: x * 1, lambda x: x * True, whole) == 0
 
 
+def test_axes_are_counted_in_the_tensor_that_they_are_axes_of() -> None:
+    assert total(lambda x: x.unsqueeze(-1), lambda x: x.unsqueeze(1), X) == 0
+    assert total(lambda x: x.unsqueeze(-1), lambda x: x.unsqueeze(2), X) == 1
+    assert total(lambda x: x.squeeze(-1), lambda x: x.squeeze(1), X) == 1
+    assert total(lambda x, y: torch.stack([x, y], -1), lambda x, y: torch.stack([x, y], 1), X, Y) == 0
+    assert total(lambda x: torch.diag_embed(x, dim1=-3), lambda x: torch.diag_embed(x, dim1=1), X) == 0
+
+
 def test_a_call_that_writes_in_place_is_another_call() -> None:
     def graph(x: torch.Tensor, y: torch.Tensor) -> Any:
         total = x * 1

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import slapo_core as slapo
+from slapo_core.graph.patterns.operations import operation_of
 from tests.core.finding import traced
 
 X = torch.randn(2, 3, 4)
@@ -140,3 +141,8 @@ def test_no_operation_finds_another() -> None:
 
 
 CONTAINED = {("mul", "add 2"), ("mul", "from 1"), ("lt", "where")}
+
+
+def test_functions_of_one_name_that_compute_other_things_are_not_one() -> None:
+    names = [operation_of(function) for function in (torch.masked.softmax, torch.sparse.sum, torch.softmax, torch.sum)]
+    assert names == ["torch.masked._ops.softmax", "torch.sparse.sum", "softmax", "sum"]

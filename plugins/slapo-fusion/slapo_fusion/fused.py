@@ -49,7 +49,7 @@ class Fused:
             if isinstance(self._compiled, Compiled) or not is_watched():
                 return self._compiled(*args)
             return shown_or_aside(self.region, self._compiled, args)
-        except _StopRecomputationError:  # a checkpoint around it has what it needs
+        except _StopRecomputationError:  # by which a checkpoint around ends its second run: no error
             raise
         except Exception as error:
             self._raise_own(args)

@@ -20,6 +20,8 @@ class MISSING:
 
 
 _AXES = ("dim", "dim0", "dim1", "dims", "start_dim", "end_dim")
+_ONE_AXIS_MORE = ("diag_embed", "unsqueeze", "unsqueeze_")
+"""Operations whose axes are those of the result."""
 _REPEATED = ("dilation", "kernel_size", "output_padding", "output_size", "padding", "stride")
 
 
@@ -99,7 +101,9 @@ def _rank(found: IndexedCall) -> int | None:
     if "tensors" in given and found.call is not None and found.call.operation == "cat":
         first = next(iter(parts(given["tensors"]) or (None,)))
     example = first.meta.get("example") if isinstance(first, fx.Node) else None
-    return None if example is None else len(example[0])
+    if example is None:
+        return None
+    return len(example[0]) + (found.call is not None and found.call.operation in _ONE_AXIS_MORE)
 
 
 def _is_shape(found: IndexedCall) -> bool:

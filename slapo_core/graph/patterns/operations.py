@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -157,7 +158,8 @@ def operation_of(function: Callable[..., Any]) -> str:
 @functools.cache
 def _name_in_torch(function: Callable[..., Any], name: str, module: str) -> str:
     owned = any(getattr(home, name, None) is function for home in _HOMES)
-    if owned or not module or torch._C._jit_get_schemas_for_operator(f"aten::{name}"):
+    inner = inspect.unwrap(function)  # of what torch wraps: the function of x**2
+    if owned or inspect.isbuiltin(inner) or inspect.ismethoddescriptor(inner):  # these have aten's names
         return _SYNONYMS.get(name, name)
     return f"{module}.{getattr(function, '__qualname__', name)}"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -80,10 +81,8 @@ def trace_every_block(sch: slapo.Schedule, paths: list[str], *, flatten: bool = 
 
 
 def reason(error: TraceError | GuardError | ArgumentError) -> str:
-    """What was refused, and where, in a line."""
-    location = getattr(error, "location", None)
-    where = f" ({location[0].partition('site-packages/')[2] or location[0]}:{location[1]})" if location else ""
-    return f"{' '.join(error.message.split())}{where}"
+    """What was refused, and at which line, in a line."""
+    return re.sub(r" at /\S*site-packages/", " at ", " ".join(error.message.split()))
 
 
 def assert_same(model: nn.Module, untouched: nn.Module, batch: Any, *, training: bool) -> None:

@@ -1,0 +1,32 @@
+"""A checkpoint that ends its second run as soon as it has what it needs ends it inside of a fused region too."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import slapo_core as slapo
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm = nn.Linear(8, 8), nn.LayerNorm(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(F.dropout(self.inner(x), 0.5, self.training) + x)
+
+
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+def test_a_region_at_the_end_of_what_is_checkpointed(compiler: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(), Block()).train()
+    x = torch.randn(2, 3, 8)
+    sch = slapo.create_schedule(model, example_inputs=x)
+    sch["*"].trace()
+    sch["*"].fuse("fusion.bias_dropout_add_norm", compiler=compiler)
+    sch["*"].checkpoint()
+    model(x).sum().backward()
+    slapo.verify(sch)
