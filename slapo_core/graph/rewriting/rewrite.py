@@ -16,7 +16,7 @@ from slapo_core.graph.rewriting.calls import NamedCall, target_for
 from slapo_core.graph.rewriting.effects import Effects, is_inert
 from slapo_core.graph.rewriting.placing import CannotPlace, nodes_after
 from slapo_core.graph.rewriting.region import Read, take_out
-from slapo_core.graph.rewriting.swallowing import Swallowed, refuse_changed
+from slapo_core.graph.rewriting.swallowing import Swallowed, refuse_changed, settings_of
 from slapo_core.spec.tracer import Flag, Recorded, check
 
 __all__ = ["Action", "Outline", "Place", "Replacement", "Rewrite", "as_before", "rewritten"]
@@ -177,7 +177,8 @@ class Replacement:
         if not isinstance(self.new, str):
             op, target = "call_function", target_for(self.new, self.name)
         then = target_for(self.then, f"{self.name}_parts") if self.then is not None else None
-        return NewCall(op, target, args, kwargs, then, results, swallowed=swallowed)
+        flags = settings_of(nodes, module)
+        return NewCall(op, target, args, kwargs, then, results, flags=flags, swallowed=swallowed)
 
 
 @contextlib.contextmanager

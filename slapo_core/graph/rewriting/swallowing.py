@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 
 from torch import fx, nn
 
-from slapo_core.graph.leaves import is_changed
+from slapo_core.graph.leaves import is_changed, is_predefined
 from slapo_core.graph.rewriting.placing import CannotPlace
+from slapo_core.graph.structure import is_plain
+from slapo_core.spec.tracer import Flag
 
-__all__ = ["Swallowed", "refuse_changed", "swallowed_problem"]
+__all__ = ["Swallowed", "refuse_changed", "settings_of", "swallowed_problem"]
 
 Swallowed = tuple[str, type[nn.Module]]
 """Path relative to the traced module, and the class that stood there."""
@@ -34,6 +37,24 @@ def refuse_changed(nodes: Sequence[fx.Node], module: nn.Module) -> Iterator[Swal
                     "rewrite first, change the module then; or match what lies around it",
                 )
         yield path, type(called)
+
+
+def settings_of(nodes: Sequence[fx.Node], module: nn.Module) -> tuple[Flag, ...]:
+    """The plain attributes of modules of torch.nn that ``nodes`` call: what comes in their place was made for these.
+
+    Not the mode: it decides between variants.
+    """
+    found: list[Flag] = []
+    for node in nodes:
+        if node.op != "call_module":
+            continue
+        path = str(node.target)
+        called = module.get_submodule(path)
+        if is_predefined(called):
+            for name, value in vars(called).items():
+                if not name.startswith("_") and name != "training" and is_plain(value):
+                    found.append(Flag(tuple(path.split(".")), name, copy.copy(value)))
+    return tuple(found)
 
 
 def swallowed_problem(module: nn.Module, swallowed: Sequence[Swallowed]) -> str | None:
