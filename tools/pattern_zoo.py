@@ -69,7 +69,7 @@ def render(rows: Sequence[PatternRow]) -> str:
     lines = [
         "# Where the patterns are found",
         "",
-        f"Measured with {versions} by `python tools/pattern_zoo.py --all --write plugins/slapo-fusion/PATTERNS.md`.",
+        f"Measured with {versions} by `python tools/pattern_zoo.py {'--all' if len(rows) > 300 else 'NAMES'}`.",
         "Every model is a tiny instance made from its configuration, with eager attention; every block of it is",
         "traced with `flatten=True`. How often an operation is *there* is a crude count of tell-tale nodes of graphs",
         "that uses nothing of the matcher (`tests/integration/zoo/operations.py`), in whatever form it is written.",
