@@ -71,7 +71,7 @@ def render(rows: Sequence[PatternRow]) -> str:
         "",
         f"Measured with {versions} by `python tools/pattern_zoo.py --all --write plugins/slapo-fusion/PATTERNS.md`.",
         "Every model is a tiny instance made from its configuration, with eager attention; every block of it is",
-        "traced with `flatten=True`. How often an operation is *there* is a crude count of tell-tale nodes of the graph",
+        "traced with `flatten=True`. How often an operation is *there* is a crude count of tell-tale nodes of graphs",
         "that uses nothing of the matcher (`tests/integration/zoo/operations.py`), in whatever form it is written.",
         "",
         f"{len(looked)} models were looked at, {len(rows) - len(looked)} were not: no tiny instance of them can be",
