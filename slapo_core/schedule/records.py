@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING, Any
 from slapo_core.errors import ReplayError, SerializationError, SlapoError
 from slapo_core.schedule.coverage import count_blocks
 from slapo_core.schedule.functions import find_function, is_function_name, name_of_function
-from slapo_core.schedule.saved_matches import matches_from_json, matches_to_json
+from slapo_core.schedule.saved_matches import SavedPatterns, matches_from_json, matches_to_json
 from slapo_core.spec.primitive import Primitive
 from slapo_core.spec.record import Record
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from slapo_core.graph.patterns.pattern import GraphPattern
 
 __all__ = ["FORMAT", "dump_records", "load_document", "primitive_from_json", "primitive_to_json"]
 
@@ -34,7 +36,8 @@ def dump_records(
     Raises:
         SerializationError: an argument cannot be carried by JSON; the record and the argument are named.
     """
-    return {
+    patterns: list[Any] = []
+    document = {
         "format": FORMAT,
         "slapo-core": version,
         "model": f"{type(model).__module__}.{type(model).__qualname__}",
@@ -44,7 +47,7 @@ def dump_records(
             {
                 "primitive": record.name,
                 "path": record.path,
-                "arguments": primitive_to_json(record.primitive, where=str(record)),
+                "arguments": primitive_to_json(record.primitive, where=str(record), patterns=patterns),
                 "distribution": record.distribution,
                 "version": record.version,
                 "location": record.location,
@@ -52,6 +55,9 @@ def dump_records(
             for record in records
         ],
     }
+    if patterns:  # each once, however many layers it was found in
+        document["patterns"] = [pattern.to_data() for pattern in patterns]
+    return document
 
 
 def load_document(document: Mapping[str, Any] | str | os.PathLike[str]) -> Mapping[str, Any]:
@@ -97,8 +103,15 @@ def _is_file(text: str) -> bool:
         return False
 
 
-def primitive_to_json(primitive: Primitive, *, where: str) -> dict[str, Any]:
+def primitive_to_json(
+    primitive: Primitive, *, where: str, patterns: list[GraphPattern] | None = None
+) -> dict[str, Any]:
     """The arguments of a primitive as JSON values; a function, where the primitive says so, as ``"module:name"``.
+
+    Args:
+        primitive: the step.
+        where: how messages call it.
+        patterns: gets those of its matches; see :func:`matches_to_json`.
 
     Raises:
         SerializationError: a value such as a lambda or a module.
@@ -112,14 +125,21 @@ def primitive_to_json(primitive: Primitive, *, where: str) -> dict[str, Any]:
         function = name_of_function(value) if name in primitive.named_functions else None
         if name in primitive.matches:
             if value is not None:
-                encoded[name] = matches_to_json(value)
+                encoded[name] = matches_to_json(value, patterns)
         else:
             encoded[name] = function if function is not None else _encode(value, place(name))
     return encoded
 
 
-def primitive_from_json(cls: type[Primitive], arguments: Mapping[str, Any]) -> Primitive:
+def primitive_from_json(
+    cls: type[Primitive], arguments: Mapping[str, Any], *, patterns: SavedPatterns | None = None
+) -> Primitive:
     """The primitive value that ``primitive_to_json`` gave the arguments of.
+
+    Args:
+        cls: its class.
+        arguments: by name.
+        patterns: that matches may name.
 
     Raises:
         ReplayError: an argument that the installed primitive does not have, or one that it needs is missing, or a
@@ -142,7 +162,9 @@ def primitive_from_json(cls: type[Primitive], arguments: Mapping[str, Any]) -> P
         if is_function_name(arguments.get(name))
     }
     matches = {
-        name: matches_from_json(arguments[name], where=f"{cls.name}: argument '{name}'")
+        name: matches_from_json(
+            arguments[name], where=f"{cls.name}: argument '{name}'", patterns=patterns or SavedPatterns()
+        )
         for name in cls.matches
         if arguments.get(name) is not None
     }

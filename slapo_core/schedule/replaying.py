@@ -13,6 +13,7 @@ from slapo_core.errors import ReplayError, SlapoError
 from slapo_core.schedule.coverage import uncovered
 from slapo_core.schedule.creation import create_schedule
 from slapo_core.schedule.records import load_document, primitive_from_json
+from slapo_core.schedule.saved_matches import SavedPatterns
 from slapo_core.schedule.schedule import Schedule
 from slapo_core.spec.mesh import Mesh
 from slapo_core.spec.primitive import Primitive
@@ -59,7 +60,8 @@ def replay(
         rank=rank,
     )
     saved = data["records"]
-    values = [_primitive_of(schedule, number, record) for number, record in enumerate(saved, start=1)]
+    patterns = SavedPatterns(data.get("patterns", ()))
+    values = [_primitive_of(schedule, number, record, patterns) for number, record in enumerate(saved, start=1)]
     blocks = data.get("blocks")
     paths = [record["path"] for record in saved]
     missing = list(uncovered(model, paths, blocks if isinstance(blocks, Mapping) else {}))
@@ -82,10 +84,10 @@ def replay(
     return schedule
 
 
-def _primitive_of(schedule: Schedule, number: int, record: Mapping[str, Any]) -> Primitive:
+def _primitive_of(schedule: Schedule, number: int, record: Mapping[str, Any], patterns: SavedPatterns) -> Primitive:
     try:
         cls: type[Primitive] = schedule.registry.load(record["primitive"], "primitives")
-        return primitive_from_json(cls, record["arguments"])
+        return primitive_from_json(cls, record["arguments"], patterns=patterns)
     except SlapoError as error:
         saved_with = f" (saved with {record.get('distribution')} {record.get('version')})"
         raise ReplayError(

@@ -3,17 +3,52 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slapo_core.errors import ReplayError, SerializationError
 from slapo_core.schedule.functions import find_function
 from slapo_core.spec.graph import Match
 
-__all__ = ["matches_from_json", "matches_to_json"]
+if TYPE_CHECKING:
+    from slapo_core.graph.patterns.pattern import GraphPattern
+
+__all__ = ["SavedPatterns", "matches_from_json", "matches_to_json"]
 
 
-def matches_to_json(value: Any) -> list[dict[str, Any]]:
+class SavedPatterns:
+    """The patterns of a document, each read when a match needs it, and once.
+
+    Args:
+        saved: as JSON holds them.
+    """
+
+    def __init__(self, saved: Any = ()) -> None:
+        self._saved = saved
+        self._read: dict[int, GraphPattern] = {}
+
+    def get(self, which: Any, *, where: str) -> GraphPattern:
+        """One of them by its number; or one that stands in its place.
+
+        Raises:
+            ReplayError: there is none, or it is malformed.
+        """
+        from slapo_core.graph.patterns.pattern import GraphPattern
+
+        if type(which) is not int:
+            return GraphPattern.from_data(which, lambda name: find_function(name, where=where))
+        if which not in self._read:
+            if not isinstance(self._saved, Sequence) or not 0 <= which < len(self._saved):
+                raise ReplayError(f"{where} names pattern {which}, which the schedule does not hold")
+            self._read[which] = self.get(self._saved[which], where=where)
+        return self._read[which]
+
+
+def matches_to_json(value: Any, patterns: list[GraphPattern] | None = None) -> list[dict[str, Any]]:
     """As JSON values.
+
+    Args:
+        value: the matches.
+        patterns: theirs are put there, where they are not yet, and named by their numbers; None writes them out.
 
     Raises:
         SerializationError: a pattern holds what cannot be named; or there are no matches yet, but a pattern: the
@@ -25,19 +60,28 @@ def matches_to_json(value: Any) -> list[dict[str, Any]]:
             f"the pattern {value!r} was not looked for yet", hint="save the schedule that the step was applied in"
         )
     return [
-        {"path": match.path, "pattern": match.pattern.to_data(), "index": match.index, "total": match.total}
+        {
+            "path": match.path,
+            "pattern": match.pattern.to_data() if patterns is None else _number(match.pattern, patterns),
+            "index": match.index,
+            "total": match.total,
+        }
         for match in matches
     ]
 
 
-def matches_from_json(value: Any, *, where: str) -> tuple[Match, ...]:
+def _number(pattern: GraphPattern, patterns: list[GraphPattern]) -> int:
+    if pattern not in patterns:
+        patterns.append(pattern)
+    return patterns.index(pattern)
+
+
+def matches_from_json(value: Any, *, where: str, patterns: SavedPatterns) -> tuple[Match, ...]:
     """What :func:`matches_to_json` gave, to be located when the step is applied.
 
     Raises:
         ReplayError: it is malformed.
     """
-    from slapo_core.graph.patterns.pattern import GraphPattern
-
     if not isinstance(value, Sequence) or isinstance(value, str):
         raise ReplayError(f"{where} is no list of matches (got {value!r})")
     found = []
@@ -46,6 +90,6 @@ def matches_from_json(value: Any, *, where: str) -> tuple[Match, ...]:
         is_sound = len(numbers) == 2 and all(type(number) is int for number in numbers)
         if not is_sound or not isinstance(each.get("path"), str) or not 0 <= each["index"] < each["total"]:
             raise ReplayError(f"{where} holds what is no match: {each!r}")
-        pattern = GraphPattern.from_data(each["pattern"], lambda name: find_function(name, where=where))
+        pattern = patterns.get(each.get("pattern"), where=where)
         found.append(Match(each["path"], pattern, each["index"], each["total"]))
     return tuple(found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import pickle
 from typing import Any
 
@@ -198,3 +199,23 @@ def test_several_matches_in_a_row_and_an_outside_user() -> None:
 def assert_tuples_same(ours: Any, theirs: Any) -> None:
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def test_a_saved_schedule_holds_each_pattern_once() -> None:
+    class Each(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return F.gelu(x + 1)
+
+    schedule = slapo.create_schedule(nn.Sequential(Each(), Each(), Each()), example_inputs=X)
+    schedule["*"].trace()
+    schedule["*"].checkpoint(match=lambda x, c=CONSTANT: F.gelu(x + c))
+    document = schedule.document()
+    assert len(document["patterns"]) == 1
+    again = nn.Sequential(Each(), Each(), Each())
+    replayed = slapo.replay(again, json.loads(json.dumps(document)), example_inputs=X)
+    assert [str(record.primitive) for record in replayed.records] == [str(r.primitive) for r in schedule.records]
+    for number in (7, -1, "first"):
+        changed = json.loads(json.dumps(document))
+        changed["records"][3]["arguments"]["match"][0]["pattern"] = number
+        with pytest.raises(slapo.ReplayError, match="step 4, core.checkpoint"):
+            slapo.replay(nn.Sequential(Each(), Each(), Each()), changed, example_inputs=X)

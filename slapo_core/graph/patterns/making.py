@@ -8,6 +8,7 @@ import re
 import traceback
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import nn
 
@@ -76,7 +77,19 @@ def _single(target: Target) -> Form:
     return Form((Step(target),), (0,), (), ())
 
 
+_OF_PLUGINS: WeakKeyDictionary[type[Pattern], list[Form]] = WeakKeyDictionary()
+"""A cache of a pure function, not a registry: some have hundreds of forms, and are looked for in every layer."""
+
+
 def _forms_of_plugin(plugin: type[Pattern] | Pattern, load: Load | None, name: str) -> list[Form]:
+    if not isinstance(plugin, type):
+        return _made_by_plugin(plugin, load, name)
+    if plugin not in _OF_PLUGINS:
+        _OF_PLUGINS[plugin] = _made_by_plugin(plugin, load, name)
+    return _OF_PLUGINS[plugin]
+
+
+def _made_by_plugin(plugin: type[Pattern] | Pattern, load: Load | None, name: str) -> list[Form]:
     made = plugin() if isinstance(plugin, type) else plugin
     forms: list[Form] = []
     expected: set[str] | None = None

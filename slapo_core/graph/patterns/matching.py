@@ -62,7 +62,7 @@ class FormMatcher:
             for operand in self._operands[-1]:
                 self._consumers[operand].append(number)
         self.is_possible = self._narrow()
-        self._twins = twins(form, self._wildcards, self._consumers)
+        self._twins = twins(form, self._wildcards, self._consumers) if self.is_possible else {}
         self._sources = [number for number, operands in enumerate(self._operands) if not operands]
 
     # -- where each step may stand ----------------------------------------------------------------------------

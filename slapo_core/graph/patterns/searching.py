@@ -20,9 +20,9 @@ def embeddings(forms: Sequence[Form], index: Indexed) -> tuple[list[tuple[int, E
     Returns:
         the number of the form and the place, for each; how many placements were tried, which is what it costs.
     """
-    matchers = [FormMatcher(form, index) for form in forms]
+    matchers = {number: FormMatcher(form, index) for number, form in enumerate(forms) if _may_be_there(form, index)}
     starts: dict[int, list[tuple[int, int]]] = {}
-    for number, matcher in enumerate(matchers):
+    for number, matcher in matchers.items():
         if matcher.is_possible:
             for position, step in matcher.starts():
                 starts.setdefault(position, []).append((number, step))
@@ -37,4 +37,9 @@ def embeddings(forms: Sequence[Form], index: Indexed) -> tuple[list[tuple[int, E
                 taken.update(embedding.positions)
                 found.append((number, embedding))
                 break
-    return found, sum(matcher.tried for matcher in matchers)
+    return found, sum(matcher.tried for matcher in matchers.values())
+
+
+def _may_be_there(form: Form, index: Indexed) -> bool:
+    """Whether the graph has each of the form's operations at all: what most forms of a long pattern end with."""
+    return all(step.target.kind != "call" or step.target.name in index.by_operation for step in form.steps)
