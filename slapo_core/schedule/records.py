@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 from slapo_core.errors import ReplayError, SerializationError, SlapoError
 from slapo_core.schedule.coverage import count_blocks
 from slapo_core.schedule.functions import find_function, is_function_name, name_of_function
-from slapo_core.schedule.saved_matches import SavedPatterns, matches_from_json, matches_to_json
+from slapo_core.schedule.saved_matches import matches_from_json, matches_to_json
+from slapo_core.schedule.saved_patterns import SavedPatterns, pattern_to_json
 from slapo_core.spec.primitive import Primitive
 from slapo_core.spec.record import Record
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from slapo_core.graph.patterns.pattern import GraphPattern
+    from slapo_core.plugins.registry import Registry
 
 __all__ = ["FORMAT", "dump_records", "load_document", "primitive_from_json", "primitive_to_json"]
 
@@ -29,7 +31,7 @@ FORMAT = 1
 
 
 def dump_records(
-    records: Sequence[Record], *, model: nn.Module, mesh: Mapping[str, int] | None, version: str | None
+    records: Sequence[Record], *, model: nn.Module, mesh: Mapping[str, int] | None, registry: Registry
 ) -> dict[str, Any]:
     """The document of a schedule.
 
@@ -39,7 +41,7 @@ def dump_records(
     patterns: list[Any] = []
     document = {
         "format": FORMAT,
-        "slapo-core": version,
+        "slapo-core": registry.core_version,
         "model": f"{type(model).__module__}.{type(model).__qualname__}",
         "blocks": count_blocks(model, [record.path for record in records]),
         "mesh": dict(mesh) if mesh is not None else None,
@@ -56,7 +58,7 @@ def dump_records(
         ],
     }
     if patterns:  # each once, however many layers it was found in
-        document["patterns"] = [pattern.to_data() for pattern in patterns]
+        document["patterns"] = [pattern_to_json(pattern, registry) for pattern in patterns]
     return document
 
 

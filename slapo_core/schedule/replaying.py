@@ -13,7 +13,7 @@ from slapo_core.errors import ReplayError, SlapoError
 from slapo_core.schedule.coverage import uncovered
 from slapo_core.schedule.creation import create_schedule
 from slapo_core.schedule.records import load_document, primitive_from_json
-from slapo_core.schedule.saved_matches import SavedPatterns
+from slapo_core.schedule.saved_patterns import SavedPatterns
 from slapo_core.schedule.schedule import Schedule
 from slapo_core.spec.mesh import Mesh
 from slapo_core.spec.primitive import Primitive
@@ -60,7 +60,7 @@ def replay(
         rank=rank,
     )
     saved = data["records"]
-    patterns = SavedPatterns(data.get("patterns", ()))
+    patterns = SavedPatterns(data.get("patterns", ()), schedule.registry)
     values = [_primitive_of(schedule, number, record, patterns) for number, record in enumerate(saved, start=1)]
     blocks = data.get("blocks")
     paths = [record["path"] for record in saved]

@@ -6,41 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from slapo_core.errors import ReplayError, SerializationError
-from slapo_core.schedule.functions import find_function
 from slapo_core.spec.graph import Match
 
 if TYPE_CHECKING:
     from slapo_core.graph.patterns.pattern import GraphPattern
+    from slapo_core.schedule.saved_patterns import SavedPatterns
 
-__all__ = ["SavedPatterns", "matches_from_json", "matches_to_json"]
-
-
-class SavedPatterns:
-    """The patterns of a document, each read when a match needs it, and once.
-
-    Args:
-        saved: as JSON holds them.
-    """
-
-    def __init__(self, saved: Any = ()) -> None:
-        self._saved = saved
-        self._read: dict[int, GraphPattern] = {}
-
-    def get(self, which: Any, *, where: str) -> GraphPattern:
-        """One of them by its number; or one that stands in its place.
-
-        Raises:
-            ReplayError: there is none, or it is malformed.
-        """
-        from slapo_core.graph.patterns.pattern import GraphPattern
-
-        if type(which) is not int:
-            return GraphPattern.from_data(which, lambda name: find_function(name, where=where))
-        if which not in self._read:
-            if not isinstance(self._saved, Sequence) or not 0 <= which < len(self._saved):
-                raise ReplayError(f"{where} names pattern {which}, which the schedule does not hold")
-            self._read[which] = self.get(self._saved[which], where=where)
-        return self._read[which]
+__all__ = ["matches_from_json", "matches_to_json"]
 
 
 def matches_to_json(value: Any, patterns: list[GraphPattern] | None = None) -> list[dict[str, Any]]:

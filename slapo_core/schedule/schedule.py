@@ -193,7 +193,7 @@ class Schedule:
             self.records,
             model=self.model,
             mesh=self.mesh.sizes if self.mesh else None,
-            version=self.registry.core_version,
+            registry=self.registry,
         )
 
     def to_json(self) -> str:

@@ -217,5 +217,5 @@ def test_a_saved_schedule_holds_each_pattern_once() -> None:
     for number in (7, -1, "first"):
         changed = json.loads(json.dumps(document))
         changed["records"][3]["arguments"]["match"][0]["pattern"] = number
-        with pytest.raises(slapo.ReplayError, match="step 4, core.checkpoint"):
+        with pytest.raises(slapo.ReplayError, match=r"step 4, core\.checkpoint"):
             slapo.replay(nn.Sequential(Each(), Each(), Each()), changed, example_inputs=X)

@@ -44,7 +44,8 @@ def pattern_of(value: Any, load: Load | None = None) -> GraphPattern:
         return value
     text = _text(value)
     forms = tuple(dict.fromkeys(_forms(value, load, text)))
-    return GraphPattern(forms, text)
+    is_named = isinstance(value, str) and _plugin(value, load) is not None
+    return GraphPattern(forms, text, value if is_named else None)
 
 
 def _forms(value: Any, load: Load | None, text: str) -> list[Form]:
@@ -57,7 +58,7 @@ def _forms(value: Any, load: Load | None, text: str) -> list[Form]:
     if isinstance(value, re.Pattern):
         return [_single(Target("regex", value.pattern, value.flags))]
     if isinstance(value, str):
-        plugin = load(value) if load is not None and "." in value else None
+        plugin = _plugin(value, load)
         if plugin is not None:
             return _forms_of_plugin(plugin, load, value)
         if not value:
@@ -71,6 +72,10 @@ def _forms(value: Any, load: Load | None, text: str) -> list[Form]:
         f"a pattern is a function, a module, a text, a regular expression, where(...) or any_of(...) (got {value!r})",
         hint="find(lambda x, bias: F.gelu(x + bias))",
     )
+
+
+def _plugin(name: str, load: Load | None) -> type[Pattern] | Pattern | None:
+    return load(name) if load is not None and "." in name else None
 
 
 def _single(target: Target) -> Form:

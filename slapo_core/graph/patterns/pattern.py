@@ -44,10 +44,12 @@ class GraphPattern:
     Args:
         forms: the alternatives; of two that begin at one node the earlier one counts.
         text: how messages call it.
+        name: under which a plugin provides it; None if none does.
     """
 
     forms: tuple[Form, ...]
     text: str = field(default="pattern", compare=False)
+    name: str | None = field(default=None, compare=False)
 
     def matches(self, graph: fx.Graph, module: nn.Module) -> list[Found]:
         """Where ``graph`` has the pattern; no node is in two matches.
