@@ -48,7 +48,7 @@ def name_violation(entry: Entry) -> str | None:
     if not kind.namespaced:
         if not is_identifier(entry.name):
             return f"{noun(entry.kind)} name {entry.name!r} must be a lowercase identifier"
-        reserved = {"dialects": RESERVED_DIALECTS, "tracers": RESERVED_TRACERS}
+        reserved = {"dialects": RESERVED_DIALECTS, "hooks": RESERVED_NAMESPACES, "tracers": RESERVED_TRACERS}
         owner = reserved.get(entry.kind, {}).get(entry.name)
         if owner not in (None, entry.distribution):
             return f"{noun(entry.kind)} name '{entry.name}' is reserved for {owner}"

@@ -280,7 +280,7 @@ class Schedule:
             PreconditionError: a pattern matches nothing, or a match does not lie at ``node`` or below it.
             StaleMatchError: a match is not there any more.
         """
-        if not primitive.matches:
+        if all(getattr(primitive, name) is None for name in primitive.matches):
             return primitive
         return settled(primitive, self.tree.node(node.path), self, self._history)
 

@@ -47,7 +47,7 @@ RESERVED_TRACERS: dict[str, str] = dict.fromkeys(("auto", "export", "fx", "recor
 
 FIRST_PARTY_NAMES: dict[str, dict[str, tuple[str, ...]]] = {
     "slapo-core": {
-        "primitives": ("annotate", "checkpoint", "replace", "trace"),
+        "primitives": ("annotate", "checkpoint", "merge", "replace", "trace"),
         "dialects": ("torch",),
         "tracers": ("export", "fx", "record"),
     },
@@ -123,6 +123,7 @@ RESERVED_NAMES: frozenset[str] = frozenset(
         "rewound",
         "root",
         "seal",
+        "settled",
         "to_json",
         "tree",
         "undo",

@@ -188,9 +188,10 @@ def test_patterns_are_listed_without_importing_and_shown_with_their_forms(fake_d
     points = {"slapo.v1.patterns": {"acme.sum": "acme_slapo:Sum", "acme.gone": "acme_nothing:Gone"}}
     fake_distributions.install(FakeDistribution("acme-slapo", "1.0", points, {"acme_slapo": PATTERN}))
     rows = [line.split() for line in fake_distributions.slapo("patterns", "list").stdout.splitlines()]
-    assert rows[1:] == [["acme.gone", "gone", "acme-slapo", "1.0"], ["acme.sum", "sum", "acme-slapo", "1.0"]]
+    own = [row for row in rows if row[2] == "acme-slapo"]
+    assert own == [["acme.gone", "gone", "acme-slapo", "1.0"], ["acme.sum", "sum", "acme-slapo", "1.0"]]
     listed = json.loads(fake_distributions.slapo("patterns", "list", "--json").stdout)
-    assert [item["name"] for item in listed] == ["acme.gone", "acme.sum"]
+    assert {"acme.gone", "acme.sum"} <= {item["name"] for item in listed}
     shown = fake_distributions.slapo("patterns", "show", "acme.sum").stdout
     for part in ("acme.sum  (acme-slapo 1.0, acme_slapo:Sum)", "A sum.", "yield lambda x, y: x + y", "return y + x"):
         assert part in shown

@@ -59,7 +59,7 @@ def test_signature_and_documentation_are_those_of_the_primitive(schedule: slapo.
 def test_help_shows_the_documentation_with_the_arguments(schedule: slapo.Schedule) -> None:
     page = pydoc.plain(pydoc.render_doc(schedule["0"].checkpoint))
     assert "core.checkpoint = <primitive core.checkpoint at '0'>" in page
-    assert "checkpoint(preserve_rng_state: bool = True)" in page
+    assert "checkpoint(match: Any = None, preserve_rng_state: bool = True)" in page
     assert "preserve_rng_state: whether the second run draws the same random numbers" in page
     assert "run its forward again when its gradient is needed" in page
 

@@ -55,7 +55,7 @@ class Merge(Primitive):
 
     rewrite: ``a(x) * b(x)`` -> ``chunk(ab(x))[0] * chunk(ab(x))[1]``
     """
-    name = "odd.merge"
+    name = "odd.fold"
     equivalence = Equivalence.REORDERED
     def apply(self, node, edit):
         weights = [node[name].parameters["weight"].detach() for name in ("a", "b")]
@@ -80,7 +80,7 @@ def slapo_from_reference(node, name, tensors):
         return torch.cat([tensors[f"{node.path}.a.weight"], tensors[f"{node.path}.b.weight"]])
 """
 ENTRY_POINTS = {
-    "slapo.v1.primitives": {"odd.columns": "odd_slapo:Columns", "odd.merge": "odd_slapo:Merge"},
+    "slapo.v1.primitives": {"odd.columns": "odd_slapo:Columns", "odd.fold": "odd_slapo:Merge"},
     "slapo.v1.hooks": {"odd": "odd_hooks"},
 }
 
@@ -125,7 +125,7 @@ def scheduled(fake_distributions: FakeEnvironment) -> Callable[..., slapo.Schedu
             schedule = slapo.create_schedule(made, plugins=plugins)
             schedule["square"].columns()
             schedule["out"].columns()
-            schedule["pair"].merge()
+            schedule["pair"].fold()
         return schedule
 
     return make
