@@ -250,7 +250,9 @@ def test_arguments_that_differ_from_process_to_process_are_compared_by_type() ->
         return {fact.what: fact.value for fact in schedule_facts(schedule)}
 
     assert facts() == facts()
-    assert facts()["step 1"].startswith("core.replace(new_module=<torch.nn.modules.linear.Linear>, match=None, params=()")
+    assert facts()["step 1"].startswith(
+        "core.replace(new_module=<torch.nn.modules.linear.Linear>, match=None, params=()"
+    )
     assert facts()["the active plugins"].startswith("slapo-core ")
 
 
