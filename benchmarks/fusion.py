@@ -126,7 +126,7 @@ def schedule(sch: slapo.Schedule, kind: str) -> None:
 
 PATTERNS = {
     "bert": ("fusion.bias_gelu", "fusion.bias_dropout_add_norm"),
-    "gpt": ("fusion.bias_gelu",),
+    "gpt": ("fusion.gelu_tanh",),
     "llama": ("fusion.rms_norm", "fusion.rotary", "fusion.swiglu"),
 }
 
