@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from slapo_core.errors import ApplyError
 from slapo_core.primitives.fitting import TensorPlan, hooks_to_carry, lost_changes, signature_mismatches
+from slapo_core.primitives.modes import set_mode
 from slapo_core.primitives.replacing import MatchReplacement
 from slapo_core.spec.edit import Edit
 from slapo_core.spec.equivalence import Equivalence
@@ -150,7 +151,7 @@ class Replace(Primitive):
             else:
                 edit.set_buffer(target, own_name, tensor)
         if old.training != new.training:
-            _set_mode(node, edit, old.training)
+            set_mode(node, edit, old.training)
         for kind, function, active in hooks:
             edit.add_hook(node, kind, function, active=active)
         edit.note(plan.describe())
@@ -193,16 +194,6 @@ def _module_class() -> type[nn.Module]:
     from torch import nn
 
     return nn.Module
-
-
-def _set_mode(node: Node, edit: Edit, training: bool) -> None:
-    for below in _walk(node):
-        if below.module.training != training:
-            edit.set_attribute(below, "training", training)
-
-
-def _walk(node: Node) -> Iterator[Node]:
-    yield from node.walk()
 
 
 def _where(node: Node) -> str:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from slapo_core.primitives.at_matches import by_node, changes_swallowed
 from slapo_core.primitives.calling import Arguments, arguments_for
 from slapo_core.primitives.fitting import type_of
+from slapo_core.primitives.modes import set_mode
 from slapo_core.spec.edit import Edit
 from slapo_core.spec.graph import Match
 from slapo_core.spec.node import Node
@@ -71,6 +72,7 @@ class MatchReplacement:
             if _is_module(new):
                 name = self.name or _unused(place, name)
                 child = edit.add_module(place, name, new)
+                set_mode(child, edit, place.module.training)
                 for old, own in self.params.items():
                     self._tie(place, child, old, own, edit)
                 target = name
