@@ -1,8 +1,8 @@
-"""What primitives that work on matches have in common: their places, and what stands at them."""
+"""What stands at the places of matches."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from slapo_core.spec.graph import Match
@@ -12,16 +12,7 @@ from slapo_core.spec.violation import Violation
 if TYPE_CHECKING:
     from torch import fx
 
-__all__ = ["by_node", "changes_swallowed", "first_graph"]
-
-
-def by_node(node: Node, matches: Iterable[Match]) -> list[tuple[Node, list[Match]]]:
-    """The traced nodes at or below ``node`` in which the matches lie, each with its own."""
-    groups: dict[str, list[Match]] = {}
-    for match in matches:
-        groups.setdefault(match.path, []).append(match)
-    prefix = f"{node.path}." if node.path else ""
-    return [(node if path == node.path else node[path.removeprefix(prefix)], own) for path, own in groups.items()]
+__all__ = ["changes_swallowed", "first_graph"]
 
 
 def first_graph(place: Node) -> fx.Graph:

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from slapo_core.errors import ApplyError
-from slapo_core.primitives.at_matches import by_node
 from slapo_core.spec.edit import Edit, Forward
 from slapo_core.spec.equivalence import Equivalence
-from slapo_core.spec.graph import Region
+from slapo_core.spec.graph import Region, by_place
 from slapo_core.spec.node import Node
 from slapo_core.spec.primitive import Primitive
 from slapo_core.spec.violation import Violation
@@ -82,7 +81,7 @@ class Checkpoint(Primitive):
     def apply(self, node: Node, edit: Edit) -> None:
         if self.match is not None:
             transform = CheckpointedRegion(self.preserve_rng_state)
-            for place, matches in by_node(node, self.match):
+            for place, matches in by_place(node, self.match):
                 graph: Any = place.graph
                 edit.set_graph(place, graph.outlined(place.module, matches, transform, name="checkpointed"))
             return

@@ -6,12 +6,12 @@ import re
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from slapo_core.primitives.at_matches import by_node, changes_swallowed
+from slapo_core.primitives.at_matches import changes_swallowed
 from slapo_core.primitives.calling import Arguments, arguments_for
 from slapo_core.primitives.fitting import type_of
 from slapo_core.primitives.modes import set_mode
 from slapo_core.spec.edit import Edit
-from slapo_core.spec.graph import Match
+from slapo_core.spec.graph import Match, by_place
 from slapo_core.spec.node import Node
 from slapo_core.spec.violation import Violation
 
@@ -35,7 +35,7 @@ class MatchReplacement:
     def __init__(self, node: Node, new: Any, matches: tuple[Match, ...], params: dict[str, str], name: str | None):
         self.new: Any = _replacement_of(node, new) if isinstance(new, str) else new
         self.shown = new if isinstance(new, str) else _shown(new)
-        self.places = by_node(node, matches)
+        self.places = by_place(node, matches)
         self.params, self.name = params, name
 
     def violations(self) -> Iterator[Violation]:

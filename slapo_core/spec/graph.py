@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["Graph", "Match", "Region"]
+    from slapo_core.spec.node import Node
+
+__all__ = ["Graph", "Match", "Region", "by_place"]
 
 Region = Callable[..., Any]
 """What a match computes, as a pure function of its inputs: parameters and buffers are arguments like any other."""
@@ -46,6 +48,20 @@ class Match:
     def __str__(self) -> str:
         where = f"'{self.path}'" if self.path else "the root"
         return f"match {self.index + 1} of {self.total} at {where}: {', '.join(self.nodes)}"
+
+
+def by_place(node: Node, matches: Iterable[Match]) -> list[tuple[Node, list[Match]]]:
+    """The traced nodes at or below ``node`` in which the matches lie, each with its own.
+
+    Args:
+        node: where a primitive is applied.
+        matches: what its field of matches holds then.
+    """
+    groups: dict[str, list[Match]] = {}
+    for match in matches:
+        groups.setdefault(match.path, []).append(match)
+    prefix = f"{node.path}." if node.path else ""
+    return [(node if path == node.path else node[path.removeprefix(prefix)], own) for path, own in groups.items()]
 
 
 class Graph(Protocol):

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from slapo_core import ApplyError, Edit, Equivalence, Node, Primitive, Violation
 from slapo_core.spec.edit import Forward
-from slapo_core.spec.graph import Region
-from slapo_fusion.places import by_place
+from slapo_core.spec.graph import Region, by_place
 
 if TYPE_CHECKING:
     from slapo_core.testing import Case

@@ -14,7 +14,7 @@ from torch import fx
 from slapo_core import ApplyError
 from slapo_fusion.watching import Watchable, aside, draws, is_fake, is_watched
 
-__all__ = ["Backend", "Compiled", "backend_problem"]
+__all__ = ["Backend", "Compiled", "backend_problem", "reason"]
 
 
 _MOST_VARIANTS = 64
@@ -100,7 +100,7 @@ class Compiled:
             return self._compiled(*args, **kwargs)
         except torch._dynamo.exc.TorchDynamoException as error:
             raise ApplyError(
-                f"{self.where} failed: {_reason(error)}",
+                f"{self.where} failed: {reason(error)}",
                 hint="undo that step, choose another backend, or take a smaller part of the model; the model itself "
                 "is as it was",
             ) from error
@@ -156,6 +156,13 @@ def _copied(graph: fx.Graph) -> fx.Graph:
     return copied
 
 
-def _reason(error: BaseException) -> str:
-    cause = error.__cause__ or getattr(error, "inner_exception", None) or error
-    return f"{type(cause).__name__}: {str(cause).strip().splitlines()[0] if str(cause).strip() else 'no message'}"
+def reason(error: BaseException) -> str:
+    """What went wrong, in one line: what torch.compile and we wrap, not the wrapping."""
+    cause = error
+    while isinstance(cause, (ApplyError, torch._dynamo.exc.TorchDynamoException)):
+        inner = cause.__cause__ or getattr(cause, "inner_exception", None)
+        if inner is None:
+            break
+        cause = inner
+    text = str(cause).strip()
+    return f"{type(cause).__name__}: {text.splitlines()[0] if text else 'no message'}"

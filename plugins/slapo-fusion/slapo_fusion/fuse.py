@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from slapo_core import Edit, Equivalence, Node, PluginError, Primitive, Violation
-from slapo_fusion.places import by_place
+from slapo_core.spec.graph import by_place
 
 if TYPE_CHECKING:
     from slapo_core.testing import Case

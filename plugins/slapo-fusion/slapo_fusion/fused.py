@@ -14,7 +14,7 @@ from torch.utils.checkpoint import _StopRecomputationError
 
 from slapo_core import ApplyError, Compiler
 from slapo_core.spec.graph import Region
-from slapo_fusion.compiled import Compiled
+from slapo_fusion.compiled import Compiled, reason
 from slapo_fusion.watching import is_fake, is_watched, shown_or_aside
 
 __all__ = ["Fused"]
@@ -53,7 +53,7 @@ class Fused:
             raise
         except Exception as error:
             self._raise_own(args)
-            raise self._failure(error.__cause__ or error) from error
+            raise self._failure(error) from error
 
     def _shared(self) -> Region:
         made = _COMPILED.setdefault(self.region, {})
@@ -77,10 +77,8 @@ class Fused:
             self.region(*tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), args))
 
     def _failure(self, error: BaseException) -> ApplyError:
-        reason = str(error).strip().splitlines()
         return ApplyError(
-            f"{self.where}: compiler '{self.compiler.name}' failed: {type(error).__name__}: "
-            f"{reason[0] if reason else 'no message'}",
+            f"{self.where}: compiler '{self.compiler.name}' failed: {reason(error)}",
             hint="take another compiler, or undo that step: the model itself is as it was",
         )
 

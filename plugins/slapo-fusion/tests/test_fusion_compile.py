@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import io
+import pickle
 from typing import Any
 
 import pytest
@@ -54,10 +54,7 @@ def test_names_stay_and_undo_copy_and_pickle_work() -> None:
     sch = slapo.create_schedule(model)
     sch["*"].apply(Compile(backend="aot_eager"))
     assert list(model.state_dict()) == names
-    buffer = io.BytesIO()
-    torch.save(model, buffer)
-    buffer.seek(0)
-    for other in (model, copy.deepcopy(model), torch.load(buffer, weights_only=False)):
+    for other in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         torch.testing.assert_close(gradients(other, x), expected)
         assert "forward" in other[0].__dict__
     sch.undo(to=0)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,9 +18,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 from slapo_core.errors import OptimizerError
 from slapo_core.tree.index import full_name
 from slapo_core.tree.journal import Entry, KeepOnRank, ReplaceModule, SetTensor
-
-if TYPE_CHECKING:
-    from torch.utils.hooks import RemovableHandle
 
 __all__ = ["note_exchange"]
 
@@ -32,7 +29,7 @@ class _Exchanges:
     taken: WeakIdKeyDictionary  # parameter -> (weak reference to its model, its full name)
     put: WeakIdKeyDictionary  # parameter -> whether it has another shape than the one it came for
     looked_at: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, int]]
-    handle: RemovableHandle | None = None  # of the hook, while there is anything taken
+    is_watching: bool = False  # from the first exchange on: torch iterates over its hooks when they run, so they stay
     count: int = 0
 
 
@@ -51,10 +48,11 @@ def note_exchange(model: nn.Module, entry: Entry, *, undone: bool) -> None:
         if out is not None:
             _EXCHANGES.put.pop(out, None)
             _EXCHANGES.taken[out] = (weakref.ref(model), name)
-            if _EXCHANGES.handle is None:
+            if not _EXCHANGES.is_watching:
                 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-                _EXCHANGES.handle = register_optimizer_step_pre_hook(_before_step)
+                register_optimizer_step_pre_hook(_before_step)
+                _EXCHANGES.is_watching = True
 
 
 def _exchanged(entry: Entry) -> list[tuple[str, nn.Parameter | None, nn.Parameter | None]]:
@@ -77,14 +75,10 @@ def _parameter(tensor: torch.Tensor | None) -> nn.Parameter | None:
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Before a step of any optimiser in this process."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or not _EXCHANGES.taken:
         return
     now = (_EXCHANGES.count, len(optimizer.param_groups))
     if _EXCHANGES.looked_at.get(optimizer) == now:
-        return
-    if not len(_EXCHANGES.taken) and _EXCHANGES.handle is not None:
-        _EXCHANGES.handle.remove()
-        _EXCHANGES.handle = None
         return
     _refuse_stale(optimizer)
     _warn_of_pieces(optimizer)
