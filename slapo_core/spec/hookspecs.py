@@ -17,7 +17,7 @@ most one answer, None being no answer: two are an error, and a plugin has at mos
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import pluggy
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from slapo_core.spec.doctor import Fact, Problem
     from slapo_core.spec.node import Node
+    from slapo_core.spec.pipeline import Liveness, Partition
     from slapo_core.spec.primitive import Primitive
     from slapo_core.spec.record import Record
     from slapo_core.spec.request import ScheduledModel
@@ -40,7 +41,7 @@ PROJECT = "slapo"
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
 
-NOT_ASKED = ("slapo_liveness", "slapo_partition")
+NOT_ASKED: tuple[str, ...] = ()
 """Names kept for hooks that this version never asks: whoever implements one is told so."""
 
 
@@ -206,6 +207,47 @@ def slapo_suggest(schedule: ScheduledModel, gradients: Sequence[str]) -> Iterabl
 
     Returns:
         changes of this plugin's own steps, and steps to add; nothing or None if there is nothing to try.
+    """
+
+
+@hookspec(firstresult=True)
+def slapo_partition(
+    schedule: ScheduledModel, inputs: Mapping[str, Any], batch_axes: Mapping[str, int | None]
+) -> Partition | None:
+    """Called when stages are needed: by ``build`` and ``verify``, once for each form of a batch and each mode.
+
+    The answer must be the same on every rank. It is asked on ranks that have values for one stage only: the tensors of
+    the others are on the meta device there, and stand for tensors on the device of the inputs.
+
+    First result: yes; two active plugins that answer are an error.
+
+    Args:
+        schedule: with all steps applied; must not be changed. Its model is in the mode that is asked for.
+        inputs: the arguments of the model's forward, by parameter; those that are left out are missing. Tensors may be
+            without values.
+        batch_axes: for a parameter of the forward, the axis of its tensors that counts the samples; None for one that
+            has none. Where nothing is said it is the first axis of every tensor that has axes.
+
+    Returns:
+        the stages; None if no step of this plugin cuts the model.
+
+    Raises:
+        TraceError: it cannot be cut there; the message names the step that asks for it.
+    """
+
+
+@hookspec(firstresult=True)
+def slapo_liveness(partition: Partition, outputs: Sequence[str]) -> Liveness | None:
+    """Called with what `slapo_partition` answered: which values pass from each stage to the next.
+
+    First result: yes; two active plugins that answer are an error.
+
+    Args:
+        partition: of the model; must not be changed.
+        outputs: names of the pieces of the output that the last stage needs, for a loss.
+
+    Returns:
+        what is sent; None to leave it to others.
     """
 
 

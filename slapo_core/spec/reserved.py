@@ -67,11 +67,12 @@ FIRST_PARTY_NAMES: dict[str, dict[str, tuple[str, ...]]] = {
             "swiglu_projections",
         ),
     },
+    "slapo-pipeline": {"primitives": ("pipeline_split",)},
     "slapo-tp": {"primitives": ("fork_rng", "shard", "shard_attribute", "sync", "sync_gradient")},
 }
 """The project's own distributions of this version and the bare names they provide, to tell a user what to install."""
 
-PLANNED_PRIMITIVES = ("pipeline_split",)
+PLANNED_PRIMITIVES: tuple[str, ...] = ()
 """Bare names that the project's own distributions do not provide yet."""
 
 RESERVED_NAMES: frozenset[str] = frozenset(

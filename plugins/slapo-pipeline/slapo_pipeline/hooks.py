@@ -1,0 +1,7 @@
+"""What slapo asks this plugin: the stages of a cut model, and what passes between them."""
+
+from __future__ import annotations
+
+from slapo_pipeline.liveness import slapo_liveness
+
+__all__ = ["slapo_liveness"]

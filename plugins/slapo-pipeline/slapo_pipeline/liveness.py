@@ -1,0 +1,29 @@
+"""Which values pass from each stage to the next: liveness over a chain of stages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from slapo_core import hookimpl
+from slapo_core.spec.pipeline import Liveness, Partition
+
+__all__ = ["slapo_liveness"]
+
+
+@hookimpl
+def slapo_liveness(partition: Partition, outputs: Sequence[str]) -> Liveness:
+    """A value is live from its producer to the last stage that reads it, or to the last one for a loss.
+
+    Source: paper section 3.4, liveness analysis.
+    """
+    last = len(partition.stages) - 1
+    until = {
+        name: last if name in outputs else max(value.consumers, default=value.producer)
+        for name, value in partition.values.items()
+    }
+    return Liveness(
+        tuple(
+            tuple(name for name, value in partition.values.items() if value.producer <= boundary < until[name])
+            for boundary in range(last)
+        )
+    )
