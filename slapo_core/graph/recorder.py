@@ -80,6 +80,8 @@ class Recorder(TorchFunctionMode):
         self, run: Callable[..., Any], args: Any, kwargs: Any, write: Callable[[], Any], *, may_vary: bool = False
     ) -> Any:
         self.regions.enter()
+        notes = self.recording.notes
+        before = notes.versions((args, kwargs)) if notes is not None else []
         with self.paused(), drawn_back() if may_vary else contextlib.nullcontext():
             try:
                 out = run(*concrete(args), **concrete(kwargs))
@@ -88,6 +90,8 @@ class Recorder(TorchFunctionMode):
             except DynamicOutputShapeException as error:
                 raise self._needs_values(f"makes a tensor whose shape depends on values ({error.func})") from error
             node = write()
+            if notes is not None:
+                notes.note_writes(node, [(self.recording.node(tensor), tensor, version) for tensor, version in before])
             if may_vary:
                 guard_structure(self.recording, out, node)
             return None if out is None else self.recording.give(out, node)
