@@ -38,9 +38,8 @@ class Notes:
         _collect(given, found)
         return found
 
-    def note_writes(self, node: fx.Node, before: list[tuple[Any, torch.Tensor, int]]) -> None:
-        """After a call: which of its arguments it wrote to."""
-        written = [known for known, tensor, version in before if tensor._version != version]
+    def note_writes(self, node: fx.Node, written: list[Any]) -> None:
+        """After a call: the arguments that it wrote to."""
         if written:
             self.writes[node] = tuple(dict.fromkeys(written))
 
