@@ -31,4 +31,4 @@ class PipelineSplit(Primitive):
             yield Violation("nothing comes after the whole model", 'sch["encoder.layer.5"].pipeline_split()')
 
     def apply(self, node: Node, edit: Edit) -> None:
-        pass
+        edit.note("the model is cut after it when stages are made")
