@@ -99,11 +99,11 @@ class PipelineSplit(Primitive):
 
     def apply(self, node: Node, edit: Edit) -> None:
         if self.stages is None:
-            edit.note("the model is cut after this module")
+            edit.note("the model is cut after it when stages are made")
         elif not self.after:
             edit.note("one stage: nothing to cut")
         else:
-            edit.note(f"the model is cut after {', '.join(self.after)}")
+            edit.note(f"when stages are made, the model is cut after {', '.join(self.after)}")
 
 
 def _other_cuts(node: Node) -> tuple[str, ...]:

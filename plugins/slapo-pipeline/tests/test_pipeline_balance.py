@@ -178,7 +178,7 @@ def test_the_answer_is_recorded_saved_and_taken_again():
     document["records"][0]["arguments"]["after"] = ["layer.0", "layer.4"]
     again = slapo.replay(Language(), document)  # without example inputs; and not where it would cut by itself
     assert cuts_of(again) == ("layer.0", "layer.4")
-    assert "the model is cut after layer.0, layer.4" in again.explain()
+    assert "when stages are made, the model is cut after layer.0, layer.4" in again.explain()
 
 
 def test_steps_before_do_not_change_the_cut():
