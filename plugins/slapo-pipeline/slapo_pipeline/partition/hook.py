@@ -27,7 +27,12 @@ def slapo_partition(schedule: Any, inputs: Mapping[str, Any], batch_axes: Mappin
 
     Source: paper section 3.4, partition propagation.
     """
-    cuts = {record.path: record for record in schedule.records if record.name == PipelineSplit.name}
+    cuts = {
+        path: record
+        for record in schedule.records
+        if isinstance(record.primitive, PipelineSplit)
+        for path in record.primitive.cuts(record.path)
+    }
     if not cuts:
         return None
     root = schedule.model
