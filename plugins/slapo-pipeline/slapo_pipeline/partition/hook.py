@@ -40,7 +40,8 @@ def slapo_partition(
     cuts: dict[str, Record] = {}
     for record in schedule.records:
         if isinstance(record.primitive, PipelineSplit):
-            cuts.setdefault(record.path, record)
+            for path in record.primitive.cuts(record.path):
+                cuts.setdefault(path, record)
     if not cuts:
         return None
     try:
