@@ -14,6 +14,7 @@ from slapo_core.tree.tree import Tree
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from contextlib import AbstractContextManager
 
     from slapo_core.plugins.manager import HookManager
     from slapo_core.schedule.schedule import Schedule
@@ -70,6 +71,10 @@ class ScheduledCopy:
 
     def example_call_of(self, path: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return self._schedule.example_call_of(path)
+
+    def rewound(self, to: Any) -> AbstractContextManager[nn.Module]:
+        """The user's own model, as the schedule gives it."""
+        return self._schedule.rewound(to)
 
     def plugin_named(self, kind: str, name: str, path: str = "") -> Any:
         return self._schedule.plugin_named(kind, name, path)
