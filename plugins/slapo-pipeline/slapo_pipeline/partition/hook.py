@@ -49,7 +49,7 @@ def slapo_partition(
         return _Cutting(flat, list(cuts), inputs).partition()
     except Uncuttable as error:
         raise TraceError(
-            f"{cuts[error.path]} cannot cut there: {error.problem}",
+            f"cannot cut after '{error.path}' ({cuts[error.path]}): {error.problem}",
             path=error.path,
             location=error.location,
             hint=error.hint,
@@ -103,7 +103,8 @@ class _Cutting:
         segment.graph.output(made)
         sources = [self._source(*segment.sources[node]) for node in segment.graph.nodes if node.op == "placeholder"]
         used = tuple(self.name(node) for node in segment.uses)
-        read = tuple(str(what) for kind, what in sources if kind == "input")
+        taken = {what for kind, what in sources if kind == "input"}
+        read = tuple(name for name in self.inputs if name in taken)
         program = Program(
             compiled(segment.graph, module),
             sources,

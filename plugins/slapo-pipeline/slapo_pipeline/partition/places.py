@@ -120,6 +120,7 @@ class Places:
         function = operator.getitem if how == "item" else getattr
         for user in whole.users:
             if user.target is function and user.args == (whole, key):
+                self.flat.values.setdefault(user, value)
                 return user
         with self.flat.graph.inserting_after(whole):
             made = self.flat.graph.call_function(function, (whole, key))
