@@ -19,7 +19,7 @@ from slapo_core.errors import GuardError
 from slapo_core.graph.buffers import buffers_kept
 from slapo_core.graph.checks import Checks
 from slapo_core.graph.fake import with_own_values
-from slapo_core.graph.leaves import inlined_modules
+from slapo_core.graph.leaves import inlined_modules, walk
 from slapo_core.graph.mutations import refusing_changes
 from slapo_core.graph.notes import Notes, left
 from slapo_core.graph.recorder import NeedsValues
@@ -156,7 +156,13 @@ def flat(
     """
     inlined = inlined_modules(module, leaves)
     surroundings = Surroundings(forward, inlined.values())
-    versions = [(name, buffer, buffer._version) for name, buffer in module.named_buffers()]
+    buffers = [
+        (f"{path}.{name}" if path else name, buffer)
+        for path, below in walk(module)
+        for name, buffer in below._buffers.items()
+        if buffer is not None
+    ]
+    versions = [(name, buffer, buffer._version) for name, buffer in buffers]
     changed = None
     try:
         try:
