@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
+from torch.utils._mode_utils import no_dispatch
+from torch.utils._pytree import tree_map
 
 from slapo_core.graph.structure import children, is_plain, rebuild
 
@@ -21,12 +23,38 @@ class FakeMode(FakeTensorMode):
 
     Grouped matrix products are computed in every type here: torch's shape function refuses all but bfloat16, where its
     kernels take float32 too, and so do the experts of nearly all mixtures.
+
+    Args:
+        stand_in_for: tensors on the meta device are taken to be on this one; None leaves them there.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, stand_in_for: torch.device | None = None) -> None:
         super().__init__(allow_non_fake_inputs=True)
+        self.stand_in_for = stand_in_for
+        self._placed: dict[int, tuple[torch.Tensor, FakeTensor]] = {}
+
+    def fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The fake tensor that stands for another one wherever this mode meets it."""
+        if isinstance(tensor, FakeTensor):
+            return tensor
+        if self.stand_in_for is None or not tensor.is_meta:
+            return self.from_tensor(tensor, static_shapes=True)
+        if id(tensor) not in self._placed:
+            with no_dispatch():
+                own = tensor.detach()
+            self._placed[id(tensor)] = (tensor, FakeTensor(self, own, self.stand_in_for))
+        return self._placed[id(tensor)][1]
+
+    def _place(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self.fake(value) if value.is_meta and not isinstance(value, FakeTensor) else value
+        if isinstance(value, torch.device) and value.type == "meta":
+            return self.stand_in_for
+        return value
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.stand_in_for is not None:
+            args, kwargs = tree_map(self._place, (args, kwargs or {}))
         if func is torch.ops.aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:
             return _grouped_product(*args, **(kwargs or {}))
         return super().__torch_dispatch__(func, types, args, kwargs)
@@ -42,10 +70,7 @@ def _grouped_product(a: Any, b: Any, offs: Any = None, bias: Any = None, out_dty
 
 def without_values(mode: FakeMode, value: Any) -> Any:
     """``value`` with tensors without values for its own; one that appears twice does so again."""
-    return with_tensors(
-        value,
-        lambda tensor: tensor if isinstance(tensor, FakeTensor) else mode.from_tensor(tensor, static_shapes=True),
-    )
+    return with_tensors(value, mode.fake)
 
 
 def with_own_values(value: Any) -> Any:

@@ -77,6 +77,7 @@ def record(
     *,
     fake: bool = True,
     notes: Notes | None = None,
+    stand_in_for: torch.device | None = None,
 ) -> Recorded:
     """Run ``forward`` once, on fake tensors like those of ``arguments``, and write down what it computes.
 
@@ -87,6 +88,7 @@ def record(
         leaves: says which modules below are called as they are.
         fake: False runs on the tensors themselves, where an operation has no fake implementation.
         notes: filled with what else is to be known of the run.
+        stand_in_for: tensors on the meta device are taken to be on this one.
 
     Raises:
         Untraceable: it cannot be recorded.
@@ -96,7 +98,7 @@ def record(
     flags = Flags(recording.refusal, lambda: recorder.is_paused, first_line(forward))
     if notes is not None and fake:
         recorder.alike = AlikeCalls(flags)
-    mode = FakeMode() if fake else None
+    mode = FakeMode(stand_in_for) if fake else None
     signature = inspect.signature(forward)
     given: dict[str, Any] = {}
     drawn = generators()
