@@ -11,7 +11,6 @@ from torch import nn
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._mode_utils import no_dispatch
-from torch.utils._pytree import tree_map
 
 from slapo_core.graph.structure import children, is_plain, rebuild
 
@@ -46,15 +45,22 @@ class FakeMode(FakeTensorMode):
         return self._placed[id(tensor)][1]
 
     def _place(self, value: Any) -> Any:
+        cls = type(value)
+        if cls is FakeTensor:
+            return value
+        if cls in (tuple, list):
+            return cls([self._place(part) for part in value])
+        if cls is dict:
+            return {key: self._place(part) for key, part in value.items()}
         if isinstance(value, torch.Tensor):
-            return self.fake(value) if value.is_meta and not isinstance(value, FakeTensor) else value
+            return self.fake(value) if value.is_meta else value
         if isinstance(value, torch.device) and value.type == "meta":
             return self.stand_in_for
         return value
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.stand_in_for is not None:
-            args, kwargs = tree_map(self._place, (args, kwargs or {}))
+            args, kwargs = self._place(args), self._place(kwargs or {})
         if func is torch.ops.aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:
             return _grouped_product(*args, **(kwargs or {}))
         return super().__torch_dispatch__(func, types, args, kwargs)
