@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
