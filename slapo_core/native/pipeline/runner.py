@@ -1,0 +1,100 @@
+"""This rank's stages under a schedule, for one form of a micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from slapo_core.native.pipeline.stage import RunningStage, Work
+from slapo_core.native.pipeline.torch_pipelining import schedule_class, step
+
+if TYPE_CHECKING:
+    from slapo_core.native.pipeline.schedules import Schedule
+    from slapo_core.spec.pipeline import Liveness, Partition
+
+__all__ = ["Runner"]
+
+
+class Runner:
+    """Runs a step's forwards and backwards; every rank along ``pp`` has one, with the same arguments but ``rank``.
+
+    Args:
+        partition: for one form of a micro-batch and one mode.
+        liveness: what each stage sends to the next.
+        schedule: by which they run.
+        ranks: which rank along ``pp`` runs each stage.
+        rank: this one.
+        group: of the ranks along ``pp``.
+        device: where the stages compute.
+        count: of micro-batches.
+    """
+
+    def __init__(
+        self,
+        partition: Partition,
+        liveness: Liveness,
+        schedule: Schedule,
+        ranks: Sequence[int],
+        rank: int,
+        *,
+        group: Any,
+        device: torch.device,
+        count: int,
+    ) -> None:
+        self.partition = partition
+        self._ranks, self._count, self._group = tuple(ranks), count, group
+        self.stages = [
+            RunningStage(
+                partition,
+                liveness,
+                index,
+                ranks,
+                group=group,
+                device=device,
+                count=count,
+                splits=schedule.splits_backward,
+            )
+            for index in range(len(partition.stages))
+            if ranks[index] == rank
+        ]
+        stages: Any = self.stages[0] if schedule.is_single else self.stages
+        self._schedule = schedule_class(schedule.class_name)(stages, count, loss_fn=_as_it_is, scale_grads=False)
+
+    @property
+    def last_rank(self) -> int:
+        """Along ``pp``: where the loss is."""
+        return self._ranks[-1]
+
+    def run(
+        self,
+        inputs: Sequence[Mapping[str, Any]],
+        loss: Callable[[int, Mapping[str, torch.Tensor]], torch.Tensor],
+        *,
+        backward: bool,
+        keep_outputs: bool = False,
+    ) -> Work:
+        """One step; gradients are added to those of the parameters.
+
+        Args:
+            inputs: the arguments of each micro-batch.
+            loss: of a micro-batch, by its number and the pieces of the output.
+            backward: whether gradients are computed: of the mean of the losses.
+            keep_outputs: whether the pieces of the output that this rank's stages make are kept.
+        """
+        work = Work(inputs, loss, keep_outputs)
+        for stage in self.stages:
+            stage.work = work
+        try:
+            step(self._schedule, self._count, backward=backward)
+        finally:
+            for stage in self.stages:
+                stage.clear_runtime_states()
+                stage.work = Work((), loss)
+        return work
+
+
+def _as_it_is(loss: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+    """The last stage's forward gives the loss already."""
+    return loss

@@ -1,0 +1,299 @@
+"""One stage as the schedules of torch run it: what comes, what goes, and both passes of each micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from slapo_core import BuildError
+from slapo_core.native.pipeline.received import Received
+from slapo_core.native.pipeline.splitting import backward_of_inputs
+from slapo_core.native.pipeline.torch_pipelining import StageBase
+from slapo_core.native.pipeline.whole import Watch
+
+if TYPE_CHECKING:
+    from slapo_core.spec.pipeline import Liveness, Partition, Value
+
+__all__ = ["RunningStage", "Work"]
+
+
+@dataclass
+class Work:
+    """What one step gives to the stages of a rank, and takes from them.
+
+    Args:
+        inputs: for each micro-batch: the model's arguments by parameter.
+        loss: the loss of a micro-batch, by its number and the pieces of the output by name; the last stage calls it.
+        keep_outputs: whether the pieces of the output that stages make are kept.
+        losses: by micro-batch, where the last stage is.
+        outputs: by name and micro-batch.
+    """
+
+    inputs: Sequence[Mapping[str, Any]]
+    loss: Callable[[int, Mapping[str, torch.Tensor]], torch.Tensor]
+    keep_outputs: bool = False
+    losses: dict[int, torch.Tensor] = field(default_factory=dict)
+    outputs: dict[str, dict[int, torch.Tensor]] = field(default_factory=dict)
+
+
+@dataclass
+class _Flight:
+    """One micro-batch from its arrival to its backward pass."""
+
+    buffers: list[torch.Tensor] = field(default_factory=list)  # what came
+    received: dict[str, Received] = field(default_factory=dict)
+    sent: list[torch.Tensor] = field(default_factory=list)
+    loss: torch.Tensor | None = None
+    gradients: list[torch.Tensor] = field(default_factory=list)  # of what was sent, as they come
+
+
+class RunningStage(StageBase):  # type: ignore[misc]
+    """A stage of a :class:`~slapo_core.spec.pipeline.Partition` on the rank that runs it.
+
+    Shapes are known from the partition, so nothing is exchanged before the first step. Values that carry no gradient
+    go forward, and nothing comes back for them.
+
+    Args:
+        partition: the stages.
+        liveness: what each sends to the next.
+        index: which one this is.
+        ranks: which rank along ``pp`` runs each stage.
+        group: over which values are sent: the ranks along ``pp``, in their order.
+        device: where the stage computes.
+        count: how many micro-batches a step has.
+        splits: whether the schedule asks for backward passes in two parts.
+
+    Attributes:
+        work: of the step that runs.
+        at: what runs just now, and of which micro-batch, for the message of an error.
+        sent_bytes: forward and backward, since it was made; what goes to a stage on the same rank is not counted.
+    """
+
+    work: Work
+
+    def __init__(
+        self,
+        partition: Partition,
+        liveness: Liveness,
+        index: int,
+        ranks: Sequence[int],
+        *,
+        group: Any,
+        device: torch.device,
+        count: int,
+        splits: bool = False,
+    ) -> None:
+        stage = partition.stages[index]
+        super().__init__(stage.module, index, len(partition.stages), device, group)
+        self._stage, self._ranks, self._count = stage, tuple(ranks), count
+        self._coming = [partition.values[name] for name in liveness.received(index)]
+        self._going = [partition.values[name] for name in liveness.sent(index)]
+        self._output_pieces = partition.output.pieces
+        self._kept = _storages(stage.module)
+        self._flights: dict[int, _Flight] = {}
+        self._back: dict[int, list[torch.Tensor]] = {}  # gradients that go back
+        self._later: dict[int, Callable[[], None]] = {}  # second parts of backward passes
+        self._watch = Watch(stage.module) if splits else None
+        self.at = ("nothing", 0)
+        self.sent_bytes = [0, 0]
+
+    @property
+    def whole(self) -> str:
+        """Why the backward pass is not done in two parts where the schedule asks for it; "" where it is."""
+        return "" if self._watch is None else self._watch.reason
+
+    # -- what comes and goes; each in the order of liveness -----------------------------------------------------------
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[Any]:
+        flight = self._flights.setdefault(fwd_chunk_id, _Flight())
+        flight.buffers = [self._empty(value) for value in self._coming]
+        return self._operations(dist.irecv, flight.buffers, self.stage_index - 1, forward=True, number=fwd_chunk_id)
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[Any]:
+        if self.is_last:
+            return []
+        flight = self._flights[fwd_chunk_id]
+        tensors = [self._own(one) for one in flight.sent]
+        self.sent_bytes[0] += sum(tensor.nbytes for tensor in tensors)
+        if not self.has_backward:
+            del self._flights[fwd_chunk_id]
+        return self._operations(dist.isend, tensors, self.stage_index + 1, forward=True, number=fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[Any]:
+        if not self.has_backward or self.is_last:
+            return []
+        flight = self._flights[bwd_chunk_id]
+        flight.gradients = [self._empty(value) for value in self._going if value.requires_grad]
+        return self._operations(dist.irecv, flight.gradients, self.stage_index + 1, forward=False, number=bwd_chunk_id)
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[Any]:
+        if not self.has_backward or self.is_first:
+            return []
+        tensors = self._back.pop(bwd_chunk_id)
+        self.sent_bytes[1] += sum(tensor.nbytes for tensor in tensors)
+        return self._operations(dist.isend, tensors, self.stage_index - 1, forward=False, number=bwd_chunk_id)
+
+    def set_local_fwd_input(self, prev_stage_outputs: Sequence[torch.Tensor], mb_index: int) -> None:
+        flight = self._flights.setdefault(mb_index, _Flight())
+        flight.buffers = [one.detach().clone(memory_format=torch.contiguous_format) for one in prev_stage_outputs]
+
+    def get_local_bwd_output(self, mb_index: int) -> list[torch.Tensor]:
+        return self._back.pop(mb_index) if self.has_backward else []
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: list[torch.Tensor], mb_index: int) -> None:
+        if self.has_backward:
+            self._flights[mb_index].gradients = next_stage_bwd_outputs
+
+    def _empty(self, value: Value) -> torch.Tensor:
+        return torch.empty(value.shape, dtype=value.dtype, device=self.device)
+
+    def _own(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What can be sent while the stage goes on: contiguous, and nothing that the stage writes to."""
+        one = tensor.detach()
+        if one.untyped_storage().data_ptr() in self._kept:
+            return one.clone(memory_format=torch.contiguous_format)
+        return one.contiguous()
+
+    def _operations(
+        self, operation: Any, tensors: Sequence[torch.Tensor], stage: int, *, forward: bool, number: int
+    ) -> list[Any]:
+        """One for each tensor that has elements; tags keep messages of different boundaries apart."""
+        boundary = max(stage, self.stage_index)
+        tag = (2 * boundary + forward) * self._count + number
+        peer = self._ranks[stage]
+        return [
+            dist.P2POp(operation, tensor, group=self.group, tag=tag, group_peer=peer)
+            for tensor in tensors
+            if tensor.numel()
+        ]
+
+    # -- the passes ---------------------------------------------------------------------------------------------------
+
+    def forward_one_chunk(
+        self, fwd_chunk_id: int, args: Any, kwargs: Any = None, save_forward_output: bool = True
+    ) -> Any:
+        self.at = ("the forward", fwd_chunk_id)
+        flight = self._flights.setdefault(fwd_chunk_id, _Flight())
+        for value, buffer in zip(self._coming, flight.buffers, strict=True):
+            flight.received[value.name] = Received(buffer, carries_gradient=value.requires_grad and self.has_backward)
+        flight.buffers = []
+        there = {name: one.tensor for name, one in flight.received.items()}
+        made = self._call(self.work.inputs[fwd_chunk_id], there)
+        there.update(made)
+        if self.work.keep_outputs:
+            for name in self._output_pieces:
+                if name in made:
+                    self.work.outputs.setdefault(name, {})[fwd_chunk_id] = made[name].detach()
+        if self.is_last:
+            self.at = ("the loss", fwd_chunk_id)
+            pieces = {name: there[name] for name in self._output_pieces if name in there}
+            flight.loss = self.work.loss(fwd_chunk_id, pieces)
+            self.work.losses[fwd_chunk_id] = flight.loss.detach()
+            if not self.has_backward:
+                del self._flights[fwd_chunk_id]
+            return flight.loss
+        flight.sent = [self._checked(value, there[value.name]) for value in self._going]
+        if not self.has_backward and self._ranks[self.stage_index + 1] == self._ranks[self.stage_index]:
+            return tuple(self._flights.pop(fwd_chunk_id).sent)
+        return tuple(flight.sent)
+
+    def _call(self, inputs: Mapping[str, Any], there: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        own = {name: inputs[name] for name in self._stage.inputs if name in inputs}
+        values = {name: there[name] for name in self._stage.uses}
+        if self._watch is None:
+            return self.submod(own, values)  # type: ignore[no-any-return]
+        with self._watch.looking():
+            return self.submod(own, values)  # type: ignore[no-any-return]
+
+    def _checked(self, value: Value, tensor: torch.Tensor) -> torch.Tensor:
+        if tuple(tensor.shape) != value.shape or tensor.dtype != value.dtype:
+            raise BuildError(
+                f"stage {self.stage_index} made '{value.name}' as {tuple(tensor.shape)} of {tensor.dtype}, and the "
+                f"next stage waits for {value.shape} of {value.dtype}: its shape depends on what is in the batch, "
+                "beyond shapes",
+                hint="cut the model elsewhere",
+            )
+        if tensor.requires_grad and self.has_backward and not value.requires_grad:
+            raise BuildError(
+                f"'{value.name}', which stage {self.stage_index} sends, has a gradient now, and had none when the "
+                "stages were made: it would be lost",
+                hint="set requires_grad of parameters before build()",
+            )
+        return tensor
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        if not self.has_backward:
+            return
+        self.at = ("the backward", bwd_chunk_id)
+        flight = self._flights.pop(bwd_chunk_id)
+        roots, gradients = self._roots(flight)
+        starts = [one.start for one in flight.received.values() if one.start is not None]
+        if not roots:
+            pass
+        elif full_backward or self.whole:
+            torch.autograd.backward(roots, gradients)
+        elif not starts:  # no stage waits for anything
+            self._later[bwd_chunk_id] = lambda: torch.autograd.backward(roots, gradients)
+        else:
+            self._later[bwd_chunk_id] = backward_of_inputs(roots, gradients, starts).run
+        if not self.is_first:
+            self._back[bwd_chunk_id] = [
+                flight.received[value.name].give_back() for value in self._coming if value.requires_grad
+            ]
+
+    def _roots(self, flight: _Flight) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """What the backward pass begins with, and the gradients there."""
+        if flight.loss is not None:
+            if not flight.loss.requires_grad:
+                return [], []
+            return [flight.loss], [torch.full_like(flight.loss, 1.0 / self._count)]
+        with_gradient = [one for one, value in zip(flight.sent, self._going, strict=True) if value.requires_grad]
+        pairs = [
+            (one if one.grad_fn is not None else one.view_as(one), gradient)
+            for one, gradient in zip(with_gradient, flight.gradients, strict=True)
+            if one.requires_grad
+        ]
+        return [one for one, _ in pairs], [gradient for _, gradient in pairs]
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        later = self._later.pop(bwd_chunk_id, None)
+        if later is not None:
+            self.at = ("the backward", bwd_chunk_id)
+            later()
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        """Nothing: losses are divided before they go back, and replicas exchange gradients after the schedule."""
+
+    def scale_grads(self, grad_scale_factor: int) -> None:
+        """Nothing; for torch's versions that call it by themselves."""
+
+    def clear_runtime_states(self) -> None:
+        for kept in (self._flights, self._back, self._later):
+            kept.clear()
+
+    # -- before the first step ----------------------------------------------------------------------------------------
+
+    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> None:
+        self.args_recv_info = {0: ()}
+
+    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> None:
+        return None
+
+    def _create_grad_recv_info(self, act_send_info: Any) -> tuple[()]:
+        return ()
+
+    def _get_init_p2p_neighbors_ops(self) -> list[Any]:
+        return []
+
+
+def _storages(module: nn.Module) -> frozenset[int]:
+    """Where the tensors of a module are, which a sent value may be a view of."""
+    tensors = [*module.parameters(), *module.buffers()]
+    return frozenset(one.untyped_storage().data_ptr() for one in tensors if one.numel() and not one.is_meta)
