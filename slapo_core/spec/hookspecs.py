@@ -238,7 +238,7 @@ def slapo_partition(
 
 @hookspec(firstresult=True)
 def slapo_liveness(partition: Partition, outputs: Sequence[str]) -> Liveness | None:
-    """Called with what `slapo_partition` answered: which values pass from each stage to the next.
+    """Called when `slapo_partition` has answered: which values pass from each stage to the next.
 
     First result: yes; two active plugins that answer are an error.
 

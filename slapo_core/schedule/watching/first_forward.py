@@ -145,7 +145,7 @@ def _look_while_compiling(number: str) -> bool:
     return True
 
 
-# What torch.compiler.assume_constant_result does, which would import torch's compiler here, in 1.4 s, for every schedule.
+# What torch.compiler.assume_constant_result does; that would import torch's compiler, in 1.4 s, for every schedule.
 _look_while_compiling._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
