@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
+from torch import nn
 
 from slapo_core.spec.pipeline import Stage
 
@@ -35,17 +36,16 @@ class SharedState:
 
     def __init__(self, stages: Sequence[Stage]) -> None:
         self._shared = list(holders(stages).values())
-        self._names = {name for name, _, _ in self._shared}
         self._stages = stages
-        self._versions = [tensor._version for _, tensor, _ in self._shared]
+        self._before = [_mark(tensor) for _, tensor, _ in self._shared]
 
     def changed(self) -> list[str]:
         """What a stage has written to since, in words."""
         return [
             f"it changes '{name}', which the stages {', '.join(map(str, where))} hold: each has a copy of its own, and "
             "the others would not see it"
-            for (name, tensor, where), before in zip(self._shared, self._versions, strict=True)
-            if tensor._version != before or not self._stands(name, tensor, where[0])
+            for (name, tensor, where), before in zip(self._shared, self._before, strict=True)
+            if not _is_as(tensor, before) or not self._stands(name, tensor, where[0])
         ]
 
     def _stands(self, name: str, tensor: torch.Tensor, index: int) -> bool:
@@ -53,3 +53,13 @@ class SharedState:
         path, _, own = name.rpartition(".")
         module = self._stages[index].module.get_submodule(path)
         return getattr(module, own, None) is tensor
+
+
+def _mark(tensor: torch.Tensor) -> tuple[int, torch.Tensor | None]:
+    """What shows whether it was written to: its version, and of a buffer the values, which norms write unseen."""
+    return tensor._version, None if isinstance(tensor, nn.Parameter) else tensor.detach().clone()
+
+
+def _is_as(tensor: torch.Tensor, before: tuple[int, torch.Tensor | None]) -> bool:
+    version, values = before
+    return tensor._version == version and (values is None or torch.equal(tensor, values))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.utils import _pytree as pytree
 
 from slapo_core.errors import HookError
@@ -105,12 +106,19 @@ def staged(
         TraceError: it cannot be cut there.
         HookError: an answer cannot be right, or there is one about the partition and none about liveness.
     """
+    before = _state(schedule.model)
     answer = schedule.hooks.single(
         "slapo_partition", schedule=schedule, inputs=inputs, batch_axes=dict(batch_axes or {})
     )
     if answer is None:
         return None
     plugin, partition = answer
+    changed = [name for name, kept in _state(schedule.model).items() if before.get(name) != kept]
+    if changed:
+        raise HookError(
+            f"{plugin} changes {', '.join(map(repr, changed[:3]))} while it makes the stages (slapo_partition)",
+            plugin=plugin,
+        )
     check_partition(partition, plugin, model=schedule.model, inputs=inputs)
     needed = tuple(partition.output.pieces if outputs is None else outputs)
     second = schedule.hooks.single("slapo_liveness", partition=partition, outputs=needed)
@@ -122,6 +130,13 @@ def staged(
         )
     check_liveness(second[1], partition, needed, second[0])
     return Staged(partition, second[1], plugin, second[0])
+
+
+def _state(model: nn.Module) -> dict[str, object]:
+    """What shows whether a tensor of the model was written to, or random numbers were drawn."""
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    versions: dict[str, object] = {name: (id(tensor), tensor._version) for name, tensor in tensors}
+    return {**versions, "the random state": torch.get_rng_state().numpy().tobytes()}
 
 
 def _place(stage: Stage) -> str:
