@@ -1,6 +1,7 @@
-"""What the first steps of an engine compare over the tensor-parallel ranks: the batch, and where random numbers stand.
+"""What the first steps of an engine compare over the ranks of a replica: the batch, and where random numbers stand.
 
-The ranks that share a replica's layers compute one loss together. Given other samples, or dropping other elements of
+The ranks that share a replica's layers (``tp``), or its stages (``pp``), compute one loss together. Those along ``tp``
+draw the same random numbers too. Given other samples, or dropping other elements of
 what they all hold, they go on without an error, and train something else. Only the first training step and the first
 evaluation are watched: a later step costs nothing.
 """
@@ -44,7 +45,7 @@ class FirstSteps:
 
     def __init__(self, mesh: Mesh | None, model: nn.Module, state: TensorState) -> None:
         self._mesh, self._model, self._state = mesh, model, state
-        watched = mesh is not None and not mesh.is_dry and mesh.size("tp") > 1
+        watched = mesh is not None and not mesh.is_dry and mesh.size("tp") * mesh.size("pp") > 1
         self._training = self._evaluating = watched
 
     def training_is_over(self) -> None:
@@ -67,26 +68,27 @@ class FirstSteps:
         """Around one call of the model; nothing where the first step is over.
 
         Raises:
-            RankMismatchError: on every tensor-parallel rank, before the model runs: they were given other batches; or
+            RankMismatchError: on every rank of a replica, before the model runs: they were given other batches; or
                 after it: it draws from a generator that is not torch's, and stands elsewhere on each of them.
         """
         is_training = torch.is_grad_enabled()
         if not (self._training if is_training else self._evaluating):
             yield
             return
-        with World(self._mesh, over="tp") as world:
-            self._compare(world, batch, is_training=is_training)
+        with World(self._mesh, over=("pp", "tp")) as replica:
+            self._compare(replica, batch, is_training=is_training)
             if not is_training:
                 self._evaluating = False
                 yield
                 return
-            differing = _draw_alike(world)
-            before = {**torch_states(), **foreign_states()}
-            with world.together("the first training step"):
-                yield
-            after = {**torch_states(), **foreign_states()}
-            drew = {source for source, state in after.items() if before.get(source) != state}
-            anywhere = set().union(*world.gather(drew))
+            with World(self._mesh, over="tp") as world:
+                differing = _draw_alike(world)
+                before = {**torch_states(), **foreign_states()}
+                with replica.together("the first training step"):
+                    yield
+                after = {**torch_states(), **foreign_states()}
+                drew = {source for source, state in after.items() if before.get(source) != state}
+                anywhere = set().union(*world.gather(drew))
         if anywhere - set(OTHER):
             self._state.draws = True
         for source in differing:

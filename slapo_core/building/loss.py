@@ -30,7 +30,7 @@ class LossCall:
     def __call__(self, batch: Any, forward: Callable[..., Any] | None = None) -> tuple[torch.Tensor, Any]:
         """The loss, a scalar tensor, and the output of ``forward`` (None: the model) on a batch."""
         output = self._call(self._module if forward is None else forward, batch)
-        return self._loss_of(output, batch), output
+        return self.loss_of(output, batch), output
 
     def _call(self, forward: Callable[..., Any], batch: Any) -> Any:
         if self._takes is not None:
@@ -41,7 +41,12 @@ class LossCall:
             return forward(*batch)
         return forward(batch)
 
-    def _loss_of(self, output: Any, batch: Any) -> torch.Tensor:
+    def loss_of(self, output: Any, batch: Any) -> torch.Tensor:
+        """The loss of an output on a batch, a scalar tensor.
+
+        Raises:
+            BuildError: there is none in the output, or the user's function gives no scalar.
+        """
         loss: Any
         if self._loss is not None:
             loss = self._loss(output, batch)

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from slapo_core.building.optimizer_probe import probe
+from slapo_core.building.optimizer_probe import probe, probe_separately
 from slapo_core.errors import OptimizerError
+from slapo_core.ranks.facts import RankFact, describe
+from slapo_core.ranks.world import World
 
-__all__ = ["make_optimizer"]
+if TYPE_CHECKING:
+    from slapo_core.spec.mesh import Mesh
 
+__all__ = ["make_optimizer", "same_groups"]
+
+_SAME_GROUPS = "let the factory make the same groups with the same settings on every rank, empty ones too"
 _CALL = "build(sch, optimizer=lambda params: torch.optim.AdamW(params, lr=1e-4))"
 
 
@@ -21,14 +28,18 @@ def make_optimizer(
     factory: Callable[[list[torch.nn.Parameter]], Any] | None,
     originals: Mapping[int, str],
     split: Mapping[int, Sequence[int]],
+    *,
+    is_part: bool = False,
 ) -> torch.optim.Optimizer | None:
     """Call the factory with the engine's parameters, and check what it made.
 
     Args:
         parameters: those to train, each once, by name.
         factory: the user's; None makes none.
-        originals: the untouched model's names of its tensors, by the tensors' identity.
+        originals: tensors that it must not take, by their identity: what to call them.
         split: the axes along which parameters are split over running ranks, by the parameters' identity.
+        is_part: whether other ranks train other parameters of the same model. Where this one has none, the optimiser
+            has the groups that the factory makes of any, all of them empty.
 
     Raises:
         OptimizerError: it made something else, left out parameters that need training, took foreign ones, or makes of
@@ -36,7 +47,7 @@ def make_optimizer(
     """
     if factory is None:
         return None
-    optimizer = factory(list(parameters.values()))
+    optimizer = factory(list(parameters.values())) if parameters or not is_part else _without_parameters(factory)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise OptimizerError(
             f"the optimizer factory must return a torch.optim.Optimizer (got {type(optimizer).__name__})", hint=_CALL
@@ -60,7 +71,68 @@ def make_optimizer(
             hint="give it all that the factory is given, or set requires_grad=False on those to freeze",
         )
     _require_elementwise(optimizer, parameters, split)
+    if is_part:
+        _require_separable(optimizer)
     return optimizer
+
+
+def same_groups(world: World, mesh: Mesh | None, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse optimisers of pipeline stages whose groups do not correspond: their state could not be saved as one.
+
+    Args:
+        world: the ranks, while ``build`` goes on.
+        mesh: of the schedule.
+        optimizer: this rank's.
+
+    Raises:
+        RankMismatchError: on every rank.
+    """
+    facts = list(_group_facts(optimizer))
+    with contextlib.nullcontext(world) if world.is_open else World(mesh) as ranks:
+        ranks.agree(facts, hint=_SAME_GROUPS)
+
+
+def _group_facts(optimizer: torch.optim.Optimizer) -> Iterator[RankFact]:
+    kind = type(optimizer).__name__
+    yield RankFact("the optimiser that the factory made", kind)
+    yield RankFact(f"the number of groups of parameters of {kind}", str(len(optimizer.param_groups)))
+    for number, group in enumerate(optimizer.param_groups):
+        for key, value in group.items():
+            if key != "params":
+                plain = value.item() if isinstance(value, torch.Tensor) and not value.dim() else value
+                yield RankFact(f"'{key}' of group {number} of {kind}", describe(plain))
+
+
+def _without_parameters(factory: Callable[[list[torch.nn.Parameter]], Any]) -> Any:
+    """What the factory makes, with nothing in its groups: no optimiser can be made of no parameters."""
+    nothing = torch.nn.Parameter(torch.empty(0, 0))
+    optimizer = factory([nothing])
+    if isinstance(optimizer, torch.optim.Optimizer):
+        for group in optimizer.param_groups:
+            group["params"] = [one for one in group["params"] if one is not nothing]
+    return optimizer
+
+
+def _require_separable(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimiser that needs all parameters at once, where each pipeline stage has only its own."""
+    kind = type(optimizer).__name__
+    axes = {
+        (number, parameter.dim())
+        for number, group in enumerate(optimizer.param_groups)
+        for parameter in group["params"]
+    }
+    finding = probe_separately(optimizer, sorted(axes))
+    if finding.reason is not None:
+        raise OptimizerError(
+            f"{kind} cannot train parameters that pipeline stages divide among them: {finding.reason}",
+            hint="use an optimiser that treats parameters one by one (SGD, AdamW), or a mesh without 'pp'",
+        )
+    if finding.unknown is not None:
+        warnings.warn(
+            f"whether {kind} treats parameters one by one, as it must where pipeline stages divide them among them, "
+            f"could not be tried: {finding.unknown}",
+            stacklevel=10,
+        )
 
 
 def _require_elementwise(
@@ -93,8 +165,6 @@ def _require_elementwise(
 
 def _names_of(originals: Mapping[int, str], foreign: list[torch.Tensor]) -> list[str]:
     return [
-        f"'{originals[id(tensor)]}' of the untouched model"
-        if id(tensor) in originals
-        else f"one of shape {tuple(tensor.shape)}"
+        originals[id(tensor)] if id(tensor) in originals else f"one of shape {tuple(tensor.shape)}"
         for tensor in foreign
     ]

@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 
-__all__ = ["Finding", "probe"]
+__all__ = ["Finding", "probe", "probe_separately"]
 
 _KNOWN = re.compile(r"lbfgs|shampoo|soap|galore", re.IGNORECASE)  # whose first steps may not show it, or need a closure
+_ALL_AT_ONCE = re.compile(r"lbfgs", re.IGNORECASE)  # it needs a closure
 _EDGE = 4  # elements along an axis of the small tensors; even, so that halves are alike
 _STEPS = 3
 _ALLOWED = 1e-6  # of the largest update, in float64
@@ -58,6 +59,56 @@ def probe(optimizer: torch.optim.Optimizer, splits: Iterable[tuple[int, int, int
             return Finding(unknown=f"{type(error).__name__}: {error}")
         if finding != Finding():
             return finding
+    return Finding()
+
+
+def probe_separately(optimizer: torch.optim.Optimizer, shapes: Iterable[tuple[int, int]]) -> Finding:
+    """Take some steps with two tensors at once, and with each alone, as ranks that hold one of them would.
+
+    Args:
+        optimizer: as for :func:`probe`.
+        shapes: ``(group, axes)`` of parameters: the number of the group, and how many axes they have.
+    """
+    if any(_ALL_AT_ONCE.search(cls.__name__) for cls in type(optimizer).__mro__):
+        return Finding(reason="it computes the update of a parameter from the others too")
+    for group, axes in dict.fromkeys(shapes):
+        try:
+            with torch.random.fork_rng(devices=_devices(optimizer, group)):
+                finding = _try_separately(optimizer, group, axes)
+        except Exception as error:  # noqa: BLE001 - somebody else's code on tensors that it was not made for: told
+            return Finding(unknown=f"{type(error).__name__}: {error}")
+        if finding != Finding():
+            return finding
+    return Finding()
+
+
+def _try_separately(optimizer: torch.optim.Optimizer, group: int, axes: int) -> Finding:
+    generator = torch.Generator().manual_seed(0)
+    device = optimizer.param_groups[group]["params"][0].device
+    starts = [torch.randn((_EDGE,) * axes, generator=generator, dtype=torch.float64) for _ in range(2)]
+    gradients = [
+        [torch.randn((_EDGE,) * axes, generator=generator, dtype=torch.float64) * (1 + 9 * step) for _ in starts]
+        for step in range(_STEPS)
+    ]
+
+    def run(chosen: Sequence[int]) -> list[torch.Tensor]:
+        parameters = [torch.nn.Parameter(starts[number].clone().to(device)) for number in chosen]
+        twin = _twin(optimizer, group, parameters)
+        for one_step in gradients:
+            for number, parameter in zip(chosen, parameters, strict=True):
+                parameter.grad = one_step[number].clone().to(device)
+            type(optimizer).step(twin)
+        return [parameter.detach().cpu() for parameter in parameters]
+
+    before = torch.get_rng_state()
+    both = run((0, 1))
+    if not torch.equal(before, torch.get_rng_state()):
+        return Finding()  # it adds noise: two runs differ in any case
+    if torch.equal(both[0], starts[0]):
+        return Finding(unknown="its step() does not change a parameter that was put into its groups")
+    for number in range(2):
+        if _differ(both[number] - starts[number], run((number,))[0] - starts[number]):
+            return Finding("its update of one parameter depends on the others, which other ranks hold")
     return Finding()
 
 

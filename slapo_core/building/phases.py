@@ -1,8 +1,9 @@
 """`build`: a scheduled model becomes an engine, phase by phase.
 
-Plan (the dialect, pure) -> agree (the ranks compare) -> materialise (only what this rank keeps) -> hand over (the
-dialect makes its engine) -> seal. A failure in any phase leaves the schedule, and the model, usable. Planning comes
-before agreeing because the options that a dialect fills in are among what the ranks have to agree about.
+Plan (the dialect, pure) -> agree (the ranks compare) -> place (which rank holds what, where there are pipeline stages)
+-> materialise (only what this rank keeps) -> hand over (the dialect makes its engine) -> seal. A failure in any phase
+leaves the schedule, and the model, usable. Planning comes before agreeing because the options that a dialect fills in
+are among what the ranks have to agree about.
 """
 
 from __future__ import annotations
@@ -17,11 +18,14 @@ import torch
 from slapo_core.building.agreement import agree, drawing_alike
 from slapo_core.building.arguments import Arguments
 from slapo_core.building.request import Request
+from slapo_core.building.stages import stages_of_build
 from slapo_core.building.target import Target
 from slapo_core.errors import ArgumentError, BuildError, RankMismatchError
 from slapo_core.ranks.world import World
+from slapo_core.schedule.agreement import SAME_SCRIPT
 from slapo_core.schedule.schedule import Schedule
 from slapo_core.weights.materialise import Materialisation
+from slapo_core.weights.placement import placed, placement_facts
 from slapo_core.weights.replicas import parted, replicas_of
 from slapo_core.weights.sources import Source, open_source
 
@@ -109,10 +113,11 @@ class _Build:
                 self.schedule, source, device=self.arguments.torch_device(), seed=self.arguments.seed
             )
         agree(self.world, self.schedule, self.arguments, plan, source, values.untouched)
+        stage_ranks = self._place(target, plan, values)
         try:
             with drawing_alike(self.world, self.schedule.mesh):
                 self._materialise(target, values)
-                engine = self._hand_over(target, plan, values)
+                engine = self._hand_over(target, plan, values, stage_ranks)
                 self._compare_added(values)
         except BaseException:
             values.take_back()
@@ -128,6 +133,19 @@ class _Build:
         source = open_source(self.arguments.weights) if self.arguments.weights is not None else None
         return target, plan, source
 
+    def _place(self, target: Target, plan: Plan, values: Materialisation) -> tuple[int, ...]:
+        """Decide which rank holds which tensors; nothing is changed yet. Gives the rank along ``pp`` of each stage."""
+        with self.world.together("making the stages"):
+            found = stages_of_build(self.schedule, self.arguments, target, plan)
+            if found is None:
+                return ()
+            stages, ranks = found
+            placement = placed(values.correspondence, stages.partition, ranks)
+        facts = placement_facts(stages.partition, ranks, placement, stages.liveness.boundaries)
+        self.world.agree(facts, hint=SAME_SCRIPT)
+        values.place(placement)
+        return ranks
+
     def _materialise(self, target: Target, values: Materialisation) -> None:
         """Give every tensor its value, unless the dialect takes them one by one."""
         if not target.dialect.takes_tensors:
@@ -135,9 +153,10 @@ class _Build:
                 for _ in values.run():
                     pass
 
-    def _hand_over(self, target: Target, plan: Plan, values: Materialisation) -> Engine:
+    def _hand_over(self, target: Target, plan: Plan, values: Materialisation, stage_ranks: tuple[int, ...]) -> Engine:
         with self.world.together(f"build() of target '{plan.target}'"):
-            engine = target.build(plan, Request(self.schedule, self.arguments, values, self.world))
+            request = Request(self.schedule, self.arguments, values, self.world, stage_ranks=stage_ranks)
+            engine = target.build(plan, request)
             if not values.is_complete:
                 raise BuildError(
                     f"target '{plan.target}' of {target.label} left tensors without their values",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -13,13 +14,19 @@ from slapo_core.building.first_steps import FirstSteps
 from slapo_core.building.loss import LossCall
 from slapo_core.building.micro_batches import labels_left_out, micro_batches
 from slapo_core.building.modes import switch_to_training
-from slapo_core.building.optimizer import make_optimizer
+from slapo_core.building.optimizer import make_optimizer, same_groups
+from slapo_core.building.stages import Stages
+from slapo_core.pipeline.binding import bound_batch
 from slapo_core.ranks.world import World, together
 from slapo_core.weights.clipping import GradientClipper
+from slapo_core.weights.tied import TiedGradients
 
 if TYPE_CHECKING:
     from slapo_core.building.arguments import Arguments
     from slapo_core.schedule.schedule import Schedule
+    from slapo_core.spec.pipeline import Output
+    from slapo_core.spec.placement import Placement
+    from slapo_core.spec.request import StagedModel
     from slapo_core.spec.state import LiveTensor, ModelState
     from slapo_core.weights.materialise import Materialisation
 
@@ -34,9 +41,18 @@ class Request:
         arguments: what the user gave to ``build``.
         values: the tensors and their values.
         world: the ranks, while ``build`` goes on.
+        stage_ranks: the rank along ``pp`` of each stage; empty where there is one.
     """
 
-    def __init__(self, schedule: Schedule, arguments: Arguments, values: Materialisation, world: World) -> None:
+    def __init__(
+        self,
+        schedule: Schedule,
+        arguments: Arguments,
+        values: Materialisation,
+        world: World,
+        *,
+        stage_ranks: tuple[int, ...] = (),
+    ) -> None:
         self._world = world
         self._schedule, self._arguments, self._values = schedule, arguments, values
         self._state = values.state
@@ -44,6 +60,9 @@ class Request:
         self._mesh = schedule.mesh
         self._loss_call = LossCall(schedule.model, arguments.loss)
         self._clipper: GradientClipper | None = None
+        self._tied: TiedGradients | None = None
+        self._stage_ranks = stage_ranks
+        self._stages: Stages | None = None
         self._is_cut = False  # a batch, before
         self._originals = {id(tensor): name for name, tensor in values.untouched.items()}
 
@@ -80,11 +99,42 @@ class Request:
 
     def make_optimizer(self) -> torch.optim.Optimizer | None:
         with self.together("making the optimiser"):
-            parameters = dict(self._schedule.model.named_parameters())
-            optimizer = make_optimizer(parameters, self._arguments.optimizer, self._originals, self._split())
+            named = dict(self._schedule.model.named_parameters())
+            elsewhere = {id(live.tensor): live.name for live in self._state.tensors() if not live.is_here}
+            parameters = {name: one for name, one in named.items() if id(one) not in elsewhere}
+            foreign = {key: f"'{name}' of the untouched model" for key, name in self._originals.items()}
+            foreign |= {key: f"'{name}' of another pipeline stage" for key, name in elsewhere.items()}
+            optimizer = make_optimizer(
+                parameters, self._arguments.optimizer, foreign, self._split(), is_part=self.placement is not None
+            )
             if optimizer is not None:
                 self._first.end_with(optimizer)
-            return optimizer
+        if self.placement is not None and optimizer is not None:
+            same_groups(self._world, self._mesh, optimizer)
+        return optimizer
+
+    @property
+    def placement(self) -> Placement | None:
+        return self._values.correspondence.placement
+
+    @property
+    def stage_ranks(self) -> tuple[int, ...]:
+        return self._stage_ranks
+
+    def inputs_of(self, batch: Any) -> dict[str, Any]:
+        return bound_batch(self._schedule.model, batch, for_loss=self.loss is not None)
+
+    def stages(
+        self,
+        inputs: Mapping[str, Any],
+        *,
+        training: bool,
+        outputs: Sequence[str] | Callable[[Output], Sequence[str]] | None = None,
+        batch_axes: Mapping[str, int | None] | None = None,
+    ) -> StagedModel | None:
+        if self._stages is None:
+            self._stages = Stages(self._schedule)
+        return self._stages.of(inputs, training=training, outputs=outputs, batch_axes=batch_axes)
 
     def _split(self) -> dict[int, list[int]]:
         """The axes along which parameters are split over running ranks, by their identity."""
@@ -111,14 +161,33 @@ class Request:
             return self._loss_call(batch, forward)
 
     def evaluate(self, batch: Any) -> tuple[torch.Tensor, Any]:
+        with self.evaluating(batch):
+            return self._loss_call(batch)
+
+    @contextlib.contextmanager
+    def training(self, batch: Any) -> Iterator[None]:
+        switch_to_training(self._schedule.model)
+        with self._first.watched(batch):
+            yield
+
+    @contextlib.contextmanager
+    def evaluating(self, batch: Any) -> Iterator[None]:
         modes = [(module, module.training) for module in self._schedule.model.modules()]
         self._schedule.model.eval()
         try:
             with torch.no_grad(), self._first.watched(batch):
-                return self._loss_call(batch)
+                yield
         finally:
             for module, training in modes:
                 module.training = training
+
+    def loss_of(self, output: Any, batch: Any) -> torch.Tensor:
+        return self._loss_call.loss_of(output, batch)
+
+    def sum_tied_gradients(self) -> None:
+        if self._tied is None:
+            self._tied = TiedGradients(self._values.correspondence)
+        self._tied.sum()
 
     def clip_gradients(self) -> torch.Tensor | None:
         self._first.training_is_over()

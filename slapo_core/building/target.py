@@ -79,6 +79,23 @@ class Target:
         with self._blamed("plan"):
             return self.dialect.plan(schedule, config)
 
+    def stage_ranks(self, plan: Plan, stages: int, pp: int) -> tuple[int, ...]:
+        """Which rank along ``pp`` runs each stage.
+
+        Raises:
+            BuildError: the dialect's answer leaves out a stage or a rank.
+        """
+        with self._blamed("stage_ranks"):
+            ranks = self.dialect.stage_ranks(plan, stages, pp)
+        if not isinstance(ranks, tuple) or len(ranks) != stages or set(ranks) != set(range(pp)):
+            raise BuildError(
+                f"target '{self.dialect.name}' of {self.label} must give one of the {pp} ranks along 'pp' for each of "
+                f"{stages} stages, and each rank a stage (got {ranks!r})",
+                plugin=self.label,
+                hint="stage_ranks(plan, 4, 2) == (0, 0, 1, 1)",
+            )
+        return ranks
+
     def build(self, plan: Plan, request: BuildRequest) -> Engine:
         """Let the dialect make its engine."""
         with self._blamed("build"):

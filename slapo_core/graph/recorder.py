@@ -80,6 +80,9 @@ class Recorder(TorchFunctionMode):
         self, run: Callable[..., Any], args: Any, kwargs: Any, write: Callable[[], Any], *, may_vary: bool = False
     ) -> Any:
         self.regions.enter()
+        notes = self.recording.notes
+        with self.paused():  # asking for a version is a call too
+            before = notes.versions((args, kwargs)) if notes is not None else []
         with self.paused(), drawn_back() if may_vary else contextlib.nullcontext():
             try:
                 out = run(*concrete(args), **concrete(kwargs))
@@ -88,6 +91,10 @@ class Recorder(TorchFunctionMode):
             except DynamicOutputShapeException as error:
                 raise self._needs_values(f"makes a tensor whose shape depends on values ({error.func})") from error
             node = write()
+            if notes is not None:
+                with self.paused():
+                    written = [self.recording.node(tensor) for tensor, version in before if tensor._version != version]
+                notes.note_writes(node, written)
             if may_vary:
                 guard_structure(self.recording, out, node)
             return None if out is None else self.recording.give(out, node)

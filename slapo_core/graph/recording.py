@@ -11,6 +11,7 @@ from torch import fx, nn
 
 from slapo_core.graph.expressions import expression
 from slapo_core.graph.location import model_location
+from slapo_core.graph.notes import Notes
 from slapo_core.graph.sizes import is_symbolic, symbolic
 from slapo_core.graph.structure import Opaque, children, is_plain, rebuild
 from slapo_core.graph.targets import target_of
@@ -27,11 +28,12 @@ class Recording:
     Args:
         root: the recorded module; its parameters, buffers and modules are known by their names.
         may_capture: whether tensors from elsewhere may become a part of the code.
+        notes: what else is to be known of the run.
     """
 
-    def __init__(self, root: nn.Module, *, may_capture: bool = True) -> None:
+    def __init__(self, root: nn.Module, *, may_capture: bool = True, notes: Notes | None = None) -> None:
         self.graph = fx.Graph()
-        self.may_capture = may_capture
+        self.may_capture, self.notes = may_capture, notes
         self.captured: list[torch.Tensor] = []
         self.guards: list[Guard] = []
         self._nodes: dict[int, fx.Node] = {}
@@ -55,6 +57,8 @@ class Recording:
         """Remember that ``node`` gives ``value``; what code gets in its place (numbers that stay symbolic)."""
         self._alive.append(value)
         self._nodes[id(value)] = node
+        if self.notes is not None:
+            self.notes.values[node] = value
         if isinstance(value, torch.Tensor):
             node.meta["example"] = (tuple(value.shape), value.dtype)
             if isinstance(value, torch._subclasses.FakeTensor):
@@ -155,6 +159,8 @@ class Recording:
             self.captured.append(tensor)
         self._alive.append(tensor)
         self._nodes[id(tensor)] = node
+        if self.notes is not None:
+            self.notes.values[node] = tensor
         return node
 
     # -- writing ----------------------------------------------------------------------------------------------

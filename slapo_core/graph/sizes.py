@@ -79,6 +79,8 @@ class SizeNode:
 
     def __init__(self, recording: Recording, hint: Any, node: fx.Node | None) -> None:
         self.recording, self.hint, self.node = recording, hint, node
+        if node is not None and recording.notes is not None:
+            recording.notes.values[node] = hint
 
     # What torch asks ------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from slapo_core.graph.leaves import LeafRule
+from slapo_core.graph.notes import left
 
 if TYPE_CHECKING:
     from slapo_core.graph.recorder import Recorder
@@ -33,8 +34,13 @@ def module_calls(recorder: Recorder, leaves: LeafRule) -> Iterator[None]:
                 f"calls a {type(module).__name__} that lies outside of the traced module",
                 "trace the module that holds both",
             )
-        if path is None or not leaves(module, path):
+        if path is None:
             return original(module, *args, **kwargs)
+        if not leaves(module, path):
+            out = original(module, *args, **kwargs)
+            if recording.notes is not None:
+                recording.compute(left, (path,))
+            return out
         return recorder.record_module(path, original, module, args, kwargs)
 
     nn.Module.__call__ = call  # type: ignore[method-assign]

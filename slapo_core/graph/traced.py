@@ -19,8 +19,9 @@ from slapo_core.graph.mutations import refusing_changes
 from slapo_core.graph.plan import Plan
 from slapo_core.graph.printing import printed
 from slapo_core.graph.refusals import refusal
+from slapo_core.graph.rewriting.actions import Action, Outline, Replacement, as_before
 from slapo_core.graph.rewriting.matching import applied, by_pattern, rewrite_of
-from slapo_core.graph.rewriting.rewrite import Action, Outline, Replacement, Rewrite, as_before
+from slapo_core.graph.rewriting.rewrite import Rewrite
 from slapo_core.graph.rewriting.swallowing import swallowed_problem
 from slapo_core.graph.sharing import Pool, exact_form, structure
 from slapo_core.graph.surroundings import Surroundings

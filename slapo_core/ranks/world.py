@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import pickle
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -34,8 +35,8 @@ class World:
 
     Args:
         mesh: the schedule's mesh; None, one rank, or a mesh that is only declared means alone.
-        over: only the ranks that differ from this one in nothing but their place along this mesh dimension; None
-            means all ranks of the mesh.
+        over: only the ranks that differ from this one in nothing but their place along this mesh dimension, or along
+            these; None means all ranks of the mesh.
         runs_models: whether what is attempted runs models, which communicate. Then they do so through groups of their
             own (see :class:`~slapo_core.ranks.stand_ins.StandIns`), and no rank waits for one that has raised.
 
@@ -44,8 +45,11 @@ class World:
         rank: this process's global rank.
     """
 
-    def __init__(self, mesh: Mesh | None, *, over: str | None = None, runs_models: bool = False) -> None:
-        size = 1 if mesh is None else mesh.world_size if over is None else mesh.size(over)
+    def __init__(
+        self, mesh: Mesh | None, *, over: str | Sequence[str] | None = None, runs_models: bool = False
+    ) -> None:
+        dims = (over,) if isinstance(over, str) else over
+        size = 1 if mesh is None else mesh.world_size if dims is None else math.prod(map(mesh.size, dims))
         self._device_mesh = mesh.device_mesh if mesh is not None and size > 1 else None
         self._group: Any = None
         self._store: Any = None
@@ -55,8 +59,8 @@ class World:
         self.ranks: tuple[int, ...] = (0,)
         if self._device_mesh is not None:
             self.ranks = tuple(sorted(self._device_mesh.mesh.flatten().tolist()))
-            if over is not None and mesh is not None:
-                self.ranks = tuple(next(row for row in self._parts(over) if mesh.global_rank in row))
+            if dims is not None and mesh is not None:
+                self.ranks = tuple(next(row for row in self._parts(*dims) if mesh.global_rank in row))
         self.rank = 0
         self._was_told = False  # of a failure on some rank: everybody ends, and nobody waits for another message
 
@@ -217,20 +221,19 @@ class World:
         own = attempt.value()
         by_rank = dict(zip(self.ranks, self.gather(own), strict=True))
         scopes = {fact.over for theirs in by_rank.values() for fact in theirs}
-        message = first_difference(by_rank, {over: self._parts(over) for over in scopes})
+        parts = {over: self._parts(over) if over is not None else [self.ranks] for over in scopes}
+        message = first_difference(by_rank, parts)
         if message is not None:
             raise RankMismatchError(message, hint=hint)
 
-    def _parts(self, over: str | None) -> Sequence[Sequence[int]]:
-        """The ranks that differ in nothing but their place along ``over``; without it, all of them."""
-        if over is None:
-            return [self.ranks]
+    def _parts(self, *over: str) -> Sequence[Sequence[int]]:
+        """The ranks that differ in nothing but their places along ``over``."""
         assert self._device_mesh is not None
         names = self._device_mesh.mesh_dim_names or ()
-        if over not in names:
-            return [(rank,) for rank in self.ranks]
-        grid = self._device_mesh.mesh.movedim(names.index(over), -1)
-        return [sorted(row) for row in grid.reshape(-1, grid.shape[-1]).tolist()]
+        axes = [names.index(mesh_dim) for mesh_dim in over if mesh_dim in names]
+        grid = self._device_mesh.mesh.movedim(axes, list(range(-len(axes), 0)))
+        length = math.prod(grid.shape[grid.dim() - len(axes) :])
+        return [sorted(row) for row in grid.reshape(-1, length).tolist()]
 
 
 @contextlib.contextmanager

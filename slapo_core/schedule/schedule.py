@@ -19,7 +19,7 @@ from slapo_core.schedule.finding import Matches, find_in
 from slapo_core.schedule.history import History
 from slapo_core.schedule.location import caller_location
 from slapo_core.schedule.records import dump_records
-from slapo_core.schedule.settling import each_its_own, settled
+from slapo_core.schedule.settling import each_its_own, found_out, settled
 from slapo_core.schedule.sugar import bound_primitive
 from slapo_core.schedule.transaction import Transaction
 from slapo_core.schedule.watching.watch import Watch
@@ -274,15 +274,15 @@ class Schedule:
         return provider
 
     def settled(self, node: Node, primitive: Primitive) -> Primitive:
-        """``primitive`` with its matches located in the graphs as they are now, and patterns looked for.
+        """``primitive`` with its matches located in the graphs as they are now, patterns looked for, and settled.
 
         Raises:
             PreconditionError: a pattern matches nothing, or a match does not lie at ``node`` or below it.
             StaleMatchError: a match is not there any more.
         """
-        if all(getattr(primitive, name) is None for name in primitive.matches):
-            return primitive
-        return settled(primitive, self.tree.node(node.path), self, self._history)
+        if any(getattr(primitive, name) is not None for name in primitive.matches):
+            primitive = settled(primitive, self.tree.node(node.path), self, self._history)
+        return found_out(primitive, node)
 
     def apply_each(self, nodes: tuple[Node, ...], primitive: Primitive) -> tuple[Node, ...]:
         """Apply ``primitive`` at every node, or, if one refuses, at none."""

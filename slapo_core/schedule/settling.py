@@ -6,7 +6,7 @@ import copy
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from slapo_core.errors import PreconditionError, StaleMatchError, TraceError
+from slapo_core.errors import ApplyError, PreconditionError, SlapoError, StaleMatchError, TraceError
 from slapo_core.schedule.closed_calls import how_to_open
 from slapo_core.schedule.finding import find_in, first_graph, load_pattern, matches_at
 from slapo_core.spec.graph import Match
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from slapo_core.spec.primitive import Primitive
     from slapo_core.tree.node import TreeNode
 
-__all__ = ["each_its_own", "settled"]
+__all__ = ["each_its_own", "found_out", "settled"]
 
 
 def settled(primitive: Primitive, node: TreeNode, schedule: Schedule, history: History) -> Primitive:
@@ -45,6 +45,27 @@ def settled(primitive: Primitive, node: TreeNode, schedule: Schedule, history: H
         made = made or copy.copy(primitive)
         object.__setattr__(made, name, matches)
     return made or primitive
+
+
+def found_out(primitive: Primitive, node: Node) -> Primitive:
+    """What the primitive's own ``settle`` makes of it.
+
+    Raises:
+        ApplyError: it raised, or gave something else than a primitive of its class.
+    """
+    try:
+        made = primitive.settle(node)
+    except SlapoError:
+        raise
+    except Exception as error:
+        raise ApplyError(
+            f"the settle of {primitive} at {_where(node.path)} raised {type(error).__name__}: {error}", path=node.path
+        ) from error
+    if type(made) is not type(primitive):
+        raise ApplyError(
+            f"the settle of {primitive} must give a {type(primitive).__name__} (got {made!r})", path=node.path
+        )
+    return made
 
 
 def each_its_own(primitive: Primitive, nodes: Sequence[Node]) -> list[tuple[Node, Primitive]]:

@@ -68,6 +68,20 @@ class Dialect(ABC):
             BuildError: an option that the runtime does not have, or a bad value.
         """
 
+    def stage_ranks(self, plan: Plan, stages: int, pp: int) -> tuple[int, ...]:
+        """Which rank along ``pp`` runs which stage; pure. Asked by ``build`` where the mesh has several of these ranks.
+
+        Args:
+            plan: what :meth:`plan` gave.
+            stages: how many the model is cut into, a multiple of ``pp``.
+            pp: the size of that mesh dimension.
+
+        Returns:
+            one rank for each stage, each rank at least once: ``(0, 0, 1, 1)``, the default: neighbours share a rank;
+            ``(0, 1, 0, 1)`` for a loop, ``(0, 1, 1, 0)`` for a V.
+        """
+        return tuple(stage * pp // stages for stage in range(stages))
+
     @abstractmethod
     def build(self, plan: Plan, request: BuildRequest) -> Engine:
         """Hand the scheduled model to the runtime.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -136,6 +137,15 @@ class Node(Protocol):
         Raises:
             TraceError: the model cannot run without values, or does not call this module.
             ArgumentError: the schedule has no example inputs.
+        """
+        ...
+
+    def untouched(self) -> AbstractContextManager[nn.Module]:
+        """The module that stood here before the first step, for the duration of a ``with`` block: see Schedule.
+
+        Raises:
+            PathError: a step brought the place.
+            SealedError: the originals were dropped.
         """
         ...
 

@@ -59,6 +59,21 @@ class Primitive(ABC):
     def __post_init__(self) -> None:
         _check_fields(self)
 
+    def settle(self, node: Node) -> Primitive:
+        """The same step with what is found out once, when it is first applied, written into its fields.
+
+        It comes before the preconditions. What it gives is recorded and saved, compared over the ranks, and applied
+        again wherever the schedule is replayed; so it gives itself where there is nothing left to find out. Most
+        primitives have no need of it.
+
+        Args:
+            node: where the step is about to be applied; must not be changed.
+
+        Returns:
+            a primitive of the same class; the default is the primitive itself.
+        """
+        return self
+
     def preconditions(self, node: Node) -> Iterator[Violation]:
         """Every reason why the primitive cannot be applied at ``node``; must not change anything."""
         return iter(())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -12,10 +12,12 @@ if TYPE_CHECKING:
 
     from slapo_core.spec.mesh import Mesh
     from slapo_core.spec.node import Node
+    from slapo_core.spec.pipeline import Liveness, Output, Partition
+    from slapo_core.spec.placement import Placement
     from slapo_core.spec.record import Record
     from slapo_core.spec.state import LiveTensor, ModelState
 
-__all__ = ["BuildRequest", "HookCaller", "LossFunction", "OptimizerFactory", "ScheduledModel"]
+__all__ = ["BuildRequest", "HookCaller", "LossFunction", "OptimizerFactory", "ScheduledModel", "StagedModel"]
 
 OptimizerFactory = Callable[[Any], Any]
 """Makes the optimiser of the list of the engine's parameters: ``lambda params: torch.optim.AdamW(params, lr=1e-4)``."""
@@ -61,6 +63,20 @@ class ScheduledModel(Protocol):
         ...
 
 
+class StagedModel(Protocol):
+    """The stages of a model, for one form of a batch and one mode; their modules are those of the live model."""
+
+    @property
+    def partition(self) -> Partition:
+        """The stages, the values that they make, and how the output is put together."""
+        ...
+
+    @property
+    def liveness(self) -> Liveness:
+        """What each stage sends to the next."""
+        ...
+
+
 class BuildRequest(Protocol):
     """Everything that a dialect needs to make its engine; nothing of it is left out or optional.
 
@@ -103,11 +119,65 @@ class BuildRequest(Protocol):
         """Where the user wants the model; None leaves it where it is."""
         ...
 
+    @property
+    def placement(self) -> Placement | None:
+        """Which ranks along ``pp`` hold which tensors; None where the mesh has one of these ranks.
+
+        What this rank does not hold is a stand-in on the meta device, in ``schedule.model`` and in
+        ``state.tensors()`` (:attr:`~slapo_core.spec.state.LiveTensor.is_here`).
+        """
+        ...
+
+    @property
+    def stage_ranks(self) -> tuple[int, ...]:
+        """The rank along ``pp`` of each stage, as ``Dialect.stage_ranks`` gave it; empty where there is one rank."""
+        ...
+
+    def inputs_of(self, batch: Any) -> dict[str, Any]:
+        """The arguments of the model's forward, by parameter, that a batch in any form of ``train_step`` holds.
+
+        What is there for ``loss(output, batch)`` alone is left out.
+
+        Raises:
+            ArgumentError: the forward does not take it.
+        """
+        ...
+
+    def stages(
+        self,
+        inputs: Mapping[str, Any],
+        *,
+        training: bool,
+        outputs: Sequence[str] | Callable[[Output], Sequence[str]] | None = None,
+        batch_axes: Mapping[str, int | None] | None = None,
+    ) -> StagedModel | None:
+        """The stages for a batch of this form; asked for once for each form, and kept for those that came last.
+
+        To be called when all tensors are in their places, on every rank alike. The form is names, plain values, and
+        shapes, types, devices and need of a gradient of the tensors, with the mode of every module and what is trained.
+
+        Args:
+            inputs: as :meth:`inputs_of` gives them, of a micro-batch.
+            training: for the mode of a training step, else for an evaluation; the model's own mode comes back.
+            outputs: names of the pieces of the output that the last stage needs, or a function that picks them; None:
+                all of them.
+            batch_axes: as the hook `slapo_partition` says.
+
+        Returns:
+            None where no step cuts the model.
+
+        Raises:
+            TraceError: it cannot be cut there.
+            HookError: the answer of a plugin cannot be right.
+        """
+        ...
+
     def materialise(self) -> Iterator[LiveTensor]:
         """Give the model its values, one tensor after the other, in registration order.
 
         Only for a dialect with ``takes_tensors = True``; it must take them all. Each tensor is in its place in the
-        model when it comes; what else was in memory for its sake is released before the next one.
+        model when it comes; what else was in memory for its sake is released before the next one. Those that only other
+        ranks along ``pp`` hold do not come.
 
         Raises:
             WeightsError: the weights do not fit, or a tensor on the meta device cannot be initialised.
@@ -117,10 +187,14 @@ class BuildRequest(Protocol):
     def make_optimizer(self) -> torch.optim.Optimizer | None:
         """Call the user's factory with every parameter of the scheduled model, each once, and check what it made.
 
+        Where the mesh has several ranks along ``pp``, with those that this rank holds. A rank that holds none has the
+        optimiser that the factory makes of any, with empty groups.
+
         Returns:
             None if the user gave no factory: the engine then only evaluates.
 
         Raises:
+            RankMismatchError: ranks along ``pp`` have other groups of parameters, or other settings of them.
             OptimizerError: it made something else, left out parameters that need training, took foreign ones, or makes
                 of a piece of a parameter something else than that piece of what it makes of the whole (Adafactor).
         """
@@ -142,7 +216,8 @@ class BuildRequest(Protocol):
 
         With gradients enabled it is a training step's call: a model in evaluation mode as a whole is put into training
         mode, with a warning. Until the first training step has ended (with :meth:`clip_gradients`, or a step of the
-        optimiser), the tensor-parallel ranks compare their batches and make their random states agree.
+        optimiser), the ranks of a replica compare their batches, and its tensor-parallel ranks make their random states
+        agree.
 
         Args:
             batch: a mapping (keyword arguments), a tuple or list (positional arguments), or one argument.
@@ -161,10 +236,48 @@ class BuildRequest(Protocol):
         """As :meth:`compute_loss`, in evaluation mode and without gradients; the mode of every module is restored."""
         ...
 
+    def training(self, batch: Any) -> AbstractContextManager[None]:
+        """What :meth:`compute_loss` does around the model, for a runtime that runs stages: around all passes of a step.
+
+        A model in evaluation mode as a whole is put into training mode, and in the first step the ranks are compared.
+
+        Args:
+            batch: the whole batch of the replica.
+
+        Raises:
+            RankMismatchError: in the first step, the ranks of one replica were given different batches.
+        """
+        ...
+
+    def evaluating(self, batch: Any) -> AbstractContextManager[None]:
+        """As :meth:`training`, for :meth:`evaluate`: in evaluation mode, without gradients; the modes come back."""
+        ...
+
+    def loss_of(self, output: Any, batch: Any) -> torch.Tensor:
+        """The loss of an output that was put together of stages', as :meth:`compute_loss` finds it, a scalar tensor.
+
+        Raises:
+            BuildError: there is no loss in the output, or the user's function gives no scalar.
+        """
+        ...
+
+    def sum_tied_gradients(self) -> None:
+        """Sum the gradients of parameters that live on several ranks along ``pp``, over exactly those: a collective.
+
+        Every rank calls it in each step, after the passes and before :meth:`clip_gradients`; whether replicas are
+        averaged before or after it is the same. All of these ranks get the same sum to the last bit. A rank without a
+        gradient adds nothing; where none of them has one, there is none after it. Nothing is done without such ties.
+
+        Raises:
+            BuildError: on all of these ranks: a gradient is sparse.
+        """
+        ...
+
     def clip_gradients(self) -> torch.Tensor | None:
         """Scale all gradients so that their norm over all ranks is at most ``max_grad_norm``: a collective.
 
-        Replicas (``dp``) must hold the same, averaged gradients by then.
+        Over all stages too; a parameter that several of them use counts once. Replicas (``dp``) must hold the same,
+        averaged gradients by then, and ties their sums (:meth:`sum_tied_gradients`).
 
         Returns:
             the norm before, a scalar tensor, the same on every rank; None where ``max_grad_norm`` is None.

@@ -28,6 +28,7 @@ class LiveTensor:
         is_persistent: whether it belongs into a state dict.
         stands_for: the untouched tensors that it carries, by first name: one for a layout, several for what a plugin
             merged, none for what a step added.
+        is_here: False where only other ranks along ``pp`` hold it; ``tensor`` is a stand-in on the meta device then.
     """
 
     path: str
@@ -37,6 +38,7 @@ class LiveTensor:
     is_parameter: bool
     is_persistent: bool
     stands_for: tuple[str, ...] = ()
+    is_here: bool = True
 
     @property
     def name(self) -> str:

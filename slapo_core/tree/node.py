@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -134,6 +135,15 @@ class TreeNode:
 
     def example_call(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return self._tree.owner.example_call_of(self.path)
+
+    @contextlib.contextmanager
+    def untouched(self) -> Iterator[nn.Module]:
+        with self._tree.owner.rewound(0) as model:
+            try:
+                module = model.get_submodule(self.path)
+            except AttributeError:
+                raise PathError(f"the untouched model has nothing at '{self.path}'", path=self.path) from None
+            yield module
 
     def plugin(self, kind: str, name: str) -> Any:
         return self._tree.owner.plugin_named(kind, name, self.path)

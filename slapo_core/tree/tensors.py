@@ -18,6 +18,7 @@ from slapo_core.tree.index import full_name
 if TYPE_CHECKING:
     import torch
 
+    from slapo_core.spec.placement import Placement
     from slapo_core.tree.tree import Tree
 
 __all__ = ["TensorTable"]
@@ -39,6 +40,8 @@ class TensorTable:
         """First names of untouched tensors that a step gave up."""
         self.kept_on: Mapping[str, tuple[str, int]] = {}
         """First names of untouched tensors that live on one rank of a mesh dimension: ``{"fc.weight": ("pp", 1)}``."""
+        self.placement: Placement | None = None
+        """Where tensors live along ``pp``, once ``build`` has decided it; other ranks have stand-ins without memory."""
         self.trained: Mapping[str, bool] = {}
         """Whether a parameter is trained, by first name, only where a step decided it."""
         self.trained_at_first: Mapping[str, bool] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import nn
@@ -49,6 +50,8 @@ class Owner(Protocol):
     def removal_of(self, path: str) -> Record | None: ...
 
     def plugin_named(self, kind: str, name: str, path: str) -> Any: ...
+
+    def rewound(self, to: Any) -> AbstractContextManager[nn.Module]: ...
 
     def example_call_of(self, path: str) -> tuple[tuple[Any, ...], dict[str, Any]]: ...
 

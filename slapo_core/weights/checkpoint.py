@@ -48,6 +48,8 @@ def save_checkpoint(
     state.check_replicas(optimizer=optimizer)
     with together(mesh, "saving the optimiser's state"):
         moments = OptimizerState(state, optimizer) if optimizer is not None else None
+    if moments is not None:
+        moments.unite()
     weights = state.whole(rank0_only=True, include_added=True)
     tensors = moments.gather() if moments is not None else {}
     with together(mesh, f"writing the checkpoint '{directory}'"):
@@ -70,17 +72,20 @@ def load_checkpoint(
     """
     path = Path(directory)
     moments: OptimizerState | None = None
+    if optimizer is not None:
+        with together(state.mesh, "looking at the optimiser's state"):
+            moments = OptimizerState(state, optimizer)
+        moments.unite()
     with together(state.mesh, f"reading the checkpoint '{directory}'"):
         manifest = _read_manifest(path)
         loading = state.prepare(_source(path, MODEL))
         loading.values += _read_added(state, _source(path, ADDED) if ADDED in manifest["files"] else None)
-        if optimizer is not None:
+        if moments is not None:
             if manifest["optimizer"] is None:
                 raise BuildError(
                     f"the checkpoint '{path}' holds no optimiser state, and this engine has an optimiser",
                     hint="load the weights only: build(sch, weights=dir)",
                 )
-            moments = OptimizerState(state, optimizer)
             tensors = _source(path, OPTIMIZER) if OPTIMIZER in manifest["files"] else None
             moments.prepare(manifest["optimizer"], tensors)
     if moments is not None:  # first, because an optimiser may refuse what was read, and can be given back its own
@@ -111,7 +116,8 @@ def _read_added(state: TensorState, added: SafetensorsSource | None) -> list[tup
             warnings.warn(f"tensors added by replacements, {what}: {', '.join(sorted(names))}", stacklevel=4)
     if added is None:
         return []
-    return [(live[name].tensor, added.read(name, live[name].layout, state.mesh)) for name in fitting]
+    own = [live[name] for name in fitting if live[name].is_here]
+    return [(one.tensor, added.read(one.name, one.layout, state.mesh)) for one in own]
 
 
 def _write(

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import nn
+
+from slapo_core.weights.exchange import exchange_device
 
 if TYPE_CHECKING:
     from slapo_core.spec.mesh import Mesh
@@ -19,7 +22,8 @@ __all__ = ["GradientClipper"]
 class GradientClipper:
     """Scale gradients down so that their norm over all ranks is at most ``max_norm``.
 
-    Pieces of a sharded parameter are counted on every rank of the mesh dimensions that split it; replicas once.
+    Pieces of a sharded parameter are counted on every rank of the mesh dimensions that split it; replicas once, and so
+    is a parameter that several pipeline stages use.
 
     Args:
         correspondence: of the scheduled model; the parameters are those that it holds now.
@@ -41,15 +45,24 @@ class GradientClipper:
         by_dims: dict[tuple[str, ...], list[nn.Parameter]] = {(): []}
         for mesh_dim, _ in sorted(set(correspondence.tree.tensors.kept_on.values())):
             by_dims.setdefault(self._running(mesh_dim), [])  # the owner's gradients; the other ranks have none
+        self._again: list[nn.Parameter] = []  # copies that another rank counts
+        self._dtypes: set[torch.dtype] | None = set() if correspondence.placement is not None else None
         for live in correspondence.live():
             if isinstance(live.tensor, nn.Parameter):
+                holders = correspondence.holders(live)
                 dims = {mesh_dim for mesh_dim, _ in live.layout.shards()}
-                dims.update(mesh_dim for mesh_dim, _ in correspondence.owners(live))
-                by_dims.setdefault(self._running(*dims), []).append(live.tensor)
+                counted = by_dims.setdefault(self._running(*dims, *holders), [])  # in one order on every rank
+                if self._dtypes is not None and live.tensor.requires_grad:
+                    self._dtypes.add(live.tensor.dtype)
+                if live.is_here:
+                    (counted if self._is_first(holders) else self._again).append(live.tensor)
         self._by_dims = by_dims
 
+    def _is_first(self, holders: Mapping[str, tuple[int, ...]]) -> bool:
+        return self._mesh is None or all(self._mesh.rank(dim) == ranks[0] for dim, ranks in holders.items())
+
     def _running(self, *mesh_dims: str) -> tuple[str, ...]:
-        return tuple(dim for dim in sorted(mesh_dims) if self._mesh is not None and self._mesh.size(dim) > 1)
+        return tuple(dim for dim in sorted(set(mesh_dims)) if self._mesh is not None and self._mesh.size(dim) > 1)
 
     def clip(self) -> torch.Tensor:
         """Clip in place.
@@ -69,7 +82,7 @@ class GradientClipper:
                 f"the {self._norm_type}-norm of all gradients over all ranks is {total.item()}, so they cannot be "
                 "clipped; error_if_nonfinite=False scales them nevertheless"
             )
-        everything = [parameter for parameters in self._by_dims.values() for parameter in parameters]
+        everything = [parameter for parameters in (*self._by_dims.values(), self._again) for parameter in parameters]
         nn.utils.clip_grads_with_norm_(everything, self._max_norm, total)
         return total
 
@@ -80,18 +93,18 @@ class GradientClipper:
         if not dims or self._mesh is None:
             return norm
         # In one type on every rank: one that holds none of these gradients does not know theirs, and takes part too.
-        norm = norm.to(parameters[0].device if parameters else norm.device, torch.float64)
+        home, norm = norm.device, norm.to(exchange_device(self._mesh), torch.float64)
         largest = math.isinf(self._norm_type)
         value = norm if largest else norm.pow(self._norm_type)
         operation = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
         for mesh_dim in dims:
             dist.all_reduce(value, operation, group=self._mesh.group(mesh_dim))
-        return value if largest else value.pow(1.0 / self._norm_type)
+        return (value if largest else value.pow(1.0 / self._norm_type)).to(home)
 
     def _dtype(self) -> torch.dtype:
-        """What torch's own function gives the norm in: the widest type of the gradients here."""
+        """What torch's own function gives the norm in: the widest type of the gradients, wherever they are."""
         dtype = torch.float32
-        types = {p.grad.dtype for parameters in self._by_dims.values() for p in parameters if p.grad is not None}
-        for one in types:
+        here = (p.grad.dtype for parameters in self._by_dims.values() for p in parameters if p.grad is not None)
+        for one in here if self._dtypes is None else self._dtypes:
             dtype = torch.promote_types(dtype, one)
         return dtype

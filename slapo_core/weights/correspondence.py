@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from slapo_core.plugins.manager import HookManager
     from slapo_core.schedule.schedule import Schedule
     from slapo_core.spec.mesh import Mesh
+    from slapo_core.spec.placement import Placement
     from slapo_core.tree.tree import Tree
 
 __all__ = ["Correspondence", "Unexplained"]
@@ -71,6 +72,11 @@ class Correspondence:
         return self.tree.mesh
 
     @property
+    def placement(self) -> Placement | None:
+        """Where tensors live along ``pp``; None where all ranks hold all tensors."""
+        return self.tree.tensors.placement
+
+    @property
     def is_spread(self) -> bool:
         """Whether some tensor is not whole on every rank, so that putting it together takes all of them."""
         mesh = self.mesh
@@ -79,6 +85,8 @@ class Correspondence:
         dims = {mesh_dim for live in self._lives() for mesh_dim, _ in live.layout.shards()}
         dims.update(mesh_dim for live in self._lives() for mesh_dim in live.layout.partials())
         dims.update(mesh_dim for mesh_dim, _ in self.tree.tensors.kept_on.values())
+        if self.placement is not None:
+            dims.add("pp")
         return any(mesh.size(mesh_dim) > 1 for mesh_dim in dims)
 
     @property
@@ -111,21 +119,38 @@ class Correspondence:
 
     def added(self) -> list[LiveTensor]:
         """Persistent live tensors that stand for nothing in the untouched model."""
-        return [live for live in self.live() if live.is_persistent and not live.stands_for]
+        return [live for live in self.live() if live.is_persistent and not live.stands_for and self._is_placed(live)]
 
     def dropped(self) -> list[TensorSpec]:
         """What belongs into the state dict, and a step gave up; where another place carries it, it is not dropped."""
         gone = self._missing()
         return [spec for spec in gone if spec.name in self.tree.tensors.dropped]
 
-    def kept_on(self, spec: TensorSpec) -> tuple[str, int] | None:
-        """The mesh dimension and the rank along it on which alone an untouched tensor lives; None: on every rank."""
-        return self.tree.tensors.kept_on.get(spec.name)
+    def holders_of(self, spec: TensorSpec) -> dict[str, tuple[int, ...]]:
+        """The mesh dimensions along which only some ranks hold an untouched tensor: ``{"pp": (0, 3)}``."""
+        kept = self.tree.tensors.kept_on.get(spec.name)
+        found: dict[str, tuple[int, ...]] = {kept[0]: (kept[1],)} if kept is not None else {}
+        ranks = self.placement.untouched.get(spec.name, ()) if self.placement is not None else ()
+        return found | self._some(ranks)
 
-    def owners(self, live: LiveTensor) -> list[tuple[str, int]]:
-        """As :meth:`kept_on`, of what a live tensor stands for."""
+    def holders(self, live: LiveTensor) -> dict[str, tuple[int, ...]]:
+        """As :meth:`holders_of`, of a live tensor."""
         table = self.tree.tensors.kept_on
-        return [table[name] for name in live.stands_for if name in table]
+        found: dict[str, tuple[int, ...]] = {
+            table[name][0]: (table[name][1],) for name in live.stands_for if name in table
+        }
+        if self.placement is None:
+            return found
+        assert self.mesh is not None
+        return found | self._some(self.placement.holders(live) or (self.mesh.rank("pp"),))
+
+    def _some(self, ranks: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+        everywhere = self.mesh is None or len(ranks) == self.mesh.size("pp")
+        return {"pp": ranks} if ranks and not everywhere else {}
+
+    def _is_placed(self, live: LiveTensor) -> bool:
+        """Whether all ranks know of it: not of what one of them was given after the build."""
+        return self.placement is None or bool(self.placement.holders(live))
 
     def unexplained(self) -> list[Unexplained]:
         """Every tensor of which nobody said what it stands for, or what became of it."""
@@ -170,7 +195,14 @@ class Correspondence:
             is_parameter = own_name in self.tree.index.modules[path]._parameters
             stands_for = (spec.name,) if spec is not None else ()
             found[id(tensor)] = LiveTensor(path, own_name, tensor, layout, is_parameter, persistent, stands_for)
-        return list(found.values())
+        if self.placement is None or self.mesh is None:
+            return list(found.values())
+        return [self._here(live, self.placement, self.mesh.rank("pp")) for live in found.values()]
+
+    @staticmethod
+    def _here(live: LiveTensor, placement: Placement, rank: int) -> LiveTensor:
+        ranks = placement.holders(live)
+        return dataclasses.replace(live, is_here=False) if ranks and rank not in ranks else live
 
 
 def _no_layout(live: LiveTensor, survey: Survey) -> Unexplained:

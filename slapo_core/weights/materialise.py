@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ from slapo_core.weights.state import TensorState
 
 if TYPE_CHECKING:
     from slapo_core.schedule.schedule import Schedule
+    from slapo_core.spec.placement import Placement
 
 __all__ = ["Materialisation"]
 
@@ -57,17 +59,27 @@ class Materialisation:
         """The untouched model's tensors by first name: its own, not copies."""
         return self._untouched
 
+    def place(self, placement: Placement) -> None:
+        """Let this rank hold what it is to hold along ``pp``, and no more; until it is taken back."""
+        self._schedule.tree.tensors.placement = placement
+
     def run(self) -> Iterator[LiveTensor]:
         """Give one tensor after the other its value, in registration order; each comes when it is in its place.
+
+        Those that only other ranks hold do not come: a stand-in without memory takes the place of one with values.
 
         Raises:
             WeightsError: tensors on the meta device cannot be initialised; all of them are named, after the others.
             HookError: a plugin's answer does not fit.
         """
-        if any(tensor.is_meta for name, tensor in self._untouched.items() if name not in self._names):
+        if any(self._untouched[name].is_meta for name in self._wanted() if name not in self._names):
             with self._schedule.untouched() as model:  # before anything is installed
                 self._initialisers["untouched"] = Initialiser(model, self._schedule.hooks, seed=self._seed)
         for live in self.correspondence.live():
+            if not live.is_here:
+                if not live.tensor.is_meta:
+                    self._install(live, torch.empty_like(live.tensor.detach(), device="meta"))
+                continue
             value = self._value(live)
             if value is not None:
                 yield self._install(live, value)
@@ -89,6 +101,7 @@ class Materialisation:
                 tensor.copy_(before)
         self._overwritten.clear()
         self._edit.rollback()
+        self._schedule.tree.tensors.placement = None
 
     def keep(self) -> None:
         """End it; what taking back would need is released."""
@@ -97,6 +110,13 @@ class Materialisation:
         self._source = None
         self._edit.close()
         self._edit.entries.clear()
+
+    def _wanted(self) -> Iterator[str]:
+        """First names of the untouched tensors whose values this rank needs."""
+        for live in self.correspondence.live():
+            if live.is_here:
+                yield from live.stands_for
+        yield from (spec.name for spec in self.correspondence.dropped())
 
     # -- one tensor -------------------------------------------------------------------------------------------
 
@@ -173,9 +193,7 @@ class Materialisation:
         else:
             self._edit.set_buffer(node, live.own_name, value)
             tensor = node.buffers[live.own_name]
-        return LiveTensor(
-            live.path, live.own_name, tensor, live.layout, live.is_parameter, live.is_persistent, live.stands_for
-        )
+        return dataclasses.replace(live, tensor=tensor)
 
 
 def _usual_device(schedule: Schedule, correspondence: Correspondence) -> torch.device:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from slapo_core.errors import BuildError
+from slapo_core.ranks.world import World
 from slapo_core.spec.layout import Layout
+from slapo_core.weights.optimizer_parts import Held, Part, unite
 from slapo_core.weights.sources import Source
 
 if TYPE_CHECKING:
@@ -22,6 +24,9 @@ _SEPARATOR = "::"  # between a parameter's name and the key of its state: "fc.we
 
 class OptimizerState:
     """The state of an optimiser over a scheduled model's parameters.
+
+    Where pipeline stages have optimisers of their own, each rank collects that of its parameters, and :meth:`unite`
+    makes one of them.
 
     Args:
         state: of the model.
@@ -37,6 +42,7 @@ class OptimizerState:
         self._optimizer = optimizer
         self._kind = type(optimizer).__name__
         self._before = {"state": optimizer.state, "param_groups": optimizer.param_groups}
+        self._state = state
         origins = state.correspondence.survey.origins
         self._layouts: dict[int, tuple[str, Layout, tuple[int, ...]]] = {}
         for live in state.tensors():
@@ -50,12 +56,38 @@ class OptimizerState:
         for parameter, values in optimizer.state.items():
             self._collect(parameter, values)
         self._tensors.sort(key=lambda item: item[0])  # gathering is a collective: the same order on every rank
+        self._order = [name for name, _, _ in self._layouts.values()]
+        self._own = set(self._order) if state.correspondence.placement is None else set(self._of_this_rank())
+        self._held: dict[str, Held] = {}  # what other ranks along pp hold too, or alone
+
+    def unite(self) -> None:
+        """Learn what the other ranks along ``pp`` have: a collective; before anything else is asked.
+
+        Raises:
+            BuildError: their optimisers have other groups of parameters; on all of these ranks.
+        """
+        if self._state.correspondence.placement is None:
+            return
+        states = {key: Held((), tuple(layout.shape), value.dtype) for key, layout, value in self._tensors}
+        with World(self._mesh, over="pp") as world:
+            parts = world.gather(Part(self._kind, self._groups, self._scalars, states))
+        united = unite(parts, self._order)
+        self._groups, self._scalars, self._held = united.groups, united.scalars, united.held
 
     # -- out --------------------------------------------------------------------------------------------------
 
     def gather(self) -> dict[str, torch.Tensor]:
         """State tensors, full, on the CPU: a collective."""
-        return {name: layout.full(tensor, self._mesh).to("cpu", copy=True) for name, layout, tensor in self._tensors}
+        own = {name: (layout, tensor) for name, layout, tensor in self._tensors}
+        if not self._held:
+            return {name: layout.full(value, self._mesh).to("cpu", copy=True) for name, (layout, value) in own.items()}
+        found = {}
+        for name, held in self._held.items():
+            value = own[name][0].full(own[name][1], self._mesh) if name in own else None
+            found[name] = self._state.from_holders(value, held.shape, held.dtype, {"pp": held.places}).to(
+                "cpu", copy=True
+            )
+        return found
 
     def description(self) -> dict[str, Any]:
         """Everything else, as JSON values."""
@@ -85,6 +117,11 @@ class OptimizerState:
                     "engine.state_dict()",
                 )
 
+    def _of_this_rank(self) -> Iterator[str]:
+        for live in self._state.tensors():
+            if live.is_here:
+                yield self._layouts[id(live.tensor)][0]
+
     def _is_split(self, layout: Layout) -> bool:
         return self._mesh is not None and any(self._mesh.size(mesh_dim) > 1 for mesh_dim, _ in layout.shards())
 
@@ -110,6 +147,8 @@ class OptimizerState:
         by_name = {name: (layout, shape) for name, layout, shape in self._layouts.values()}
         for key, shape in (source.shapes() if source is not None else {}).items():
             name, _, own_key = key.rpartition(_SEPARATOR)
+            if name in by_name and name not in self._own:
+                continue
             if name not in by_name:
                 raise BuildError(f"the checkpoint holds state of '{key}', which is no parameter of this optimiser")
             layout = by_name[name][0]

@@ -20,6 +20,7 @@ from slapo_core.ranks.facts import describe
 from slapo_core.ranks.random_states import restore, torch_states
 from slapo_core.ranks.world import World
 from slapo_core.spec.mesh import DATA_DIMS
+from slapo_core.weights.exchange import exchange_device, spread
 
 if TYPE_CHECKING:
     from slapo_core.spec.mesh import Mesh
@@ -52,34 +53,41 @@ class Replica:
         name: for messages and to find its copies, e.g. ``"encoder.layer.0.output.LayerNorm.weight"``.
         value: this rank's copy, a tensor; or a text that stands for a value of another kind.
         over: the mesh dimensions along which the ranks hold copies, e.g. ``("dp", "tp")``; each larger than 1.
+        among: for one of them, the places along it that hold a copy, where not all do: ``(("pp", (0, 3)),)``.
     """
 
     name: str
     value: torch.Tensor | str
     over: tuple[str, ...]
+    among: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
 
 def replicas_of(correspondence: Correspondence) -> list[Replica]:
     """Every tensor of a scheduled model of which other ranks hold copies, in registration order.
 
     Parameters are copies along every mesh dimension that does not split them: a piece of a split one has its copies
-    along ``dp``. Buffers are so too, but for the dimensions along which ranks see other samples: running statistics
-    are each replica's own there, and the first one's count. What no state dict holds is left out where a step added it.
+    along ``dp``, and one that several stages use along ``pp``. Buffers are so too, but for the
+    dimensions along which ranks see other samples: running statistics are each replica's own there, and the first one's
+    count. What no state dict holds is left out where a step added it.
     """
     mesh = correspondence.mesh
     if mesh is None or mesh.is_dry:
         return []
     found = []
     for live in correspondence.live():
+        if not live.is_here:
+            continue
+        holders = correspondence.holders(live)
         apart = {mesh_dim for mesh_dim, _ in live.layout.shards()} | set(live.layout.partials())
-        apart.update(mesh_dim for mesh_dim, _ in correspondence.owners(live))
+        apart.update(mesh_dim for mesh_dim, ranks in holders.items() if len(ranks) == 1)
         if not live.is_parameter:
             apart.update(DATA_DIMS)
             if not live.is_persistent and not live.stands_for:
                 continue
         over = tuple(mesh_dim for mesh_dim, size in mesh.sizes.items() if size > 1 and mesh_dim not in apart)
         if over:
-            found.append(Replica(live.name, live.tensor, over))
+            among = tuple((mesh_dim, ranks) for mesh_dim, ranks in holders.items() if mesh_dim in over)
+            found.append(Replica(live.name, live.tensor, over, among))
     return found
 
 
@@ -92,8 +100,8 @@ def optimizer_replicas(correspondence: Correspondence, optimizer: torch.optim.Op
     found = []
     for parameter, state in optimizer.state.items():
         if id(parameter) in held:
-            name, over = held[id(parameter)].name, held[id(parameter)].over
-            found += [Replica(f"{name}::{key}", _value(value), over) for key, value in state.items()]
+            one = held[id(parameter)]
+            found += [Replica(f"{one.name}::{key}", _value(value), one.over, one.among) for key, value in state.items()]
     everywhere = tuple(mesh_dim for mesh_dim, size in mesh.sizes.items() if size > 1)
     for number, group in enumerate(optimizer.param_groups):
         for key, value in group.items():
@@ -167,12 +175,12 @@ def parted(world: World, mesh: Mesh, replicas: Iterable[Replica]) -> str | None:
     own: dict[str, Replica] = {}
     with world.together("comparing what several ranks hold"):
         own.update((replica.name, replica) for replica in replicas)
-        sums = {name: (replica.over, _key(replica.value)) for name, replica in own.items()}
+        sums = {name: (replica.over, _key(replica.value), replica.among) for name, replica in own.items()}
     by_rank = dict(zip(world.ranks, world.gather(sums), strict=True))
     differing: dict[str, list[int]] = {}  # name -> the first ranks that hold different copies of it
     for name in dict.fromkeys(name for theirs in by_rank.values() for name in theirs):
-        over = next(theirs[name][0] for theirs in by_rank.values() if name in theirs)
-        for ranks in ranks_along(mesh, over):
+        over, _, among = next(theirs[name] for theirs in by_rank.values() if name in theirs)
+        for ranks in ranks_along(mesh, over, among):
             if len({by_rank[rank].get(name) for rank in ranks}) > 1:
                 differing.setdefault(name, ranks)
     if not differing:
@@ -216,25 +224,37 @@ def align_replicas(mesh: Mesh | None, replicas: Iterable[Replica]) -> None:
         return
     import torch.distributed as dist
 
-    assert mesh.device_mesh is not None
-    kind = mesh.device_mesh.device_type  # NCCL sends from GPUs only, and an optimiser counts its steps on the CPU
-    for replica in replicas:
+    device = exchange_device(mesh)  # NCCL sends from GPUs only, and an optimiser counts its steps on the CPU
+    for replica in sorted(replicas, key=lambda one: one.name):  # what a rank has none of comes at no other place
         if not isinstance(replica.value, torch.Tensor):
             continue
         value = replica.value.detach()
-        value = value.to(kind) if kind == "cuda" else value
+        value = value.to(device) if device.type == "cuda" else value
         value = value.clone(memory_format=torch.contiguous_format)
+        among = dict(replica.among)
         for mesh_dim in replica.over:  # along each dimension from its first rank, so in the end from the first of all
-            dist.broadcast(value, group_src=0, group=mesh.group(mesh_dim))
+            if mesh_dim in among:
+                spread(value, mesh, mesh_dim, among[mesh_dim])
+            else:
+                dist.broadcast(value, group_src=0, group=mesh.group(mesh_dim))
         replica.value.copy_(value)
 
 
-def ranks_along(mesh: Mesh, over: Sequence[str]) -> list[list[int]]:
-    """The global ranks that differ in nothing but their places along these mesh dimensions: ``[[0, 1], [2, 3]]``."""
+def ranks_along(mesh: Mesh, over: Sequence[str], among: Iterable[tuple[str, tuple[int, ...]]] = ()) -> list[list[int]]:
+    """The global ranks that differ in nothing but their places along these mesh dimensions: ``[[0, 1], [2, 3]]``.
+
+    Args:
+        mesh: one that runs.
+        over: the mesh dimensions.
+        among: for some of them, the only places along it that count.
+    """
     assert mesh.device_mesh is not None
     names = list(mesh.sizes)
     axes = [names.index(mesh_dim) for mesh_dim in over]
-    grid = mesh.device_mesh.mesh.movedim(axes, list(range(-len(axes), 0)))
+    grid = mesh.device_mesh.mesh
+    for mesh_dim, places in among:
+        grid = grid.index_select(names.index(mesh_dim), torch.tensor(places, device=grid.device))
+    grid = grid.movedim(axes, list(range(-len(axes), 0)))
     length = 1
     for size in grid.shape[len(names) - len(axes) :]:
         length *= size

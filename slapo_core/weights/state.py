@@ -15,6 +15,7 @@ from slapo_core.ranks.world import together
 from slapo_core.spec.state import LiveTensor
 from slapo_core.weights.checkpoint import load_checkpoint, save_checkpoint
 from slapo_core.weights.correspondence import Correspondence
+from slapo_core.weights.exchange import exchange_device
 from slapo_core.weights.replicas import compare_all
 from slapo_core.weights.sources import Source, check_names, open_source, read_tensor
 from slapo_core.weights.survey import TensorSpec
@@ -94,7 +95,7 @@ class TensorState:
         wanted = not rank0_only or self.mesh is None or self.mesh.is_first_rank
         full = self._carried(wanted)
         for live, _ in self.correspondence.translated():
-            value = live.layout.full(live.tensor, self.mesh)
+            value = self._full(live)
             if wanted:
                 tensors = self.correspondence.translations.to_reference(live, value)
                 full.update((name, tensor.to("cpu", copy=True).contiguous()) for name, tensor in tensors.items())
@@ -113,9 +114,10 @@ class TensorState:
         names = check_names(self.correspondence.survey, source)
         loading = Loading(self)
         for live, specs in self.correspondence.translated():
-            loading.values.append((live.tensor, self.read_translated(source, names, live, specs)))
+            if live.is_here:
+                loading.values.append((live.tensor, self.read_translated(source, names, live, specs)))
         for live, spec in self.correspondence.carried():
-            if spec.keys:
+            if spec.keys and live.is_here:
                 loading.values.append((live.tensor, source.read(names[spec.name], live.layout, self.mesh)))
         for name in self.dropped:
             loading.dropped[name] = read_tensor(source, names[name], self.correspondence.survey.specs[name])
@@ -135,31 +137,43 @@ class TensorState:
             carriers.setdefault(spec.name, live)
         full = {}
         for spec in self.correspondence.survey.specs.values():
-            owner = self.correspondence.kept_on(spec)
+            holders = self.correspondence.holders_of(spec)
             carrier = carriers.get(spec.name)
-            if not spec.keys or (carrier is None and owner is None):
+            if not spec.keys or (carrier is None and not holders):
                 continue
-            value = carrier.layout.full(carrier.tensor, self.mesh) if carrier is not None else None
-            if owner is not None:
-                value = self._from_owner(value, spec, *owner)
-            if wanted and value is not None:
+            if carrier is not None:
+                value = self._full(carrier)
+            else:
+                value = self.from_holders(None, spec.shape, spec.dtype, holders)
+            if wanted:
                 full[spec.name] = value.to("cpu", copy=True)
         return full
 
-    def _from_owner(self, value: torch.Tensor | None, spec: TensorSpec, mesh_dim: str, rank: int) -> torch.Tensor:
-        """A tensor that lives on one rank of ``mesh_dim``, on all of them: a collective."""
-        mesh = self.mesh
-        group = mesh.group(mesh_dim) if mesh is not None else None
-        if group is None:
-            assert value is not None
-            return value
-        import torch.distributed as dist
+    def _full(self, live: LiveTensor) -> torch.Tensor:
+        """The whole value of a live tensor, on every rank, wherever it lives: a collective."""
+        value = live.layout.full(live.tensor, self.mesh) if live.is_here else None
+        holders = self.correspondence.holders(live)
+        return self.from_holders(value, tuple(live.layout.shape), live.tensor.dtype, holders)
 
-        if value is None:
-            device = next((live.tensor.device for live in self.tensors()), torch.device("cpu"))
-            value = torch.empty(spec.shape, dtype=spec.dtype, device=device)
-        value = value.contiguous()
-        dist.broadcast(value, group_src=rank, group=group)
+    def from_holders(
+        self,
+        value: torch.Tensor | None,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        holders: Mapping[str, tuple[int, ...]],
+    ) -> torch.Tensor:
+        """A tensor that only some ranks hold, on all of them: that of the first of them."""
+        for mesh_dim, ranks in holders.items():
+            group = self.mesh.group(mesh_dim) if self.mesh is not None else None
+            if group is None or self.mesh is None:
+                continue
+            import torch.distributed as dist
+
+            if value is None:
+                value = torch.empty(shape, dtype=dtype, device=exchange_device(self.mesh))
+            value = value.to(exchange_device(self.mesh)).contiguous()
+            dist.broadcast(value, group_src=ranks[0], group=group)
+        assert value is not None
         return value
 
     def _added(self, wanted: bool, include: bool) -> dict[str, torch.Tensor]:
@@ -173,7 +187,7 @@ class TensorState:
                     stacklevel=5,
                 )
             return {}
-        values = {live.name: live.layout.full(live.tensor, self.mesh) for live in added}
+        values = {live.name: self._full(live) for live in added}
         return {name: value.to("cpu", copy=True) for name, value in values.items()} if wanted else {}
 
 

@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from slapo_pipeline.liveness import slapo_liveness
+from slapo_pipeline.partition.hook import slapo_partition
 
-__all__ = ["slapo_liveness"]
+__all__ = ["slapo_liveness", "slapo_partition"]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 from slapo_core import Edit, Equivalence, Node, Primitive, Violation
 
@@ -14,11 +16,29 @@ __all__ = ["PipelineSplit"]
 class PipelineSplit(Primitive):
     """Cut the model after this module: what comes later in the forward belongs to the next stage.
 
+    Or, with ``stages``, cut the list of blocks that the module is or holds into balanced pieces: of all ways to cut it
+    between its blocks, one whose largest stage is smallest.
+
     It only marks the place. Stages are made when ``build``, ``verify`` or ``slapo_pipeline.stages`` need them; no
     ``trace()`` is needed before.
 
+    Args:
+        stages: how many pieces; None cuts once, after the module itself. With ``pp`` in the mesh a multiple of its
+            size: several stages on a rank are virtual stages.
+        balance: what is balanced, of the untouched model, so that it does not matter which steps come before.
+            ``"parameters"``: their number of elements; a parameter that a stage uses in several places counts once in
+            it. ``"flops"``: operations of the forward. ``"time"``: seconds of forward and backward, each block run by
+            itself, measured on the first rank of the mesh. What comes before the blocks counts to the first stage, and
+            what comes after them to the last one, up to the next cut. Without the schedule's example inputs only
+            ``"parameters"`` is possible, with the order in which modules are registered.
+        after: the blocks after which it is cut, as paths relative to the module. Found out when the step is first
+            applied, and recorded: a saved schedule cuts there again.
+
     rewrite:
         ``y = rest(module(x))`` -> ``stage 0: v = module(x)``, ``stage 1: y = rest(v)``
+
+        ``stages=2, 12 blocks``: ``y = rest(b11(...b0(first(x))))`` -> ``stage 0: v = b5(...b0(first(x)))``,
+        ``stage 1: y = rest(b11(...b6(v)))``
 
     Source: paper section 3.3.2, ``.pipeline_split()``.
     """
@@ -26,9 +46,74 @@ class PipelineSplit(Primitive):
     name = "pipeline.pipeline_split"
     equivalence = Equivalence.EXACT
 
+    stages: int | None = None
+    balance: Literal["parameters", "flops", "time"] = "parameters"
+    after: tuple[str, ...] | None = dataclasses.field(default=None, kw_only=True)
+
+    def cuts(self, path: str) -> tuple[str, ...]:
+        """The modules after which the model is cut, where the step was applied at ``path``, by their full paths."""
+        if self.stages is None:
+            return (path,)
+        return tuple(f"{path}.{below}" if path else below for below in self.after or ())
+
+    def settle(self, node: Node) -> PipelineSplit:
+        from slapo_pipeline.balance.balanced import balanced, container_violations
+
+        if self.stages is None or self.after is not None:
+            return self
+        others = _other_cuts(node)
+        if any(True for _ in container_violations(node, self.stages, others)):
+            return self  # the preconditions say why
+        return dataclasses.replace(self, after=balanced(node, self.stages, self.balance, others))
+
     def preconditions(self, node: Node) -> Iterator[Violation]:
+        if self.stages is not None:
+            yield from self._list_violations(node, self.stages)
+            return
+        if self.after is not None or self.balance != "parameters":
+            yield Violation("balance= and after= belong to stages=", "pipeline_split(stages=4, balance='flops')")
         if node.parent is None:
             yield Violation("nothing comes after the whole model", 'sch["encoder.layer.5"].pipeline_split()')
 
+    def _list_violations(self, node: Node, stages: int) -> Iterator[Violation]:
+        from slapo_pipeline.balance.balanced import container_violations
+        from slapo_pipeline.balance.blocks import find_blocks
+
+        yield from container_violations(node, stages, _other_cuts(node))
+        blocks, problem = find_blocks(node, stages)
+        if self.after is None or problem is not None:
+            return
+        if len(self.after) != stages - 1:
+            yield Violation(
+                f"{stages} stages have {stages - 1} cuts, and after= names {len(self.after)}: {', '.join(self.after)}",
+                f"pipeline_split(stages={stages}) finds them",
+            )
+        missing = [path for path in self.after if path not in blocks[:-1]]
+        if missing:
+            yield Violation(
+                f"after= names {missing[0]!r}, which is none of the blocks {blocks[0]!r} to {blocks[-2:][0]!r}",
+                f"pipeline_split(stages={stages}) finds them",
+            )
+        elif [blocks.index(path) for path in self.after] != sorted({blocks.index(path) for path in self.after}):
+            yield Violation(f"after= must name blocks in their order (got {', '.join(self.after)})")
+
     def apply(self, node: Node, edit: Edit) -> None:
-        pass
+        if self.stages is None:
+            edit.note("the model is cut after it when stages are made")
+        elif not self.after:
+            edit.note("one stage: nothing to cut")
+        else:
+            edit.note(f"when stages are made, the model is cut after {', '.join(self.after)}")
+
+
+def _other_cuts(node: Node) -> tuple[str, ...]:
+    """Where the schedule cuts already."""
+    root = node
+    while root.parent is not None:
+        root = root.parent
+    return tuple(
+        cut
+        for record in root.records_below()
+        if isinstance(record.primitive, PipelineSplit)
+        for cut in record.primitive.cuts(record.path)
+    )

@@ -11,7 +11,7 @@ from torch import fx, nn
 from slapo_core.graph.rewriting.placing import CannotPlace
 
 if TYPE_CHECKING:
-    from slapo_core.graph.rewriting.rewrite import Place
+    from slapo_core.graph.rewriting.actions import Place
 
 __all__ = ["adapted", "given_by"]
 

@@ -10,10 +10,11 @@ from torch import fx, nn
 
 from slapo_core.errors import ApplyError, TraceError
 from slapo_core.graph.patterns.calls import Attribute
+from slapo_core.graph.rewriting.actions import Action, Place
 from slapo_core.graph.rewriting.adapting import given_by
 from slapo_core.graph.rewriting.placing import CannotPlace
 from slapo_core.graph.rewriting.region import Read
-from slapo_core.graph.rewriting.rewrite import Action, Place, Rewrite, rewritten
+from slapo_core.graph.rewriting.rewrite import Rewrite, rewritten
 from slapo_core.graph.rewriting.swallowing import Swallowed
 from slapo_core.spec.graph import Match
 from slapo_core.spec.tracer import Recorded

@@ -2,202 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import operator
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import fx, nn
 
-from slapo_core.graph.rewriting.adapting import adapted
-from slapo_core.graph.rewriting.calls import NamedCall, target_for
-from slapo_core.graph.rewriting.effects import Effects, is_inert
+from slapo_core.graph.rewriting.actions import Action, NewCall, Place
+from slapo_core.graph.rewriting.effects import Effects
 from slapo_core.graph.rewriting.placing import CannotPlace, nodes_after
-from slapo_core.graph.rewriting.region import Read, take_out
-from slapo_core.graph.rewriting.swallowing import Swallowed, refuse_changed, settings_of
-from slapo_core.spec.tracer import Flag, Recorded, check
+from slapo_core.graph.rewriting.region import Read
+from slapo_core.graph.rewriting.swallowing import Swallowed
+from slapo_core.spec.tracer import Recorded, check
 
-__all__ = ["Action", "Outline", "Place", "Replacement", "Rewrite", "as_before", "rewritten"]
-
-
-@dataclass(frozen=True)
-class Place:
-    """One match in one graph.
-
-    Args:
-        nodes: in the graph's order.
-        inputs: what it reads, in the order of the pattern's arguments: nodes and :class:`Read`.
-        captures: by name: a node, a :class:`Read`, or ``("constant", value)``.
-        captured_first: the names of what was captured where the rewrite was made; None if it is being made.
-    """
-
-    nodes: tuple[fx.Node, ...]
-    inputs: tuple[Any, ...]
-    captures: dict[str, Any]
-    captured_first: frozenset[str] | None = None
-
-
-@dataclass
-class NewCall:
-    """What comes in the place of a match.
-
-    Args:
-        op: ``"call_function"`` or ``"call_module"``.
-        target: of the call.
-        args: nodes, :class:`Read` and constants.
-        kwargs: the same, by name.
-        then: called with what it gives, and gives the results; None where the call gives them itself.
-        results: nodes of the match for which the results stand, in order; None: those used outside, in the graph's.
-        flags: what the call takes for granted, besides those of the graph.
-        swallowed: modules that are called no more.
-    """
-
-    op: str
-    target: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    then: Callable[..., Any] | None = None
-    results: tuple[fx.Node, ...] | None = None
-    flags: tuple[Flag, ...] = ()
-    swallowed: tuple[Swallowed, ...] = ()
-
-
-class Action(Protocol):
-    """Says what comes in the place of a match."""
-
-    @property
-    def name(self) -> str:
-        """Of the call in the printed graph."""
-        ...
-
-    def call(
-        self,
-        place: Place,
-        nodes: Sequence[fx.Node],
-        outputs: Sequence[fx.Node],
-        module: nn.Module,
-        effects: Effects,
-    ) -> NewCall:
-        """The call that stands for ``nodes``, those of ``place`` that compute.
-
-        Raises:
-            CannotPlace: there is none.
-        """
-        ...
-
-
-@dataclass(frozen=True)
-class Outline:
-    """A call of what ``transform`` makes of the match's region.
-
-    Args:
-        transform: called once for each distinct region.
-        name: of the call.
-        made: what it gave, by region.
-    """
-
-    transform: Callable[[Callable[..., Any]], Callable[..., Any]]
-    name: str
-    made: dict[Callable[..., Any], NamedCall] = field(default_factory=dict, compare=False, repr=False)
-
-    def call(
-        self,
-        place: Place,
-        nodes: Sequence[fx.Node],
-        outputs: Sequence[fx.Node],
-        module: nn.Module,
-        effects: Effects,
-    ) -> NewCall:
-        taken = take_out(nodes, place.inputs, outputs, module, effects)
-        given = {operand for operand in taken.operands if isinstance(operand, fx.Node)}
-        roots = frozenset[Any]().union(*(effects.roots(node) for node in given))
-        for node in nodes:
-            if effects.writes(node) & roots:
-                raise CannotPlace(f"'{node}' may write in place to what the match is given")
-        target = self.made.get(taken.region)
-        if target is None:
-            target = NamedCall(self.transform(taken.region), self.name, draws=taken.draws)
-            self.made[taken.region] = target
-        return NewCall("call_function", target, taken.operands, flags=taken.flags, swallowed=taken.swallowed)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"transform": self.transform, "name": self.name}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        for name, value in {**state, "made": {}}.items():
-            object.__setattr__(self, name, value)
-
-
-@dataclass(frozen=True)
-class Replacement:
-    """A call of something else.
-
-    Args:
-        new: a function, or the path of a module below the traced one.
-        arguments: names of captures, or numbers of inputs, by position.
-        keywords: the same, by keyword.
-        name: of the call.
-        results: names of captures for which the results stand; empty: the values used outside, in the graph's order.
-        then: called with what ``new`` gives, and gives the results.
-        undone: gives, for the traced module, a context in which what the matches call can run; None: it always can.
-    """
-
-    new: Callable[..., Any] | str
-    arguments: tuple[str | int, ...]
-    keywords: tuple[tuple[str, str | int], ...]
-    name: str
-    results: tuple[str, ...] = ()
-    then: Callable[..., Any] | None = None
-    undone: Callable[[nn.Module], AbstractContextManager[None]] | None = None
-
-    def call(
-        self,
-        place: Place,
-        nodes: Sequence[fx.Node],
-        outputs: Sequence[fx.Node],
-        module: nn.Module,
-        effects: Effects,
-    ) -> NewCall:
-        inside = set(nodes)
-        arguments, keywords = adapted(self.new, module, self.arguments, self.keywords, place)
-        args = tuple(_operand(place, which, inside) for which in arguments)
-        kwargs = {name: _operand(place, which, inside) for name, which in keywords}
-        swallowed = tuple(refuse_changed(nodes, module))
-        if any(effects.writes(node) - inside for node in nodes):
-            outside = Effects(effects.graph, module, fresh=inside)
-            for node in nodes:
-                _refuse_lasting_write(node, effects.writes(node) - inside, inside, outside)
-        results = tuple(place.captures[name] for name in self.results) or None
-        left = [node for node in outputs if results is not None and node not in results]
-        if left:
-            raise CannotPlace(f"the value of '{left[0]}' is used outside of the match, and nothing gives it then")
-        op, target = "call_module", self.new
-        if not isinstance(self.new, str):
-            op, target = "call_function", target_for(self.new, self.name)
-        then = target_for(self.then, f"{self.name}_parts") if self.then is not None else None
-        flags = settings_of(nodes, module)
-        return NewCall(op, target, args, kwargs, then, results, flags=flags, swallowed=swallowed)
-
-
-@contextlib.contextmanager
-def as_before(action: Action, module: nn.Module) -> Iterator[None]:
-    """The traced module as it was before ``action``, for recording another variant of what it rewrites."""
-    undone = getattr(action, "undone", None)
-    new = getattr(action, "new", None)
-    with undone(module) if undone is not None else contextlib.nullcontext():
-        if not isinstance(new, str) or new not in module._modules:
-            yield
-            return
-        # A forward that goes through all children must not meet the one that came with the rewrite.
-        children = dict(module._modules)
-        del module._modules[new]
-        try:
-            yield
-        finally:
-            module._modules.clear()
-            module._modules.update(children)
+__all__ = ["Rewrite", "rewritten"]
 
 
 @dataclass(frozen=True)
@@ -336,31 +155,3 @@ def _drop_unused(graph: fx.Graph, candidates: set[fx.Node], effects: Effects) ->
         if not node._erased and not node.users and effects.is_pure(node):
             stack.extend(node.all_input_nodes)
             graph.erase_node(node)
-
-
-def _operand(place: Place, which: str | int, inside: set[fx.Node]) -> Any:
-    if isinstance(which, int):
-        if not 0 <= which < len(place.inputs):
-            raise CannotPlace(f"the match has {len(place.inputs)} inputs, and no input {which}")
-        found = place.inputs[which]
-    elif which not in place.captures:
-        known = ", ".join(map(repr, place.captures)) or "none"
-        raise CannotPlace(f"the match has no capture '{which}'; it has {known}")
-    else:
-        found = place.captures[which]
-    if isinstance(found, tuple) and len(found) == 2 and found[0] == "constant":
-        return found[1]
-    if found in inside:
-        raise CannotPlace(f"'{which}' is computed inside of the match, as '{found}', and is not there to be passed")
-    return found
-
-
-def _refuse_lasting_write(node: fx.Node, written: frozenset[Any], inside: set[fx.Node], outside: Effects) -> None:
-    """What the match wrote to and others read later would not be written to any more."""
-    later = node.next
-    while written and later.op != "root":
-        if later not in inside and not is_inert(later) and written & outside.reads(later):
-            raise CannotPlace(f"'{node}' writes in place to what '{later}' reads outside of the match")
-        later = later.next
-    if any(not isinstance(root, fx.Node) for root in written):
-        raise CannotPlace(f"'{node}' writes in place to an argument or a buffer of the module")

@@ -18,6 +18,7 @@ from slapo_core.graph.flags import Flags
 from slapo_core.graph.functions import autograd_functions
 from slapo_core.graph.leaves import inlined_modules
 from slapo_core.graph.location import first_line
+from slapo_core.graph.notes import Notes
 from slapo_core.graph.pruning import drop_unused
 from slapo_core.graph.randomness import drawn_back, generators
 from slapo_core.graph.recorder import NeedsValues, Recorder
@@ -74,6 +75,7 @@ def record(
     leaves: Callable[[nn.Module, str], bool],
     *,
     fake: bool = True,
+    notes: Notes | None = None,
 ) -> Recorded:
     """Run ``forward`` once, on fake tensors like those of ``arguments``, and write down what it computes.
 
@@ -83,11 +85,12 @@ def record(
         arguments: by parameter.
         leaves: says which modules below are called as they are.
         fake: False runs on the tensors themselves, where an operation has no fake implementation.
+        notes: filled with what else is to be known of the run.
 
     Raises:
         Untraceable: it cannot be recorded.
     """
-    recording = Recording(module, may_capture=fake)
+    recording = Recording(module, may_capture=fake, notes=notes)
     recorder = Recorder(recording)
     flags = Flags(recording.refusal, lambda: recorder.is_paused, first_line(forward))
     mode = FakeMode() if fake else None
@@ -120,6 +123,8 @@ def record(
             raise Untraceable("draws random numbers that are not torch's", first_line(forward), _RANDOM)
         recorder.regions.finish()
         recording.graph.output(recording.node(out))
+        if notes is not None:
+            notes.note_storages(mode)
     graph = recording.graph
     drop_unused(graph)
     graph.lint()

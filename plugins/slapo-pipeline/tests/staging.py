@@ -1,0 +1,100 @@
+"""What the tests of stages share: the run of the stages against the untouched model."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from slapo_core import create_schedule
+from slapo_core.pipeline.staged import Staged, staged
+
+
+def bound(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by parameter."""
+    signature = inspect.signature(type(model).forward)
+    found = dict(signature.bind(model, *args, **kwargs).arguments)
+    found.pop(next(iter(signature.parameters)))
+    return found
+
+
+def cut(model: nn.Module, cuts: Sequence[str], *args: Any, **kwargs: Any) -> Staged:
+    """The stages of ``model`` for a call like this one."""
+    schedule = create_schedule(model)
+    for path in cuts:
+        schedule[path].pipeline_split()
+    found = staged(schedule, bound(model, args, kwargs))
+    assert found is not None
+    return found
+
+
+def tensors(value: Any) -> list[Any]:
+    """The leaves of nested values, in order: dataclasses and mappings by their items."""
+    if isinstance(value, torch.Tensor) or value is None or isinstance(value, int | float | str | bool):
+        return [value]
+    if isinstance(value, Mapping):
+        return list(value) + [leaf for part in value.values() for leaf in tensors(part)]
+    if isinstance(value, tuple | list):
+        return [type(value)] + [leaf for part in value for leaf in tensors(part)]
+    return [type(value)] + [leaf for part in vars(value).values() for leaf in tensors(part)]
+
+
+def assert_same(found: Any, wanted: Any) -> None:
+    """Equal, type for type and bit for bit, but for the last digits of float64."""
+    assert type(found) is type(wanted)
+    ours, theirs = tensors(found), tensors(wanted)
+    assert len(ours) == len(theirs)
+    for one, other in zip(ours, theirs, strict=True):
+        if isinstance(other, torch.Tensor):
+            assert one.dtype == other.dtype
+            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+        else:
+            assert one == other
+
+
+def compare(
+    model: nn.Module,
+    cuts: Sequence[str],
+    *args: Any,
+    loss: Callable[[Any], torch.Tensor] | None = None,
+    **kwargs: Any,
+) -> Staged:
+    """Hold output, gradients and buffers of the stages against those of a copy of the untouched model.
+
+    Args:
+        model: in the mode in which it runs.
+        cuts: paths.
+        args: of its forward.
+        loss: of its output; the sum of all floating tensors in it otherwise.
+        kwargs: of its forward.
+    """
+    untouched = copy.deepcopy(model)
+    call = bound(model, args, kwargs)
+    made = cut(model, cuts, *args, **kwargs)
+    torch.manual_seed(1)
+    found = made.run(copy.deepcopy(call))
+    torch.manual_seed(1)
+    wanted = untouched(*copy.deepcopy(args), **copy.deepcopy(kwargs))
+    assert_same(found, wanted)
+    loss = loss or total
+    if any(parameter.requires_grad for parameter in model.parameters()):
+        loss(found).backward()
+        loss(wanted).backward()
+    for (name, one), (_, other) in zip(model.named_parameters(), untouched.named_parameters(), strict=True):
+        assert (one.grad is None) == (other.grad is None), name
+        if other.grad is not None:
+            torch.testing.assert_close(one.grad, other.grad, rtol=1e-10, atol=1e-12, msg=name)
+    for (name, one), (_, other) in zip(model.named_buffers(), untouched.named_buffers(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12, msg=name)
+    return made
+
+
+def total(output: Any) -> torch.Tensor:
+    """A loss of everything in the output, each tensor with its own weights."""
+    parts = [leaf for leaf in tensors(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    weights = [torch.linspace(0.5, 1.5, part.numel(), dtype=part.dtype).view(part.shape) for part in parts]
+    return sum((part * weight).sum() for part, weight in zip(parts, weights, strict=True))  # type: ignore[return-value]
