@@ -33,7 +33,7 @@ class OwnGroups:
 
     Args:
         mesh: of several running ranks.
-        mesh_dims: a group over each of these, where it has several ranks.
+        mesh_dims: a group over each of these, where it has several ranks, and one of all ranks; one of them has.
     """
 
     def __init__(self, mesh: Mesh, mesh_dims: Sequence[str]) -> None:
@@ -42,31 +42,31 @@ class OwnGroups:
             self._store = _new_store(self._ranks, self._rank)
             self._groups: dict[str, Any] = {}
             before = open_sockets()
+            first = next(mesh.group(mesh_dim) for mesh_dim in mesh_dims if mesh.size(mesh_dim) > 1)
             with world.together("connecting the ranks of the pipeline"):
                 for mesh_dim in mesh_dims:
                     if mesh.size(mesh_dim) > 1:
-                        self._groups[mesh_dim] = self._copy(mesh, mesh_dim)
+                        self._groups[mesh_dim] = self._copy(mesh_dim, mesh.group(mesh_dim))
+                self._groups[""] = self._copy("all", first, self._ranks)
                 own = connections_since(before)
             told = world.gather([connection.ends for connection in own])
             self._connections: list[Connection] = mutual(own, (ends for theirs in told for ends in theirs))
         self.is_broken = False
 
-    def _copy(self, mesh: Mesh, mesh_dim: str) -> Any:
+    def _copy(self, what: str, original: Any, members: Sequence[int] = ()) -> Any:
+        """A group of the same backend; of the same ranks, or others."""
         import torch.distributed as dist
 
-        original: Any = mesh.group(mesh_dim)
-        members = dist.get_process_group_ranks(original)
-        store = dist.PrefixStore(f"{mesh_dim} {'-'.join(map(str, members))}", self._store)
+        members = members or dist.get_process_group_ranks(original)
         kinds = kinds_of(original)
         if not kinds:
-            raise RankFailedError(
-                f"the process group of mesh_dim '{mesh_dim}' has a backend that cannot be made once more",
-                hint="use gloo or nccl",
-            )
-        return make_group(original, kinds, members, store, _timeout(original))
+            raise RankFailedError("a process group of the mesh has a backend that is neither gloo nor nccl")
+        store = dist.PrefixStore(f"{what} {'-'.join(map(str, members))}", self._store)
+        place = members.index(self._rank)
+        return make_group(original.group_name, kinds, place, members, store, _timeout(original))
 
-    def group(self, mesh_dim: str) -> Any:
-        """The copy over that dimension; None where it has one rank. ``torch.distributed`` does not list it."""
+    def group(self, mesh_dim: str = "") -> Any:
+        """The copy over that dimension; "" over all ranks; None where it has one rank."""
         return self._groups.get(mesh_dim)
 
     @contextlib.contextmanager

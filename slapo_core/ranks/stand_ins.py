@@ -202,7 +202,7 @@ class StandIns:
                 if self._rank in members[0]:
                     original = self._originals[members]
                     store = self._within(f"{self._generation}/{number}")
-                    made = make_group(original, kinds, members[0], store, self._timeout)
+                    made = make_group(original.group_name, kinds, original.rank(), members[0], store, self._timeout)
                     _register(original.group_name, made)
                     self._made[original.group_name] = made
         except (RuntimeError, OSError) as error:  # torch's own, and of the system
@@ -244,12 +244,12 @@ def kinds_of(group: Any) -> tuple[tuple[str, str], ...]:
 
 
 def make_group(
-    original: Any, kinds: Sequence[tuple[str, str]], members: Sequence[int], store: Any, timeout: timedelta
+    name: str, kinds: Sequence[tuple[str, str]], rank: int, members: Sequence[int], store: Any, timeout: timedelta
 ) -> Any:
-    """A group of the same ranks; gloo connects at once, and NCCL is made to: later a rank may have failed."""
+    """A group like the one of that name; gloo connects at once, and NCCL is made to: later a rank may have failed."""
     import torch.distributed as dist
 
-    rank, size = original.rank(), original.size()
+    size = len(members)
     group: Any = dist.ProcessGroup(store, rank, size)
     backends: dict[str, Any] = {}
     for device, kind in kinds:
@@ -268,8 +268,8 @@ def make_group(
         backend_type = dist.ProcessGroup.BackendType.__members__[kind.upper()]
         group._set_default_backend(backend_type)
         group._register_backend(torch.device(device), backend_type, backends[kind])
-    group._set_group_name(original.group_name)
-    group._set_group_desc(f"stands in for {original.group_name}")
+    group._set_group_name(name)
+    group._set_group_desc(f"stands in for {name}")
     return group
 
 
