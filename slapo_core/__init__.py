@@ -25,6 +25,9 @@ if TYPE_CHECKING:
         save_pretrained as save_pretrained,
         state_dict as state_dict,
     )
+    from slapo_core.pipeline.asking import (
+        stages as stages,
+    )
     from slapo_core.plugins.local import (
         register_primitive as register_primitive,
     )
@@ -126,6 +129,7 @@ _PUBLIC = {
     "register_primitive": "slapo_core.plugins.local",
     "replay": "slapo_core.schedule.replaying",
     "save_pretrained": "slapo_core.live.weights",
+    "stages": "slapo_core.pipeline.asking",
     "state_dict": "slapo_core.live.weights",
     "verify": "slapo_core.verification",
 }

@@ -37,6 +37,7 @@ FUNCTIONS_AND_CLASSES = {
     "register_primitive",
     "replay",
     "save_pretrained",
+    "stages",
     "state_dict",
     "verify",
 }
