@@ -14,7 +14,7 @@ from slapo_core import BuildError
 from slapo_core.native.pipeline.dropping import start_stream
 from slapo_core.native.pipeline.received import Received
 from slapo_core.native.pipeline.splitting import backward_of_inputs
-from slapo_core.native.pipeline.torch_pipelining import StageBase
+from slapo_core.native.pipeline.torch_pipelining import Operation, StageBase
 from slapo_core.native.pipeline.whole import Watch
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class _Flight:
     gradients: list[torch.Tensor] = field(default_factory=list)  # of what was sent, as they come
 
 
-class RunningStage(StageBase):  # type: ignore[misc]
+class RunningStage(StageBase):
     """A stage of a :class:`~slapo_core.spec.pipeline.Partition` on the rank that runs it.
 
     Shapes are known from the partition, so nothing is exchanged before the first step. Values that carry no gradient
@@ -170,7 +170,7 @@ class RunningStage(StageBase):  # type: ignore[misc]
         tag = (2 * boundary + forward) * self._count + number
         peer = self._ranks[stage]
         return [
-            dist.P2POp(operation, tensor, group=self.group, tag=tag, group_peer=peer)
+            Operation(operation, tensor, group=self.group, tag=tag, group_peer=peer)
             for tensor in tensors
             if tensor.numel()
         ]
@@ -276,29 +276,9 @@ class RunningStage(StageBase):  # type: ignore[misc]
             self._at("the backward", bwd_chunk_id)
             later()
 
-    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """Nothing: losses are divided before they go back, and replicas exchange gradients after the schedule."""
-
-    def scale_grads(self, grad_scale_factor: int) -> None:
-        """Nothing; for torch's versions that call it by themselves."""
-
     def clear_runtime_states(self) -> None:
         for kept in (self._flights, self._back, self._later):
             kept.clear()
-
-    # -- before the first step ----------------------------------------------------------------------------------------
-
-    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> None:
-        self.args_recv_info = {0: ()}
-
-    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> None:
-        return None
-
-    def _create_grad_recv_info(self, act_send_info: Any) -> tuple[()]:
-        return ()
-
-    def _get_init_p2p_neighbors_ops(self) -> list[Any]:
-        return []
 
 
 def _storages(module: nn.Module) -> frozenset[int]:
