@@ -139,6 +139,7 @@ RESERVED_NAMES: frozenset[str] = frozenset(
         "plugin",
         "plugin_named",
         "plugins",
+        "prefer",
         "primitive_named",
         "primitive_names",
         "registry",

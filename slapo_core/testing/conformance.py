@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from slapo_core.errors import ArgumentError, PluginError
-from slapo_core.plugins.manager import hook_violations, hooks_not_asked
+from slapo_core.plugins.hook_rules import hook_violations, hooks_not_asked
 from slapo_core.plugins.model import LOCAL_VERSION, Entry, Plugin, core_label
 from slapo_core.plugins.process import use_registry
 from slapo_core.plugins.registry import Registry

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from slapo_core.plugins.metadata import core_version
+from slapo_core.spec import hookspecs
 from slapo_core.testing import CHECKS, FakeDistribution, FakeEnvironment
 from slapo_core.testing.conformance import Finding, check_plugin
 from tests.dists.healthy import acme, with_hooks
@@ -146,11 +147,14 @@ def test_what_is_wrong_with_a_plugin_is_found(fake_distributions: FakeEnvironmen
         assert "Traceback (most recent call last)" in failed[where].traceback
 
 
-def test_what_this_version_does_not_use_is_no_failure(fake_distributions: FakeEnvironment) -> None:
+def test_what_this_version_does_not_use_is_no_failure(
+    fake_distributions: FakeEnvironment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hookspecs, "NOT_ASKED", ("slapo_place",))
     kinds = FakeDistribution(
         "fast-slapo", "1.0", {"slapo.v1.samplers": {"fast": "fast_slapo:Fast"}}, {"fast_slapo": "1 / 0"}
     )
-    hooks = with_hooks("stage-slapo", "@hookimpl\ndef slapo_partition(schedule):\n    pass\n")
+    hooks = with_hooks("stage-slapo", "@hookimpl\ndef slapo_place(schedule):\n    pass\n")
     found = findings(fake_distributions, kinds, hooks)
     core = f"slapo-core {core_version()}"
     assert [
@@ -161,7 +165,7 @@ def test_what_this_version_does_not_use_is_no_failure(fake_distributions: FakeEn
         ("stage-slapo", "state", "passed", ""),
         ("stage_slapo", "load", "passed", ""),
         ("stage_slapo", "hooks", "passed", ""),
-        ("stage_slapo", "hooks", "skipped", f"{core} does not ask 'slapo_partition' yet"),
+        ("stage_slapo", "hooks", "skipped", f"{core} does not ask 'slapo_place' yet"),
     ]
 
 
@@ -226,13 +230,14 @@ def test_the_command_prints_a_table_and_the_failures_and_exits_1(fake_distributi
 def test_the_command_gives_json_for_all_plugins(fake_distributions: FakeEnvironment) -> None:
     broken = acme("bust-slapo", namespace="bust", before=("1 / 0",))
     fake_distributions.install(acme(), broken)
-    environ = {"SLAPO_STRICT_PLUGINS": "1", "SLAPO_DISABLE_PLUGINS": "slapo-fusion,slapo-tp"}
+    ours = ("slapo-fusion", "slapo-pipeline", "slapo-tp")
+    environ = {"SLAPO_STRICT_PLUGINS": "1", "SLAPO_DISABLE_PLUGINS": ",".join(ours)}
     done = fake_distributions.slapo("plugins", "check", "--json", environ=environ)
     assert done.returncode == 1, done.stderr
     answer = json.loads(done.stdout)
     assert answer["ok"] is False
     plugins = {plugin["name"]: plugin for plugin in answer["plugins"]}
-    assert {name: plugin["ok"] for name, plugin in plugins.items() if name not in ("slapo-fusion", "slapo-tp")} == {
+    assert {name: plugin["ok"] for name, plugin in plugins.items() if name not in ours} == {
         "acme-slapo": True,
         "bust-slapo": False,
         "slapo-core": True,
