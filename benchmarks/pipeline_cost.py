@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Iterator
@@ -60,10 +59,10 @@ def main() -> None:
     rows = []
     for row in cut():
         rows.append(row)
-        spread = f"{1000 * row['quartile_1']:.0f} to {1000 * row['quartile_3']:.0f} ms, first {1000 * row['first']:.0f}"
-        print(
-            f"{row['question']:<44} {1000 * row['seconds']:>5.0f} ms ({spread})   allowed {1000 * row['allowed']:.0f} ms"
+        low, middle, high, first, allowed = (
+            f"{1000 * row[name]:.0f}" for name in ("quartile_1", "seconds", "quartile_3", "first", "allowed")
         )
+        print(f"{row['question']:<44} {middle:>5} ms ({low} to {high}, first {first})   allowed {allowed} ms")
     save("pipeline_cost", rows)
 
 
