@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -100,7 +100,7 @@ class Segments:
     def _found(self, node: fx.Node, segment: Segment) -> Any:
         stage, value = segment.index, self.flat.values.get(node)
         if node.target is getattr and node.args[1] == "device":
-            value = self.flat.values[node.args[0]].device
+            value = self.flat.values[cast("fx.Node", node.args[0])].device
         if node.op == "placeholder":
             return segment.given(node, self._captured.get(node))
         if node.op == "get_attr":
