@@ -15,6 +15,8 @@ TEST_PROCESSES ?= 2
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export TOKENIZERS_PARALLELISM := false
 export OMP_NUM_THREADS := 1
+# Hundreds of processes import slapo and its tests: they are compiled once.
+unexport PYTHONDONTWRITEBYTECODE
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1#\2/p' $(MAKEFILE_LIST) | awk -F'#' '{ printf "%-14s %s\n", $$1, $$2 }'

@@ -45,9 +45,10 @@ VIOLATIONS = {
 def test_each_contract_is_broken_by_an_import_against_it(tmp_path: Path, contract: str | None) -> None:
     """The project's own contracts, on a small project of the same shape with one wrong import (or none)."""
     files = {"slapo_core/__init__.py": "", "slapo_tp/__init__.py": "import slapo_core", "slapo_tp/shard.py": ""}
+    files["slapo_pipeline/__init__.py"] = ""
     single = ("cli", "errors", "plugins", "primitives", "spec", "testing", "tree", "verification", "weights")
     files |= {f"slapo_core/{name}.py": "" for name in single}
-    files |= {f"slapo_core/{name}/__init__.py": "" for name in ("building", "native", "ranks", "schedule")}
+    files |= {f"slapo_core/{name}/__init__.py": "" for name in ("building", "native", "pipeline", "ranks", "schedule")}
     files |= {"slapo_core/building/phases.py": "import slapo_core.weights", "slapo_core/ranks/process.py": ""}
     files |= {"slapo_core/native/engine.py": "import slapo_core.spec", "slapo_core/ranks/launcher.py": ""}
     files |= {"slapo_core/schedule/transaction.py": "import slapo_core.tree"}

@@ -115,6 +115,14 @@ def start(part, there):
     if there.get("scale") is not None:
         there["hidden"] = there["hidden"] * there["scale"].unsqueeze(-1)
     there["skip"] = torch.sin(there["hidden"])
+    if FAULT == "shared norm":
+        there["skip"] = there["skip"] + 0 * seen_by(part.norm, there["hidden"])
+
+def seen_by(norm, hidden):
+    """The statistics are those of every call, here of one more."""
+    if norm.training:
+        nn.functional.batch_norm(hidden.detach().transpose(1, 2), norm.running_mean, norm.running_var, training=True)
+    return hidden
 
 def block(number):
     def step(part, there):
@@ -132,12 +140,16 @@ def end(norm):
 def slapo_partition(schedule, inputs):
     model = schedule.model
     CALLS.append((model.training, {{name: tuple(value.shape) for name, value in inputs.items()}}))
-    assert schedule.root["embed"].module is model.embed
     cuts = [int(each.path.rpartition(".")[2]) for each in schedule.records if each.name == "cut.after"]
     if not cuts:
         return None
+    assert schedule.root["embed"].module is model.embed
     if FAULT == "refuses":
         raise TraceError("cannot cut after 'blocks.0': nobody knows why", path="blocks.0")
+    if FAULT == "runs":
+        model(**inputs)
+    if FAULT == "draws":
+        torch.rand(1)
     ends = [*sorted(cuts), len(model.blocks)]
     samples, length = inputs["ids"].shape
     norm = [copy.deepcopy(model.norm)] if FAULT == "stale" else None
@@ -152,6 +164,7 @@ def slapo_partition(schedule, inputs):
         if index == 0:
             paths, steps, uses = ["embed", *paths], [start, *steps], ()
             reads, makes = tuple(name for name in inputs), ("hidden", "keep", "skip")
+            paths = [*paths, "norm"] if FAULT == "shared norm" else paths
         if is_last:
             paths, steps, makes = [*paths, "norm", "head"], [*steps, end(norm)], ("logits",)
         if FAULT == "forgets" and index:
@@ -175,6 +188,8 @@ def slapo_partition(schedule, inputs):
                 shape = (samples, length, 1)
             values[name] = Value(name, stage.index, readers, shape, kind, needs)
     ties = () if FAULT == "no tie" else (Tie("embed.weight", (0, len(stages) - 1)),)
+    if FAULT == "shared norm":
+        ties += tuple(Tie(f"norm.{{name}}", (0, len(stages) - 1)) for name in ("weight", "bias"))
     output = Output(("logits", "skip"), lambda made: {{"logits": made.get("logits"), "skip": made.get("skip")}})
     return Partition(tuple(stages), values, ties, output)
 

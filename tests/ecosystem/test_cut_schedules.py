@@ -101,6 +101,12 @@ WRONG_LIVENESS = {
             None,
             "stage 0 (up to 'blocks.0'), made by cut-slapo 1.0, is not as was said: 'keep' is (4, 5) ",
         ),
+        (
+            "runs",
+            None,
+            "cut-slapo 1.0 changes 'norm.running_mean', 'norm.running_var', 'norm.num_batches_tracked'",
+        ),
+        ("draws", None, "cut-slapo 1.0 changes the random state while it makes the stages (slapo_partition)"),
         ("", "too little", f"{LIVE}stage 2 reads 'keep', which it is not sent"),
         ("", "later", f"{LIVE}stage 0 is to send 'hidden1', which it has not"),
         ("", "a list", f"{LIVE}it is a list, not a Liveness"),
@@ -136,3 +142,14 @@ def test_a_wrong_step_is_blamed_as_without_cuts(cut: Make) -> None:
         told.append(str(caught.value).replace(f"#{len(cuts) + 1} ", "#N "))
     assert told[0] == told[1]
     assert "#N replace" in told[0]
+
+
+def test_a_buffer_that_one_stage_changes_and_another_holds_is_refused(cut: Make) -> None:
+    """In one process both see the change; in two the other has a copy that stays as it was."""
+    with pytest.raises(HookError) as caught:
+        slapo.verify(cut("shared norm"), batch())
+    assert caught.value.message == (
+        "stage 0 (up to 'blocks.0'), made by cut-slapo 1.0, is not as was said: it changes 'norm.running_mean', which "
+        "the stages 0, 2 hold: each has a copy of its own, and the others would not see it; it changes "
+        "'norm.running_var', which the stages 0, 2 hold: each has a copy of its own, and the others would not see it"
+    )

@@ -230,16 +230,18 @@ def test_the_command_prints_a_table_and_the_failures_and_exits_1(fake_distributi
 def test_the_command_gives_json_for_all_plugins(fake_distributions: FakeEnvironment) -> None:
     broken = acme("bust-slapo", namespace="bust", before=("1 / 0",))
     fake_distributions.install(acme(), broken)
-    environ = {"SLAPO_STRICT_PLUGINS": "1", "SLAPO_DISABLE_PLUGINS": "slapo-fusion,slapo-tp"}
+    ours = ("slapo-fusion", "slapo-pipeline", "slapo-tp")
+    environ = {"SLAPO_STRICT_PLUGINS": "1", "SLAPO_DISABLE_PLUGINS": ",".join(ours)}
     done = fake_distributions.slapo("plugins", "check", "--json", environ=environ)
     assert done.returncode == 1, done.stderr
     answer = json.loads(done.stdout)
     assert answer["ok"] is False
     plugins = {plugin["name"]: plugin for plugin in answer["plugins"]}
-    assert {name: plugin["ok"] for name, plugin in plugins.items() if name not in ("slapo-fusion", "slapo-tp")} == {
+    assert {name: plugin["ok"] for name, plugin in plugins.items() if name not in ours} == {
         "acme-slapo": True,
         "bust-slapo": False,
         "slapo-core": True,
+        "slapo-pipeline": True,
     }
     assert plugins["acme-slapo"]["checks"][0] == {
         "check": "state",

@@ -85,14 +85,19 @@ def test_a_failed_import_does_not_hand_its_bare_name_to_another_plugin(fake_dist
             "pip install slapo-fusion",
         ),
         (
-            "pipeline.anything",
-            "no installed plugin provides primitive 'pipeline.anything'; "
-            "the namespace 'pipeline' is reserved and not available in this version",
-            "`slapo primitives` shows what is installed",
+            "pipeline_split",
+            "no installed plugin provides primitive 'pipeline_split'; it is part of slapo-pipeline",
+            "pip install slapo-pipeline",
         ),
         (
-            "pipeline_split",
-            "no installed plugin provides primitive 'pipeline_split'; it is not available in this version",
+            "pipeline.anything",
+            "no installed plugin provides primitive 'pipeline.anything'; it is part of slapo-pipeline",
+            "pip install slapo-pipeline",
+        ),
+        (
+            "megatron.anything",
+            "no installed plugin provides primitive 'megatron.anything'; "
+            "the namespace 'megatron' is reserved and not available in this version",
             "`slapo primitives` shows what is installed",
         ),
     ],
@@ -175,10 +180,10 @@ def test_the_namespace_of_a_disabled_plugin_says_so(fake_distributions: FakeEnvi
         "primitive 'acme.pad' of acme-slapo 1.0 is installed but disabled: SLAPO_DISABLE_PLUGINS names it"
     )
     with pytest.raises(UnknownNameError) as missing:
-        bound_primitive(registry, "pipeline", None, "fc")
+        bound_primitive(registry, "megatron", None, "fc")
     assert missing.value.message == (
-        "no installed plugin provides primitive 'pipeline'; "
-        "the namespace 'pipeline' is reserved and not available in this version"
+        "no installed plugin provides primitive 'megatron'; "
+        "the namespace 'megatron' is reserved and not available in this version"
     )
 
 

@@ -137,13 +137,16 @@ class FirstForward:
         return FirstForward, ()
 
 
-@torch.compiler.assume_constant_result
 def _look_while_compiling(number: str) -> bool:
     """Called while torch.compile traces the model, and not by the code that it makes: no graph break, no cost."""
     hook = _BY_NUMBER.get(number)
     if hook is not None:
         hook.look_without_batch()
     return True
+
+
+# What torch.compiler.assume_constant_result does; that would import torch's compiler, in 1.4 s, for every schedule.
+_look_while_compiling._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _misled(model: nn.Module, pieces: dict[str, Piece], dims: list[str], mesh: Mesh) -> str | None:
