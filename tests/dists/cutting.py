@@ -144,6 +144,8 @@ def slapo_partition(schedule, inputs):
     if not cuts:
         return None
     assert schedule.root["embed"].module is model.embed
+    if FAULT == "refuses large" and len(inputs["ids"]) > 4:
+        raise TraceError("cannot cut a large batch")
     if FAULT == "refuses":
         raise TraceError("cannot cut after 'blocks.0': nobody knows why", path="blocks.0")
     if FAULT == "runs":

@@ -131,6 +131,18 @@ def test_a_model_that_cannot_be_cut_there_is_refused_as_the_plugin_says(cut: Mak
     assert caught.value.path == "blocks.0"
 
 
+def test_a_form_of_a_batch_that_gives_no_stages_is_told_and_not_compared(cut: Make) -> None:
+    report = slapo.verify(cut("refuses large"), batch(), optimizer_steps=0)
+    told = [
+        f"a batch of 8{also} was not compared, because it gives no stages: TraceError: cannot cut a large batch"
+        for also in (" without scale", "")
+    ]
+    assert list(report.notes) == told
+    assert {entry.kind for entry in report.largest} >= {"batch output", "input gradient"}  # the batch of one
+    with pytest.raises(TraceError, match="cannot cut a large batch"):
+        slapo.verify(cut("refuses large"), batch(), more_batches=[batch(6)], optimizer_steps=0)
+
+
 def test_a_wrong_step_is_blamed_as_without_cuts(cut: Make) -> None:
     """The same words but for the number of the step: a right cut is not in the way of the search."""
     told = []
