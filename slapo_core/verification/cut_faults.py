@@ -155,11 +155,11 @@ def _other_call(
     runs = []
     for each in (dataclasses.replace(trials, staging=None), trials):
         model = subject.make(reference.conditions.dtype)
-        course = Course(model, trials.inputs, each.conditions(subject, reference))
+        course = Course(model, trials.inputs, each.conditions(subject, reference, apart=True))
         if stage == "evaluation":
             course.evaluate()
         course.make_ready()  # before there are hooks, which a plugin may refuse to cut through
-        with SeenCalls(model, but=looked_through) as seen:
+        with SeenCalls(course.caller.modules, but=looked_through) as seen:
             course.run((stage,))
         runs.append(seen.calls)
     return first_other_call(*runs)

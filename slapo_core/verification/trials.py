@@ -154,7 +154,7 @@ class Trials:
     ) -> tuple[Course, Observation]:
         """The first stages, and the copy that ran them."""
         dtype = reference.conditions.dtype
-        course = Course(subject.make(dtype), self.inputs, self.conditions(subject, reference))
+        course = Course(subject.make(dtype), self.inputs, self.conditions(subject, reference, apart=True))
         return course, course.run(stages)
 
     def late(
@@ -194,12 +194,14 @@ class Trials:
         told, untouched = seen.of("parted dropout").get("ranks", []), reference.seen.of("dropout")["forward"]
         return [*filter(None, (advice(told, untouched), without_effect(told, untouched, subject.schedule.records)))]
 
-    def conditions(self, subject: Subject, reference: UntouchedRun) -> Conditions:
-        """Those of the untouched model's run, for a scheduled one."""
+    def conditions(self, subject: Subject, reference: UntouchedRun, *, apart: bool = False) -> Conditions:
+        """Those of the untouched model's run, for a scheduled one; ``apart`` for its stages, if it is cut."""
         adapted = dataclasses.replace(reference.conditions, adapt_output=_output_adapter(subject.schedule))
         if self.staging is None:
             return adapted
-        return dataclasses.replace(adapted, caller=functools.partial(self.staging.caller, subject.schedule))
+        return dataclasses.replace(
+            adapted, caller=functools.partial(self.staging.caller, subject.schedule, apart=apart)
+        )
 
     def other_stream(self, subject: Subject, reference: UntouchedRun, seen: Observation) -> str | None:
         """Why some rank's dropout gets other random numbers than the untouched model's."""
