@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from slapo_core.errors import HookError
-from slapo_core.pipeline.calls import StagedCalls
+from slapo_core.pipeline.calls import Extents, StagedCalls
 from slapo_core.pipeline.staged import Staged
 from slapo_core.schedule.copied import ScheduledCopy
 from slapo_core.spec.pipeline import Partition
@@ -31,11 +31,12 @@ class ApartCalls:
     Args:
         schedule: says where to cut.
         model: a copy of its model that nobody else runs; the first stage is made of it.
+        extents: see :class:`~slapo_core.pipeline.calls.StagedCalls`.
     """
 
-    def __init__(self, schedule: Schedule, model: nn.Module) -> None:
+    def __init__(self, schedule: Schedule, model: nn.Module, *, extents: Extents | None = None) -> None:
         self._schedule, self._model = schedule, model
-        self._calls = [StagedCalls(ScheduledCopy(schedule, model))]
+        self._calls = [StagedCalls(ScheduledCopy(schedule, model), extents=extents)]
         self.copies: list[nn.Module] = []
 
     def of(self, inputs: Mapping[str, Any]) -> Staged | None:

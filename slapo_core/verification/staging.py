@@ -10,7 +10,7 @@ from torch import nn
 from slapo_core.errors import HookError, TraceError
 from slapo_core.pipeline.apart import ApartCalls
 from slapo_core.pipeline.binding import bound_call
-from slapo_core.pipeline.calls import StagedCalls
+from slapo_core.pipeline.calls import Extents, StagedCalls
 from slapo_core.pipeline.staged import Staged
 from slapo_core.schedule.copied import ScheduledCopy
 from slapo_core.verification.inputs import Batch
@@ -31,11 +31,13 @@ class Staging:
         last: the stages that were made last; None as long as no plugin has cut a model.
         refusals: class and text of the errors of plugins that were asked for stages, and of stages that are not as was
             said.
+        extents: what was said of shapes with the number of samples left open.
     """
 
     def __init__(self) -> None:
         self.last: Staged | None = None
         self.refusals: set[tuple[str, str]] = set()
+        self.extents = Extents()
 
     @property
     def is_needed(self) -> bool:
@@ -67,7 +69,7 @@ class _StagedCaller(Caller):
     def __init__(self, staging: Staging, schedule: Schedule, model: nn.Module) -> None:
         super().__init__(model)
         self._staging = staging
-        self._calls: StagedCalls | ApartCalls = StagedCalls(ScheduledCopy(schedule, model))
+        self._calls: StagedCalls | ApartCalls = StagedCalls(ScheduledCopy(schedule, model), extents=staging.extents)
 
     def __call__(self, batch: Batch) -> Callable[[], Any]:
         inputs = bound_call(self.model, batch.args, batch.kwargs)
@@ -84,7 +86,7 @@ class _StagedCaller(Caller):
 class _ApartCaller(_StagedCaller):
     def __init__(self, staging: Staging, schedule: Schedule, model: nn.Module) -> None:
         super().__init__(staging, schedule, model)
-        self._calls: ApartCalls = ApartCalls(schedule, model)
+        self._calls: ApartCalls = ApartCalls(schedule, model, extents=staging.extents)
 
     def __call__(self, batch: Batch) -> Callable[[], Any]:
         known = len(self._calls.copies)

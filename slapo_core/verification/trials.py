@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from slapo_core.errors import TraceError, VerifyError
+from slapo_core.errors import HookError, TraceError, VerifyError
 from slapo_core.ranks.world import Attempt, World
 from slapo_core.spec.equivalence import Equivalence
 from slapo_core.verification.blame import Blame, find_steps
@@ -219,6 +219,10 @@ class Trials:
     def cannot_be_cut(self, attempt: Attempt[Any]) -> bool:
         """Whether plugins would not cut the model for such a batch: that is told, and says nothing of others."""
         return self.was_refused(attempt) and all(failure.kind == TraceError.__name__ for failure in attempt.failures)
+
+    def contradicts_itself(self, attempt: Attempt[Any]) -> bool:
+        """Whether what plugins said of stages cannot be right."""
+        return self.was_refused(attempt) and any(failure.kind == HookError.__name__ for failure in attempt.failures)
 
     def stages_raising(self, subject: Subject, reference: UntouchedRun) -> tuple[str, ...]:
         """The fewest stages in which a scheduled model that raises does so."""

@@ -226,7 +226,7 @@ class _Turn:
         if not batches and one is None:
             return None
         raised = self._candidate("batches")
-        if raised is None or one is None:
+        if raised is None or one is None or self.trials.contradicts_itself(raised):
             return raised
         self._release()
         failure = self._untouched_on(batches)

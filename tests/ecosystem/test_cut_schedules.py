@@ -107,6 +107,11 @@ WRONG_LIVENESS = {
             "cut-slapo 1.0 changes 'norm.running_mean', 'norm.running_var', 'norm.num_batches_tracked'",
         ),
         ("draws", None, "cut-slapo 1.0 changes the random state while it makes the stages (slapo_partition)"),
+        (
+            "guesses",
+            None,
+            "'hidden0' is (batch, 5, batch) where it is (4, 5, 4), and (batch, 5, 4) where it is",
+        ),
         ("", "too little", f"{LIVE}stage 2 reads 'keep', which it is not sent"),
         ("", "later", f"{LIVE}stage 0 is to send 'hidden1', which it has not"),
         ("", "a list", f"{LIVE}it is a list, not a Liveness"),
