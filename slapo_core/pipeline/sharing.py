@@ -55,7 +55,7 @@ class SharedState:
 
 
 class StateMark:
-    """What shows whether a tensor was written to: the version of a parameter; of a buffer its values.
+    """What shows whether a tensor was written to: the version of a parameter; of a buffer its values, if it has any.
 
     Norms write to buffers without telling, and whoever records a forward puts values back.
 
@@ -73,5 +73,5 @@ class StateMark:
         if tensor is not self._tensor:
             return False
         if self._values is None:
-            return tensor._version == self._version
+            return tensor._version == self._version or (tensor.is_meta and not isinstance(tensor, nn.Parameter))
         return torch.equal(torch.nan_to_num(tensor), torch.nan_to_num(self._values))
