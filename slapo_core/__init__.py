@@ -25,6 +25,9 @@ if TYPE_CHECKING:
         save_pretrained as save_pretrained,
         state_dict as state_dict,
     )
+    from slapo_core.pipeline.asking import (
+        stages as stages,
+    )
     from slapo_core.plugins.local import (
         register_primitive as register_primitive,
     )
@@ -36,6 +39,9 @@ if TYPE_CHECKING:
     )
     from slapo_core.schedule.schedule import (
         Schedule as Schedule,
+    )
+    from slapo_core.spec.command import (
+        Command as Command,
     )
     from slapo_core.spec.compiler import (
         Compiler as Compiler,
@@ -98,6 +104,7 @@ if TYPE_CHECKING:
 
 _PUBLIC = {
     "Change": "slapo_core.spec.suggestion",
+    "Command": "slapo_core.spec.command",
     "Compiler": "slapo_core.spec.compiler",
     "Dialect": "slapo_core.spec.dialect",
     "Edit": "slapo_core.spec.edit",
@@ -126,6 +133,7 @@ _PUBLIC = {
     "register_primitive": "slapo_core.plugins.local",
     "replay": "slapo_core.schedule.replaying",
     "save_pretrained": "slapo_core.live.weights",
+    "stages": "slapo_core.pipeline.asking",
     "state_dict": "slapo_core.live.weights",
     "verify": "slapo_core.verification",
 }

@@ -223,6 +223,7 @@ class VerifyError(SlapoError):
         rank: int | None = None,
         steps: Sequence[str] = (),
         path: str | None = None,
+        plugin: str | None = None,
         hint: str | None = None,
     ) -> None:
         self.tensor = tensor
@@ -230,7 +231,7 @@ class VerifyError(SlapoError):
         self.tolerance = tolerance
         self.rank = rank
         self.steps = tuple(steps)
-        super().__init__(message, path=path, hint=hint)
+        super().__init__(message, path=path, plugin=plugin, hint=hint)
 
 
 class TraceError(SlapoError):

@@ -7,28 +7,32 @@ for granted is in it as calls of ``check``, and in :meth:`FlatGraph.require`, wh
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import fx, nn
 
 from slapo_core.errors import GuardError
+from slapo_core.graph.buffers import buffers_kept
 from slapo_core.graph.checks import Checks
 from slapo_core.graph.fake import with_own_values
-from slapo_core.graph.leaves import inlined_modules, is_changed
+from slapo_core.graph.leaves import inlined_modules, walk
 from slapo_core.graph.mutations import refusing_changes
 from slapo_core.graph.notes import Notes, left
 from slapo_core.graph.recorder import NeedsValues
 from slapo_core.graph.refusals import refusal
 from slapo_core.graph.regions import set_state, state
-from slapo_core.graph.structure import Opaque, children, concrete, rebuild
+from slapo_core.graph.structure import Opaque, children, concrete, is_plain, rebuild
 from slapo_core.graph.surroundings import Surroundings
 from slapo_core.graph.tokens import describe, token
+from slapo_core.graph.traced import TracedForward
 from slapo_core.graph.tracers.record import RecordTracer, record
-from slapo_core.spec.tracer import Flag, GuardViolation, Recorded, Untraceable, check
+from slapo_core.spec.graph import Graph
+from slapo_core.spec.tracer import Flag, Guard, GuardViolation, Location, Recorded, Untraceable, check
+from slapo_core.tree.forward import ModuleForward
 
 __all__ = [
     "FlatGraph",
@@ -39,55 +43,90 @@ __all__ = [
     "compiled",
     "concrete",
     "flat",
-    "is_plain_call",
+    "is_merely_traced",
+    "is_plain",
+    "is_rewritten",
     "left",
     "rebuild",
     "set_state",
     "state",
 ]
 
+_HINT = "ask for the stages again after such a change"
 
-@dataclass(frozen=True)
+
 class FlatGraph:
     """What a module computes, recorded once.
 
-    Args:
+    Attributes:
         module: the recorded one.
-        recorded: the graph, with its guards and captured tensors.
-        notes: what the run showed: ``values``, ``writes`` and ``storages`` of nodes.
+        graph: its placeholders are the captured tensors, and then the arguments that were given. ``left(path)`` stands
+            where a call of a module ended that was looked into.
+        captured: tensors from elsewhere, which the graph holds itself.
+        guards: numbered as the calls of ``check`` have them; :meth:`guard` adds one.
+        values: of nodes, as far as they are known: tensors (without values, mostly), numbers, containers, ``Opaque``.
+        writes: for nodes that change arguments of theirs in place: which.
+        storages: for nodes that give tensors: equal numbers for those that share memory.
+        written: buffers of the module, and of those below, that the run wrote to, by name.
         inlined: the modules whose own code is part of the graph, by path.
-        state: gradients and autocast, as they were outside.
+        state: gradients and autocast, as they were outside of the recording.
     """
 
-    module: nn.Module
-    recorded: Recorded
-    notes: Notes
-    inlined: Mapping[str, nn.Module]
-    state: Any
-    _surroundings: tuple[Flag, ...] = field(repr=False)
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        recorded: Recorded,
+        notes: Notes,
+        *,
+        inlined: Mapping[str, nn.Module],
+        surroundings: tuple[Flag, ...],
+        written: frozenset[str],
+    ) -> None:
+        self.module, self.graph, self.captured = module, recorded.graph, recorded.captured
+        self.guards = list(recorded.guards)
+        self.values, self.writes, self.storages = notes.values, notes.writes, notes.storages
+        self.written, self.inlined, self.state = written, dict(inlined), state()
         index = {path: number for number, path in enumerate(self.inlined)}
-        checks = Checks((*self.recorded.flags, *self._surroundings), index)
-        object.__setattr__(self, "_checks", checks)
+        self._modules = list(self.inlined.values())
+        self._checks = Checks((*recorded.flags, *surroundings), index)
+        self._default = torch.get_default_dtype()
+
+    def forget(self) -> None:
+        """Let go of the tensors of the run, once all is made of the graph that is to be made."""
+        self.values, self.storages = {}, {}
 
     def require(self) -> None:
-        """Raise if what the recorded code read of the model and its files is not what it was.
+        """Raise where the model, or what its files say, is not what it was: called before the graph's code runs.
 
         Raises:
-            GuardError: an attribute or a global name has another value.
+            GuardError: an attribute, a global name, autocast or the default dtype is another.
         """
-        violated = self._checks.violated(list(self.inlined.values()))  # type: ignore[attr-defined]
+        violated = self._checks.violated(self._modules)
         if violated is not None:
             flag, found = violated
             raise GuardError(
                 f"recorded with {flag.name} == {describe(flag.expected)}, and now it is {describe(token(found))}",
-                hint="ask for the stages again after changing it",
+                hint=_HINT,
             )
+        if state()[1:] != self.state[1:]:
+            raise GuardError("recorded under another setting of autocast", hint=_HINT)
+        if torch.get_default_dtype() != self._default:
+            raise GuardError(f"recorded with the default dtype {self._default}", hint=_HINT)
+
+    def guard(self, value: str, expected: Any, location: Location | None) -> int:
+        """The number of one more guard, for a call of ``check``.
+
+        Args:
+            value: what is checked, for the message.
+            expected: what it must be.
+            location: of the model.
+        """
+        self.guards.append(Guard(value, expected, location or ("<unknown>", 0)))
+        return len(self.guards) - 1
 
     def violated(self, violation: GuardViolation) -> GuardError:
-        """The error for a call of ``check`` in the graph that found something else."""
-        guard = self.recorded.guards[violation.index]
+        """The error for a call of ``check`` that found something else."""
+        guard = self.guards[violation.index]
         return GuardError(
             f"recorded with {guard.value} == {guard.expected!r}, and this call has {violation.found!r}",
             location=guard.location,
@@ -117,19 +156,26 @@ def flat(
     """
     inlined = inlined_modules(module, leaves)
     surroundings = Surroundings(forward, inlined.values())
-    own = refusing_changes(forward)
-    before = state()
+    buffers = [
+        (f"{path}.{name}" if path else name, buffer)
+        for path, below in walk(module)
+        for name, buffer in below._buffers.items()
+        if buffer is not None
+    ]
+    versions = [(name, buffer, buffer._version) for name, buffer in buffers]
     changed = None
     try:
         try:
-            recorded, notes = _recorded(module, own, arguments, leaves)
+            with buffers_kept(module), _by_own_forwards(inlined.values()):
+                recorded, notes = _recorded(module, refusing_changes(forward), arguments, leaves)
+                written = frozenset(name for name, buffer, version in versions if buffer._version != version)
         finally:
             changed = surroundings.put_back()
         if changed is not None:
             raise Untraceable(f"changes the global name {changed}")
     except Exception as error:
         raise refusal(error, RecordTracer(), path) from error
-    return FlatGraph(module, recorded, notes, inlined, before, surroundings.flags)
+    return FlatGraph(module, recorded, notes, inlined=inlined, surroundings=surroundings.flags, written=written)
 
 
 def _recorded(module: nn.Module, forward: Any, arguments: Any, leaves: Any) -> tuple[Recorded, Notes]:
@@ -148,6 +194,34 @@ def _recorded(module: nn.Module, forward: Any, arguments: Any, leaves: Any) -> t
             raise error from None
 
 
+def is_rewritten(graph: Graph) -> bool:
+    """Whether steps rewrote the graph of a traced module, so that it is no more what its forward computes."""
+    return not isinstance(graph, TracedForward) or bool(graph.rewrites)
+
+
+def is_merely_traced(module: nn.Module) -> bool:
+    """Whether what a step set as the forward of ``module`` is the recorded graph of its own forward, and no more."""
+    forward = module.__dict__.get("forward")
+    if not isinstance(forward, ModuleForward) or forward.wrappers or forward.has_own:
+        return False
+    graph = getattr(forward.base, "__func__", None)
+    return isinstance(graph, TracedForward) and not graph.rewrites
+
+
+@contextlib.contextmanager
+def _by_own_forwards(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """While this lasts, modules that are merely traced run their own forward."""
+    before = [(module, dict(module.__dict__)) for module in modules if is_merely_traced(module)]
+    for module, _ in before:
+        del module.__dict__["forward"]
+    try:
+        yield
+    finally:
+        for module, own in before:  # in their order
+            module.__dict__.clear()
+            module.__dict__.update(own)
+
+
 def compiled(graph: fx.Graph, module: nn.Module) -> Callable[..., Any]:
     """A function of ``module`` and the graph's placeholders, in order; names in it are looked up in the module.
 
@@ -156,8 +230,3 @@ def compiled(graph: fx.Graph, module: nn.Module) -> Callable[..., Any]:
         module: has them.
     """
     return type(fx.GraphModule(module, graph)).forward
-
-
-def is_plain_call(module: nn.Module) -> bool:
-    """Whether nothing but its class's forward happens when ``module`` is called."""
-    return not is_changed(module)

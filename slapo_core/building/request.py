@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -17,6 +18,7 @@ from slapo_core.building.modes import switch_to_training
 from slapo_core.building.optimizer import make_optimizer, same_groups
 from slapo_core.building.stages import Stages
 from slapo_core.pipeline.binding import bound_batch
+from slapo_core.ranks.own_groups import OwnGroups
 from slapo_core.ranks.world import World, together
 from slapo_core.weights.clipping import GradientClipper
 from slapo_core.weights.tied import TiedGradients
@@ -145,14 +147,26 @@ class Request:
                     found.setdefault(id(live.tensor), []).append(axis)
         return found
 
-    def micro_batches(self, batch: Any) -> list[Any]:
-        pieces = micro_batches(batch, self._arguments.accumulate)
+    def micro_batches(
+        self, batch: Any, count: int | None = None, *, axes: Mapping[str, int | None] | None = None
+    ) -> list[Any]:
+        option = "accumulate" if count is None else "microbatches"
+        by_place: dict[Any, int | None] = {**(axes or {})}
+        if not isinstance(batch, Mapping):
+            names = list(inspect.signature(self._schedule.model.forward).parameters)
+            by_place |= {place: by_place[name] for place, name in enumerate(names) if name in by_place}
+        count = self._arguments.accumulate if count is None else count
+        pieces = micro_batches(batch, count, option=option, axes=by_place)
         if len(pieces) > 1 and not self._is_cut:
             self._is_cut = True
-            reason = labels_left_out(pieces)
+            reason = labels_left_out(pieces, option=option)
             if reason is not None:
                 warnings.warn(reason, stacklevel=3)
         return pieces
+
+    def own_groups(self, *mesh_dims: str) -> OwnGroups:
+        assert self._mesh is not None
+        return OwnGroups(self._mesh, mesh_dims)
 
     def compute_loss(self, batch: Any, forward: Callable[..., Any] | None = None) -> tuple[torch.Tensor, Any]:
         if torch.is_grad_enabled():

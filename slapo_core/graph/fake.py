@@ -10,10 +10,12 @@ import torch
 from torch import nn
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from slapo_core.graph.structure import children, is_plain, rebuild
 
-__all__ = ["FakeMode", "with_own_values", "with_tensors", "without_values"]
+__all__ = ["FakeMode", "home_of", "with_own_values", "with_tensors", "without_values"]
 
 
 class FakeMode(FakeTensorMode):
@@ -21,15 +23,47 @@ class FakeMode(FakeTensorMode):
 
     Grouped matrix products are computed in every type here: torch's shape function refuses all but bfloat16, where its
     kernels take float32 too, and so do the experts of nearly all mixtures.
+
+    Args:
+        home: the device for which tensors on the meta device stand that were not made in this mode: parameters without
+            memory, such as those of other pipeline stages. None leaves them on the meta device.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, home: torch.device | None = None) -> None:
         super().__init__(allow_non_fake_inputs=True)
+        self._home = home
+        self._at_home: dict[int, tuple[torch.Tensor, FakeTensor]] = {}
+
+    def from_tensor(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> FakeTensor:
+        if self._home is not None and tensor.is_meta and not isinstance(tensor, FakeTensor):
+            return self._fake_at_home(tensor)
+        return super().from_tensor(tensor, *args, **kwargs)
+
+    def _fake_at_home(self, tensor: torch.Tensor) -> FakeTensor:
+        if id(tensor) not in self._at_home:
+            with _disable_current_modes():
+                fake = FakeTensor(self, tensor.detach(), self._home, requires_grad=tensor.requires_grad)
+            self._at_home[id(tensor)] = (tensor, fake)
+        return self._at_home[id(tensor)][1]
+
+    def _placed(self, tensor: torch.Tensor) -> torch.Tensor:
+        is_stand_in = tensor.is_meta and not isinstance(tensor, FakeTensor)
+        return self._fake_at_home(tensor) if is_stand_in else tensor
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._home is not None:
+            args, kwargs = tree_map_only(torch.Tensor, self._placed, (tuple(args), dict(kwargs or {})))
         if func is torch.ops.aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:
             return _grouped_product(*args, **(kwargs or {}))
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def home_of(module: nn.Module, arguments: Any) -> torch.device | None:
+    """Where tensors of ``module`` without memory are taken to be: with the arguments; None if that changes nothing."""
+    if not any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
+        return None
+    given = (leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor))
+    return next((tensor.device for tensor in given if not tensor.is_meta), None)
 
 
 def _grouped_product(a: Any, b: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import os
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from slapo_core import BuildError, StepResult
+from slapo_core import StepResult
 from slapo_core.native.runtime import TorchRuntime
+from slapo_core.native.stateful import StatefulEngine
 
 if TYPE_CHECKING:
     from slapo_core import Plan
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["TorchEngine"]
 
 
-class TorchEngine:
+class TorchEngine(StatefulEngine):
     """The implementation of :class:`slapo_core.spec.engine.Engine` in plain PyTorch.
 
     Args:
@@ -54,7 +53,7 @@ class TorchEngine:
             BuildError: the engine is closed.
         """
         if self._runtime is None:
-            raise _closed()
+            raise self.closed()
         return self._runtime
 
     @property
@@ -65,13 +64,11 @@ class TorchEngine:
 
     def train_step(self, batch: Any) -> StepResult:
         optimizer, runtime = self.optimizer, self._runtime
-        if optimizer is None or runtime is None:
-            raise self._cannot_train()
-        if not torch.is_grad_enabled():
-            raise BuildError(
-                "train_step() was called without gradients: inside of torch.no_grad() or torch.inference_mode()",
-                hint="call it outside of that block, or engine.eval_step(batch) inside",
-            )
+        if runtime is None:
+            raise self.closed()
+        if optimizer is None:
+            raise self.without_optimizer()
+        self.refuse_without_gradients()
         pieces = self._micro_batches(batch)
         losses, output = [], None
         for number, piece in enumerate(pieces, start=1):
@@ -89,42 +86,12 @@ class TorchEngine:
 
     def eval_step(self, batch: Any) -> StepResult:
         if self._runtime is None:
-            raise _closed()
+            raise self.closed()
         loss, output = self._evaluate(batch)
         return StepResult(loss, output)
-
-    # -- state ------------------------------------------------------------------------------------------------
-
-    def state_dict(self, *, rank0_only: bool = False, include_added: bool = False) -> dict[str, Tensor]:
-        """The untouched model's state dict; ``include_added`` gives what a step added too, under its own name."""
-        return self._state.state_dict(rank0_only=rank0_only, include_added=include_added)
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        self._state.load_state_dict(state)
-
-    def check_replicas(self, *, repair: bool = False) -> None:
-        self._state.check_replicas(optimizer=self.optimizer, repair=repair)
-
-    def save(self, directory: str | os.PathLike[str]) -> None:
-        self._state.save(directory, optimizer=self.optimizer)
-
-    def load(self, directory: str | os.PathLike[str]) -> None:
-        self._state.load(directory, optimizer=self.optimizer)
 
     def close(self) -> None:
         """Let go of the optimiser and of DistributedDataParallel; the model and its state stay."""
         if self._runtime is not None:
             self._runtime.close()
         self._runtime = self.optimizer = None
-
-    def _cannot_train(self) -> BuildError:
-        if self._runtime is None:
-            return _closed()
-        return BuildError(
-            "this engine cannot train: it was built without an optimizer",
-            hint="build(sch, optimizer=lambda params: torch.optim.AdamW(params, lr=1e-4))",
-        )
-
-
-def _closed() -> BuildError:
-    return BuildError("the engine is closed", hint="schedule and build a fresh model, with weights=engine.state_dict()")

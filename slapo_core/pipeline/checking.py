@@ -2,25 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
 
 from slapo_core.errors import HookError
-from slapo_core.spec.pipeline import Liveness, Partition
+from slapo_core.pipeline.forms import liveness_forms, partition_forms
+from slapo_core.pipeline.sharing import held_by, holders
+from slapo_core.spec.pipeline import Liveness, Partition, Stage
 
-__all__ = ["check_liveness", "check_partition"]
+__all__ = ["check_liveness", "check_partition", "made_problems"]
 
 
-def check_partition(partition: Partition, plugin: str) -> None:
-    """Refuse an answer to `slapo_partition` that contradicts itself.
+def check_partition(
+    partition: Partition, plugin: str, *, model: nn.Module | None = None, inputs: Mapping[str, Any] | None = None
+) -> None:
+    """Refuse an answer to `slapo_partition` that contradicts itself, or the model that it was asked about.
 
     Args:
         partition: the answer.
         plugin: whose it is, e.g. ``"slapo-pipeline 0.1.0"``.
+        model: that it was asked about; None does not look at the modules of the stages.
+        inputs: the arguments that it was asked about; None does not look at what the stages read of them.
 
     Raises:
         HookError: every contradiction.
     """
-    _refuse("slapo_partition", plugin, list(_of_partition(partition)))
+    problems = list(partition_forms(partition)) or list(_of_partition(partition))
+    if not problems and inputs is not None:
+        problems += _of_inputs(partition, inputs)
+    if not problems and model is not None:
+        problems += _of_modules(partition, model)
+    _refuse("slapo_partition", plugin, problems)
 
 
 def check_liveness(liveness: Liveness, partition: Partition, outputs: Sequence[str], plugin: str) -> None:
@@ -35,7 +50,27 @@ def check_liveness(liveness: Liveness, partition: Partition, outputs: Sequence[s
     Raises:
         HookError: every contradiction.
     """
-    _refuse("slapo_liveness", plugin, list(_of_liveness(liveness, partition, outputs)))
+    problems = list(liveness_forms(liveness)) or list(_of_liveness(liveness, partition, outputs))
+    _refuse("slapo_liveness", plugin, problems)
+
+
+def made_problems(made: Any, stage: Stage, partition: Partition) -> list[str]:
+    """What is wrong with what a stage gave, held against what was said about it; in words."""
+    if not isinstance(made, dict):
+        return [f"it gives a {type(made).__name__}, not a dictionary"]
+    missing = [f"it does not make '{name}'" for name in stage.makes if name not in made]
+    more = [f"it makes '{name}' too" for name in made if name not in stage.makes]
+    return (
+        missing + more + [text for name in stage.makes if name in made for text in _made(made[name], name, partition)]
+    )
+
+
+def _made(tensor: Any, name: str, partition: Partition) -> Iterator[str]:
+    value = partition.values[name]
+    if not isinstance(tensor, torch.Tensor):
+        yield f"'{name}' is a {type(tensor).__name__}, not a tensor"
+    elif (tuple(tensor.shape), tensor.dtype) != (tuple(value.shape), value.dtype):
+        yield f"'{name}' is {tuple(tensor.shape)} of {tensor.dtype}, not {tuple(value.shape)} of {value.dtype}"
 
 
 def _refuse(hook: str, plugin: str, problems: list[str]) -> None:
@@ -47,6 +82,9 @@ def _of_partition(partition: Partition) -> Iterator[str]:
     if [stage.index for stage in partition.stages] != list(range(len(partition.stages))):
         yield "the stages are not numbered from 0 in their order"
         return
+    for stage in partition.stages:
+        if (stage.last is None) != (stage.index == len(partition.stages) - 1):
+            yield f"stage {stage.index} of {len(partition.stages)} is said to end after {stage.last!r}"
     makers: dict[str, int] = {}
     for stage in partition.stages:
         for name in stage.makes:
@@ -71,6 +109,45 @@ def _of_partition(partition: Partition) -> Iterator[str]:
             yield f"nothing is said about the piece '{name}' of the output"
 
 
+def _of_inputs(partition: Partition, inputs: Mapping[str, Any]) -> Iterator[str]:
+    for stage in partition.stages:
+        for name in stage.inputs:
+            if name not in inputs:
+                yield f"stage {stage.index} reads the argument '{name}', which this batch does not give"
+
+
+def _of_modules(partition: Partition, model: nn.Module) -> Iterator[str]:
+    """Whether the stages hold the model's own tensors, at the untouched paths, and what several hold is a tie."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    tensors = {**parameters, **dict(model.named_buffers(remove_duplicate=False))}
+    first: dict[int, str] = {}
+    for name, parameter in parameters.items():
+        first.setdefault(id(parameter), name)
+    for stage in partition.stages:
+        if stage.last is not None and stage.last not in dict(stage.module.named_modules(remove_duplicate=False)):
+            yield f"stage {stage.index} is said to end after '{stage.last}', which it does not hold"
+        for name, tensor in held_by(stage):
+            if tensors.get(name, None if isinstance(tensor, nn.Parameter) else tensor) is not tensor:
+                which = "is not the model's" if name in tensors else "is none of the model's"
+                yield f"'{name}' of stage {stage.index} {which}"
+    said = {tie.name: tie.stages for tie in partition.ties}
+    found = {
+        first[key]: where
+        for key, (_, tensor, where) in holders(partition.stages).items()
+        if isinstance(tensor, nn.Parameter) and key in first
+    }
+    for name in dict.fromkeys((*found, *said)):
+        if name not in said:
+            yield f"'{name}' is held by the stages {_numbers(found[name])}, and no tie says so"
+        elif name not in found:
+            yield f"'{name}' is said to be tied over the stages {_numbers(said[name])}, and is not held by several"
+        elif said[name] != found[name]:
+            yield (
+                f"'{name}' is said to be tied over the stages {_numbers(said[name])}, and is held by "
+                f"{_numbers(found[name])}"
+            )
+
+
 def _of_liveness(liveness: Liveness, partition: Partition, outputs: Sequence[str]) -> Iterator[str]:
     last = len(partition.stages) - 1
     if len(liveness.boundaries) != last:
@@ -89,3 +166,7 @@ def _of_liveness(liveness: Liveness, partition: Partition, outputs: Sequence[str
     for name in outputs:
         if name not in {*liveness.received(last), *partition.stages[last].makes}:
             yield f"the last stage needs '{name}' for the loss, and it is not sent"
+
+
+def _numbers(stages: Sequence[int]) -> str:
+    return ", ".join(map(str, stages))

@@ -7,12 +7,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
+from torch.utils import _pytree as pytree
 
 from slapo_core.errors import HookError
-from slapo_core.pipeline.checking import check_liveness, check_partition
-from slapo_core.spec.pipeline import Liveness, Partition
+from slapo_core.pipeline.checking import check_liveness, check_partition, made_problems
+from slapo_core.pipeline.sharing import SharedState, StateMark
+from slapo_core.spec.pipeline import Liveness, Partition, Stage
 
 if TYPE_CHECKING:
+    from slapo_core.schedule.copied import ScheduledCopy
     from slapo_core.schedule.schedule import Schedule
 
 __all__ = ["Staged", "staged"]
@@ -25,29 +29,58 @@ class Staged:
     Args:
         partition: the stages.
         liveness: what each of them sends to the next.
+        partition_by: the plugin that cut the model, e.g. ``"slapo-pipeline 0.1.0"``.
+        liveness_by: the plugin that said what passes.
     """
 
     partition: Partition
     liveness: Liveness
+    partition_by: str = "the caller"
+    liveness_by: str = "the caller"
 
     def run(self, inputs: Mapping[str, Any]) -> Any:
         """The model's output, by running the stages in turn; each gets only what it is sent.
 
-        A value that is said to carry no gradient carries none, and what a stage gets is its own: writing to it changes
-        nothing elsewhere, as in processes that send each other tensors.
+        They are kept apart as processes are: a value that is said to carry no gradient carries none, and what a stage
+        gets, from the batch or from another one, is its own: writing to it changes nothing elsewhere.
 
         Args:
             inputs: the arguments of the model's forward, by parameter.
+
+        Raises:
+            HookError: a stage makes something else than was said, or changes a tensor that others hold too.
         """
+        own = [_copied({name: inputs[name] for name in stage.inputs if name in inputs}) for stage in self._stages]
+        shared = SharedState(self._stages)
         pieces: dict[str, torch.Tensor] = {}
         received: dict[str, torch.Tensor] = {}
-        for stage in self.partition.stages:
-            own = {name: inputs[name] for name in stage.inputs if name in inputs}
-            made = stage.module(own, {name: received[name] for name in stage.uses})
+        for stage, given in zip(self._stages, own, strict=True):
+            made = self._made(stage, given, {name: received[name] for name in stage.uses})
+            self._refuse(stage, shared.changed())
             pieces.update((name, made[name]) for name in self.partition.output.pieces if name in made)
             there = {**received, **made}
             received = {name: self._sent(name, there[name]) for name in self.liveness.sent(stage.index)}
         return self.partition.output.assemble(pieces)
+
+    @property
+    def _stages(self) -> tuple[Stage, ...]:
+        return self.partition.stages
+
+    def _made(self, stage: Stage, given: dict[str, Any], values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        try:
+            made = stage.module(given, values)
+        except Exception as error:
+            error.add_note(f"in {_place(stage)}, made by {self.partition_by}")
+            raise
+        self._refuse(stage, made_problems(made, stage, self.partition))
+        return made  # type: ignore[no-any-return]
+
+    def _refuse(self, stage: Stage, problems: Sequence[str]) -> None:
+        if problems:
+            raise HookError(
+                f"{_place(stage)}, made by {self.partition_by}, is not as was said: {'; '.join(problems)}",
+                plugin=self.partition_by,
+            )
 
     def _sent(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         own = tensor.clone(memory_format=torch.contiguous_format)
@@ -55,7 +88,7 @@ class Staged:
 
 
 def staged(
-    schedule: Schedule,
+    schedule: Schedule | ScheduledCopy,
     inputs: Mapping[str, Any],
     *,
     outputs: Sequence[str] | None = None,
@@ -73,13 +106,22 @@ def staged(
         TraceError: it cannot be cut there.
         HookError: an answer cannot be right, or there is one about the partition and none about liveness.
     """
+    before = {name: StateMark(tensor) for name, tensor in _tensors(schedule.model).items()}
+    random = torch.get_rng_state()
     answer = schedule.hooks.single(
         "slapo_partition", schedule=schedule, inputs=inputs, batch_axes=dict(batch_axes or {})
     )
     if answer is None:
         return None
     plugin, partition = answer
-    check_partition(partition, plugin)
+    now = _tensors(schedule.model)
+    changed = [f"'{name}'" for name, mark in before.items() if not mark.holds(now.get(name))]
+    changed += ["the random state"] if not torch.equal(random, torch.get_rng_state()) else []
+    if changed:
+        raise HookError(
+            f"{plugin} changes {', '.join(changed[:3])} while it makes the stages (slapo_partition)", plugin=plugin
+        )
+    check_partition(partition, plugin, model=schedule.model, inputs=inputs)
     needed = tuple(partition.output.pieces if outputs is None else outputs)
     second = schedule.hooks.single("slapo_liveness", partition=partition, outputs=needed)
     if second is None:
@@ -89,4 +131,24 @@ def staged(
             hint='create_schedule(model, plugins=["slapo-pipeline"])',
         )
     check_liveness(second[1], partition, needed, second[0])
-    return Staged(partition, second[1])
+    return Staged(partition, second[1], plugin, second[0])
+
+
+def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def _place(stage: Stage) -> str:
+    return f"stage {stage.index}" + (f" (up to '{stage.last}')" if stage.last is not None else " (the last)")
+
+
+def _copied(inputs: dict[str, Any]) -> dict[str, Any]:
+    """The same arguments, whose tensors another stage does not see."""
+    known: dict[int, torch.Tensor] = {}  # what is one object in the batch stays one
+
+    def own(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        return known.setdefault(id(leaf), leaf) if id(leaf) in known else known.setdefault(id(leaf), leaf.clone())
+
+    return pytree.tree_map(own, inputs)  # type: ignore[no-any-return]

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 import sys
 import warnings
-from collections import Counter
 from collections.abc import Iterator
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -14,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 import pluggy
 from packaging.utils import canonicalize_name
 
-from slapo_core.errors import HookError
+from slapo_core.errors import HookError, TraceError
 from slapo_core.plugins.config import close_matches
+from slapo_core.plugins.hook_rules import first_result_hooks, hook_violations, hooks_not_asked, specified_hooks
 from slapo_core.plugins.loading import PluginWarning
 from slapo_core.plugins.model import LOCAL_VERSION, core_label
 from slapo_core.plugins.requirements import suggestions
@@ -24,7 +22,10 @@ from slapo_core.spec import hookspecs
 if TYPE_CHECKING:
     from slapo_core.plugins.registry import Registry
 
-__all__ = ["HookManager", "hook_violations", "hooks_not_asked"]
+__all__ = ["HookManager"]
+
+_MAY_RAISE: dict[str, tuple[type[Exception], ...]] = {"slapo_partition": (TraceError,)}
+"""What a hook may raise by its specification: it arrives as it is, and is no fault of the plugin."""
 
 
 class HookManager:
@@ -37,6 +38,7 @@ class HookManager:
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
         self._active: dict[str, str] = {}  # distribution -> label, whether or not it has hooks
+        self._preferred: dict[str, str] = {}  # first-result hook -> distribution
         self._manager = pluggy.PluginManager(hookspecs.PROJECT)
         self._manager.add_hookspecs(hookspecs)
 
@@ -77,8 +79,43 @@ class HookManager:
     def deactivate(self, distribution: str) -> None:
         """Take a distribution out again, one of `active`."""
         del self._active[distribution]
+        self._preferred = {hook: chosen for hook, chosen in self._preferred.items() if chosen != distribution}
         if self._manager.has_plugin(distribution):
             self._manager.unregister(name=distribution)
+
+    def prefer(self, hook: str, distribution: str) -> None:
+        """Let one plugin's answer stand where several answer a first-result hook; it is active from now on.
+
+        Args:
+            hook: e.g. ``"slapo_liveness"``.
+            distribution: e.g. ``"acme-slapo"``; the others are asked only where it has no answer.
+
+        Raises:
+            HookError: there is no such hook, it collects all answers, or the plugin does not implement it.
+            PluginError: as `activate` raises.
+        """
+        self._require_hook(hook)
+        name = canonicalize_name(distribution)
+        if hook not in first_result_hooks():
+            choices = ", ".join(sorted(first_result_hooks()))
+            raise HookError(
+                f"{hook} collects the answers of all plugins, so none of them is preferred (got {distribution!r})",
+                hint=f"prefer is for the hooks with one answer: {choices}",
+            )
+        self.activate(name)
+        if name not in self._modules(hook):
+            others = sorted(self._modules(hook))
+            raise HookError(
+                f"{self._active[name]} has no {hook}, so its answer cannot be preferred",
+                plugin=name,
+                hint=_prefer_call(hook, others[0]) if others else f"leave {hook!r} out of prefer",
+            )
+        self._preferred[hook] = name
+
+    def has(self, name: str, /) -> bool:
+        """Whether an active plugin implements a hook."""
+        self._require_hook(name)
+        return bool(self._modules(name))
 
     def call(self, name: str, /, **arguments: Any) -> Any:
         """Ask every active plugin.
@@ -92,9 +129,10 @@ class HookManager:
             None.
 
         Raises:
-            HookError: there is no such hook, an implementation raised, or two plugins answered a first-result hook.
+            HookError: there is no such hook, an implementation raised, or two plugins answered a first-result hook and
+                none of them is preferred.
         """
-        if name in _first_result_hooks():
+        if name in first_result_hooks():
             answer = self.single(name, **arguments)
             return answer[1] if answer is not None else None
         return [answer for _, answer in self.call_each(name, **arguments)]
@@ -108,47 +146,66 @@ class HookManager:
         Raises:
             HookError: as for `call`.
         """
-        answers = self.call_each(name, **arguments)
+        self._require_hook(name)
+        preferred = self._preferred.get(name)
+        answers = self._answers(name, arguments, only=preferred) if preferred is not None else []
+        answers = answers or self.call_each(name, **arguments)
         if len(answers) > 1:
             labels = [self._active[distribution] for distribution, _ in answers]
             raise HookError(
                 f"hook {name}{_shown(arguments)} was answered by {' and by '.join(labels)}; one answer is allowed",
                 plugin=labels[0],
-                hint=f"name only one of them in this schedule, or SLAPO_DISABLE_PLUGINS={answers[-1][0]}",
+                hint=f"{_prefer_call(name, answers[0][0])}, or name only one of them in this schedule",
             )
         return (self._active[answers[0][0]], answers[0][1]) if answers else None
 
     def call_each(self, name: str, /, **arguments: Any) -> list[tuple[str, Any]]:
         """Ask every active plugin; as `call`, but with the distribution of each answer that is not None."""
-        self._check_call(name, arguments)
-        hook: pluggy.HookCaller = getattr(self._manager.hook, name)
-        modules = {implementation.plugin_name: implementation.plugin for implementation in hook.get_hookimpls()}
+        return self._answers(name, arguments)
+
+    def _answers(self, name: str, arguments: dict[str, Any], *, only: str | None = None) -> list[tuple[str, Any]]:
+        known = self._require_hook(name)
+        if set(known) != set(arguments):
+            raise HookError(f"hook {name} takes ({', '.join(known)}), got ({', '.join(arguments)})")
+        modules = self._modules(name)
         answers = []
-        for distribution in sorted(modules):
+        for distribution in sorted(modules) if only is None else [only]:
             others = [module for other, module in modules.items() if other != distribution]
             caller = self._manager.subset_hook_caller(name, others)
             answers += [(distribution, answer) for answer in self._ask(caller, distribution, arguments)]
         return answers
 
-    def _check_call(self, name: str, arguments: dict[str, Any]) -> None:
+    def _modules(self, name: str) -> dict[str, ModuleType]:
+        """Who implements a hook: distribution -> hooks module."""
+        hook: pluggy.HookCaller = getattr(self._manager.hook, name)
+        modules: dict[str, Any] = {each.plugin_name: each.plugin for each in hook.get_hookimpls()}
+        return modules
+
+    def _require_hook(self, name: str) -> tuple[str, ...]:
+        """The arguments of a hook.
+
+        Raises:
+            HookError: there is none of that name.
+        """
         if name in hookspecs.NOT_ASKED:
             raise HookError(f"{core_label(self._registry.core_version)} does not ask hook '{name}' yet")
-        known = _specified().get(name)
+        known = specified_hooks().get(name)
         if known is None:
-            close = close_matches(name, _specified())
+            close = close_matches(name, specified_hooks())
             raise HookError(f"there is no hook '{name}'", hint=f"did you mean '{close[0]}'?" if close else None)
-        if set(known) != set(arguments):
-            raise HookError(f"hook {name} takes ({', '.join(known)}), got ({', '.join(arguments)})")
+        return known
 
     def _ask(self, caller: pluggy.HookCaller, distribution: str, arguments: dict[str, Any]) -> list[Any]:
         """The answers of one distribution, so that each of them, and each exception, has an owner."""
         label = self._active[distribution]
         try:
             given = caller(**arguments)
-            if caller.name in _first_result_hooks():
+            if caller.name in first_result_hooks():
                 given = [] if given is None else [given]
             answers = [list(answer) if isinstance(answer, Iterator) else answer for answer in given]
         except KeyboardInterrupt:
+            raise
+        except _MAY_RAISE.get(caller.name, ()):
             raise
         except BaseException as error:  # SystemExit of a plugin must not end the user's process
             message = f"hook {caller.name} of {label} raised {type(error).__name__}: {error}"
@@ -179,68 +236,8 @@ class HookManager:
             raise HookError(f"the hooks of {label} ({module.__name__}) are refused: {error}", plugin=label) from error
 
 
-def hook_violations(module: ModuleType) -> list[str]:
-    """Every rule that a hooks module breaks, in words: misspelt names, missing decorators, wrong arguments.
-
-    Args:
-        module: the hooks module of a distribution.
-    """
-    found = list(_implementations(module))
-    violations = [_violation(*implementation) for implementation in found]
-    for hook, count in Counter(hook for hook, _, _ in found if hook in _first_result_hooks()).items():
-        if count > 1:
-            violations.append(f"'{hook}' is implemented {count} times; it may have one answer")
-    return [violation for violation in violations if violation is not None]
-
-
-def hooks_not_asked(module: ModuleType) -> list[str]:
-    """The hooks that a module implements and this version does not ask, e.g. ``["slapo_partition"]``."""
-    return [hook for hook, _, _ in _implementations(module) if hook in hookspecs.NOT_ASKED]
-
-
-def _implementations(module: ModuleType) -> Iterator[tuple[str, Any, dict[str, Any] | None]]:
-    """The functions decorated with ``@hookimpl``, and those named as if they were, with the hook that each is for."""
-    for name, function in inspect.getmembers(module, inspect.isfunction):
-        options = getattr(function, f"{hookspecs.PROJECT}_impl", None)
-        if options is not None or name.startswith(f"{hookspecs.PROJECT}_"):
-            yield (options or {}).get("specname") or name, function, options
-
-
-def _violation(hook: str, function: Any, options: dict[str, Any] | None) -> str | None:
-    known = _specified().get(hook)
-    if hook in hookspecs.NOT_ASKED:
-        return None
-    if known is None:
-        close = close_matches(hook, _specified())
-        return f"there is no hook '{hook}'" + (f"; did you mean '{close[0]}'?" if close else "")
-    if options is None:
-        return f"'{hook}' is not decorated with @hookimpl"
-    ordering = [key for key in ("hookwrapper", "wrapper", "tryfirst", "trylast") if options.get(key)]
-    if ordering:
-        return f"'{hook}' uses @hookimpl({ordering[0]}=True); the order of calls has no meaning here"
-    wrong = [argument for argument in inspect.signature(function).parameters if argument not in known]
-    if wrong:
-        close = close_matches(wrong[0], known)
-        meant = f"; did you mean '{close[0]}'?" if close else ""
-        return f"'{hook}' takes '{wrong[0]}', but the arguments of this hook are ({', '.join(known)}){meant}"
-    return None
-
-
-@functools.cache
-def _specified() -> dict[str, tuple[str, ...]]:
-    """The hooks of this version, with their arguments."""
-    return {
-        name: tuple(inspect.signature(function).parameters)
-        for name, function in inspect.getmembers(hookspecs, inspect.isfunction)
-        if name.startswith(f"{hookspecs.PROJECT}_")
-    }
-
-
-@functools.cache
-def _first_result_hooks() -> frozenset[str]:
-    """The hooks that at most one active plugin may answer."""
-    parse = pluggy.PluginManager(hookspecs.PROJECT).parse_hookspec_opts
-    return frozenset(name for name in _specified() if (options := parse(hookspecs, name)) and options["firstresult"])
+def _prefer_call(hook: str, distribution: str) -> str:
+    return f'create_schedule(..., prefer={{"{hook}": "{distribution}"}})'
 
 
 def _shown(arguments: dict[str, Any]) -> str:

@@ -24,7 +24,7 @@ import torch
 from slapo_core.errors import RankFailedError
 from slapo_core.ranks.connections import Connection, connections_since, mutual, open_sockets
 
-__all__ = ["StandIns"]
+__all__ = ["StandIns", "kinds_of", "make_group"]
 
 Members = tuple[tuple[int, ...], int]
 """The global ranks of a group, and its number among the groups of the same ranks."""
@@ -91,7 +91,7 @@ class StandIns:
         self._ranks, self._rank, self._store, self._timeout = tuple(ranks), rank, store, timeout
         self._gather = gather
         self._originals = _groups_within(set(ranks))
-        offers = [{members: _kinds(group) for members, group in self._originals.items()}]
+        offers = [{members: kinds_of(group) for members, group in self._originals.items()}]
         offers = gather(offers[0])
         by_rank = dict(zip(self._ranks, offers, strict=True))
         self._order = [  # the same on every rank, so that nobody waits for a rank that waits for him
@@ -202,7 +202,7 @@ class StandIns:
                 if self._rank in members[0]:
                     original = self._originals[members]
                     store = self._within(f"{self._generation}/{number}")
-                    made = _make(original, kinds, members[0], store, self._timeout)
+                    made = make_group(original.group_name, kinds, original.rank(), members[0], store, self._timeout)
                     _register(original.group_name, made)
                     self._made[original.group_name] = made
         except (RuntimeError, OSError) as error:  # torch's own, and of the system
@@ -230,7 +230,7 @@ def _groups_within(ranks: set[int]) -> dict[Members, Any]:
     return found
 
 
-def _kinds(group: Any) -> tuple[tuple[str, str], ...]:
+def kinds_of(group: Any) -> tuple[tuple[str, str], ...]:
     """Device type and backend of a group, e.g. ``(("cpu", "gloo"),)``; empty if there is one that we cannot make."""
     found = []
     for device in sorted({device.type for device in group._device_types}):
@@ -243,13 +243,13 @@ def _kinds(group: Any) -> tuple[tuple[str, str], ...]:
     return tuple(found)
 
 
-def _make(
-    original: Any, kinds: Sequence[tuple[str, str]], members: Sequence[int], store: Any, timeout: timedelta
+def make_group(
+    name: str, kinds: Sequence[tuple[str, str]], rank: int, members: Sequence[int], store: Any, timeout: timedelta
 ) -> Any:
-    """A group of the same ranks; gloo connects at once, and NCCL is made to: later a rank may have failed."""
+    """A group like the one of that name; gloo connects at once, and NCCL is made to: later a rank may have failed."""
     import torch.distributed as dist
 
-    rank, size = original.rank(), original.size()
+    size = len(members)
     group: Any = dist.ProcessGroup(store, rank, size)
     backends: dict[str, Any] = {}
     for device, kind in kinds:
@@ -268,8 +268,8 @@ def _make(
         backend_type = dist.ProcessGroup.BackendType.__members__[kind.upper()]
         group._set_default_backend(backend_type)
         group._register_backend(torch.device(device), backend_type, backends[kind])
-    group._set_group_name(original.group_name)
-    group._set_group_desc(f"stands in for {original.group_name}")
+    group._set_group_name(name)
+    group._set_group_desc(f"stands in for {name}")
     return group
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from slapo_core.errors import BuildError, RankMismatchError
+from slapo_core.errors import BuildError, RankFailedError, RankMismatchError
 from slapo_core.ranks.breaking import Run
 from slapo_core.ranks.facts import RankFact, first_difference
 from slapo_core.ranks.failures import Attempt, Failure, causes, describe_failure, lost_rank
@@ -184,6 +184,8 @@ class World:
         error: Exception | None = None
         try:
             yield
+        except RankFailedError:
+            raise  # the other ranks know of it, or wait elsewhere for one that has failed, and not for this one
         except Exception as caught:  # noqa: BLE001 - raised again below, when every rank knows of it
             error = caught
         if self._was_told:  # inside of this block, and so the other ranks: nobody waits for another message

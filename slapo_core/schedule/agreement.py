@@ -33,6 +33,8 @@ def schedule_facts(schedule: Schedule) -> Iterator[RankFact]:
     plugins = {name: schedule.registry.plugin(name) for name in schedule.hooks.active}
     active = ", ".join(plugin.label if plugin is not None else name for name, plugin in plugins.items())
     yield RankFact("the active plugins", active or "none")
+    preferred = ", ".join(f"{hook}: {schedule.prefer[hook]}" for hook in sorted(schedule.prefer))
+    yield RankFact("the preferred answers to hooks", preferred or "none")
 
 
 def _mesh(mesh: Mesh | None) -> str:

@@ -31,7 +31,12 @@ FORMAT = 1
 
 
 def dump_records(
-    records: Sequence[Record], *, model: nn.Module, mesh: Mapping[str, int] | None, registry: Registry
+    records: Sequence[Record],
+    *,
+    model: nn.Module,
+    mesh: Mapping[str, int] | None,
+    prefer: Mapping[str, str],
+    registry: Registry,
 ) -> dict[str, Any]:
     """The document of a schedule.
 
@@ -39,7 +44,7 @@ def dump_records(
         SerializationError: an argument cannot be carried by JSON; the record and the argument are named.
     """
     patterns: list[Any] = []
-    document = {
+    document: dict[str, Any] = {
         "format": FORMAT,
         "slapo-core": registry.core_version,
         "model": f"{type(model).__module__}.{type(model).__qualname__}",
@@ -57,6 +62,8 @@ def dump_records(
             for record in records
         ],
     }
+    if prefer:
+        document["prefer"] = dict(prefer)
     if patterns:  # each once, however many layers it was found in
         document["patterns"] = [pattern_to_json(pattern, registry) for pattern in patterns]
     return document
@@ -88,6 +95,9 @@ def load_document(document: Mapping[str, Any] | str | os.PathLike[str]) -> Mappi
             f"the schedule is in format {written!r}; this slapo-core reads up to {FORMAT}",
             hint="pip install --upgrade slapo-core",
         )
+    prefer = document.get("prefer", {})
+    if not isinstance(prefer, Mapping) or not all(isinstance(item, str) for pair in prefer.items() for item in pair):
+        raise ReplayError(f"the schedule has no valid 'prefer' (got {prefer!r})", hint="hook -> distribution")
     for number, record in enumerate(document["records"], start=1):
         expected: tuple[tuple[str, type], ...] = (("primitive", str), ("path", str), ("arguments", Mapping))
         for key, kind in expected:

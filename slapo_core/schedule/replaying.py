@@ -30,6 +30,7 @@ def replay(
     *,
     mesh: Mapping[str, int] | DeviceMesh | Mesh | None = None,
     plugins: Sequence[str] = (),
+    prefer: Mapping[str, str] | None = None,
     example_inputs: Any = None,
     rank: int = 0,
 ) -> Schedule:
@@ -42,6 +43,7 @@ def replay(
         mesh: as for :func:`create_schedule`; None takes the mesh that the schedule was saved with. Another world
             size is fine.
         plugins: as for :func:`create_schedule`.
+        prefer: as for :func:`create_schedule`; None takes what the schedule was saved with.
         example_inputs: as for :func:`create_schedule`.
         rank: as for :func:`create_schedule`.
 
@@ -56,6 +58,7 @@ def replay(
         model,
         mesh=mesh if mesh is not None else data.get("mesh"),
         plugins=plugins,
+        prefer=prefer if prefer is not None else data.get("prefer"),
         example_inputs=example_inputs,
         rank=rank,
     )

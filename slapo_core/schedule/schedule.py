@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from packaging.utils import canonicalize_name
@@ -51,6 +51,7 @@ class Schedule:
         *,
         mesh: Mesh | None = None,
         plugins: Sequence[str] = (),
+        prefer: Mapping[str, str] | None = None,
         example_inputs: Any = None,
         registry: Registry | None = None,
         watched: bool = False,
@@ -66,9 +67,12 @@ class Schedule:
         self._sealed_by: str | None = None
         self._example_calls: ExampleCalls | None = None
         self.tree = Tree(model, mesh, self)
-        if self.plugins:
-            for distribution in self.plugins:
-                self.hooks.activate(distribution)
+        for distribution in self.plugins:
+            self.hooks.activate(distribution)
+        self.prefer: dict[str, str] = {}
+        for hook, distribution in (prefer or {}).items():
+            self.hooks.prefer(hook, distribution)
+            self.prefer[hook] = canonicalize_name(distribution)
 
     # -- the tree ---------------------------------------------------------------------------------------------
 
@@ -193,6 +197,7 @@ class Schedule:
             self.records,
             model=self.model,
             mesh=self.mesh.sizes if self.mesh else None,
+            prefer=self.prefer,
             registry=self.registry,
         )
 
@@ -334,7 +339,7 @@ class Schedule:
         if not self._history:
             self.tree.tensors.forget()
         if self._hooks is not None:
-            needed = self._history.distributions.union(self.plugins)
+            needed = self._history.distributions.union(self.plugins, self.prefer.values())
             for distribution in self._hooks.active:
                 if distribution not in needed:
                     self._hooks.deactivate(distribution)

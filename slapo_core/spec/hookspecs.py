@@ -12,7 +12,8 @@ A distribution declares one module of hook functions (entry-point group ``slapo.
 Its hooks are active in a schedule only when the distribution is *named* there: one of its primitives was applied, its
 dialect is the target, or it is listed in ``create_schedule(..., plugins=[...])``. A function may take any subset of
 the arguments below, by name. All active plugins are asked, and the order has no meaning. A first-result hook has at
-most one answer, None being no answer: two are an error, and a plugin has at most one function for it.
+most one answer, None being no answer: two are an error, unless the user chose one of them
+(``create_schedule(..., prefer={"slapo_liveness": "acme-slapo"})``), and a plugin has at most one function for it.
 """
 
 from __future__ import annotations
@@ -238,7 +239,7 @@ def slapo_partition(
 
 @hookspec(firstresult=True)
 def slapo_liveness(partition: Partition, outputs: Sequence[str]) -> Liveness | None:
-    """Called when `slapo_partition` has answered: which values pass from each stage to the next.
+    """Called when `slapo_partition` has answered: which values pass from each stage to the next?
 
     First result: yes; two active plugins that answer are an error.
 

@@ -17,7 +17,15 @@ if TYPE_CHECKING:
     from slapo_core.spec.record import Record
     from slapo_core.spec.state import LiveTensor, ModelState
 
-__all__ = ["BuildRequest", "HookCaller", "LossFunction", "OptimizerFactory", "ScheduledModel", "StagedModel"]
+__all__ = [
+    "BuildRequest",
+    "HookCaller",
+    "LossFunction",
+    "OptimizerFactory",
+    "OwnGroups",
+    "ScheduledModel",
+    "StagedModel",
+]
 
 OptimizerFactory = Callable[[Any], Any]
 """Makes the optimiser of the list of the engine's parameters: ``lambda params: torch.optim.AdamW(params, lr=1e-4)``."""
@@ -58,6 +66,11 @@ class ScheduledModel(Protocol):
         ...
 
     @property
+    def example_inputs(self) -> Any:
+        """A batch that the schedule was made with; None without one."""
+        ...
+
+    @property
     def hooks(self) -> HookCaller:
         """The hooks of the plugins named in the schedule, this dialect's own included."""
         ...
@@ -74,6 +87,36 @@ class StagedModel(Protocol):
     @property
     def liveness(self) -> Liveness:
         """What each stage sends to the next."""
+        ...
+
+
+class OwnGroups(Protocol):
+    """Process groups of one engine, which break where a step fails, so that it fails on every rank.
+
+    The groups of the mesh are not touched: a rank that waits in one of those goes on waiting until its partner leaves,
+    or until the timeout of the group.
+    """
+
+    def group(self, mesh_dim: str = "") -> Any:
+        """Over that dimension, its ranks in their order; "" all ranks. None where there is one rank.
+
+        ``torch.distributed`` does not list it: use its own methods, e.g. ``group.allreduce([tensor]).wait()``.
+        """
+        ...
+
+    def step(self, what: Callable[[], str]) -> AbstractContextManager[None]:
+        """Around the work of one step; every rank enters one.
+
+        Args:
+            what: tells what this rank does just now, e.g. ``"stage 1 in the forward of micro-batch 0"``.
+
+        Raises:
+            RankFailedError: on every rank, where one of them raised: it names that one, what it did, and its exception.
+        """
+        ...
+
+    def close(self) -> None:
+        """Let go of them."""
         ...
 
 
@@ -200,11 +243,19 @@ class BuildRequest(Protocol):
         """
         ...
 
-    def micro_batches(self, batch: Any) -> list[Any]:
+    def micro_batches(
+        self, batch: Any, count: int | None = None, *, axes: Mapping[str, int | None] | None = None
+    ) -> list[Any]:
         """Cut a batch into ``accumulate`` pieces of one size, along the first axis of every tensor.
 
         Each goes through :meth:`compute_loss` and backward, its loss divided by their number, and after the last one
         come :meth:`clip_gradients` and the optimiser's step. For a dialect with ``accumulates = True``.
+
+        Args:
+            batch: the whole one.
+            count: for a pipeline: how many, by its option ``microbatches``, instead of ``accumulate``.
+            axes: for an argument of the forward: the axis of its tensors that counts the samples; None: every piece
+                has them whole.
 
         Raises:
             BuildError: the samples do not divide, or tensors differ in their number.
@@ -281,6 +332,14 @@ class BuildRequest(Protocol):
 
         Returns:
             the norm before, a scalar tensor, the same on every rank; None where ``max_grad_norm`` is None.
+        """
+        ...
+
+    def own_groups(self, *mesh_dims: str) -> OwnGroups:
+        """Process groups that belong to the engine alone: a collective over the mesh, which has several ranks.
+
+        Args:
+            mesh_dims: a group over each of them, beside the one of all ranks.
         """
         ...
 

@@ -17,6 +17,7 @@ from slapo_core.schedule.obligations import obligations
 from slapo_core.verification.blame import Blame
 from slapo_core.verification.compare import label
 from slapo_core.verification.counterparts import named_tensors
+from slapo_core.verification.cut_faults import CutFault, find_cut_fault, run_in_one_piece, without_cuts
 from slapo_core.verification.failing import Failed
 from slapo_core.verification.freezing import refuse_unsaid_freezing
 from slapo_core.verification.inputs import Inputs
@@ -25,6 +26,7 @@ from slapo_core.verification.precision import dtype_name, own_dtype
 from slapo_core.verification.report import VerifyReport, merge_largest
 from slapo_core.verification.run import OWN_TYPES
 from slapo_core.verification.several import Outcome, Siblings
+from slapo_core.verification.staging import Staging
 from slapo_core.verification.subjects import Subjects
 from slapo_core.verification.trials import OtherRankError, Subject, Trials, first_difference, reraise, stages_for
 from slapo_core.verification.turns import Turned, Turns, UntouchedRunError
@@ -109,7 +111,7 @@ class _Check:
         self.world, self.inputs, self.subjects, self.options = world, inputs, subjects, options
         self.siblings = siblings
         self.schedule = subjects.schedule
-        self.trials = Trials(world, inputs, subjects, rtol=options.rtol, atol=options.atol)
+        self.trials = Trials(world, inputs, subjects, rtol=options.rtol, atol=options.atol, staging=Staging())
         self.runs = UntouchedRuns(
             inputs, options.more_batches, subjects, seed=options.seed, optimizer_steps=options.optimizer_steps
         )
@@ -193,11 +195,24 @@ class _Check:
         gradients: Sequence[str],
         records: Sequence[Record],
     ) -> None:
-        owner = _owner(found)
         stages = stages_for(found.kind)
-        if found.by:
+        blame: Blame | CutFault | None = None
+        if self._is_cut():
+            whole = run_in_one_piece(self.trials, self.subject, untouched, stages, records)
+            if whole.agrees:
+                blame = find_cut_fault(self.trials, self.subject, untouched, records, kind=found.kind)
+            else:
+                records = without_cuts(self.trials, records)
+                self.trials = whole.trials
+                if whole.raised is not None:
+                    self._raise_exception(untouched, whole.raised, records)
+                if whole.first is not None:
+                    (rank, found), gradients = whole.first, whole.gradients
+                    stages = stages_for(found.kind)
+        owner = _owner(found)
+        if blame is None and found.by:
             blame = Blame.by_place([record for record in records if record.index in found.by])
-        else:
+        elif blame is None:
             failed = Failed.by(found)
             blame = self.trials.blame(untouched, stages, failed, near=owner, gradients=gradients, records=records)
         name = label(found.kind, found.name, self.options.optimizer_steps)
@@ -213,14 +228,34 @@ class _Check:
             rank=None if self.world.is_alone else rank,
             steps=[str(record) for record in blame.records],
             path=owner,
+            plugin=blame.plugin if isinstance(blame, CutFault) else None,
             hint=found.hint,
         )
 
-    def _raise_exception(self, reference: UntouchedRun, candidate: Attempt[Any]) -> None:
+    def _raise_exception(
+        self, reference: UntouchedRun, candidate: Attempt[Any], records: Sequence[Record] | None = None
+    ) -> None:
+        records = self.schedule.records if records is None else records
         first = candidate.failures[0]
         reference = self.runs.again(reference, reference.stages)
-        stages = self.trials.stages_raising(self.subject, reference)
-        blame = self.trials.blame(reference, stages, Failed.with_exception(first), near=None)
+        blame: Blame | CutFault | None = None
+        if self._is_cut():
+            whole = run_in_one_piece(self.trials, self.subject, reference, reference.stages, records)
+            if whole.agrees and self.trials.was_refused(candidate):
+                reraise(candidate)
+            if whole.agrees:
+                blame = find_cut_fault(self.trials, self.subject, reference, records, error=candidate.error)
+            else:
+                records = without_cuts(self.trials, records)
+                self.trials = whole.trials
+                if whole.first is not None:
+                    self._raise_difference(reference, *whole.first, whole.gradients, records)
+                candidate = whole.raised or candidate
+                first = candidate.failures[0]
+        if blame is None:
+            stages = self.trials.stages_raising(self.subject, reference)
+            failed = Failed.with_exception(first)
+            blame = self.trials.blame(reference, stages, failed, near=None, records=records)
         where = f" on rank {first.rank}" if not self.world.is_alone else ""
         others = [other for other in candidate.failures[1:] if (other.kind, other.where) != (first.kind, first.where)]
         also = "".join(f"\n  and on rank {other.rank}: {other}" for other in others)
@@ -229,7 +264,13 @@ class _Check:
             f"{blame}{self._missing()}",
             rank=None if self.world.is_alone else first.rank,
             steps=[str(record) for record in blame.records],
+            plugin=blame.plugin if isinstance(blame, CutFault) else None,
         ) from candidate.error
+
+    def _is_cut(self) -> bool:
+        """Whether stages were made, or refused, on any rank, and are still asked for."""
+        staging = self.trials.staging
+        return any(self.world.gather(staging is not None and staging.is_needed))
 
     def _missing(self) -> str:
         return "".join(f"\n  missing: {violation}" for violation in obligations(self.schedule))

@@ -37,6 +37,7 @@ class _Sent:
     model: nn.Module
     steps: tuple[Record, ...]
     plugins: tuple[str, ...]
+    prefer: Mapping[str, str]
     example_inputs: Any = None
 
 
@@ -99,7 +100,7 @@ def _sent(schedule: Schedule) -> _Sent:
                 value._apply(lambda tensor: tensor if tensor.is_meta else tensor.cpu())
             _require_sendable(step, name, value)
         whole.append(step)
-    return _Sent(model, tuple(whole), schedule.plugins, schedule.example_inputs)
+    return _Sent(model, tuple(whole), schedule.plugins, schedule.prefer, schedule.example_inputs)
 
 
 def _require_sendable(step: Record, name: str, value: Any) -> None:
@@ -149,7 +150,9 @@ def _check_on_rank(
 
 def _repeated(sent: _Sent, sizes: Mapping[str, int]) -> Schedule:
     _register({type(step.primitive): None for step in sent.steps})
-    schedule = create_schedule(sent.model, mesh=sizes, plugins=sent.plugins, example_inputs=sent.example_inputs)
+    schedule = create_schedule(
+        sent.model, mesh=sizes, plugins=sent.plugins, prefer=sent.prefer, example_inputs=sent.example_inputs
+    )
     for step in sent.steps:
         try:
             schedule.apply_at(schedule.tree.node(step.path), step.primitive, location=step.location or None)

@@ -14,9 +14,16 @@ from slapo_core.verification.dropout import DropoutMode
 from slapo_core.verification.inputs import Batch, Inputs
 from slapo_core.verification.leaves import output_leaves
 
-__all__ = ["Conditions", "dense", "detached", "evaluated", "forward_backward", "strided"]
+__all__ = ["Caller", "Conditions", "dense", "detached", "evaluated", "forward_backward", "strided"]
+
+Caller = Callable[[Batch], Callable[[], Any]]
+"""Calls a model: makes ready for a batch, outside of the fixed conditions, and gives what runs it under them."""
 
 _PATTERN = 65_537  # elements of a cotangent, then repeated: a prime, so that no axis of a tensor falls in step with it
+
+
+def _plainly(model: nn.Module) -> Caller:
+    return lambda batch: lambda: model(*batch.args, **batch.kwargs)
 
 
 @dataclass(frozen=True)
@@ -30,6 +37,7 @@ class Conditions:
         learning_rate: of the optimiser steps.
         adapt_output: makes of a rank's output the one that the untouched model gives.
         more_batches: further ones, each with what to call it, e.g. ``"a batch of 4"``.
+        caller: makes of a model what calls it.
     """
 
     dtype: torch.dtype | None
@@ -38,28 +46,27 @@ class Conditions:
     learning_rate: float = 0.0
     adapt_output: Callable[[Any], Any] = lambda output: output
     more_batches: tuple[tuple[str, Inputs], ...] = ()
+    caller: Callable[[nn.Module], Caller] = _plainly
 
 
 def evaluated(
-    model: nn.Module, inputs: Inputs, conditions: Conditions, dropout: DropoutMode | None = None
+    caller: Caller, inputs: Inputs, conditions: Conditions, dropout: DropoutMode | None = None
 ) -> dict[str, Any]:
-    """The output in evaluation mode, in which the model is left."""
-    for module in model.modules():
-        module.training = False
-    batch = inputs.batch(conditions.dtype)
+    """The output of a model that is in evaluation mode."""
+    run = caller(inputs.batch(conditions.dtype))
     with fixed_conditions(conditions.seed, dropout), torch.no_grad():
-        output = conditions.adapt_output(model(*batch.args, **batch.kwargs))
+        output = conditions.adapt_output(run())
     return detached(output_leaves(output))
 
 
 def forward_backward(
-    model: nn.Module, inputs: Inputs | Batch, conditions: Conditions, dropout: DropoutMode | None = None
+    caller: Caller, inputs: Inputs | Batch, conditions: Conditions, dropout: DropoutMode | None = None
 ) -> dict[str, Any]:
     """One forward, and backward from every floating-point leaf against a fixed random cotangent; the output."""
-    batch = inputs if isinstance(inputs, Batch) else inputs.batch(conditions.dtype)
+    run = caller(inputs if isinstance(inputs, Batch) else inputs.batch(conditions.dtype))
     dropout = dropout or DropoutMode()
     with fixed_conditions(conditions.seed, dropout):
-        output = conditions.adapt_output(model(*batch.args, **batch.kwargs))
+        output = conditions.adapt_output(run())
         dropout.in_backward = True
         leaves = list(output_leaves(output))
         seen = detached(leaves)

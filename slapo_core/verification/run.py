@@ -94,6 +94,7 @@ class Course:
 
     def __init__(self, model: nn.Module, inputs: Inputs, conditions: Conditions) -> None:
         self.model, self.inputs, self.conditions = model, inputs, conditions
+        self._caller = conditions.caller(model)
         self.has_gradients = False
         self._modes = _training_modes(model)
         model.zero_grad(set_to_none=True)
@@ -115,7 +116,21 @@ class Course:
         self, inputs: Inputs | Batch | None = None, *, dropout: DropoutMode | None = None
     ) -> dict[str, Any]:
         """The output; the gradients are added to the parameters'."""
-        return forward_backward(self.model, inputs or self.inputs, self.conditions, dropout)
+        return forward_backward(self._caller, inputs or self.inputs, self.conditions, dropout)
+
+    def make_ready(self) -> None:
+        """Make what is made before the first forward in this mode, such as the stages of a cut model."""
+        self._caller(self.inputs.batch(self.conditions.dtype))
+
+    def evaluate(self) -> None:
+        """Into evaluation mode."""
+        for module in self.model.modules():
+            module.training = False
+
+    def evaluated(self, dropout: DropoutMode | None = None) -> dict[str, Any]:
+        """The output in evaluation mode, in which the model is left."""
+        self.evaluate()
+        return evaluated(self._caller, self.inputs, self.conditions, dropout)
 
 
 def run_stages(model: nn.Module, inputs: Inputs, conditions: Conditions, stages: Sequence[str]) -> Observation:
@@ -155,7 +170,7 @@ def _training(course: Course, seen: Observation) -> None:
 def _evaluation(course: Course, seen: Observation) -> None:
     model = course.model
     dropout = DropoutMode(_paths(model))
-    seen.values["evaluation output"] = evaluated(model, course.inputs, course.conditions, dropout)
+    seen.values["evaluation output"] = course.evaluated(dropout)
     seen.values["evaluation buffer"] = detached(model.named_buffers(remove_duplicate=False))
     seen.values["evaluation dropout"] = {"forward": dropout.draws}
 
@@ -192,7 +207,7 @@ def _updates(course: Course, seen: Observation) -> None:
     optimizer.zero_grad(set_to_none=True)
     course.has_gradients = False
     optimizer.state.clear()
-    seen.values["updated output"] = evaluated(model, course.inputs, conditions)
+    seen.values["updated output"] = course.evaluated()
     seen.values["updated buffer"] = detached(model.named_buffers(remove_duplicate=False))
     parameters = model.named_parameters(remove_duplicate=False)
     seen.values["parameter"] = {name: parameter.detach() for name, parameter in parameters}

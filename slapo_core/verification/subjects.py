@@ -137,7 +137,12 @@ class Subjects:
         elif as_at_first:
             train_as_at_first(model, given)
         schedule = Schedule(
-            model, mesh=given.mesh, plugins=given.plugins, registry=given.registry, example_inputs=given.example_inputs
+            model,
+            mesh=given.mesh,
+            plugins=given.plugins,
+            prefer=given.prefer,
+            registry=given.registry,
+            example_inputs=given.example_inputs,
         )
         theirs = {id(item) for item in _parts(given.model)} | {id(item) for item in _parts(self._untouched)}
         for record in steps:

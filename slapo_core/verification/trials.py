@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,7 @@ from slapo_core.verification.run import (
     Observation,
     run_stages,
 )
+from slapo_core.verification.staging import Staging
 from slapo_core.verification.subjects import Subjects
 from slapo_core.verification.suggestions import suggestions
 from slapo_core.verification.tolerance import Tolerance
@@ -117,6 +119,7 @@ class Trials:
         subjects: gives copies.
         rtol: the user's; None if it follows from type and promise.
         atol: the user's; None likewise.
+        staging: calls the models stage by stage where they are cut; None calls them in one piece.
     """
 
     world: World
@@ -124,6 +127,7 @@ class Trials:
     subjects: Subjects
     rtol: float | None
     atol: float | None
+    staging: Staging | None = None
 
     def run(self, subject: Subject, reference: UntouchedRun, stages: Sequence[str]) -> Attempt[Ran]:
         """Run ``stages`` of a scheduled model under the conditions of the untouched one."""
@@ -150,14 +154,14 @@ class Trials:
     ) -> tuple[Course, Observation]:
         """The first stages, and the copy that ran them."""
         dtype = reference.conditions.dtype
-        course = Course(subject.make(dtype), self.inputs, self._conditions(subject, reference))
+        course = Course(subject.make(dtype), self.inputs, self.conditions(subject, reference))
         return course, course.run(stages)
 
     def late(
         self, subject: Subject, reference: UntouchedRun, stage: str, course: Course | None, *, other_stream: bool
     ) -> Observation:
         """A later stage: on the copy that ran the first ones, or on a fresh one."""
-        conditions = self._conditions(subject, reference)
+        conditions = self.conditions(subject, reference)
         if stage in ON_ONE_COPY:
             assert course is not None
             course.conditions = conditions
@@ -190,8 +194,12 @@ class Trials:
         told, untouched = seen.of("parted dropout").get("ranks", []), reference.seen.of("dropout")["forward"]
         return [*filter(None, (advice(told, untouched), without_effect(told, untouched, subject.schedule.records)))]
 
-    def _conditions(self, subject: Subject, reference: UntouchedRun) -> Conditions:
-        return dataclasses.replace(reference.conditions, adapt_output=_output_adapter(subject.schedule))
+    def conditions(self, subject: Subject, reference: UntouchedRun) -> Conditions:
+        """Those of the untouched model's run, for a scheduled one."""
+        adapted = dataclasses.replace(reference.conditions, adapt_output=_output_adapter(subject.schedule))
+        if self.staging is None:
+            return adapted
+        return dataclasses.replace(adapted, caller=functools.partial(self.staging.caller, subject.schedule))
 
     def other_stream(self, subject: Subject, reference: UntouchedRun, seen: Observation) -> str | None:
         """Why some rank's dropout gets other random numbers than the untouched model's."""
@@ -199,6 +207,11 @@ class Trials:
         alike = drawn_alike("dropout", reference.seen, seen, subject.counterparts, promise)
         reasons = self.world.gather(alike.other_stream or alike.wrong)
         return next((reason for reason in reasons if reason is not None), None)
+
+    def was_refused(self, attempt: Attempt[Any]) -> bool:
+        """Whether plugins would not cut the model, or what they said of its stages cannot be right."""
+        refusals = self.staging.refusals if self.staging is not None else set()
+        return all((failure.kind, failure.text) in refusals for failure in attempt.failures)
 
     def stages_raising(self, subject: Subject, reference: UntouchedRun) -> tuple[str, ...]:
         """The fewest stages in which a scheduled model that raises does so."""

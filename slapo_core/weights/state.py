@@ -70,6 +70,9 @@ class TensorState:
         return self.correspondence.live()
 
     def check_replicas(self, *, optimizer: torch.optim.Optimizer | None = None, repair: bool = False) -> None:
+        if self.correspondence.placement is not None:
+            with together(self.mesh, "looking for the values of this rank's tensors"):
+                self._refuse_without_values()
         compare_all(self.correspondence, optimizer, random=self.draws, repair=repair)
 
     def state_dict(self, *, rank0_only: bool = False, include_added: bool = False) -> dict[str, torch.Tensor]:
@@ -89,6 +92,14 @@ class TensorState:
         load_checkpoint(directory, self, optimizer)
 
     # -- inside -----------------------------------------------------------------------------------------------
+
+    def _refuse_without_values(self) -> None:
+        empty = [live.name for live in self.tensors() if live.is_here and live.tensor.is_meta]
+        if empty:
+            raise WeightsError(
+                f"'{empty[0]}' has no values: this rank is to hold it, and it is on the meta device"
+                + (f", as {len(empty) - 1} others are" if empty[1:] else "")
+            )
 
     def whole(self, *, rank0_only: bool, include_added: bool) -> dict[str, torch.Tensor]:
         """As :meth:`state_dict`, and nothing is compared."""

@@ -9,6 +9,7 @@ from slapo_core import errors
 
 FUNCTIONS_AND_CLASSES = {
     "Change",
+    "Command",
     "Compiler",
     "Dialect",
     "Edit",
@@ -37,6 +38,7 @@ FUNCTIONS_AND_CLASSES = {
     "register_primitive",
     "replay",
     "save_pretrained",
+    "stages",
     "state_dict",
     "verify",
 }

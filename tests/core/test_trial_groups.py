@@ -73,7 +73,7 @@ def fail_at_once() -> None:
 def fail_in_making(times: int) -> tuple[Any, int, float, bool]:
     """Rank 1 fails so many times to make a group after a broken trial; what came of it, and what is left."""
     mesh = declare_mesh({"tp": 2})
-    before, make, calls = dict(vars(dist.ProcessGroup)), stand_ins._make, []
+    before, make, calls = dict(vars(dist.ProcessGroup)), stand_ins.make_group, []
     is_open = False
 
     def failing(*args: Any) -> Any:
@@ -85,7 +85,7 @@ def fail_in_making(times: int) -> tuple[Any, int, float, bool]:
         return group
 
     told: Any = None
-    stand_ins._make = failing
+    stand_ins.make_group = failing
     try:
         with World(mesh, runs_models=True) as world:
             is_open = True
@@ -95,7 +95,7 @@ def fail_in_making(times: int) -> tuple[Any, int, float, bool]:
     except slapo.RankFailedError as error:
         told = (error.message, error.failures, error.first)
     finally:
-        stand_ins._make = make
+        stand_ins.make_group = make
     one = torch.ones(1)
     dist.all_reduce(one)
     return told, gc.get_freeze_count(), float(one), dict(vars(dist.ProcessGroup)) == before
@@ -112,7 +112,7 @@ def test_ranks_that_cannot_be_connected_try_again_together_and_then_say_why() ->
 
 def fail_at_first() -> tuple[Any, int, float, bool]:
     stand_ins._TRIES = 1
-    make, stand_ins._make = stand_ins._make, refuse
+    make, stand_ins.make_group = stand_ins.make_group, refuse
     before = dict(vars(dist.ProcessGroup))
     try:
         with World(declare_mesh({"tp": 2}), runs_models=True):
@@ -120,7 +120,7 @@ def fail_at_first() -> tuple[Any, int, float, bool]:
     except slapo.RankFailedError as error:
         told = error.message
     finally:
-        stand_ins._make = make
+        stand_ins.make_group = make
     one = torch.ones(1)
     dist.all_reduce(one)
     return told, gc.get_freeze_count(), float(one), dict(vars(dist.ProcessGroup)) == before

@@ -137,19 +137,19 @@ def test_a_rejected_plugin_cannot_be_named_although_it_has_no_hooks(fake_distrib
 def test_a_hook_that_this_version_does_not_ask_is_told_and_the_others_work(
     fake_distributions: FakeEnvironment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hookspecs, "NOT_ASKED", ("slapo_someday",))
-    source = DOCTOR.format("x") + "@hookimpl\ndef slapo_someday(schedule, anything): return 1 / 0\n"
+    monkeypatch.setattr(hookspecs, "NOT_ASKED", ("slapo_place",))
+    source = DOCTOR.format("x") + "@hookimpl\ndef slapo_place(schedule, anything): return 1 / 0\n"
     fake_distributions.install(with_hooks("acme-hooks", source))
     manager = HookManager(fake_distributions.registry(core="0.1.0"))
     with pytest.warns(PluginWarning) as caught:
         manager.activate("acme-hooks")
     assert [str(item.message) for item in caught] == [
-        "plugin acme-hooks 1.0 has 'slapo_someday', which slapo-core 0.1.0 does not ask yet"
+        "plugin acme-hooks 1.0 has 'slapo_place', which slapo-core 0.1.0 does not ask yet"
     ]
     assert manager.call("slapo_doctor") == [["x"]]
     with pytest.raises(HookError) as error:
-        manager.call("slapo_someday", schedule=None)
-    assert str(error.value) == "slapo-core 0.1.0 does not ask hook 'slapo_someday' yet"
+        manager.call("slapo_place", schedule=None)
+    assert str(error.value) == "slapo-core 0.1.0 does not ask hook 'slapo_place' yet"
 
 
 def test_one_hooks_module_of_two_distributions_is_refused_for_the_second(fake_distributions: FakeEnvironment) -> None:
@@ -265,7 +265,8 @@ def test_two_answers_to_a_first_result_hook_are_an_error_naming_both(fake_distri
     assert str(caught.value) == (
         "hook slapo_materialize(path='fc', name='weight', shape=(2, 3), dtype=None) was answered by "
         "acme-hooks 1.0 and by beta-hooks 1.0; one answer is allowed\n"
-        "  hint: name only one of them in this schedule, or SLAPO_DISABLE_PLUGINS=beta-hooks"
+        '  hint: create_schedule(..., prefer={"slapo_materialize": "acme-hooks"}), or name only one of them in this '
+        "schedule"
     )
 
 

@@ -150,11 +150,11 @@ def test_what_is_wrong_with_a_plugin_is_found(fake_distributions: FakeEnvironmen
 def test_what_this_version_does_not_use_is_no_failure(
     fake_distributions: FakeEnvironment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hookspecs, "NOT_ASKED", ("slapo_someday",))
+    monkeypatch.setattr(hookspecs, "NOT_ASKED", ("slapo_place",))
     kinds = FakeDistribution(
         "fast-slapo", "1.0", {"slapo.v1.samplers": {"fast": "fast_slapo:Fast"}}, {"fast_slapo": "1 / 0"}
     )
-    hooks = with_hooks("stage-slapo", "@hookimpl\ndef slapo_someday(schedule):\n    pass\n")
+    hooks = with_hooks("stage-slapo", "@hookimpl\ndef slapo_place(schedule):\n    pass\n")
     found = findings(fake_distributions, kinds, hooks)
     core = f"slapo-core {core_version()}"
     assert [
@@ -165,7 +165,7 @@ def test_what_this_version_does_not_use_is_no_failure(
         ("stage-slapo", "state", "passed", ""),
         ("stage_slapo", "load", "passed", ""),
         ("stage_slapo", "hooks", "passed", ""),
-        ("stage_slapo", "hooks", "skipped", f"{core} does not ask 'slapo_someday' yet"),
+        ("stage_slapo", "hooks", "skipped", f"{core} does not ask 'slapo_place' yet"),
     ]
 
 
@@ -241,6 +241,7 @@ def test_the_command_gives_json_for_all_plugins(fake_distributions: FakeEnvironm
         "acme-slapo": True,
         "bust-slapo": False,
         "slapo-core": True,
+        "slapo-pipeline": True,
     }
     assert plugins["acme-slapo"]["checks"][0] == {
         "check": "state",

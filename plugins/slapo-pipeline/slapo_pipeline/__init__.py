@@ -1,7 +1,7 @@
 """Pipeline stages for slapo: ``pipeline_split`` cuts any model, and two hooks say what the stages are.
 
 Installing this distribution is enough: every schedule then knows ``sch["path"].pipeline_split()``. The class below is
-for those who build primitives as values.
+for those who build primitives as values; ``print(slapo_pipeline.stages(sch))`` shows the stages of a schedule.
 """
 
 from __future__ import annotations
@@ -11,10 +11,16 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from slapo_pipeline.split import PipelineSplit
+    from slapo_pipeline.view.data import Stages
+    from slapo_pipeline.view.making import stages
 
-__all__ = ["PipelineSplit"]
+__all__ = ["PipelineSplit", "Stages", "stages"]
 
-_HOMES = {"PipelineSplit": "slapo_pipeline.split"}
+_HOMES = {
+    "PipelineSplit": "slapo_pipeline.split",
+    "Stages": "slapo_pipeline.view.data",
+    "stages": "slapo_pipeline.view.making",
+}
 
 
 def __getattr__(name: str) -> object:

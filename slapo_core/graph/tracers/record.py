@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from slapo_core.graph.alike import AlikeCalls
 from slapo_core.graph.caches import caches_kept
-from slapo_core.graph.fake import FakeMode, with_own_values, without_values
+from slapo_core.graph.fake import FakeMode, home_of, with_own_values, without_values
 from slapo_core.graph.flags import Flags
 from slapo_core.graph.functions import autograd_functions
 from slapo_core.graph.leaves import inlined_modules
@@ -90,10 +91,13 @@ def record(
     Raises:
         Untraceable: it cannot be recorded.
     """
-    recording = Recording(module, may_capture=fake, notes=notes)
+    home = home_of(module, dict(arguments)) if fake else None
+    recording = Recording(module, may_capture=fake, notes=notes, home=home)
     recorder = Recorder(recording)
     flags = Flags(recording.refusal, lambda: recorder.is_paused, first_line(forward))
-    mode = FakeMode() if fake else None
+    if notes is not None and fake:
+        recorder.alike = AlikeCalls(flags)
+    mode = FakeMode(home) if fake else None
     signature = inspect.signature(forward)
     given: dict[str, Any] = {}
     drawn = generators()

@@ -73,6 +73,8 @@ class Runner:
         loss: Callable[[int, Mapping[str, torch.Tensor]], torch.Tensor],
         *,
         backward: bool,
+        at: Callable[[str], None] = lambda what: None,
+        seed: int | None = None,
         keep_outputs: bool = False,
     ) -> Work:
         """One step; gradients are added to those of the parameters.
@@ -81,9 +83,11 @@ class Runner:
             inputs: the arguments of each micro-batch.
             loss: of a micro-batch, by its number and the pieces of the output.
             backward: whether gradients are computed: of the mean of the losses.
+            at: is told what runs.
+            seed: of the random numbers that stages draw; None leaves torch's streams as they are.
             keep_outputs: whether the pieces of the output that this rank's stages make are kept.
         """
-        work = Work(inputs, loss, keep_outputs)
+        work = Work(inputs, loss, at, seed, keep_outputs)
         for stage in self.stages:
             stage.work = work
         try:
@@ -91,7 +95,7 @@ class Runner:
         finally:
             for stage in self.stages:
                 stage.clear_runtime_states()
-                stage.work = Work((), loss)
+                stage.work = Work((), loss, at)
         return work
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from slapo_core import BuildError
 
-__all__ = ["SCHEDULES", "Schedule", "schedule_named"]
+__all__ = ["SCHEDULES", "Schedule", "schedule_named", "schedule_of"]
 
 
 @dataclass(frozen=True)
@@ -134,3 +135,18 @@ def schedule_named(name: object, known: Sequence[Schedule] = SCHEDULES) -> Sched
         f"there is no pipeline_schedule {name!r}; there are {', '.join(schedule.name for schedule in known)}",
         hint='build(sch, pipeline_schedule="1f1b", microbatches=8)',
     )
+
+
+def schedule_of(config: Mapping[str, Any], stages: int, pp: int) -> Schedule:
+    """The schedule of the options of a pipeline, where the number of stages is known.
+
+    Raises:
+        BuildError: it cannot run so many stages or micro-batches.
+    """
+    name = config["pipeline_schedule"]
+    if name is None:
+        name = "1f1b" if stages == pp else "interleaved_1f1b"
+    schedule = schedule_named(name)
+    schedule.check_micro_batches(config["microbatches"], pp)
+    schedule.stage_ranks(stages, pp)
+    return schedule

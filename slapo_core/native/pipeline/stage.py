@@ -11,9 +11,10 @@ import torch.distributed as dist
 from torch import nn
 
 from slapo_core import BuildError
+from slapo_core.native.pipeline.dropping import start_stream
 from slapo_core.native.pipeline.received import Received
 from slapo_core.native.pipeline.splitting import backward_of_inputs
-from slapo_core.native.pipeline.torch_pipelining import StageBase
+from slapo_core.native.pipeline.torch_pipelining import Operation, StageBase
 from slapo_core.native.pipeline.whole import Watch
 
 if TYPE_CHECKING:
@@ -29,6 +30,8 @@ class Work:
     Args:
         inputs: for each micro-batch: the model's arguments by parameter.
         loss: the loss of a micro-batch, by its number and the pieces of the output by name; the last stage calls it.
+        at: is told what runs, for the message of an error.
+        seed: of random numbers; None leaves torch's streams as they are.
         keep_outputs: whether the pieces of the output that stages make are kept.
         losses: by micro-batch, where the last stage is.
         outputs: by name and micro-batch.
@@ -36,6 +39,8 @@ class Work:
 
     inputs: Sequence[Mapping[str, Any]]
     loss: Callable[[int, Mapping[str, torch.Tensor]], torch.Tensor]
+    at: Callable[[str], None]
+    seed: int | None = None
     keep_outputs: bool = False
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
     outputs: dict[str, dict[int, torch.Tensor]] = field(default_factory=dict)
@@ -52,7 +57,7 @@ class _Flight:
     gradients: list[torch.Tensor] = field(default_factory=list)  # of what was sent, as they come
 
 
-class RunningStage(StageBase):  # type: ignore[misc]
+class RunningStage(StageBase):
     """A stage of a :class:`~slapo_core.spec.pipeline.Partition` on the rank that runs it.
 
     Shapes are known from the partition, so nothing is exchanged before the first step. Values that carry no gradient
@@ -70,7 +75,6 @@ class RunningStage(StageBase):  # type: ignore[misc]
 
     Attributes:
         work: of the step that runs.
-        at: what runs just now, and of which micro-batch, for the message of an error.
         sent_bytes: forward and backward, since it was made; what goes to a stage on the same rank is not counted.
     """
 
@@ -99,7 +103,6 @@ class RunningStage(StageBase):  # type: ignore[misc]
         self._back: dict[int, list[torch.Tensor]] = {}  # gradients that go back
         self._later: dict[int, Callable[[], None]] = {}  # second parts of backward passes
         self._watch = Watch(stage.module) if splits else None
-        self.at = ("nothing", 0)
         self.sent_bytes = [0, 0]
 
     @property
@@ -167,7 +170,7 @@ class RunningStage(StageBase):  # type: ignore[misc]
         tag = (2 * boundary + forward) * self._count + number
         peer = self._ranks[stage]
         return [
-            dist.P2POp(operation, tensor, group=self.group, tag=tag, group_peer=peer)
+            Operation(operation, tensor, group=self.group, tag=tag, group_peer=peer)
             for tensor in tensors
             if tensor.numel()
         ]
@@ -177,11 +180,13 @@ class RunningStage(StageBase):  # type: ignore[misc]
     def forward_one_chunk(
         self, fwd_chunk_id: int, args: Any, kwargs: Any = None, save_forward_output: bool = True
     ) -> Any:
-        self.at = ("the forward", fwd_chunk_id)
+        self._at("the forward", fwd_chunk_id)
         flight = self._flights.setdefault(fwd_chunk_id, _Flight())
         for value, buffer in zip(self._coming, flight.buffers, strict=True):
             flight.received[value.name] = Received(buffer, carries_gradient=value.requires_grad and self.has_backward)
         flight.buffers = []
+        if self.work.seed is not None:
+            start_stream(self.work.seed, self.stage_index, fwd_chunk_id, self.device)
         there = {name: one.tensor for name, one in flight.received.items()}
         made = self._call(self.work.inputs[fwd_chunk_id], there)
         there.update(made)
@@ -190,7 +195,7 @@ class RunningStage(StageBase):  # type: ignore[misc]
                 if name in made:
                     self.work.outputs.setdefault(name, {})[fwd_chunk_id] = made[name].detach()
         if self.is_last:
-            self.at = ("the loss", fwd_chunk_id)
+            self._at("the loss", fwd_chunk_id)
             pieces = {name: there[name] for name in self._output_pieces if name in there}
             flight.loss = self.work.loss(fwd_chunk_id, pieces)
             self.work.losses[fwd_chunk_id] = flight.loss.detach()
@@ -201,6 +206,9 @@ class RunningStage(StageBase):  # type: ignore[misc]
         if not self.has_backward and self._ranks[self.stage_index + 1] == self._ranks[self.stage_index]:
             return tuple(self._flights.pop(fwd_chunk_id).sent)
         return tuple(flight.sent)
+
+    def _at(self, what: str, number: int) -> None:
+        self.work.at(f"stage {self.stage_index} in {what} of micro-batch {number}")
 
     def _call(self, inputs: Mapping[str, Any], there: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         own = {name: inputs[name] for name in self._stage.inputs if name in inputs}
@@ -231,7 +239,7 @@ class RunningStage(StageBase):  # type: ignore[misc]
     ) -> None:
         if not self.has_backward:
             return
-        self.at = ("the backward", bwd_chunk_id)
+        self._at("the backward", bwd_chunk_id)
         flight = self._flights.pop(bwd_chunk_id)
         roots, gradients = self._roots(flight)
         starts = [one.start for one in flight.received.values() if one.start is not None]
@@ -265,32 +273,12 @@ class RunningStage(StageBase):  # type: ignore[misc]
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         later = self._later.pop(bwd_chunk_id, None)
         if later is not None:
-            self.at = ("the backward", bwd_chunk_id)
+            self._at("the backward", bwd_chunk_id)
             later()
-
-    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """Nothing: losses are divided before they go back, and replicas exchange gradients after the schedule."""
-
-    def scale_grads(self, grad_scale_factor: int) -> None:
-        """Nothing; for torch's versions that call it by themselves."""
 
     def clear_runtime_states(self) -> None:
         for kept in (self._flights, self._back, self._later):
             kept.clear()
-
-    # -- before the first step ----------------------------------------------------------------------------------------
-
-    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> None:
-        self.args_recv_info = {0: ()}
-
-    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> None:
-        return None
-
-    def _create_grad_recv_info(self, act_send_info: Any) -> tuple[()]:
-        return ()
-
-    def _get_init_p2p_neighbors_ops(self) -> list[Any]:
-        return []
 
 
 def _storages(module: nn.Module) -> frozenset[int]:

@@ -9,13 +9,67 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import nn
 from torch.distributed import pipelining
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
-__all__ = ["CALLED", "StageBase", "recomputes", "schedule_class", "step"]
+__all__ = ["CALLED", "Operation", "StageBase", "recomputes", "schedule_class", "step"]
 
-StageBase: Any = _PipelineStageBase
-"""What the schedules take for a stage; its constructor needs no metadata."""
+
+_Base: Any = _PipelineStageBase
+
+
+class StageBase(_Base):  # type: ignore[misc]
+    """What the schedules take for a stage, with what they read of it; its methods are the subclass's.
+
+    Torch's own constructor is not called: it looks the group up in a list, where ours is not.
+
+    Args:
+        module: that the stage runs.
+        index: of the stage.
+        count: of all stages.
+        device: where it computes.
+        group: of the ranks along ``pp``.
+    """
+
+    def __init__(self, module: nn.Module, index: int, count: int, device: torch.device, group: Any) -> None:
+        self.submod, self.stage_index, self.num_stages = module, index, count
+        self.device, self.group = device, group
+        self.group_rank, self.group_size = group.rank(), group.size()
+        self.stage_index_to_group_rank: dict[int, int] = {}  # the schedule's
+        self.has_backward = False
+        self.args_recv_info: dict[int, tuple[()]] = {0: ()}
+        self.act_send_info: dict[int, list[int]] = {}
+        self.output_chunks: list[Any] = []
+
+    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing: shapes are known."""
+
+    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing."""
+
+    def _create_grad_recv_info(self, act_send_info: Any) -> tuple[()]:
+        return ()
+
+    def _get_init_p2p_neighbors_ops(self) -> list[Any]:
+        return []
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        """Nothing: losses are divided before they go back, and replicas exchange gradients after the schedule."""
+
+    def scale_grads(self, grad_scale_factor: int) -> None:
+        """Nothing; for torch's versions that call it by themselves."""
+
+
+class Operation(dist.P2POp):
+    """One message; over a group that torch does not list."""
+
+    def __init__(self, op: Any, tensor: torch.Tensor, *, group: Any, group_peer: int, tag: int) -> None:
+        self.op, self.tensor, self.group = op, tensor, group
+        self.peer = self.group_peer = group_peer
+        self.tag = tag
+
 
 CALLED = (
     "backward_one_chunk",

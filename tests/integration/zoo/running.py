@@ -12,12 +12,13 @@ from typing import Any
 
 from tests.integration.zoo.architectures import CannotMake
 from tests.integration.zoo.checks import CHECKS, run_checks
+from tests.integration.zoo.pipelines import PIPELINES
 from tests.integration.zoo.subjects import subject, subjects
 from tests.integration.zoo.tracing import TRACING
 
 __all__ = ["COLUMNS", "Row", "check_all", "split_all"]
 
-_ALL = {**CHECKS, **TRACING}
+_ALL = {**CHECKS, **TRACING, **PIPELINES}
 COLUMNS = tuple(_ALL)
 """Every check of one process."""
 

@@ -3,115 +3,134 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import nn
+from torch import fx
 
 from slapo_core import TraceError, hookimpl
 from slapo_core.spec.pipeline import Output, Partition, Stage, Value
-from slapo_core.tracing import FlatGraph, compiled, flat
-from slapo_pipeline.partition.output import assembler
+from slapo_core.tracing import FlatGraph, compiled
+from slapo_pipeline.partition.forms import form
+from slapo_pipeline.partition.nodes import title
+from slapo_pipeline.partition.output import Assembly
 from slapo_pipeline.partition.places import Places, Uncuttable
-from slapo_pipeline.partition.segments import Segment, Segments
-from slapo_pipeline.partition.stage import CutStage
+from slapo_pipeline.partition.recording import recorded
+from slapo_pipeline.partition.segment import Segment
+from slapo_pipeline.partition.segments import Segments
+from slapo_pipeline.partition.stage import CutStage, Program
 from slapo_pipeline.partition.ties import ties_of
+from slapo_pipeline.partition.writes import settle_shared_modules, settle_writes
+from slapo_pipeline.rules import above_violations
 from slapo_pipeline.split import PipelineSplit
+
+if TYPE_CHECKING:
+    from slapo_core.spec.record import Record
+    from slapo_core.spec.request import ScheduledModel
 
 __all__ = ["slapo_partition"]
 
 
 @hookimpl
-def slapo_partition(schedule: Any, inputs: Mapping[str, Any], batch_axes: Mapping[str, int | None]) -> Partition | None:
+def slapo_partition(
+    schedule: ScheduledModel, inputs: Mapping[str, Any], batch_axes: Mapping[str, int | None]
+) -> Partition | None:
     """The stages between the cuts of :class:`PipelineSplit`.
 
     Source: paper section 3.4, partition propagation.
     """
-    cuts = {
-        path: record
-        for record in schedule.records
-        if isinstance(record.primitive, PipelineSplit)
-        for path in record.primitive.cuts(record.path)
-    }
+    cuts: dict[str, Record] = {}
+    for record in schedule.records:
+        if isinstance(record.primitive, PipelineSplit):
+            for path in record.primitive.cuts(record.path):
+                cuts.setdefault(path, record)
     if not cuts:
         return None
-    root = schedule.model
-    above = {path[:end] for path in cuts for end, letter in enumerate(path) if letter == "."} | {""}
-    with torch.enable_grad():
-        graph = flat(root, type(root).forward, inputs, lambda module, path: path not in above)
+    _require_calls(schedule, cuts)
     try:
-        places = Places(graph, list(cuts))
-        return _partition(root, graph, places)
+        flat = recorded(schedule.model, inputs, cuts)
+        return _Cutting(flat, list(cuts), inputs).partition()
     except Uncuttable as error:
-        path = error.path or next(iter(cuts))
         raise TraceError(
-            f"cannot cut after '{path}' ({cuts[path]}): {error.problem}",
-            path=path,
+            f"cannot cut after '{error.path}' ({cuts[error.path]}): {error.problem}",
+            path=error.path,
             location=error.location,
             hint=error.hint,
         ) from error
 
 
-def _partition(root: nn.Module, graph: FlatGraph, places: Places) -> Partition:
-    segments = Segments(graph, places)
-    pieces: dict[Any, str] = {}
-    output = next(node for node in graph.recorded.graph.nodes if node.op == "output")
-    assemble = assembler(output.args[0], graph, pieces)
-    for node in pieces:
-        segments.give(node)
-    stages, values = [], {}
-    for segment in segments.segments:
-        stages.append(_stage(root, graph, places, segment))
-        for node in segment.makes:
-            tensor = graph.notes.values[node]
-            readers = tuple(other.index for other in segments.segments if node in other.uses)
-            values[node.name] = Value(
-                node.name, segment.index, readers, tuple(tensor.shape), tensor.dtype, tensor.requires_grad
+def _require_calls(schedule: ScheduledModel, cuts: Mapping[str, Record]) -> None:
+    """What came around the modules above a cut after it was made: the user's own hooks, say."""
+    for path, record in cuts.items():
+        for violation in above_violations(schedule.root[path]):
+            raise TraceError(
+                f"cannot cut after '{path}' ({record}): {violation.message}", path=path, hint=violation.hint
             )
-    return Partition(tuple(stages), values, ties_of(stages, root), Output(tuple(pieces.values()), assemble))
 
 
-def _stage(root: nn.Module, graph: FlatGraph, places: Places, segment: Segment) -> Stage:
-    module = CutStage(segment.index)
-    for node in segment.graph.nodes:
-        if node.op == "call_module":
-            module.hold(str(node.target), root.get_submodule(str(node.target)))
-    for node in segment.graph.nodes:
-        if node.op == "get_attr":
-            owner, _, name = str(node.target).rpartition(".")
-            tensor = getattr(root.get_submodule(owner), name)
-            if not _has(module, str(node.target)):
-                module.hold_tensor(str(node.target), tensor)
-    segment.graph.output({node.name: made for node, made in segment.makes.items()})
-    sources: list[tuple[str, Any]] = []
-    inputs = {made: name for name, made in segment.inputs.items()}
-    used = {made: node.name for node, made in segment.uses.items()}
-    captured = {made: number for number, made in segment.captured.items()}
-    for node in segment.graph.nodes:
-        if node.op != "placeholder":
-            continue
-        if node in inputs:
-            sources.append(("input", inputs[node]))
-        elif node in used:
-            sources.append(("value", used[node]))
-        elif node in captured:
-            sources.append(("constant", graph.recorded.captured[captured[node]]))
-        else:
-            sources.append(("grad", None))
-    module.run_with(compiled(segment.graph, module), sources, graph.require, graph.violated)
-    return Stage(
-        segment.index,
-        module,
-        tuple(segment.inputs),
-        tuple(node.name for node in segment.uses),
-        tuple(node.name for node in segment.makes),
-        places.order[segment.index] if segment.index < places.count - 1 else None,
-    )
+class _Cutting:
+    def __init__(self, flat: FlatGraph, cuts: list[str], inputs: Mapping[str, Any]) -> None:
+        self.flat, self.inputs = flat, inputs
+        self.places = Places(flat, cuts)
+        self.segments = Segments(flat, self.places)
+        self._names: dict[fx.Node, str] = {}
+        self._taken: set[str] = set()
 
+    def partition(self) -> Partition:
+        assembly = Assembly(self.segments, self.name)
+        settle_shared_modules(self.flat, self.places)
+        settle_writes(self.segments, assembly.pieces)
+        values = {self.name(node): self._value(node) for each in self.segments.segments for node in each.makes}
+        stages = tuple(self._stage(segment, values) for segment in self.segments.segments)
+        self.flat.forget()
+        output = Output(tuple(assembly.pieces.values()), assembly.assemble)
+        return Partition(stages, values, ties_of(stages, self.flat.module), output)
 
-def _has(module: nn.Module, path: str) -> bool:
-    owner, _, name = path.rpartition(".")
-    try:
-        return hasattr(module.get_submodule(owner), name)
-    except AttributeError:
-        return False
+    def name(self, node: fx.Node) -> str:
+        """The name of the value of a node: another one for each."""
+        if node not in self._names:
+            wanted = title(node)
+            name, number = wanted, 1
+            while name in self._taken:
+                name, number = f"{wanted}_{number}", number + 1
+            self._taken.add(name)
+            self._names[node] = name
+        return self._names[node]
+
+    def _value(self, node: fx.Node) -> Value:
+        tensor = self.flat.values[node]
+        consumers = tuple(each.index for each in self.segments.segments if node in each.uses)
+        home = self.places.home(node)
+        return Value(self.name(node), home, consumers, tuple(tensor.shape), tensor.dtype, bool(tensor.requires_grad))
+
+    def _stage(self, segment: Segment, values: Mapping[str, Value]) -> Stage:
+        root = self.flat.module
+        module = CutStage(segment.index, root)
+        called = [str(node.target) for node in segment.graph.nodes if node.op == "call_module"]
+        for path in dict.fromkeys(called):
+            module.hold(path, root.get_submodule(path))
+        for path in dict.fromkeys(str(node.target) for node in segment.graph.nodes if node.op == "get_attr"):
+            module.hold_tensor(path)
+        made = {self.name(node): segment.known[node] for node in segment.makes}
+        segment.graph.output(made)
+        sources = [self._source(*segment.sources[node]) for node in segment.graph.nodes if node.op == "placeholder"]
+        used = tuple(self.name(node) for node in segment.uses)
+        taken = {what for kind, what in sources if kind == "input"}
+        read = tuple(name for name in self.inputs if name in taken)
+        program = Program(
+            compiled(segment.graph, module),
+            sources,
+            inputs={name: form(self.inputs[name]) for name in read},
+            values={name: (values[name].shape, values[name].dtype) for name in used},
+            makes={name: (values[name].shape, values[name].dtype, values[name].requires_grad) for name in made},
+            flat=self.flat,
+            called=tuple(dict.fromkeys(called)),
+        )
+        module.run_with(program)
+        cuts = self.places.cuts
+        last = cuts[segment.index] if segment.index < len(cuts) else None
+        return Stage(segment.index, module, read, used, tuple(made), last)
+
+    def _source(self, kind: str, what: Any) -> tuple[str, Any]:
+        if kind == "captured":
+            return "constant", self.flat.captured[what]
+        return kind, self.name(what) if kind == "value" else what

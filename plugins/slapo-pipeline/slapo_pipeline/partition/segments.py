@@ -2,210 +2,193 @@
 
 from __future__ import annotations
 
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import map_aggregate
 
-from slapo_core.tracing import FlatGraph, Opaque, check, set_state
+from slapo_core.tracing import FlatGraph, Opaque, check, children, concrete, is_plain, rebuild
 from slapo_pipeline.partition.constants import Constants
-from slapo_pipeline.partition.nodes import is_check, is_given, is_part, is_switch
+from slapo_pipeline.partition.nodes import is_check, is_constructor, is_given, is_part, is_switch
+from slapo_pipeline.partition.objects import made_object
 from slapo_pipeline.partition.places import Places, Uncuttable
+from slapo_pipeline.partition.segment import Segment
 
-__all__ = ["GRAD", "Segment", "Segments"]
-
-GRAD = "gradients_enabled"
-"""The placeholder of a stage's graph for whether gradients are taken outside."""
-
-
-class Segment:
-    """The graph of one stage in the making.
-
-    Attributes:
-        inputs: arguments of the model that it reads, by placeholder.
-        captured: numbers of the captured tensors that it reads.
-        uses: nodes of earlier stages whose values it reads.
-        makes: nodes whose values it gives.
-    """
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-        self.graph = fx.Graph()
-        self.known: dict[fx.Node, Any] = {}
-        self.inputs: dict[str, fx.Node] = {}
-        self.captured: dict[int, fx.Node] = {}
-        self.uses: dict[fx.Node, fx.Node] = {}
-        self.makes: dict[fx.Node, fx.Node] = {}
-        self.grad: fx.Node | None = None
-        self.expected: dict[fx.Node, Any] = {}
-
-    def placeholder(self, name: str) -> fx.Node:
-        first = next((node for node in self.graph.nodes if node.op != "placeholder"), None)
-        if first is None:
-            return self.graph.placeholder(name)
-        with self.graph.inserting_before(first):
-            return self.graph.placeholder(name)
+__all__ = ["Segments"]
 
 
 class Segments:
-    """All stages.
+    """The graphs of all stages.
+
+    A call stands in the stage in which it was recorded. What computes no tensor is computed wherever it is needed. A
+    tensor of an earlier stage is received, unless it is made of constants, or read from the batch.
 
     Args:
-        flat: the graph; its output is made of parts already.
+        flat: the graph.
         places: which node belongs where.
+
+    Raises:
+        Uncuttable: something would have to pass a cut that cannot.
     """
 
     def __init__(self, flat: FlatGraph, places: Places) -> None:
         self.flat, self.places = flat, places
         self.constants = Constants(flat, places)
         self.segments = [Segment(index) for index in range(places.count)]
-        self.numbers: list[tuple[Any, tuple[str, int] | None]] = []
-        self._captured = {
-            node: number
-            for number, node in enumerate(flat.recorded.graph.nodes)
-            if number < len(flat.recorded.captured)
-        }
-        self._build()
-
-    def _build(self) -> None:
-        state, entry = self.flat.state, self.flat.state
+        self._captured = {node: number for number, node in enumerate(flat.graph.nodes) if number < len(flat.captured)}
+        self._expected: set[fx.Node] = set()
+        self._owned: set[int] | None = None
+        now = entry = flat.state
         stage = 0
-        for node in self.flat.recorded.graph.nodes:
-            position = self.places.position[node]
+        for node in list(flat.graph.nodes):
+            position = places.position[node]
             while stage < position:
                 stage += 1
-                if state != entry:
-                    self._switch(self.segments[stage], *state)
+                if now != entry:
+                    self.segments[stage].switch(*now)
             if is_switch(node):
-                state = tuple(node.args)
-                self._switch(self.segments[position], *state)
+                now = tuple(node.args)
+                self.segments[position].switch(*now)
             elif is_check(node):
-                reads = any(self._is_made(read) for read in node.all_input_nodes)
-                self._copy(node, self.places.home(node) if reads else position)
-            elif self.places.is_bound(node):
+                self._check(node, position)
+            elif places.is_bound(node):
                 self._copy(node, position)
-
-    def _is_made(self, node: fx.Node) -> bool:
-        """Whether it is computed of more than what every stage has."""
-        if is_given(node):
-            return False
-        return self.places.is_bound(node) or any(self._is_made(read) for read in node.all_input_nodes)
-
-    def _switch(self, segment: Segment, grad: bool, autocast: Any, cache: bool) -> None:
-        if segment.grad is None:
-            segment.grad = segment.placeholder(GRAD)
-        segment.graph.call_function(set_state, (segment.grad if grad else False, autocast, cache))
-
-    def _copy(self, node: fx.Node, stage: int) -> fx.Node:
-        segment = self.segments[stage]
-        made = segment.graph.node_copy(node, lambda read: self.get(read, stage))
-        segment.known[node] = made
-        return made
 
     def get(self, node: fx.Node, stage: int) -> Any:
         """The value of a node in a stage: computed there, read there, or received."""
         segment = self.segments[stage]
-        if node in segment.known:
-            return segment.known[node]
-        if node.op == "placeholder":
-            made = self._given(node, segment)
-        elif node.op == "get_attr":
-            made = segment.graph.get_attr(str(node.target))
-        elif self.places.is_bound(node) or (is_part(node, self.flat) and self.places.home(node) < stage):
-            made = self._received(node, segment)
-        elif self._is_there(node, stage):
-            made = self._copy(node, stage)
-        else:
-            made = self._remembered(node, segment)
-        segment.known[node] = made
-        return made
-
-    def _given(self, node: fx.Node, segment: Segment) -> fx.Node:
-        number = self._captured.get(node)
-        made = segment.placeholder(node.name)
-        if number is None:
-            segment.inputs[str(node.target)] = made
-        else:
-            segment.captured[number] = made
-        return made
-
-    def _received(self, node: fx.Node, segment: Segment) -> Any:
-        """A value of an earlier stage."""
-        home = self.places.home(node)
-        if home >= segment.index:
-            raise AssertionError(f"'{node}' is read before it is made")
-        value = self.flat.notes.values.get(node)
-        if isinstance(value, torch.Tensor):
-            if self.constants.is_constant(node):
-                return self._copy(node, segment.index)
-            if is_part(node, self.flat) and not self._is_made(node):
-                return self._copy(node, segment.index)
-            self.give(node)
-            made = segment.placeholder(node.name)
-            segment.uses[node] = made
-            return made
-        if isinstance(value, Opaque):
-            if not self._is_made(node):
-                return self._copy(node, segment.index)
-            raise self._opaque(node, value, segment)
-        if not self._is_made(node):
-            return self._copy(node, segment.index)
-        return self._remembered(node, segment)
+        if node not in segment.known:
+            segment.known[node] = self._found(node, segment)
+        return segment.known[node]
 
     def give(self, node: fx.Node) -> None:
-        """Let the stage that makes a value give it."""
+        """Let the stage that makes a tensor give it."""
         home = self.segments[self.places.home(node)]
         if node not in home.makes:
             home.makes[node] = self.get(node, home.index)
 
-    def _is_there(self, node: fx.Node, stage: int) -> bool:
-        """Whether a node that computes no tensor can be computed again of what the stage has."""
-        if is_given(node) or node in self.segments[stage].known:
-            return True
-        value = self.flat.notes.values.get(node)
-        if isinstance(node.target, type) or self.places.home(node) == stage:
-            return True
-        if self.places.is_bound(node) or (is_part(node, self.flat) and isinstance(value, torch.Tensor)):
-            return False
-        return all(self._is_there(read, stage) for read in node.all_input_nodes)
-
-    def _remembered(self, node: fx.Node, segment: Segment) -> Any:
-        """A number of an earlier stage: what it was in the recording, which that stage checks."""
-        values = self.flat.notes.values
-        if node not in values:
-            raise Uncuttable(
-                self.places.order[segment.index - 1],
-                f"'{node}' cannot pass the cut",
-                location=node.meta.get("location"),
-            )
-        value = values[node]
-        if isinstance(value, torch.device):
-            return self._device(value, segment)
-        home = self.segments[self.places.home(node)]
-        if node not in home.expected:
-            home.expected[node] = value
-            self.numbers.append((value, node.meta.get("location")))
-            number = len(self.flat.recorded.guards) + len(self.numbers) - 1
+    def constant(self, node: fx.Node) -> Any:
+        """What a node gave that is no tensor: the stage that computes it checks that it is that again."""
+        value = self.flat.values[node]
+        if node not in self._expected and self.places.is_made(node):
+            self._expected.add(node)
+            home = self.segments[self.places.home(node)]
+            number = self.flat.guard(str(node), value, node.meta.get("location"))
             home.graph.call_function(check, (self.get(node, home.index), value, number))
         return value
 
+    # ----------------------------------------------------------------------------------------------------------
+
+    def _check(self, node: fx.Node, position: int) -> None:
+        """A guard is checked where what it asks about is made; one that asks about parameters, by nobody here."""
+        asked = node.args[0]
+        if isinstance(asked, fx.Node) and self._is_about_attributes(asked):
+            return  # see `Attributes`
+        is_made = any(self.places.is_made(read) for read in node.all_input_nodes)
+        self._copy(node, self.places.home(node) if is_made else position)
+
+    def _is_about_attributes(self, node: fx.Node) -> bool:
+        if node.op == "get_attr":
+            return True
+        is_asking = not is_given(node) and not self.places.is_bound(node) and bool(node.all_input_nodes)
+        return is_asking and all(self._is_about_attributes(read) for read in node.all_input_nodes)
+
+    def _copy(self, node: fx.Node, stage: int) -> fx.Node:
+        segment = self.segments[stage]
+
+        def here(part: Any) -> Any:
+            return self.get(part, stage) if isinstance(part, fx.Node) else self._object(part, node, segment)
+
+        args, kwargs = map_aggregate((node.args, node.kwargs), here)  # type: ignore[misc]
+        made = segment.graph.create_node(node.op, node.target, args, dict(kwargs), node.name)
+        segment.known[node] = made
+        return made
+
+    def _found(self, node: fx.Node, segment: Segment) -> Any:
+        stage, value = segment.index, self.flat.values.get(node)
+        if node.target is getattr and node.args[1] == "device":
+            value = self.flat.values[node.all_input_nodes[0]].device
+        if node.op == "placeholder":
+            return segment.given(node, self._captured.get(node))
+        if node.op == "get_attr":
+            return segment.graph.get_attr(str(node.target))
+        if isinstance(value, torch.device):
+            return self._device(value, segment)
+        if not self.places.is_made(node) or is_constructor(node):
+            return self._copy(node, stage)
+        home = self.places.home(node)
+        if home == stage and not self.places.is_bound(node):
+            return self._copy(node, stage)
+        if home >= stage:
+            raise AssertionError(f"'{node}' is read in stage {stage}, and made in stage {home}")
+        if isinstance(value, torch.Tensor):
+            if self.constants.is_constant(node):
+                return self._copy(node, stage)
+            self.give(node)
+            return segment.receive(node)
+        if self._is_there(node, segment):
+            return self._copy(node, stage)
+        return self._no_tensor(node, value, segment)
+
+    def _is_there(self, node: fx.Node, segment: Segment) -> bool:
+        """Whether a number can be computed again of tensors that the stage has anyway."""
+        if is_given(node) or node in segment.known:
+            return True
+        if self.places.is_bound(node) or (is_part(node, self.flat) and self.flat.values.get(node) is not None):
+            return False
+        return all(self._is_there(read, segment) for read in node.all_input_nodes)
+
+    def _no_tensor(self, node: fx.Node, value: Any, segment: Segment) -> Any:
+        """Something else of an earlier stage: a number is what it was, a container is made again of its parts."""
+        if isinstance(value, Opaque) or node not in self.flat.values:
+            raise self._cannot_pass(node, value, segment)
+        if is_plain(value):
+            return self.constant(node)
+        parts = children(value)
+        if parts is None:
+            raise self._cannot_pass(node, value, segment)
+        keys = [(how, key, concrete(part)) for how, key, part in parts]
+        inner = [
+            None if part is None else self.get(self.places.part(node, how, key, part), segment.index)
+            for how, key, part in keys
+        ]
+        if type(value) in (tuple, list, dict):
+            return rebuild(value, inner)
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return segment.graph.call_function(type(value), tuple(inner))
+        if isinstance(value, tuple | list):
+            return segment.graph.call_function(type(value), (inner,))
+        named = {str(key): part for (_, key, _), part in zip(keys, inner, strict=True)}
+        return segment.graph.call_function(type(value), (), named)
+
+    def _object(self, value: Any, node: fx.Node, segment: Segment) -> Any:
+        """An argument that is no node: a constant, or an object that is there before the model is called."""
+        if is_plain(value):
+            return value
+        if isinstance(value, FunctionType | BuiltinFunctionType | MethodType | type | torch.nn.Module):
+            return segment.hold(value)
+        if self._owned is None:
+            owners = [vars(module) for module in self.flat.module.modules()]
+            self._owned = {id(part) for own in owners for part in own.values()}
+        if id(value) in self._owned:
+            return segment.hold(value)
+        raise made_object(value, self.places.cuts[max(segment.index - 1, 0)], f"passed to '{node}'", node)
+
     def _device(self, device: torch.device, segment: Segment) -> Any:
-        """Of any tensor that the stage has on the same device."""
-        values = self.flat.notes.values
-        for node in [*segment.known, *(node for node in self.places.position if node.op == "placeholder")]:
-            value = values.get(node)
-            if isinstance(value, torch.Tensor) and value.device == device and node not in self._captured:
-                return segment.graph.call_function(getattr, (self.get(node, segment.index), "device"))
+        """That of any tensor that the stage has: it runs elsewhere on another rank."""
+        arguments = (node for node in self.flat.graph.nodes if node.op == "placeholder" and node not in self._captured)
+        for node in (*segment.known, *arguments):
+            value = self.flat.values.get(node)
+            if isinstance(value, torch.Tensor) and value.device == device and node.op != "get_attr":
+                known = self.get(node, segment.index)
+                return segment.graph.call_function(getattr, (known, "device"))
         return device
 
-    def _opaque(self, node: fx.Node, value: Opaque, segment: Segment) -> Uncuttable:
-        kind = value.__class__.__name__
-        hint = None
-        if "Cache" in kind:
-            hint = "pass use_cache=False with the batch, or set model.config.use_cache = False: training needs no cache"
-        return Uncuttable(
-            self.places.order[segment.index - 1],
-            f"a {kind} ('{node}') is made before the cut and used after it, and only tensors can pass",
-            hint,
-            node.meta.get("location"),
-        )
+    def _cannot_pass(self, node: fx.Node, value: Any, segment: Segment) -> Uncuttable:
+        cut = self.places.cuts[segment.index - 1]
+        if node not in self.flat.values:
+            problem = f"'{node}' is made before it and used after it, and is no tensor"
+            return Uncuttable(cut, problem, "cut where only tensors pass", node.meta.get("location"))
+        return made_object(value, cut, "made before it and used after it", node)

@@ -3,89 +3,200 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from slapo_core import GuardError
+from slapo_core.spec.node import only_looks
 from slapo_core.spec.pipeline import StageModule
-from slapo_core.tracing import GuardViolation, set_state, state
+from slapo_core.tracing import FlatGraph, GuardViolation, is_merely_traced, set_state, state
+from slapo_pipeline.partition.forms import difference
+from slapo_pipeline.partition.holder import Holder
 
-__all__ = ["CutStage", "Holder"]
+__all__ = ["CutStage", "Program", "is_around"]
+
+_HINT = "ask for the stages again after such a change"
 
 
-class Holder(nn.Module):
-    """Stands where a module stood that lies above a cut: it holds what is below, and is never called."""
+@dataclass(frozen=True)
+class Program:
+    """What a stage computes, and what it takes for granted.
+
+    Args:
+        code: a function of the stage's module and of what ``sources`` say.
+        sources: ``("input", name)``, ``("value", name)``, ``("constant", tensor)``, or ``("grad", None)``.
+        inputs: the form of every argument that it reads.
+        values: shape and dtype of what it receives.
+        makes: shape, dtype, and whether it carries a gradient, of what it gives.
+        flat: the graph that it is a part of.
+        called: paths of the modules that it calls.
+    """
+
+    code: Callable[..., Any]
+    sources: Sequence[tuple[str, Any]]
+    inputs: Mapping[str, Any]
+    values: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+    makes: Mapping[str, tuple[tuple[int, ...], torch.dtype, bool]]
+    flat: FlatGraph
+    called: Sequence[str]
 
 
 class CutStage(StageModule):
-    """See :class:`StageModule`.
+    """See :class:`slapo_core.spec.pipeline.StageModule`.
 
     Args:
         index: of the stage.
+        root: the scheduled model.
     """
 
-    def __init__(self, index: int) -> None:
+    def __init__(self, index: int, root: nn.Module) -> None:
+        self.__dict__["_ancestor"] = (root,)  # in a tuple: no child
         super().__init__()
-        object.__setattr__(self, "_index", index)
+        self.__dict__["_index"] = index
+        self.__dict__["_own"] = []
+
+    # Its mode is the root's, as that of every holder is its module's.
+    training = Holder.training
 
     def hold(self, path: str, module: nn.Module) -> None:
         """Put a module of the model at its path."""
         owner, name = self._owner(path)
-        owner.add_module(name, module)
+        if name not in owner._modules:
+            owner.add_module(name, module)
 
-    def hold_tensor(self, path: str, tensor: torch.Tensor, *, persistent: bool = True) -> None:
-        """Put a parameter or buffer that an ancestor owns at its path."""
+    def hold_tensor(self, path: str) -> None:
+        """Put a tensor that a module above a cut owns at its path: a parameter, a buffer, or a plain attribute."""
         owner, name = self._owner(path)
-        if isinstance(tensor, nn.Parameter):
-            owner.register_parameter(name, tensor)
-        else:
-            owner.register_buffer(name, tensor, persistent=persistent)
+        if not isinstance(owner, Holder | CutStage):
+            return  # it is in a module that the stage has whole
+        ancestor: nn.Module = owner.__dict__["_ancestor"][0]
+        self.__dict__["_own"].append((owner, ancestor, name))
+        _hold(owner, ancestor, name)
+
+    def run_with(self, program: Program) -> None:
+        """What the stage computes."""
+        root: nn.Module = self.__dict__["_ancestor"][0]
+        inlined = program.flat.inlined
+        links = []
+        for path in (*filter(None, inlined), *program.called):
+            owner, _, name = path.rpartition(".")
+            links.append((root.get_submodule(owner)._modules, name, root.get_submodule(path), path))
+        modes = [(module, module.training, path) for path, module in inlined.items() if self._has(path)]
+        modes += [(root.get_submodule(path), root.get_submodule(path).training, path) for path in program.called]
+        self.__dict__["_checked"] = (links, modes, list(inlined.items()))
+        self.__dict__["_program"] = program
+
+    def forward(self, inputs: Mapping[str, Any], values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        program: Program = self.__dict__["_program"]
+        self._require(program)
+        before = state()
+        given = [self._given(program, kind, what, inputs, values, before) for kind, what in program.sources]
+        try:
+            made: dict[str, torch.Tensor] = program.code(self, *given)
+        except GuardViolation as error:
+            raise self._error(program.flat.violated(error)) from None
+        finally:
+            set_state(*before)
+        for name, (shape, dtype, requires_grad) in program.makes.items():
+            tensor = made[name]
+            if tensor.shape != shape or tensor.dtype != dtype or (tensor.requires_grad and not requires_grad):
+                found = f"{_form(tensor.shape, tensor.dtype)}{' with a gradient' if tensor.requires_grad else ''}"
+                wanted = f"{_form(shape, dtype)}{' with a gradient' if requires_grad else ''}"
+                raise self._error(GuardError(f"made with '{name}' {wanted}, and this call gave {found}", hint=_HINT))
+        return made
+
+    def extra_repr(self) -> str:
+        return f"stage {self.__dict__['_index']}"
+
+    # ----------------------------------------------------------------------------------------------------------
+
+    def _given(self, program: Program, kind: str, what: Any, inputs: Any, values: Any, before: Any) -> Any:
+        if kind == "input":
+            if what not in inputs:
+                raise self._error(GuardError(f"made for a batch with '{what}', and this one has none", hint=_HINT))
+            problem = difference(inputs[what], program.inputs[what])
+            if problem is not None:
+                raise self._error(GuardError(f"made for a batch in which '{what}' is {problem}", hint=_HINT))
+            return inputs[what]
+        if kind == "value":
+            tensor, (shape, dtype) = values[what], program.values[what]
+            if tensor.shape != shape or tensor.dtype != dtype:
+                found = _form(tensor.shape, tensor.dtype)
+                raise self._error(
+                    GuardError(f"made for '{what}' {_form(shape, dtype)}, and it received {found}", hint=_HINT)
+                )
+            return tensor
+        return before[0] if kind == "grad" else what
+
+    def _require(self, program: Program) -> None:
+        links, modes, inlined = self.__dict__["_checked"]
+        for table, name, module, path in links:
+            if table.get(name) is not module:
+                raise self._error(GuardError(f"made before another module came to '{path}'", hint=_HINT))
+        for path, module in inlined:
+            if is_around(module):
+                where = f"'{path}'" if path else "the root"
+                problem = f"made before {where}, which lies above a cut, was hooked or got another forward"
+                raise self._error(GuardError(problem, hint="do so to modules that lie in one stage"))
+        for module, training, path in modes:
+            if module.training is not training:
+                was, now = ("train", "eval") if training else ("eval", "train")
+                where = f"'{path}'" if path else "the model"
+                problem = f"made with {where} in the mode of {was}(), and now it is in that of {now}()"
+                raise self._error(GuardError(problem, hint="ask for the stages in each mode"))
+        for owner, ancestor, name in self.__dict__["_own"]:
+            _hold(owner, ancestor, name)  # it may have been replaced meanwhile: materialised, moved
+        try:
+            program.flat.require()
+        except GuardError as error:
+            raise self._error(error) from None
+
+    def _error(self, error: GuardError) -> GuardError:
+        return GuardError(
+            f"stage {self.__dict__['_index']} was {error.message}", location=error.location, hint=error.hint
+        )
+
+    def _has(self, path: str) -> bool:
+        here: Any = self
+        for name in path.split(".") if path else ():
+            here = here._modules.get(name) if isinstance(here, nn.Module) else None
+        return here is not None
 
     def _owner(self, path: str) -> tuple[nn.Module, str]:
         *above, name = path.split(".")
         owner: nn.Module = self
+        ancestor: nn.Module = self.__dict__["_ancestor"][0]
         for part in above:
+            ancestor = ancestor._modules[part]  # type: ignore[assignment]
             if part not in owner._modules:
-                owner.add_module(part, Holder())
+                owner.add_module(part, Holder(ancestor))
             owner = owner._modules[part]  # type: ignore[assignment]
         return owner, name
 
-    def run_with(
-        self,
-        code: Callable[..., Any],
-        sources: Sequence[tuple[str, Any]],
-        require: Callable[[], None],
-        violated: Callable[[GuardViolation], GuardError],
-    ) -> None:
-        """What the stage computes.
 
-        Args:
-            code: a function of this module and of ``sources``.
-            sources: what it is given, in order: ``("input", name)``, ``("value", name)``, ``("constant", tensor)``, or
-                ``("grad", None)``.
-            require: raises where the model is not what it was.
-            violated: makes the error for a guard.
-        """
-        self.__dict__["_code"] = (code, tuple(sources), require, violated)
+def is_around(module: nn.Module) -> bool:
+    """Whether more happens when ``module`` is called than its forward: hooks, another forward, a compiled one."""
+    own = module.__dict__
+    if own.get("_compiled_call_impl") is not None or ("forward" in own and not is_merely_traced(module)):
+        return True
+    if not (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks):
+        return False
+    tables = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return not all(only_looks(hook) for table in tables for hook in table.values())
 
-    def forward(self, inputs: Mapping[str, Any], values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        code, sources, require, violated = self.__dict__["_code"]
-        require()
-        given = []
-        before = state()
-        for kind, what in sources:
-            if kind == "input":
-                given.append(inputs[what])
-            elif kind == "value":
-                given.append(values[what])
-            else:
-                given.append(before[0] if kind == "grad" else what)
-        try:
-            made: dict[str, torch.Tensor] = code(self, *given)
-        except GuardViolation as error:
-            raise violated(error) from None
-        finally:
-            set_state(*before)
-        return made
+
+def _hold(owner: nn.Module, ancestor: nn.Module, name: str) -> None:
+    for table in ("_parameters", "_buffers"):
+        if name in ancestor.__dict__[table]:
+            owner.__dict__[table][name] = ancestor.__dict__[table][name]
+            if name in ancestor._non_persistent_buffers_set:
+                owner._non_persistent_buffers_set.add(name)
+            return
+    owner.__dict__[name] = getattr(ancestor, name)
+
+
+def _form(shape: Sequence[int], dtype: torch.dtype) -> str:
+    return f"of shape {tuple(shape)} and {dtype}"

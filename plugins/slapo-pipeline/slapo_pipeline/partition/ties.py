@@ -12,7 +12,12 @@ __all__ = ["ties_of"]
 
 
 def ties_of(stages: Sequence[Stage], root: nn.Module) -> tuple[Tie, ...]:
-    """The parameters of the model that more than one of the stages holds, in the model's order."""
+    """The parameters that more than one of the stages holds, in the model's order.
+
+    Args:
+        stages: all of them.
+        root: the scheduled model.
+    """
     users: dict[int, list[int]] = {}
     for stage in stages:
         for parameter in stage.module.parameters():

@@ -1,0 +1,210 @@
+"""In-place writes and shared memory across a cut: as in the untouched model, or refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from slapo_core import TraceError
+
+from .staging import compare, cut
+
+
+class Model(nn.Module):
+    """Cut after ``a`` (and ``b``); what happens between is each test's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("table", torch.zeros(4))
+
+
+class WritesReceived(Model):
+    def forward(self, x: Any) -> Any:
+        h = self.a(x)
+        h += 1  # a leaf of the second stage
+        return self.b(h)
+
+
+class WritesThroughAView(Model):
+    def forward(self, x: Any) -> Any:
+        h = self.a(x)
+        h[:, 0] = 2.0
+        h.view(-1)[::2].mul_(3)
+        return self.b(h)
+
+
+class WritesBeforeTheCut(Model):
+    def forward(self, x: Any) -> Any:
+        h = self.a(x)
+        view = h[:, :2]
+        h.mul_(2)
+        h[:, 3] = 0
+        g = self.b(h)
+        return self.c(h) + g + view.sum()
+
+
+class WritesInAModule(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.act = nn.ReLU(inplace=True)
+
+    def forward(self, x: Any) -> Any:
+        return self.b(self.act(self.a(x)))
+
+
+class WritesAFreshTensor(Model):
+    def forward(self, x: Any) -> Any:
+        filled = torch.zeros(x.shape[0], 4, dtype=x.dtype)
+        filled[:, 1] = 5
+        h = self.a(x)
+        return self.b(h + filled)
+
+
+class WritesReceivedIntegers(Model):
+    def forward(self, x: Any) -> Any:
+        mask = (x > 0).long().cumsum(-1)
+        h = self.a(x)
+        mask[:, 0] = 7
+        return self.b(h) * mask
+
+
+class ViewAndBase(Model):
+    def forward(self, x: Any) -> Any:
+        h = self.a(x)
+        view = h[:, :2]
+        h = h.view(-1, 4)
+        g = self.b(h)
+        return g.sum() + (view * h[:, :2]).sum()
+
+
+class WrittenAndReadLater(Model):
+    def forward(self, x: Any) -> Any:
+        h = self.a(x)
+        g = self.b(h.detach() * 1)
+        h += 1
+        g = self.c(g)
+        return h * g, h
+
+
+class WritesTheBatch(Model):
+    def forward(self, x: Any) -> Any:
+        x.mul_(2)
+        return self.b(self.a(x)) * x
+
+
+class WritesABuffer(Model):
+    def forward(self, x: Any) -> Any:
+        self.table.add_(1)
+        return self.b(self.a(x)) * self.table
+
+
+RIGHT = [
+    (WritesReceived, ["a"]), (WritesThroughAView, ["a"]), (WritesBeforeTheCut, ["b"]), (WritesInAModule, ["a"]),
+    (WritesAFreshTensor, ["a"]), (WritesReceivedIntegers, ["a"]), (ViewAndBase, ["a", "b"]),
+    (WrittenAndReadLater, ["b", "c"]), (WritesTheBatch, ["a"]), (WritesABuffer, ["a"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("cls", "cuts"), RIGHT)
+def test_what_one_stage_writes_and_nobody_else_reads(cls: Any, cuts: list[str]) -> None:
+    torch.manual_seed(0)
+    compare(cls().double(), cuts, torch.randn(3, 4, dtype=torch.float64))
+
+
+class PartsWrittenAndReadLater(Model):
+    def forward(self, x: Any) -> Any:
+        h = self.a(x)
+        g = self.b(h.detach())
+        h[:, 0] = 1
+        g = self.c(g)
+        return h * g
+
+
+class ViewIsSentBesideItsBase(Model):
+    def forward(self, x: Any) -> Any:
+        h = self.a(x)
+        view = h[:, :2]
+        g = self.b(h)
+        h.mul_(2)
+        return g.sum() + view.sum() + h.sum()
+
+
+class ViewOfTheBatch(Model):
+    def forward(self, x: Any) -> Any:
+        h = self.a(x)
+        x[:, 0] = 0
+        g = self.b(h)
+        return g * x
+
+
+class WritesPartsOfABuffer(Model):
+    def forward(self, x: Any) -> Any:
+        self.table[0] = 4
+        return self.b(self.a(x)) * self.table
+
+
+class WritesABufferReadBefore(Model):
+    def forward(self, x: Any) -> Any:
+        h = self.a(x + self.table)
+        self.table.add_(1)
+        return self.b(h)
+
+
+class ReturnsWhatIsWrittenLater(Model):
+    def forward(self, x: Any) -> Any:
+        h = self.a(x)
+        g = self.b(h.detach())
+        h[:, 0] = 1
+        return g, h
+
+
+class WritesWhatMayBeEither(Model):
+    """The written value lies in memory of two that are received: the first stage's own is one of them."""
+
+    def forward(self, x: Any) -> Any:
+        h = self.a(x)
+        view = h.view(-1, 2, 2)
+        g = self.b(h)
+        view[:, 0].mul_(2)
+        return g.sum() + h.sum()
+
+
+REFUSED = [
+    (PartsWrittenAndReadLater, ["b", "c"], "stage 1 writes to 'a' in place, and 'a' is read in stage 2, which gets it"),
+    (ViewIsSentBesideItsBase, ["b"], "stage 1 writes to 'a' in place, and 'getitem_2' shares its memory"),
+    (ViewOfTheBatch, ["a", "b"], "stage 1 writes to 'x' in place, and 'x' is read in stage 2, which gets it as it was"),
+    (WritesPartsOfABuffer, ["a"], "stage 0 writes to 'table' in place, and 'table' is read in stage 1 too"),
+    (WritesABufferReadBefore, ["a"], "stage 1 writes to 'table' in place, and 'table' is read in stage 0 too"),
+    (ReturnsWhatIsWrittenLater, ["b"], "stage 1 writes to 'a' in place, and 'a' is returned as it was before"),
+    (WritesWhatMayBeEither, ["b"], "in place, and 'a' shares its memory, and is sent on its own"),
+]
+
+
+@pytest.mark.parametrize(("cls", "cuts", "problem"), REFUSED)
+def test_what_a_stage_would_have_to_see_of_another_is_refused(cls: Any, cuts: list[str], problem: str) -> None:
+    with pytest.raises(TraceError) as caught:
+        cut(cls().double(), cuts, torch.randn(3, 4, dtype=torch.float64))
+    assert problem in str(caught.value)
+    assert "cannot cut after" in str(caught.value)
+    assert "test_pipeline_writes.py:" in str(caught.value)
+
+
+class SharedNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.a, self.b = nn.BatchNorm1d(4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Any) -> Any:
+        return self.norm(self.b(self.norm(self.a(x))))
+
+
+def test_a_module_called_on_both_sides_may_not_write_its_buffers() -> None:
+    x = torch.randn(3, 4, dtype=torch.float64)
+    with pytest.raises(TraceError, match=r"'norm\.num_batches_tracked' is written to by a module that is called on"):
+        cut(SharedNorm().double(), ["b"], x)
+    compare(SharedNorm().double().eval(), ["b"], x)  # nothing is written there
+    compare(SharedNorm().double(), ["a"], x)  # both calls are in one stage

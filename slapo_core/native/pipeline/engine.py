@@ -1,0 +1,190 @@
+"""The engine of target ``"torch"`` for a model that is cut into stages."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from slapo_core import BuildError, RankFailedError, StepResult
+from slapo_core.native.pipeline.dropping import own_random_state
+from slapo_core.native.pipeline.forms import Forms
+from slapo_core.native.pipeline.outputs import gather_output
+from slapo_core.native.pipeline.part import Part
+from slapo_core.native.pipeline.replicas import average_gradients
+from slapo_core.native.pipeline.runtime import PipelineRuntime
+from slapo_core.native.pipeline.schedules import schedule_of
+from slapo_core.native.stateful import StatefulEngine
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from slapo_core import Plan
+    from slapo_core.native.pipeline.stage import Work
+    from slapo_core.spec.request import BuildRequest
+
+__all__ = ["PipelineEngine"]
+
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+class PipelineEngine(StatefulEngine):
+    """The implementation of :class:`slapo_core.spec.engine.Engine` by torch.distributed.pipelining.
+
+    Every rank is given the whole batch of its replica, and has the replica's loss. After a step that failed on any
+    rank the engine is closed on all of them.
+
+    Args:
+        plan: what is built; ``plan.config`` holds the options of the pipeline.
+        request: from ``build``.
+    """
+
+    def __init__(self, plan: Plan, request: BuildRequest) -> None:
+        mesh = request.schedule.mesh
+        assert mesh is not None
+        if request.accumulate > 1:
+            raise BuildError(
+                f"a pipeline accumulates gradients over its micro-batches (got accumulate={request.accumulate})",
+                hint=f"microbatches={request.accumulate * plan.config['microbatches']}, and no accumulate",
+            )
+        self.plan, self._request, self._mesh = plan, request, mesh
+        self._state = request.state
+        self.optimizer = request.make_optimizer()
+        self._ranks, self._rank = request.stage_ranks, mesh.rank("pp")
+        self._count: int = plan.config["microbatches"]
+        here = [live.tensor for live in self._state.tensors() if live.is_here]
+        self._device = request.device or next((tensor.device for tensor in here), torch.device("cpu"))
+        self._groups = request.own_groups("pp", "dp")
+        schedule = schedule_of(plan.config, len(self._ranks), mesh.size("pp"))
+        self._forms = Forms(request, schedule, self._groups.group("pp"), self._device, plan.config)
+        self._part: Part | None = None
+        self._at = "nothing"  # of a step, for the message of an error
+        self._reason: str | None = None  # why it is closed
+
+    @property
+    def module(self) -> nn.Module:
+        """This rank's part of the scheduled model; made when it is first asked for."""
+        if self._part is None:
+            stages = [stage.module for stage in self._forms.any_stages() if self._ranks[stage.index] == self._rank]
+            self._part = Part(self._request.schedule.model, stages)
+        return self._part
+
+    @property
+    def torch(self) -> PipelineRuntime:
+        """The pieces of a training step, for loops written by hand.
+
+        Raises:
+            BuildError: the engine is closed.
+        """
+        self._require_open()
+        return PipelineRuntime(self._passes, self._request.clip_gradients, self._forms)
+
+    # -- steps; documented in spec/engine.py ------------------------------------------------------------------
+
+    def train_step(self, batch: Any) -> StepResult:
+        self._require_open()
+        if self.optimizer is None:
+            raise self.without_optimizer()
+        loss = self._passes(batch, zero=self.optimizer)
+        with self._step():
+            self._at = "clipping gradients"
+            norm = self._request.clip_gradients()
+            self._at = "the step of the optimiser"
+            self.optimizer.step()
+            self._wait_for_all()
+        return StepResult(loss, None, norm)
+
+    def eval_step(self, batch: Any, *, gather_outputs: bool = False) -> StepResult:
+        """Forward only, of all micro-batches.
+
+        Args:
+            batch: the whole one, as for ``train_step``.
+            gather_outputs: give the output for the whole batch, on every rank.
+        """
+        self._require_open()
+        with self._request.evaluating(batch):
+            pieces, form = self._forms.of(batch, training=False)
+            with self._step():
+                work = form.run(pieces, backward=False, keep_outputs=gather_outputs, at=self._stand)
+                loss, output = self._loss(work), None
+                if gather_outputs:
+                    self._at = "gathering the output"
+                    output = gather_output(
+                        form.staged.partition,
+                        work,
+                        self._ranks,
+                        self._rank,
+                        self._groups.group("pp"),
+                        device=self._device,
+                        count=self._count,
+                        samples=form.samples,
+                    )
+        return StepResult(loss, output)
+
+    def _passes(self, batch: Any, *, zero: Optimizer | None = None) -> Tensor:
+        """Forward and backward of all micro-batches; gradients are those of the batch of all replicas then."""
+        self._require_open()
+        self.refuse_without_gradients()
+        with self._request.training(batch):
+            pieces, form = self._forms.of(batch, training=True)
+            with self._step():
+                if zero is not None:
+                    zero.zero_grad(set_to_none=True)
+                with own_random_state(self._device) as seed:
+                    work = form.run(pieces, backward=True, seed=seed, at=self._stand)
+                loss = self._loss(work)
+                self._wait_for_all()
+                self._at = "summing gradients"
+                replicas = self._groups.group("dp")
+                if replicas is not None:
+                    average_gradients(self._trained(), replicas, bucket_bytes=self.plan.config["bucket_cap_mb"] << 20)
+                self._request.sum_tied_gradients()
+        return loss
+
+    def _trained(self) -> list[Tensor]:
+        tensors = [live for live in self._state.tensors() if live.is_here and live.is_parameter]
+        return [live.tensor for live in tensors if live.tensor.requires_grad]
+
+    def _loss(self, work: Work) -> Tensor:
+        """The mean over the micro-batches, on every rank of the replica."""
+        self._at = "exchanging the loss"
+        message = torch.zeros(2, dtype=torch.float64, device=self._device)
+        if self._ranks[-1] == self._rank:
+            own = torch.stack([work.losses[number] for number in range(self._count)]).mean()
+            message[0], message[1] = own, _DTYPES.index(own.dtype)
+        self._groups.group("pp").allreduce([message]).wait()
+        return message[0].to(_DTYPES[int(message[1])])
+
+    def _wait_for_all(self) -> None:
+        """No rank goes on to what it shares with others through the groups of the mesh while one has failed."""
+        self._groups.group().allreduce([torch.zeros(1, device=self._device)]).wait()
+
+    # -- the end ----------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _step(self) -> Iterator[None]:
+        try:
+            with self._groups.step(lambda: self._at):
+                yield
+        except RankFailedError as error:
+            self._reason = str(error)
+            self.close()
+            raise
+
+    def _stand(self, what: str) -> None:
+        self._at = what
+
+    def close(self) -> None:
+        """Let go of the optimiser, the stages and the groups of the pipeline; the model and its state stay."""
+        if self._reason is None:
+            self._reason = ""
+        self._groups.close()
+        self._forms.close()
+        self.optimizer = None
+
+    def _require_open(self) -> None:
+        if self._reason is not None:
+            raise self.closed(self._reason)

@@ -1,0 +1,159 @@
+"""Forms of a batch: what runs its micro-batches, made once for each form."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from slapo_core import BuildError
+from slapo_core.native.pipeline.outputs import loss_pieces
+from slapo_core.native.pipeline.runner import Runner
+
+if TYPE_CHECKING:
+    from slapo_core.native.pipeline.schedules import Schedule
+    from slapo_core.native.pipeline.stage import Work
+    from slapo_core.spec.pipeline import Stage
+    from slapo_core.spec.request import BuildRequest, StagedModel
+
+__all__ = ["Form", "Forms"]
+
+_KEPT = 16
+
+
+@dataclass(frozen=True)
+class Form:
+    """What runs micro-batches of one form.
+
+    Args:
+        staged: the stages for it.
+        runner: of this rank's.
+        samples: in each micro-batch.
+        request: finds the loss.
+    """
+
+    staged: StagedModel
+    runner: Runner
+    samples: int
+    request: BuildRequest
+
+    def run(
+        self,
+        pieces: Sequence[Any],
+        *,
+        backward: bool,
+        at: Callable[[str], None],
+        seed: int | None = None,
+        keep_outputs: bool = False,
+    ) -> Work:
+        """The passes of all micro-batches; see :meth:`Runner.run`."""
+        output = self.staged.partition.output
+
+        def loss(number: int, there: Mapping[str, torch.Tensor]) -> torch.Tensor:
+            return self.request.loss_of(output.assemble(there), pieces[number])
+
+        inputs = [self.request.inputs_of(piece) for piece in pieces]
+        return self.runner.run(inputs, loss, backward=backward, at=at, seed=seed, keep_outputs=keep_outputs)
+
+
+class Forms:
+    """Cuts batches, and keeps what runs their micro-batches for the forms that came last.
+
+    Args:
+        request: from ``build``.
+        schedule: by which stages run.
+        group: of the ranks along ``pp``.
+        device: where stages compute.
+        config: the options of the pipeline.
+    """
+
+    def __init__(
+        self, request: BuildRequest, schedule: Schedule, group: Any, device: torch.device, config: Mapping[str, Any]
+    ) -> None:
+        mesh = request.schedule.mesh
+        assert mesh is not None
+        self._request, self._schedule, self._group, self._device = request, schedule, group, device
+        self._count, self._axes, self._rank = config["microbatches"], config["batch_axes"], mesh.rank("pp")
+        self._pick = loss_pieces if request.loss is None else None  # one object, by which stages are looked up
+        self._kept: OrderedDict[int, Form] = OrderedDict()
+        self._sent: dict[int, tuple[int, int]] = {}  # by those that are not kept any more
+
+    def of(self, batch: Any, *, training: bool) -> tuple[list[Any], Form]:
+        """The micro-batches of a batch, and what runs them.
+
+        Raises:
+            BuildError: it cannot be cut into micro-batches; the model has other stages for it; or there is no loss.
+            TraceError: the model cannot be cut for it.
+        """
+        pieces = self._request.micro_batches(batch, self._count, axes=self._axes)
+        inputs = self._request.inputs_of(pieces[0])
+        staged = self._staged(inputs, training=training)
+        if id(staged) not in self._kept:
+            self._kept[id(staged)] = Form(staged, self._runner(staged), self._samples(inputs), self._request)
+            while len(self._kept) > _KEPT:
+                _, old = self._kept.popitem(last=False)
+                self._sent = _added(self._sent, old)
+        self._kept.move_to_end(id(staged))
+        return pieces, self._kept[id(staged)]
+
+    def any_stages(self) -> tuple[Stage, ...]:
+        """The stages for some form, that of the example inputs where no batch has come."""
+        for form in self._kept.values():
+            return form.staged.partition.stages
+        inputs = self._request.inputs_of(self._request.schedule.example_inputs)
+        return self._staged(inputs, training=True).partition.stages
+
+    def sent_bytes(self) -> dict[int, tuple[int, int]]:
+        """By stage: what it has sent to the rank of the next one, and of the one before it."""
+        total = dict(self._sent)
+        for form in self._kept.values():
+            total = _added(total, form)
+        return total
+
+    def close(self) -> None:
+        """Let go of everything."""
+        self._sent = self.sent_bytes()
+        self._kept.clear()
+
+    def _staged(self, inputs: Mapping[str, Any], *, training: bool) -> StagedModel:
+        ranks = self._request.stage_ranks
+        staged = self._request.stages(inputs, training=training, outputs=self._pick, batch_axes=self._axes)
+        if staged is None or len(staged.partition.stages) != len(ranks):
+            count = 1 if staged is None else len(staged.partition.stages)
+            raise BuildError(
+                f"the model was built with {len(ranks)} stages, and has {count} for this batch",
+                hint="give batches of the form of example_inputs",
+            )
+        if self._pick is not None and not self._pick(staged.partition.output):
+            self._request.loss_of(staged.partition.output.assemble({}), None)  # says that there is none
+        return staged
+
+    def _runner(self, staged: StagedModel) -> Runner:
+        return Runner(
+            staged.partition,
+            staged.liveness,
+            self._schedule,
+            self._request.stage_ranks,
+            self._rank,
+            group=self._group,
+            device=self._device,
+            count=self._count,
+        )
+
+    def _samples(self, inputs: Mapping[str, Any]) -> int:
+        for name, value in inputs.items():
+            axis = self._axes.get(name, 0)
+            if isinstance(value, torch.Tensor) and value.dim() and axis is not None:
+                return value.shape[axis]
+        return 1
+
+
+def _added(total: Mapping[int, tuple[int, int]], form: Form) -> dict[int, tuple[int, int]]:
+    sums = dict(total)
+    for stage in form.runner.stages:
+        forward, back = sums.get(stage.stage_index, (0, 0))
+        sums[stage.stage_index] = forward + stage.sent_bytes[0], back + stage.sent_bytes[1]
+    return sums

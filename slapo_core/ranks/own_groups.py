@@ -1,0 +1,144 @@
+"""Process groups that belong to one engine, and a step that ends on every rank when it fails on one.
+
+Stages wait for each other all the time. A rank that raises says why in the store and breaks the connections of these
+groups, which ends the wait of its partners; they break theirs, and so on. The groups of the mesh are not touched: a
+rank that waits in one of those goes on waiting until its partner leaves, or until the group's timeout.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from slapo_core.errors import RankFailedError
+from slapo_core.ranks.connections import Connection, connections_since, mutual, open_sockets
+from slapo_core.ranks.failures import describe_failure
+from slapo_core.ranks.stand_ins import kinds_of, make_group
+from slapo_core.ranks.world import World, _new_store
+
+if TYPE_CHECKING:
+    from slapo_core.spec.mesh import Mesh
+
+__all__ = ["OwnGroups"]
+
+_HEARING = 3.0  # seconds that a rank that failed leaves to the others to hear why, and that those wait for its reason
+_LOOK = 0.02
+
+
+class OwnGroups:
+    """Copies of a mesh's process groups; all ranks of the mesh make them together.
+
+    Args:
+        mesh: of several running ranks.
+        mesh_dims: a group over each of these, where it has several ranks, and one of all ranks; one of them has.
+    """
+
+    def __init__(self, mesh: Mesh, mesh_dims: Sequence[str]) -> None:
+        with World(mesh) as world:
+            self._ranks, self._rank = world.ranks, world.rank
+            self._store = _new_store(self._ranks, self._rank)
+            self._groups: dict[str, Any] = {}
+            before = open_sockets()
+            first = next(mesh.group(mesh_dim) for mesh_dim in mesh_dims if mesh.size(mesh_dim) > 1)
+            with world.together("connecting the ranks of the pipeline"):
+                for mesh_dim in mesh_dims:
+                    if mesh.size(mesh_dim) > 1:
+                        self._groups[mesh_dim] = self._copy(mesh_dim, mesh.group(mesh_dim))
+                self._groups[""] = self._copy("all", first, self._ranks)
+                own = connections_since(before)
+            told = world.gather([connection.ends for connection in own])
+            self._connections: list[Connection] = mutual(own, (ends for theirs in told for ends in theirs))
+        self.is_broken = False
+
+    def _copy(self, what: str, original: Any, members: Sequence[int] = ()) -> Any:
+        """A group of the same backend; of the same ranks, or others."""
+        import torch.distributed as dist
+
+        members = members or dist.get_process_group_ranks(original)
+        kinds = kinds_of(original)
+        if not kinds:
+            raise RankFailedError("a process group of the mesh has a backend that is neither gloo nor nccl")
+        store = dist.PrefixStore(f"{what} {'-'.join(map(str, members))}", self._store)
+        place = members.index(self._rank)
+        return make_group(original.group_name, kinds, place, members, store, _timeout(original))
+
+    def group(self, mesh_dim: str = "") -> Any:
+        """The copy over that dimension; "" over all ranks; None where it has one rank."""
+        return self._groups.get(mesh_dim)
+
+    @contextlib.contextmanager
+    def step(self, what: Callable[[], str]) -> Iterator[None]:
+        """Around the work of a step on this rank.
+
+        Args:
+            what: what this rank does just now, e.g. ``"stage 1 in the forward of micro-batch 0"``.
+
+        Raises:
+            RankFailedError: on every rank, naming the one that failed, what it did, and its exception, which is chained
+                there.
+        """
+        try:
+            yield
+        except BaseException as error:
+            raise self._end(error, what()) from error
+
+    def _end(self, error: BaseException, what: str) -> RankFailedError:
+        """Tell the others, or hear from them; afterwards the groups are gone."""
+        failure = describe_failure(self._rank, error)
+        try:
+            if failure.lost:
+                causes = self._heard()
+            else:
+                self._store.set(f"failed {self._rank}", f"{what}: {failure}")
+                causes = {self._rank: f"{what}: {failure}"}
+            self.break_off()
+            self._store.set(f"heard {self._rank}", "")
+            if not failure.lost:
+                self._wait_for([f"heard {rank}" for rank in self._ranks])
+        except RuntimeError as gone:  # the process that keeps the store has left
+            causes = {self._ranks[0]: f"it has left, and the store with it ({gone})"}
+            self.break_off()
+        if not causes:
+            text = f"a step ended on rank {self._rank} ({what}): {failure}; no rank says why"
+            return RankFailedError(text, failures={self._rank: str(failure)})
+        told = "; ".join(f"rank {rank}, {text}" for rank, text in causes.items())
+        return RankFailedError(f"a step failed on {told}", failures=causes, first=min(causes))
+
+    def _heard(self) -> dict[int, str]:
+        names = {rank: f"failed {rank}" for rank in self._ranks}
+        self._wait_for(list(names.values()), any_of_them=True)
+        return {rank: self._store.get(name).decode() for rank, name in names.items() if self._store.check([name])}
+
+    def _wait_for(self, names: Sequence[str], *, any_of_them: bool = False) -> None:
+        deadline = time.monotonic() + _HEARING
+        enough = any if any_of_them else all
+        while not enough(self._store.check([name]) for name in names) and time.monotonic() < deadline:
+            time.sleep(_LOOK)
+
+    def break_off(self) -> None:
+        """Let every rank that waits for this one, or will, raise instead."""
+        self.is_broken = True
+        for group in self._groups.values():
+            group.abort()  # NCCL
+        for connection in self._connections:
+            connection.end()  # gloo
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the groups."""
+        self._connections = []
+        self._groups = {}
+
+
+def _timeout(group: Any) -> timedelta:
+    """Of the group's collectives."""
+    from torch.distributed.constants import default_pg_timeout
+
+    found = [
+        getattr(getattr(group._get_backend(device), "options", None), "_timeout", default_pg_timeout)
+        for device in group._device_types
+    ]
+    return max(found, default=default_pg_timeout)

@@ -1,0 +1,155 @@
+"""verify runs a cut model stage by stage, whoever cuts it, and says where its stages are wrong."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import slapo_core as slapo
+from slapo_core.errors import HookError, TraceError, VerifyError
+from slapo_core.plugins.process import use_registry
+from slapo_core.testing.distributions import FakeEnvironment
+from tests.dists.cutting import LIVENESS, batch, cutter, liveness, reader
+
+Make = Callable[..., slapo.Schedule]
+
+
+@pytest.fixture
+def cut(fake_distributions: FakeEnvironment) -> Make:
+    """A schedule of the reader with cuts after some of its blocks."""
+    installed: list[str] = []
+
+    def make(fault: str = "", cuts: tuple[int, ...] = (0, 1), live: str | None = None, **sizes: int) -> slapo.Schedule:
+        other = liveness() if live is None else liveness(source=live)
+        if not installed:
+            fake_distributions.install(cutter(fault), other)
+        installed.append(fault)
+        with use_registry(fake_distributions.registry(with_installed=True)):
+            schedule = slapo.create_schedule(reader(**sizes), plugins=["cut-slapo", "live-slapo"])
+            for number in cuts:
+                schedule[f"blocks.{number}"].after()
+        return schedule
+
+    return make
+
+
+def test_a_model_is_verified_stage_by_stage(cut: Make) -> None:
+    schedule = cut()
+    before = {name: tensor.clone() for name, tensor in schedule.model.state_dict().items()}
+    report = slapo.verify(schedule, batch())
+    kinds = {entry.kind for entry in report.largest if entry.compared}
+    assert kinds >= {"output", "gradient", "buffer", "evaluation output", "parameter", "batch gradient"}
+    assert {"input gradient", "gradient with dropout", "own gradient"} <= kinds
+    assert not report.not_compared
+    assert all(torch.equal(before[name], tensor) for name, tensor in schedule.model.state_dict().items())
+    calls = sys.modules["cut_hooks"].CALLS
+    forms = [tuple(sorted(call[1].items())) for call in calls]
+    assert {len(dict(form)["ids"]) for form in forms} == {2}
+    assert {dict(form)["ids"][0] for form in forms} == {1, 4, 8}, "other sizes of a batch are other forms"
+    assert any("scale" not in dict(form) for form in forms), "an argument that is left out is another form"
+    assert {call[0] for call in calls} == {True, False}
+    # One private copy runs training, evaluation and all optimiser steps: two modes, two forms.
+    assert len(calls) <= 10, calls
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        ("no gradient", ["gradient of ", "#2 after() at 'blocks.1'", "without a gradient: 'hidden1'"]),
+        ("swap", ["first in output", "#1 after() at 'blocks.0'", "first seen at 'blocks.1' in stage 1: it gets"]),
+        ("stale", ["buffer norm.running_mean", "#2 after() at 'blocks.1'", "'norm' in stage 2: it is not called"]),
+        ("forgets", ["KeyError", "in stage 1 (up to 'blocks.1'), made by cut-slapo 1.0"]),
+        ("writes input", ["first in output"]),
+    ],
+)
+def test_wrong_stages_are_found_and_blamed_on_the_cut(cut: Make, fault: str, says: list[str]) -> None:
+    schedule = cut(fault)
+    schedule["blocks.2.fc"].annotate("weight", "seen", True)  # an innocent step
+    with pytest.raises(VerifyError) as caught:
+        slapo.verify(schedule, batch())
+    text = str(caught.value)
+    for part in says:
+        assert part in text, text
+    assert "in one piece, without the cuts, the same schedule agrees" in text
+    assert "stages: from cut-slapo 1.0 (slapo_partition)" in text
+    assert "from live-slapo 1.0 (slapo_liveness)" in text
+    assert caught.value.plugin == "cut-slapo 1.0"
+    assert all("after()" in step for step in caught.value.steps)
+
+
+PARTITION = "the answer of cut-slapo 1.0 to slapo_partition cannot be right: "
+LIVE = "the answer of live-slapo 1.0 to slapo_liveness cannot be right: "
+WRONG_LIVENESS = {
+    None: None,
+    "too little": LIVENESS.replace("max(value.consumers", "min(value.consumers"),
+    "another": LIVENESS.replace("last if name in outputs else", "last if name in outputs or name == 'hidden0' else"),
+    "later": LIVENESS.replace("value.producer <= at", "value.producer <= at + 1"),
+    "a list": LIVENESS.replace("Liveness(tuple(", "list(tuple("),
+}
+
+
+@pytest.mark.parametrize(
+    ("fault", "live", "says"),
+    [
+        ("no tie", None, f"{PARTITION}'embed.weight' is held by the stages 0, 2, and no tie says so"),
+        ("elsewhere", None, f"{PARTITION}stage 0 is said to end after 'blocks.1', which it does not hold; "),
+        (
+            "wrong shape",
+            None,
+            "stage 0 (up to 'blocks.0'), made by cut-slapo 1.0, is not as was said: 'keep' is (4, 5) ",
+        ),
+        (
+            "runs",
+            None,
+            "cut-slapo 1.0 changes 'norm.running_mean', 'norm.running_var', 'norm.num_batches_tracked'",
+        ),
+        ("draws", None, "cut-slapo 1.0 changes the random state while it makes the stages (slapo_partition)"),
+        ("", "too little", f"{LIVE}stage 2 reads 'keep', which it is not sent"),
+        ("", "later", f"{LIVE}stage 0 is to send 'hidden1', which it has not"),
+        ("", "a list", f"{LIVE}it is a list, not a Liveness"),
+    ],
+)
+def test_answers_that_cannot_be_right_are_refused_with_their_plugin(
+    cut: Make, fault: str, live: str | None, says: str
+) -> None:
+    with pytest.raises(HookError) as caught:
+        slapo.verify(cut(fault, live=WRONG_LIVENESS[live]), batch())
+    assert says in caught.value.message, caught.value.message
+
+
+def test_a_value_that_is_sent_further_than_it_is_read_is_no_mistake(cut: Make) -> None:
+    assert slapo.verify(cut(live=WRONG_LIVENESS["another"]), batch(), optimizer_steps=0).optimizer_steps == 0
+
+
+def test_a_model_that_cannot_be_cut_there_is_refused_as_the_plugin_says(cut: Make) -> None:
+    with pytest.raises(TraceError) as caught:
+        slapo.verify(cut("refuses"), batch())
+    assert caught.value.message == "cannot cut after 'blocks.0': nobody knows why"
+    assert caught.value.path == "blocks.0"
+
+
+def test_a_wrong_step_is_blamed_as_without_cuts(cut: Make) -> None:
+    """The same words but for the number of the step: a right cut is not in the way of the search."""
+    told = []
+    for cuts in ((), (0, 1)):
+        schedule = cut(cuts=cuts)
+        schedule["blocks.2.fc"].replace(torch.nn.Linear(4, 4), drop=("weight", "bias"))
+        with pytest.raises(VerifyError) as caught:
+            slapo.verify(schedule, batch())
+        told.append(str(caught.value).replace(f"#{len(cuts) + 1} ", "#N "))
+    assert told[0] == told[1]
+    assert "#N replace" in told[0]
+
+
+def test_a_buffer_that_one_stage_changes_and_another_holds_is_refused(cut: Make) -> None:
+    """In one process both see the change; in two the other has a copy that stays as it was."""
+    with pytest.raises(HookError) as caught:
+        slapo.verify(cut("shared norm"), batch())
+    assert caught.value.message == (
+        "stage 0 (up to 'blocks.0'), made by cut-slapo 1.0, is not as was said: it changes 'norm.running_mean', which "
+        "the stages 0, 2 hold: each has a copy of its own, and the others would not see it; it changes "
+        "'norm.running_var', which the stages 0, 2 hold: each has a copy of its own, and the others would not see it"
+    )
