@@ -9,7 +9,7 @@ from torch import nn
 
 from slapo_core.spec.pipeline import Stage
 
-__all__ = ["SharedState", "held_by", "holders"]
+__all__ = ["SharedState", "StateMark", "held_by", "holders"]
 
 
 def held_by(stage: Stage) -> Iterator[tuple[str, torch.Tensor]]:
@@ -37,29 +37,41 @@ class SharedState:
     def __init__(self, stages: Sequence[Stage]) -> None:
         self._shared = list(holders(stages).values())
         self._stages = stages
-        self._before = [_mark(tensor) for _, tensor, _ in self._shared]
+        self._before = [StateMark(tensor) for _, tensor, _ in self._shared]
 
     def changed(self) -> list[str]:
         """What a stage has written to since, in words."""
         return [
             f"it changes '{name}', which the stages {', '.join(map(str, where))} hold: each has a copy of its own, and "
             "the others would not see it"
-            for (name, tensor, where), before in zip(self._shared, self._before, strict=True)
-            if not _is_as(tensor, before) or not self._stands(name, tensor, where[0])
+            for (name, _, where), before in zip(self._shared, self._before, strict=True)
+            if not before.holds(self._at(name, where[0]))
         ]
 
-    def _stands(self, name: str, tensor: torch.Tensor, index: int) -> bool:
-        """Whether it is still the one that a stage has under its name."""
+    def _at(self, name: str, index: int) -> torch.Tensor | None:
+        """What a stage has under a name now."""
         path, _, own = name.rpartition(".")
-        module = self._stages[index].module.get_submodule(path)
-        return getattr(module, own, None) is tensor
+        return getattr(self._stages[index].module.get_submodule(path), own, None)
 
 
-def _mark(tensor: torch.Tensor) -> tuple[int, torch.Tensor | None]:
-    """What shows whether it was written to: its version, and of a buffer the values, which norms write unseen."""
-    return tensor._version, None if isinstance(tensor, nn.Parameter) else tensor.detach().clone()
+class StateMark:
+    """What shows whether a tensor was written to: the version of a parameter; of a buffer its values.
 
+    Norms write to buffers without telling, and whoever records a forward puts values back.
 
-def _is_as(tensor: torch.Tensor, before: tuple[int, torch.Tensor | None]) -> bool:
-    version, values = before
-    return tensor._version == version and (values is None or torch.equal(tensor, values))
+    Args:
+        tensor: as it is now.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        has_values = not isinstance(tensor, nn.Parameter) and not tensor.is_meta
+        self._tensor, self._version = tensor, tensor._version
+        self._values = tensor.detach().clone() if has_values else None
+
+    def holds(self, tensor: torch.Tensor | None) -> bool:
+        """Whether ``tensor`` is the same object, with the same values."""
+        if tensor is not self._tensor:
+            return False
+        if self._values is None:
+            return tensor._version == self._version
+        return torch.equal(torch.nan_to_num(tensor), torch.nan_to_num(self._values))

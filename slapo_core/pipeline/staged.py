@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from slapo_core.errors import HookError
 from slapo_core.pipeline.checking import check_liveness, check_partition, made_problems
-from slapo_core.pipeline.sharing import SharedState
+from slapo_core.pipeline.sharing import SharedState, StateMark
 from slapo_core.spec.pipeline import Liveness, Partition, Stage
 
 if TYPE_CHECKING:
@@ -106,18 +106,20 @@ def staged(
         TraceError: it cannot be cut there.
         HookError: an answer cannot be right, or there is one about the partition and none about liveness.
     """
-    before = _state(schedule.model)
+    before = {name: StateMark(tensor) for name, tensor in _tensors(schedule.model).items()}
+    random = torch.get_rng_state()
     answer = schedule.hooks.single(
         "slapo_partition", schedule=schedule, inputs=inputs, batch_axes=dict(batch_axes or {})
     )
     if answer is None:
         return None
     plugin, partition = answer
-    changed = [name for name, kept in _state(schedule.model).items() if before.get(name) != kept]
+    now = _tensors(schedule.model)
+    changed = [f"'{name}'" for name, mark in before.items() if not mark.holds(now.get(name))]
+    changed += ["the random state"] if not torch.equal(random, torch.get_rng_state()) else []
     if changed:
         raise HookError(
-            f"{plugin} changes {', '.join(map(repr, changed[:3]))} while it makes the stages (slapo_partition)",
-            plugin=plugin,
+            f"{plugin} changes {', '.join(changed[:3])} while it makes the stages (slapo_partition)", plugin=plugin
         )
     check_partition(partition, plugin, model=schedule.model, inputs=inputs)
     needed = tuple(partition.output.pieces if outputs is None else outputs)
@@ -132,11 +134,8 @@ def staged(
     return Staged(partition, second[1], plugin, second[0])
 
 
-def _state(model: nn.Module) -> dict[str, object]:
-    """What shows whether a tensor of the model was written to, or random numbers were drawn."""
-    tensors = (*model.named_parameters(), *model.named_buffers())
-    versions: dict[str, object] = {name: (id(tensor), tensor._version) for name, tensor in tensors}
-    return {**versions, "the random state": torch.get_rng_state().numpy().tobytes()}
+def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
 def _place(stage: Stage) -> str:

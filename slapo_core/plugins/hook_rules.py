@@ -14,7 +14,7 @@ import pluggy
 from slapo_core.plugins.config import close_matches
 from slapo_core.spec import hookspecs
 
-__all__ = ["first_result_hooks", "hook_violations", "hooks_not_asked", "specified_hooks"]
+__all__ = ["first_result_hooks", "hook_violations", "hooks_not_asked", "implemented_hooks", "specified_hooks"]
 
 
 def hook_violations(module: ModuleType) -> list[str]:
@@ -29,6 +29,11 @@ def hook_violations(module: ModuleType) -> list[str]:
         if count > 1:
             violations.append(f"'{hook}' is implemented {count} times; it may have one answer")
     return [violation for violation in violations if violation is not None]
+
+
+def implemented_hooks(module: ModuleType) -> frozenset[str]:
+    """The hooks that a module has a function for."""
+    return frozenset(hook for hook, _, _ in _implementations(module))
 
 
 def hooks_not_asked(module: ModuleType) -> list[str]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from slapo_core.errors import ArgumentError, PluginError
-from slapo_core.plugins.hook_rules import hook_violations, hooks_not_asked
+from slapo_core.plugins.hook_rules import hook_violations, hooks_not_asked, implemented_hooks
 from slapo_core.plugins.model import LOCAL_VERSION, Entry, Plugin, core_label
 from slapo_core.plugins.process import use_registry
 from slapo_core.plugins.registry import Registry
@@ -30,6 +30,7 @@ from slapo_core.testing.dialects.case import DialectCase
 from slapo_core.testing.dialects.checks import DIALECT_CHECKS
 from slapo_core.testing.parametrize import case_labels
 from slapo_core.testing.probe import MODULE_LIMIT, probe
+from slapo_core.testing.stages import STAGES_HOOKS, check_stages_hooks
 
 __all__ = ["CASES_FUNCTION", "Finding", "check_plugin"]
 
@@ -114,6 +115,9 @@ def _check_entry(entry: Entry, registry: Registry, report: Callable[..., Finding
         for hook in hooks_not_asked(loaded):
             why = f"{core_label(registry.core_version)} does not ask '{hook}' yet"
             yield report(entry.name, "hooks", "skipped", why)
+        if not hook_violations(loaded) and not implemented_hooks(loaded).isdisjoint(STAGES_HOOKS):
+            for hook, check in check_stages_hooks(entry.distribution, registry):
+                yield _run(report, entry.name, hook, check)
     elif entry.kind == "primitives":
         yield _from_violations(report, entry.name, "documentation", documentation_violations(loaded))
         if all(_has_default(field) for field in dataclasses.fields(loaded)):

@@ -17,7 +17,7 @@ from slapo_core.schedule.obligations import obligations
 from slapo_core.verification.blame import Blame
 from slapo_core.verification.compare import label
 from slapo_core.verification.counterparts import named_tensors
-from slapo_core.verification.cut_faults import CutFault, find_cut_fault, run_in_one_piece
+from slapo_core.verification.cut_faults import CutFault, find_cut_fault, run_in_one_piece, without_cuts
 from slapo_core.verification.failing import Failed
 from slapo_core.verification.freezing import refuse_unsaid_freezing
 from slapo_core.verification.inputs import Inputs
@@ -202,9 +202,10 @@ class _Check:
             if whole.agrees:
                 blame = find_cut_fault(self.trials, self.subject, untouched, records, kind=found.kind)
             else:
+                records = without_cuts(self.trials, records)
                 self.trials = whole.trials
                 if whole.raised is not None:
-                    self._raise_exception(untouched, whole.raised)
+                    self._raise_exception(untouched, whole.raised, records)
                 if whole.first is not None:
                     (rank, found), gradients = whole.first, whole.gradients
                     stages = stages_for(found.kind)
@@ -231,18 +232,21 @@ class _Check:
             hint=found.hint,
         )
 
-    def _raise_exception(self, reference: UntouchedRun, candidate: Attempt[Any]) -> None:
+    def _raise_exception(
+        self, reference: UntouchedRun, candidate: Attempt[Any], records: Sequence[Record] | None = None
+    ) -> None:
+        records = self.schedule.records if records is None else records
         first = candidate.failures[0]
         reference = self.runs.again(reference, reference.stages)
         blame: Blame | CutFault | None = None
         if self._is_cut():
-            records = self.schedule.records
             whole = run_in_one_piece(self.trials, self.subject, reference, reference.stages, records)
             if whole.agrees and self.trials.was_refused(candidate):
                 reraise(candidate)
             if whole.agrees:
                 blame = find_cut_fault(self.trials, self.subject, reference, records, error=candidate.error)
             else:
+                records = without_cuts(self.trials, records)
                 self.trials = whole.trials
                 if whole.first is not None:
                     self._raise_difference(reference, *whole.first, whole.gradients, records)
@@ -250,7 +254,8 @@ class _Check:
                 first = candidate.failures[0]
         if blame is None:
             stages = self.trials.stages_raising(self.subject, reference)
-            blame = self.trials.blame(reference, stages, Failed.with_exception(first), near=None)
+            failed = Failed.with_exception(first)
+            blame = self.trials.blame(reference, stages, failed, near=None, records=records)
         where = f" on rank {first.rank}" if not self.world.is_alone else ""
         others = [other for other in candidate.failures[1:] if (other.kind, other.where) != (first.kind, first.where)]
         also = "".join(f"\n  and on rank {other.rank}: {other}" for other in others)

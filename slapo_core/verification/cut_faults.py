@@ -19,7 +19,7 @@ from slapo_core.verification.values import Difference
 if TYPE_CHECKING:
     from slapo_core.spec.record import Record
 
-__all__ = ["CutFault", "InOnePiece", "find_cut_fault", "run_in_one_piece"]
+__all__ = ["CutFault", "InOnePiece", "find_cut_fault", "run_in_one_piece", "without_cuts"]
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,14 @@ def run_in_one_piece(
     first = first_difference(plain.world, plain.shared(compared.value()))
     gradients = plain.gradients(first[1], compared.value()) if first is not None else ()
     return InOnePiece(plain, None, first, gradients)
+
+
+def without_cuts(trials: Trials, records: Sequence[Record]) -> tuple[Record, ...]:
+    """The steps that may be to blame for what is wrong in one piece: without those that only mark a cut."""
+    staged = trials.staging.last if trials.staging is not None else None
+    boundaries = range(len(staged.partition.stages) - 1) if staged is not None else ()
+    cuts = {record.index for at in boundaries if staged is not None for record in _cuts(staged, at, records)}
+    return tuple(record for record in records if record.index not in cuts)
 
 
 @dataclass(frozen=True)

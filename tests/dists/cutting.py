@@ -140,10 +140,10 @@ def end(norm):
 def slapo_partition(schedule, inputs):
     model = schedule.model
     CALLS.append((model.training, {{name: tuple(value.shape) for name, value in inputs.items()}}))
-    assert schedule.root["embed"].module is model.embed
     cuts = [int(each.path.rpartition(".")[2]) for each in schedule.records if each.name == "cut.after"]
     if not cuts:
         return None
+    assert schedule.root["embed"].module is model.embed
     if FAULT == "refuses":
         raise TraceError("cannot cut after 'blocks.0': nobody knows why", path="blocks.0")
     if FAULT == "runs":

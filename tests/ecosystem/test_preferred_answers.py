@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from collections.abc import Iterator
@@ -10,8 +11,10 @@ import pytest
 
 import slapo_core as slapo
 from slapo_core.errors import ArgumentError, HookError, ReplayError
+from slapo_core.plugins.model import LOCAL_VERSION
 from slapo_core.plugins.process import use_registry
 from slapo_core.schedule.agreement import schedule_facts
+from slapo_core.testing.conformance import check_plugin
 from slapo_core.testing.distributions import FakeEnvironment
 from tests.dists.cutting import LIVENESS, batch, cutter, liveness, reader
 from tests.dists.healthy import with_hooks
@@ -122,3 +125,30 @@ def test_a_choice_that_means_nothing_is_refused(prefer: dict[str, str], message:
 def test_a_choice_is_a_mapping() -> None:
     with pytest.raises(ArgumentError, match="prefer must say for hooks whose answer stands"):
         cut(prefer=["acme-slapo"])
+
+
+def test_plugins_check_holds_the_two_hooks_to_what_they_say(fake_distributions: FakeEnvironment) -> None:
+    wrong = LIVENESS.replace("max(value.consumers", "min(value.consumers")
+    always = "@hookimpl\ndef slapo_partition(schedule): return 1\n"
+    silent = "@hookimpl\ndef slapo_liveness(partition): return None\n"
+    fake_distributions.install(
+        liveness("wrong-slapo", wrong), with_hooks("always-slapo", always), with_hooks("silent-slapo", silent)
+    )
+    registry = fake_distributions.registry(with_installed=True)
+    found = {}
+    for plugin in registry.plugins:
+        if plugin.name in ("wrong-slapo", "always-slapo", "silent-slapo", "acme-slapo", "cut-slapo", "slapo-pipeline"):
+            checked = check_plugin(dataclasses.replace(plugin, version=LOCAL_VERSION), registry)
+            found.update({(plugin.name, each.check): each for each in checked if each.check.startswith("slapo_")})
+    outcomes = {key: each.outcome for key, each in found.items()}
+    assert outcomes == {
+        ("acme-slapo", "slapo_liveness"): "passed",
+        ("always-slapo", "slapo_partition"): "failed",
+        ("cut-slapo", "slapo_partition"): "passed",
+        ("silent-slapo", "slapo_liveness"): "skipped",
+        ("slapo-pipeline", "slapo_liveness"): "passed",
+        ("slapo-pipeline", "slapo_partition"): "passed",
+        ("wrong-slapo", "slapo_liveness"): "failed",
+    }
+    assert "stage 2 reads 'mask', which it is not sent" in found["wrong-slapo", "slapo_liveness"].message
+    assert "it cuts a model that no step asks to cut" in found["always-slapo", "slapo_partition"].message

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from slapo_core.graph.alike import AlikeCalls
 from slapo_core.graph.caches import caches_kept
 from slapo_core.graph.fake import FakeMode, home_of, with_own_values, without_values
 from slapo_core.graph.flags import Flags
@@ -94,6 +95,8 @@ def record(
     recording = Recording(module, may_capture=fake, notes=notes, home=home)
     recorder = Recorder(recording)
     flags = Flags(recording.refusal, lambda: recorder.is_paused, first_line(forward))
+    if notes is not None and fake:
+        recorder.alike = AlikeCalls(flags)
     mode = FakeMode(home) if fake else None
     signature = inspect.signature(forward)
     given: dict[str, Any] = {}
