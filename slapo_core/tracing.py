@@ -197,7 +197,7 @@ def _recorded(module: nn.Module, forward: Any, arguments: Any, leaves: Any) -> t
     notes, device = Notes(), _device(module, arguments)
     try:
         run = contextvars.Context().run
-        return run(record, module, forward, arguments, leaves, notes=notes, stand_in_for=device), notes
+        return run(record, module, forward, arguments, leaves, notes=notes, home=device), notes
     except (NeedsValues, RuntimeError, NotImplementedError) as error:
         if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
             raise

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
-from torch.utils._mode_utils import no_dispatch
-from torch.utils._pytree import tree_map
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
 from slapo_core.graph.structure import children, is_plain, rebuild
 
-__all__ = ["FakeMode", "with_own_values", "with_tensors", "without_values"]
+__all__ = ["FakeMode", "home_of", "with_own_values", "with_tensors", "without_values"]
 
 
 class FakeMode(FakeTensorMode):
@@ -25,39 +25,59 @@ class FakeMode(FakeTensorMode):
     kernels take float32 too, and so do the experts of nearly all mixtures.
 
     Args:
-        stand_in_for: tensors on the meta device are taken to be on this one; None leaves them there.
+        home: the device for which tensors on the meta device stand that were not made in this mode: parameters without
+            memory, such as those of other pipeline stages. None leaves them on the meta device.
     """
 
-    def __init__(self, stand_in_for: torch.device | None = None) -> None:
+    def __init__(self, home: torch.device | None = None) -> None:
         super().__init__(allow_non_fake_inputs=True)
-        self.stand_in_for = stand_in_for
-        self._placed: dict[int, tuple[torch.Tensor, FakeTensor]] = {}
+        self._home = home
+        self._at_home: dict[int, tuple[torch.Tensor, FakeTensor]] = {}
 
     def fake(self, tensor: torch.Tensor) -> torch.Tensor:
         """The fake tensor that stands for another one wherever this mode meets it."""
-        if isinstance(tensor, FakeTensor):
-            return tensor
-        if self.stand_in_for is None or not tensor.is_meta:
-            return self.from_tensor(tensor, static_shapes=True)
-        if id(tensor) not in self._placed:
-            with no_dispatch():
-                own = tensor.detach()
-            self._placed[id(tensor)] = (tensor, FakeTensor(self, own, self.stand_in_for))
-        return self._placed[id(tensor)][1]
+        return tensor if isinstance(tensor, FakeTensor) else self.from_tensor(tensor, static_shapes=True)
 
-    def _place(self, value: Any) -> Any:
+    def from_tensor(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> FakeTensor:
+        if self._home is not None and tensor.is_meta and not isinstance(tensor, FakeTensor):
+            return self._fake_at_home(tensor)
+        return super().from_tensor(tensor, *args, **kwargs)
+
+    def _fake_at_home(self, tensor: torch.Tensor) -> FakeTensor:
+        if id(tensor) not in self._at_home:
+            with _disable_current_modes():
+                fake = FakeTensor(self, tensor.detach(), self._home, requires_grad=tensor.requires_grad)
+            self._at_home[id(tensor)] = (tensor, fake)
+        return self._at_home[id(tensor)][1]
+
+    def _placed(self, value: Any) -> Any:
+        cls = type(value)
+        if cls is FakeTensor:
+            return value
+        if cls in (tuple, list):
+            return cls([self._placed(part) for part in value])
+        if cls is dict:
+            return {key: self._placed(part) for key, part in value.items()}
         if isinstance(value, torch.Tensor):
-            return self.fake(value) if value.is_meta and not isinstance(value, FakeTensor) else value
+            return self._fake_at_home(value) if value.is_meta else value
         if isinstance(value, torch.device) and value.type == "meta":
-            return self.stand_in_for
+            return self._home
         return value
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.stand_in_for is not None:
-            args, kwargs = tree_map(self._place, (args, kwargs or {}))
+        if self._home is not None:
+            args, kwargs = self._placed(args), self._placed(kwargs or {})
         if func is torch.ops.aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:
             return _grouped_product(*args, **(kwargs or {}))
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def home_of(module: nn.Module, arguments: Any) -> torch.device | None:
+    """Where tensors of ``module`` without memory are taken to be: with the arguments; None if that changes nothing."""
+    if not any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
+        return None
+    given = (leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor))
+    return next((tensor.device for tensor in given if not tensor.is_meta), None)
 
 
 def _grouped_product(a: Any, b: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:

@@ -34,11 +34,14 @@ class Recording:
         root: the recorded module; its parameters, buffers and modules are known by their names.
         may_capture: whether tensors from elsewhere may become a part of the code.
         notes: what else is to be known of the run.
+        home: the device for which the module's tensors on the meta device stand; None: they are there.
     """
 
-    def __init__(self, root: nn.Module, *, may_capture: bool = True, notes: Notes | None = None) -> None:
+    def __init__(
+        self, root: nn.Module, *, may_capture: bool = True, notes: Notes | None = None, home: torch.device | None = None
+    ) -> None:
         self.graph = fx.Graph()
-        self.may_capture, self.notes = may_capture, notes
+        self.may_capture, self.notes, self.home = may_capture, notes, home
         self.captured: list[torch.Tensor] = []
         self.guards: list[Guard] = []
         self._nodes: dict[int, fx.Node] = {}

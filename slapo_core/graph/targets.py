@@ -189,7 +189,10 @@ def _guarded(recording: Recording, func: Any, args: Any, kwargs: Any) -> Any:
 
 def _device(recording: Recording, func: Any, args: Any, kwargs: Any) -> Any:
     """The device, as an object of its own, so that it is known again where it is used."""
-    return recording.know(torch.device(str(func(*args))), recording.call(func, args, kwargs))
+    device = func(*args)
+    if device.type == "meta" and recording.home is not None:
+        device = recording.home
+    return recording.know(torch.device(str(device)), recording.call(func, args, kwargs))
 
 
 _ATTRIBUTES: dict[str, Query] = {

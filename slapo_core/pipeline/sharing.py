@@ -73,5 +73,6 @@ class StateMark:
         if tensor is not self._tensor:
             return False
         if self._values is None:
-            return tensor._version == self._version or (tensor.is_meta and not isinstance(tensor, nn.Parameter))
+            is_empty = tensor.is_meta and not isinstance(tensor, nn.Parameter)  # a buffer of another stage
+            return is_empty or tensor._version == self._version
         return torch.equal(torch.nan_to_num(tensor), torch.nan_to_num(self._values))

@@ -7,7 +7,6 @@ import contextlib
 import importlib
 import io
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,7 @@ def run(*arguments: str) -> tuple[int, str]:
 
 @pytest.mark.ranks
 def test_the_appendix_trains_as_the_untouched_model_does(tmp_path: Path) -> None:
-    """Each part as the script runs it, but in processes that have imported everything: ``bert_tp.py`` starts its own."""
+    """Each part as the script runs it, in processes that have imported everything: ``bert_tp.py`` starts its own."""
     text = tmp_path / "text.txt"
     text.write_text((ROOT / "examples" / "bert_tp.py").read_text() * 3)
     options = [*SMALL, "--text", str(text), "--output", str(tmp_path)]
