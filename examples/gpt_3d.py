@@ -33,17 +33,17 @@ import slapo_pipeline
 TOLERANCE = 1e-3
 """Largest difference allowed between two loss curves (nats): float32 sums in another order, over all steps."""
 
-MESHES = {"pp2_tp2": {"pp": 2, "tp": 2}, "dp2_pp2": {"dp": 2, "pp": 2}}
+MESHES = {"pp2_tp2": {"dp": 1, "pp": 2, "tp": 2}, "dp2_pp2": {"dp": 2, "pp": 2, "tp": 1}}
 """The scheduled runs."""
 
 MICROBATCHES = 4
 
 
-def make_model(vocab_size: int) -> GPT2LMHeadModel:
-    """A 6-layer GPT-2 with random weights, the same in every process; dropout off, so that the runs can be compared."""
+def make_model(vocab_size: int, layers: int) -> GPT2LMHeadModel:
+    """A GPT-2 with random weights, the same in every process; dropout off, so that the runs can be compared."""
     torch.manual_seed(0)
-    sizes = {"n_embd": 256, "n_layer": 6, "n_head": 8, "n_positions": 128}
-    off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    sizes = {"n_embd": 256, "n_layer": layers, "n_head": 8, "n_positions": 128}
+    off = {"use_cache": False, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     return GPT2LMHeadModel(GPT2Config(vocab_size=vocab_size, **sizes, **off))
 
 
@@ -77,7 +77,7 @@ def batches(options: argparse.Namespace, *, seed: int, steps: int, held_out: boo
 def run_plain(options: argparse.Namespace) -> None:
     """The model as its author wrote it, in an ordinary PyTorch loop."""
     torch.set_num_threads(1)
-    model = make_model(options.vocab_size).train()
+    model = make_model(options.vocab_size, options.layers).train()
     optimizer = make_optimizer(model.parameters())
     losses, seconds = [], []
     for batch in tqdm(batches(options, seed=1, steps=options.steps), desc="unscheduled, 1 process"):
@@ -98,9 +98,8 @@ def run_plain(options: argparse.Namespace) -> None:
 def run_scheduled(options: argparse.Namespace, name: str) -> None:
     """The same model under a schedule; this runs in every process that torchrun starts."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
     first = dist.get_rank() == 0
-    model = make_model(options.vocab_size).train()
+    model = make_model(options.vocab_size, options.layers).train()
     example = {key: tensor[:2] for key, tensor in batches(options, seed=3, steps=1)[0].items()}
     sch = slapo.create_schedule(model, mesh=MESHES[name], example_inputs=example)
     schedule_gpt(sch)
@@ -131,7 +130,6 @@ def run_scheduled(options: argparse.Namespace, name: str) -> None:
     if first:
         write_result(options, name, losses, seconds, held_out, memory, weights, explain=explain)
     engine.close()
-    dist.destroy_process_group()
 
 
 def mean_over_replicas(loss: torch.Tensor, mesh: slapo.Mesh) -> float:
@@ -219,6 +217,7 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--length", type=int, default=96, help="tokens a sequence (default: %(default)s)")
     parser.add_argument("--vocab-size", type=int, default=4096, help="size of the tokenizer (default: %(default)s)")
+    parser.add_argument("--layers", type=int, default=6, help="blocks of the model (default: %(default)s)")
     parser.add_argument("--output", type=Path, default=Path("build/gpt_3d"), help="directory (default: %(default)s)")
     parser.add_argument("--role", choices=["plain", *MESHES], help=argparse.SUPPRESS)
     return parser
@@ -229,7 +228,9 @@ def main(options: argparse.Namespace) -> int:
     if options.role == "plain":
         run_plain(options)
     elif options.role is not None:
+        dist.init_process_group("gloo")
         run_scheduled(options, options.role)
+        dist.destroy_process_group()
     else:
         return launch(options)
     return 0

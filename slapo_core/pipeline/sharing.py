@@ -55,7 +55,7 @@ class SharedState:
 
 
 class StateMark:
-    """What shows whether a tensor was written to: the version of a parameter; of a buffer its values.
+    """What shows whether a tensor was written to: the version of a parameter; of a buffer its values, if it has any.
 
     Norms write to buffers without telling, and whoever records a forward puts values back.
 
@@ -73,5 +73,6 @@ class StateMark:
         if tensor is not self._tensor:
             return False
         if self._values is None:
-            return tensor._version == self._version
+            is_empty = tensor.is_meta and not isinstance(tensor, nn.Parameter)  # a buffer of another stage
+            return is_empty or tensor._version == self._version
         return torch.equal(torch.nan_to_num(tensor), torch.nan_to_num(self._values))

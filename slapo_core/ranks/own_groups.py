@@ -13,7 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from slapo_core.errors import RankFailedError
+import torch
+
+from slapo_core.errors import BuildError, RankFailedError
 from slapo_core.ranks.connections import Connection, connections_since, mutual, open_sockets
 from slapo_core.ranks.failures import describe_failure
 from slapo_core.ranks.stand_ins import kinds_of, make_group
@@ -41,19 +43,22 @@ class OwnGroups:
             self._ranks, self._rank = world.ranks, world.rank
             self._store = _new_store(self._ranks, self._rank)
             self._groups: dict[str, Any] = {}
+            self._members: dict[str, Sequence[int]] = {}
             before = open_sockets()
             first = next(mesh.group(mesh_dim) for mesh_dim in mesh_dims if mesh.size(mesh_dim) > 1)
             with world.together("connecting the ranks of the pipeline"):
                 for mesh_dim in mesh_dims:
                     if mesh.size(mesh_dim) > 1:
-                        self._groups[mesh_dim] = self._copy(mesh_dim, mesh.group(mesh_dim))
-                self._groups[""] = self._copy("all", first, self._ranks)
+                        self._copy(mesh_dim, mesh.group(mesh_dim))
+                self._copy("", first, self._ranks)
                 own = connections_since(before)
             told = world.gather([connection.ends for connection in own])
             self._connections: list[Connection] = mutual(own, (ends for theirs in told for ends in theirs))
+        self._blocks = 0
+        self._agreed: Exception | None = None  # what every rank knows of already
         self.is_broken = False
 
-    def _copy(self, what: str, original: Any, members: Sequence[int] = ()) -> Any:
+    def _copy(self, mesh_dim: str, original: Any, members: Sequence[int] = ()) -> None:
         """A group of the same backend; of the same ranks, or others."""
         import torch.distributed as dist
 
@@ -61,9 +66,10 @@ class OwnGroups:
         kinds = kinds_of(original)
         if not kinds:
             raise RankFailedError("a process group of the mesh has a backend that is neither gloo nor nccl")
-        store = dist.PrefixStore(f"{what} {'-'.join(map(str, members))}", self._store)
+        store = dist.PrefixStore(f"over '{mesh_dim}' {'-'.join(map(str, members))}", self._store)
         place = members.index(self._rank)
-        return make_group(original.group_name, kinds, place, members, store, _timeout(original))
+        self._members[mesh_dim] = members
+        self._groups[mesh_dim] = make_group(original.group_name, kinds, place, members, store, _timeout(original))
 
     def group(self, mesh_dim: str = "") -> Any:
         """The copy over that dimension; "" over all ranks; None where it has one rank."""
@@ -83,7 +89,41 @@ class OwnGroups:
         try:
             yield
         except BaseException as error:
+            if error is self._agreed:
+                raise
             raise self._end(error, what()) from error
+
+    @contextlib.contextmanager
+    def together(self, what: str, device: torch.device, *, mesh_dim: str = "") -> Iterator[None]:
+        """Inside of :meth:`step`, around what goes wrong before ranks wait for each other: a step may follow.
+
+        Args:
+            what: the work of the block, e.g. ``"cutting the batch"``.
+            device: that the groups send from.
+            mesh_dim: over which ranks agree; "" all of them.
+
+        Raises:
+            BuildError: on the ranks where the block went well, naming one where it did not, and why.
+        """
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as caught:  # noqa: BLE001 - raised again below, when every rank knows of it
+            error = caught
+        self._blocks += 1
+        members = self._members[mesh_dim]
+        key = f"block {self._blocks} on"
+        if error is not None:
+            self._store.set(f"{key} {self._rank}", str(describe_failure(self._rank, error)))
+        failed = torch.full((1,), float(error is not None), device=device)
+        self._groups[mesh_dim].allreduce([failed]).wait()
+        if error is None and failed.item():
+            there = [rank for rank in members if self._store.check([f"{key} {rank}"])]
+            told = "; ".join(f"rank {rank}: {self._store.get(f'{key} {rank}').decode()}" for rank in there)
+            error = BuildError(f"{what} failed on {told or 'another rank'}")
+        if error is not None:
+            self._agreed = error
+            raise error
 
     def _end(self, error: BaseException, what: str) -> RankFailedError:
         """Tell the others, or hear from them; afterwards the groups are gone."""

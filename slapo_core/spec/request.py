@@ -115,6 +115,19 @@ class OwnGroups(Protocol):
         """
         ...
 
+    def together(self, what: str, device: torch.device, *, mesh_dim: str = "") -> AbstractContextManager[None]:
+        """Inside of :meth:`step`, around what goes wrong before ranks wait for each other; the groups stay.
+
+        Args:
+            what: the work of the block, e.g. ``"cutting the batch"``.
+            device: that the groups send from.
+            mesh_dim: over which ranks agree; "" all of them.
+
+        Raises:
+            BuildError: on the ranks where the block went well, naming those where it did not, and why.
+        """
+        ...
+
     def close(self) -> None:
         """Let go of them."""
         ...

@@ -106,8 +106,9 @@ class PipelineEngine(StatefulEngine):
         """
         self._require_open()
         with self._request.evaluating(batch):
-            pieces, form = self._forms.of(batch, training=False)
             with self._step():
+                with self._groups.together("preparing the evaluation", self._device, mesh_dim="pp"):
+                    pieces, form = self._forms.of(batch, training=False)
                 work = form.run(pieces, backward=False, keep_outputs=gather_outputs, at=self._stand)
                 loss, output = self._loss(work), None
                 if gather_outputs:
@@ -129,8 +130,9 @@ class PipelineEngine(StatefulEngine):
         self._require_open()
         self.refuse_without_gradients()
         with self._request.training(batch):
-            pieces, form = self._forms.of(batch, training=True)
             with self._step():
+                with self._groups.together("preparing the step", self._device):
+                    pieces, form = self._forms.of(batch, training=True)
                 if zero is not None:
                     zero.zero_grad(set_to_none=True)
                 with own_random_state(self._device) as seed:

@@ -107,7 +107,7 @@ class _Graph:
                 self._order.append(node)
             elif node not in self._next:
                 self._next[node] = [one for one, _ in node.next_functions if one is not None]
-                if node.name() == _LEAF:
+                if not _is_custom(node) and node.name() == _LEAF:
                     self.leaves[node] = node.variable
                 stack.append((node, True))
                 stack.extend((one, False) for one in self._next[node] if one not in self._next)

@@ -1,0 +1,1 @@
+"""Cut models on real ranks, and what they are held against."""
