@@ -135,6 +135,9 @@ class PipelineEngine(StatefulEngine):
                     pieces, form = self._forms.of(batch, training=True)
                 if zero is not None:
                     zero.zero_grad(set_to_none=True)
+                earlier = [(one, one.grad) for one in self._trained() if one.grad is not None]
+                for parameter, _ in earlier:
+                    parameter.grad = None  # which is exchanged already
                 with own_random_state(self._device) as seed:
                     work = form.run(pieces, backward=True, seed=seed, at=self._stand)
                 loss = self._loss(work)
@@ -144,6 +147,8 @@ class PipelineEngine(StatefulEngine):
                 if replicas is not None:
                     average_gradients(self._trained(), replicas, bucket_bytes=self.plan.config["bucket_cap_mb"] << 20)
                 self._request.sum_tied_gradients()
+                for parameter, gradient in earlier:
+                    parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
         return loss
 
     def _trained(self) -> list[Tensor]:
