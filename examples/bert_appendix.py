@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Sequence
 
 import bert_tp
 
@@ -39,9 +40,14 @@ def schedule_bert(sch: slapo.Schedule, *, compiler: str = "inductor") -> None:
     sch["bert.encoder.layer.[0-2]"].checkpoint()
 
 
-if __name__ == "__main__":
+def main(arguments: Sequence[str] | None = None) -> int:
+    """What the command line asks for, and its exit status."""
     parser = bert_tp.parser("bert_appendix", __doc__)
     parser.add_argument("--compiler", default="inductor", help="of the fused regions (default: %(default)s)")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     schedule = functools.partial(schedule_bert, compiler=options.compiler)
-    sys.exit(bert_tp.main(options, schedule=schedule, attention="eager", script=__file__))
+    return bert_tp.main(options, schedule=schedule, attention="eager", script=__file__)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -111,7 +111,8 @@ def run_scheduled(
 ) -> None:
     """The same model under a schedule; this runs in every process that torchrun starts."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
     first = dist.get_rank() == 0
     model = make_model(options.vocab_size, attention).train()
     example = {name: tensor[:2] for name, tensor in batches(options, seed=3, steps=1)[0].items()}

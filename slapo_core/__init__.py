@@ -40,6 +40,9 @@ if TYPE_CHECKING:
     from slapo_core.schedule.schedule import (
         Schedule as Schedule,
     )
+    from slapo_core.spec.command import (
+        Command as Command,
+    )
     from slapo_core.spec.compiler import (
         Compiler as Compiler,
     )
@@ -101,6 +104,7 @@ if TYPE_CHECKING:
 
 _PUBLIC = {
     "Change": "slapo_core.spec.suggestion",
+    "Command": "slapo_core.spec.command",
     "Compiler": "slapo_core.spec.compiler",
     "Dialect": "slapo_core.spec.dialect",
     "Edit": "slapo_core.spec.edit",

@@ -7,8 +7,9 @@ for granted is in it as calls of ``check``, and in :meth:`FlatGraph.require`, wh
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from slapo_core.errors import GuardError
 from slapo_core.graph.buffers import buffers_kept
 from slapo_core.graph.checks import Checks
 from slapo_core.graph.fake import with_own_values
-from slapo_core.graph.leaves import inlined_modules
+from slapo_core.graph.leaves import inlined_modules, walk
 from slapo_core.graph.mutations import refusing_changes
 from slapo_core.graph.notes import Notes, left
 from slapo_core.graph.recorder import NeedsValues
@@ -27,8 +28,11 @@ from slapo_core.graph.regions import set_state, state
 from slapo_core.graph.structure import Opaque, children, concrete, is_plain, rebuild
 from slapo_core.graph.surroundings import Surroundings
 from slapo_core.graph.tokens import describe, token
+from slapo_core.graph.traced import TracedForward
 from slapo_core.graph.tracers.record import RecordTracer, record
+from slapo_core.spec.graph import Graph
 from slapo_core.spec.tracer import Flag, Guard, GuardViolation, Location, Recorded, Untraceable, check
+from slapo_core.tree.forward import ModuleForward
 
 __all__ = [
     "FlatGraph",
@@ -39,7 +43,9 @@ __all__ = [
     "compiled",
     "concrete",
     "flat",
+    "is_merely_traced",
     "is_plain",
+    "is_rewritten",
     "left",
     "rebuild",
     "set_state",
@@ -75,6 +81,7 @@ class FlatGraph:
         inlined: Mapping[str, nn.Module],
         surroundings: tuple[Flag, ...],
         written: frozenset[str],
+        stand_in_for: torch.device | None = None,
     ) -> None:
         self.module, self.graph, self.captured = module, recorded.graph, recorded.captured
         self.guards = list(recorded.guards)
@@ -84,6 +91,12 @@ class FlatGraph:
         self._modules = list(self.inlined.values())
         self._checks = Checks((*recorded.flags, *surroundings), index)
         self._default = torch.get_default_dtype()
+        self._stand_in_for = stand_in_for
+
+    def device(self, node: fx.Node) -> torch.device:
+        """Where the tensor of a node is; that of a stand-in is where what it stands for is."""
+        device: torch.device = self.values[node].device
+        return self._stand_in_for if device.type == "meta" and self._stand_in_for is not None else device
 
     def forget(self) -> None:
         """Let go of the tensors of the run, once all is made of the graph that is to be made."""
@@ -150,11 +163,17 @@ def flat(
     """
     inlined = inlined_modules(module, leaves)
     surroundings = Surroundings(forward, inlined.values())
-    versions = [(name, buffer, buffer._version) for name, buffer in module.named_buffers()]
+    buffers = [
+        (f"{path}.{name}" if path else name, buffer)
+        for path, below in walk(module)
+        for name, buffer in below._buffers.items()
+        if buffer is not None
+    ]
+    versions = [(name, buffer, buffer._version) for name, buffer in buffers]
     changed = None
     try:
         try:
-            with buffers_kept(module):
+            with buffers_kept(module), _by_own_forwards(inlined.values()):
                 recorded, notes = _recorded(module, refusing_changes(forward), arguments, leaves)
                 written = frozenset(name for name, buffer, version in versions if buffer._version != version)
         finally:
@@ -163,23 +182,75 @@ def flat(
             raise Untraceable(f"changes the global name {changed}")
     except Exception as error:
         raise refusal(error, RecordTracer(), path) from error
-    return FlatGraph(module, recorded, notes, inlined=inlined, surroundings=surroundings.flags, written=written)
+    return FlatGraph(
+        module,
+        recorded,
+        notes,
+        inlined=inlined,
+        surroundings=surroundings.flags,
+        written=written,
+        stand_in_for=_device(module, arguments),
+    )
 
 
 def _recorded(module: nn.Module, forward: Any, arguments: Any, leaves: Any) -> tuple[Recorded, Notes]:
-    notes = Notes()
+    notes, device = Notes(), _device(module, arguments)
     try:
-        return contextvars.Context().run(record, module, forward, arguments, leaves, notes=notes), notes
+        run = contextvars.Context().run
+        return run(record, module, forward, arguments, leaves, notes=notes, home=device), notes
     except (NeedsValues, RuntimeError, NotImplementedError) as error:
         if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
             raise
         notes, real = Notes(), with_own_values(dict(arguments))
         try:
             with torch.random.fork_rng():
-                run = contextvars.Context().run
                 return run(record, module, forward, real, leaves, fake=False, notes=notes), notes
         except (NeedsValues, RuntimeError, NotImplementedError):
             raise error from None
+
+
+def _device(module: nn.Module, arguments: Mapping[str, Any]) -> torch.device | None:
+    """Where tensors are that the meta device has stand-ins of; None if it has none. All of them stand for the CPU."""
+    tensors = [*_tensors(list(arguments.values())), *module.parameters(), *module.buffers()]
+    if not any(tensor.is_meta for tensor in tensors):
+        return None
+    return next((tensor.device for tensor in tensors if not tensor.is_meta), torch.device("cpu"))
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif not is_plain(value):
+        for _, _, part in children(value) or ():
+            yield from _tensors(part)
+
+
+def is_rewritten(graph: Graph) -> bool:
+    """Whether steps rewrote the graph of a traced module, so that it is no more what its forward computes."""
+    return not isinstance(graph, TracedForward) or bool(graph.rewrites)
+
+
+def is_merely_traced(module: nn.Module) -> bool:
+    """Whether what a step set as the forward of ``module`` is the recorded graph of its own forward, and no more."""
+    forward = module.__dict__.get("forward")
+    if not isinstance(forward, ModuleForward) or forward.wrappers or forward.has_own:
+        return False
+    graph = getattr(forward.base, "__func__", None)
+    return isinstance(graph, TracedForward) and not graph.rewrites
+
+
+@contextlib.contextmanager
+def _by_own_forwards(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """While this lasts, modules that are merely traced run their own forward."""
+    before = [(module, dict(module.__dict__)) for module in modules if is_merely_traced(module)]
+    for module, _ in before:
+        del module.__dict__["forward"]
+    try:
+        yield
+    finally:
+        for module, own in before:  # in their order
+            module.__dict__.clear()
+            module.__dict__.update(own)
 
 
 def compiled(graph: fx.Graph, module: nn.Module) -> Callable[..., Any]:

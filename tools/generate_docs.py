@@ -90,7 +90,8 @@ def cli_page() -> str:
 
 def _commands(command: object, words: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
     yield words
-    for name, child in sorted(getattr(command, "commands", {}).items()):
+    contributed = getattr(command, "contributed", dict)()
+    for name, child in sorted({**getattr(command, "commands", {}), **contributed}.items()):
         yield from _commands(child, (*words, name))
 
 

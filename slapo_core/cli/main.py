@@ -1,7 +1,8 @@
 """The command ``slapo``: put together from the other files of this package, one command or family each.
 
 A file adds its commands by a function ``register(root, plugins)``, listed in `_FAMILIES`; ``root`` is ``slapo``,
-``plugins`` is ``slapo plugins``. Whatever is slow to import is imported in the command that needs it.
+``plugins`` is ``slapo plugins``. Commands of plugins come behind them (``contributed.py``). Whatever is slow to import
+is imported in the command that needs it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Annotated, Literal
 import typer
 
 from slapo_core.cli import check, dialects, doctor, new, patterns, plugins, primitives, stubs
+from slapo_core.cli.contributed import RootGroup
 from slapo_core.errors import SlapoError
 
 __all__ = ["main", "make_app"]
@@ -26,6 +28,7 @@ def make_app() -> typer.Typer:
     )  # rich is slow to import, and a pipe cannot show it
     root = typer.Typer(
         name="slapo",
+        cls=RootGroup,
         help="A schedule language for PyTorch training.",
         no_args_is_help=True,
         rich_markup_mode=markup,

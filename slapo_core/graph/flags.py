@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo_core.graph.leaves import LeafRule, inlined_modules
+from slapo_core.graph.leaves import LeafRule, inlined_modules, walk
 from slapo_core.graph.location import is_of_the_model
 from slapo_core.graph.mutations import is_unchanged, put_back
 from slapo_core.graph.tokens import ABSENT, is_transparent, token
@@ -68,6 +68,26 @@ class Flags:
     def _flags(self) -> tuple[Flag, ...]:
         return tuple(Flag(path, name, expected) for (path, name), expected in self._tokens.items())
 
+    @property
+    def changes(self) -> int:
+        """How many objects had attributes set, so far."""
+        return len(self._set)
+
+    @property
+    def containers(self) -> list[tuple[Any, Any]]:
+        """The lists, dictionaries and sets that were read, each with a copy of what it was."""
+        return [(container, before) for _, _, container, before in self._containers]
+
+    def place_of(self, value: Any) -> Place | None:
+        """Where a watched module or object was found first; None if it is not watched."""
+        return self._places.get(id(value))
+
+    def below(self, place: Place) -> Iterator[Flag]:
+        """What was read, by whomever, in the objects at and below a place; with paths relative to it."""
+        for (path, name), expected in self._tokens.items():
+            if path[: len(place)] == place:
+                yield Flag(path[len(place) :], name, expected)
+
     @contextlib.contextmanager
     def watching(self, root: nn.Module, leaves: LeafRule) -> Iterator[None]:
         """Watch ``root``, all modules below, and plain objects that are read from them.
@@ -77,7 +97,7 @@ class Flags:
         """
         self._recorded = {_place(path) for path in inlined_modules(root, leaves)}
         try:
-            for path, module in root.named_modules():
+            for path, module in walk(root):  # a module that is there twice is known by its first path
                 self._watch(module, _place(path))
             yield
             self._refuse_changes()

@@ -11,6 +11,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.overrides import TorchFunctionMode
 
+from slapo_core.graph.alike import AlikeCalls
 from slapo_core.graph.pieces import guard_pieces, guard_structure
 from slapo_core.graph.randomness import drawn_back
 from slapo_core.graph.recording import Recording
@@ -34,12 +35,16 @@ class Recorder(TorchFunctionMode):
 
     Args:
         recording: where to.
+
+    Attributes:
+        alike: asked before a module is run; None runs all of them.
     """
 
     def __init__(self, recording: Recording) -> None:
         super().__init__()
         self.recording = recording
         self.regions = Regions(recording)
+        self.alike: AlikeCalls | None = None
         self.is_paused = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -68,8 +73,14 @@ class Recorder(TorchFunctionMode):
         self, path: str, call: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run a module below the recorded one, and write it down as one call."""
+
+        def run(*given: Any, **named: Any) -> Any:
+            if self.alike is not None:
+                return self.alike.call(path, module, call, given, named)
+            return call(module, *given, **named)
+
         return self._record(
-            lambda *a, **k: call(module, *a, **k),
+            run,
             args,
             kwargs,
             lambda: self.recording.call_module(path, args, kwargs),

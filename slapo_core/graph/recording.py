@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import fx, nn
 
 from slapo_core.graph.expressions import expression
+from slapo_core.graph.leaves import walk
 from slapo_core.graph.location import model_location
 from slapo_core.graph.notes import Notes
 from slapo_core.graph.sizes import is_symbolic, symbolic
@@ -19,6 +21,9 @@ from slapo_core.spec.tracer import Guard, Untraceable, check
 
 __all__ = ["Recording"]
 
+Modules = Sequence[tuple[str, nn.Module]]
+_NO_CONTAINERS = frozenset([bool, int, float, str, type(None), set])
+_NO_HOLDERS = _NO_CONTAINERS | {dict, list, tuple, OrderedDict}
 _COMPARABLE = (bool, int, float, str, type(None))
 
 
@@ -43,16 +48,17 @@ class Recording:
         self._alive: list[Any] = []  # an id stands for one object only as long as that lives
         self._devices: dict[int, fx.Node] = {}
         self._guarded: set[tuple[fx.Node, Any]] = set()
+        modules = walk(root)
         self._held = {
             id(tensor): name
             for name, tensor in (
-                *reversed(list(root.named_parameters(remove_duplicate=False))),
-                *reversed(list(root.named_buffers(remove_duplicate=False))),
-                *_plain_tensors(root),
+                *reversed(list(_registered(modules, "_parameters"))),
+                *reversed(list(_registered(modules, "_buffers"))),
+                *_plain_tensors(modules),
             )
         }
-        self._parts = {id(part): (name, key) for name, key, part in _tensors_in_containers(root)}
-        self.modules = {id(module): path for path, module in reversed(list(root.named_modules(remove_duplicate=False)))}
+        self._parts = {id(part): (name, key) for name, key, part in _tensors_in_containers(modules)}
+        self.modules = {id(module): path for path, module in reversed(modules)}
 
     # -- values and their nodes -------------------------------------------------------------------------------
 
@@ -225,10 +231,20 @@ class Recording:
         return Untraceable(problem, model_location(), hint)
 
 
-def _plain_tensors(root: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def _registered(modules: Modules, table: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters or buffers, under each of their names."""
+    for path, module in modules:
+        for name, tensor in module.__dict__[table].items():
+            if tensor is not None:
+                yield (f"{path}.{name}" if path else name), tensor
+
+
+def _plain_tensors(modules: Modules) -> Iterator[tuple[str, torch.Tensor]]:
     """Tensors that are attributes and no buffers: read anew at every call, as the recorded code does."""
-    for path, module in root.named_modules():
+    for path, module in modules:
         for name, value in module.__dict__.items():
+            if type(value) in _NO_HOLDERS:
+                continue
             here = f"{path}.{name}" if path else name
             if isinstance(value, torch.Tensor):
                 yield here, value
@@ -238,10 +254,12 @@ def _plain_tensors(root: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                 )
 
 
-def _tensors_in_containers(root: nn.Module) -> Iterator[tuple[str, Any, torch.Tensor]]:
+def _tensors_in_containers(modules: Modules) -> Iterator[tuple[str, Any, torch.Tensor]]:
     """Tensors in lists, tuples and dictionaries that are attributes: the attribute, index or key, and the tensor."""
-    for path, module in root.named_modules():
+    for path, module in modules:
         for name, value in module.__dict__.items():
+            if type(value) in _NO_CONTAINERS:
+                continue
             if isinstance(value, list | tuple):
                 pairs: Any = enumerate(value)
             elif isinstance(value, dict) and not name.startswith("_"):

@@ -9,13 +9,14 @@ from torch import fx, nn
 
 from slapo_core.graph.arguments import MISSING
 from slapo_core.graph.checks import Checks
+from slapo_core.graph.leaves import walk
 from slapo_core.graph.structure import children, is_plain
 from slapo_core.graph.variant import Variant
 from slapo_core.spec.tracer import Recorded
 
-__all__ = ["Pool", "exact_form", "structure"]
+__all__ = ["HOOKS", "Pool", "exact_form", "structure"]
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class Pool:
@@ -30,7 +31,7 @@ class Pool:
 
     def find(self, key: Any, module: nn.Module) -> Variant | None:
         """A variant for ``module``; ``key`` is what it was added under."""
-        modules = [below for _, below in module.named_modules(remove_duplicate=False)]
+        modules = [below for _, below in walk(module)]
         return next((variant for read, variant in self._entries.get(key, ()) if read.violated(modules) is None), None)
 
     def add(self, key: Any, module: nn.Module, variant: Variant) -> None:
@@ -38,7 +39,7 @@ class Pool:
         recorded = variant.recorded
         if recorded.read is None or not _is_pure(recorded):
             return
-        index = {path: number for number, (path, _) in enumerate(module.named_modules(remove_duplicate=False))}
+        index = {path: number for number, (path, _) in enumerate(walk(module))}
         self._entries.setdefault(key, []).append((Checks(recorded.read, index), variant))
 
     def __getstate__(self) -> dict[str, Any]:
@@ -54,7 +55,7 @@ def structure(root: nn.Module) -> Any:
     """
     numbers: dict[int, int] = {}
     found = []
-    for path, module in root.named_modules(remove_duplicate=False):
+    for path, module in walk(root):
         own = module.__dict__
         tensors = [
             (name, *_tensor(tensor, numbers))
@@ -64,7 +65,7 @@ def structure(root: nn.Module) -> Any:
         ]
         around: tuple[Any, ...] = ()
         if path:  # what is around the root runs outside of its graph
-            around = (own.get("forward"), *(tuple(own[table].values()) for table in _HOOKS))
+            around = (own.get("forward"), *(tuple(own[table].values()) for table in HOOKS))
         number = numbers.setdefault(id(module), len(numbers))
         found.append((path, type(module), number, module.training, tuple(own["_modules"]), tuple(tensors), around))
     return tuple(found)

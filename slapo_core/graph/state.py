@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from slapo_core.graph.leaves import walk
+
 __all__ = ["state_kept"]
 
 _CONTAINERS = (list, dict, set)
@@ -30,7 +32,7 @@ def state_kept(
     """
     inlined = {id(module) for module in recorded}
     holders: dict[int, tuple[str, Any, Any, bool]] = {}
-    for path, module in root.named_modules():
+    for path, module in walk(root):
         _note(module.__dict__, f"self.{path}" if path else "self", id(module) in inlined, holders)
     completed = False
     try:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from slapo_core.errors import ArgumentError
 from slapo_core.pipeline.binding import bound_batch
-from slapo_core.pipeline.staged import staged
+from slapo_core.pipeline.checking import check_liveness
+from slapo_core.pipeline.staged import Staged, staged
 
 if TYPE_CHECKING:
     from slapo_core.schedule.schedule import Schedule
@@ -65,8 +66,7 @@ def stages(schedule: Schedule, batch: Any = None, *, whole_output: bool = False)
     try:
         found = staged(schedule, inputs)
         if found is not None and not whole_output:
-            loss = _loss(found.partition.output)
-            found = found if loss is None else staged(schedule, inputs, outputs=[loss])
+            found = _for_the_loss(schedule, found)
     finally:
         for module, training in modes:
             module.training = training
@@ -75,6 +75,18 @@ def stages(schedule: Schedule, batch: Any = None, *, whole_output: bool = False)
             "no step cuts this model into stages", hint='sch["encoder.layer.5"].pipeline_split() cuts after that module'
         )
     return Asked(found.partition, found.liveness, inputs)
+
+
+def _for_the_loss(schedule: Schedule, found: Staged) -> Staged:
+    """The same stages, with what passes between them if the last one needs the loss only."""
+    loss = _loss(found.partition.output)
+    if loss is None:
+        return found
+    answer = schedule.hooks.single("slapo_liveness", partition=found.partition, outputs=(loss,))
+    assert answer is not None, "it was answered for the whole output"
+    plugin, liveness = answer
+    check_liveness(liveness, found.partition, (loss,), plugin)
+    return replace(found, liveness=liveness)
 
 
 def _loss(output: Output) -> str | None:

@@ -18,6 +18,7 @@ from slapo_core.plugins.model import Entry, Plugin, State, core_label, noun
 from slapo_core.spec.kinds import API_MAJOR, KINDS, PLANNED_KINDS
 from slapo_core.spec.reserved import (
     CORE_DISTRIBUTION,
+    RESERVED_COMMANDS,
     RESERVED_DIALECTS,
     RESERVED_NAMES,
     RESERVED_NAMESPACES,
@@ -48,7 +49,12 @@ def name_violation(entry: Entry) -> str | None:
     if not kind.namespaced:
         if not is_identifier(entry.name):
             return f"{noun(entry.kind)} name {entry.name!r} must be a lowercase identifier"
-        reserved = {"dialects": RESERVED_DIALECTS, "hooks": RESERVED_NAMESPACES, "tracers": RESERVED_TRACERS}
+        reserved = {
+            "commands": RESERVED_COMMANDS,
+            "dialects": RESERVED_DIALECTS,
+            "hooks": RESERVED_NAMESPACES,
+            "tracers": RESERVED_TRACERS,
+        }
         owner = reserved.get(entry.kind, {}).get(entry.name)
         if owner not in (None, entry.distribution):
             return f"{noun(entry.kind)} name '{entry.name}' is reserved for {owner}"

@@ -32,6 +32,7 @@ KINDS: dict[str, Kind] = {
     "compilers": Kind("slapo_core.spec.compiler:Compiler", namespaced=False),
     "patterns": Kind("slapo_core.spec.pattern:Pattern", namespaced=True),
     "tracers": Kind("slapo_core.spec.tracer:Tracer", namespaced=False),
+    "commands": Kind("slapo_core.spec.command:Command", namespaced=False),
     "hooks": Kind(None, namespaced=False),
 }
 

@@ -13,6 +13,7 @@ __all__ = [
     "CORE_DISTRIBUTION",
     "FIRST_PARTY_NAMES",
     "PLANNED_PRIMITIVES",
+    "RESERVED_COMMANDS",
     "RESERVED_DIALECTS",
     "RESERVED_NAMES",
     "RESERVED_NAMESPACES",
@@ -42,6 +43,27 @@ RESERVED_DIALECTS: dict[str, str] = {
 }
 """Names of dialects kept for the project's own distributions, whether or not this version has them."""
 
+RESERVED_COMMANDS: dict[str, str] = {
+    **RESERVED_NAMESPACES,
+    **dict.fromkeys(
+        (
+            "build",
+            "check",
+            "dialects",
+            "doctor",
+            "help",
+            "patterns",
+            "plugins",
+            "primitives",
+            "replay",
+            "stubs",
+            "verify",
+        ),
+        "slapo-core",
+    ),
+}
+"""Names of commands kept for the project's own distributions: ``slapo plugins``, ``slapo pipeline``."""
+
 RESERVED_TRACERS: dict[str, str] = dict.fromkeys(("auto", "export", "fx", "record"), "slapo-core")
 """Names of tracers kept for the project's own distributions; ``"auto"`` stands for the choice between them."""
 
@@ -67,7 +89,7 @@ FIRST_PARTY_NAMES: dict[str, dict[str, tuple[str, ...]]] = {
             "swiglu_projections",
         ),
     },
-    "slapo-pipeline": {"primitives": ("pipeline_split",)},
+    "slapo-pipeline": {"primitives": ("pipeline_split",), "commands": ("pipeline",)},
     "slapo-tp": {"primitives": ("fork_rng", "shard", "shard_attribute", "sync", "sync_gradient")},
 }
 """The project's own distributions of this version and the bare names they provide, to tell a user what to install."""

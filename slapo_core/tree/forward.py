@@ -94,6 +94,11 @@ class ModuleForward:
         return self._base
 
     @property
+    def has_own(self) -> bool:
+        """Whether the user had set a forward on the instance before any step."""
+        return self._own is not _Nothing
+
+    @property
     def bottom(self) -> Forward:
         """The base, or the class's forward, as a function that takes the module first."""
         return self._bottom

@@ -65,6 +65,7 @@ def verify(
     random numbers, rightly: for a piece of a tensor, or by a step that promises RANDOM; and with dropout on, ranks that
     see the same samples must have the same outputs, and gradients of parameters that all of them have whole. The first
     of these once more in the model's own types, where it is allowed what rounding does to the untouched model there.
+    A model that the schedule cuts into stages runs stage by stage, in this process, and each gets only what it is sent.
     Every rank of the mesh calls it and compares its own pieces; every rank gets the same answer. Where the mesh is only
     declared, the processes are started on this machine's CPU and repeat the schedule.
 
@@ -104,6 +105,8 @@ def verify(
         ArgumentError: there are no inputs, or the untouched model does not run on them; or schedules are of different
             models.
         SealedError: the schedule was built or sealed, and the originals are gone.
+        TraceError: the model cannot be cut where the schedule says; the step is named.
+        HookError: what a plugin answers about the stages cannot be right; it is named.
 
     Source: paper section 3.5, the verifier.
     """

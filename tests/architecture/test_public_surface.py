@@ -9,6 +9,7 @@ from slapo_core import errors
 
 FUNCTIONS_AND_CLASSES = {
     "Change",
+    "Command",
     "Compiler",
     "Dialect",
     "Edit",

@@ -40,6 +40,7 @@ def test_the_json_has_one_object_a_distribution_and_sorted_keys(one: FakeEnviron
     plugins = {plugin["name"]: plugin for plugin in listed["plugins"]}
     assert list(plugins) == sorted(plugins)
     assert plugins["acme-slapo"] == {
+        "commands": [],
         "compilers": [],
         "dialects": [],
         "hooks": [],

@@ -196,6 +196,14 @@ def test_the_program_of_slapo_fusion_runs(clean: CleanEnvironment) -> None:
     assert "verified: Sequential with 10 steps agrees with the untouched model" in printed
 
 
+def test_the_program_of_slapo_pipeline_runs(clean: CleanEnvironment) -> None:
+    printed = clean.script("pipeline.py", program(ROOT / "plugins/slapo-pipeline/README.md"))
+    assert "* tied: embed.weight, in the stages 0 and 2" in printed
+    assert "verified: Model with 1 steps agrees with the untouched model" in printed
+    drawn = clean.python("-m", "slapo_core.cli.main", "pipeline", "draw")
+    assert "bubble 27.3 %" in drawn
+
+
 def test_the_programs_of_the_examples_run_and_a_trained_model_is_saved(clean: CleanEnvironment) -> None:
     hello = program(ROOT / "examples/slapo-hello/README.md").replace('"cuda"', '"cpu"')
     options = "optimizer=lambda p: torch.optim.SGD(p, lr=0.1), loss=lambda output, batch: output.mean()"

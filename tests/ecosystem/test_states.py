@@ -189,7 +189,7 @@ def test_an_object_of_a_kind_not_in_use_cannot_be_had(fake_distributions: FakeEn
             use()
         assert str(caught.value) == (
             "slapo-core 0.1.0 does not use plugins of kind 'samplers' yet\n"
-            "  hint: it uses primitives, dialects, compilers, patterns, tracers and hooks"
+            "  hint: it uses primitives, dialects, compilers, patterns, tracers, commands and hooks"
         )
     with pytest.raises(UnknownNameError, match="there is no kind of plugin object 'gizmos'"):
         registry.load(gizmo)

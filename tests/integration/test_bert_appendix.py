@@ -3,39 +3,56 @@
 from __future__ import annotations
 
 import ast
+import contextlib
+import importlib
+import io
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from slapo_core.testing import preload_modules, run_ranks
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "bert_appendix.py"
 SMALL = ["--steps", "3", "--batch-size", "2", "--length", "32", "--vocab-size", "600", "--compiler", "eager"]
 
+preload_modules("transformers.models.bert.modeling_bert", "slapo_tp", "slapo_fusion", "torch._dynamo")
+
+
+def example(name: str) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(SCRIPT.parent))
+        return importlib.import_module(name)
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    """The exit status of the script in this process, and what it prints."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        return example("bert_appendix").main(arguments), printed.getvalue()
+
 
 @pytest.mark.ranks
 def test_the_appendix_trains_as_the_untouched_model_does(tmp_path: Path) -> None:
+    """Each part as the script runs it, in processes that have imported everything: ``bert_tp.py`` starts its own."""
     text = tmp_path / "text.txt"
     text.write_text((ROOT / "examples" / "bert_tp.py").read_text() * 3)
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), *SMALL, "--text", str(text), "--output", str(tmp_path)],
-        env={**os.environ, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "the loss curves agree" in done.stdout
-    assert "verified: BertForMaskedLM with " in done.stdout
+    options = [*SMALL, "--text", str(text), "--output", str(tmp_path)]
+    assert run(*options, "--role", "plain")[0] == 0
+    (status, printed), (other, _) = run_ranks(run, *options, "--role", "scheduled", world_size=2, timeout=600)
+    assert status == other == 0
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown):
+        assert example("bert_tp").compare(example("bert_tp").parser().parse_args(options[:8] + options[10:])) == 0
+    assert "the loss curves agree" in shown.getvalue()
+    assert "verified: BertForMaskedLM with " in printed
     for step in (
         "replace('fusion.sdpa', match=<1 match of the pattern 'fusion.sdpa'>)",
         "fuse(<1 match of the pattern 'fusion.bias_gelu'>",
         "fuse(<2 matches of the pattern 'fusion.bias_dropout_add_norm'>",
     ):
-        assert step in done.stdout
+        assert step in printed
     plain, scheduled = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("plain", "scheduled"))
     assert len(plain["losses"]) == len(scheduled["losses"]) == 3
     assert plain["losses"][0] == pytest.approx(scheduled["losses"][0], abs=1e-5)

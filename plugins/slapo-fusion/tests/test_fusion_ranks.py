@@ -32,13 +32,10 @@ def split(sch: Any) -> None:
     sch["*.down"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
 
 
-def mlps() -> nn.Module:
+def scheduled(blocks: int = 2) -> Any:
     torch.manual_seed(0)
-    return nn.Sequential(Mlp(), Mlp())
-
-
-def scheduled() -> Any:
-    return slapo.create_schedule(mlps(), mesh={"tp": 2}, example_inputs=X)
+    model = nn.Sequential(*(Mlp() for _ in range(blocks)))
+    return slapo.create_schedule(model, mesh={"tp": 2}, example_inputs=X)
 
 
 X = torch.randn(3, 6, generator=torch.Generator().manual_seed(1))
@@ -46,7 +43,7 @@ X = torch.randn(3, 6, generator=torch.Generator().manual_seed(1))
 
 def compiled_before_and_after_the_split() -> None:
     for first in (True, False):
-        sch = scheduled()
+        sch = scheduled(blocks=2 if first else 1)  # two with one code once: every verify compiles them anew
         if first:
             split(sch)
         sch["*"].apply(Compile(backend="eager", fullgraph=True))
@@ -57,7 +54,7 @@ def compiled_before_and_after_the_split() -> None:
 
 
 def a_lost_collective_is_found_in_compiled_code() -> None:
-    sch = scheduled()
+    sch = scheduled(blocks=1)
     sch["*.up"].shard(["weight", "bias"], axis=0)
     sch["*.down"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
     sch["*"].apply(Compile(backend="eager", fullgraph=True))

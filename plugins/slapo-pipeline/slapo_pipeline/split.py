@@ -5,11 +5,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from slapo_core import Edit, Equivalence, Node, Primitive, Violation
+from slapo_pipeline.rules import above_violations, place_violations
 
-__all__ = ["PipelineSplit"]
+if TYPE_CHECKING:
+    from slapo_core.testing import Case
+
+__all__ = ["PipelineSplit", "slapo_cases"]
 
 
 @dataclass(frozen=True)
@@ -72,8 +76,10 @@ class PipelineSplit(Primitive):
             return
         if self.after is not None or self.balance != "parameters":
             yield Violation("balance= and after= belong to stages=", "pipeline_split(stages=4, balance='flops')")
-        if node.parent is None:
-            yield Violation("nothing comes after the whole model", 'sch["encoder.layer.5"].pipeline_split()')
+        yield from place_violations(node)
+        if node.path in _other_cuts(node):
+            yield Violation("the model is cut after this module already", "remove this second call")
+        yield from above_violations(node)
 
     def _list_violations(self, node: Node, stages: int) -> Iterator[Violation]:
         from slapo_pipeline.balance.balanced import container_violations
@@ -81,6 +87,8 @@ class PipelineSplit(Primitive):
 
         yield from container_violations(node, stages, _other_cuts(node))
         blocks, problem = find_blocks(node, stages)
+        if problem is None and stages > 1:
+            yield from above_violations(node[blocks[0]])
         if self.after is None or problem is not None:
             return
         if len(self.after) != stages - 1:
@@ -117,3 +125,20 @@ def _other_cuts(node: Node) -> tuple[str, ...]:
         if isinstance(record.primitive, PipelineSplit)
         for cut in record.primitive.cuts(record.path)
     )
+
+
+def slapo_cases() -> list[Case]:
+    """For ``slapo plugins check``."""
+    import torch
+    from torch import nn
+
+    from slapo_core.testing import Case
+
+    def model() -> nn.Module:
+        return nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)))
+
+    def batch() -> tuple[torch.Tensor]:
+        return (torch.randn(5, 6),)
+
+    rejects = [("", PipelineSplit()), ("1", PipelineSplit(balance="flops"))]
+    return [Case(PipelineSplit(), path="1", model=model, inputs=batch, rejects=rejects)]

@@ -59,11 +59,10 @@ def check(cache: str) -> None:
     torch._inductor.config.compile_threads = 1
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", cache)
-        for backend in ("eager", "aot_eager", "inductor"):
+        for backend in ("aot_eager", "inductor"):  # what "eager" does is a part of what "aot_eager" does
             same_as_untouched(mlp, split_mlp, (rand(3, 6),), **whole(backend))
         differs_from_untouched(mlp, forget_the_gradient, (rand(3, 6),), **whole("aot_eager"))
-        for backend in ("eager", "aot_eager"):
-            same_as_untouched(bert_layer, split_bert_layer, (rand(2, 5, 16),), **whole(backend))
+        same_as_untouched(bert_layer, split_bert_layer, (rand(2, 5, 16),), **whole("aot_eager"))
 
 
 @pytest.fixture(scope="module")

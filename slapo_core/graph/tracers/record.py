@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from slapo_core.graph.alike import AlikeCalls
 from slapo_core.graph.caches import caches_kept
 from slapo_core.graph.fake import FakeMode, home_of, with_own_values, without_values
 from slapo_core.graph.flags import Flags
@@ -76,6 +77,7 @@ def record(
     *,
     fake: bool = True,
     notes: Notes | None = None,
+    home: torch.device | None = None,
 ) -> Recorded:
     """Run ``forward`` once, on fake tensors like those of ``arguments``, and write down what it computes.
 
@@ -86,14 +88,17 @@ def record(
         leaves: says which modules below are called as they are.
         fake: False runs on the tensors themselves, where an operation has no fake implementation.
         notes: filled with what else is to be known of the run.
+        home: tensors on the meta device are taken to be on this one; None takes them to be where the arguments are.
 
     Raises:
         Untraceable: it cannot be recorded.
     """
-    home = home_of(module, dict(arguments)) if fake else None
+    home = (home or home_of(module, dict(arguments))) if fake else None
     recording = Recording(module, may_capture=fake, notes=notes, home=home)
     recorder = Recorder(recording)
     flags = Flags(recording.refusal, lambda: recorder.is_paused, first_line(forward))
+    if notes is not None and fake:
+        recorder.alike = AlikeCalls(flags)
     mode = FakeMode(home) if fake else None
     signature = inspect.signature(forward)
     given: dict[str, Any] = {}

@@ -20,6 +20,7 @@ from slapo_pipeline.partition.segments import Segments
 from slapo_pipeline.partition.stage import CutStage, Program
 from slapo_pipeline.partition.ties import ties_of
 from slapo_pipeline.partition.writes import settle_shared_modules, settle_writes
+from slapo_pipeline.rules import above_violations
 from slapo_pipeline.split import PipelineSplit
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ def slapo_partition(
                 cuts.setdefault(path, record)
     if not cuts:
         return None
+    _require_calls(schedule, cuts)
     try:
         flat = recorded(schedule.model, inputs, cuts)
         return _Cutting(flat, list(cuts), inputs).partition()
@@ -54,6 +56,15 @@ def slapo_partition(
             location=error.location,
             hint=error.hint,
         ) from error
+
+
+def _require_calls(schedule: ScheduledModel, cuts: Mapping[str, Record]) -> None:
+    """What came around the modules above a cut after it was made: the user's own hooks, say."""
+    for path, record in cuts.items():
+        for violation in above_violations(schedule.root[path]):
+            raise TraceError(
+                f"cannot cut after '{path}' ({record}): {violation.message}", path=path, hint=violation.hint
+            )
 
 
 class _Cutting:

@@ -10,7 +10,7 @@ from torch import fx
 
 from slapo_core.tracing import Opaque, children, concrete, is_plain, rebuild
 from slapo_pipeline.partition.nodes import is_constructor
-from slapo_pipeline.partition.places import Uncuttable
+from slapo_pipeline.partition.objects import made_object
 from slapo_pipeline.partition.segments import Segments
 
 __all__ = ["Assembly"]
@@ -33,8 +33,8 @@ class Assembly:
     def __init__(self, segments: Segments, name: Callable[[fx.Node], str]) -> None:
         self.segments, self._name = segments, name
         self.pieces: dict[fx.Node, str] = {}
-        output = next(node for node in segments.flat.graph.nodes if node.op == "output")
-        self.assemble = self._of(output.args[0])
+        self._output = next(node for node in segments.flat.graph.nodes if node.op == "output")
+        self.assemble = self._of(self._output.args[0])
 
     def _of(self, value: Any) -> Assemble:
         """For an argument of the graph's output: a node, a constant, a container of such."""
@@ -44,6 +44,8 @@ class Assembly:
             return _sequence(value, [self._of(part) for part in value])
         if isinstance(value, dict):
             return _mapping({key: self._of(part) for key, part in value.items()})
+        if not is_plain(value) and not callable(value):
+            raise made_object(value, self.segments.places.cuts[-1], "which it returns", self._output)
         return lambda pieces: value
 
     def _of_node(self, node: fx.Node) -> Assemble:
@@ -64,10 +66,7 @@ class Assembly:
             )
         parts = None if isinstance(value, Opaque) else children(value)
         if isinstance(value, Opaque) or node not in flat.values or (parts is None and not is_plain(value)):
-            kind = type(object.__getattribute__(value, "_value") if isinstance(value, Opaque) else value).__name__
-            hint = "pass use_cache=False with the batch" if "Cache" in kind else "return tensors, or containers of them"
-            problem = f"the model returns a {kind} ('{node}'), and only tensors can be gathered from stages"
-            raise Uncuttable(places.cuts[-1], problem, hint, node.meta.get("location"))
+            raise made_object(value, places.cuts[-1], "which it returns", node)
         if parts is None:
             self.segments.constant(node)
             return lambda pieces: value

@@ -19,8 +19,8 @@ class Segment:
 
     Attributes:
         known: what nodes of the flat graph are here: nodes, constants, containers of such.
-        sources: what the placeholders are given: ``("input", parameter)``, ``("captured", number)``, ``("value",
-            node)``, or ``("grad", None)`` for whether gradients are taken outside.
+        sources: what the placeholders are given: ``("input", parameter)``, ``("captured", number)``, ``("constant",
+            object)``, ``("value", node)``, or ``("grad", None)`` for whether gradients are taken outside.
         uses: nodes of earlier stages whose values it receives.
         makes: nodes whose values it gives.
     """
@@ -38,6 +38,13 @@ class Segment:
         """An argument of the model, or a captured tensor."""
         source = ("input", str(node.target)) if captured is None else ("captured", captured)
         return self._placeholder(node.name, source)
+
+    def hold(self, value: Any) -> fx.Node:
+        """An object that is there before the model is called."""
+        for node, (kind, what) in self.sources.items():
+            if kind == "constant" and what is value:
+                return node
+        return self._placeholder(f"object_{len(self.sources)}", ("constant", value))
 
     def receive(self, node: fx.Node) -> fx.Node:
         """A value of an earlier stage."""

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from enum import Enum
+from types import BuiltinFunctionType, FunctionType, MethodType
+from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import map_aggregate
 
 from slapo_core.tracing import FlatGraph, Opaque, check, children, concrete, is_plain, rebuild
 from slapo_pipeline.partition.constants import Constants
 from slapo_pipeline.partition.nodes import is_check, is_constructor, is_given, is_part, is_switch
+from slapo_pipeline.partition.objects import made_object
 from slapo_pipeline.partition.places import Places, Uncuttable
 from slapo_pipeline.partition.segment import Segment
 
 __all__ = ["Segments"]
+
+
+_LASTING = (FunctionType, BuiltinFunctionType, MethodType, type, torch.nn.Module)
+"""Objects that no forward makes anew, by their kind."""
 
 
 class Segments:
@@ -36,6 +44,7 @@ class Segments:
         self.segments = [Segment(index) for index in range(places.count)]
         self._captured = {node: number for number, node in enumerate(flat.graph.nodes) if number < len(flat.captured)}
         self._expected: set[fx.Node] = set()
+        self._owned: set[int] | None = None
         now = entry = flat.state
         stage = 0
         for node in list(flat.graph.nodes):
@@ -93,14 +102,19 @@ class Segments:
 
     def _copy(self, node: fx.Node, stage: int) -> fx.Node:
         segment = self.segments[stage]
-        made = segment.graph.node_copy(node, lambda read: self.get(read, stage))
+
+        def here(part: Any) -> Any:
+            return self.get(part, stage) if isinstance(part, fx.Node) else self._object(part, node, segment)
+
+        args, kwargs = map_aggregate((node.args, node.kwargs), here)  # type: ignore[misc]
+        made = segment.graph.create_node(node.op, node.target, args, dict(kwargs), node.name)
         segment.known[node] = made
         return made
 
     def _found(self, node: fx.Node, segment: Segment) -> Any:
         stage, value = segment.index, self.flat.values.get(node)
         if node.target is getattr and node.args[1] == "device":
-            value = self.flat.values[cast("fx.Node", node.args[0])].device
+            value = self.flat.device(node.all_input_nodes[0])
         if node.op == "placeholder":
             return segment.given(node, self._captured.get(node))
         if node.op == "get_attr":
@@ -154,22 +168,34 @@ class Segments:
         named = {str(key): part for (_, key, _), part in zip(keys, inner, strict=True)}
         return segment.graph.call_function(type(value), (), named)
 
+    def _object(self, value: Any, node: fx.Node, segment: Segment) -> Any:
+        """An argument that is no node: a constant, or an object that is there before the model is called."""
+        if is_plain(value) and not isinstance(value, Enum) and type(value).__module__ != "numpy":
+            return value
+        if is_plain(value) or isinstance(
+            value, FunctionType | BuiltinFunctionType | MethodType | type | torch.nn.Module
+        ):
+            return segment.hold(value)
+        if self._owned is None:
+            owners = [vars(module) for module in self.flat.module.modules()]
+            self._owned = {id(part) for own in owners for part in own.values()}
+        if id(value) in self._owned:
+            return segment.hold(value)
+        raise made_object(value, self.places.cuts[max(segment.index - 1, 0)], f"passed to '{node}'", node)
+
     def _device(self, device: torch.device, segment: Segment) -> Any:
         """That of any tensor that the stage has: it runs elsewhere on another rank."""
         arguments = (node for node in self.flat.graph.nodes if node.op == "placeholder" and node not in self._captured)
         for node in (*segment.known, *arguments):
             value = self.flat.values.get(node)
-            if isinstance(value, torch.Tensor) and value.device == device and node.op != "get_attr":
+            if isinstance(value, torch.Tensor) and node.op != "get_attr" and self.flat.device(node) == device:
                 known = self.get(node, segment.index)
                 return segment.graph.call_function(getattr, (known, "device"))
         return device
 
     def _cannot_pass(self, node: fx.Node, value: Any, segment: Segment) -> Uncuttable:
         cut = self.places.cuts[segment.index - 1]
-        kind = object.__getattribute__(value, "_value") if isinstance(value, Opaque) else value
-        name = type(kind).__name__ if node in self.flat.values else "value that is no tensor"
-        hint = "cut where only tensors pass, or keep it inside of a module that stays whole"
-        if "Cache" in name:
-            hint = "training needs no cache: pass use_cache=False with the batch, or set model.config.use_cache = False"
-        problem = f"what is made before it and used after it is a {name} ('{node}'), and only tensors can pass"
-        return Uncuttable(cut, problem, hint, node.meta.get("location"))
+        if node not in self.flat.values:
+            problem = f"'{node}' is made before it and used after it, and is no tensor"
+            return Uncuttable(cut, problem, "cut where only tensors pass", node.meta.get("location"))
+        return made_object(value, cut, "made before it and used after it", node)

@@ -12,7 +12,7 @@ from torch import nn
 from slapo_core import GuardError
 from slapo_core.spec.node import only_looks
 from slapo_core.spec.pipeline import StageModule
-from slapo_core.tracing import FlatGraph, GuardViolation, set_state, state
+from slapo_core.tracing import FlatGraph, GuardViolation, is_merely_traced, set_state, state
 from slapo_pipeline.partition.forms import difference
 from slapo_pipeline.partition.holder import Holder
 
@@ -180,7 +180,7 @@ class CutStage(StageModule):
 def is_around(module: nn.Module) -> bool:
     """Whether more happens when ``module`` is called than its forward: hooks, another forward, a compiled one."""
     own = module.__dict__
-    if "forward" in own or own.get("_compiled_call_impl") is not None:
+    if own.get("_compiled_call_impl") is not None or ("forward" in own and not is_merely_traced(module)):
         return True
     if not (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks):
         return False

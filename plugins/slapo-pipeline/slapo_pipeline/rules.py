@@ -1,0 +1,125 @@
+"""Which steps and cuts do not go together: what lies above a cut is no call any more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from slapo_core import Node, Primitive, Violation
+from slapo_core.spec.node import only_looks
+
+__all__ = ["above_violations", "place_violations", "step_violations"]
+
+_AROUND_CALLS = {
+    "core.checkpoint": "recomputes its whole forward",
+    "fusion.bind": "runs a kernel in place of its forward",
+    "fusion.compile": "compiles its whole forward",
+    "fusion.cudagraphify": "replays its whole forward",
+    "tp.fork_rng": "draws its random numbers apart",
+    "tp.sync": "communicates where it is called",
+    "tp.sync_gradient": "communicates in its backward",
+}
+_REPLACES = ("core.replace", "core.merge")
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def place_violations(node: Node) -> Iterator[Violation]:
+    """Why no model can be cut after this module: it is the root, or is never called.
+
+    Args:
+        node: where it would be cut.
+    """
+    from torch import nn
+
+    if node.parent is None:
+        yield Violation("nothing comes after the whole model", 'sch["encoder.layer.5"].pipeline_split()')
+        return
+    module = node.module
+    if type(module).forward is nn.Module.forward and "forward" not in module.__dict__:
+        below = f"{node.path}.{next(iter(module._modules), '0')}"
+        yield Violation(
+            f"{type(module).__name__} has no forward of its own: it is never called",
+            f"cut after one of its modules, sch[{below!r}].pipeline_split(), or into balanced pieces of all: "
+            f"sch[{node.path!r}].pipeline_split(stages=2)",
+        )
+
+
+def above_violations(node: Node) -> Iterator[Violation]:
+    """What is around the modules above this one that stages would leave out: they are not called.
+
+    Args:
+        node: after which, or below which, the model would be cut.
+    """
+    above = node.parent
+    while above is not None:
+        problem = _around(above)
+        if problem is not None:
+            where = f"'{above.path}'" if above.path else "the root"
+            yield Violation(
+                f"{where} lies above it and {problem}, and a cut spreads its forward over stages",
+                f"do that to modules that lie in one stage: sch[{_alike(node.path)!r}]",
+            )
+        above = above.parent
+
+
+def _around(node: Node) -> str | None:
+    from slapo_core.tracing import is_merely_traced, is_rewritten
+
+    steps = [str(record) for record in node.records if record.name not in ("core.annotate", "core.trace")]
+    by = f" ({', '.join(steps)})" if steps else ""
+    module: Any = node.module
+    if node.wrappers:
+        return f"its forward is wrapped{by}"
+    if node.hooks:
+        return f"has hooks of steps{by}"
+    if any(not only_looks(hook) for table in _HOOKS for hook in getattr(module, table).values()):
+        return "has hooks"
+    if node.graph is not None and is_rewritten(node.graph):
+        return f"its graph was rewritten{by}"
+    if "forward" in module.__dict__ and not is_merely_traced(module):
+        return "its forward was set on the instance"
+    if module.__dict__.get("_compiled_call_impl") is not None or hasattr(module, "_orig_mod"):
+        return "is compiled"
+    if hasattr(module, "_c") and type(module).__module__.startswith("torch.jit"):
+        return "is compiled by torch.jit"
+    return None
+
+
+def step_violations(node: Node, primitive: Primitive, cuts: dict[str, str]) -> Iterator[Violation]:
+    """Why a step may not be applied above a cut.
+
+    Args:
+        node: where the step is to be applied.
+        primitive: the step.
+        cuts: paths of the modules after which the schedule cuts, each with the step that asks for it.
+    """
+    rewritten = [match.path for name in primitive.matches for match in _matches(getattr(primitive, name, None))]
+    places = dict.fromkeys(rewritten) if rewritten else {node.path: None}
+    for place in places:
+        prefix = f"{place}." if place else ""
+        cut = next((path for path in cuts if path.startswith(prefix) and path != place), None)
+        if cut is None:
+            continue
+        where = f"'{place}'" if place else "the root"
+        if rewritten:
+            problem = "rewrites its graph"
+        elif primitive.name in _REPLACES:
+            problem = "puts something else in its place"
+        elif primitive.name in _AROUND_CALLS:
+            problem = _AROUND_CALLS[primitive.name]
+        else:
+            continue
+        hint = f"apply it to modules that lie in one stage: sch[{_alike(cut)!r}]"
+        if primitive.name in _REPLACES and not rewritten:
+            hint = "replace it first, and cut then"
+        yield Violation(f"{where} lies above a cut ({cuts[cut]}), which spreads its forward; this step {problem}", hint)
+
+
+def _matches(value: Any) -> list[Any]:
+    values = value if isinstance(value, list | tuple) else [value]
+    return [match for match in values if hasattr(match, "path") and hasattr(match, "nodes")]
+
+
+def _alike(path: str) -> str:
+    """The blocks of which ``path`` is one: ``"encoder.layer.*"``."""
+    return ".".join("*" if name.isdigit() else name for name in path.split("."))
