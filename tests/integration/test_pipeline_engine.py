@@ -56,7 +56,7 @@ def forms() -> None:
 def modes() -> None:
     """A model that comes in evaluation mode trains, with the warning; one in evaluation by choice stays so."""
     net, engine = build()
-    net.eval()
+    engine.module.eval()  # of the whole model, as the same call on every rank says
     with pytest.warns(UserWarning, match="was in evaluation mode as a whole"):
         engine.train_step(batch_of(0, 0, samples=6))
     assert net.training
@@ -115,6 +115,10 @@ def dropout() -> list[list[float]]:
         torch.randint(1 << 62, ())
         assert torch.equal(state, torch.get_rng_state())  # one number a step, whatever the stages draw
         losses.append([stages, *own])
+    net, engine = build(4)
+    state = torch.get_rng_state()
+    engine.train_step(batch_of(0, 0, samples=8))
+    assert torch.equal(state, torch.get_rng_state())  # nothing was drawn
     return losses
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from slapo_core import BuildError, RankFailedError, StepResult
-from slapo_core.native.pipeline.dropping import own_random_state
+from slapo_core.native.pipeline.dropping import move_on, own_random_state
 from slapo_core.native.pipeline.forms import Forms
 from slapo_core.native.pipeline.outputs import gather_output
 from slapo_core.native.pipeline.part import Part
@@ -156,14 +156,18 @@ class PipelineEngine(StatefulEngine):
         return [live.tensor for live in tensors if live.tensor.requires_grad]
 
     def _loss(self, work: Work) -> Tensor:
-        """The mean over the micro-batches, on every rank of the replica."""
+        """The mean over the micro-batches, on every rank of the replica; all of them move on in torch's stream."""
         self._at = "exchanging the loss"
-        message = torch.zeros(2, dtype=torch.float64, device=self._device)
+        message = torch.zeros(3, dtype=torch.float64, device=self._device)
+        message[2] = work.drew
         if self._ranks[-1] == self._rank:
             own = torch.stack([work.losses[number] for number in range(self._count)]).mean()
             message[0], message[1] = own, _DTYPES.index(own.dtype)
         self._groups.group("pp").allreduce([message]).wait()
-        return message[0].to(_DTYPES[int(message[1])])
+        loss, kind, drew = message.unbind()
+        if drew:
+            move_on()
+        return loss.to(_DTYPES[int(kind)])
 
     def _wait_for_all(self) -> None:
         """No rank goes on to what it shares with others through the groups of the mesh while one has failed."""
