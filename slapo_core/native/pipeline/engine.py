@@ -87,7 +87,7 @@ class PipelineEngine(StatefulEngine):
     def train_step(self, batch: Any) -> StepResult:
         self._require_open()
         if self.optimizer is None:
-            raise self.without_optimizer()
+            raise self._without_optimizer()
         loss = self._passes(batch, zero=self.optimizer)
         with self._step():
             self._at = "clipping gradients"
@@ -128,7 +128,7 @@ class PipelineEngine(StatefulEngine):
     def _passes(self, batch: Any, *, zero: Optimizer | None = None) -> Tensor:
         """Forward and backward of all micro-batches; gradients are those of the batch of all replicas then."""
         self._require_open()
-        self.refuse_without_gradients()
+        self._refuse_without_gradients()
         with self._request.training(batch):
             with self._step():
                 with self._groups.together("preparing the step", self._device):
@@ -198,4 +198,4 @@ class PipelineEngine(StatefulEngine):
 
     def _require_open(self) -> None:
         if self._reason is not None:
-            raise self.closed(self._reason)
+            raise self._closed(self._reason)
