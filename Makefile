@@ -10,7 +10,8 @@ STAMP := $(VENV)/.installed
 PROJECTS := pyproject.toml $(sort $(wildcard plugins/*/pyproject.toml))
 EDITABLES := -e '.[dev]' $(foreach project,$(sort $(wildcard plugins/*/pyproject.toml)),-e $(patsubst %/pyproject.toml,%,$(project)))
 PYTEST_ARGS ?=
-TEST_PROCESSES ?= 2
+# On two cores: one process more than cores, because tests that start ranks wait for much of their time.
+TEST_PROCESSES ?= 3
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export TOKENIZERS_PARALLELISM := false

@@ -7,6 +7,10 @@ import sys
 
 import pytest
 
+from slapo_core.testing import preload_modules
+
+preload_modules("pytest", "slapo_core.native.engine", "slapo_core.testing.checks.two_ranks", "slapo_tp")
+
 
 @pytest.fixture(autouse=True)
 def same_random_state() -> None:

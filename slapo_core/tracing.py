@@ -81,6 +81,7 @@ class FlatGraph:
         inlined: Mapping[str, nn.Module],
         surroundings: tuple[Flag, ...],
         written: frozenset[str],
+        stand_in_for: torch.device | None = None,
     ) -> None:
         self.module, self.graph, self.captured = module, recorded.graph, recorded.captured
         self.guards = list(recorded.guards)
@@ -90,6 +91,12 @@ class FlatGraph:
         self._modules = list(self.inlined.values())
         self._checks = Checks((*recorded.flags, *surroundings), index)
         self._default = torch.get_default_dtype()
+        self._stand_in_for = stand_in_for
+
+    def device(self, node: fx.Node) -> torch.device:
+        """Where the tensor of a node is; that of a stand-in is where what it stands for is."""
+        device: torch.device = self.values[node].device
+        return self._stand_in_for if device.type == "meta" and self._stand_in_for is not None else device
 
     def forget(self) -> None:
         """Let go of the tensors of the run, once all is made of the graph that is to be made."""
@@ -175,23 +182,47 @@ def flat(
             raise Untraceable(f"changes the global name {changed}")
     except Exception as error:
         raise refusal(error, RecordTracer(), path) from error
-    return FlatGraph(module, recorded, notes, inlined=inlined, surroundings=surroundings.flags, written=written)
+    return FlatGraph(
+        module,
+        recorded,
+        notes,
+        inlined=inlined,
+        surroundings=surroundings.flags,
+        written=written,
+        stand_in_for=_device(module, arguments),
+    )
 
 
 def _recorded(module: nn.Module, forward: Any, arguments: Any, leaves: Any) -> tuple[Recorded, Notes]:
-    notes = Notes()
+    notes, device = Notes(), _device(module, arguments)
     try:
-        return contextvars.Context().run(record, module, forward, arguments, leaves, notes=notes), notes
+        run = contextvars.Context().run
+        return run(record, module, forward, arguments, leaves, notes=notes, home=device), notes
     except (NeedsValues, RuntimeError, NotImplementedError) as error:
         if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
             raise
         notes, real = Notes(), with_own_values(dict(arguments))
         try:
             with torch.random.fork_rng():
-                run = contextvars.Context().run
                 return run(record, module, forward, real, leaves, fake=False, notes=notes), notes
         except (NeedsValues, RuntimeError, NotImplementedError):
             raise error from None
+
+
+def _device(module: nn.Module, arguments: Mapping[str, Any]) -> torch.device | None:
+    """Where tensors are that the meta device has stand-ins of; None if it has none. All of them stand for the CPU."""
+    tensors = [*_tensors(list(arguments.values())), *module.parameters(), *module.buffers()]
+    if not any(tensor.is_meta for tensor in tensors):
+        return None
+    return next((tensor.device for tensor in tensors if not tensor.is_meta), torch.device("cpu"))
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif not is_plain(value):
+        for _, _, part in children(value) or ():
+            yield from _tensors(part)
 
 
 def is_rewritten(graph: Graph) -> bool:

@@ -11,7 +11,7 @@ from torch import nn
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from slapo_core.graph.structure import children, is_plain, rebuild
 
@@ -34,6 +34,10 @@ class FakeMode(FakeTensorMode):
         self._home = home
         self._at_home: dict[int, tuple[torch.Tensor, FakeTensor]] = {}
 
+    def fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The fake tensor that stands for another one wherever this mode meets it."""
+        return tensor if isinstance(tensor, FakeTensor) else self.from_tensor(tensor, static_shapes=True)
+
     def from_tensor(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> FakeTensor:
         if self._home is not None and tensor.is_meta and not isinstance(tensor, FakeTensor):
             return self._fake_at_home(tensor)
@@ -46,13 +50,23 @@ class FakeMode(FakeTensorMode):
             self._at_home[id(tensor)] = (tensor, fake)
         return self._at_home[id(tensor)][1]
 
-    def _placed(self, tensor: torch.Tensor) -> torch.Tensor:
-        is_stand_in = tensor.is_meta and not isinstance(tensor, FakeTensor)
-        return self._fake_at_home(tensor) if is_stand_in else tensor
+    def _placed(self, value: Any) -> Any:
+        cls = type(value)
+        if cls is FakeTensor:
+            return value
+        if cls in (tuple, list):
+            return cls([self._placed(part) for part in value])
+        if cls is dict:
+            return {key: self._placed(part) for key, part in value.items()}
+        if isinstance(value, torch.Tensor):
+            return self._fake_at_home(value) if value.is_meta else value
+        if isinstance(value, torch.device) and value.type == "meta":
+            return self._home
+        return value
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._home is not None:
-            args, kwargs = tree_map_only(torch.Tensor, self._placed, (tuple(args), dict(kwargs or {})))
+            args, kwargs = self._placed(args), self._placed(kwargs or {})
         if func is torch.ops.aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:
             return _grouped_product(*args, **(kwargs or {}))
         return super().__torch_dispatch__(func, types, args, kwargs)
@@ -76,10 +90,7 @@ def _grouped_product(a: Any, b: Any, offs: Any = None, bias: Any = None, out_dty
 
 def without_values(mode: FakeMode, value: Any) -> Any:
     """``value`` with tensors without values for its own; one that appears twice does so again."""
-    return with_tensors(
-        value,
-        lambda tensor: tensor if isinstance(tensor, FakeTensor) else mode.from_tensor(tensor, static_shapes=True),
-    )
+    return with_tensors(value, mode.fake)
 
 
 def with_own_values(value: Any) -> Any:

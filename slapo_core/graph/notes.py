@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses import FakeTensor
 
 from slapo_core.graph.structure import children
 
@@ -47,7 +46,7 @@ class Notes:
         """At the end of a recording: where the tensors lie; ``mode`` is that of fake tensors, or None."""
         for node, value in self.values.items():
             if isinstance(value, torch.Tensor):
-                own = value if mode is None or isinstance(value, FakeTensor) else mode.from_tensor(value)
+                own = value if mode is None else mode.fake(value)
                 self.storages[node] = own.untyped_storage()._cdata
 
 

@@ -55,7 +55,7 @@ class SharedState:
 
 
 class StateMark:
-    """What shows whether a tensor was written to: the version of a parameter; of a buffer its values.
+    """What shows whether a tensor was written to: the version of a parameter; of a buffer its values, if it has any.
 
     Norms write to buffers without telling, and whoever records a forward puts values back.
 

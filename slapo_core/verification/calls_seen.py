@@ -46,15 +46,15 @@ class SeenCalls:
     """What every call of a module gets and gives while the block runs; two numbers stand for a tensor.
 
     Args:
-        model: a copy that nobody else runs.
+        modules: with their paths; of copies that nobody else runs.
         but: paths of modules that are left alone.
     """
 
-    def __init__(self, model: nn.Module, *, but: Collection[str] = ()) -> None:
+    def __init__(self, modules: Sequence[tuple[str, nn.Module]], *, but: Collection[str] = ()) -> None:
         self.calls: list[_Call] = []
         self._open: list[_Call] = []
         self._counts: dict[str, int] = {}
-        self._modules = [(path, module) for path, module in model.named_modules() if path and path not in but]
+        self._modules = [(path, module) for path, module in modules if path and path not in but]
         self._handles: list[Any] = []
 
     def __enter__(self) -> SeenCalls:

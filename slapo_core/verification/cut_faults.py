@@ -28,19 +28,17 @@ class InOnePiece:
 
     Args:
         trials: that run models so.
-        raised: where it raises; None if it does not.
+        agrees: whether it agrees with the untouched model.
+        raised: where it raises; None if it does not, or a part of the steps was run.
         first: the rank and the first difference; None if it agrees, or raises.
         gradients: the parameters whose gradients differ, where nothing before them does.
     """
 
     trials: Trials
+    agrees: bool
     raised: Attempt[Any] | None = None
     first: tuple[int, Difference] | None = None
     gradients: Sequence[str] = ()
-
-    @property
-    def agrees(self) -> bool:
-        return self.raised is None and self.first is None
 
 
 def run_in_one_piece(
@@ -58,15 +56,15 @@ def run_in_one_piece(
     plain = dataclasses.replace(trials, staging=None)
     if len(records) < len(subject.schedule.records):
         tried = plain.try_steps(reference, stages, records)
-        return InOnePiece(plain, None, tried.first, tried.gradients)
+        return InOnePiece(plain, tried.outcome == "agrees", None, tried.first, tried.gradients)
     ran = plain.run(subject, reference, stages)
     if ran.failures:
-        return InOnePiece(plain, ran)
+        return InOnePiece(plain, agrees=False, raised=ran)
     compared = plain.world.attempt(lambda: plain.compare(reference, ran.value(), records))
     reraise(compared)
     first = first_difference(plain.world, plain.shared(compared.value()))
     gradients = plain.gradients(first[1], compared.value()) if first is not None else ()
-    return InOnePiece(plain, None, first, gradients)
+    return InOnePiece(plain, first is None, None, first, gradients)
 
 
 def without_cuts(trials: Trials, records: Sequence[Record]) -> tuple[Record, ...]:
@@ -155,11 +153,11 @@ def _other_call(
     runs = []
     for each in (dataclasses.replace(trials, staging=None), trials):
         model = subject.make(reference.conditions.dtype)
-        course = Course(model, trials.inputs, each.conditions(subject, reference))
+        course = Course(model, trials.inputs, each.conditions(subject, reference, apart=True))
         if stage == "evaluation":
             course.evaluate()
         course.make_ready()  # before there are hooks, which a plugin may refuse to cut through
-        with SeenCalls(model, but=looked_through) as seen:
+        with SeenCalls(course.caller.modules, but=looked_through) as seen:
             course.run((stage,))
         runs.append(seen.calls)
     return first_other_call(*runs)

@@ -16,14 +16,35 @@ from slapo_core.verification.leaves import output_leaves
 
 __all__ = ["Caller", "Conditions", "dense", "detached", "evaluated", "forward_backward", "strided"]
 
-Caller = Callable[[Batch], Callable[[], Any]]
-"""Calls a model: makes ready for a batch, outside of the fixed conditions, and gives what runs it under them."""
 
 _PATTERN = 65_537  # elements of a cotangent, then repeated: a prime, so that no axis of a tensor falls in step with it
 
 
-def _plainly(model: nn.Module) -> Caller:
-    return lambda batch: lambda: model(*batch.args, **batch.kwargs)
+class Caller:
+    """Calls a model, here in one piece.
+
+    Args:
+        model: a copy that nobody else runs.
+
+    Attributes:
+        modules: that may run, with their paths.
+        paths: id of a module -> its path; more may come with a call.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.modules: list[tuple[str, nn.Module]] = []
+        self.paths: dict[int, str] = {}
+        self.add(model)
+
+    def add(self, model: nn.Module) -> None:
+        """Count the modules of another copy in."""
+        self.modules += model.named_modules()
+        self.paths.update((id(module), path) for path, module in model.named_modules())
+
+    def __call__(self, batch: Batch) -> Callable[[], Any]:
+        """Make ready for a batch, outside of the fixed conditions; gives what runs the model under them."""
+        return lambda: self.model(*batch.args, **batch.kwargs)
 
 
 @dataclass(frozen=True)
@@ -46,7 +67,7 @@ class Conditions:
     learning_rate: float = 0.0
     adapt_output: Callable[[Any], Any] = lambda output: output
     more_batches: tuple[tuple[str, Inputs], ...] = ()
-    caller: Callable[[nn.Module], Caller] = _plainly
+    caller: Callable[[nn.Module], Caller] = Caller
 
 
 def evaluated(

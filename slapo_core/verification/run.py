@@ -94,7 +94,7 @@ class Course:
 
     def __init__(self, model: nn.Module, inputs: Inputs, conditions: Conditions) -> None:
         self.model, self.inputs, self.conditions = model, inputs, conditions
-        self._caller = conditions.caller(model)
+        self.caller = conditions.caller(model)
         self.has_gradients = False
         self._modes = _training_modes(model)
         model.zero_grad(set_to_none=True)
@@ -116,11 +116,11 @@ class Course:
         self, inputs: Inputs | Batch | None = None, *, dropout: DropoutMode | None = None
     ) -> dict[str, Any]:
         """The output; the gradients are added to the parameters'."""
-        return forward_backward(self._caller, inputs or self.inputs, self.conditions, dropout)
+        return forward_backward(self.caller, inputs or self.inputs, self.conditions, dropout)
 
     def make_ready(self) -> None:
         """Make what is made before the first forward in this mode, such as the stages of a cut model."""
-        self._caller(self.inputs.batch(self.conditions.dtype))
+        self.caller(self.inputs.batch(self.conditions.dtype))
 
     def evaluate(self) -> None:
         """Into evaluation mode."""
@@ -130,7 +130,7 @@ class Course:
     def evaluated(self, dropout: DropoutMode | None = None) -> dict[str, Any]:
         """The output in evaluation mode, in which the model is left."""
         self.evaluate()
-        return evaluated(self._caller, self.inputs, self.conditions, dropout)
+        return evaluated(self.caller, self.inputs, self.conditions, dropout)
 
 
 def run_stages(model: nn.Module, inputs: Inputs, conditions: Conditions, stages: Sequence[str]) -> Observation:
@@ -158,7 +158,7 @@ def _length(tensors: Iterable[torch.Tensor]) -> float:
 
 def _training(course: Course, seen: Observation) -> None:
     model = course.model
-    dropout = DropoutMode(_paths(model))
+    dropout = DropoutMode(course.caller.paths)
     seen.values["output"] = course.forward_backward(dropout=dropout)
     # After backward: recomputed activations may update buffers a second time.
     seen.values["buffer"] = detached(model.named_buffers(remove_duplicate=False))
@@ -169,7 +169,7 @@ def _training(course: Course, seen: Observation) -> None:
 
 def _evaluation(course: Course, seen: Observation) -> None:
     model = course.model
-    dropout = DropoutMode(_paths(model))
+    dropout = DropoutMode(course.caller.paths)
     seen.values["evaluation output"] = course.evaluated(dropout)
     seen.values["evaluation buffer"] = detached(model.named_buffers(remove_duplicate=False))
     seen.values["evaluation dropout"] = {"forward": dropout.draws}
@@ -214,7 +214,7 @@ def _updates(course: Course, seen: Observation) -> None:
 
 
 def _with_dropout(course: Course, seen: Observation) -> None:
-    dropout = DropoutMode(_paths(course.model), is_on=True)
+    dropout = DropoutMode(course.caller.paths, is_on=True)
     seen.values["output with dropout"] = course.forward_backward(dropout=dropout)
     drawn = set(dropout.draws)
     # A region of a graph that backward runs again is called by no module.
@@ -249,7 +249,3 @@ def _gradients(model: nn.Module) -> dict[str, Any]:
         name: None if parameter.grad is None else strided(parameter.grad)
         for name, parameter in model.named_parameters(remove_duplicate=False)
     }
-
-
-def _paths(model: nn.Module) -> dict[int, str]:
-    return {id(module): path for path, module in model.named_modules()}

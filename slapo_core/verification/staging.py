@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch import nn
 
 from slapo_core.errors import HookError, TraceError
+from slapo_core.pipeline.apart import ApartCalls
 from slapo_core.pipeline.binding import bound_call
-from slapo_core.pipeline.calls import StagedCalls
+from slapo_core.pipeline.calls import Extents, StagedCalls
 from slapo_core.pipeline.staged import Staged
 from slapo_core.schedule.copied import ScheduledCopy
 from slapo_core.verification.inputs import Batch
@@ -30,39 +31,33 @@ class Staging:
         last: the stages that were made last; None as long as no plugin has cut a model.
         refusals: class and text of the errors of plugins that were asked for stages, and of stages that are not as was
             said.
+        extents: what was said of shapes with the number of samples left open.
     """
 
     def __init__(self) -> None:
         self.last: Staged | None = None
         self.refusals: set[tuple[str, str]] = set()
+        self.extents = Extents()
 
     @property
     def is_needed(self) -> bool:
         """Whether a plugin has cut a model, or has refused to."""
         return self.last is not None or bool(self.refusals)
 
-    def caller(self, schedule: Schedule, model: nn.Module) -> Caller:
-        """What calls a copy of a schedule's model: at once where no plugin cuts it.
+    def caller(self, schedule: Schedule, model: nn.Module, *, apart: bool = False) -> Caller:
+        """What calls a copy of a schedule's model: in one piece where no active plugin can cut it.
 
         Args:
             schedule: says where.
             model: a copy of its model.
+            apart: whether every stage gets modules of its own; that takes as many recordings as there are stages.
         """
-        calls = StagedCalls(ScheduledCopy(schedule, model))
+        if not schedule.hooks.has("slapo_partition"):
+            return Caller(model)
+        return _ApartCaller(self, schedule, model) if apart else _StagedCaller(self, schedule, model)
 
-        def call(batch: Batch) -> Callable[[], Any]:
-            if not _may_be_cut(schedule):
-                return lambda: model(*batch.args, **batch.kwargs)
-            inputs = bound_call(model, batch.args, batch.kwargs)
-            stages = self._noting_refusals(lambda: calls.of(inputs))
-            if stages is None:
-                return lambda: model(*batch.args, **batch.kwargs)
-            self.last = stages
-            return lambda: self._noting_refusals(lambda: stages.run(inputs))
-
-        return call
-
-    def _noting_refusals(self, function: Callable[[], T]) -> T:
+    def noting_refusals(self, function: Callable[[], T]) -> T:
+        """Call a function, and keep what it refuses."""
         try:
             return function()
         except (HookError, TraceError) as error:
@@ -70,6 +65,38 @@ class Staging:
             raise
 
 
-def _may_be_cut(schedule: Schedule) -> bool:
-    """Whether an active plugin has the hook at all."""
-    return schedule.hooks.has("slapo_partition")
+class _StagedCaller(Caller):
+    def __init__(self, staging: Staging, schedule: Schedule, model: nn.Module) -> None:
+        super().__init__(model)
+        self._staging = staging
+        self._calls: StagedCalls | ApartCalls = StagedCalls(ScheduledCopy(schedule, model), extents=staging.extents)
+
+    def __call__(self, batch: Batch) -> Callable[[], Any]:
+        inputs = bound_call(self.model, batch.args, batch.kwargs)
+        stages = self._staging.noting_refusals(lambda: self._calls.of(inputs))
+        if stages is None:
+            return super().__call__(batch)
+        self._staging.last = stages
+        return lambda: self._staging.noting_refusals(lambda: self._run(stages, inputs))
+
+    def _run(self, stages: Staged, inputs: dict[str, Any]) -> Any:
+        return stages.run(inputs)
+
+
+class _ApartCaller(_StagedCaller):
+    def __init__(self, staging: Staging, schedule: Schedule, model: nn.Module) -> None:
+        super().__init__(staging, schedule, model)
+        self._calls: ApartCalls = ApartCalls(schedule, model, extents=staging.extents)
+
+    def __call__(self, batch: Batch) -> Callable[[], Any]:
+        known = len(self._calls.copies)
+        run = super().__call__(batch)
+        for made in self._calls.copies[known:]:
+            self.add(made)
+        return run
+
+    def _run(self, stages: Staged, inputs: dict[str, Any]) -> Any:
+        try:
+            return stages.run(inputs)
+        finally:
+            self._calls.take_back(stages)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from slapo_core.errors import VerifyError
+from slapo_core.errors import HookError, TraceError, VerifyError
 from slapo_core.ranks.world import Attempt, World
 from slapo_core.spec.equivalence import Equivalence
 from slapo_core.verification.blame import Blame, find_steps
@@ -154,7 +154,7 @@ class Trials:
     ) -> tuple[Course, Observation]:
         """The first stages, and the copy that ran them."""
         dtype = reference.conditions.dtype
-        course = Course(subject.make(dtype), self.inputs, self.conditions(subject, reference))
+        course = Course(subject.make(dtype), self.inputs, self.conditions(subject, reference, apart=True))
         return course, course.run(stages)
 
     def late(
@@ -194,12 +194,14 @@ class Trials:
         told, untouched = seen.of("parted dropout").get("ranks", []), reference.seen.of("dropout")["forward"]
         return [*filter(None, (advice(told, untouched), without_effect(told, untouched, subject.schedule.records)))]
 
-    def conditions(self, subject: Subject, reference: UntouchedRun) -> Conditions:
-        """Those of the untouched model's run, for a scheduled one."""
+    def conditions(self, subject: Subject, reference: UntouchedRun, *, apart: bool = False) -> Conditions:
+        """Those of the untouched model's run, for a scheduled one; ``apart`` for its stages, if it is cut."""
         adapted = dataclasses.replace(reference.conditions, adapt_output=_output_adapter(subject.schedule))
         if self.staging is None:
             return adapted
-        return dataclasses.replace(adapted, caller=functools.partial(self.staging.caller, subject.schedule))
+        return dataclasses.replace(
+            adapted, caller=functools.partial(self.staging.caller, subject.schedule, apart=apart)
+        )
 
     def other_stream(self, subject: Subject, reference: UntouchedRun, seen: Observation) -> str | None:
         """Why some rank's dropout gets other random numbers than the untouched model's."""
@@ -211,7 +213,16 @@ class Trials:
     def was_refused(self, attempt: Attempt[Any]) -> bool:
         """Whether plugins would not cut the model, or what they said of its stages cannot be right."""
         refusals = self.staging.refusals if self.staging is not None else set()
-        return all((failure.kind, failure.text) in refusals for failure in attempt.failures)
+        refused = all((failure.kind, failure.text) in refusals for failure in attempt.failures)
+        return all(self.world.gather(refused))
+
+    def cannot_be_cut(self, attempt: Attempt[Any]) -> bool:
+        """Whether plugins would not cut the model for such a batch: that is told, and says nothing of others."""
+        return self.was_refused(attempt) and all(failure.kind == TraceError.__name__ for failure in attempt.failures)
+
+    def contradicts_itself(self, attempt: Attempt[Any]) -> bool:
+        """Whether what plugins said of stages cannot be right."""
+        return self.was_refused(attempt) and any(failure.kind == HookError.__name__ for failure in attempt.failures)
 
     def stages_raising(self, subject: Subject, reference: UntouchedRun) -> tuple[str, ...]:
         """The fewest stages in which a scheduled model that raises does so."""

@@ -201,7 +201,13 @@ class _Turn:
                     self._note(f"{one[0]} was not compared", with_one.failures[0])
                     one = None
             if failure is None:
-                return self._candidate_on(batches, one)
+                raised = self._candidate_on(batches, one)
+                if raised is None or not variant or not self.trials.cannot_be_cut(raised):
+                    return raised
+                first = raised.failures[0]
+                self.notes.append(f"{variant} was not compared, because it gives no stages: {first.kind}: {first.text}")
+                self._release()
+                continue
             if not variant:
                 raise UntouchedRunError(failure.failures[0], failure.error, is_alone=self.world.is_alone)
             self._note(f"{variant} was not compared", failure.failures[0])
@@ -220,7 +226,7 @@ class _Turn:
         if not batches and one is None:
             return None
         raised = self._candidate("batches")
-        if raised is None or one is None:
+        if raised is None or one is None or self.trials.contradicts_itself(raised):
             return raised
         self._release()
         failure = self._untouched_on(batches)

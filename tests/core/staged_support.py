@@ -69,16 +69,16 @@ def batch(number: int) -> dict[str, torch.Tensor]:
     return {name: torch.randint(0, 12, (4, 5), generator=generator) for name in ("ids", "labels")}
 
 
-def scheduled(mesh: Sizes | None, *, model: nn.Module | None = None, cuts: int | None = None) -> slapo.Schedule:
+def scheduled(mesh: Any, *, model: nn.Module | None = None, cuts: int | None = None) -> slapo.Schedule:
     """The chain on a mesh: blocks sharded over ``tp``, and cut into as many stages as there are ranks along ``pp``."""
     sch = slapo.create_schedule(model or chain(), mesh=mesh, example_inputs=batch(0))
-    if mesh is not None and mesh.get("tp", 1) > 1:
+    if sch.mesh is not None and sch.mesh.size("tp") > 1:
         for block in sch["blocks.*"]:
             block["up"].shard(["weight", "bias"], axis=0).sync("bwd_post", "all_reduce")
             block["down"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
-    pp = (mesh or {}).get("pp", 1)
-    for number in range(1, cuts or pp):
-        sch[f"blocks.{number * 4 // (cuts or pp) - 1}"].pipeline_split()
+    stages = cuts or (sch.mesh.size("pp") if sch.mesh is not None else 1)
+    for number in range(1, stages):
+        sch[f"blocks.{number * 4 // stages - 1}"].pipeline_split()
     return sch
 
 

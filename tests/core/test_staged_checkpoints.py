@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
+from torch.distributed.device_mesh import DeviceMesh
 
 import slapo_core as slapo
 from slapo_core.ranks.launcher import run_ranks
-from tests.core.staged_support import Sizes, batch, build, chain, in_turn, scheduled
+from slapo_core.weights.optimizer_parts import Held, Part, unite
+from tests.core.staged_support import Sizes, batch, build, in_turn, scheduled
 
 MESHES: dict[str, Sizes | None] = {
     "plain": None,
@@ -22,35 +25,37 @@ MESHES: dict[str, Sizes | None] = {
     "pp2tp2": {"pp": 2, "tp": 2},
     "dp2pp2": {"dp": 2, "pp": 2},
 }
-TWO, FOUR = ("tp2", "pp2"), ("pp2tp2", "dp2pp2")
 
 
-def save(names: Sequence[str], directory: str, *, then_load: bool = False) -> None:
-    """Train on these meshes, on other batches on each, and save; ``then_load``: go on as :func:`load_and_save`."""
-    engines = {}
-    for name in names:
-        mesh = MESHES[name]
-        engine = engine_on(mesh, seed=0)
-        for number in range(2):
-            own = batch(10 * list(MESHES).index(name) + number)
-            replicas, place = (engine.mesh.size("dp"), engine.mesh.rank("dp")) if mesh else (1, 0)
-            engine.train_step({key: tensor.chunk(replicas)[place] for key, tensor in own.items()})
-        for group in engine.optimizer.param_groups:
-            group["lr"] = 0.02
-        engine.state.save(f"{directory}/{name}", optimizer=engine.optimizer)
-        engines[name] = engine
-    for name, engine in engines.items() if then_load else ():
+def everywhere(directory: str) -> None:
+    """Save from every mesh that these four ranks make, and copy all checkpoints through all of them."""
+    meshes: dict[str, DeviceMesh] = {}
+    for name, sizes in MESHES.items():
+        if sizes is not None:
+            grid = torch.arange(math.prod(sizes.values())).view(tuple(sizes.values()))
+            meshes[name] = DeviceMesh("cpu", grid, mesh_dim_names=tuple(sizes))  # some of two ranks only
+    engines = {name: engine_on(mesh) for name, mesh in meshes.items() if dist.get_rank() < mesh.size()}
+    for name, engine in engines.items():
+        train_and_save(engine, name, directory)
+    dist.barrier()
+    for name, engine in engines.items():
         copy_all(engine, name, directory)
 
 
-def load_and_save(names: Sequence[str], directory: str) -> None:
-    for name in names:
-        copy_all(engine_on(MESHES[name], seed=1), name, directory)
-
-
-def engine_on(mesh: Sizes | None, seed: int) -> Any:
+def engine_on(mesh: DeviceMesh | None) -> Any:
     with in_turn():
-        return build(scheduled(mesh, model=chain(seed)), max_grad_norm=0.5)
+        return build(scheduled(mesh), max_grad_norm=0.5)
+
+
+def train_and_save(engine: Any, name: str, directory: str) -> None:
+    """On batches of its own, so that no two checkpoints are alike."""
+    replicas, place = (engine.mesh.size("dp"), engine.mesh.rank("dp")) if engine.mesh is not None else (1, 0)
+    for number in range(2):
+        whole = batch(10 * list(MESHES).index(name) + number)
+        engine.train_step({key: tensor.chunk(replicas)[place] for key, tensor in whole.items()})
+    for group in engine.optimizer.param_groups:
+        group["lr"] = 0.02
+    engine.state.save(f"{directory}/{name}", optimizer=engine.optimizer)
 
 
 def copy_all(engine: Any, name: str, directory: str) -> None:
@@ -72,11 +77,10 @@ def contents(directory: Path) -> tuple[dict[str, Any], Any]:
 
 @pytest.mark.ranks
 def test_a_checkpoint_goes_from_any_mesh_to_any_other_bit_for_bit(tmp_path: Path) -> None:
-    save(("plain",), str(tmp_path))
-    run_ranks(save, TWO, str(tmp_path), world_size=2)
-    run_ranks(save, FOUR, str(tmp_path), then_load=True, world_size=4)
-    run_ranks(load_and_save, TWO, str(tmp_path), world_size=2)
-    load_and_save(("plain",), str(tmp_path))
+    engine = engine_on(None)
+    train_and_save(engine, "plain", str(tmp_path))
+    run_ranks(everywhere, str(tmp_path), world_size=4)
+    copy_all(engine, "plain", str(tmp_path))
     plain, plain_groups = contents(tmp_path / "plain")
     for source in MESHES:
         saved, groups = contents(tmp_path / source)
@@ -95,9 +99,32 @@ def test_a_checkpoint_goes_from_any_mesh_to_any_other_bit_for_bit(tmp_path: Path
 
 def test_a_stage_that_is_left_out_is_missed(tmp_path: Path) -> None:
     """The comparison above sees it, and so does whoever loads."""
-    save(("plain",), str(tmp_path))
+    engine = engine_on(None)
+    train_and_save(engine, "plain", str(tmp_path))
     saved = load_file(tmp_path / "plain" / "model.safetensors")
     lost = {key: tensor for key, tensor in saved.items() if not key.startswith("blocks.3.")}
-    engine = engine_on(None, seed=1)
     with pytest.raises(slapo.WeightsError, match=r"missing: blocks\.3\.norm\.weight"):
         engine.state.load_state_dict(lost)
+
+
+def test_optimisers_of_stages_are_united_group_by_group() -> None:
+    held = {"a::m": Held((), (3,), torch.float32)}
+    one = Part("Adam", [{"params": ["b", "a"], "hyperparameters": {"lr": 0.1}}], {"a": {"t": 1}}, held)
+    other = Part("Adam", [{"params": ["c", "a"], "hyperparameters": {"lr": 0.1}}], {}, held)
+    united = unite([one, other], ["a", "b", "c"])
+    assert united.groups == [{"params": ["a", "b", "c"], "hyperparameters": {"lr": 0.1}}]
+    assert united.scalars == {"a": {"t": 1}}
+    assert united.held == {"a::m": Held((0, 1), (3,), torch.float32)}
+    for wrong, told in (
+        (Part("SGD", one.groups, {}, {}), "Adam on rank 0 of 'pp', and SGD on rank 1"),
+        (Part("Adam", [], {}, {}), "1 groups on rank 0 of 'pp', and 0 groups on rank 1"),
+        (
+            Part("Adam", [{"params": [], "hyperparameters": {"lr": 0.2}}], {}, {}),
+            "'lr' of group 0 = 0.1 on rank 0 of 'pp', and 'lr' of group 0 = 0.2 on rank 1",
+        ),
+    ):
+        with pytest.raises(slapo.BuildError) as error:
+            unite([one, wrong], ["a", "b", "c"])
+        assert error.value.message == (
+            f"the optimisers of the pipeline stages have no common groups of parameters: {told}"
+        )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -11,11 +13,16 @@ __all__ = ["LIVENESS", "Reader", "batch", "cutter", "liveness", "reader"]
 
 
 class Block(nn.Module):
-    def __init__(self, width: int) -> None:
+    """A block that may leave something for later ones on a board, beside what it returns."""
+
+    def __init__(self, width: int, board: dict[str, torch.Tensor] | None) -> None:
         super().__init__()
-        self.fc, self.drop = nn.Linear(width, width), nn.Dropout(0.2)
+        self.fc, self.drop, self.board = nn.Linear(width, width), nn.Dropout(0.2), board
 
     def forward(self, hidden: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+        if self.board is not None:
+            hidden = hidden + self.board.get("hint", torch.zeros(1)).to(hidden)
+            self.board["hint"] = hidden.detach().mean()
         return hidden + self.drop(torch.tanh(self.fc(hidden))) * keep.unsqueeze(-1)
 
 
@@ -25,15 +32,23 @@ class Reader(nn.Module):
     The input and output embeddings are tied, and a norm keeps running statistics.
     """
 
-    def __init__(self, width: int = 4, words: int = 7, blocks: int = 3) -> None:
+    def __init__(
+        self, width: int = 4, words: int = 7, blocks: int = 3, *, talks: bool = False, writes: bool = False
+    ) -> None:
         super().__init__()
+        self.writes = writes
         self.embed = nn.Embedding(words, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
+        board: dict[str, torch.Tensor] | None = {} if talks else None
+        self.blocks = nn.ModuleList(Block(width, board) for _ in range(blocks))
         self.norm = nn.BatchNorm1d(width)
         self.head = nn.Linear(width, words, bias=False)
         self.head.weight = self.embed.weight
 
     def forward(self, ids: torch.Tensor, scale: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        if self.blocks[0].board is not None:
+            self.blocks[0].board.clear()
+        if self.writes:
+            ids.clamp_(min=1)
         keep = ids.ne(0)
         hidden = self.embed(ids)
         if scale is not None:
@@ -42,10 +57,10 @@ class Reader(nn.Module):
         for block in self.blocks:
             hidden = block(hidden, keep)
         last = self.norm((hidden - skip).transpose(1, 2)).transpose(1, 2)
-        return {"logits": self.head(last), "skip": skip}
+        return {"logits": self.head(last) + (ids.unsqueeze(-1) if self.writes else 0), "skip": skip}
 
 
-def reader(**sizes: int) -> Reader:
+def reader(**sizes: Any) -> Reader:
     torch.manual_seed(0)
     return Reader(**sizes)
 
@@ -79,7 +94,7 @@ import torch
 from torch import nn
 from slapo_core import hookimpl
 from slapo_core.errors import TraceError
-from slapo_core.spec.pipeline import Output, Partition, Stage, StageModule, Tie, Value
+from slapo_core.spec.pipeline import Extent, Output, Partition, Stage, StageModule, Tie, Value
 
 FAULT = {fault!r}
 CALLS = []
@@ -87,7 +102,7 @@ CALLS = []
 class Part(StageModule):
     def __init__(self, model, paths, steps, makes):
         super().__init__()
-        self.steps, self.makes = steps, makes
+        self.steps, self.makes, self.writes = steps, makes, model.writes
         for path in paths:
             *above, own = path.split(".")
             at = self
@@ -108,7 +123,9 @@ class Part(StageModule):
 
 def start(part, there):
     ids = there["ids"]
-    if FAULT == "writes input":
+    if part.blocks.get_submodule("0").board is not None:
+        part.blocks.get_submodule("0").board.clear()
+    if part.writes:
         ids.clamp_(min=1)
     there["keep"] = ids.ne(0)
     there["hidden"] = part.embed(ids)
@@ -133,7 +150,7 @@ def end(norm):
     def step(part, there):
         called = part.norm if norm is None else norm[0]
         last = called((there["hidden"] - there["skip"]).transpose(1, 2)).transpose(1, 2)
-        there["logits"] = part.head(last)
+        there["logits"] = part.head(last) + (there["ids"].unsqueeze(-1) if part.writes else 0)
     return step
 
 @hookimpl
@@ -144,6 +161,8 @@ def slapo_partition(schedule, inputs):
     if not cuts:
         return None
     assert schedule.root["embed"].module is model.embed
+    if FAULT == "refuses large" and len(inputs["ids"]) > 4:
+        raise TraceError("cannot cut a large batch")
     if FAULT == "refuses":
         raise TraceError("cannot cut after 'blocks.0': nobody knows why", path="blocks.0")
     if FAULT == "runs":
@@ -152,6 +171,7 @@ def slapo_partition(schedule, inputs):
         torch.rand(1)
     ends = [*sorted(cuts), len(model.blocks)]
     samples, length = inputs["ids"].shape
+    AGAIN = len(CALLS) if FAULT == "other names" else 0
     norm = [copy.deepcopy(model.norm)] if FAULT == "stale" else None
     stages, first = [], 0
     for index, last in enumerate(ends):
@@ -167,10 +187,11 @@ def slapo_partition(schedule, inputs):
             paths = [*paths, "norm"] if FAULT == "shared norm" else paths
         if is_last:
             paths, steps, makes = [*paths, "norm", "head"], [*steps, end(norm)], ("logits",)
+            reads = ("ids",) if model.writes else ()
         if FAULT == "forgets" and index:
             uses = tuple(name for name in uses if name != "keep")
-        names = {{name: name if name in ("keep", "skip", "logits") else f"hidden{{index}}" for name in makes}}
-        before = {{name: name if name in ("keep", "skip") else f"hidden{{index - 1}}" for name in uses}}
+        names = {{name: name if name in ("keep", "skip", "logits") else f"hidden{{index + AGAIN}}" for name in makes}}
+        before = {{name: name if name in ("keep", "skip") else f"hidden{{index - 1 + AGAIN}}" for name in uses}}
         module = Renamed(Part(model, paths, steps, makes), names, before)
         after = None if is_last else f"blocks.{{last + (FAULT == 'elsewhere')}}"
         stages.append(Stage(index, module, reads, tuple(before.values()), tuple(names.values()), after))
@@ -186,7 +207,10 @@ def slapo_partition(schedule, inputs):
             needs = name != "keep" and not (FAULT == "no gradient" and name.startswith("hidden"))
             if FAULT == "wrong shape" and name == "keep":
                 shape = (samples, length, 1)
-            values[name] = Value(name, stage.index, readers, shape, kind, needs)
+            open_shape = (Extent(1), *shape[1:])
+            if FAULT == "guesses":
+                open_shape = tuple(Extent(1) if size == samples else size for size in shape)
+            values[name] = Value(name, stage.index, readers, shape, kind, needs, open_shape)
     ties = () if FAULT == "no tie" else (Tie("embed.weight", (0, len(stages) - 1)),)
     if FAULT == "shared norm":
         ties += tuple(Tie(f"norm.{{name}}", (0, len(stages) - 1)) for name in ("weight", "bias"))

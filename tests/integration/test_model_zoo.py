@@ -29,7 +29,8 @@ REFUSED = {
 SPLIT_WRONGLY = "apertus"  # the parameters of its activation would get the gradient of one rank's features only
 SPLIT = ("bert", "gpt2", "llama", "qwen3", "t5", "opt", "vit", "whisper", "gpt_neox")
 
-preload_modules("tests.integration.zoo.tensor_parallel", "transformers.models.bert.modeling_bert")
+preload_modules("tests.integration.zoo.tensor_parallel")
+preload_modules(*(f"transformers.models.{name}.modeling_{name}" for name in (*SPLIT, SPLIT_WRONGLY)))
 
 
 @pytest.mark.parametrize("name", [*(f"torch: {name}" for name in TORCH), *ARCHITECTURES])

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo_core import create_schedule
+from slapo_core import Schedule, create_schedule
 from slapo_core.pipeline.staged import Staged, staged
 
 
@@ -24,10 +24,20 @@ def bound(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
 
 def cut(model: nn.Module, cuts: Sequence[str], *args: Any, **kwargs: Any) -> Staged:
     """The stages of ``model`` for a call like this one."""
+    return asked(cut_schedule(model, cuts), *args, **kwargs)
+
+
+def cut_schedule(model: nn.Module, cuts: Sequence[str]) -> Schedule:
+    """A schedule that cuts ``model``."""
     schedule = create_schedule(model)
     for path in cuts:
         schedule[path].pipeline_split()
-    found = staged(schedule, bound(model, args, kwargs))
+    return schedule
+
+
+def asked(schedule: Schedule, *args: Any, **kwargs: Any) -> Staged:
+    """The stages of a schedule for a call like this one."""
+    found = staged(schedule, bound(schedule.model, args, kwargs))
     assert found is not None
     return found
 

@@ -77,6 +77,7 @@ def record(
     *,
     fake: bool = True,
     notes: Notes | None = None,
+    home: torch.device | None = None,
 ) -> Recorded:
     """Run ``forward`` once, on fake tensors like those of ``arguments``, and write down what it computes.
 
@@ -87,11 +88,12 @@ def record(
         leaves: says which modules below are called as they are.
         fake: False runs on the tensors themselves, where an operation has no fake implementation.
         notes: filled with what else is to be known of the run.
+        home: tensors on the meta device are taken to be on this one; None takes them to be where the arguments are.
 
     Raises:
         Untraceable: it cannot be recorded.
     """
-    home = home_of(module, dict(arguments)) if fake else None
+    home = (home or home_of(module, dict(arguments))) if fake else None
     recording = Recording(module, may_capture=fake, notes=notes, home=home)
     recorder = Recorder(recording)
     flags = Flags(recording.refusal, lambda: recorder.is_paused, first_line(forward))

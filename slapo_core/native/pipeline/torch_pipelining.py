@@ -59,7 +59,7 @@ class StageBase(_Base):  # type: ignore[misc]
         """Nothing: losses are divided before they go back, and replicas exchange gradients after the schedule."""
 
     def scale_grads(self, grad_scale_factor: int) -> None:
-        """Nothing; for torch's versions that call it by themselves."""
+        """Nothing, likewise."""
 
 
 class Operation(dist.P2POp):
@@ -82,6 +82,7 @@ CALLED = (
     "get_fwd_send_ops",
     "get_local_bwd_output",
     "perform_reduce_grad",
+    "scale_grads",
     "set_local_bwd_input",
     "set_local_fwd_input",
     "_get_init_p2p_neighbors_ops",

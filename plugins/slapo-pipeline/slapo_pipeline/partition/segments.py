@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import Enum
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
@@ -17,6 +18,10 @@ from slapo_pipeline.partition.places import Places, Uncuttable
 from slapo_pipeline.partition.segment import Segment
 
 __all__ = ["Segments"]
+
+
+_LASTING = (FunctionType, BuiltinFunctionType, MethodType, type, torch.nn.Module)
+"""Objects that no forward makes anew, by their kind."""
 
 
 class Segments:
@@ -109,7 +114,7 @@ class Segments:
     def _found(self, node: fx.Node, segment: Segment) -> Any:
         stage, value = segment.index, self.flat.values.get(node)
         if node.target is getattr and node.args[1] == "device":
-            value = self.flat.values[node.all_input_nodes[0]].device
+            value = self.flat.device(node.all_input_nodes[0])
         if node.op == "placeholder":
             return segment.given(node, self._captured.get(node))
         if node.op == "get_attr":
@@ -165,9 +170,11 @@ class Segments:
 
     def _object(self, value: Any, node: fx.Node, segment: Segment) -> Any:
         """An argument that is no node: a constant, or an object that is there before the model is called."""
-        if is_plain(value):
+        if is_plain(value) and not isinstance(value, Enum) and type(value).__module__ != "numpy":
             return value
-        if isinstance(value, FunctionType | BuiltinFunctionType | MethodType | type | torch.nn.Module):
+        if is_plain(value) or isinstance(
+            value, FunctionType | BuiltinFunctionType | MethodType | type | torch.nn.Module
+        ):
             return segment.hold(value)
         if self._owned is None:
             owners = [vars(module) for module in self.flat.module.modules()]
@@ -181,7 +188,7 @@ class Segments:
         arguments = (node for node in self.flat.graph.nodes if node.op == "placeholder" and node not in self._captured)
         for node in (*segment.known, *arguments):
             value = self.flat.values.get(node)
-            if isinstance(value, torch.Tensor) and value.device == device and node.op != "get_attr":
+            if isinstance(value, torch.Tensor) and node.op != "get_attr" and self.flat.device(node) == device:
                 known = self.get(node, segment.index)
                 return segment.graph.call_function(getattr, (known, "device"))
         return device

@@ -12,6 +12,7 @@ from torch import nn
 import slapo_core
 from slapo_core import Schedule
 from slapo_core.spec.pipeline import Liveness, Partition, Stage, Value
+from slapo_pipeline.partition.symbolic import with_symbolic_shapes
 from slapo_pipeline.view.counting import flops_by_stage
 from slapo_pipeline.view.data import Crossing, Stages, StageView
 
@@ -34,8 +35,8 @@ def stages(schedule: Schedule, batch: Any = None, *, whole_output: bool = False)
         TraceError: it cannot be cut there.
     """
     found = slapo_core.stages(schedule, batch, whole_output=whole_output)
-    partition, liveness = found.partition, found.liveness
-    inputs = found.inputs
+    liveness, inputs = found.liveness, found.inputs
+    partition = with_symbolic_shapes(found.partition, inputs, {}, lambda other: _asked(schedule, other))
     flops, notes = _flops(schedule.model, inputs, partition)
     tied = {tie.name: tie.stages for tie in partition.ties}
     return Stages(
@@ -60,6 +61,11 @@ def stages(schedule: Schedule, batch: Any = None, *, whole_output: bool = False)
         outputs=dict(_pieces(partition)),
         notes=notes,
     )
+
+
+def _asked(schedule: Schedule, inputs: Mapping[str, Any]) -> Partition | None:
+    answer = schedule.hooks.single("slapo_partition", schedule=schedule, inputs=inputs, batch_axes={})
+    return None if answer is None else answer[1]
 
 
 def _flops(model: nn.Module, inputs: Mapping[str, Any], partition: Partition) -> tuple[list[Any], tuple[str, ...]]:

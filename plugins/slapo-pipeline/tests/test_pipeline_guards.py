@@ -1,0 +1,107 @@
+"""Stages refuse a call that they were not made for: each check, and the same call without what it checks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from slapo_core import GuardError
+from slapo_core.pipeline.staged import Staged
+
+from .staging import cut
+
+FACTOR = 2
+
+
+class Config:
+    double = True
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = Config()
+        self.a, self.b, self.drop = nn.Linear(4, 4), nn.Linear(4, 4), nn.Dropout(0.0)
+        self.frozen = nn.Linear(4, 4).requires_grad_(requires_grad=False)
+
+    def forward(self, x: Any, mask: Any = None, kind: str = "sum") -> Any:
+        h = self.frozen(x)
+        h = self.drop(self.a(h))
+        if mask is not None:
+            h = h * mask
+        if self.config.double:
+            h = h * FACTOR
+        return self.b(h).sum(-1) if kind == "sum" else self.b(h).mean(-1)
+
+
+def rename(model: Model) -> None:
+    model.b = nn.Linear(4, 4)
+
+
+CALL = {"x": torch.rand(3, 4), "mask": torch.ones(3, 1), "kind": "sum"}
+CHANGES: list[tuple[Callable[[Model], Any], dict[str, Any], str]] = [
+    (lambda model: None, {"x": torch.rand(2, 4)}, "stage 0 was made for a batch in which 'x' is a tensor of shape (3,"),
+    (lambda model: None, {"x": torch.rand(3, 4).double()}, "and this one has (3, 4) and torch.float64"),
+    (lambda model: None, {"mask": None}, "stage 2 was made for a batch in which 'mask' is a tensor of shape (3, 1),"),
+    (lambda model: model.eval(), {}, "was made with the model in the mode of train(), and now it is in that of eval()"),
+    (lambda model: model.drop.eval(), {}, "was made with 'drop' in the mode of train()"),
+    (lambda model: setattr(model.config, "double", False), {}, "was recorded with self.config.double == True, and now"),
+    (lambda model: rename(model), {}, "was made before another module came to 'b'"),
+    (lambda model: model.register_forward_hook(lambda *_: None), {}, "was made before the root, which lies above a"),
+    (lambda model: model.frozen.requires_grad_(), {}, "made with 'frozen' of shape (3, 4) and torch.float32, and this"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "call", "problem"), CHANGES)
+def test_each_check(change: Callable[[Model], Any], call: dict[str, Any], problem: str) -> None:
+    model = Model()
+    made = cut(model, ["frozen", "a"], **CALL)
+    made.run(CALL)
+    change(model)
+    with pytest.raises(GuardError) as caught:
+        made.run({**CALL, **call})
+    assert problem in str(caught.value)
+    assert str(caught.value).startswith("stage ")
+
+
+def test_global_names_autocast_and_the_default_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = cut(Model(), ["a"], **CALL)
+    with torch.autocast("cpu"), pytest.raises(GuardError, match="another setting of autocast"):
+        made.run(CALL)
+    monkeypatch.setattr(f"{Model.__module__}.FACTOR", 3)
+    with pytest.raises(GuardError, match=r"FACTOR == 2, and now it is 3"):
+        made.run(CALL)
+
+
+def test_a_value_of_another_shape_and_a_missing_argument() -> None:
+    made: Staged = cut(Model(), ["a"], **CALL)
+    last = made.partition.stages[1].module
+    with pytest.raises(
+        GuardError, match=r"stage 1 was made for 'a' of shape \(3, 4\) and torch.float32, and it received"
+    ):
+        last(CALL, {"a": torch.rand(2, 4)})
+    with pytest.raises(GuardError, match=r"stage 1 was made for a batch with 'mask', and this one has none"):
+        last({}, {"a": torch.rand(3, 4)})
+
+
+def test_tensors_that_came_in_the_place_of_others_are_used() -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.scale = nn.Parameter(torch.ones(4))
+
+        def forward(self, x: Any) -> Any:
+            return self.b(self.a(x)) * self.scale
+
+    model = Own()
+    x = torch.rand(2, 4)
+    made = cut(model, ["a"], x)
+    with torch.no_grad():
+        model.scale = nn.Parameter(torch.full((4,), 3.0))  # as materialising a model does
+    torch.testing.assert_close(made.run({"x": x}), model(x))
+    assert dict(made.partition.stages[1].module.named_parameters())["scale"] is model.scale

@@ -1,0 +1,142 @@
+"""What passes between stages, and what need not: gradients, integers, numbers, constants, regions without gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from .staging import compare, cut
+
+
+class Base(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+
+class Regions(Base):
+    """A region without gradients is open at the cut, and so is one of autocast inside of it."""
+
+    def forward(self, x: Any) -> Any:
+        h = self.a(x)
+        with torch.no_grad():
+            g = self.b(h)
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                low = g @ g.T
+                g = self.c(g)
+                again = g @ g.T
+            g = g.float() * 2
+        return h * g.double(), low.sum(), again, torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize("cuts", [["a"], ["b"], ["c"], ["a", "b", "c"]])
+def test_regions_go_on_in_the_next_stage_and_end_there(cuts: list[str]) -> None:
+    torch.manual_seed(0)
+    made = compare(Regions().double(), cuts, torch.rand(3, 4, dtype=torch.float64), loss=lambda out: out[0].sum())
+    assert torch.is_grad_enabled()
+    assert not torch.is_autocast_enabled("cpu")
+    gradients = {name for name, value in made.partition.values.items() if value.requires_grad}
+    assert "b" not in gradients
+    assert "c" not in gradients
+    x = torch.rand(3, 4, dtype=torch.float64)
+    with torch.no_grad():
+        assert not made.run({"x": x})[0].requires_grad, "gradients stay off where they are not taken outside"
+
+
+class Raises(Base):
+    def forward(self, x: Any) -> Any:
+        h = self.a(x)
+        with torch.no_grad():
+            h = self.b(h)
+            return self.c(h).view(7, -1)
+
+
+def test_a_stage_that_raises_leaves_no_region_open() -> None:
+    made = cut(Raises(), ["b"], torch.rand(7, 4))
+    for stage in made.partition.stages:
+        with pytest.raises(Exception, match=r"."):
+            stage.module({}, dict.fromkeys(stage.uses, torch.rand(3, 4)))
+        assert torch.is_grad_enabled()
+
+
+class Kinds(Base):
+    """Integers, booleans, a frozen part, a size that a module's result has, a number that a module returns."""
+
+    class Count(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.steps = 3
+
+        def forward(self, x: Any) -> Any:
+            return x[:, ::2], self.steps, 0.5
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = self.Count()
+        self.a.requires_grad_(requires_grad=False)
+
+    def forward(self, x: Any, scale: Any = 1.0) -> Any:
+        frozen = self.a(x)
+        positive = frozen > 0
+        order = frozen.argsort(-1)
+        half, steps, factor = self.count(frozen)
+        y = self.b(x)
+        causal = torch.tril(torch.ones(x.shape[0], half.shape[1], device=x.device)).to(x.dtype)
+        z = self.c(y).gather(-1, order) * positive
+        z = z[:, : half.size(1)] * causal * factor * scale
+        for _ in range(steps):
+            z = z + half
+        return {"z": z, "steps": steps, "factor": factor, "rows": half.shape[0], "x": x}
+
+
+def test_kinds_of_values() -> None:
+    torch.manual_seed(0)
+    made = compare(Kinds().double(), ["b"], torch.rand(3, 4, dtype=torch.float64), scale=2.5)
+    crossing = {name: made.partition.values[name] for name in made.liveness.sent(0)}
+    assert {value.dtype for value in crossing.values()} == {torch.float64, torch.bool, torch.int64}
+    assert [name for name, value in crossing.items() if value.requires_grad] == ["b"]
+    assert not any(name.startswith(("tril", "ones", "to")) for name in crossing), "constants are made again"
+    last = made.partition.stages[1]
+    assert last.inputs == ("x", "scale")
+    assert made.partition.values["x"].producer == 0
+
+
+def test_a_number_that_a_module_returns_is_held_to_what_it_was() -> None:
+    from slapo_core import GuardError
+
+    model = Kinds()
+    x = torch.rand(3, 4)
+    made = cut(model, ["b"], x)
+    model.count.steps = 4
+    with pytest.raises(GuardError, match=r"stage 0 was recorded with .* == 3, and this call has 4"):
+        made.run({"x": x})
+
+
+class Skips(Base):
+    def forward(self, x: Any) -> Any:
+        first = self.a(x)
+        second = self.b(first)
+        third = self.c(second)
+        return first * third + x
+
+
+def test_values_that_skip_stages_are_relayed_and_the_batch_is_not() -> None:
+    torch.manual_seed(0)
+    made = compare(Skips().double(), ["a", "b", "c"], torch.rand(3, 4, dtype=torch.float64))
+    assert made.liveness.boundaries == (("a",), ("a", "b"), ("a", "c"))
+    assert made.partition.values["a"].consumers == (1, 3)
+    assert [stage.inputs for stage in made.partition.stages] == [("x",), (), (), ("x",)]
+
+
+def test_one_tensor_as_two_arguments_is_two_arguments() -> None:
+    class Two(Base):
+        def forward(self, x: Any, y: Any) -> Any:
+            return self.b(self.a(x)) * y
+
+    model = Two().double()
+    x, y = torch.rand(2, 3, 4, dtype=torch.float64)
+    made = cut(model, ["a"], x, x)
+    torch.testing.assert_close(made.run({"x": x, "y": y}), model(x, y))

@@ -1,0 +1,92 @@
+"""The stages of one model, each with modules of its own: like processes they share parameters and buffers at most."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from slapo_core.errors import HookError
+from slapo_core.pipeline.calls import Extents, StagedCalls
+from slapo_core.pipeline.staged import Staged
+from slapo_core.schedule.copied import ScheduledCopy
+from slapo_core.spec.pipeline import Partition
+
+if TYPE_CHECKING:
+    from slapo_core.schedule.schedule import Schedule
+
+__all__ = ["ApartCalls"]
+
+
+class ApartCalls:
+    """Makes every stage of another copy of the modules, around the same parameters and buffers.
+
+    What modules leave to each other in attributes of theirs does not pass from one stage to the next then, as it would
+    not between processes; gradients and the optimiser's steps are those of the one model. The plugins are asked about
+    every copy, as they are on every rank, and must say the same.
+
+    Args:
+        schedule: says where to cut.
+        model: a copy of its model that nobody else runs; the first stage is made of it.
+        extents: see :class:`~slapo_core.pipeline.calls.StagedCalls`.
+    """
+
+    def __init__(self, schedule: Schedule, model: nn.Module, *, extents: Extents | None = None) -> None:
+        self._schedule, self._model = schedule, model
+        self._calls = [StagedCalls(ScheduledCopy(schedule, model), extents=extents)]
+        self.copies: list[nn.Module] = []
+
+    def of(self, inputs: Mapping[str, Any]) -> Staged | None:
+        """As :meth:`slapo_core.pipeline.calls.StagedCalls.of`.
+
+        Raises:
+            HookError: a plugin says something else about another copy, too.
+        """
+        first = self._calls[0].of(inputs)
+        if first is None:
+            return None
+        while len(self._calls) < len(first.partition.stages):
+            made = _around_the_same_tensors(self._model)
+            self.copies.append(made)
+            self._calls.append(StagedCalls(ScheduledCopy(self._schedule, made)))
+        for each in self.copies:
+            for ours, theirs in zip(self._model.modules(), each.modules(), strict=True):
+                theirs.training = ours.training
+        found = [first, *(calls.of(inputs) for calls in self._calls[1 : len(first.partition.stages)])]
+        for other in found:
+            if other is None or _as_data(other) != _as_data(first):
+                raise HookError(
+                    f"{first.partition_by} and {first.liveness_by} make other stages of another copy of the same "
+                    "model, and so would on another rank",
+                    plugin=first.partition_by,
+                    hint="let names and their order follow from the model and the schedule alone",
+                )
+        stages = tuple(each.partition.stages[number] for number, each in enumerate(found) if each is not None)
+        return dataclasses.replace(first, partition=dataclasses.replace(first.partition, stages=stages))
+
+    def take_back(self, staged: Staged) -> None:
+        """Give the model the buffers that its stages have put in the places of others."""
+        for stage in staged.partition.stages[1:]:
+            for name, buffer in stage.module.named_buffers():
+                path, _, own = name.rpartition(".")
+                try:
+                    owner = self._model.get_submodule(path)
+                except AttributeError:  # a constant of the stage's own
+                    continue
+                if own in owner._buffers:
+                    owner._buffers[own] = buffer
+
+
+def _around_the_same_tensors(model: nn.Module) -> nn.Module:
+    memo: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    return copy.deepcopy(model, memo)
+
+
+def _as_data(staged: Staged) -> Any:
+    """What is said about the stages, without their modules."""
+    partition: Partition = staged.partition
+    stages = [(each.index, each.inputs, each.uses, each.makes, each.last) for each in partition.stages]
+    return stages, list(partition.values.items()), partition.ties, partition.output.pieces, staged.liveness

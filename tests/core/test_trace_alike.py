@@ -1,0 +1,158 @@
+"""A call is not run again only where an earlier one is proved to be the same run; each proof has its control."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from slapo_core.tracing import flat
+
+
+class Block(nn.Module):
+    """Counts how often it is really run."""
+
+    runs = 0
+
+    def __init__(self, config: Any, **own: Any) -> None:
+        super().__init__()
+        self.config = config
+        self.fc = nn.Linear(4, 4)
+        self.options = {"wide": False}
+        self.__dict__.update(own)
+
+    def forward(self, x: Any, cache: Any = None) -> Any:
+        Block.runs += 1
+        if self.config.twice:
+            x = torch.cat([x, x])
+        if self.options["wide"]:
+            return torch.cat([x, x], -1)
+        if cache is not None:
+            cache.append(x)
+        if self.training and getattr(self, "is_last", False):
+            return x, x
+        return self.fc(x)
+
+
+class Model(nn.Module):
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: Any) -> Any:
+        return [block(x) for block in self.blocks]
+
+
+class Config:
+    def __init__(self, *, twice: bool = False) -> None:
+        self.twice = twice
+
+
+config = Config
+
+
+def runs(model: nn.Module, *, x: Any = None) -> tuple[int, list[Any]]:
+    """How many blocks were run, and the shapes of what each gave."""
+    Block.runs = 0
+    x = torch.rand(2, 4) if x is None else x
+    graph = flat(model, type(model).forward, {"x": x}, lambda module, path: True)
+    calls = [node for node in graph.graph.nodes if node.op == "call_module"]
+    return Block.runs, [_shape(graph.values[node]) for node in calls]
+
+
+def _shape(value: Any) -> Any:
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else [_shape(part) for part in value]
+
+
+def hooked(block: nn.Module) -> nn.Module:
+    block.register_forward_hook(lambda module, args, out: (out, out))
+    return block
+
+
+def inner_hooked(block: Any) -> nn.Module:
+    block.fc.register_forward_hook(lambda module, args, out: out[:1])
+    return block
+
+
+SHARED = config()
+FIRST = {"shape": (2, 4)}
+CASES: list[tuple[Any, int, list[Any]]] = [
+    (lambda: Model(*[Block(SHARED) for _ in range(3)]), 1, [(2, 4)] * 3),
+    (lambda: Model(Block(config()), Block(config(twice=True))), 2, [(2, 4), (4, 4)]),
+    (lambda: Model(Block(SHARED), Block(SHARED, options={"wide": True})), 2, [(2, 4), (2, 8)]),
+    (lambda: Model(Block(SHARED), Block(SHARED, is_last=True)), 2, [(2, 4), [(2, 4), (2, 4)]]),
+    (lambda: Model(Block(SHARED), hooked(Block(SHARED))), 2, [(2, 4), [(2, 4), (2, 4)]]),
+    (lambda: Model(Block(SHARED), inner_hooked(Block(SHARED))), 2, [(2, 4), (1, 4)]),
+    (lambda: Model(Block(SHARED), Block(SHARED, is_last=True).eval()), 2, [(2, 4), (2, 4)]),
+    (lambda: Model(Block(SHARED), Block(SHARED).double().float().requires_grad_(requires_grad=False)), 2, [(2, 4)] * 2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "expected", "shapes"), CASES)
+def test_only_the_same_run_is_not_run_again(make: Any, expected: int, shapes: list[Any]) -> None:
+    assert runs(make()) == (expected, shapes)
+
+
+class Chain(nn.Module):
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: Any) -> Any:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_results_carry_gradients_as_those_of_the_run() -> None:
+    model = Chain(*[Block(SHARED) for _ in range(3)])
+    Block.runs = 0
+    graph = flat(model, Chain.forward, {"x": torch.rand(2, 4)}, lambda module, path: True)
+    values = [graph.values[node] for node in graph.graph.nodes if node.op == "call_module"]
+    assert Block.runs == 2, "the first one gets an argument without gradient"
+    assert all(value.requires_grad and not value.is_leaf for value in values)
+    assert len({graph.storages[node] for node in graph.graph.nodes if node.op == "call_module"}) == 3
+
+
+class Counts(nn.Module):
+    """Changes something at every call: an attribute of a shared object, a list, a buffer, its argument."""
+
+    def __init__(self, shared: Any, what: str) -> None:
+        super().__init__()
+        self.shared, self.what = shared, what
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Any) -> Any:
+        if self.what == "attribute":
+            self.shared.calls += 1
+            return x[: self.shared.calls] * 2
+        if self.what == "list":
+            self.shared.calls.append(1)
+            return x[: len(self.shared.calls)] * 2
+        if self.what == "buffer":
+            self.seen += 1
+            return x * 2
+        if self.what == "argument":
+            x += 1
+            return x * 2
+        return x.view(-1)
+
+
+@pytest.mark.parametrize("what", ["attribute", "list", "buffer", "argument", "view"])
+def test_a_call_that_changes_something_stands_for_no_other(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: list[int] = []
+    original = Counts.forward
+    monkeypatch.setattr(Counts, "forward", lambda self, x: counted.append(1) or original(self, x))
+    shared = SimpleNamespace(calls=[] if what == "list" else 0)
+    model = Model(*[Counts(shared, what) for _ in range(3)])
+    graph = flat(model, Model.forward, {"x": torch.rand(5, 4)}, lambda module, path: True)
+    assert len(counted) == 3
+    if what in ("attribute", "list"):
+        lengths = [graph.values[node].shape[0] for node in graph.graph.nodes if node.op == "call_module"]
+        assert lengths == [1, 2, 3]
+        assert shared.calls in ([], 0), "and it is taken back"
+    if what == "buffer":
+        assert graph.written == {f"blocks.{number}.seen" for number in range(3)}
