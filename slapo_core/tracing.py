@@ -18,7 +18,7 @@ from torch import fx, nn
 from slapo_core.errors import GuardError
 from slapo_core.graph.buffers import buffers_kept
 from slapo_core.graph.checks import Checks
-from slapo_core.graph.fake import with_own_values
+from slapo_core.graph.fake import FakeMode, with_own_values
 from slapo_core.graph.leaves import inlined_modules, walk
 from slapo_core.graph.mutations import refusing_changes
 from slapo_core.graph.notes import Notes, left
@@ -35,6 +35,7 @@ from slapo_core.spec.tracer import Flag, Guard, GuardViolation, Location, Record
 from slapo_core.tree.forward import ModuleForward
 
 __all__ = [
+    "FakeMode",
     "FlatGraph",
     "GuardViolation",
     "Opaque",
