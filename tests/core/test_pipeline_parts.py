@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import gc
 import inspect
 import textwrap
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -290,7 +292,7 @@ def test_a_backward_in_two_parts_gives_every_gradient_and_runs_custom_functions_
     module, other = Hard(), Hard()
     expected = whole(other, given, gradients)
     received = [Received(one.clone(), carries_gradient=True) for one in given]
-    roots = module(*(one.tensor for one in received))
+    roots = module(*(one.take() for one in received))
     fired: list[str] = []
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
@@ -318,11 +320,29 @@ def test_a_received_value_may_be_written_to_and_passed_on() -> None:
     own.mul_(2)
     torch.autograd.backward([use, own], [torch.ones(()).double(), torch.full((3,), 5.0).double()])
     received = Received(value.clone(), carries_gradient=True)
-    use = (received.tensor * 3).sum()
-    received.tensor.mul_(2)
-    torch.autograd.backward([use, received.tensor], [torch.ones(()).double(), torch.full((3,), 5.0).double()])
+    own = received.take()
+    use = (own * 3).sum()
+    own.mul_(2)
+    torch.autograd.backward([use, own], [torch.ones(()).double(), torch.full((3,), 5.0).double()])
     assert torch.equal(received.give_back(), leaf.grad)
     assert torch.equal(received.give_back(), torch.zeros(3).double())  # nothing since
+
+
+def test_what_was_received_goes_with_its_last_use() -> None:
+    """Activations must not wait for the garbage collector."""
+    gc.disable()
+    try:
+        received = Received(torch.ones(3), carries_gradient=True)
+        own = received.take()
+        seen = weakref.ref(own)
+        loss = (own * own).sum()
+        del own
+        loss.backward()
+        del loss
+        assert seen() is None
+        assert torch.equal(received.give_back(), torch.full((3,), 2.0))
+    finally:
+        gc.enable()
 
 
 def test_hooks_of_tensors_and_checkpoints_keep_a_backward_whole() -> None:
