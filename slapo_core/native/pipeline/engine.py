@@ -135,6 +135,7 @@ class PipelineEngine(StatefulEngine):
                     pieces, form = self._forms.of(batch, training=True)
                 if zero is not None:
                     zero.zero_grad(set_to_none=True)
+                earlier = self._set_aside()
                 with own_random_state(self._device) as seed:
                     work = form.run(pieces, backward=True, seed=seed, at=self._stand)
                 loss = self._loss(work)
@@ -144,7 +145,16 @@ class PipelineEngine(StatefulEngine):
                 if replicas is not None:
                     average_gradients(self._trained(), replicas, bucket_bytes=self.plan.config["bucket_cap_mb"] << 20)
                 self._request.sum_tied_gradients()
+                for parameter, gradient in earlier:
+                    parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
         return loss
+
+    def _set_aside(self) -> list[tuple[Tensor, Tensor]]:
+        """The gradients of earlier passes, which are sums over stages and means over replicas already."""
+        earlier = [(parameter, parameter.grad) for parameter in self._trained() if parameter.grad is not None]
+        for parameter, _ in earlier:
+            parameter.grad = None
+        return [(parameter, gradient) for parameter, gradient in earlier if gradient is not None]
 
     def _trained(self) -> list[Tensor]:
         tensors = [live for live in self._state.tensors() if live.is_here and live.is_parameter]
