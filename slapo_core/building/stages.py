@@ -139,14 +139,16 @@ def in_mode(modules: Sequence[nn.Module], *, training: bool) -> Iterator[None]:
     As ``train_step`` does it: where some module is in training mode, the modes are somebody's choice.
     """
     modes = [module.training for module in modules]
-    if not training or not any(modes):
-        for module in modules:
-            module.training = training
+    changed = (
+        [module for module in modules if module.training is not training] if not training or not any(modes) else []
+    )
+    for module in changed:
+        module.training = training
     try:
         yield
     finally:
-        for module, mode in zip(modules, modes, strict=True):
-            module.training = mode
+        for module in changed:
+            module.training = not training
 
 
 def _refuse_cut(schedule: Schedule, arguments: Arguments) -> None:

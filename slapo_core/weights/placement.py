@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from slapo_core.spec.pipeline import Partition
     from slapo_core.weights.correspondence import Correspondence
 
-__all__ = ["placed", "placement_facts"]
+__all__ = ["placed", "placement_facts", "refuse_kept"]
 
 UNUSED = (0,)  # where a tensor lives that no stage uses
 
@@ -27,18 +27,7 @@ def placed(correspondence: Correspondence, partition: Partition, stage_ranks: Se
         partition: its stages; their modules hold tensors of the scheduled model, the very same objects.
         stage_ranks: the rank along ``pp`` of each stage.
 
-    Raises:
-        BuildError: a step keeps a tensor on one rank of a mesh dimension only.
     """
-    kept = correspondence.tree.tensors.kept_on
-    if kept:
-        name, (mesh_dim, rank) = next(iter(kept.items()))
-        raise BuildError(
-            f"a step keeps '{name}' on rank {rank} of mesh_dim '{mesh_dim}' only, and other ranks lack it, so that "
-            "they cannot make the same stages",
-            hint="where the mesh has several ranks along 'pp', stages say which rank holds a tensor: leave that step "
-            "out",
-        )
     users: dict[int, set[int]] = {}
     for stage, rank in zip(partition.stages, stage_ranks, strict=True):
         for tensor in (*stage.module.parameters(), *stage.module.buffers()):
@@ -52,6 +41,21 @@ def placed(correspondence: Correspondence, partition: Partition, stage_ranks: Se
         if live.name not in explained:
             added[live.name] = ranks
     return Placement(untouched, added)
+
+
+def refuse_kept(correspondence: Correspondence) -> None:
+    """Refuse a step that keeps a tensor on one rank of a mesh dimension, where stages say which rank holds what.
+
+    Raises:
+        BuildError: there is one; ranks that lack the tensor cannot make the same stages.
+    """
+    for name, (mesh_dim, rank) in correspondence.tree.tensors.kept_on.items():
+        raise BuildError(
+            f"a step keeps '{name}' on rank {rank} of mesh_dim '{mesh_dim}' only, and other ranks lack it, so that "
+            "they cannot make the same stages",
+            hint="where the mesh has several ranks along 'pp', stages say which rank holds a tensor: leave that step "
+            "out",
+        )
 
 
 def placement_facts(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import inspect
 import textwrap
 from pathlib import Path
@@ -341,9 +342,15 @@ def test_hooks_of_tensors_and_checkpoints_keep_a_backward_whole() -> None:
     reasons = {}
     for kind in ("plain", "hook", "checkpoint"):
         module = Hooked(kind)
-        watch = Watch(module)
-        with watch.looking():
-            module(torch.ones(2, requires_grad=True))
+        watch = Watch(module, "stage 1")
+        with pytest.warns(UserWarning, match="stage 1") if kind != "plain" else contextlib.nullcontext() as caught:  # type: ignore[attr-defined]
+            with watch.looking():
+                module(torch.ones(2, requires_grad=True))
+        if caught is not None:
+            assert str(caught[0].message) == (
+                "stage 1 computes the gradients of its inputs and of its weights together, where the schedule has them "
+                f"apart, because {watch.reason}: they are the same, and the bubbles stay"
+            )
         reasons[kind] = watch.reason
     assert reasons == {
         "plain": "",

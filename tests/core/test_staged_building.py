@@ -15,6 +15,7 @@ from slapo_core.spec.layout import Layout
 from slapo_core.testing import ModelSnapshot, assert_bit_identical
 from slapo_core.weights.initialise import Initialiser
 from slapo_core.weights.sources import MappingSource
+from tests.core.edits import Call
 from tests.core.staged_support import Chain, InTurn, Sparse, batch, build, chain, grouped, in_turn, scheduled
 
 
@@ -155,6 +156,12 @@ def refused() -> list[str]:
     with pytest.raises(slapo.BuildError) as error:
         build(scheduled({"pp": 2}))
     told.append(str(error.value))
+    InTurn.ranks = None
+    sch = scheduled({"pp": 2})
+    sch["blocks.0.up"].apply(Call(lambda node, edit: edit.keep_on_rank(node, "weight", "pp", 1)))
+    with pytest.raises(slapo.BuildError) as error:
+        build(sch)
+    told.append(str(error.value))
     return told
 
 
@@ -227,7 +234,10 @@ def test_optimisers_that_do_not_go_with_stages_are_refused(results: list[dict[st
 def test_a_mesh_with_stages_needs_cuts_that_fit_and_example_inputs(results: list[dict[str, Any]]) -> None:
     for result in results:
         assert "ranks disagree about step 1" in result["cuts"]
-        no_inputs, no_cut, three, ranks = result["refused"]
+        no_inputs, no_cut, three, ranks, kept = result["refused"]
+        assert kept.startswith(
+            "a step keeps 'blocks.0.up.weight' on rank 1 of mesh_dim 'pp' only, and other ranks lack"
+        )
         assert no_inputs == (
             "mesh_dim 'pp' has 2 ranks, and the schedule has no example inputs, on which the stages of the model are "
             "found\n"

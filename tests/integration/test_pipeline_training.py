@@ -69,30 +69,9 @@ def on_four() -> list[Case]:
     ]
 
 
-def accumulated() -> list[str]:
-    """The gradients of two batches, one after the other by hand, are the sum of theirs: of the tied weight too."""
-    _, engine = case({"pp": 2}, "1f1b", 2, 2).build()
-
-    def gradients(*steps: int) -> dict[str, torch.Tensor]:
-        engine.optimizer.zero_grad()
-        for step in steps:
-            engine.torch.forward_backward(batch_of(step, 0, samples=4))
-        named = engine.module.named_parameters()
-        return {name: one.grad.clone() for name, one in named if one.grad is not None}
-
-    first, second, both = gradients(0), gradients(1), gradients(0, 1)
-    engine.close()
-    assert any(name.startswith(("embed", "head")) for name in both)
-    return [
-        f"accumulated gradients of '{name}' differ by {(tensor - first[name] - second[name]).abs().max():.1e}"
-        for name, tensor in both.items()
-        if not torch.allclose(tensor, first[name] + second[name], atol=1e-12)
-    ]
-
-
 def on_rank(world_size: int) -> list[str]:
     torch.set_num_threads(1)
-    found = accumulated() if world_size == 2 else []
+    found = []
     for one in on_two() if world_size == 2 else on_four():
         start = time.process_time()
         found += differences(one)

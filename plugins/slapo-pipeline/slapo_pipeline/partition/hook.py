@@ -73,6 +73,7 @@ class _Cutting:
         self.places = Places(flat, cuts)
         self.segments = Segments(flat, self.places)
         self._names: dict[fx.Node, str] = {}
+        self._order = {path: number for number, (path, _) in enumerate(flat.module.named_modules())}
         self._taken: set[str] = set()
 
     def partition(self) -> Partition:
@@ -106,7 +107,7 @@ class _Cutting:
         root = self.flat.module
         module = CutStage(segment.index, root)
         called = [str(node.target) for node in segment.graph.nodes if node.op == "call_module"]
-        for path in dict.fromkeys(called):
+        for path in sorted(set(called), key=self._order.__getitem__):  # the model's: what is above comes first
             module.hold(path, root.get_submodule(path))
         for path in dict.fromkeys(str(node.target) for node in segment.graph.nodes if node.op == "get_attr"):
             module.hold_tensor(path)
