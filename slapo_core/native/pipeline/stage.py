@@ -188,7 +188,7 @@ class RunningStage(StageBase):
         for value, buffer in zip(self._coming, flight.buffers, strict=True):
             flight.received[value.name] = Received(buffer, carries_gradient=value.requires_grad and self.has_backward)
         flight.buffers = []
-        there = {name: one.tensor for name, one in flight.received.items()}
+        there = {name: one.take() for name, one in flight.received.items()}
         made = self._made(fwd_chunk_id, there)
         there.update(made)
         if self.work.keep_outputs:
