@@ -99,7 +99,7 @@ def test_a_plan_says_what_happens_and_gives_itself_again() -> None:
         "  the scheduled Linear, 0 steps applied\n"
         "  a pipeline over mesh_dim 'pp' (2 ranks): 4 micro-batches a step, schedule dualpipe_v\n"
         "  two stages on each of its ranks, there and back\n"
-        "  gradients of weights after those of inputs; not where a stage checkpoints, hooks tensors or is compiled\n"
+        "  gradients of weights after those of inputs; not where it checkpoints, hooks tensors or is compiled\n"
         "  collectives over mesh_dim 'tp' (2 ranks), as the steps say\n"
         "  one random state for the ranks of mesh_dim 'tp': that of the first of them\n"
         "  the mean of gradients, exchanged after the schedule, over mesh_dim 'dp' (2 ranks)"
