@@ -129,6 +129,6 @@ def _pipeline_steps(options: Mapping[str, Any], pp: int) -> list[str]:
         steps.append(f"{stages} on each of its ranks" + (", there and back" if schedule.shape == "v" else ""))
         if schedule.splits_backward:
             steps.append(
-                "gradients of weights after those of inputs; together where a stage checkpoints, or hooks tensors"
+                "gradients of weights after those of inputs; not where it checkpoints, hooks tensors or is compiled"
             )
     return steps

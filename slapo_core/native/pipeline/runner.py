@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from slapo_core import BuildError
 from slapo_core.native.pipeline.stage import RunningStage, Work
 from slapo_core.native.pipeline.torch_pipelining import schedule_class, step
 
@@ -60,7 +61,13 @@ class Runner:
             if ranks[index] == rank
         ]
         stages: Any = self.stages[0] if schedule.is_single else self.stages
-        self._schedule = schedule_class(schedule.class_name)(stages, count, loss_fn=_as_it_is, scale_grads=False)
+        try:
+            self._schedule = schedule_class(schedule.class_name)(stages, count, loss_fn=_as_it_is, scale_grads=False)
+        except RuntimeError as error:  # of zero-bubble schedules, and modules in torch.compile's wrapper
+            raise BuildError(
+                f"pipeline_schedule='{schedule.name}' does not run these stages: {error}",
+                hint='compile modules in place, module.compile(), or pipeline_schedule="1f1b"',
+            ) from error
 
     @property
     def last_rank(self) -> int:

@@ -16,6 +16,7 @@ from slapo_core.native.pipeline.torch_pipelining import recomputes
 __all__ = ["Watch"]
 
 _CHECKPOINTED = "a checkpointed function would be computed again for each part"
+_COMPILED = "the backward of a compiled module runs once"
 _HOOKED = "a hook of a tensor would run in both parts"
 
 
@@ -33,7 +34,8 @@ class Watch:
     def __init__(self, module: nn.Module, name: str) -> None:
         self._module, self._name = module, name
         self._is_over = False
-        self.reason = ""
+        is_compiled = any(one._compiled_call_impl is not None for one in module.modules())
+        self.reason = _COMPILED if is_compiled else ""
 
     @contextlib.contextmanager
     def looking(self) -> Iterator[None]:
@@ -41,6 +43,21 @@ class Watch:
         if self._is_over or not torch.is_grad_enabled():
             yield
             return
+        if self.reason:  # known already, and hooks would be compiled
+            yield
+        else:
+            with self._noticing():
+                yield
+        self._is_over = True
+        if self.reason:
+            warnings.warn(
+                f"{self._name} computes the gradients of its inputs and of its weights together, where the schedule "
+                f"has them apart, because {self.reason}: they are the same, and the bubbles stay",
+                stacklevel=2,
+            )
+
+    @contextlib.contextmanager
+    def _noticing(self) -> Iterator[None]:
         outside = recomputes()
 
         def entered(*_: Any) -> None:
@@ -54,13 +71,6 @@ class Watch:
         finally:
             for handle in handles:
                 handle.remove()
-        self._is_over = True
-        if self.reason:
-            warnings.warn(
-                f"{self._name} computes the gradients of its inputs and of its weights together, where the schedule "
-                f"has them apart, because {self.reason}: they are the same, and the bubbles stay",
-                stacklevel=2,
-            )
 
 
 class _Hooks(TorchFunctionMode):
