@@ -18,7 +18,7 @@ from torch import fx, nn
 from slapo_core.errors import GuardError
 from slapo_core.graph.buffers import buffers_kept
 from slapo_core.graph.checks import Checks
-from slapo_core.graph.fake import with_own_values
+from slapo_core.graph.fake import FakeMode, with_own_values
 from slapo_core.graph.leaves import inlined_modules, walk
 from slapo_core.graph.mutations import refusing_changes
 from slapo_core.graph.notes import Notes, left
@@ -35,6 +35,7 @@ from slapo_core.spec.tracer import Flag, Guard, GuardViolation, Location, Record
 from slapo_core.tree.forward import ModuleForward
 
 __all__ = [
+    "FakeMode",
     "FlatGraph",
     "GuardViolation",
     "Opaque",
@@ -89,6 +90,7 @@ class FlatGraph:
         self.written, self.inlined, self.state = written, dict(inlined), state()
         index = {path: number for number, path in enumerate(self.inlined)}
         self._modules = list(self.inlined.values())
+        self._tensors = list(_read_tensors(module, self.graph))
         self._checks = Checks((*recorded.flags, *surroundings), index)
         self._default = torch.get_default_dtype()
         self._stand_in_for = stand_in_for
@@ -106,7 +108,8 @@ class FlatGraph:
         """Raise where the model, or what its files say, is not what it was: called before the graph's code runs.
 
         Raises:
-            GuardError: an attribute, a global name, autocast or the default dtype is another.
+            GuardError: an attribute, a global name, autocast or the default dtype is another; a parameter or buffer
+                that the recorded code reads is of another shape or dtype.
         """
         violated = self._checks.violated(self._modules)
         if violated is not None:
@@ -115,6 +118,11 @@ class FlatGraph:
                 f"recorded with {flag.name} == {describe(flag.expected)}, and now it is {describe(token(found))}",
                 hint=_HINT,
             )
+        for owner, name, shape, dtype in self._tensors:
+            found = getattr(owner, name)
+            if found.shape != shape or found.dtype != dtype:
+                was, now = f"{tuple(shape)} and {dtype}", f"{tuple(found.shape)} and {found.dtype}"
+                raise GuardError(f"recorded with '{name}' of shape {was}, and now it is of shape {now}", hint=_HINT)
         if state()[1:] != self.state[1:]:
             raise GuardError("recorded under another setting of autocast", hint=_HINT)
         if torch.get_default_dtype() != self._default:
@@ -139,6 +147,17 @@ class FlatGraph:
             location=guard.location,
             hint="the model decides there what to compute: ask for the stages with a batch like this one",
         )
+
+
+def _read_tensors(module: nn.Module, graph: fx.Graph) -> Iterator[tuple[nn.Module, str, torch.Size, torch.dtype]]:
+    for path in dict.fromkeys(str(node.target) for node in graph.nodes if node.op == "get_attr"):
+        above, _, name = path.rpartition(".")
+        owner: Any = module
+        for part in above.split(".") if above else ():
+            owner = getattr(owner, part)
+        tensor = getattr(owner, name)
+        if isinstance(tensor, torch.Tensor):
+            yield owner, name, tensor.shape, tensor.dtype
 
 
 def flat(

@@ -32,38 +32,92 @@ def state_kept(
     """
     inlined = {id(module) for module in recorded}
     holders: dict[int, tuple[str, Any, Any, bool]] = {}
+    empty: tuple[list[Any], list[Any]] = ([], [])  # in modules that stay calls, and in recorded ones
     for path, module in walk(root):
-        _note(module.__dict__, f"self.{path}" if path else "self", id(module) in inlined, holders)
+        _note(module.__dict__, f"self.{path}" if path else "self", id(module) in inlined, holders, empty)
     completed = False
     try:
         yield
         completed = True
     finally:
         changed = [name for name, value, before, own in holders.values() if not _restore(value, before) and own]
-    if completed and changed and refuse is not None:
-        raise refuse(f"changes {changed[0]} in place, which a graph would not do again")
+        filled = [container for container in empty[True] if container]
+        for container in (*empty[False], *filled):
+            container.clear()
+    if completed and refuse is not None:
+        names = [*changed, *(_name_of(root, container) for container in filled)]
+        if names:
+            raise refuse(f"changes {names[0]} in place, which a graph would not do again")
 
 
-def _note(attributes: dict[str, Any], name: str, is_recorded: bool, holders: dict[int, Any]) -> None:
-    """What is in ``attributes``, and in what they hold."""
+def _note(
+    attributes: dict[str, Any],
+    name: str,
+    is_recorded: bool,
+    holders: dict[int, Any],
+    empty: tuple[list[Any], list[Any]],
+) -> None:
+    """What is in ``attributes``, and in what they hold; what is empty in ``empty``, which costs next to nothing."""
     if id(attributes) in holders:
         return
     holders[id(attributes)] = (name, attributes, dict(attributes), is_recorded)
     for key, value in attributes.items():
-        below = f"the {key[1:]} of {name}" if key in _REGISTERED else f"{name}.{key}"
         if isinstance(value, _CONTAINERS):
-            _note_container(value, below, is_recorded, holders)
-        elif hasattr(value, "__dict__") and not isinstance(value, _NO_HOLDERS):
-            _note(value.__dict__, below, is_recorded, holders) if type(value.__dict__) is dict else None
+            if value:
+                _note_container(value, _below(name, key), is_recorded, holders, empty)
+            else:
+                empty[is_recorded].append(value)
+        elif hasattr(value, "__dict__") and not isinstance(value, _NO_HOLDERS) and type(value.__dict__) is dict:
+            _note(value.__dict__, _below(name, key), is_recorded, holders, empty)
 
 
-def _note_container(value: Any, name: str, is_recorded: bool, holders: dict[int, Any]) -> None:
+def _note_container(
+    value: Any, name: str, is_recorded: bool, holders: dict[int, Any], empty: tuple[list[Any], list[Any]]
+) -> None:
     if id(value) in holders:
         return
     holders[id(value)] = (name, value, value.copy(), is_recorded)
     for item in value.values() if isinstance(value, dict) else value:
         if isinstance(item, _CONTAINERS):
-            _note_container(item, name, is_recorded, holders)
+            if item:
+                _note_container(item, name, is_recorded, holders, empty)
+            else:
+                empty[is_recorded].append(item)
+
+
+def _below(name: str, key: str) -> str:
+    return f"the {key[1:]} of {name}" if key in _REGISTERED else f"{name}.{key}"
+
+
+def _name_of(root: nn.Module, container: Any) -> str:
+    """What a container is called that was empty."""
+    for path, module in walk(root):
+        found = _name_in(module.__dict__, f"self.{path}" if path else "self", container, set())
+        if found is not None:
+            return found
+    return "an attribute"
+
+
+def _name_in(attributes: dict[str, Any], name: str, container: Any, seen: set[int]) -> str | None:
+    if id(attributes) in seen:
+        return None
+    seen.add(id(attributes))
+    for key, value in attributes.items():
+        below = _below(name, key)
+        if value is container or (isinstance(value, _CONTAINERS) and _holds(value, container)):
+            return below
+        if hasattr(value, "__dict__") and not isinstance(value, _NO_HOLDERS) and type(value.__dict__) is dict:
+            found = _name_in(value.__dict__, below, container, seen)
+            if found is not None:
+                return found
+    return None
+
+
+def _holds(value: Any, container: Any) -> bool:
+    for item in value.values() if isinstance(value, dict) else value:
+        if item is container or (isinstance(item, _CONTAINERS) and _holds(item, container)):
+            return True
+    return False
 
 
 def _restore(value: Any, before: Any) -> bool:

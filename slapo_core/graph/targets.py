@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import types
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -75,6 +76,10 @@ _OPERATORS = {
 }
 
 _REFLECTED = {name for name in _OPERATORS if name.startswith("__r") and name != "__rshift__"}
+_WRAPPED = {
+    func: name for name in _OPERATORS if isinstance(func := getattr(torch.Tensor, name, None), types.FunctionType)
+}
+"""Operators that torch writes in Python, some of them (``**``) under the name of what they call."""
 
 
 def target_of(func: Any, recording: Recording) -> tuple[str, Any, tuple[int, ...] | None]:
@@ -86,8 +91,8 @@ def target_of(func: Any, recording: Recording) -> tuple[str, Any, tuple[int, ...
     owner = getattr(func, "__self__", None)
     if getattr(func, "__name__", None) == "__get__" and owner is not None:
         return "attribute", _attribute(owner), None
-    name = getattr(func, "__name__", "")
-    if getattr(func, "__name__", None) == "__set__":
+    name = _name(func)
+    if name == "__set__":
         raise recording.refusal(f"sets .{_attribute(owner)} of a tensor")
     if name in _OPERATORS and _is_method(func, name):
         return "function", _OPERATORS[name], (1, 0) if name in _REFLECTED else None
@@ -98,10 +103,16 @@ def target_of(func: Any, recording: Recording) -> tuple[str, Any, tuple[int, ...
 
 def writes_to_first(func: Any) -> bool:
     """Whether a torch function changes its first argument in place and returns it: ``add_``, ``+=``."""
-    name = getattr(func, "__name__", "")
+    name = _name(func)
     if name.startswith("__"):
         return name in _OPERATORS and name.startswith("__i") and name != "__invert__"
     return bool(name.endswith("_")) and _is_method(func, name)
+
+
+def _name(func: Any) -> str:
+    """The method of tensors that a torch function is; its own name for any other."""
+    name = str(getattr(func, "__name__", ""))
+    return name if _is_method(func, name) or not isinstance(func, types.FunctionType) else _WRAPPED.get(func, name)
 
 
 def _attribute(descriptor: Any) -> str:

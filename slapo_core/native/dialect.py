@@ -80,6 +80,11 @@ class TorchDialect(Dialect):
         return Plan("torch", tuple(steps), options)
 
     def stage_ranks(self, plan: Plan, stages: int, pp: int) -> tuple[int, ...]:
+        """Round and round, ``(0, 1, 0, 1)``; there and back, ``(0, 1, 1, 0)``, by the schedules with a V.
+
+        Raises:
+            BuildError: the schedule does not run so many stages, or micro-batches.
+        """
         return schedule_of(plan.config, stages, pp).stage_ranks(stages, pp)
 
     def build(self, plan: Plan, request: BuildRequest) -> Engine:

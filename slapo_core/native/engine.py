@@ -53,7 +53,7 @@ class TorchEngine(StatefulEngine):
             BuildError: the engine is closed.
         """
         if self._runtime is None:
-            raise self.closed()
+            raise self._closed()
         return self._runtime
 
     @property
@@ -65,10 +65,10 @@ class TorchEngine(StatefulEngine):
     def train_step(self, batch: Any) -> StepResult:
         optimizer, runtime = self.optimizer, self._runtime
         if runtime is None:
-            raise self.closed()
+            raise self._closed()
         if optimizer is None:
-            raise self.without_optimizer()
-        self.refuse_without_gradients()
+            raise self._without_optimizer()
+        self._refuse_without_gradients()
         pieces = self._micro_batches(batch)
         losses, output = [], None
         for number, piece in enumerate(pieces, start=1):
@@ -86,7 +86,7 @@ class TorchEngine(StatefulEngine):
 
     def eval_step(self, batch: Any) -> StepResult:
         if self._runtime is None:
-            raise self.closed()
+            raise self._closed()
         loss, output = self._evaluate(batch)
         return StepResult(loss, output)
 

@@ -44,7 +44,7 @@ class StatefulEngine:
         self._state.load(directory, optimizer=self.optimizer)
 
     @staticmethod
-    def refuse_without_gradients() -> None:
+    def _refuse_without_gradients() -> None:
         """Refuse a training step where torch computes no gradients."""
         if not torch.is_grad_enabled():
             raise BuildError(
@@ -53,14 +53,14 @@ class StatefulEngine:
             )
 
     @staticmethod
-    def without_optimizer() -> BuildError:
+    def _without_optimizer() -> BuildError:
         return BuildError(
             "this engine cannot train: it was built without an optimizer",
             hint="build(sch, optimizer=lambda params: torch.optim.AdamW(params, lr=1e-4))",
         )
 
     @staticmethod
-    def closed(reason: str = "") -> BuildError:
+    def _closed(reason: str = "") -> BuildError:
         return BuildError(
             f"the engine is closed{reason and ', because '}{reason}",
             hint="schedule and build a fresh model, with weights=engine.state_dict()",

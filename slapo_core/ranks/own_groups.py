@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 __all__ = ["OwnGroups"]
 
-_HEARING = 3.0  # seconds that a rank that failed leaves to the others to hear why, and that those wait for its reason
+_HEARING = 3.0  # seconds that a rank that failed leaves to the others to hear why, before it goes
+_ANSWERING = 1.5  # seconds that those have to say so, when nobody says that he failed
 _LOOK = 0.02
 
 
@@ -54,7 +55,7 @@ class OwnGroups:
                 own = connections_since(before)
             told = world.gather([connection.ends for connection in own])
             self._connections: list[Connection] = mutual(own, (ends for theirs in told for ends in theirs))
-        self._blocks = 0
+        self._blocks: dict[str, int] = {}  # by mesh_dim, along which ranks count alike
         self._agreed: Exception | None = None  # what every rank knows of already
         self.is_broken = False
 
@@ -91,7 +92,10 @@ class OwnGroups:
         except BaseException as error:
             if error is self._agreed:
                 raise
-            raise self._end(error, what()) from error
+            ended = self._end(error, what())
+            if not isinstance(error, Exception):
+                raise  # KeyboardInterrupt, SystemExit: the others are told, and here it stays what it is
+            raise ended from error
 
     @contextlib.contextmanager
     def together(self, what: str, device: torch.device, *, mesh_dim: str = "") -> Iterator[None]:
@@ -110,9 +114,9 @@ class OwnGroups:
             yield
         except Exception as caught:  # noqa: BLE001 - raised again below, when every rank knows of it
             error = caught
-        self._blocks += 1
+        self._blocks[mesh_dim] = self._blocks.get(mesh_dim, 0) + 1
         members = self._members[mesh_dim]
-        key = f"block {self._blocks} on"
+        key = f"block {self._blocks[mesh_dim]} over '{mesh_dim}' on"
         if error is not None:
             self._store.set(f"{key} {self._rank}", str(describe_failure(self._rank, error)))
         failed = torch.full((1,), float(error is not None), device=device)
@@ -128,16 +132,15 @@ class OwnGroups:
     def _end(self, error: BaseException, what: str) -> RankFailedError:
         """Tell the others, or hear from them; afterwards the groups are gone."""
         failure = describe_failure(self._rank, error)
+        own = f"{what}: {failure}"
         try:
-            if failure.lost:
-                causes = self._heard()
-            else:
-                self._store.set(f"failed {self._rank}", f"{what}: {failure}")
-                causes = {self._rank: f"{what}: {failure}"}
+            if not failure.lost:
+                self._store.set(f"failed {self._rank}", own)
             self.break_off()
             self._store.set(f"heard {self._rank}", "")
+            causes = self._heard() if failure.lost else {self._rank: own}
             if not failure.lost:
-                self._wait_for([f"heard {rank}" for rank in self._ranks])
+                self._wait(lambda: all(self._has_heard(rank) for rank in self._ranks), _HEARING)
         except RuntimeError as gone:  # the process that keeps the store has left
             causes = {self._ranks[0]: f"it has left, and the store with it ({gone})"}
             self.break_off()
@@ -148,14 +151,22 @@ class OwnGroups:
         return RankFailedError(f"a step failed on {told}", failures=causes, first=min(causes))
 
     def _heard(self) -> dict[int, str]:
-        names = {rank: f"failed {rank}" for rank in self._ranks}
-        self._wait_for(list(names.values()), any_of_them=True)
-        return {rank: self._store.get(name).decode() for rank, name in names.items() if self._store.check([name])}
+        """What the ranks say that failed; or who says nothing at all."""
 
-    def _wait_for(self, names: Sequence[str], *, any_of_them: bool = False) -> None:
-        deadline = time.monotonic() + _HEARING
-        enough = any if any_of_them else all
-        while not enough(self._store.check([name]) for name in names) and time.monotonic() < deadline:
+        def failed() -> list[int]:
+            return [rank for rank in self._ranks if self._store.check([f"failed {rank}"])]
+
+        self._wait(lambda: bool(failed()) or all(self._has_heard(rank) for rank in self._ranks), _ANSWERING)
+        told = {rank: self._store.get(f"failed {rank}").decode() for rank in failed()}
+        silent = [rank for rank in self._ranks if not self._has_heard(rank)]
+        return told or dict.fromkeys(silent, "no sign of life: the process ended, or hangs")
+
+    def _has_heard(self, rank: int) -> bool:
+        return bool(self._store.check([f"heard {rank}"]))
+
+    def _wait(self, is_enough: Callable[[], bool], seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while not is_enough() and time.monotonic() < deadline:
             time.sleep(_LOOK)
 
     def break_off(self) -> None:

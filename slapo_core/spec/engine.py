@@ -19,7 +19,7 @@ class StepResult:
     """The outcome of one step on this rank.
 
     Args:
-        loss: scalar tensor, detached; of this rank's own samples.
+        loss: scalar tensor, detached; of this rank's own samples, with a pipeline those of its replica.
         output: the model's output; None where the runtime does not give it out.
         grad_norm: the L2 norm of all gradients over all ranks before clipping; None unless ``max_grad_norm`` was given.
     """
@@ -35,7 +35,7 @@ class Engine(Protocol):
 
     @property
     def module(self) -> nn.Module:
-        """The scheduled model; its paths are those of the untouched one."""
+        """The scheduled model; its paths are those of the untouched one. With a pipeline, this rank's part of it."""
         ...
 
     def train_step(self, batch: Any) -> StepResult:
@@ -46,7 +46,10 @@ class Engine(Protocol):
         micro-batches along the first axis of every tensor: one after the other goes forward and backward, the
         gradients and the loss are the means over them, and there is one optimiser step and no ``output``.
 
-        The first step compares the batch over the tensor-parallel ranks, and makes them draw alike.
+        The first step compares the batch over the ranks of a replica, and makes its tensor-parallel ones draw alike.
+
+        With a pipeline every rank is given the whole batch of its replica, which is cut into the micro-batches of the
+        schedule: the loss and the gradients are the means over them.
 
         Args:
             batch: a mapping (keyword arguments), a tuple or list (positional arguments), or one argument.
@@ -55,6 +58,7 @@ class Engine(Protocol):
             BuildError: the engine was built without an optimizer, or is closed; there is no loss; or the batch cannot
                 be cut into micro-batches.
             RankMismatchError: the ranks of one replica were given different batches.
+            RankFailedError: with a pipeline, on every rank: a rank failed in the middle of the step, and which one.
         """
         ...
 

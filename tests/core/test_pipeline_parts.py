@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ast
+import contextlib
+import gc
 import inspect
 import textwrap
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,13 @@ from slapo_core.native.pipeline.torch_pipelining import CALLED, recomputes, sche
 from slapo_core.native.pipeline.whole import Watch
 from tests.core.hand_stages import Double
 
+OF_METADATA = {  # of PipelineStage, whose subclass ours is not; the second since torch 2.14
+    "_post_metadata_inference_cleanup",
+    "_pre_metadata_inference_backup",
+    "_warmup_backward_result",
+    "_warmup_forward_vote",
+}
+
 
 def plan(mesh: dict[str, int], **config: Any) -> slapo.Plan:
     return TorchDialect().plan(slapo.create_schedule(nn.Linear(2, 2), mesh=mesh), config)
@@ -42,8 +52,7 @@ def test_schedules_call_of_a_stage_what_is_known_and_nothing_else() -> None:
         and isinstance(node.func, ast.Attribute)
         and ast.unparse(node.func.value) in ("stage", "self._stage", "stage_index_to_stage[stage_idx + 1]")
     } | {"set_local_bwd_input"}
-    of_metadata = {"_warmup_forward_vote", "_warmup_backward_result", "_post_metadata_inference_cleanup"}
-    assert called - of_metadata == set(CALLED)  # those are of PipelineStage, which ours is not
+    assert called - OF_METADATA == set(CALLED)
     assert not issubclass(RunningStage, torch_stage.PipelineStage)
     for name in CALLED:
         method, original = getattr(RunningStage, name), getattr(torch_stage._PipelineStageBase, name)
@@ -64,8 +73,7 @@ def test_schedules_read_of_a_stage_what_it_has() -> None:
     source = ast.parse(textwrap.dedent(inspect.getsource(RunningStage.__mro__[1].__init__)))
     own = {node.attr for node in ast.walk(source) if isinstance(node, ast.Attribute)}
     properties = {"is_first", "is_last"}
-    of_metadata = {"_warmup_forward_vote", "_warmup_backward_result", "_post_metadata_inference_cleanup"}
-    unknown = read - own - set(CALLED) - properties - of_metadata - {"_inference_mode"}  # set, of PipelineStage only
+    unknown = read - own - set(CALLED) - properties - OF_METADATA - {"_inference_mode"}  # set, of PipelineStage only
     assert unknown == set()
     for schedule in SCHEDULES:
         assert "scale_grads" in inspect.signature(schedule_class(schedule.class_name)).parameters
@@ -289,7 +297,7 @@ def test_a_backward_in_two_parts_gives_every_gradient_and_runs_custom_functions_
     module, other = Hard(), Hard()
     expected = whole(other, given, gradients)
     received = [Received(one.clone(), carries_gradient=True) for one in given]
-    roots = module(*(one.tensor for one in received))
+    roots = module(*(one.take() for one in received))
     fired: list[str] = []
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
@@ -317,11 +325,29 @@ def test_a_received_value_may_be_written_to_and_passed_on() -> None:
     own.mul_(2)
     torch.autograd.backward([use, own], [torch.ones(()).double(), torch.full((3,), 5.0).double()])
     received = Received(value.clone(), carries_gradient=True)
-    use = (received.tensor * 3).sum()
-    received.tensor.mul_(2)
-    torch.autograd.backward([use, received.tensor], [torch.ones(()).double(), torch.full((3,), 5.0).double()])
+    own = received.take()
+    use = (own * 3).sum()
+    own.mul_(2)
+    torch.autograd.backward([use, own], [torch.ones(()).double(), torch.full((3,), 5.0).double()])
     assert torch.equal(received.give_back(), leaf.grad)
     assert torch.equal(received.give_back(), torch.zeros(3).double())  # nothing since
+
+
+def test_what_was_received_goes_with_its_last_use() -> None:
+    """Activations must not wait for the garbage collector."""
+    gc.disable()
+    try:
+        received = Received(torch.ones(3), carries_gradient=True)
+        own = received.take()
+        seen = weakref.ref(own)
+        loss = (own * own).sum()
+        del own
+        loss.backward()
+        del loss
+        assert seen() is None
+        assert torch.equal(received.give_back(), torch.full((3,), 2.0))
+    finally:
+        gc.enable()
 
 
 def test_hooks_of_tensors_and_checkpoints_keep_a_backward_whole() -> None:
@@ -341,9 +367,15 @@ def test_hooks_of_tensors_and_checkpoints_keep_a_backward_whole() -> None:
     reasons = {}
     for kind in ("plain", "hook", "checkpoint"):
         module = Hooked(kind)
-        watch = Watch(module)
-        with watch.looking():
-            module(torch.ones(2, requires_grad=True))
+        watch = Watch(module, "stage 1")
+        with pytest.warns(UserWarning, match="stage 1") if kind != "plain" else contextlib.nullcontext() as caught:  # type: ignore[attr-defined]
+            with watch.looking():
+                module(torch.ones(2, requires_grad=True))
+        if caught is not None:
+            assert str(caught[0].message) == (
+                "stage 1 computes the gradients of its inputs and of its weights together, where the schedule has them "
+                f"apart, because {watch.reason}: they are the same, and the bubbles stay"
+            )
         reasons[kind] = watch.reason
     assert reasons == {
         "plain": "",

@@ -16,14 +16,15 @@ from tests.core.hand_stages import Net, batch, cut, liveness_of, partition_of
 
 
 def cases(pp: int) -> list[tuple[Schedule, int, int]]:
-    """Schedule, stages and micro-batches."""
-    return [
-        (schedule, stages, count)
-        for schedule in SCHEDULES
-        for stages in (pp, 2 * pp)
-        for count in (1, 2, 3, 4, 5, 8)
-        if (schedule.per_rank in (None, stages // pp)) and schedule.allows(count, pp)
-    ]
+    """Schedule, stages and micro-batches: the fewest, and an odd number."""
+    found = []
+    for schedule in SCHEDULES:
+        for stages in (pp, 2 * pp):
+            if schedule.per_rank in (None, stages // pp):
+                allowed = [count for count in (1, 2, 3, 5, 7, 8) if schedule.allows(count, pp)]
+                counts = {allowed[0], allowed[(len(allowed) - 1) // 2]}
+                found += [(schedule, stages, count) for count in sorted(counts)[-1 if pp == 4 else 0 :]]
+    return found
 
 
 def reference(net: Net, count: int) -> dict[str, Any]:
@@ -36,11 +37,12 @@ def reference(net: Net, count: int) -> dict[str, Any]:
     return {"loss": torch.stack(losses).mean(), "logits": torch.cat([one["logits"].detach() for one in outputs])}
 
 
-def on_rank(pp: int, *, checkpoints: bool, hooks: bool) -> list[str]:
+def on_rank(pp: int, *, checkpoints: bool = False, hooks: bool = False) -> list[str]:
     """What differs, for every case."""
     torch.set_num_threads(1)
     rank, found = dist.get_rank(), []
-    for schedule, stages, count in cases(pp):
+    chosen = [case for case in cases(pp) if not checkpoints or (case[0].splits_backward and case[1] > pp)]
+    for schedule, stages, count in chosen:
         case = f"{schedule.name} {stages} stages {count} micro-batches"
         untouched, net = Net(hooks=hooks), Net(checkpoints=checkpoints, hooks=hooks)
         expected = reference(untouched, count)
@@ -91,7 +93,7 @@ def _has_checkpoint(stage: Any) -> bool:
 @pytest.mark.parametrize("pp", [2, 4])
 def test_every_schedule_gives_the_gradients_of_the_untouched_model(pp: int) -> None:
     assert len({schedule.name for schedule, _, _ in cases(pp)}) == 7
-    for differing in run_ranks(on_rank, pp, world_size=pp, checkpoints=False, hooks=False):
+    for differing in run_ranks(on_rank, pp, world_size=pp):
         assert differing == []
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -54,6 +53,17 @@ class Config:
 config = Config
 
 
+class ReadsConfig(nn.Module):
+    """Reads the configuration first: what it reads is known as its own."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config = config
+
+    def forward(self, x: Any) -> Any:
+        return x if self.config.twice else x * 2
+
+
 def runs(model: nn.Module, *, x: Any = None) -> tuple[int, list[Any]]:
     """How many blocks were run, and the shapes of what each gave."""
     Block.runs = 0
@@ -82,6 +92,7 @@ FIRST = {"shape": (2, 4)}
 CASES: list[tuple[Any, int, list[Any]]] = [
     (lambda: Model(*[Block(SHARED) for _ in range(3)]), 1, [(2, 4)] * 3),
     (lambda: Model(Block(config()), Block(config(twice=True))), 2, [(2, 4), (4, 4)]),
+    (lambda: Model(ReadsConfig(SHARED), Block(SHARED), Block(config(twice=True))), 2, [(2, 4), (2, 4), (4, 4)]),
     (lambda: Model(Block(SHARED), Block(SHARED, options={"wide": True})), 2, [(2, 4), (2, 8)]),
     (lambda: Model(Block(SHARED), Block(SHARED, is_last=True)), 2, [(2, 4), [(2, 4), (2, 4)]]),
     (lambda: Model(Block(SHARED), hooked(Block(SHARED))), 2, [(2, 4), [(2, 4), (2, 4)]]),
@@ -141,18 +152,38 @@ class Counts(nn.Module):
         return x.view(-1)
 
 
+class Shared:
+    def __init__(self, calls: Any) -> None:
+        self.calls = calls
+
+
+class Reads(nn.Module):
+    """Reads the shared object first: then it is none of the other blocks' own."""
+
+    def __init__(self, shared: Any) -> None:
+        super().__init__()
+        self.shared = shared
+
+    def forward(self, x: Any) -> Any:
+        return x + 1 if self.shared.calls is None else x + 2
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
 @pytest.mark.parametrize("what", ["attribute", "list", "buffer", "argument", "view"])
-def test_a_call_that_changes_something_stands_for_no_other(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_that_changes_something_stands_for_no_other(
+    what: str, elsewhere: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     counted: list[int] = []
     original = Counts.forward
     monkeypatch.setattr(Counts, "forward", lambda self, x: counted.append(1) or original(self, x))
-    shared = SimpleNamespace(calls=[] if what == "list" else 0)
-    model = Model(*[Counts(shared, what) for _ in range(3)])
+    shared = Shared([] if what == "list" else 0)
+    blocks = [Counts(shared, what) for _ in range(3)]
+    model = Model(Reads(shared), *blocks) if elsewhere else Model(*blocks)
     graph = flat(model, Model.forward, {"x": torch.rand(5, 4)}, lambda module, path: True)
     assert len(counted) == 3
     if what in ("attribute", "list"):
         lengths = [graph.values[node].shape[0] for node in graph.graph.nodes if node.op == "call_module"]
-        assert lengths == [1, 2, 3]
+        assert lengths[-3:] == [1, 2, 3]
         assert shared.calls in ([], 0), "and it is taken back"
     if what == "buffer":
-        assert graph.written == {f"blocks.{number}.seen" for number in range(3)}
+        assert graph.written == {f"blocks.{number + elsewhere}.seen" for number in range(3)}

@@ -241,7 +241,6 @@ def test_the_command_gives_json_for_all_plugins(fake_distributions: FakeEnvironm
         "acme-slapo": True,
         "bust-slapo": False,
         "slapo-core": True,
-        "slapo-pipeline": True,
     }
     assert plugins["acme-slapo"]["checks"][0] == {
         "check": "state",

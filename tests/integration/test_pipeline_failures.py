@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -161,3 +163,25 @@ def test_replicas_and_tensor_parallel_ranks_hear_of_it_too() -> None:
             assert failed.startswith(
                 "a step failed on rank 3, stage 1 in the forward of micro-batch 0: ValueError: no more forward ("
             )
+
+
+def leaves(directory: str) -> str:
+    """Rank 1 ends as a process, without a word."""
+    engine, _ = build({"pp": 3}, "1f1b", "", -1)
+    batch = (torch.linspace(-1, 1, 24).reshape(6, 4),)
+    engine.train_step(batch)
+    if dist.get_rank() == 1:
+        os._exit(3)
+    try:
+        engine.train_step(batch)
+    except slapo.RankFailedError as error:
+        Path(directory, str(dist.get_rank())).write_text(str(error))
+    return ""
+
+
+def test_a_rank_that_is_gone_is_named(tmp_path: Path) -> None:
+    with pytest.raises(slapo.RankFailedError, match="rank 1"):
+        run_ranks(leaves, str(tmp_path), world_size=3)
+    told = [path.read_text() for path in sorted(tmp_path.iterdir())]
+    assert told
+    assert all("rank 1, no sign of life: the process ended, or hangs" in text for text in told)

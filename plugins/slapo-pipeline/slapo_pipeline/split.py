@@ -141,4 +141,8 @@ def slapo_cases() -> list[Case]:
         return (torch.randn(5, 6),)
 
     rejects = [("", PipelineSplit()), ("1", PipelineSplit(balance="flops"))]
-    return [Case(PipelineSplit(), path="1", model=model, inputs=batch, rejects=rejects)]
+    too_many = [("", PipelineSplit(stages=5)), ("1", PipelineSplit(stages=2)), ("", PipelineSplit(stages=0))]
+    return [
+        Case(PipelineSplit(), path="1", model=model, inputs=batch, rejects=rejects),
+        Case(PipelineSplit(stages=3), path="", model=model, inputs=batch, rejects=too_many),
+    ]

@@ -66,6 +66,21 @@ def test_no_blocks_and_several_lists():
     )
 
 
+def test_a_short_tail_of_plain_functions_is_no_rival_of_the_blocks():
+    class Classifier(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stages = Stack(3)
+            self.classifier = nn.Sequential(nn.ReLU(), nn.Dropout(), nn.Linear(4, 2))
+
+        def forward(self, x):
+            return self.classifier(self.stages(x))
+
+    sch = slapo.create_schedule(Classifier())
+    sch.pipeline_split(stages=3)
+    assert sch.records[-1].primitive.after == ("stages.layer.0", "stages.layer.1")
+
+
 def test_numbers_that_make_no_sense():
     assert refusal(Stack(), 0) == "stages=0 must be 1 or more; pipeline_split(stages=2)"
     sch = slapo.create_schedule(Stack())

@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from slapo_core import GuardError
+
 from .staging import compare, cut
 
 
@@ -15,6 +17,7 @@ class Base(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.d = nn.Linear(4, 4)
 
 
 class Regions(Base):
@@ -27,21 +30,23 @@ class Regions(Base):
             with torch.autocast("cpu", dtype=torch.bfloat16):
                 low = g @ g.T
                 g = self.c(g)
-                again = g @ g.T
+                again = g @ g[:4].T
+                again = again + self.d(g)
             g = g.float() * 2
-        return h * g.double(), low.sum(), again, torch.is_grad_enabled()
+        return self.d(h) * g, low.sum(), again, torch.is_grad_enabled()
 
 
 @pytest.mark.parametrize("cuts", [["a"], ["b"], ["c"], ["a", "b", "c"]])
 def test_regions_go_on_in_the_next_stage_and_end_there(cuts: list[str]) -> None:
     torch.manual_seed(0)
-    made = compare(Regions().double(), cuts, torch.rand(3, 4, dtype=torch.float64), loss=lambda out: out[0].sum())
+    x = torch.rand(4, 4)
+    made = compare(Regions(), cuts, x, loss=lambda out: out[0].sum())
+    assert made.run({"x": x})[2].dtype == torch.bfloat16
     assert torch.is_grad_enabled()
     assert not torch.is_autocast_enabled("cpu")
     gradients = {name for name, value in made.partition.values.items() if value.requires_grad}
     assert "b" not in gradients
     assert "c" not in gradients
-    x = torch.rand(3, 4, dtype=torch.float64)
     with torch.no_grad():
         assert not made.run({"x": x})[0].requires_grad, "gradients stay off where they are not taken outside"
 
@@ -68,10 +73,10 @@ class Kinds(Base):
     class Count(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.steps = 3
+            self.steps, self.factor = 3, 0.5
 
         def forward(self, x: Any) -> Any:
-            return x[:, ::2], self.steps, 0.5
+            return x[:, ::2], self.steps, self.factor
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,14 +109,13 @@ def test_kinds_of_values() -> None:
     assert made.partition.values["x"].producer == 0
 
 
-def test_a_number_that_a_module_returns_is_held_to_what_it_was() -> None:
-    from slapo_core import GuardError
-
+@pytest.mark.parametrize(("name", "was", "now"), [("steps", 3, 4), ("factor", 0.5, 0.25)])
+def test_a_number_that_a_module_returns_is_held_to_what_it_was(name: str, was: Any, now: Any) -> None:
     model = Kinds()
     x = torch.rand(3, 4)
     made = cut(model, ["b"], x)
-    model.count.steps = 4
-    with pytest.raises(GuardError, match=r"stage 0 was recorded with .* == 3, and this call has 4"):
+    setattr(model.count, name, now)
+    with pytest.raises(GuardError, match=rf"stage 0 was recorded with .* == {was}, and this call has {now}"):
         made.run({"x": x})
 
 

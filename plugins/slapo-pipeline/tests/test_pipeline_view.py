@@ -166,3 +166,31 @@ def test_without_a_batch_or_a_cut_it_says_what_to_write():
         slapo_pipeline.stages(schedule())
     with pytest.raises(slapo.ArgumentError, match="does not take this batch"):
         slapo_pipeline.stages(schedule(), {"words": BATCH["ids"]})
+
+
+def test_operations_of_a_mixture_of_experts_are_counted():
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        vocab_size=50,
+        use_cache=False,
+    )
+    sch = slapo.create_schedule(
+        MixtralForCausalLM(config), example_inputs={"input_ids": torch.zeros(2, 8, dtype=torch.int64)}
+    )
+    sch["model.layers.0"].pipeline_split()
+    found = slapo_pipeline.stages(sch)
+    attention = 8 * 16 * 32**2 + 4 * 2 * 8**2 * 32
+    experts = 2 * (3 * 2 * 16 * 32 * 64)  # two of the four for each token
+    router, head = 2 * 16 * 32 * 4, 2 * 16 * 32 * 50
+    assert [stage.flops for stage in found.stages] == [
+        attention + experts + router,
+        attention + experts + router + head,
+    ]

@@ -1,4 +1,9 @@
-"""Random numbers of a training step: a stream for each stage and micro-batch, and nothing that others draw changes."""
+"""Random numbers of a training step: a stream for each stage and micro-batch, and one number of everybody's own.
+
+A loader draws of torch's stream too, and must draw alike on all ranks of a replica, whatever their stages draw. So the
+stages' streams begin at a seed that torch's stream gives; it moves on by that one number on every rank, if any stage
+drew something, and not at all else.
+"""
 
 from __future__ import annotations
 
@@ -7,25 +12,30 @@ from collections.abc import Iterator
 
 import torch
 
-__all__ = ["own_random_state", "start_stream"]
+__all__ = ["has_drawn", "move_on", "own_random_state", "start_stream"]
 
 
 @contextlib.contextmanager
 def own_random_state(device: torch.device) -> Iterator[int]:
-    """Give a seed for the step, one number of torch's stream; afterwards the stream goes on behind it.
-
-    So what a loader draws stays the same on all ranks of a replica, whatever their stages draw.
+    """Give the seed of a step; afterwards torch's stream is where it was.
 
     Args:
         device: where stages draw, beside the CPU.
     """
-    seed = int(torch.randint(1 << 62, (), device="cpu"))
+    looking_ahead = torch.Generator()
+    looking_ahead.set_state(torch.default_generator.get_state())
+    seed = int(torch.randint(1 << 62, (), generator=looking_ahead, device="cpu"))
     devices = [] if device.type == "cpu" else [device]
-    with torch.random.fork_rng(devices=devices, device_type=None if device.type == "cpu" else device.type):
+    with torch.random.fork_rng(devices=devices, device_type="cuda" if device.type == "cpu" else device.type):
         yield seed
 
 
-def start_stream(seed: int, stage: int, number: int, device: torch.device) -> None:
+def move_on() -> None:
+    """After a step in which a stage of the replica drew: behind the number that was its seed."""
+    torch.randint(1 << 62, (), device="cpu")
+
+
+def start_stream(seed: int, stage: int, number: int, device: torch.device) -> list[torch.Tensor]:
     """Begin the stream of a stage and a micro-batch: the same under every schedule, another one for each.
 
     Args:
@@ -33,8 +43,24 @@ def start_stream(seed: int, stage: int, number: int, device: torch.device) -> No
         stage: its index.
         number: of the micro-batch.
         device: where the stage draws, beside the CPU.
+
+    Returns:
+        for :func:`has_drawn`.
     """
     own = hash((seed, stage, number)) & ((1 << 63) - 1)
     torch.default_generator.manual_seed(own)
     if device.type != "cpu":
         torch.get_device_module(device).manual_seed(own)
+    return _states(device)
+
+
+def has_drawn(since: list[torch.Tensor], device: torch.device) -> bool:
+    """Whether anything was drawn since the stream began."""
+    return any(not torch.equal(one, other) for one, other in zip(since, _states(device), strict=True))
+
+
+def _states(device: torch.device) -> list[torch.Tensor]:
+    states = [torch.default_generator.get_state()]
+    if device.type != "cpu":
+        states.append(torch.get_device_module(device).get_rng_state(device))
+    return states

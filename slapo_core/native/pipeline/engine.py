@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from slapo_core import BuildError, RankFailedError, StepResult
-from slapo_core.native.pipeline.dropping import own_random_state
+from slapo_core.native.pipeline.dropping import move_on, own_random_state
 from slapo_core.native.pipeline.forms import Forms
 from slapo_core.native.pipeline.outputs import gather_output
 from slapo_core.native.pipeline.part import Part
@@ -87,7 +87,7 @@ class PipelineEngine(StatefulEngine):
     def train_step(self, batch: Any) -> StepResult:
         self._require_open()
         if self.optimizer is None:
-            raise self.without_optimizer()
+            raise self._without_optimizer()
         loss = self._passes(batch, zero=self.optimizer)
         with self._step():
             self._at = "clipping gradients"
@@ -128,13 +128,16 @@ class PipelineEngine(StatefulEngine):
     def _passes(self, batch: Any, *, zero: Optimizer | None = None) -> Tensor:
         """Forward and backward of all micro-batches; gradients are those of the batch of all replicas then."""
         self._require_open()
-        self.refuse_without_gradients()
+        self._refuse_without_gradients()
         with self._request.training(batch):
             with self._step():
                 with self._groups.together("preparing the step", self._device):
                     pieces, form = self._forms.of(batch, training=True)
                 if zero is not None:
                     zero.zero_grad(set_to_none=True)
+                earlier = [(one, one.grad) for one in self._trained() if one.grad is not None]
+                for parameter, _ in earlier:
+                    parameter.grad = None  # which is exchanged already
                 with own_random_state(self._device) as seed:
                     work = form.run(pieces, backward=True, seed=seed, at=self._stand)
                 loss = self._loss(work)
@@ -144,6 +147,8 @@ class PipelineEngine(StatefulEngine):
                 if replicas is not None:
                     average_gradients(self._trained(), replicas, bucket_bytes=self.plan.config["bucket_cap_mb"] << 20)
                 self._request.sum_tied_gradients()
+                for parameter, gradient in earlier:
+                    parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
         return loss
 
     def _trained(self) -> list[Tensor]:
@@ -151,14 +156,18 @@ class PipelineEngine(StatefulEngine):
         return [live.tensor for live in tensors if live.tensor.requires_grad]
 
     def _loss(self, work: Work) -> Tensor:
-        """The mean over the micro-batches, on every rank of the replica."""
+        """The mean over the micro-batches, on every rank of the replica; all of them move on in torch's stream."""
         self._at = "exchanging the loss"
-        message = torch.zeros(2, dtype=torch.float64, device=self._device)
+        message = torch.zeros(3, dtype=torch.float64, device=self._device)
+        message[2] = work.drew
         if self._ranks[-1] == self._rank:
             own = torch.stack([work.losses[number] for number in range(self._count)]).mean()
             message[0], message[1] = own, _DTYPES.index(own.dtype)
         self._groups.group("pp").allreduce([message]).wait()
-        return message[0].to(_DTYPES[int(message[1])])
+        loss, kind, drew = message.unbind()
+        if drew:
+            move_on()
+        return loss.to(_DTYPES[int(kind)])
 
     def _wait_for_all(self) -> None:
         """No rank goes on to what it shares with others through the groups of the mesh while one has failed."""
@@ -189,4 +198,4 @@ class PipelineEngine(StatefulEngine):
 
     def _require_open(self) -> None:
         if self._reason is not None:
-            raise self.closed(self._reason)
+            raise self._closed(self._reason)

@@ -22,9 +22,16 @@ class Part(nn.Module):
 
     def __init__(self, model: nn.Module, stages: Iterable[nn.Module]) -> None:
         super().__init__()
+        self.__dict__["_model"] = model  # no module of this one
         own = set(model.modules())
         for stage in stages:
             _merge(self, stage, own)
+
+    def train(self, mode: bool = True) -> Part:
+        """Put the whole model into a mode, of which other ranks have the rest: the same call on all of them."""
+        if "_model" in self.__dict__:
+            self.__dict__["_model"].train(mode)
+        return super().train(mode)  # type: ignore[return-value]
 
     def forward(self, *args: object, **kwargs: object) -> None:
         raise NotImplementedError("this is one rank's part of the model: call engine.train_step(batch) or eval_step")

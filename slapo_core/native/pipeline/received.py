@@ -27,10 +27,14 @@ class Received:
         self.start: torch.Tensor | None = None
         if carries_gradient and torch.is_grad_enabled():
             self.start = torch.empty(0, device=buffer.device, requires_grad=True)
-            self.tensor: torch.Tensor = _Arrival.apply(self.start, [buffer], self)  # type: ignore[no-untyped-call]
-            self.node = self.tensor.grad_fn
-        else:
-            self.tensor, self.node = buffer, None
+            buffer = _Arrival.apply(self.start, [buffer], self)  # type: ignore[no-untyped-call]
+        self._tensor: torch.Tensor | None = buffer
+
+    def take(self) -> torch.Tensor:
+        """What the stage reads; once: its history leads here, and would keep itself alive."""
+        tensor, self._tensor = self._tensor, None
+        assert tensor is not None
+        return tensor
 
     def give_back(self) -> torch.Tensor:
         """The gradient, contiguous; zeros where nothing used the value."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from slapo_core import BuildError
-from slapo_core.native.pipeline.dropping import start_stream
+from slapo_core.native.pipeline.dropping import has_drawn, start_stream
 from slapo_core.native.pipeline.received import Received
 from slapo_core.native.pipeline.splitting import backward_of_inputs
 from slapo_core.native.pipeline.torch_pipelining import Operation, StageBase
@@ -33,6 +34,7 @@ class Work:
         at: is told what runs, for the message of an error.
         seed: of random numbers; None leaves torch's streams as they are.
         keep_outputs: whether the pieces of the output that stages make are kept.
+        drew: whether a stage drew random numbers.
         losses: by micro-batch, where the last stage is.
         outputs: by name and micro-batch.
     """
@@ -42,6 +44,7 @@ class Work:
     at: Callable[[str], None]
     seed: int | None = None
     keep_outputs: bool = False
+    drew: bool = False
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
     outputs: dict[str, dict[int, torch.Tensor]] = field(default_factory=dict)
 
@@ -102,7 +105,7 @@ class RunningStage(StageBase):
         self._flights: dict[int, _Flight] = {}
         self._back: dict[int, list[torch.Tensor]] = {}  # gradients that go back
         self._later: dict[int, Callable[[], None]] = {}  # second parts of backward passes
-        self._watch = Watch(stage.module) if splits else None
+        self._watch = Watch(stage.module, f"stage {index}") if splits else None
         self.sent_bytes = [0, 0]
 
     @property
@@ -185,10 +188,8 @@ class RunningStage(StageBase):
         for value, buffer in zip(self._coming, flight.buffers, strict=True):
             flight.received[value.name] = Received(buffer, carries_gradient=value.requires_grad and self.has_backward)
         flight.buffers = []
-        if self.work.seed is not None:
-            start_stream(self.work.seed, self.stage_index, fwd_chunk_id, self.device)
-        there = {name: one.tensor for name, one in flight.received.items()}
-        made = self._call(self.work.inputs[fwd_chunk_id], there)
+        there = {name: one.take() for name, one in flight.received.items()}
+        made = self._made(fwd_chunk_id, there)
         there.update(made)
         if self.work.keep_outputs:
             for name in self._output_pieces:
@@ -210,13 +211,18 @@ class RunningStage(StageBase):
     def _at(self, what: str, number: int) -> None:
         self.work.at(f"stage {self.stage_index} in {what} of micro-batch {number}")
 
-    def _call(self, inputs: Mapping[str, Any], there: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    def _made(self, number: int, there: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """What the stage makes, with a stream of random numbers of its own."""
+        inputs = self.work.inputs[number]
         own = {name: inputs[name] for name in self._stage.inputs if name in inputs}
         values = {name: there[name] for name in self._stage.uses}
-        if self._watch is None:
-            return self.submod(own, values)  # type: ignore[no-any-return]
-        with self._watch.looking():
-            return self.submod(own, values)  # type: ignore[no-any-return]
+        seed = self.work.seed
+        stream = None if seed is None else start_stream(seed, self.stage_index, number, self.device)
+        with contextlib.nullcontext() if self._watch is None else self._watch.looking():
+            made: Mapping[str, torch.Tensor] = self.submod(own, values)
+        if stream is not None and not self.work.drew:
+            self.work.drew = has_drawn(stream, self.device)
+        return made
 
     def _checked(self, value: Value, tensor: torch.Tensor) -> torch.Tensor:
         if tuple(tensor.shape) != value.shape or tensor.dtype != value.dtype:

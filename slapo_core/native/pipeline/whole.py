@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,14 +20,18 @@ _HOOKED = "a hook of a tensor would run in both parts"
 
 
 class Watch:
-    """Looks at the first forward of a stage with gradients.
+    """Looks at the first forward of a stage with gradients, and warns where its backward must not be parted.
+
+    Args:
+        module: of the stage.
+        name: for the warning.
 
     Attributes:
         reason: why the backward must not be parted; "" if nothing speaks against it.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self._module, self._name = module, name
         self._is_over = False
         self.reason = ""
 
@@ -50,6 +55,12 @@ class Watch:
             for handle in handles:
                 handle.remove()
         self._is_over = True
+        if self.reason:
+            warnings.warn(
+                f"{self._name} computes the gradients of its inputs and of its weights together, where the schedule "
+                f"has them apart, because {self.reason}: they are the same, and the bubbles stay",
+                stacklevel=2,
+            )
 
 
 class _Hooks(TorchFunctionMode):

@@ -15,10 +15,14 @@ def find_blocks(node: Node, stages: int) -> tuple[tuple[str, ...], Violation | N
     """The blocks at a node, as paths relative to it in the order of the list; or why it is not known which they are.
 
     They are the children of the node, where it is a ModuleList or a Sequential; else those of the only such list below
-    it that is long enough. Lists inside of the blocks of another one do not count.
+    it that is long enough, or, of several, the only one with as many blocks that have parameters. Lists inside of the
+    blocks of another one do not count.
     """
     found = list(lists_of_blocks(node.module))
     enough = [(path, names) for path, names in found if len(names) >= stages]
+    if len(enough) > 1:  # a classifier of Flatten, Dropout and Linear is no rival of the blocks
+        real = [(path, names) for path, names in enough if _with_parameters(node.module, path, names) >= stages]
+        enough = real if len(real) == 1 else enough
     if len(enough) == 1:
         path, names = enough[0]
         return tuple(f"{path}.{name}" if path else name for name in names), None
@@ -50,6 +54,11 @@ def lists_of_blocks(module: nn.Module, path: str = "") -> Iterator[tuple[str, tu
         return
     for name, child in module.named_children():
         yield from lists_of_blocks(child, f"{path}.{name}" if path else name)
+
+
+def _with_parameters(module: nn.Module, path: str, names: tuple[str, ...]) -> int:
+    holder = module.get_submodule(path)
+    return sum(next(holder.get_submodule(name).parameters(), None) is not None for name in names)
 
 
 def _joined(path: str, below: str) -> str:

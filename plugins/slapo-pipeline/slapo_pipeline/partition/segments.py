@@ -90,7 +90,7 @@ class Segments:
         """A guard is checked where what it asks about is made; one that asks about parameters, by nobody here."""
         asked = node.args[0]
         if isinstance(asked, fx.Node) and self._is_about_attributes(asked):
-            return  # see `Attributes`
+            return  # `FlatGraph.require` holds them to what they were, on ranks that do not have them too
         is_made = any(self.places.is_made(read) for read in node.all_input_nodes)
         self._copy(node, self.places.home(node) if is_made else position)
 
@@ -121,6 +121,8 @@ class Segments:
             return segment.graph.get_attr(str(node.target))
         if isinstance(value, torch.device):
             return self._device(value, segment)
+        if is_plain(value) and value is not None and self._is_about_attributes(node):
+            return value  # a size of a parameter, which the stage need not hold for that
         if not self.places.is_made(node) or is_constructor(node):
             return self._copy(node, stage)
         home = self.places.home(node)
@@ -172,9 +174,7 @@ class Segments:
         """An argument that is no node: a constant, or an object that is there before the model is called."""
         if is_plain(value) and not isinstance(value, Enum) and type(value).__module__ != "numpy":
             return value
-        if is_plain(value) or isinstance(
-            value, FunctionType | BuiltinFunctionType | MethodType | type | torch.nn.Module
-        ):
+        if is_plain(value) or isinstance(value, _LASTING):
             return segment.hold(value)
         if self._owned is None:
             owners = [vars(module) for module in self.flat.module.modules()]

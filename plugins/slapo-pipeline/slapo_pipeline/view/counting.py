@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses import FakeTensorMode
 from torch.utils import _pytree as pytree
 
+from slapo_core.tracing import FakeMode
 from slapo_pipeline.balance.flops import FlopCount
 
 __all__ = ["flops_by_stage"]
@@ -30,7 +30,7 @@ def flops_by_stage(model: nn.Module, inputs: Mapping[str, Any], cuts: Sequence[s
     """
     copied = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
     device = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
-    mode = FakeTensorMode(allow_non_fake_inputs=True) if device.type != "meta" else None
+    mode = FakeMode() if device.type != "meta" else None
 
     def without_values(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
