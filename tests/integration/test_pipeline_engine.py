@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import warnings
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import slapo_core as slapo
 from slapo_core.native.pipeline import engine as engine_module, stage as stage_module
@@ -155,9 +157,43 @@ def sent() -> tuple[dict[int, tuple[int, int]], dict[int, tuple[int, int]]]:
     return counted, {stage: announced[stage] for stage in counted}
 
 
+class Words(nn.Module):
+    """Gives its output with the samples last, first axes as long as a micro-batch, and what has no samples at all."""
+
+    def __init__(self, summed: bool) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        self.summed = summed
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        first = self.layers[0](x)
+        y = self.layers[1](first)
+        out = {"loss": y.square().mean(), "last": y.transpose(0, 2), "early": first, "one": self.layers[0].weight * 2}
+        return {**out, "sum": y.sum((0, 1))} if self.summed else out
+
+
+def gathered() -> str:
+    """The output for a whole batch whose micro-batches have as many samples as other axes have elements."""
+    x = torch.randn(6, 2, 3)
+    for summed in (False, True):
+        torch.manual_seed(0)
+        model = Words(summed)
+        sch = slapo.create_schedule(model, mesh={"pp": 2}, example_inputs={"x": x})
+        sch["layers.0"].pipeline_split()
+        expected = Words.forward(copy.deepcopy(model), x)
+        engine: Any = slapo.build(sch, microbatches=2)
+        if not summed:
+            torch.testing.assert_close(engine.eval_step({"x": x}, gather_outputs=True).output, expected)
+        else:
+            with pytest.raises(slapo.BuildError) as error:
+                engine.eval_step({"x": x}, gather_outputs=True)
+            engine.eval_step({"x": x})
+    return str(error.value)
+
+
 def on_two() -> dict[str, Any]:
     torch.set_num_threads(1)
-    return {each.__name__: each() for each in (forms, modes, refusals, dropout, streams, sent)}
+    return {each.__name__: each() for each in (forms, modes, refusals, dropout, streams, sent, gathered)}
 
 
 @pytest.fixture(scope="module")
@@ -168,6 +204,12 @@ def ranks() -> list[dict[str, Any]]:
 def test_other_forms_of_a_batch_and_evaluations_between_steps_are_right(ranks: list[dict[str, Any]]) -> None:
     for found in ranks:
         assert found["forms"] is found["modes"] is None
+
+
+def test_outputs_are_put_together_along_the_axis_of_the_samples_or_not_at_all(ranks: list[dict[str, Any]]) -> None:
+    for found in ranks:
+        assert found["gathered"].startswith("the piece 'sum")
+        assert "cannot be put together of the micro-batches'" in found["gathered"]
 
 
 def test_what_cannot_be_run_is_refused_on_every_rank_alike(ranks: list[dict[str, Any]]) -> None:

@@ -109,20 +109,23 @@ class PipelineEngine(StatefulEngine):
             with self._step():
                 with self._groups.together("preparing the evaluation", self._device, mesh_dim="pp"):
                     pieces, form = self._forms.of(batch, training=False)
+                    whole = self._forms.whole(batch, form) if gather_outputs else form.staged.partition
                 work = form.run(pieces, backward=False, keep_outputs=gather_outputs, at=self._stand)
-                loss, output = self._loss(work), None
+                loss, output, problem = self._loss(work), None, ""
                 if gather_outputs:
                     self._at = "gathering the output"
-                    output = gather_output(
+                    output, problem = gather_output(
                         form.staged.partition,
+                        whole,
                         work,
                         self._ranks,
                         self._rank,
                         self._groups.group("pp"),
                         device=self._device,
                         count=self._count,
-                        samples=form.samples,
                     )
+        if problem:
+            raise BuildError(problem, hint="eval_step(batch) without gather_outputs")
         return StepResult(loss, output)
 
     def _passes(self, batch: Any, *, zero: Optimizer | None = None) -> Tensor:

@@ -16,7 +16,7 @@ from slapo_core.native.pipeline.runner import Runner
 if TYPE_CHECKING:
     from slapo_core.native.pipeline.schedules import Schedule
     from slapo_core.native.pipeline.stage import Work
-    from slapo_core.spec.pipeline import Stage
+    from slapo_core.spec.pipeline import Partition, Stage
     from slapo_core.spec.request import BuildRequest, StagedModel
 
 __all__ = ["Form", "Forms"]
@@ -31,13 +31,11 @@ class Form:
     Args:
         staged: the stages for it.
         runner: of this rank's.
-        samples: in each micro-batch.
         request: finds the loss.
     """
 
     staged: StagedModel
     runner: Runner
-    samples: int
     request: BuildRequest
 
     def run(
@@ -92,12 +90,28 @@ class Forms:
         inputs = self._request.inputs_of(pieces[0])
         staged = self._staged(inputs, training=training)
         if id(staged) not in self._kept:
-            self._kept[id(staged)] = Form(staged, self._runner(staged), self._samples(inputs), self._request)
+            self._kept[id(staged)] = Form(staged, self._runner(staged), self._request)
             while len(self._kept) > _KEPT:
                 _, old = self._kept.popitem(last=False)
                 self._sent = _added(self._sent, old)
         self._kept.move_to_end(id(staged))
         return pieces, self._kept[id(staged)]
+
+    def whole(self, batch: Any, form: Form) -> Partition:
+        """The stages for a batch that is not cut, which nobody runs: they say what shapes the whole output has.
+
+        Raises:
+            BuildError: they have another output than a micro-batch's.
+            TraceError: the model cannot be cut for it.
+        """
+        partition = self._staged(self._request.inputs_of(batch), training=False).partition
+        if partition.output.pieces != form.staged.partition.output.pieces:
+            raise BuildError(
+                "the output for the whole batch has other pieces than that for a micro-batch, so it cannot be put "
+                "together of those",
+                hint="eval_step(batch) without gather_outputs",
+            )
+        return partition
 
     def any_stages(self) -> tuple[Stage, ...]:
         """The stages for some form, that of the example inputs where no batch has come."""
@@ -142,13 +156,6 @@ class Forms:
             device=self._device,
             count=self._count,
         )
-
-    def _samples(self, inputs: Mapping[str, Any]) -> int:
-        for name, value in inputs.items():
-            axis = self._axes.get(name, 0)
-            if isinstance(value, torch.Tensor) and value.dim() and axis is not None:
-                return value.shape[axis]
-        return 1
 
 
 def _added(total: Mapping[int, tuple[int, int]], form: Form) -> dict[int, tuple[int, int]]:

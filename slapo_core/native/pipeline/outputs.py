@@ -7,12 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from slapo_core import BuildError
-from slapo_core.spec.pipeline import Extent
-
 if TYPE_CHECKING:
     from slapo_core.native.pipeline.stage import Work
-    from slapo_core.spec.pipeline import Output, Partition, Value
+    from slapo_core.spec.pipeline import Output, Partition
 
 __all__ = ["gather_output", "loss_pieces"]
 
@@ -30,6 +27,7 @@ def loss_pieces(output: Output) -> tuple[str, ...]:
 
 def gather_output(
     partition: Partition,
+    whole: Partition,
     work: Work,
     ranks: Sequence[int],
     rank: int,
@@ -37,37 +35,43 @@ def gather_output(
     *,
     device: torch.device,
     count: int,
-    samples: int,
-) -> Any:
+) -> tuple[Any, str]:
     """The output for the whole batch, on every rank: a collective over the stages.
 
     Args:
         partition: for a micro-batch.
+        whole: for the whole batch, which says what shapes the pieces have to get.
         work: what the stages of this rank kept.
         ranks: which rank along ``pp`` runs each stage.
         rank: this one.
         group: of these ranks.
         device: where stages compute.
         count: of micro-batches.
-        samples: in a micro-batch.
 
-    Raises:
-        BuildError: nobody knows which axis of a piece counts the samples.
+    Returns:
+        the output, and on every rank alike why it cannot be put together; "" where it can.
     """
-    pieces = {}
+    pieces, problem = {}, ""
     for name in partition.output.pieces:
-        value = partition.values[name]
-        axis = _axis(value, samples, count)
-        owner = ranks[value.producer]
-        shape = [size * count if number == axis else size for number, size in enumerate(value.shape)]
-        if rank == owner:
-            parts = [work.outputs[name][number] for number in range(count)]
-            whole = _together(parts, axis).contiguous()
-        else:
-            whole = torch.empty(shape, dtype=value.dtype, device=device)
-        _broadcast(whole, owner, group)
-        pieces[name] = whole
-    return partition.output.assemble(pieces)
+        value, owner = partition.values[name], ranks[partition.values[name].producer]
+        shape = whole.values[name].shape
+        axis = _axis(value.shape, shape, count)
+        parts = [work.outputs[name][number] for number in range(count)] if rank == owner else []
+        fits = axis is not None or shape == value.shape
+        if fits and axis is None and value.shape and count > 1:  # what each micro-batch has as a whole
+            alike = torch.tensor([all(torch.equal(part, parts[0]) for part in parts)], device=device)
+            _broadcast(alike, owner, group)
+            fits = bool(alike)
+        if not fits:
+            problem = problem or (
+                f"the piece '{name}' of the output is {value.shape} for a micro-batch and {shape} for the whole batch, "
+                "so it cannot be put together of the micro-batches'"
+            )
+            continue
+        joined = _together(parts, axis).contiguous() if parts else torch.empty(shape, dtype=value.dtype, device=device)
+        _broadcast(joined, owner, group)
+        pieces[name] = joined
+    return (None, problem) if problem else (partition.output.assemble(pieces), "")
 
 
 def _together(parts: list[torch.Tensor], axis: int | None) -> torch.Tensor:
@@ -78,21 +82,12 @@ def _together(parts: list[torch.Tensor], axis: int | None) -> torch.Tensor:
     return parts[0]
 
 
-def _axis(value: Value, samples: int, count: int) -> int | None:
-    """The axis along which micro-batches are put together; None for what each of them has as a whole."""
-    if not value.shape or count == 1:
+def _axis(shape: tuple[int, ...], whole: tuple[int, ...], count: int) -> int | None:
+    """The one axis along which micro-batches make the whole batch; None where there is none."""
+    if len(shape) != len(whole):
         return None
-    if value.symbolic_shape is not None:
-        axes = [axis for axis, size in enumerate(value.symbolic_shape) if isinstance(size, Extent)]
-        return axes[0] if axes else None
-    axes = [axis for axis, size in enumerate(value.shape) if size == samples]
-    if len(axes) == 1 or (axes and axes[0] == 0):
-        return axes[0]
-    raise BuildError(
-        f"the piece '{value.name}' {value.shape} of the output has no axis that is known to count the "
-        f"{samples} samples of a micro-batch, so the pieces of the micro-batches cannot be put together",
-        hint="eval_step(batch) without gather_outputs",
-    )
+    axes = [axis for axis, sizes in enumerate(zip(shape, whole, strict=True)) if sizes[0] != sizes[1]]
+    return axes[0] if len(axes) == 1 and shape[axes[0]] * count == whole[axes[0]] else None
 
 
 def _broadcast(tensor: torch.Tensor, root: int, group: Any) -> None:
