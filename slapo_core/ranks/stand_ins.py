@@ -230,12 +230,11 @@ def instead(originals: Mapping[str, Any], made: dict[str, Any]) -> Iterator[None
     try:
         for name in _COLLECTIVES:
             if name in dist.ProcessGroup.__dict__:
-                before = getattr(dist.ProcessGroup, name)
-                changed.append((dist.ProcessGroup, name, before))
-                setattr(dist.ProcessGroup, name, _redirected(before, made))
+                changed.append((dist.ProcessGroup, name, vars(dist.ProcessGroup)[name]))
+                setattr(dist.ProcessGroup, name, _redirected(getattr(dist.ProcessGroup, name), made))
         for module_name, module in list(sys.modules.items()):
             if module_name.startswith(("torch.distributed", "torch._C._distributed_c10d")) and _RESOLVE in vars(module):
-                changed.append((module, _RESOLVE, getattr(module, _RESOLVE)))
+                changed.append((module, _RESOLVE, vars(module)[_RESOLVE]))
                 setattr(module, _RESOLVE, _known_first(getattr(module, _RESOLVE), originals))
         for name, group in made.items():
             _register(name, group)
