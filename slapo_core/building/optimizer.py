@@ -56,10 +56,13 @@ def make_optimizer(
     own = {id(parameter) for parameter in parameters.values()}
     foreign = [parameter for parameter in held if id(parameter) not in own]
     if foreign:
+        of_stages = is_part and any(parameter.is_meta for parameter in foreign)
         raise OptimizerError(
             f"the optimiser holds {len(foreign)} parameters that are not the engine's: "
             + ", ".join(_names_of(originals, foreign)),
-            hint=f"use the parameters that the factory is given: {_CALL}",
+            hint="leave out what only other ranks hold: [p for name, p in model.named_parameters() if not p.is_meta]"
+            if of_stages
+            else f"use the parameters that the factory is given: {_CALL}",
         )
     in_optimizer = {id(parameter) for parameter in held}
     left_out = [

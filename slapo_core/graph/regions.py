@@ -49,9 +49,15 @@ class Regions:
 
 
 def set_state(grad: bool, autocast: tuple[tuple[bool, torch.dtype], ...], cache: bool) -> None:
-    """Switch to a state of :func:`state`."""
+    """Switch to a state of :func:`state`.
+
+    Where autocast ends, what it keeps ends with it, as it does at the end of torch's own regions: its copies of weights
+    are those of before the optimiser's step, and made under ``no_grad`` they take no gradient.
+    """
     torch._C._set_grad_enabled(grad)
     for kind, (enabled, dtype) in zip(_DEVICES, autocast, strict=True):
         torch.set_autocast_enabled(kind, enabled)
         torch.set_autocast_dtype(kind, dtype)
     torch.set_autocast_cache_enabled(cache)
+    if not torch.compiler.is_compiling() and not any(enabled for enabled, _ in autocast):
+        torch.clear_autocast_cache()

@@ -49,7 +49,9 @@ def save_checkpoint(
     with together(mesh, "saving the optimiser's state"):
         moments = OptimizerState(state, optimizer) if optimizer is not None else None
     if moments is not None:
-        moments.unite()
+        moments.meet()
+        with together(mesh, "uniting the optimisers' state"):
+            moments.unite()
     weights = state.whole(rank0_only=True, include_added=True)
     tensors = moments.gather() if moments is not None else {}
     with together(mesh, f"writing the checkpoint '{directory}'"):
@@ -75,12 +77,13 @@ def load_checkpoint(
     if optimizer is not None:
         with together(state.mesh, "looking at the optimiser's state"):
             moments = OptimizerState(state, optimizer)
-        moments.unite()
+        moments.meet()
     with together(state.mesh, f"reading the checkpoint '{directory}'"):
         manifest = _read_manifest(path)
         loading = state.prepare(_source(path, MODEL))
         loading.values += _read_added(state, _source(path, ADDED) if ADDED in manifest["files"] else None)
         if moments is not None:
+            moments.unite()
             if manifest["optimizer"] is None:
                 raise BuildError(
                     f"the checkpoint '{path}' holds no optimiser state, and this engine has an optimiser",

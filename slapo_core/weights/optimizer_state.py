@@ -25,8 +25,8 @@ _SEPARATOR = "::"  # between a parameter's name and the key of its state: "fc.we
 class OptimizerState:
     """The state of an optimiser over a scheduled model's parameters.
 
-    Where pipeline stages have optimisers of their own, each rank collects that of its parameters, and :meth:`unite`
-    makes one of them.
+    Where pipeline stages have optimisers of their own, each rank collects that of its parameters, :meth:`meet` brings
+    them together and :meth:`unite` makes one of them.
 
     Args:
         state: of the model.
@@ -58,21 +58,26 @@ class OptimizerState:
         self._tensors.sort(key=lambda item: item[0])  # gathering is a collective: the same order on every rank
         self._order = [name for name, _, _ in self._layouts.values()]
         self._own = set(self._order) if state.correspondence.placement is None else set(self._of_this_rank())
+        self._parts: list[Part] = []
         self._held: dict[str, Held] = {}  # what other ranks along pp hold too, or alone
 
-    def unite(self) -> None:
-        """Learn what the other ranks along ``pp`` have: a collective; before anything else is asked.
-
-        Raises:
-            BuildError: their optimisers have other groups of parameters; on all of these ranks.
-        """
+    def meet(self) -> None:
+        """Learn what the other ranks along ``pp`` have: a collective; before anything else is asked."""
         if self._state.correspondence.placement is None:
             return
         states = {key: Held((), tuple(layout.shape), value.dtype) for key, layout, value in self._tensors}
         with World(self._mesh, over="pp") as world:
-            parts = world.gather(Part(self._kind, self._groups, self._scalars, states))
-        united = unite(parts, self._order)
-        self._groups, self._scalars, self._held = united.groups, united.scalars, united.held
+            self._parts = world.gather(Part(self._kind, self._groups, self._scalars, states))
+
+    def unite(self) -> None:
+        """Make one state of what these ranks have.
+
+        Raises:
+            BuildError: their optimisers have other groups of parameters.
+        """
+        if self._parts:
+            united = unite(self._parts, self._order)
+            self._groups, self._scalars, self._held = united.groups, united.scalars, united.held
 
     # -- out --------------------------------------------------------------------------------------------------
 

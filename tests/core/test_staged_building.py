@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -56,8 +58,21 @@ def materialised() -> dict[str, Any]:
         "from files": read.state.state_dict(),
         "initial": initialised.state.state_dict(),
         "one object": read.module.head.weight is read.module.embed.weight,
+        "freed": real_tensors_go(),
         "bytes": sum(one.tensor.nbytes for one in read.state.tensors() if not one.tensor.is_meta),
     }
+
+
+def real_tensors_go() -> bool:
+    """Whether nothing holds the tensors of other stages any more, where they had values."""
+    model = chain()
+    sch = scheduled({"pp": 2}, model=model)
+    elsewhere = model.blocks[0 if sch.mesh is not None and sch.mesh.rank("pp") else 3]
+    elsewhere.up.weight.grad = torch.ones_like(elsewhere.up.weight)
+    references = [weakref.ref(elsewhere.up.weight), weakref.ref(elsewhere.up.weight.grad)]
+    build(sch)
+    gc.collect()
+    return elsewhere.up.weight.is_meta and [reference() for reference in references] == [None, None]
 
 
 def failing() -> dict[str, Any]:
@@ -195,6 +210,7 @@ def test_no_rank_reads_or_makes_the_tensors_of_another_stage(results: list[dict[
             rank == 0,
         )
         assert result["one object"]
+        assert result["freed"]
         assert list(result["initial"]) == list(plain)
         for name, tensor in plain.items():
             assert torch.equal(result["initial"][name], tensor), name

@@ -53,6 +53,17 @@ class Config:
 config = Config
 
 
+class ReadsConfig(nn.Module):
+    """Reads the configuration first: what it reads is known as its own."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config = config
+
+    def forward(self, x: Any) -> Any:
+        return x if self.config.twice else x * 2
+
+
 def runs(model: nn.Module, *, x: Any = None) -> tuple[int, list[Any]]:
     """How many blocks were run, and the shapes of what each gave."""
     Block.runs = 0
@@ -81,6 +92,7 @@ FIRST = {"shape": (2, 4)}
 CASES: list[tuple[Any, int, list[Any]]] = [
     (lambda: Model(*[Block(SHARED) for _ in range(3)]), 1, [(2, 4)] * 3),
     (lambda: Model(Block(config()), Block(config(twice=True))), 2, [(2, 4), (4, 4)]),
+    (lambda: Model(ReadsConfig(SHARED), Block(SHARED), Block(config(twice=True))), 2, [(2, 4), (2, 4), (4, 4)]),
     (lambda: Model(Block(SHARED), Block(SHARED, options={"wide": True})), 2, [(2, 4), (2, 8)]),
     (lambda: Model(Block(SHARED), Block(SHARED, is_last=True)), 2, [(2, 4), [(2, 4), (2, 4)]]),
     (lambda: Model(Block(SHARED), hooked(Block(SHARED))), 2, [(2, 4), [(2, 4), (2, 4)]]),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import torch
@@ -51,3 +53,13 @@ def test_stages_are_the_same_wherever_the_tensors_are() -> None:
         for place in places:
             assert facts(without_memory(make(), (place,)), cut, inputs) == whole
         assert facts(without_memory(make(), places[:2]), cut, inputs) == whole
+
+
+def test_a_recording_lets_go_of_the_parameters() -> None:
+    """Also where an operation saves its own result: a rank gives up the tensors of other stages after it."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.Tanh())
+    facts(model, "1", {"input": torch.ones(2, 4)})
+    gone = weakref.ref(model[0].weight)
+    model[0].weight = nn.Parameter(torch.zeros(4, 4))
+    gc.collect()
+    assert gone() is None

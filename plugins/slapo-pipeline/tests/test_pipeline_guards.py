@@ -105,3 +105,23 @@ def test_tensors_that_came_in_the_place_of_others_are_used() -> None:
         model.scale = nn.Parameter(torch.full((4,), 3.0))  # as materialising a model does
     torch.testing.assert_close(made.run({"x": x}), model(x))
     assert dict(made.partition.stages[1].module.named_parameters())["scale"] is model.scale
+
+
+def test_a_list_of_modules_above_a_cut_that_became_longer_and_inside_of_a_module_that_is_called() -> None:
+    class Loop(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4)) for _ in range(3))
+
+        def forward(self, x: Any) -> Any:
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    model, x = Loop(), torch.rand(2, 4)
+    made = cut(model, ["layers.1"], x)
+    model.layers[0].append(nn.Tanh())  # runs as it is
+    torch.testing.assert_close(made.run({"x": x}), model(x))
+    model.layers.append(nn.Linear(4, 4))
+    with pytest.raises(GuardError, match="stage 0 was made before the modules in 'layers' became others"):
+        made.run({"x": x})

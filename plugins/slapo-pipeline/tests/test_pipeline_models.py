@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from .staging import compare
+from slapo_core import TraceError
+
+from .staging import asked, compare, cut_schedule
 
 transformers = pytest.importorskip("transformers")
 
@@ -52,3 +54,38 @@ def test_stages_in_turn_are_the_untouched_model(make: Any, train: bool) -> None:
         model.double().train(train), cuts, loss=lambda out: out.loss, input_ids=ids, labels=ids.clone(), **batch
     )
     assert len(made.partition.stages) == 3
+
+
+@pytest.mark.parametrize("make", [gpt2, bert, t5])
+def test_hidden_states_of_several_stages(make: Any) -> None:
+    torch.manual_seed(0)
+    model, cuts, batch = make()
+    batch["input_ids"] = torch.randint(0, 64, (2, 5))
+    batch["output_hidden_states"] = True
+    if make is t5:
+        batch["decoder_input_ids"] = batch["input_ids"]
+    schedule = cut_schedule(model.double(), cuts)
+    with pytest.raises(TraceError) as caught:  # transformers installs hooks when they are first needed
+        asked(schedule, **batch)
+    assert "cannot cut the model (#1 pipeline_split() at" in str(caught.value)
+    assert "if it does so at its first call only, call the model once before" in str(caught.value)
+    schedule.undo(to=0)
+    model(**batch)
+    made = compare(model, cuts, **batch)
+    named = made.partition.output.assemble({name: name for name in made.partition.output.pieces})
+    states = named.decoder_hidden_states if make is t5 else named.hidden_states
+    makers = {made.partition.values[name].producer for name in states}
+    assert len(makers) > 1, f"the hidden states come from the stages {makers}"
+
+
+def test_a_cnn_with_batch_norm() -> None:
+    torch.manual_seed(0)
+    config = transformers.ResNetConfig(
+        embedding_size=8, hidden_sizes=[8, 16], depths=[2, 2], num_labels=3, problem_type="single_label_classification"
+    )
+    model = transformers.ResNetForImageClassification(config).double()
+    cuts = ["resnet.encoder.stages.0.layers.0", "resnet.encoder.stages.1"]
+    pixels = torch.rand(3, 3, 16, 16, dtype=torch.float64)
+    labels = torch.tensor([0, 2, 1])
+    made = compare(model, cuts, loss=lambda out: out.loss, pixel_values=pixels, labels=labels)
+    assert [stage.last for stage in made.partition.stages] == [*cuts, None]

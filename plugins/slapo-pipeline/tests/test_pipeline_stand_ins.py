@@ -95,3 +95,10 @@ def test_a_stage_runs_on_a_rank_that_has_only_its_tensors() -> None:
         module._parameters[own] = nn.Parameter(module._parameters[own].to("meta"))
     second = asked(schedule, **batch).partition.stages[1]
     torch.testing.assert_close(second.module(batch, made)[second.makes[0]], wanted)
+
+
+def test_stages_follow_their_tensors_to_another_device() -> None:
+    model, batch, cuts, _ = CASES[1]()
+    made = asked(cut_schedule(model, cuts), **batch)
+    model.to("meta")
+    assert made.run({"x": batch["x"].to("meta")}).is_meta

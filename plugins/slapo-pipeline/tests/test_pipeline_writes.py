@@ -19,6 +19,11 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+
+class WithBuffer(Model):
+    def __init__(self) -> None:
+        super().__init__()
         self.register_buffer("table", torch.zeros(4))
 
 
@@ -96,7 +101,7 @@ class WritesTheBatch(Model):
         return self.b(self.a(x)) * x
 
 
-class WritesABuffer(Model):
+class WritesABuffer(WithBuffer):
     def forward(self, x: Any) -> Any:
         self.table.add_(1)
         return self.b(self.a(x)) * self.table
@@ -141,13 +146,13 @@ class ViewOfTheBatch(Model):
         return g * x
 
 
-class WritesPartsOfABuffer(Model):
+class WritesPartsOfABuffer(WithBuffer):
     def forward(self, x: Any) -> Any:
         self.table[0] = 4
         return self.b(self.a(x)) * self.table
 
 
-class WritesABufferReadBefore(Model):
+class WritesABufferReadBefore(WithBuffer):
     def forward(self, x: Any) -> Any:
         h = self.a(x + self.table)
         self.table.add_(1)

@@ -24,11 +24,15 @@ def alone() -> Iterator[None]:
             _push_mode(each)
     torch.clear_autocast_cache()
     # On top of those of others, torch.utils.checkpoint's for one, which must not count what a recording saves.
-    saved = torch.autograd.graph.saved_tensors_hooks(_itself, _itself)
+    # Emptied in the end: an operation that saves its own result would keep it, and the parameters behind, for ever.
+    boxes: list[list[torch.Tensor]] = []
+    saved = torch.autograd.graph.saved_tensors_hooks(lambda tensor: _boxed(tensor, boxes), lambda box: box[0])
     try:
         with saved:
             yield
     finally:
+        for box in boxes:
+            box.clear()
         torch.clear_autocast_cache()  # of weights cast without values
         while torch._C._len_torch_function_stack():
             _pop_mode()
@@ -36,5 +40,6 @@ def alone() -> Iterator[None]:
             _push_mode(each)
 
 
-def _itself(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
+def _boxed(tensor: torch.Tensor, boxes: list[list[torch.Tensor]]) -> list[torch.Tensor]:
+    boxes.append([tensor])
+    return boxes[-1]

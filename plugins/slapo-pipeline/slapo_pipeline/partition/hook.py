@@ -14,7 +14,7 @@ from slapo_pipeline.partition.forms import form
 from slapo_pipeline.partition.nodes import title
 from slapo_pipeline.partition.output import Assembly
 from slapo_pipeline.partition.places import Places, Uncuttable
-from slapo_pipeline.partition.recording import recorded
+from slapo_pipeline.partition.recording import ancestors, recorded
 from slapo_pipeline.partition.segment import Segment
 from slapo_pipeline.partition.segments import Segments
 from slapo_pipeline.partition.stage import CutStage, Program
@@ -48,6 +48,9 @@ def slapo_partition(
     _require_calls(schedule, cuts)
     try:
         flat = recorded(schedule.model, inputs, cuts)
+    except TraceError as error:
+        raise _unrecorded(error, cuts) from error
+    try:
         return _Cutting(flat, list(cuts), inputs).partition()
     except Uncuttable as error:
         raise TraceError(
@@ -65,6 +68,17 @@ def _require_calls(schedule: ScheduledModel, cuts: Mapping[str, Record]) -> None
             raise TraceError(
                 f"cannot cut after '{path}' ({record}): {violation.message}", path=path, hint=violation.hint
             )
+
+
+def _unrecorded(error: TraceError, cuts: Mapping[str, Record]) -> TraceError:
+    """What the modules above cuts do that cannot be recorded."""
+    first, *others = dict.fromkeys(map(str, cuts.values()))
+    more = f" and {len(others)} more" if others else ""
+    above = ", ".join(f"'{path}'" if path else "the root" for path in sorted(ancestors(cuts)))
+    hint = f"what lies above a cut is spread over stages ({above}): cut elsewhere, so that what does this stays whole"
+    if " sets self." in error.message:
+        hint = f"if it does so at its first call only, call the model once before; else: {hint}"
+    return TraceError(f"cannot cut the model ({first}{more}): {error.message}", location=error.location, hint=hint)
 
 
 class _Cutting:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,7 +87,9 @@ class CutStage(StageModule):
             links.append((root.get_submodule(owner)._modules, name, root.get_submodule(path), path))
         modes = [(module, module.training, path) for path, module in inlined.items() if self._has(path)]
         modes += [(root.get_submodule(path), root.get_submodule(path).training, path) for path in program.called]
-        self.__dict__["_checked"] = (links, modes, list(inlined.items()))
+        called = {str(node.target) for node in program.flat.graph.nodes if node.op == "call_module"}  # in all stages
+        lists = [(module, list(module._modules.values()), path) for path, module in _containers(root, called)]
+        self.__dict__["_checked"] = (links, modes, list(inlined.items()), lists)
         self.__dict__["_program"] = program
 
     def forward(self, inputs: Mapping[str, Any], values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -132,10 +135,13 @@ class CutStage(StageModule):
         return before[0] if kind == "grad" else what
 
     def _require(self, program: Program) -> None:
-        links, modes, inlined = self.__dict__["_checked"]
+        links, modes, inlined, lists = self.__dict__["_checked"]
         for table, name, module, path in links:
             if table.get(name) is not module:
                 raise self._error(GuardError(f"made before another module came to '{path}'", hint=_HINT))
+        for module, there, path in lists:
+            if len(module._modules) != len(there) or any(map(operator.is_not, module._modules.values(), there)):
+                raise self._error(GuardError(f"made before the modules in '{path}' became others", hint=_HINT))
         for path, module in inlined:
             if is_around(module):
                 where = f"'{path}'" if path else "the root"
@@ -175,6 +181,15 @@ class CutStage(StageModule):
                 owner.add_module(part, Holder(ancestor))
             owner = owner._modules[part]  # type: ignore[assignment]
         return owner, name
+
+
+def _containers(root: nn.Module, called: Collection[str]) -> Iterator[tuple[str, nn.Module]]:
+    """Lists and dictionaries of modules that code above the cuts may run through; none inside of a called module."""
+    inside = tuple(f"{path}." for path in called)
+    for path, module in root.named_modules():
+        kinds = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+        if isinstance(module, kinds) and path not in called and not path.startswith(inside):
+            yield path, module
 
 
 def is_around(module: nn.Module) -> bool:
