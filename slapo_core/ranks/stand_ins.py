@@ -10,12 +10,13 @@ them from a rank that still connects.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import importlib
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -24,7 +25,7 @@ import torch
 from slapo_core.errors import RankFailedError
 from slapo_core.ranks.connections import Connection, connections_since, mutual, open_sockets
 
-__all__ = ["StandIns", "kinds_of", "make_group"]
+__all__ = ["StandIns", "instead", "kinds_of", "make_group"]
 
 Members = tuple[tuple[int, ...], int]
 """The global ranks of a group, and its number among the groups of the same ranks."""

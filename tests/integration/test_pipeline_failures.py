@@ -14,6 +14,8 @@ from torch import nn
 
 import slapo_core as slapo
 from slapo_core.testing import run_ranks
+from tests.core import hand_stages as parallel
+from tests.integration.test_pipeline_training import batch_of, tensor_parallel
 
 PLACES = ("forward", "backward", "loss", "optimizer", "second step")
 
