@@ -1,8 +1,8 @@
 """Process groups that belong to one engine, and a step that ends on every rank when it fails on one.
 
 Stages wait for each other all the time. A rank that raises says why in the store and breaks the connections of these
-groups, which ends the wait of its partners; they break theirs, and so on. The groups of the mesh are not touched: while
-a step lasts, what names them is led to these.
+groups, which ends the wait of its partners; they break theirs, and so on. The groups of the mesh are not touched: a
+rank that waits in one of those goes on waiting until its partner leaves, or until the group's timeout.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from slapo_core.errors import BuildError, RankFailedError
 from slapo_core.ranks.connections import Connection, connections_since, mutual, open_sockets
 from slapo_core.ranks.failures import describe_failure
-from slapo_core.ranks.stand_ins import instead, kinds_of, make_group
+from slapo_core.ranks.stand_ins import kinds_of, make_group
 from slapo_core.ranks.world import World, _new_store
 
 if TYPE_CHECKING:
@@ -45,8 +45,6 @@ class OwnGroups:
             self._store = _new_store(self._ranks, self._rank)
             self._groups: dict[str, Any] = {}
             self._members: dict[str, Sequence[int]] = {}
-            self._originals: dict[str, Any] = {}  # of the mesh, by name
-            self._standing_in: dict[str, Any] = {}  # the copies of those, by the same names
             before = open_sockets()
             first = next(mesh.group(mesh_dim) for mesh_dim in mesh_dims if mesh.size(mesh_dim) > 1)
             with world.together("connecting the ranks of the pipeline"):
@@ -72,12 +70,7 @@ class OwnGroups:
         store = dist.PrefixStore(f"over '{mesh_dim}' {'-'.join(map(str, members))}", self._store)
         place = members.index(self._rank)
         self._members[mesh_dim] = members
-        name = original.group_name if mesh_dim else "slapo: all ranks of a mesh"  # which nothing is led to
-        made = make_group(name, kinds, place, members, store, _timeout(original))
-        self._groups[mesh_dim] = made
-        if mesh_dim:
-            self._originals[original.group_name] = original
-            self._standing_in[original.group_name] = made
+        self._groups[mesh_dim] = make_group(original.group_name, kinds, place, members, store, _timeout(original))
 
     def group(self, mesh_dim: str = "") -> Any:
         """The copy over that dimension; "" over all ranks; None where it has one rank."""
@@ -95,8 +88,7 @@ class OwnGroups:
                 there.
         """
         try:
-            with instead(self._originals, self._standing_in):
-                yield
+            yield
         except BaseException as error:
             if error is self._agreed:
                 raise
@@ -190,7 +182,6 @@ class OwnGroups:
         """Let go of the groups."""
         self._connections = []
         self._groups = {}
-        self._standing_in.clear()
 
 
 def _timeout(group: Any) -> timedelta:

@@ -10,13 +10,12 @@ them from a rank that still connects.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
 import importlib
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -25,7 +24,7 @@ import torch
 from slapo_core.errors import RankFailedError
 from slapo_core.ranks.connections import Connection, connections_since, mutual, open_sockets
 
-__all__ = ["StandIns", "instead", "kinds_of", "make_group"]
+__all__ = ["StandIns", "kinds_of", "make_group"]
 
 Members = tuple[tuple[int, ...], int]
 """The global ranks of a group, and its number among the groups of the same ranks."""
@@ -214,36 +213,6 @@ class StandIns:
         import torch.distributed as dist
 
         return dist.PrefixStore(prefix, self._store)
-
-
-@contextlib.contextmanager
-def instead(originals: Mapping[str, Any], made: dict[str, Any]) -> Iterator[None]:
-    """Lead whoever names one of these groups, or keeps it, to another one of the same ranks; as :class:`StandIns` does.
-
-    Args:
-        originals: the groups by name.
-        made: those in their place, by the same names; one that is taken out meanwhile is not reached any more.
-    """
-    import torch.distributed as dist
-
-    changed: list[tuple[Any, str, Any]] = []
-    try:
-        for name in _COLLECTIVES:
-            if name in dist.ProcessGroup.__dict__:
-                changed.append((dist.ProcessGroup, name, vars(dist.ProcessGroup)[name]))
-                setattr(dist.ProcessGroup, name, _redirected(getattr(dist.ProcessGroup, name), made))
-        for module_name, module in list(sys.modules.items()):
-            if module_name.startswith(("torch.distributed", "torch._C._distributed_c10d")) and _RESOLVE in vars(module):
-                changed.append((module, _RESOLVE, vars(module)[_RESOLVE]))
-                setattr(module, _RESOLVE, _known_first(getattr(module, _RESOLVE), originals))
-        for name, group in made.items():
-            _register(name, group)
-        yield
-    finally:
-        for owner, name, before in reversed(changed):
-            setattr(owner, name, before)
-        for name, group in originals.items():
-            _register(name, group)
 
 
 def _groups_within(ranks: set[int]) -> dict[Members, Any]:

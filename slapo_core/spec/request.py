@@ -93,8 +93,8 @@ class StagedModel(Protocol):
 class OwnGroups(Protocol):
     """Process groups of one engine, which break where a step fails, so that it fails on every rank.
 
-    The groups of the mesh are not touched: while a step lasts, what names one of those is led to its copy here, so that
-    collectives of the model break too.
+    The groups of the mesh are not touched: a rank that waits in one of those goes on waiting until its partner leaves,
+    or until the timeout of the group.
     """
 
     def group(self, mesh_dim: str = "") -> Any:

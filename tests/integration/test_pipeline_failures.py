@@ -14,8 +14,6 @@ from torch import nn
 
 import slapo_core as slapo
 from slapo_core.testing import run_ranks
-from tests.core import hand_stages as parallel
-from tests.integration.test_pipeline_training import batch_of, tensor_parallel
 
 PLACES = ("forward", "backward", "loss", "optimizer", "second step")
 
@@ -164,44 +162,6 @@ def test_replicas_and_tensor_parallel_ranks_hear_of_it_too() -> None:
             assert unprepared.startswith("preparing the step failed on rank 3: ") or rank == 3
             assert failed.startswith(
                 "a step failed on rank 3, stage 1 in the forward of micro-batch 0: ValueError: no more forward ("
-            )
-
-
-def in_a_collective() -> list[str]:
-    """The tensor-parallel partner of the rank that fails waits for it in a collective of the model."""
-    torch.set_num_threads(1)
-    told = []
-    for steps in (0, 1):
-        batch = batch_of(0, 0, samples=4, bias=False)
-        net = parallel.Net()
-        sch = slapo.create_schedule(net, mesh={"pp": 2, "tp": 2}, example_inputs=batch)
-        tensor_parallel(sch)
-        sch["blocks.3"].pipeline_split()
-        engine = slapo.build(sch, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), microbatches=2)
-        for _ in range(steps):
-            engine.train_step(batch)
-        if dist.get_rank() == 3:
-            net.blocks[5].register_forward_pre_hook(_boom)
-        with pytest.raises(slapo.RankFailedError) as error:
-            engine.train_step(batch)
-        told.append(str(error.value))
-        with pytest.warns(UserWarning, match="running_mean"):  # of the half step
-            engine.check_replicas(repair=True)
-        assert len(engine.state_dict()) > 40  # the groups of the mesh are whole
-    return told
-
-
-def _boom(module: nn.Module, args: Any) -> None:
-    if type(args[0]) is torch.Tensor:
-        raise ValueError("boom")
-
-
-def test_a_rank_that_waits_in_a_collective_of_the_model_ends_too() -> None:
-    for told in run_ranks(in_a_collective, world_size=4):
-        assert len(told) == 2
-        for text in told:
-            assert text.startswith(
-                "a step failed on rank 3, stage 1 in the forward of micro-batch 0: ValueError: boom ("
             )
 
 

@@ -57,7 +57,7 @@ class PipelineEngine(StatefulEngine):
         self._count: int = plan.config["microbatches"]
         here = [live.tensor for live in self._state.tensors() if live.is_here]
         self._device = request.device or next((tensor.device for tensor in here), torch.device("cpu"))
-        self._groups = request.own_groups(*mesh.sizes)
+        self._groups = request.own_groups("pp", "dp")
         schedule = schedule_of(plan.config, len(self._ranks), mesh.size("pp"))
         self._forms = Forms(request, schedule, self._groups.group("pp"), self._device, plan.config)
         self._part: Part | None = None
