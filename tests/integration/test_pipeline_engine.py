@@ -191,9 +191,31 @@ def gathered() -> str:
     return str(error.value)
 
 
+class Scales(nn.Sequential):
+    """Writes to its argument, as it may."""
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        x.mul_(2)
+        return {"loss": self[1](torch.tanh(self[0](x)) * x).square().mean()}
+
+
+def written() -> None:
+    """A micro-batch that the model writes to does not count as a write to the others, which wait for their backward."""
+    torch.manual_seed(0)
+    model = Scales(nn.Linear(3, 3), nn.Linear(3, 3)).double()
+    x, reference = torch.randn(4, 3, dtype=torch.float64), copy.deepcopy(model)
+    sch = slapo.create_schedule(model, mesh={"pp": 2}, example_inputs={"x": x})
+    sch["0"].pipeline_split()
+    engine: Any = slapo.build(sch, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), microbatches=4)
+    reference(x.clone())["loss"].backward()
+    engine.torch.forward_backward({"x": x.clone()})
+    for name, parameter in engine.module.named_parameters():
+        torch.testing.assert_close(parameter.grad, reference.get_parameter(name).grad, rtol=0, atol=1e-12)
+
+
 def on_two() -> dict[str, Any]:
     torch.set_num_threads(1)
-    return {each.__name__: each() for each in (forms, modes, refusals, dropout, streams, sent, gathered)}
+    return {each.__name__: each() for each in (forms, modes, refusals, dropout, streams, sent, gathered, written)}
 
 
 @pytest.fixture(scope="module")
@@ -203,7 +225,7 @@ def ranks() -> list[dict[str, Any]]:
 
 def test_other_forms_of_a_batch_and_evaluations_between_steps_are_right(ranks: list[dict[str, Any]]) -> None:
     for found in ranks:
-        assert found["forms"] is found["modes"] is None
+        assert found["forms"] is found["modes"] is found["written"] is None
 
 
 def test_outputs_are_put_together_along_the_axis_of_the_samples_or_not_at_all(ranks: list[dict[str, Any]]) -> None:

@@ -209,7 +209,25 @@ class SharedNorm(nn.Module):
 
 def test_a_module_called_on_both_sides_may_not_write_its_buffers() -> None:
     x = torch.randn(3, 4, dtype=torch.float64)
-    with pytest.raises(TraceError, match=r"'norm\.num_batches_tracked' is written to by a module that is called on"):
+    with pytest.raises(TraceError, match=r"'norm\.running_mean' is written to by a module that is called on"):
         cut(SharedNorm().double(), ["b"], x)
     compare(SharedNorm().double().eval(), ["b"], x)  # nothing is written there
     compare(SharedNorm().double(), ["a"], x)  # both calls are in one stage
+
+
+class ReadsStatistics(nn.Module):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.norm, self.a, self.name = nn.BatchNorm1d(4), nn.Linear(4, 4), name
+
+    def forward(self, x: Any) -> Any:
+        h = self.a(self.norm(x))
+        return h - (self.norm.running_mean if self.name == "running_mean" else self.norm.num_batches_tracked)
+
+
+@pytest.mark.parametrize("name", ["running_mean", "num_batches_tracked"])
+def test_what_a_module_writes_may_not_be_read_on_the_other_side(name: str) -> None:
+    x = torch.randn(3, 4, dtype=torch.float64)
+    with pytest.raises(TraceError, match=rf"'norm\.{name}' is written to by a module on one side of the cut, and read"):
+        cut(ReadsStatistics(name).double(), ["norm"], x)
+    compare(ReadsStatistics(name).double().eval(), ["norm"], x)

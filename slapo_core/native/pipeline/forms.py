@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from slapo_core import BuildError
 from slapo_core.native.pipeline.outputs import loss_pieces
@@ -53,7 +54,7 @@ class Form:
         def loss(number: int, there: Mapping[str, torch.Tensor]) -> torch.Tensor:
             return self.request.loss_of(output.assemble(there), pieces[number])
 
-        inputs = [self.request.inputs_of(piece) for piece in pieces]
+        inputs = [tree_map_only(torch.Tensor, _apart, self.request.inputs_of(piece)) for piece in pieces]
         return self.runner.run(inputs, loss, backward=backward, at=at, seed=seed, keep_outputs=keep_outputs)
 
 
@@ -156,6 +157,11 @@ class Forms:
             device=self._device,
             count=self._count,
         )
+
+
+def _apart(tensor: torch.Tensor) -> torch.Tensor:
+    """A micro-batch's tensor with a count of writes of its own: as a view it would share that of the whole batch."""
+    return tensor if tensor.requires_grad else tensor.data
 
 
 def _added(total: Mapping[int, tuple[int, int]], form: Form) -> dict[int, tuple[int, int]]:

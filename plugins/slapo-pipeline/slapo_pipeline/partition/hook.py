@@ -92,7 +92,7 @@ class _Cutting:
 
     def partition(self) -> Partition:
         assembly = Assembly(self.segments, self.name)
-        settle_shared_modules(self.flat, self.places)
+        settle_shared_modules(self.segments)
         settle_writes(self.segments, assembly.pieces)
         values = {self.name(node): self._value(node) for each in self.segments.segments for node in each.makes}
         stages = tuple(self._stage(segment, values) for segment in self.segments.segments)

@@ -8,7 +8,7 @@ from torch import fx, nn
 
 from slapo_core.tracing import FlatGraph
 from slapo_pipeline.partition.nodes import is_given, is_part, readers
-from slapo_pipeline.partition.places import Places, Uncuttable
+from slapo_pipeline.partition.places import Uncuttable
 from slapo_pipeline.partition.segments import Segments
 
 __all__ = ["settle_shared_modules", "settle_writes"]
@@ -35,34 +35,50 @@ def settle_writes(segments: Segments, pieces: Iterable[fx.Node]) -> None:
             writes.settle(node, tensor)
 
 
-def settle_shared_modules(flat: FlatGraph, places: Places) -> None:
-    """Refuse a module that is called in several stages and changes its buffers: each stage would have its own.
+def settle_shared_modules(segments: Segments) -> None:
+    """Refuse a buffer that a called module changes, and another stage needs too: each stage would have its own.
 
     Raises:
-        Uncuttable: it is.
+        Uncuttable: a module that changes it is called on both sides of a cut, or code on one side reads it.
     """
-    stages: dict[int, set[int]] = {}
-    names: dict[int, str] = {}
-    for path, module in flat.module.named_modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            full = f"{path}.{name}" if path else name
-            if full in flat.written:
-                names[id(buffer)] = full
+    flat, places = segments.flat, segments.places
+    names = _changing(flat)
     if not names:
         return
+    stages: dict[int, set[int]] = {}
     for node, position in places.position.items():
         if node.op == "call_module":
             called: nn.Module = flat.module.get_submodule(str(node.target))
             for buffer in called.buffers():
-                if id(buffer) in names:
-                    stages.setdefault(id(buffer), set()).add(position)
-    for number, positions in stages.items():
-        if len(positions) > 1:
-            raise Uncuttable(
-                places.cuts[min(positions)],
-                f"'{names[number]}' is written to by a module that is called on both sides of the cut",
-                "cut so that all its calls lie in one stage, or give each side a module of its own",
-            )
+                stages.setdefault(id(buffer), set()).add(position)
+    hint = "cut so that all its calls lie in one stage, or give each side a module of its own"
+    for number, name in names.items():
+        if len(stages.get(number, ())) > 1:
+            problem = f"'{name}' is written to by a module that is called on both sides of the cut"
+            raise Uncuttable(places.cuts[min(stages[number])], problem, hint)
+    for segment in segments.segments:
+        for node in segment.graph.nodes:
+            read = id(_attribute(flat.module, str(node.target))) if node.op == "get_attr" else 0
+            for writer in stages.get(read, set()) - {segment.index} if read in names else ():
+                problem = f"'{names[read]}' is written to by a module on one side of the cut, and read on the other"
+                raise Uncuttable(places.cuts[min(writer, segment.index)], problem, "cut so that both lie in one stage")
+
+
+def _changing(flat: FlatGraph) -> dict[int, str]:
+    """Names of the buffers that calls change, by their identity: running statistics count no writes."""
+    names = {}
+    for path, module in flat.module.named_modules():
+        running = isinstance(module, nn.modules.batchnorm._NormBase) and module.training
+        for name, buffer in module.named_buffers(recurse=False):
+            full = f"{path}.{name}" if path else name
+            if running or full in flat.written:
+                names[id(buffer)] = full
+    return names
+
+
+def _attribute(root: nn.Module, path: str) -> object:
+    owner, _, name = path.rpartition(".")
+    return getattr(root.get_submodule(owner), name)
 
 
 class _Writes:
