@@ -81,7 +81,8 @@ class FirstSteps:
                 self._evaluating = False
                 yield
                 return
-            with World(self._mesh, over="tp") as world:
+            has_stages = self._mesh is not None and self._mesh.size("pp") > 1
+            with World(self._mesh, over="tp") if has_stages else contextlib.nullcontext(replica) as world:
                 differing = _draw_alike(world)
                 before = {**torch_states(), **foreign_states()}
                 with replica.together("the first training step"):

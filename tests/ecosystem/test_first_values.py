@@ -81,7 +81,8 @@ def test_two_plugins_that_give_first_values_are_both_named(scheduled: Callable[.
     assert str(caught.value) == (
         "hook slapo_materialize(path='square', name='weight', shape=(6, 6), dtype=torch.float32) was answered by "
         "fill-slapo 1.0 and by full-slapo 1.0; one answer is allowed\n"
-        "  hint: name only one of them in this schedule, or SLAPO_DISABLE_PLUGINS=full-slapo"
+        '  hint: create_schedule(..., prefer={"slapo_materialize": "fill-slapo"}), or name only one of them in this '
+        "schedule"
     )
 
 

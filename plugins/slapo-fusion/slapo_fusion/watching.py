@@ -50,7 +50,9 @@ def is_fake() -> bool:
     """Whether tensors have no values now: somebody asks for shapes, and compiled code would be made in vain."""
     if not torch._C._len_torch_dispatch_stack():
         return False
-    return any(type(mode).__name__ == "FakeTensorMode" for mode in _get_current_dispatch_mode_stack())
+    from torch._subclasses import FakeTensorMode
+
+    return any(isinstance(mode, FakeTensorMode) for mode in _get_current_dispatch_mode_stack())
 
 
 @contextlib.contextmanager

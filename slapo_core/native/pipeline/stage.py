@@ -249,6 +249,8 @@ class RunningStage(StageBase):
         flight = self._flights.pop(bwd_chunk_id)
         roots, gradients = self._roots(flight)
         starts = [one.start for one in flight.received.values() if one.start is not None]
+        if self._watch is not None:
+            self._watch.look_back(roots)
         if not roots:
             pass
         elif full_backward or self.whole:
