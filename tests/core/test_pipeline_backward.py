@@ -131,5 +131,5 @@ def test_hooks_of_tensors_and_checkpoints_keep_a_backward_whole() -> None:
         "plain": "",
         "hook": "a hook of a tensor would run in both parts",
         "checkpoint": "a checkpointed function would be computed again for each part",
-        "compiled": "the backward of a compiled module runs once",
+        "compiled": "the backward of what is compiled runs once",
     }
