@@ -27,7 +27,7 @@ REFUSED = {
     ("torch: own parameters", "meta build"): "because no reset_parameters() or _init_weights() fills them: steps, mask",
 }
 SPLIT_WRONGLY = "apertus"  # the parameters of its activation would get the gradient of one rank's features only
-SPLIT = ("bert", "gpt2", "llama", "qwen3", "t5", "opt", "vit", "whisper", "gpt_neox")
+SPLIT = ("bert", "gpt2", "llama", "t5", "vit", "whisper")  # all others are in docs/models.md
 
 preload_modules("tests.integration.zoo.tensor_parallel")
 preload_modules(*(f"transformers.models.{name}.modeling_{name}" for name in (*SPLIT, SPLIT_WRONGLY)))
@@ -47,7 +47,7 @@ def test_an_unmodified_model_keeps_every_promise_of_the_core(name: str) -> None:
 
 
 @pytest.mark.ranks
-def test_one_generic_schedule_splits_nine_families_over_two_processes() -> None:
+def test_one_generic_schedule_splits_six_families_over_two_processes() -> None:
     answers = run_ranks(verify_on_ranks, (*SPLIT, SPLIT_WRONGLY), world_size=2, timeout=180)
     assert answers[0] == answers[1]
     wrong = answers[0].pop(SPLIT_WRONGLY)
