@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import nn
-from torch.utils import _pytree as pytree
-
 from slapo_core.errors import ArgumentError, BuildError, HookError, TraceError
+from slapo_core.pipeline.batch_form import BatchForm
 from slapo_core.pipeline.binding import bound_batch
-from slapo_core.pipeline.checking import check_liveness
-from slapo_core.pipeline.staged import Staged, staged
+from slapo_core.pipeline.modes import in_mode
+from slapo_core.pipeline.staged import Staged, needing, staged
 
 if TYPE_CHECKING:
     from slapo_core.building.arguments import Arguments
@@ -28,7 +23,6 @@ __all__ = ["Stages", "stages_of_build"]
 
 Outputs = Sequence[str] | Callable[["Output"], Sequence[str]] | None
 _FORMS = 16  # that are kept
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
 
 class Stages:
@@ -42,7 +36,7 @@ class Stages:
         self._schedule = schedule
         self._modules = list(schedule.model.modules())
         self._parameters = list(schedule.model.parameters())
-        self._kept: OrderedDict[Any, Staged | None] = OrderedDict()
+        self._kept: list[tuple[Any, BatchForm, Staged | None]] = []  # those that came last, last
 
     def of(
         self,
@@ -54,22 +48,19 @@ class Stages:
     ) -> Staged | None:
         """As :meth:`slapo_core.spec.request.BuildRequest.stages` says."""
         with in_mode(self._modules, training=training):
-            form = _form(inputs)
-            if form is None:
+            form = BatchForm(inputs, [module.training for module in self._modules])
+            if not form.is_plain:
                 return ask(self._schedule, inputs, outputs, batch_axes)
             key = (
-                form,
-                tuple(module.training for module in self._modules),
-                tuple(parameter.requires_grad for parameter in self._parameters),
+                [parameter.requires_grad for parameter in self._parameters],
                 outputs if outputs is None or callable(outputs) else tuple(outputs),
-                tuple(sorted((batch_axes or {}).items())),
+                dict(batch_axes or {}),
             )
-            if key not in self._kept:
-                self._kept[key] = ask(self._schedule, inputs, outputs, batch_axes)
-                while len(self._kept) > _FORMS:
-                    self._kept.popitem(last=False)
-        self._kept.move_to_end(key)
-        return self._kept[key]
+            known = next((one for one in reversed(self._kept) if one[0] == key and one[1] == form), None)
+            if known is None:
+                known = (key, form, ask(self._schedule, inputs, outputs, batch_axes))
+            self._kept = [*[one for one in self._kept if one is not known][1 - _FORMS :], known]
+        return known[2]
 
 
 def stages_of_build(
@@ -124,31 +115,7 @@ def ask(
     found = staged(schedule, inputs, batch_axes=batch_axes)
     if found is None or outputs is None:
         return found
-    needed = tuple(outputs(found.partition.output) if callable(outputs) else outputs)
-    answer = schedule.hooks.single("slapo_liveness", partition=found.partition, outputs=needed)
-    if answer is None:
-        raise HookError(f"no plugin says what passes between stages if the last one needs {', '.join(needed)}")
-    check_liveness(answer[1], found.partition, needed, answer[0])
-    return replace(found, liveness=answer[1])
-
-
-@contextlib.contextmanager
-def in_mode(modules: Sequence[nn.Module], *, training: bool) -> Iterator[None]:
-    """Let a model be in the mode of a training step, or of an evaluation; the mode of every module comes back.
-
-    As ``train_step`` does it: where some module is in training mode, the modes are somebody's choice.
-    """
-    modes = [module.training for module in modules]
-    changed = (
-        [module for module in modules if module.training is not training] if not training or not any(modes) else []
-    )
-    for module in changed:
-        module.training = training
-    try:
-        yield
-    finally:
-        for module in changed:
-            module.training = not training
+    return needing(schedule, found, outputs(found.partition.output) if callable(outputs) else outputs)
 
 
 def _refuse_cut(schedule: Schedule, arguments: Arguments) -> None:
@@ -177,19 +144,3 @@ def _refuse_cut(schedule: Schedule, arguments: Arguments) -> None:
 
 def _cuts(found: Staged) -> str:
     return "after " + ", ".join(f"'{stage.last}'" for stage in found.partition.stages[:-1])
-
-
-def _form(inputs: Mapping[str, Any]) -> Any:
-    """What stages are made for, to look them up; None where an argument is neither a tensor nor a plain value."""
-    leaves, structure = pytree.tree_flatten(dict(inputs))
-    first: dict[int, int] = {}
-    form: list[Any] = []
-    for number, leaf in enumerate(leaves):
-        if isinstance(leaf, torch.Tensor):
-            own = first.setdefault(id(leaf), number)
-            form.append((tuple(leaf.shape), leaf.dtype, leaf.device, leaf.requires_grad, own))
-        elif isinstance(leaf, _PLAIN):
-            form.append((type(leaf), leaf))
-        else:
-            return None
-    return str(structure), tuple(form)

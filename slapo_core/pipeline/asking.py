@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from slapo_core.errors import ArgumentError
 from slapo_core.pipeline.binding import bound_batch
-from slapo_core.pipeline.checking import check_liveness
-from slapo_core.pipeline.staged import Staged, staged
+from slapo_core.pipeline.modes import in_mode
+from slapo_core.pipeline.staged import needing, staged
 
 if TYPE_CHECKING:
     from slapo_core.schedule.schedule import Schedule
-    from slapo_core.spec.pipeline import Liveness, Output, Partition
+    from slapo_core.spec.pipeline import Liveness, Partition
 
 __all__ = ["Asked", "stages"]
 
@@ -59,38 +59,12 @@ def stages(schedule: Schedule, batch: Any = None, *, whole_output: bool = False)
             hint="stages(sch, {'input_ids': ids}), or create_schedule(model, example_inputs={'input_ids': ids})",
         )
     inputs = bound_batch(schedule.model, batch, for_loss=whole_output)
-    modes = [(module, module.training) for module in schedule.model.modules()]
-    if not any(training for _, training in modes):
-        for module, _ in modes:
-            module.training = True
-    try:
+    with in_mode(list(schedule.model.modules()), training=True):
         found = staged(schedule, inputs)
-        if found is not None and not whole_output:
-            found = _for_the_loss(schedule, found)
-    finally:
-        for module, training in modes:
-            module.training = training
+        if found is not None and not whole_output and found.partition.output.loss is not None:
+            found = needing(schedule, found, (found.partition.output.loss,))
     if found is None:
         raise ArgumentError(
             "no step cuts this model into stages", hint='sch["encoder.layer.5"].pipeline_split() cuts after that module'
         )
     return Asked(found.partition, found.liveness, inputs)
-
-
-def _for_the_loss(schedule: Schedule, found: Staged) -> Staged:
-    """The same stages, with what passes between them if the last one needs the loss only."""
-    loss = _loss(found.partition.output)
-    if loss is None:
-        return found
-    answer = schedule.hooks.single("slapo_liveness", partition=found.partition, outputs=(loss,))
-    assert answer is not None, "it was answered for the whole output"
-    plugin, liveness = answer
-    check_liveness(liveness, found.partition, (loss,), plugin)
-    return replace(found, liveness=liveness)
-
-
-def _loss(output: Output) -> str | None:
-    """The piece of the output that is the model's own loss."""
-    made = output.assemble({name: name for name in output.pieces})
-    loss = made.get("loss") if isinstance(made, dict) else getattr(made, "loss", None)
-    return loss if isinstance(loss, str) and loss in output.pieces else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from slapo_core.schedule.copied import ScheduledCopy
     from slapo_core.schedule.schedule import Schedule
 
-__all__ = ["Staged", "staged"]
+__all__ = ["Staged", "needing", "staged"]
 
 
 @dataclass(frozen=True)
@@ -123,15 +123,35 @@ def staged(
         )
     check_partition(partition, plugin, model=schedule.model, inputs=inputs)
     needed = tuple(partition.output.pieces if outputs is None else outputs)
-    second = schedule.hooks.single("slapo_liveness", partition=partition, outputs=needed)
-    if second is None:
+    return _with_liveness(schedule, Staged(partition, Liveness(()), plugin), needed)
+
+
+def needing(schedule: Schedule | ScheduledCopy, found: Staged, outputs: Sequence[str]) -> Staged:
+    """The same stages, with what passes between them if the last one needs other pieces of the output.
+
+    Args:
+        schedule: that they were asked for.
+        found: the stages.
+        outputs: pieces of the output that the last stage needs.
+
+    Raises:
+        HookError: as for :func:`staged`.
+    """
+    return _with_liveness(schedule, found, tuple(outputs))
+
+
+def _with_liveness(schedule: Schedule | ScheduledCopy, found: Staged, needed: tuple[str, ...]) -> Staged:
+    answer = schedule.hooks.single("slapo_liveness", partition=found.partition, outputs=needed)
+    if answer is None:
         raise HookError(
-            f"{plugin} cut the model into stages, and no active plugin says what passes between them (slapo_liveness)",
-            plugin=plugin,
+            f"{found.partition_by} cut the model into stages, and no active plugin says what passes between them "
+            "(slapo_liveness)",
+            plugin=found.partition_by,
             hint='create_schedule(model, plugins=["slapo-pipeline"])',
         )
-    check_liveness(second[1], partition, needed, second[0])
-    return Staged(partition, second[1], plugin, second[0])
+    plugin, liveness = answer
+    check_liveness(liveness, found.partition, needed, plugin)
+    return replace(found, liveness=liveness, liveness_by=plugin)
 
 
 def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:

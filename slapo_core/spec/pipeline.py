@@ -143,6 +143,17 @@ class Output:
     pieces: tuple[str, ...]
     assemble: Callable[[Mapping[str, Any]], Any] = field(repr=False)
 
+    @property
+    def loss(self) -> str | None:
+        """The name of the piece that is the model's own loss: the output itself, or its ``loss``; None without one."""
+        names = self.assemble({name: name for name in self.pieces})
+        if isinstance(names, str):
+            return names
+        found = getattr(names, "loss", None)
+        if found is None and isinstance(names, Mapping):
+            found = names.get("loss")
+        return found if isinstance(found, str) and found in self.pieces else None
+
 
 @dataclass(frozen=True)
 class Partition:

@@ -55,8 +55,9 @@ class PipelineEngine(StatefulEngine):
         self.optimizer = request.make_optimizer()
         self._ranks, self._rank = request.stage_ranks, mesh.rank("pp")
         self._count: int = plan.config["microbatches"]
-        here = [live.tensor for live in self._state.tensors() if live.is_here]
-        self._device = request.device or next((tensor.device for tensor in here), torch.device("cpu"))
+        here = [live for live in self._state.tensors() if live.is_here]
+        self._parameters = [live.tensor for live in here if live.is_parameter]
+        self._device = request.device or next((live.tensor.device for live in here), torch.device("cpu"))
         self._groups = request.own_groups("pp", "dp")
         schedule = schedule_of(plan.config, len(self._ranks), mesh.size("pp"))
         self._forms = Forms(request, schedule, self._groups.group("pp"), self._device, plan.config)
@@ -155,8 +156,7 @@ class PipelineEngine(StatefulEngine):
         return loss
 
     def _trained(self) -> list[Tensor]:
-        tensors = [live for live in self._state.tensors() if live.is_here and live.is_parameter]
-        return [live.tensor for live in tensors if live.tensor.requires_grad]
+        return [parameter for parameter in self._parameters if parameter.requires_grad]
 
     def _loss(self, work: Work) -> Tensor:
         """The mean over the micro-batches, on every rank of the replica; all of them move on in torch's stream."""

@@ -11,13 +11,12 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from slapo_core import BuildError
-from slapo_core.native.pipeline.outputs import loss_pieces
 from slapo_core.native.pipeline.runner import Runner
 
 if TYPE_CHECKING:
     from slapo_core.native.pipeline.schedules import Schedule
     from slapo_core.native.pipeline.stage import Work
-    from slapo_core.spec.pipeline import Partition, Stage
+    from slapo_core.spec.pipeline import Output, Partition, Stage
     from slapo_core.spec.request import BuildRequest, StagedModel
 
 __all__ = ["Form", "Forms"]
@@ -76,7 +75,7 @@ class Forms:
         assert mesh is not None
         self._request, self._schedule, self._group, self._device = request, schedule, group, device
         self._count, self._axes, self._rank = config["microbatches"], config["batch_axes"], mesh.rank("pp")
-        self._pick = loss_pieces if request.loss is None else None  # one object, by which stages are looked up
+        self._pick = _loss if request.loss is None else None  # one object, by which stages are looked up
         self._kept: OrderedDict[int, Form] = OrderedDict()
         self._sent: dict[int, tuple[int, int]] = {}  # by those that are not kept any more
 
@@ -157,6 +156,10 @@ class Forms:
             device=self._device,
             count=self._count,
         )
+
+
+def _loss(output: Output) -> tuple[str, ...]:
+    return (output.loss,) if output.loss is not None else ()
 
 
 def _apart(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,28 +1,17 @@
-"""Pieces of the model's output: which of them is the loss, and the whole output on every rank."""
+"""The output for a whole batch, put together of what stages made of its micro-batches."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 if TYPE_CHECKING:
     from slapo_core.native.pipeline.stage import Work
-    from slapo_core.spec.pipeline import Output, Partition
+    from slapo_core.spec.pipeline import Partition
 
-__all__ = ["gather_output", "loss_pieces"]
-
-
-def loss_pieces(output: Output) -> tuple[str, ...]:
-    """The name of the piece that is the model's own loss; nothing where there is none."""
-    names = output.assemble({name: name for name in output.pieces})
-    if isinstance(names, str):
-        return (names,)
-    found = getattr(names, "loss", None)
-    if found is None and isinstance(names, Mapping):
-        found = names.get("loss")
-    return (found,) if isinstance(found, str) else ()
+__all__ = ["gather_output"]
 
 
 def gather_output(
