@@ -73,6 +73,7 @@ FIRST_PARTY_NAMES: dict[str, dict[str, tuple[str, ...]]] = {
         "dialects": ("torch",),
         "tracers": ("export", "fx", "record"),
     },
+    "slapo-deepspeed": {"dialects": ("deepspeed",)},
     "slapo-fusion": {
         "primitives": ("bind", "compile", "cudagraphify", "decompose", "fuse", "quantize"),
         "compilers": ("aot_eager", "eager", "inductor", "torchscript"),

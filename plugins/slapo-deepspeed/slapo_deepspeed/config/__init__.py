@@ -1,0 +1,1 @@
+"""DeepSpeed's configuration: read, checked, filled in, and shown."""

@@ -1,0 +1,48 @@
+"""The dialect of target ``"deepspeed"``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from slapo_core import Dialect, Plan
+from slapo_deepspeed.config.filling import filled
+from slapo_deepspeed.config.planning import steps_of
+
+if TYPE_CHECKING:
+    from slapo_core import Engine, Violation
+    from slapo_core.spec.request import BuildRequest, ScheduledModel
+
+__all__ = ["DeepSpeedDialect"]
+
+
+class DeepSpeedDialect(Dialect):
+    """DeepSpeed's engine: ZeRO 0 to 3, pipelines, and tensor parallelism as the schedule says.
+
+    Options:
+
+    - ``config``: DeepSpeed's own, a dictionary or the path of a JSON file; what the schedule decides is filled in.
+    - ``batch_axes``: of a pipeline: for an argument of the forward, the axis of its tensors that counts the samples,
+      None for one that every micro-batch has as a whole. Default: the first axis of every tensor.
+    """
+
+    name: ClassVar[str] = "deepspeed"
+    supports: ClassVar[frozenset[str]] = frozenset({"dp", "pp", "tp"})
+    takes_tensors: ClassVar[bool] = True
+    accumulates: ClassVar[bool] = True
+
+    def check(self, schedule: ScheduledModel) -> Iterable[Violation]:
+        return ()
+
+    def plan(self, schedule: ScheduledModel, config: Mapping[str, Any]) -> Plan:
+        options = filled(schedule, config)
+        return Plan("deepspeed", tuple(steps_of(schedule, options)), options)
+
+    def build(self, plan: Plan, request: BuildRequest) -> Engine:
+        if request.stage_ranks:
+            from slapo_deepspeed.pipeline.engine import PipelineEngine
+
+            return PipelineEngine(plan, request)
+        from slapo_deepspeed.zero.engine import ZeroEngine
+
+        return ZeroEngine(plan, request)
