@@ -17,7 +17,7 @@ from slapo_core.native.pipeline.part import Part
 from slapo_core.native.pipeline.replicas import average_gradients
 from slapo_core.native.pipeline.runtime import PipelineRuntime
 from slapo_core.native.pipeline.schedules import schedule_of
-from slapo_core.native.stateful import StatefulEngine
+from slapo_core.spec.stateful import StatefulEngine
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
