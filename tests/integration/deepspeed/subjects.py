@@ -78,15 +78,17 @@ class Trained:
 
     Args:
         losses: of each step, by replica: the mean over its micro-batches.
-        gradients: of each step, before clipping: the means over replicas and micro-batches, by the parameter's first
-            name.
+        gradients: of each step, before clipping: the means over replicas and micro-batches, by every name of the
+            parameter.
         norms: of each step, the L2 norm of all of them.
+        evaluated: the loss after the last step of each replica's next batch, in evaluation mode.
         state: the state dict after the last step.
     """
 
     losses: tuple[tuple[float, ...], ...]
     gradients: tuple[dict[str, torch.Tensor], ...]
     norms: tuple[float, ...]
+    evaluated: tuple[float, ...]
     state: dict[str, torch.Tensor]
 
 
@@ -112,11 +114,15 @@ def train_plain(name: str, *, replicas: int = 1, micro_batches: int = 1, samples
         for parameter in model.parameters():
             assert parameter.grad is not None
             parameter.grad /= replicas
-        gradients.append({key: one.grad.clone() for key, one in model.named_parameters() if one.grad is not None})
+        named = model.named_parameters(remove_duplicate=False)
+        gradients.append({key: one.grad.clone() for key, one in named if one.grad is not None})
         norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)))
         assert norms[-1] > 2 * MAX_GRAD_NORM, norms
         optimizer.step()
-    return Trained(tuple(losses), tuple(gradients), tuple(norms), model.state_dict())
+    model.eval()
+    with torch.no_grad():
+        evaluated = tuple(float(model(**subject.batch(STEPS, replica, samples)).loss) for replica in range(replicas))
+    return Trained(tuple(losses), tuple(gradients), tuple(norms), evaluated, model.state_dict())
 
 
 def _backward(model: nn.Module, batch: Batch, count: int) -> float:
