@@ -18,17 +18,18 @@ import slapo_core as slapo
 from tests.integration.pipelines.models import FAMILIES, Family
 from tests.integration.zoo.tensor_parallel import split
 
-__all__ = ["MAX_GRAD_NORM", "STEPS", "SUBJECTS", "Batch", "Subject", "Trained", "adamw", "train_plain"]
+__all__ = ["LEARNING_RATE", "MAX_GRAD_NORM", "STEPS", "SUBJECTS", "Batch", "Subject", "Trained", "adamw", "train_plain"]
 
 Batch = dict[str, torch.Tensor]
 
 STEPS = 3
+LEARNING_RATE = 1e-2
 MAX_GRAD_NORM = 0.25
 """Below the norm of every step: :func:`train_plain` makes sure of it."""
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-4, weight_decay=0.01)
+    return torch.optim.AdamW(parameters, lr=LEARNING_RATE, eps=1e-4, weight_decay=0.01)
 
 
 @dataclass(frozen=True)
