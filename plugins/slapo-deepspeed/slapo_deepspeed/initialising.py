@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from slapo_deepspeed.zero.partitioning import with_shapes
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -28,7 +30,7 @@ def initialise(plan: Plan, request: BuildRequest, model: nn.Module, *, mpu: Any 
     """Make DeepSpeed's engine; every tensor of the model is in its place by now.
 
     Args:
-        plan: ``plan.config["config"]`` is DeepSpeed's configuration, filled in; DeepSpeed gets a copy, which it changes.
+        plan: ``plan.config["config"]`` is DeepSpeed's configuration, filled in; DeepSpeed changes a copy of it.
         request: of the build; its optimiser is made here.
         model: what the engine runs: the scheduled one, or DeepSpeed's ``PipelineModule`` of its stages.
         mpu: the groups of the mesh; None with a ``PipelineModule``, which has its own.
@@ -42,7 +44,8 @@ def initialise(plan: Plan, request: BuildRequest, model: nn.Module, *, mpu: Any 
     zero = config.get("zero_optimization", {})
     if not has_optimizer(plan, request) and zero.get("stage", 0) in (1, 2):
         zero["stage"] = 0  # they partition what an optimiser needs; there is nothing of it
-    optimizer = request.make_optimizer()
+    with with_shapes(request.schedule.model):
+        optimizer = request.make_optimizer()
     groups = None
     with _idle(optimizer) if _steps_at_construction(config) else contextlib.nullcontext():
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, mpu=mpu)

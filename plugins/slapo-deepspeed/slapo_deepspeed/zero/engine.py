@@ -14,7 +14,7 @@ from slapo_deepspeed.mpu import MeshUnit
 from slapo_deepspeed.starting import start
 from slapo_deepspeed.zero.failing import Failing
 from slapo_deepspeed.zero.norms import keep_norm, norm_of_last_step
-from slapo_deepspeed.zero.partitioning import materialise
+from slapo_deepspeed.zero.partitioning import Partitioning
 
 if TYPE_CHECKING:
     from slapo_core import Plan
@@ -31,9 +31,15 @@ class ZeroEngine(DeepSpeedEngine):
         self._config = plan.config["config"]
         unit = MeshUnit(request.schedule.mesh)
         self._trains = has_optimizer(plan, request)
-        materialise(request, self._config, unit)
-        mark(request)
-        engine, groups = initialise(plan, request, request.schedule.model, mpu=unit)
+        partitioning = Partitioning(request, self._config, unit)
+        try:
+            partitioning.run()
+            mark(request)
+            engine, _groups = initialise(plan, request, request.schedule.model, mpu=unit)
+        except BaseException:
+            partitioning.take_back()
+            raise
+        partitioning.keep()
         keep_norm(engine)
         super().__init__(plan, request, engine)
         self._failing = Failing(engine)
