@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from slapo_deepspeed.state.groups import Groups
 from slapo_deepspeed.zero.partitioning import with_shapes
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ def has_optimizer(plan: Plan, request: BuildRequest) -> bool:
     return request.optimizer is not None or bool(plan.config["config"].get("optimizer"))
 
 
-def initialise(plan: Plan, request: BuildRequest, model: nn.Module, *, mpu: Any = None) -> tuple[Any, Any]:
+def initialise(plan: Plan, request: BuildRequest, model: nn.Module, *, mpu: Any = None) -> tuple[Any, Groups | None]:
     """Make DeepSpeed's engine; every tensor of the model is in its place by now.
 
     Args:
@@ -46,7 +47,7 @@ def initialise(plan: Plan, request: BuildRequest, model: nn.Module, *, mpu: Any 
         zero["stage"] = 0  # they partition what an optimiser needs; there is nothing of it
     with with_shapes(request.schedule.model):
         optimizer = request.make_optimizer()
-    groups = None
+    groups = Groups.of(optimizer)
     with _idle(optimizer) if _steps_at_construction(config) else contextlib.nullcontext():
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, mpu=mpu)
     if _steps_at_construction(config):

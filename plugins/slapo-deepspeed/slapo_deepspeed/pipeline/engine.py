@@ -13,6 +13,7 @@ from slapo_deepspeed.engine import DeepSpeedEngine
 from slapo_deepspeed.pipeline.ties import Ties
 from slapo_deepspeed.pipeline.work import Form, Work
 from slapo_deepspeed.starting import start
+from slapo_deepspeed.state.groups import Groups
 
 if TYPE_CHECKING:
     from slapo_core import Plan
@@ -54,10 +55,10 @@ class PipelineEngine(DeepSpeedEngine):
         self._ties = Ties(request, topology_of(mesh))
         self._stages = StagesModule(self._part, more, mesh, self._tied)
         self._ties.mark()
-        engine, *_ = deepspeed.initialize(
-            model=self._stages, optimizer=request.make_optimizer(), config=dict(plan.config["config"])
-        )
-        super().__init__(plan, request, engine)
+        optimizer = request.make_optimizer()
+        groups = Groups.of(optimizer)
+        engine, *_ = deepspeed.initialize(model=self._stages, optimizer=optimizer, config=dict(plan.config["config"]))
+        super().__init__(plan, request, engine, groups)
         self._forms: OrderedDict[int, Form] = OrderedDict()
         self._at = "nothing"
 

@@ -35,13 +35,13 @@ class ZeroEngine(DeepSpeedEngine):
         try:
             partitioning.run()
             mark(request)
-            engine, _groups = initialise(plan, request, request.schedule.model, mpu=unit)
+            engine, groups = initialise(plan, request, request.schedule.model, mpu=unit)
         except BaseException:
             partitioning.take_back()
             raise
         partitioning.keep()
         keep_norm(engine)
-        super().__init__(plan, request, engine)
+        super().__init__(plan, request, engine, groups)
         self._failing = Failing(engine)
 
     def train_step(self, batch: Any) -> StepResult:
