@@ -16,6 +16,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -140,12 +141,16 @@ def mean_over_replicas(loss: torch.Tensor, mesh: slapo.Mesh) -> float:
     return total.item() / mesh.size("dp")
 
 
-def compare(options: argparse.Namespace) -> int:
+def compare(
+    options: argparse.Namespace,
+    scheduled_runs: Sequence[str] = tuple(MESHES),
+    title: str = "The same GPT-2 on one process and on four",
+) -> int:
     """Print the runs side by side, plot them, and give the exit status."""
-    names = ("plain", *MESHES)
+    names = ("plain", *scheduled_runs)
     plain, *scheduled = (json.loads((options.output / f"{name}.json").read_text()) for name in names)
     print("\nWhat the schedule did\n" + scheduled[0]["explain"])
-    print("\n step   unscheduled" + "".join(f"{name:>14}    difference" for name in MESHES))
+    print("\n step   unscheduled" + "".join(f"{name:>14}    difference" for name in scheduled_runs))
     gaps = [[abs(a - b) for a, b in zip(plain["losses"], run["losses"], strict=True)] for run in scheduled]
     count = len(plain["losses"])
     for step in sorted({*range(0, count, max(1, count // 10)), count - 1}):
@@ -156,7 +161,7 @@ def compare(options: argparse.Namespace) -> int:
     runs = list(zip(names, (plain, *scheduled), strict=True))
     print("\nheld-out loss: " + ", ".join(f"{statistics.mean(run['held_out']):.4f} {name}" for name, run in runs))
     before = load_file(options.output / "plain.safetensors")
-    for name in MESHES:
+    for name in scheduled_runs:
         after = load_file(options.output / f"{name}.safetensors")
         if before.keys() != after.keys():
             print(f"the state dicts have different names: {sorted(before.keys() ^ after.keys())}")
@@ -168,7 +173,7 @@ def compare(options: argparse.Namespace) -> int:
         print(f"{name}: median step {step:.0f} ms on {len(run['memory'])} processes, one thread each")
         for rank, memory in enumerate(run["memory"]):
             print(f"    memory of rank {rank}: " + ", ".join(f"{what} {mb:.0f} MB" for what, mb in memory.items()))
-    print(f"loss curves: {plot(options, runs)}")
+    print(f"loss curves: {plot(options, runs, title)}")
     worst_gap = max(max(gap) for gap in gaps)
     if worst_gap > TOLERANCE:
         print(f"FAILED: the loss curves part by {worst_gap:.2e}, more than {TOLERANCE:g}")
@@ -177,14 +182,14 @@ def compare(options: argparse.Namespace) -> int:
     return 0
 
 
-def plot(options: argparse.Namespace, runs: list[tuple[str, dict[str, Any]]]) -> Path:
+def plot(options: argparse.Namespace, runs: list[tuple[str, dict[str, Any]]], title: str) -> Path:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.add_subplot()
     for number, (name, run) in enumerate(runs):
         axes.plot(run["losses"], label=name, linewidth=4 - 1.2 * number, alpha=0.5)
-    axes.set(xlabel="step", ylabel="language-model loss (nats)", title="The same GPT-2 on one process and on four")
+    axes.set(xlabel="step", ylabel="language-model loss (nats)", title=title)
     axes.legend()
     file = options.output / "loss_curves.png"
     figure.savefig(file, dpi=150)

@@ -54,17 +54,21 @@ def sequences(text: str, tokenizer: Tokenizer, *, length: int) -> torch.Tensor:
 
 
 def masked_batches(
-    rows: torch.Tensor, *, batch_size: int, steps: int, vocab_size: int, seed: int
+    rows: torch.Tensor, *, batch_size: int, steps: int, vocab_size: int, seed: int, predictions: int | None = None
 ) -> Iterator[dict[str, torch.Tensor]]:
     """``steps`` batches of ``input_ids``, ``attention_mask`` and ``labels``; the same for the same seed.
 
     15 % of the tokens are predicted: of these 80 % are shown as ``[MASK]``, 10 % as a random token, 10 % as they are
-    (BERT, section 3.1).
+    (BERT, section 3.1). With ``predictions``, so many of every sequence: the loss of a batch is then the mean over its
+    micro-batches, however it is cut.
     """
     generator = torch.Generator().manual_seed(seed)
     for _ in range(steps):
         ids = rows[torch.randint(len(rows), (batch_size,), generator=generator)]
         draw = torch.rand(ids.shape, generator=generator)
+        if predictions is not None:
+            order = draw.masked_fill(ids < len(SPECIAL), 1.0).argsort(dim=1).argsort(dim=1)
+            draw = (order + torch.rand(ids.shape, generator=generator)) * (0.15 / predictions)
         predicted = (draw < 0.15) & (ids >= len(SPECIAL))
         shown = ids.masked_fill(predicted & (draw < 0.12), MASK)
         random_ids = torch.randint(len(SPECIAL), vocab_size, ids.shape, generator=generator)

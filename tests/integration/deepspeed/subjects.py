@@ -1,0 +1,135 @@
+"""What DeepSpeed trains in the tests, and the same training without schedule and DeepSpeed, in one process.
+
+BERT, GPT-2, LLaMA and T5 of eight blocks in float32, without dropout, all with tied embeddings. The gradients are
+clipped in every step, and AdamW's epsilon is large enough that gradients which are zero do not become steps.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+import slapo_core as slapo
+from tests.integration.pipelines.models import FAMILIES, Family
+from tests.integration.zoo.tensor_parallel import split
+
+__all__ = ["LEARNING_RATE", "MAX_GRAD_NORM", "STEPS", "SUBJECTS", "Batch", "Subject", "Trained", "adamw", "train_plain"]
+
+Batch = dict[str, torch.Tensor]
+
+STEPS = 3
+LEARNING_RATE = 1e-2
+MAX_GRAD_NORM = 0.25
+"""Below the norm of every step: :func:`train_plain` makes sure of it."""
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=LEARNING_RATE, eps=1e-4, weight_decay=0.01)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model to train.
+
+    Args:
+        name: e.g. ``"bert"``.
+        family: the model in float64, and its blocks.
+    """
+
+    name: str
+    family: Family
+
+    def make(self) -> nn.Module:
+        """The model with its first values, the same in every process, in training mode."""
+        model: Any = self.family.make()
+        if not model.config.tie_word_embeddings:
+            config = copy.deepcopy(model.config)
+            config.tie_word_embeddings = True
+            torch.manual_seed(5)
+            model = type(model)(config)
+        model = model.float().train()
+        assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
+        return model
+
+    def batch(self, step: int, replica: int, samples: int = 4) -> Batch:
+        """What a replica is given in a step; a half of the samples are padded."""
+        return self.family.batch(samples, 100 * step + replica, True)
+
+    def tensor_parallel(self, sch: slapo.Schedule) -> None:
+        """Split attentions and MLPs over ``tp``, as Megatron-LM does."""
+        attentions, products = split(sch)
+        assert (attentions, products) == (12 if self.name == "t5" else 8, 8), (attentions, products)
+
+    def cuts(self, stages: int) -> list[str]:
+        """The blocks after which the model is cut, for so many stages: ``sch[path].pipeline_split()``."""
+        return self.family.cuts(stages)
+
+
+SUBJECTS = {name: Subject(name, FAMILIES[name]) for name in ("bert", "gpt2", "llama", "t5")}
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What came out of a training of the untouched model.
+
+    Args:
+        losses: of each step, by replica: the mean over its micro-batches.
+        gradients: of each step, before clipping: the means over replicas and micro-batches, by every name of the
+            parameter.
+        norms: of each step, the L2 norm of all of them.
+        evaluated: the loss after the last step of each replica's next batch, in evaluation mode.
+        state: the state dict after the last step.
+    """
+
+    losses: tuple[tuple[float, ...], ...]
+    gradients: tuple[dict[str, torch.Tensor], ...]
+    norms: tuple[float, ...]
+    evaluated: tuple[float, ...]
+    state: dict[str, torch.Tensor]
+
+
+@functools.cache
+def train_plain(name: str, *, replicas: int = 1, micro_batches: int = 1, samples: int = 4) -> Trained:
+    """Train a subject as its author would, over the same micro-batches; kept for the next one who asks.
+
+    Args:
+        name: of the subject.
+        replicas: whose batches are trained on together.
+        micro_batches: into which the batch of each replica is cut.
+        samples: of each replica's batch.
+    """
+    subject = SUBJECTS[name]
+    model = subject.make()
+    optimizer = adamw(model.parameters())
+    losses, gradients, norms = [], [], []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        losses.append(
+            tuple(_backward(model, subject.batch(step, replica, samples), micro_batches) for replica in range(replicas))
+        )
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad /= replicas
+        named = model.named_parameters(remove_duplicate=False)
+        gradients.append({key: one.grad.clone() for key, one in named if one.grad is not None})
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)))
+        assert norms[-1] > 2 * MAX_GRAD_NORM, norms
+        optimizer.step()
+    model.eval()
+    with torch.no_grad():
+        evaluated = tuple(float(model(**subject.batch(STEPS, replica, samples)).loss) for replica in range(replicas))
+    return Trained(tuple(losses), tuple(gradients), tuple(norms), evaluated, model.state_dict())
+
+
+def _backward(model: nn.Module, batch: Batch, count: int) -> float:
+    losses = []
+    for number in range(count):
+        loss = model(**{key: tensor.chunk(count)[number] for key, tensor in batch.items()}).loss
+        (loss / count).backward()
+        losses.append(loss.detach())
+    return float(torch.stack(losses).mean())
