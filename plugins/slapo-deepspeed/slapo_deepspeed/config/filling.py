@@ -64,6 +64,7 @@ def filled(schedule: ScheduledModel, options: Mapping[str, Any]) -> dict[str, An
     _fill_pipeline(draft)
     _leave_out_tensor_parallel(draft)
     check_optimizer(draft)
+    _fill_zero_without_optimizer(draft)
     fill_scheduler(draft)
     _fill_optimizer_settings(draft)
     validate(draft)
@@ -92,10 +93,17 @@ def _fill_zero(draft: Draft) -> None:
         )
     if draft.get("zero_optimization.stage") is None:
         if draft.facts.pp > 1:
-            why = "with a pipeline: without ZeRO, DeepSpeed's norm of gradients leaves out later stages"
+            why = "with a pipeline; without ZeRO, DeepSpeed's own norm of gradients leaves out later stages"
             draft.fill("zero_optimization.stage", 1, why)
         else:
             draft.fill("zero_optimization.stage", 0, "DeepSpeed's default")
+
+
+def _fill_zero_without_optimizer(draft: Draft) -> None:
+    stage = draft.get("zero_optimization.stage")
+    if draft.facts.has_optimizer is False and "optimizer" not in draft.config and stage in (1, 2):
+        why = f"instead of {stage}: without an optimiser the engine only evaluates, and nothing is partitioned"
+        draft.fill("zero_optimization.stage", 0, why)
 
 
 def _fill_clipping(draft: Draft) -> None:

@@ -104,10 +104,11 @@ def _of_zero(draft: Draft) -> Iterator[str]:
             "optimiser's state"
         )
     clips = facts.max_grad_norm is not None or draft.get("gradient_clipping")
-    if facts.pp > 1 and stage == 0 and clips:
+    low = [name for name in ("fp16", "bf16", "bfloat16") if draft.get(f"{name}.enabled") is True]
+    if facts.pp > 1 and stage == 0 and clips and low:
         yield (
-            f"{source.of('zero_optimization.stage')} is 0, and gradients are clipped in a pipeline: without ZeRO, "
-            'DeepSpeed\'s norm leaves out the parameters of later stages; "stage": 1 counts them'
+            f"{source.of('zero_optimization.stage')} is 0, and gradients in {low[0]} are clipped in a pipeline: "
+            'without ZeRO, DeepSpeed\'s norm leaves out parameters of later stages; "stage": 1 counts them'
         )
     if draft.get("zero_optimization.compute_grad_norm") is False and clips:
         yield f"{source.of('zero_optimization.compute_grad_norm')} is false, but gradients are clipped by their norm"
