@@ -20,13 +20,17 @@ class Ties:
     Args:
         request: of the build; every tensor is in its place.
         topology: DeepSpeed's.
+
+    Attributes:
+        groups: that were made, of which this rank is a member.
     """
 
     def __init__(self, request: BuildRequest, topology: Any) -> None:
         import torch.distributed as dist
 
         mesh, placement = request.schedule.mesh, request.placement
-        assert mesh is not None and placement is not None
+        assert mesh is not None
+        assert placement is not None
         holders = {
             live.name: placement.holders(live)
             for live in request.state.tensors()
@@ -39,6 +43,7 @@ class Ties:
                 group = dist.new_group(ranks)
                 if mesh.global_rank in ranks:
                     groups[places] = group
+        self.groups: list[Any] = list(groups.values())
         self._ties: list[tuple[nn.Parameter, Any]] = []
         self._copies: list[nn.Parameter] = []
         for live in request.state.tensors():
