@@ -40,9 +40,7 @@ class OwnGroups:
         others: makes further groups, which break with these, and gives them; called on all ranks together.
     """
 
-    def __init__(
-        self, mesh: Mesh, mesh_dims: Sequence[str], others: Callable[[], Sequence[Any]] | None = None
-    ) -> None:
+    def __init__(self, mesh: Mesh, mesh_dims: Sequence[str], others: Callable[[], Sequence[Any]] | None = None) -> None:
         with World(mesh) as world:
             self._ranks, self._rank = world.ranks, world.rank
             self._store = _new_store(self._ranks, self._rank)

@@ -9,16 +9,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from slapo_core import RankFailedError, StepResult
+from slapo_core import BuildError, RankFailedError, StepResult
 from slapo_core.spec.drawing import move_on, own_random_state
 from slapo_deepspeed.engine import DeepSpeedEngine
 from slapo_deepspeed.initialising import has_optimizer, initialise
 from slapo_deepspeed.marks import mark
+from slapo_deepspeed.pipeline.counting import count_once
 from slapo_deepspeed.pipeline.forms import Forms
 from slapo_deepspeed.pipeline.private import groups_of, losses_of, prepare, sending_over
 from slapo_deepspeed.pipeline.ties import Ties
 from slapo_deepspeed.pipeline.work import Work
 from slapo_deepspeed.starting import start
+from slapo_deepspeed.zero.norms import keep_norm, norm_of_last_step
 
 if TYPE_CHECKING:
     from slapo_core import Plan
@@ -55,8 +57,9 @@ class PipelineEngine(DeepSpeedEngine):
         self._part = request.part(example.staged.partition)
         self._groups = request.own_groups("pp", others=lambda: self._make(request))
         mark(request)
-        self._ties.mark()
-        engine, groups = initialise(plan, request, self._stages)
+        count_once(request, self._ties.copies)
+        engine, _groups = initialise(plan, request, self._stages)
+        keep_norm(engine)
         super().__init__(plan, request, engine)
         self._forms = Forms(request, self._count, self._axes, engine.device)
 
@@ -94,8 +97,8 @@ class PipelineEngine(DeepSpeedEngine):
         if self._request.optimizer is None and not self._has_stepped:  # nothing else tells that the first step is over
             self._request.clip_gradients()  # there are none any more
         self._has_stepped = True
-        norm = self.deepspeed.get_global_grad_norm() if self.deepspeed.gradient_clipping() else None
-        return StepResult(loss, None, None if norm is None else torch.as_tensor(norm))
+        norm = norm_of_last_step(self.deepspeed) if self.deepspeed.gradient_clipping() else None
+        return StepResult(loss, None, norm)
 
     def eval_step(self, batch: Any) -> StepResult:
         self._require_open()
@@ -152,3 +155,21 @@ class PipelineEngine(DeepSpeedEngine):
 
     def _stand(self, what: str) -> None:
         self._at = what
+
+    def _release(self) -> None:
+        """What this engine holds beside DeepSpeed's."""
+        self._groups.close()
+        self._forms.close()
+
+    def close(self) -> None:
+        """Let go of DeepSpeed's engine, the stages and the groups of the pipeline; the model and its state stay."""
+        super().close()
+        self._release()
+
+    def _require_open(self) -> None:
+        if self._reason is not None:
+            raise BuildError(
+                f"the engine is closed, because {self._reason}",
+                hint="schedule and build a fresh model, with weights=engine.state_dict()",
+            )
+        super()._require_open()

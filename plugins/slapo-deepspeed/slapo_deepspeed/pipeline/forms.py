@@ -47,9 +47,7 @@ class Forms:
         cut = self._request.staged(batch, self._count, training=training, axes=self._axes)
         key = (id(cut.staged), training)
         if key not in self._kept:
-            self._kept[key] = Form(
-                cut.staged, self._request.stage_ranks, self._rank, self._device, training=training
-            )
+            self._kept[key] = Form(cut.staged, self._request.stage_ranks, self._rank, self._device, training=training)
             while len(self._kept) > _KEPT:
                 self._kept.popitem(last=False)
         self._kept.move_to_end(key)
