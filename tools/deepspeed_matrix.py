@@ -44,8 +44,8 @@ each gradient as `deepspeed.utils.safe_get_full_grad` gives it out ({GRADIENT:.0
 after the last step ({WEIGHT:.0e}): about five times what a sum in another order makes of float32."""
 
 BOTH_TARGETS = """One schedule file - tensor parallelism, parts of graphs replaced and fused, blocks recomputed, and a
-cut where the mesh has stages - is replayed under `target="torch"` and under `target="deepspeed"`. The losses of every step
-and the state dicts are compared with each other, and with those of the untouched model."""
+cut where the mesh has stages - is replayed under `target="torch"` and under `target="deepspeed"`. The losses of every
+step and the state dicts are compared with each other, and with those of the untouched model."""
 
 
 def main() -> int:
