@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from slapo_core.errors import BuildError, OptimizerError
+from slapo_core.spec.dialect import BuildArguments
 
 __all__ = ["Arguments"]
 
@@ -60,6 +61,16 @@ class Arguments:
             raise BuildError(
                 f"accumulate must be a positive number of micro-batches (got {self.accumulate!r})", hint="accumulate=4"
             )
+
+    def for_plan(self) -> BuildArguments:
+        """What a dialect may make part of its plan."""
+        return BuildArguments(
+            has_optimizer=self.optimizer is not None,
+            has_loss=self.loss is not None,
+            max_grad_norm=self.max_grad_norm,
+            accumulate=self.accumulate,
+            device=self.torch_device(),
+        )
 
     def torch_device(self) -> torch.device | None:
         """The device with its index, so that it compares equal to that of a tensor."""

@@ -129,7 +129,7 @@ class _Build:
         """What is going to be done; nothing is changed, and nothing is communicated."""
         self.arguments.check()
         target = Target.named(name, self.schedule)
-        plan = target.plan(self.schedule, config, accumulate=self.arguments.accumulate)
+        plan = target.plan(self.schedule, config, self.arguments.for_plan())
         source = open_source(self.arguments.weights) if self.arguments.weights is not None else None
         return target, plan, source
 

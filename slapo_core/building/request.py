@@ -16,8 +16,10 @@ from slapo_core.building.loss import LossCall
 from slapo_core.building.micro_batches import labels_left_out, micro_batches
 from slapo_core.building.modes import switch_to_training
 from slapo_core.building.optimizer import make_optimizer, same_groups
+from slapo_core.building.staged_batch import StagedBatch, staged_batch
 from slapo_core.building.stages import Stages
 from slapo_core.pipeline.binding import bound_batch
+from slapo_core.pipeline.part import Part
 from slapo_core.ranks.own_groups import OwnGroups
 from slapo_core.ranks.world import World, together
 from slapo_core.weights.clipping import GradientClipper
@@ -26,7 +28,7 @@ from slapo_core.weights.tied import TiedGradients
 if TYPE_CHECKING:
     from slapo_core.building.arguments import Arguments
     from slapo_core.schedule.schedule import Schedule
-    from slapo_core.spec.pipeline import Output
+    from slapo_core.spec.pipeline import Output, Partition
     from slapo_core.spec.placement import Placement
     from slapo_core.spec.request import StagedModel
     from slapo_core.spec.state import LiveTensor, ModelState
@@ -137,6 +139,17 @@ class Request:
         if self._stages is None:
             self._stages = Stages(self._schedule)
         return self._stages.of(inputs, training=training, outputs=outputs, batch_axes=batch_axes)
+
+    def staged(
+        self, batch: Any, count: int, *, training: bool, axes: Mapping[str, int | None] | None = None
+    ) -> StagedBatch:
+        return staged_batch(self, batch, count, training=training, axes=axes)
+
+    def part(self, partition: Partition) -> torch.nn.Module:
+        assert self._mesh is not None
+        own = self._mesh.rank("pp")
+        stages = [stage.module for stage in partition.stages if self._stage_ranks[stage.index] == own]
+        return Part(self._schedule.model, stages)
 
     def _split(self) -> dict[int, list[int]]:
         """The axes along which parameters are split over running ranks, by their identity."""

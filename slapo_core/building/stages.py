@@ -52,7 +52,7 @@ class Stages:
             if not form.is_plain:
                 return ask(self._schedule, inputs, outputs, batch_axes)
             key = (
-                [parameter.requires_grad for parameter in self._parameters],
+                [(parameter.requires_grad, parameter.dtype) for parameter in self._parameters],  # runtimes convert them
                 outputs if outputs is None or callable(outputs) else tuple(outputs),
                 dict(batch_axes or {}),
             )

@@ -14,7 +14,7 @@ from slapo_core.spec.reserved import CORE_DISTRIBUTION
 
 if TYPE_CHECKING:
     from slapo_core.schedule.schedule import Schedule
-    from slapo_core.spec.dialect import Dialect, Plan
+    from slapo_core.spec.dialect import BuildArguments, Dialect, Plan
     from slapo_core.spec.engine import Engine
     from slapo_core.spec.request import BuildRequest
 
@@ -58,26 +58,34 @@ class Target:
         schedule.hooks.activate(entry.distribution, version=entry.version)
         return target
 
-    def plan(self, schedule: Schedule, config: Mapping[str, Any], *, accumulate: int = 1) -> Plan:
+    def plan(self, schedule: Schedule, config: Mapping[str, Any], arguments: BuildArguments) -> Plan:
         """What the dialect is going to do.
 
         Args:
             schedule: what is built.
-            config: the options of the dialect.
-            accumulate: how many micro-batches a training step is to take.
+            config: the options of the dialect, as the user gave them.
+            arguments: the rest of what the user gave.
 
         Raises:
             BuildError: it cannot run this schedule, or a plugin says that the schedule is incomplete: every reason is
                 given; or an option is wrong.
         """
         self._check(schedule)
-        if accumulate > 1 and not self.dialect.accumulates:
+        if arguments.accumulate > 1 and not self.dialect.accumulates:
             raise BuildError(
-                f"target '{self.dialect.name}' does not accumulate gradients (got accumulate={accumulate})",
+                f"target '{self.dialect.name}' does not accumulate gradients (got accumulate={arguments.accumulate})",
                 hint='accumulate=1, or target="torch"',
             )
+        with self._blamed("options"):
+            options: Any = self.dialect.options(config, arguments)
+        if not isinstance(options, Mapping):
+            raise BuildError(
+                f"target '{self.dialect.name}' of {self.label} must give a mapping of options (got {options!r})",
+                plugin=self.label,
+                hint="options(config, arguments) returns {**config, ...}",
+            )
         with self._blamed("plan"):
-            return self.dialect.plan(schedule, config)
+            return self.dialect.plan(schedule, options)
 
     def stage_ranks(self, plan: Plan, stages: int, pp: int) -> tuple[int, ...]:
         """Which rank along ``pp`` runs each stage.

@@ -8,11 +8,33 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
+    import torch
+
     from slapo_core.spec.engine import Engine
     from slapo_core.spec.request import BuildRequest, ScheduledModel
     from slapo_core.spec.violation import Violation
 
-__all__ = ["Dialect", "Plan"]
+__all__ = ["BuildArguments", "Dialect", "Plan"]
+
+
+@dataclass(frozen=True)
+class BuildArguments:
+    """What the user gave to ``build`` beside the schedule and the options, as far as it can be part of a plan.
+
+    Args:
+        has_optimizer: whether there is a factory; without one, and without one by the options, the
+            engine can only evaluate.
+        has_loss: whether there is a loss; else it is that of the output.
+        max_grad_norm: the largest L2 norm of all gradients, e.g. ``1.0``; None does not clip.
+        accumulate: how many micro-batches a training step takes; 1 is also what it is where the user says nothing.
+        device: where the user wants the model; None leaves it where it is.
+    """
+
+    has_optimizer: bool = False
+    has_loss: bool = False
+    max_grad_norm: float | None = None
+    accumulate: int = 1
+    device: torch.device | None = None
 
 
 @dataclass(frozen=True)
@@ -36,8 +58,8 @@ class Plan:
 class Dialect(ABC):
     """A runtime: PyTorch itself, DeepSpeed, Megatron-core, ...
 
-    ``build`` calls :meth:`check`, :meth:`plan` and :meth:`build` in this order, on every rank. The first two must
-    change nothing, so that a refusal leaves the schedule as it was.
+    ``build`` calls :meth:`check`, :meth:`options`, :meth:`plan` and :meth:`build` in this order, on every rank. All but
+    the last must change nothing, so that a refusal leaves the schedule as it was.
 
     Attributes:
         name: what users pass as ``build(sch, target=...)``.
@@ -57,6 +79,21 @@ class Dialect(ABC):
     def check(self, schedule: ScheduledModel) -> Iterable[Violation]:
         """Every reason why this schedule cannot be handed to the runtime."""
         return ()
+
+    def options(self, config: Mapping[str, Any], arguments: BuildArguments) -> Mapping[str, Any]:
+        """The options that :meth:`plan` is given; pure.
+
+        For a runtime that has options of its own for what ``build`` takes as arguments, e.g. how often it accumulates:
+        put here into the options, they are seen in the plan, and one that says something else is refused.
+
+        Args:
+            config: the options as the user gave them to ``build``; returned as they are by default.
+            arguments: the rest of what the user gave.
+
+        Raises:
+            BuildError: an option contradicts an argument.
+        """
+        return config
 
     @abstractmethod
     def plan(self, schedule: ScheduledModel, config: Mapping[str, Any]) -> Plan:

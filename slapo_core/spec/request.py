@@ -24,6 +24,7 @@ __all__ = [
     "OptimizerFactory",
     "OwnGroups",
     "ScheduledModel",
+    "StagedBatch",
     "StagedModel",
 ]
 
@@ -87,6 +88,32 @@ class StagedModel(Protocol):
     @property
     def liveness(self) -> Liveness:
         """What each stage sends to the next."""
+        ...
+
+
+class StagedBatch(Protocol):
+    """A batch that was cut into micro-batches of one form, and their stages."""
+
+    @property
+    def staged(self) -> StagedModel:
+        """The stages of each micro-batch."""
+        ...
+
+    @property
+    def inputs(self) -> Sequence[Mapping[str, Any]]:
+        """Of each micro-batch, the arguments of the model's forward by parameter; every rank has them all."""
+        ...
+
+    def loss(self, number: int, pieces: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The loss of a micro-batch, a scalar tensor.
+
+        Args:
+            number: of the micro-batch.
+            pieces: of its output, by name, as the last stage has them.
+
+        Raises:
+            BuildError: there is no loss in the output, or the user's function gives no scalar.
+        """
         ...
 
 
@@ -225,6 +252,38 @@ class BuildRequest(Protocol):
         Raises:
             TraceError: it cannot be cut there.
             HookError: the answer of a plugin cannot be right.
+        """
+        ...
+
+    def staged(
+        self, batch: Any, count: int, *, training: bool, axes: Mapping[str, int | None] | None = None
+    ) -> StagedBatch:
+        """Cut a batch into micro-batches, and find their stages: what a step of a runtime of stages begins with.
+
+        As :meth:`micro_batches`, :meth:`inputs_of` and :meth:`stages`; the last stage needs what the loss is found in.
+        Nothing is communicated.
+
+        Args:
+            batch: in any form of ``train_step``; or the example inputs, with a count of 1.
+            count: of micro-batches.
+            training: for a training step, else for an evaluation.
+            axes: as for :meth:`micro_batches`.
+
+        Returns:
+            ``staged`` of it is the same object for batches of the same form, as long as it is kept.
+
+        Raises:
+            BuildError: the batch cannot be cut, the model has another number of stages for it than it was built with,
+                or there is no loss.
+            TraceError: the model cannot be cut for it.
+        """
+        ...
+
+    def part(self, partition: Partition) -> nn.Module:
+        """This rank's part of the model: the modules and tensors of its stages, at the untouched paths; no forward.
+
+        Args:
+            partition: of the model, for any form of a batch.
         """
         ...
 

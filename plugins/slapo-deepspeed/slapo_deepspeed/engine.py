@@ -6,9 +6,10 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
-from slapo_core import Plan
+from slapo_core import BuildError, Plan
 
 if TYPE_CHECKING:
     from slapo_core.spec.request import BuildRequest
@@ -53,4 +54,21 @@ class DeepSpeedEngine:
         raise NotImplementedError
 
     def close(self) -> None:
-        raise NotImplementedError
+        if not self._is_closed:
+            self.deepspeed.destroy()
+        self._is_closed = True
+
+    _is_closed = False
+
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise BuildError("the engine is closed")
+
+    @staticmethod
+    def _refuse_without_gradients() -> None:
+        if not torch.is_grad_enabled():
+            raise BuildError("train_step() was called without gradients")
+
+    @staticmethod
+    def _without_optimizer() -> BuildError:
+        return BuildError("this engine cannot train: it was built without an optimizer")

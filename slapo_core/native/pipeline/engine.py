@@ -13,7 +13,6 @@ from slapo_core import BuildError, RankFailedError, StepResult
 from slapo_core.native.pipeline.dropping import move_on, own_random_state
 from slapo_core.native.pipeline.forms import Forms
 from slapo_core.native.pipeline.outputs import gather_output
-from slapo_core.native.pipeline.part import Part
 from slapo_core.native.pipeline.replicas import average_gradients
 from slapo_core.native.pipeline.runtime import PipelineRuntime
 from slapo_core.native.pipeline.schedules import schedule_of
@@ -61,7 +60,7 @@ class PipelineEngine(StatefulEngine):
         self._groups = request.own_groups("pp", "dp")
         schedule = schedule_of(plan.config, len(self._ranks), mesh.size("pp"))
         self._forms = Forms(request, schedule, self._groups.group("pp"), self._device, plan.config)
-        self._part: Part | None = None
+        self._part: nn.Module | None = None
         self._at = "nothing"  # of a step, for the message of an error
         self._reason: str | None = None  # why it is closed
 
@@ -69,8 +68,7 @@ class PipelineEngine(StatefulEngine):
     def module(self) -> nn.Module:
         """This rank's part of the scheduled model; made when it is first asked for."""
         if self._part is None:
-            stages = [stage.module for stage in self._forms.any_stages() if self._ranks[stage.index] == self._rank]
-            self._part = Part(self._request.schedule.model, stages)
+            self._part = self._request.part(self._forms.any_partition())
         return self._part
 
     @property
@@ -109,9 +107,9 @@ class PipelineEngine(StatefulEngine):
         with self._request.evaluating(batch):
             with self._step():
                 with self._groups.together("preparing the evaluation", self._device, mesh_dim="pp"):
-                    pieces, form = self._forms.of(batch, training=False)
+                    cut, form = self._forms.of(batch, training=False)
                     whole = self._forms.whole(batch, form) if gather_outputs else form.staged.partition
-                work = form.run(pieces, backward=False, keep_outputs=gather_outputs, at=self._stand)
+                work = form.run(cut, backward=False, keep_outputs=gather_outputs, at=self._stand)
                 loss, output, problem = self._loss(work), None, ""
                 if gather_outputs:
                     self._at = "gathering the output"
@@ -136,14 +134,14 @@ class PipelineEngine(StatefulEngine):
         with self._request.training(batch):
             with self._step():
                 with self._groups.together("preparing the step", self._device):
-                    pieces, form = self._forms.of(batch, training=True)
+                    cut, form = self._forms.of(batch, training=True)
                 if zero is not None:
                     zero.zero_grad(set_to_none=True)
                 earlier = [(one, one.grad) for one in self._trained() if one.grad is not None]
                 for parameter, _ in earlier:
                     parameter.grad = None  # which is exchanged already
                 with own_random_state(self._device) as seed:
-                    work = form.run(pieces, backward=True, seed=seed, at=self._stand)
+                    work = form.run(cut, backward=True, seed=seed, at=self._stand)
                 loss = self._loss(work)
                 self._wait_for_all()
                 self._at = "summing gradients"

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._pytree import tree_map_only
 
 from slapo_core import BuildError
 from slapo_core.native.pipeline.runner import Runner
@@ -16,8 +15,8 @@ from slapo_core.native.pipeline.runner import Runner
 if TYPE_CHECKING:
     from slapo_core.native.pipeline.schedules import Schedule
     from slapo_core.native.pipeline.stage import Work
-    from slapo_core.spec.pipeline import Output, Partition, Stage
-    from slapo_core.spec.request import BuildRequest, StagedModel
+    from slapo_core.spec.pipeline import Partition
+    from slapo_core.spec.request import BuildRequest, StagedBatch, StagedModel
 
 __all__ = ["Form", "Forms"]
 
@@ -31,16 +30,14 @@ class Form:
     Args:
         staged: the stages for it.
         runner: of this rank's.
-        request: finds the loss.
     """
 
     staged: StagedModel
     runner: Runner
-    request: BuildRequest
 
     def run(
         self,
-        pieces: Sequence[Any],
+        batch: StagedBatch,
         *,
         backward: bool,
         at: Callable[[str], None],
@@ -48,13 +45,7 @@ class Form:
         keep_outputs: bool = False,
     ) -> Work:
         """The passes of all micro-batches; see :meth:`Runner.run`."""
-        output = self.staged.partition.output
-
-        def loss(number: int, there: Mapping[str, torch.Tensor]) -> torch.Tensor:
-            return self.request.loss_of(output.assemble(there), pieces[number])
-
-        inputs = [tree_map_only(torch.Tensor, _apart, self.request.inputs_of(piece)) for piece in pieces]
-        return self.runner.run(inputs, loss, backward=backward, at=at, seed=seed, keep_outputs=keep_outputs)
+        return self.runner.run(batch.inputs, batch.loss, backward=backward, at=at, seed=seed, keep_outputs=keep_outputs)
 
 
 class Forms:
@@ -75,27 +66,25 @@ class Forms:
         assert mesh is not None
         self._request, self._schedule, self._group, self._device = request, schedule, group, device
         self._count, self._axes, self._rank = config["microbatches"], config["batch_axes"], mesh.rank("pp")
-        self._pick = _loss if request.loss is None else None  # one object, by which stages are looked up
         self._kept: OrderedDict[int, Form] = OrderedDict()
         self._sent: dict[int, tuple[int, int]] = {}  # by those that are not kept any more
 
-    def of(self, batch: Any, *, training: bool) -> tuple[list[Any], Form]:
+    def of(self, batch: Any, *, training: bool) -> tuple[StagedBatch, Form]:
         """The micro-batches of a batch, and what runs them.
 
         Raises:
             BuildError: it cannot be cut into micro-batches; the model has other stages for it; or there is no loss.
             TraceError: the model cannot be cut for it.
         """
-        pieces = self._request.micro_batches(batch, self._count, axes=self._axes)
-        inputs = self._request.inputs_of(pieces[0])
-        staged = self._staged(inputs, training=training)
+        found = self._request.staged(batch, self._count, training=training, axes=self._axes)
+        staged = found.staged
         if id(staged) not in self._kept:
-            self._kept[id(staged)] = Form(staged, self._runner(staged), self._request)
+            self._kept[id(staged)] = Form(staged, self._runner(staged))
             while len(self._kept) > _KEPT:
                 _, old = self._kept.popitem(last=False)
                 self._sent = _added(self._sent, old)
         self._kept.move_to_end(id(staged))
-        return pieces, self._kept[id(staged)]
+        return found, self._kept[id(staged)]
 
     def whole(self, batch: Any, form: Form) -> Partition:
         """The stages for a batch that is not cut, which nobody runs: they say what shapes the whole output has.
@@ -104,7 +93,7 @@ class Forms:
             BuildError: they have another output than a micro-batch's.
             TraceError: the model cannot be cut for it.
         """
-        partition = self._staged(self._request.inputs_of(batch), training=False).partition
+        partition = self._request.staged(batch, 1, training=False, axes=self._axes).staged.partition
         if partition.output.pieces != form.staged.partition.output.pieces:
             raise BuildError(
                 "the output for the whole batch has other pieces than that for a micro-batch, so it cannot be put "
@@ -113,12 +102,12 @@ class Forms:
             )
         return partition
 
-    def any_stages(self) -> tuple[Stage, ...]:
+    def any_partition(self) -> Partition:
         """The stages for some form, that of the example inputs where no batch has come."""
         for form in self._kept.values():
-            return form.staged.partition.stages
-        inputs = self._request.inputs_of(self._request.schedule.example_inputs)
-        return self._staged(inputs, training=True).partition.stages
+            return form.staged.partition
+        example = self._request.schedule.example_inputs
+        return self._request.staged(example, 1, training=True, axes=self._axes).staged.partition
 
     def sent_bytes(self) -> dict[int, tuple[int, int]]:
         """By stage: what it has sent to the rank of the next one, and of the one before it."""
@@ -132,19 +121,6 @@ class Forms:
         self._sent = self.sent_bytes()
         self._kept.clear()
 
-    def _staged(self, inputs: Mapping[str, Any], *, training: bool) -> StagedModel:
-        ranks = self._request.stage_ranks
-        staged = self._request.stages(inputs, training=training, outputs=self._pick, batch_axes=self._axes)
-        if staged is None or len(staged.partition.stages) != len(ranks):
-            count = 1 if staged is None else len(staged.partition.stages)
-            raise BuildError(
-                f"the model was built with {len(ranks)} stages, and has {count} for this batch",
-                hint="give batches of the form of example_inputs",
-            )
-        if self._pick is not None and not self._pick(staged.partition.output):
-            self._request.loss_of(staged.partition.output.assemble({}), None)  # says that there is none
-        return staged
-
     def _runner(self, staged: StagedModel) -> Runner:
         return Runner(
             staged.partition,
@@ -156,15 +132,6 @@ class Forms:
             device=self._device,
             count=self._count,
         )
-
-
-def _loss(output: Output) -> tuple[str, ...]:
-    return (output.loss,) if output.loss is not None else ()
-
-
-def _apart(tensor: torch.Tensor) -> torch.Tensor:
-    """A micro-batch's tensor with a count of writes of its own: as a view it would share that of the whole batch."""
-    return tensor if tensor.requires_grad else tensor.data
 
 
 def _added(total: Mapping[int, tuple[int, int]], form: Form) -> dict[int, tuple[int, int]]:

@@ -8,7 +8,13 @@ import torch
 
 from slapo_core import StepResult
 from slapo_deepspeed.engine import DeepSpeedEngine
+from slapo_deepspeed.initialising import has_optimizer, initialise
+from slapo_deepspeed.marks import mark
+from slapo_deepspeed.mpu import MeshUnit
 from slapo_deepspeed.starting import start
+from slapo_deepspeed.zero.failing import Failing
+from slapo_deepspeed.zero.norms import keep_norm, norm_of_last_step
+from slapo_deepspeed.zero.partitioning import Partitioning
 
 if TYPE_CHECKING:
     from slapo_core import Plan
@@ -22,25 +28,58 @@ class ZeroEngine(DeepSpeedEngine):
 
     def __init__(self, plan: Plan, request: BuildRequest) -> None:
         start(request.schedule.mesh)
-        import deepspeed
-
-        for _ in request.materialise():
-            pass
-        engine, *_ = deepspeed.initialize(
-            model=request.schedule.model, optimizer=request.make_optimizer(), config=dict(plan.config["config"])
-        )
+        self._config = plan.config["config"]
+        unit = MeshUnit(request.schedule.mesh)
+        self._trains = has_optimizer(plan, request)
+        partitioning = Partitioning(request, self._config, unit)
+        try:
+            partitioning.run()
+            mark(request)
+            engine, _groups = initialise(plan, request, request.schedule.model, mpu=unit)
+        except BaseException:
+            partitioning.take_back()
+            raise
+        partitioning.keep()
+        keep_norm(engine)
         super().__init__(plan, request, engine)
+        self._failing = Failing(engine)
 
     def train_step(self, batch: Any) -> StepResult:
-        pieces = self._request.micro_batches(batch)
+        self._require_open()
+        if not self._trains:
+            raise self._without_optimizer()
+        self._refuse_without_gradients()
+        self._failing.refuse_after()
+        pieces = self._pieces(batch)
         losses, output = [], None
-        for piece in pieces:
-            loss, output = self._request.compute_loss(piece, self.deepspeed)
-            self.deepspeed.backward(loss)
-            self.deepspeed.step()
-            losses.append(loss.detach())
-        return StepResult(torch.stack(losses).mean(), output if len(pieces) == 1 else None)
+        with self._failing.watched():
+            for piece in pieces:
+                loss, output = self._request.compute_loss(piece, self.deepspeed)
+                self._failing.backward_begins()
+                self.deepspeed.backward(loss)
+                self.deepspeed.step()
+                losses.append(loss.detach())
+        self._end_first_step()
+        loss, output = (losses[0], output) if len(pieces) == 1 else (torch.stack(losses).mean(), None)
+        norm = norm_of_last_step(self.deepspeed) if self._config.get("gradient_clipping") else None
+        return StepResult(loss, output, norm)
 
     def eval_step(self, batch: Any) -> StepResult:
-        loss, output = self._request.evaluate(batch)
+        self._require_open()
+        with self._request.evaluating(batch):
+            loss, output = self._request.compute_loss(batch, self.deepspeed)
         return StepResult(loss, output)
+
+    def _pieces(self, batch: Any) -> list[Any]:
+        """The micro-batches of a step, as many as DeepSpeed accumulates."""
+        count = self._config.get("gradient_accumulation_steps", 1)
+        axes = self.plan.config.get("batch_axes") or None
+        return self._request.micro_batches(batch, None if count == self._request.accumulate else count, axes=axes)
+
+    def _end_first_step(self) -> None:
+        """The user's optimiser tells core that the first step is over; DeepSpeed's own cannot."""
+        if self._request.optimizer is None and not self._has_stepped:
+            self._request.clip_gradients()  # there are none any more
+            self._has_stepped = True
+
+    _has_stepped = False

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from slapo_core.errors import BuildError, SlapoError
-from slapo_core.spec.dialect import Plan
+from slapo_core.spec.dialect import BuildArguments, Plan
 from slapo_core.testing.bench import seeded
 from slapo_core.testing.check import CheckError, NotApplicable
 from slapo_core.testing.dialects.before import Before
@@ -30,7 +30,7 @@ def plan_changes_nothing(bench: DialectBench) -> None:
     with seeded():
         random = torch.get_rng_state()
         violations = list(bench.dialect().check(schedule) or ())
-        bench.dialect().plan(schedule, config)
+        bench.dialect().plan(schedule, bench.dialect().options(config, BuildArguments()))
         lines = before.differences()
         if not torch.equal(random, torch.get_rng_state()):
             lines.append("torch's random state: advanced")
@@ -38,8 +38,8 @@ def plan_changes_nothing(bench: DialectBench) -> None:
         lines.append(f"the options given: {dict(bench.case.config)!r} -> {config!r}")
     if lines:
         raise CheckError(
-            "check() or plan() changes what it is given",
-            required="both only look: a refusal leaves everything as it was",
+            "check(), options() or plan() changes what it is given",
+            required="they only look: a refusal leaves everything as it was",
             got=listed(lines),
             hint="move every change into build()",
         )

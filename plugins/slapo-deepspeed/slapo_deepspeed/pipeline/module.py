@@ -1,0 +1,100 @@
+"""Our stages as DeepSpeed's ``PipelineModule``. It imports DeepSpeed: import it inside of functions only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.pipe.topology import ProcessTopology
+from torch import nn
+
+if TYPE_CHECKING:
+    from slapo_core.spec.mesh import Mesh
+    from slapo_deepspeed.pipeline.work import Work
+
+__all__ = ["StagesModule", "topology_of"]
+
+AXES = {"pp": "pipe", "dp": "data", "tp": "model"}
+
+
+def topology_of(mesh: Mesh) -> ProcessTopology:
+    """DeepSpeed's axes in the order of the mesh, so that its groups are of the same ranks as ours."""
+    sizes = {AXES[mesh_dim]: size for mesh_dim, size in mesh.sizes.items() if mesh_dim in AXES}
+    for axis in AXES.values():  # DeepSpeed looks for all of them, and names its files by them
+        sizes.setdefault(axis, 1)
+    return ProcessTopology(axes=list(sizes), dims=list(sizes.values()))
+
+
+class _Layer(nn.Module):
+    """All stages of this rank, with their modules and tensors at the untouched paths.
+
+    Args:
+        part: this rank's part of the model.
+        more: tensors that live on this rank and that no stage uses, by name.
+    """
+
+    def __init__(self, part: nn.Module, more: dict[str, nn.Parameter]) -> None:
+        super().__init__()
+        for name, child in part._modules.items():
+            self.add_module(name, child)
+        for name, parameter in part._parameters.items():
+            self.register_parameter(name, parameter)
+        for name, buffer in part._buffers.items():
+            self.register_buffer(name, buffer, persistent=name not in part._non_persistent_buffers_set)
+        self.unused = nn.ParameterDict({name.replace(".", "/"): one for name, one in more.items()})
+
+    work: Work
+
+    def forward(self, given: Any) -> Any:
+        *received, number = given if isinstance(given, tuple) else (given,)
+        return self.work.forward(tuple(received), int(number))
+
+
+class StagesModule(PipelineModule):
+    """The stages of a schedule, one layer for each rank along ``pipe``.
+
+    Every rank has the whole batch of its replica, so that what stages read of it is not sent: the data iterator of a
+    step gives the numbers of the micro-batches only. Modes are those that the engine around it sets.
+
+    Args:
+        part: this rank's part of the model.
+        more: tensors that live on this rank and that no stage uses, by name.
+        mesh: the schedule's.
+        tied: gives the parameters that several ranks along ``pipe`` hold, and the groups over which their gradients are
+            summed; called once a step, on every rank, when all passes are over.
+    """
+
+    def __init__(
+        self,
+        part: nn.Module,
+        more: dict[str, nn.Parameter],
+        mesh: Mesh,
+        tied: Callable[[], Sequence[tuple[nn.Parameter, Any]]],
+    ) -> None:
+        own = _Layer(part, more)
+        layers = [own if rank == mesh.rank("pp") else nn.Identity() for rank in range(mesh.size("pp"))]
+        super().__init__(layers, topology=topology_of(mesh), partition_method="uniform", loss_fn=self._loss)
+        self.__dict__["_own"], self.__dict__["_tied"] = own, tied
+
+    def begin(self, work: Work) -> None:
+        """A step: what comes is for this."""
+        self.__dict__["_work"] = self.__dict__["_own"].work = work
+
+    def forward(self, forward_input: Any) -> Any:
+        work: Work = self.__dict__["_work"]
+        received = forward_input if work.form.coming is not None else ()
+        # With the number beside it, DeepSpeed's activation checkpointing runs the layer again for the right one.
+        return super().forward((*received, torch.tensor(work.next_number())))
+
+    def _loss(self, outputs: Any, label: torch.Tensor) -> torch.Tensor:
+        return self.__dict__["_work"].loss(outputs, int(label))
+
+    def train(self, mode: bool = True) -> StagesModule:
+        """What DeepSpeed says of a step; the modules keep the modes that the engine around it has set."""
+        self.training = mode
+        return self
+
+    def get_tied_weights_and_groups(self) -> Any:
+        return self.__dict__["_tied"]()

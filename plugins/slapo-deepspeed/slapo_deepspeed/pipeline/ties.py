@@ -1,0 +1,70 @@
+"""Parameters that several ranks along ``pp`` hold: their gradients are summed over exactly those, and count once."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from slapo_core.spec.request import BuildRequest
+
+__all__ = ["Ties"]
+
+
+class Ties:
+    """The ties of this rank, with groups over the ranks of each: a collective over the mesh.
+
+    Args:
+        request: of the build; every tensor is in its place.
+        topology: DeepSpeed's.
+    """
+
+    def __init__(self, request: BuildRequest, topology: Any) -> None:
+        import torch.distributed as dist
+
+        mesh, placement = request.schedule.mesh, request.placement
+        assert mesh is not None and placement is not None
+        holders = {
+            live.name: placement.holders(live)
+            for live in request.state.tensors()
+            if isinstance(live.tensor, nn.Parameter)
+        }
+        groups: dict[tuple[int, ...], Any] = {}
+        for places in sorted({one for one in holders.values() if len(one) > 1}):
+            for data, model in itertools.product(range(mesh.size("dp")), range(mesh.size("tp"))):
+                ranks = [topology.get_rank(pipe=place, data=data, model=model) for place in places]
+                group = dist.new_group(ranks)
+                if mesh.global_rank in ranks:
+                    groups[places] = group
+        self._ties: list[tuple[nn.Parameter, Any]] = []
+        self._copies: list[nn.Parameter] = []
+        for live in request.state.tensors():
+            places = holders.get(live.name, ())
+            if live.is_here and len(places) > 1:
+                assert isinstance(live.tensor, nn.Parameter)
+                self._ties.append((live.tensor, groups[places]))
+                if mesh.rank("pp") != places[0]:
+                    self._copies.append(live.tensor)
+
+    def mark(self) -> None:
+        """Let copies after the first one be left out of the norm; when DeepSpeed has marked everything as counted."""
+        for parameter in self._copies:
+            parameter.ds_pipe_replicated = True  # type: ignore[attr-defined]
+
+    def ready(self, engine: Any) -> list[tuple[nn.Parameter, Any]]:
+        """The ties with their groups, each with a gradient: a rank that has none adds zeros.
+
+        Args:
+            engine: DeepSpeed's.
+        """
+        found = []
+        for parameter, group in self._ties:
+            if not parameter.requires_grad:
+                continue
+            if not engine.using_bf16_optimizer and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            found.append((parameter, group))
+        return found

@@ -1,0 +1,117 @@
+"""What one rank computes of each micro-batch: its stages, one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from slapo_deepspeed.pipeline.packing import Parcel, attached
+
+if TYPE_CHECKING:
+    from slapo_core.spec.pipeline import Partition, Stage
+    from slapo_core.spec.request import StagedBatch, StagedModel
+
+__all__ = ["Form", "Work"]
+
+
+class Form:
+    """The stages of this rank for one form of a micro-batch, and what it is sent and sends.
+
+    Args:
+        staged: of all ranks.
+        stage_ranks: the rank along ``pp`` of each stage; neighbours share one.
+        rank: this one.
+        device: where stages compute.
+        training: whether gradients go back.
+    """
+
+    def __init__(
+        self, staged: StagedModel, stage_ranks: Sequence[int], rank: int, device: torch.device, *, training: bool
+    ) -> None:
+        self.staged = staged  # kept, so that its identity is its own
+        self.partition: Partition = staged.partition
+        self.device = device
+        self.stages: list[Stage] = [one for one in self.partition.stages if stage_ranks[one.index] == rank]
+        self.is_last = self.stages[-1].index == len(self.partition.stages) - 1
+        parcels: list[Parcel] = []
+        for index, other in enumerate(stage_ranks[:-1]):
+            if stage_ranks[index + 1] != other:  # what goes to another rank
+                values = [self.partition.values[name] for name in staged.liveness.sent(index)]
+                backward = training and bool(parcels) and parcels[-1].carries_gradient
+                parcels.append(Parcel(values, backward=backward))
+        self.coming = parcels[rank - 1] if rank else None
+        self.going = None if self.is_last else parcels[rank]
+        self._received = self.coming.empty(device) if self.coming is not None else ()
+        self._gradients = [one for one in self.going.empty(device) if one.is_floating_point()] if self.going else []
+
+    @property
+    def received(self) -> tuple[torch.Tensor, ...]:
+        """Where the tuple is received that comes from the rank before."""
+        return self._received
+
+    @property
+    def gradients(self) -> list[torch.Tensor]:
+        """Where the gradients are received that come back."""
+        return self._gradients
+
+
+class Work:
+    """One step: the micro-batches of one batch through the stages of this rank.
+
+    Args:
+        form: of its micro-batches.
+        batch: cut.
+        at: is told what runs, for the message of an error.
+    """
+
+    def __init__(self, form: Form, batch: StagedBatch, at: Callable[[str], None]) -> None:
+        self.form, self._batch, self._at = form, batch, at
+        self._count = 0
+        self._names: list[str] = []  # pieces of the output that the last rank has
+
+    def next_number(self) -> int:
+        """Of the micro-batch whose forward comes: they come in order on every rank."""
+        self._count += 1
+        return self._count - 1
+
+    def forward(self, received: tuple[torch.Tensor, ...], number: int) -> tuple[torch.Tensor, ...]:
+        """The passes of this rank's stages.
+
+        Args:
+            received: of the rank before; empty on the first one.
+            number: of the micro-batch.
+
+        Returns:
+            what is sent to the next rank; on the last one what :meth:`loss` takes.
+        """
+        form = self.form
+        there, link = form.coming.unpack(received) if form.coming is not None else ({}, None)
+        inputs = self._batch.inputs[number]
+        for stage in form.stages:
+            self._at(f"stage {stage.index} in the forward of micro-batch {number}")
+            own = {name: inputs[name] for name in stage.inputs if name in inputs}
+            there.update(stage.module(own, {name: there[name] for name in stage.uses}))
+        if form.going is not None:
+            last = f"stage {form.stages[-1].index}"
+            return form.going.pack(
+                there,
+                link,
+                sender=last,
+                device=form.device,
+                backward_begins=lambda: self._at(f"{last} in the backward of micro-batch {number}"),
+            )
+        self._names = [name for name in form.partition.output.pieces if name in there]
+        pieces = tuple(there[name] for name in self._names)
+        return pieces if link is None else (link, *pieces)
+
+    def loss(self, outputs: tuple[torch.Tensor, ...], number: int) -> torch.Tensor:
+        """Of a micro-batch, from what :meth:`forward` of the last stage gave."""
+        last = f"stage {self.form.stages[-1].index}"
+        self._at(f"{last} in the loss of micro-batch {number}")
+        link = outputs[0] if len(outputs) > len(self._names) else None
+        pieces = outputs if link is None else outputs[1:]
+        loss = attached(self._batch.loss(number, dict(zip(self._names, pieces, strict=True))), link)
+        self._at(f"{last} in the backward of micro-batch {number}")
+        return loss
