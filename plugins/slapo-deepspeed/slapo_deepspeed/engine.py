@@ -66,13 +66,13 @@ class DeepSpeedEngine(StatefulEngine):
         if self._is_closed:
             return
         self._is_closed = True
-        self._release()
         self.deepspeed.destroy()
+        self._release()
 
     # -- for the engines ----------------------------------------------------------------------------------------
 
     def _release(self) -> None:
-        """Let go of what an engine holds beside DeepSpeed's; called once, before that ends."""
+        """Let go of what an engine holds beside DeepSpeed's; called once, after that ended."""
 
     def _require_open(self) -> None:
         if self._is_closed:
