@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from slapo_core import BuildError, RankFailedError, StepResult
+from slapo_core import BuildError, RankFailedError, SlapoError, StepResult
 from slapo_core.spec.drawing import move_on, own_random_state
 from slapo_deepspeed.engine import DeepSpeedEngine
 from slapo_deepspeed.initialising import has_optimizer, initialise
@@ -58,7 +58,7 @@ class PipelineEngine(DeepSpeedEngine):
         self._groups = request.own_groups("pp", others=lambda: self._make(request))
         mark(request)
         count_once(request, self._ties.copies)
-        engine, _groups = initialise(plan, request, self._stages)
+        engine = self._initialised(plan, request)
         keep_norm(engine)
         super().__init__(plan, request, engine)
         self._forms = Forms(request, self._count, self._axes, engine.device)
@@ -76,6 +76,17 @@ class PipelineEngine(DeepSpeedEngine):
         self._ties = Ties(request, topology_of(mesh))
         self._stages = StagesModule(self._part, unused, mesh, self._tied)
         return [*groups_of(self._stages), *self._ties.groups]
+
+    def _initialised(self, plan: Plan, request: BuildRequest) -> Any:
+        """DeepSpeed's engine; ranks wait for each other in its constructor, so no rank must go on alone there."""
+        try:
+            with self._groups.step(lambda: "making DeepSpeed's engine"), sending_over(self._groups.group("pp")):
+                engine, _groups = initialise(plan, request, self._stages)
+        except RankFailedError as error:
+            if isinstance(error.__cause__, SlapoError):  # every rank has it
+                raise error.__cause__ from None
+            raise
+        return engine
 
     @property
     def module(self) -> nn.Module:
