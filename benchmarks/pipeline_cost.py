@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import random
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -11,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from report import interleaved, save
+from report import interleaved, ratio_of_medians, save
 from step_cost import HIDDEN, LAYERS, LENGTH, Stack, loss_of, sgd
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, schedules
@@ -155,18 +154,10 @@ def step(pairs: int) -> dict[str, Any]:
     """The ratio of the medians, and where 95 % of it lie when the pairs are drawn again and again."""
     ranks = run_ranks(compare_steps, pairs, world_size=2, timeout=1800)
     ours, theirs = ranks[0]["ours"], ranks[0]["theirs"]
-    draw = random.Random(0)
-    ratios = []
-    for _ in range(4000):
-        chosen = draw.choices(range(pairs), k=pairs)
-        ratios.append(statistics.median(ours[i] for i in chosen) / statistics.median(theirs[i] for i in chosen))
-    ratios.sort()
     return {
         "question": "step of two stages / PipelineStages by hand",
-        "ratio": statistics.median(ours) / statistics.median(theirs),
-        "interval_95": [ratios[100], ratios[-101]],
+        **ratio_of_medians(ours, theirs),
         "by_hand": statistics.median(theirs),
-        "pairs": pairs,
         "allowed": ALLOWED_STEP,
         "bytes": {f"rank {rank}": result["bytes"] for rank, result in enumerate(ranks)},
     }

@@ -6,6 +6,7 @@ import datetime
 import json
 import os
 import platform
+import random
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -37,13 +38,32 @@ def ratio_of(first: Sequence[float], second: Sequence[float]) -> dict[str, float
     return {"ratio": middle, "quartile_1": low, "quartile_3": high, "pairs": len(ratios)}
 
 
-def save(name: str, rows: Sequence[dict[str, Any]]) -> None:
-    """Write ``results/<name>.json``."""
-    RESULTS.mkdir(exist_ok=True)
+def ratio_of_medians(first: Sequence[float], second: Sequence[float]) -> dict[str, Any]:
+    """That of ``first`` to ``second``, and where 95 % of it lie when the pairs are drawn again and again."""
+    draw = random.Random(0)
+    pairs = len(first)
+    ratios = []
+    for _ in range(4000):
+        chosen = draw.choices(range(pairs), k=pairs)
+        ratios.append(statistics.median(first[i] for i in chosen) / statistics.median(second[i] for i in chosen))
+    ratios.sort()
+    return {
+        "ratio": statistics.median(first) / statistics.median(second),
+        "interval_95": [ratios[100], ratios[-101]],
+        "pairs": pairs,
+    }
+
+
+def save(name: str, rows: Sequence[dict[str, Any]], *, file: Path | None = None, **setting: str) -> None:
+    """Write ``results/<name>.json``, or ``file``; ``setting`` is kept beside date, versions and machine."""
     setting = {
+        **setting,
         "date": datetime.date.today().isoformat(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
     }
-    (RESULTS / f"{name}.json").write_text(json.dumps({**setting, "rows": list(rows)}, indent=2) + "\n")
+    if file is None:
+        RESULTS.mkdir(exist_ok=True)
+        file = RESULTS / f"{name}.json"
+    file.write_text(json.dumps({**setting, "rows": list(rows)}, indent=2) + "\n")

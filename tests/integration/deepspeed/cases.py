@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import slapo_core as slapo
-from tests.integration.deepspeed.closeness import about_gradients, about_number, about_weights
+from tests.integration.deepspeed.closeness import GRADIENT, about_gradients, about_number, about_weights
 from tests.integration.deepspeed.subjects import MAX_GRAD_NORM, STEPS, SUBJECTS, adamw, train_plain
 
 __all__ = ["Cell", "cells", "differences"]
@@ -95,7 +95,7 @@ def differences(cell: Cell) -> Iterator[str]:
         yield from about_number(f"the loss of step {step}", loss, plain.losses[step][own])
         norm = engine.deepspeed.get_global_grad_norm()
         if norm is not None:  # in float32, DeepSpeed gives it out under ZeRO only
-            yield from about_number(f"the norm of the gradients of step {step}", norm, plain.norms[step])
+            yield from about_number(f"the norm of the gradients of step {step}", norm, plain.norms[step], GRADIENT)
         elif cell.zero:
             yield f"DeepSpeed gives out no norm of the gradients of step {step}"
         yield from about_gradients(step, watched.last, plain.gradients[step])

@@ -23,9 +23,9 @@ Given = tuple[slapo.Layout, slapo.Mesh, torch.Tensor | None]
 """How a parameter lies in the untouched one, and its gradient on this rank."""
 
 
-def about_number(what: str, one: Any, other: Any) -> Iterator[str]:
-    """What is to be said about a loss or a norm: nothing, if they are equal."""
-    if not abs(float(one) - float(other)) <= LOSS * abs(float(other)):
+def about_number(what: str, one: Any, other: Any, tolerance: float = LOSS) -> Iterator[str]:
+    """What is to be said about a loss, or about a norm of gradients: nothing, if they are equal."""
+    if not abs(float(one) - float(other)) <= tolerance * abs(float(other)):
         yield f"{what} is {float(one):.8g} instead of {float(other):.8g}"
 
 
