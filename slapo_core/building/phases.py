@@ -173,7 +173,8 @@ class _Build:
         if mesh is None or self.world.is_alone:
             return
         added = {live.name for live in values.correspondence.added()}
-        message = parted(self.world, mesh, [one for one in replicas_of(values.correspondence) if one.name in added])
+        copies = replicas_of(values.correspondence, values.state.kept)
+        message = parted(self.world, mesh, [one for one in copies if one.name in added])
         if message is not None:
             raise RankMismatchError(message, hint=_SAME_ADDED)
 

@@ -177,9 +177,9 @@ class Request:
                 warnings.warn(reason, stacklevel=3)
         return pieces
 
-    def own_groups(self, *mesh_dims: str) -> OwnGroups:
+    def own_groups(self, *mesh_dims: str, others: Callable[[], Sequence[Any]] | None = None) -> OwnGroups:
         assert self._mesh is not None
-        return OwnGroups(self._mesh, mesh_dims)
+        return OwnGroups(self._mesh, mesh_dims, others)
 
     def compute_loss(self, batch: Any, forward: Callable[..., Any] | None = None) -> tuple[torch.Tensor, Any]:
         if torch.is_grad_enabled():

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from slapo_core import StepResult
 from slapo_core.native.runtime import TorchRuntime
-from slapo_core.native.stateful import StatefulEngine
+from slapo_core.spec.stateful import StatefulEngine
 
 if TYPE_CHECKING:
     from slapo_core import Plan

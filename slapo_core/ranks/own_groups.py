@@ -37,9 +37,10 @@ class OwnGroups:
     Args:
         mesh: of several running ranks.
         mesh_dims: a group over each of these, where it has several ranks, and one of all ranks; one of them has.
+        others: makes further groups, which break with these, and gives them; called on all ranks together.
     """
 
-    def __init__(self, mesh: Mesh, mesh_dims: Sequence[str]) -> None:
+    def __init__(self, mesh: Mesh, mesh_dims: Sequence[str], others: Callable[[], Sequence[Any]] | None = None) -> None:
         with World(mesh) as world:
             self._ranks, self._rank = world.ranks, world.rank
             self._store = _new_store(self._ranks, self._rank)
@@ -52,6 +53,7 @@ class OwnGroups:
                     if mesh.size(mesh_dim) > 1:
                         self._copy(mesh_dim, mesh.group(mesh_dim))
                 self._copy("", first, self._ranks)
+                self._others = list(others()) if others is not None else []
                 own = connections_since(before)
             told = world.gather([connection.ends for connection in own])
             self._connections: list[Connection] = mutual(own, (ends for theirs in told for ends in theirs))
@@ -172,7 +174,7 @@ class OwnGroups:
     def break_off(self) -> None:
         """Let every rank that waits for this one, or will, raise instead."""
         self.is_broken = True
-        for group in self._groups.values():
+        for group in (*self._groups.values(), *self._others):
             group.abort()  # NCCL
         for connection in self._connections:
             connection.end()  # gloo
@@ -182,6 +184,7 @@ class OwnGroups:
         """Let go of the groups."""
         self._connections = []
         self._groups = {}
+        self._others = []
 
 
 def _timeout(group: Any) -> timedelta:

@@ -407,11 +407,13 @@ class BuildRequest(Protocol):
         """
         ...
 
-    def own_groups(self, *mesh_dims: str) -> OwnGroups:
+    def own_groups(self, *mesh_dims: str, others: Callable[[], Sequence[Any]] | None = None) -> OwnGroups:
         """Process groups that belong to the engine alone: a collective over the mesh, which has several ranks.
 
         Args:
             mesh_dims: a group over each of them, beside the one of all ranks.
+            others: makes further groups for the engine, as a runtime's constructor does, and gives them: they break
+                with these. Called once, on all ranks together.
         """
         ...
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     import torch
 
     from slapo_core.spec.layout import Layout
+    from slapo_core.spec.storage import OptimizerStorage, TensorStorage
 
 __all__ = ["LiveTensor", "ModelState"]
 
@@ -22,7 +23,8 @@ class LiveTensor:
     Args:
         path: of the module that holds it, e.g. ``"encoder.layer.0.output.dense"``; the first place of a tied one.
         own_name: its name there, e.g. ``"weight"``.
-        tensor: the local tensor.
+        tensor: the local tensor. Where the runtime keeps values elsewhere (:mod:`slapo_core.spec.storage`) it may be
+            without its values and its shape; ``layout.local_shape(mesh)`` always says that.
         layout: how it lies in the untouched tensor; ``layout.origin`` is ``""`` where no single one explains it.
         is_parameter: False for a buffer.
         is_persistent: whether it belongs into a state dict.
@@ -61,11 +63,21 @@ class ModelState(Protocol):
         """Every parameter and buffer of the scheduled model as it is now, each once, in registration order."""
         ...
 
-    def check_replicas(self, *, optimizer: torch.optim.Optimizer | None = None, repair: bool = False) -> None:
+    def keep_in(self, storage: TensorStorage) -> None:
+        """Read and write tensors where a runtime keeps them, from now on; for a dialect, while it is built.
+
+        What it partitions over replicas is no copy along ``dp`` any more, and is compared along the other dimensions.
+        """
+        ...
+
+    def check_replicas(
+        self, *, optimizer: torch.optim.Optimizer | OptimizerStorage | None = None, repair: bool = False
+    ) -> None:
         """Compare what several ranks hold copies of, bit for bit: a collective over the mesh.
 
         Parameters, and buffers but for the running statistics of replicas; the state and the settings of an optimiser;
-        and, where training steps draw random numbers, torch's random state over ``tp``.
+        and, where training steps draw random numbers, torch's random state over ``tp``. Of a runtime that trains other
+        tensors than the forward computes with, both.
 
         Args:
             optimizer: over the model's parameters.
@@ -73,12 +85,13 @@ class ModelState(Protocol):
                 differed, instead of an error.
 
         Raises:
-            RankMismatchError: on every rank; it names the tensors, the ranks and what each of them holds.
+            RankMismatchError: on every rank; it names the tensors, the ranks and what each of them holds. Also where
+                the forward computes with something else than what is trained.
         """
         ...
 
     def state_dict(self, *, rank0_only: bool = False, include_added: bool = False) -> dict[str, torch.Tensor]:
-        """The untouched model's state dict: copies on the CPU, with its keys in its order.
+        """The untouched model's state dict: copies on the CPU, with its keys in its order and its types.
 
         Args:
             rank0_only: other ranks take part but return an empty dictionary.
@@ -98,17 +111,45 @@ class ModelState(Protocol):
         """
         ...
 
-    def save(self, directory: str | os.PathLike[str], *, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Write weights and the optimiser's state, readable under any schedule of the same model.
+    def save(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        optimizer: torch.optim.Optimizer | OptimizerStorage | None = None,
+        runtime: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Write weights and the optimiser's state, readable under any schedule of the same model, by any target.
+
+        Args:
+            directory: made if it is not there; a checkpoint in it is replaced as a whole.
+            optimizer: over the model's parameters.
+            runtime: what else the runtime needs to go on, as JSON, by name: ``{"lr_scheduler": {...}}``. Under
+                ``"counters"`` comes what nothing depends on, such as how many steps there were.
 
         Raises:
             RankMismatchError: as :meth:`check_replicas` says; nothing was written.
-            BuildError: the optimiser holds something that has no place in a checkpoint, or writing failed.
+            BuildError: the optimiser, or ``runtime``, holds something that has no place in a checkpoint, or writing
+                failed.
         """
         ...
 
-    def load(self, directory: str | os.PathLike[str], *, optimizer: torch.optim.Optimizer | None = None) -> None:
+    def load(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        optimizer: torch.optim.Optimizer | OptimizerStorage | None = None,
+        uses: Collection[str] = (),
+    ) -> dict[str, Any]:
         """Read what :meth:`save` wrote.
+
+        Args:
+            directory: that of :meth:`save`.
+            optimizer: over the model's parameters.
+            uses: the names in ``runtime`` that the caller makes use of; a warning names the others of the checkpoint,
+                but for ``"counters"``.
+
+        Returns:
+            the ``runtime`` of the checkpoint, ``{}`` without one.
 
         Raises:
             WeightsError: no whole checkpoint, or of another model; nothing was changed.

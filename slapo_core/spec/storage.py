@@ -1,14 +1,17 @@
 """Where a runtime keeps values that the model's own tensors, and a torch optimiser, do not hold.
 
 ZeRO partitions parameters and the optimiser's state over replicas; mixed precision trains masters of a higher one.
-State dicts, checkpoints, clipping and the comparison of replicas then ask the runtime, by these two protocols, for what
-this rank's place in the schedule would hold without it: the piece that the layout says, whole along ``dp``.
+State dicts, checkpoints and the comparison of replicas then ask the runtime, by these two protocols, for what this
+rank's place in the schedule would hold without it: the piece that the layout says, whole along ``dp``.
+
+``request.state.keep_in(storage)`` says where the tensors are, and ``save``, ``load`` and ``check_replicas`` of the
+state take an :class:`OptimizerStorage` wherever they take an optimiser of torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     import torch
@@ -19,21 +22,56 @@ __all__ = ["OptimizerStorage", "TensorStorage"]
 
 
 class TensorStorage(Protocol):
-    """Parameters of a runtime. Reading and writing are collectives over the dimensions that partition them."""
+    """The parameters and buffers of a runtime.
+
+    It is asked about tensors of which ``live.is_here``, in the same order on all ranks that share one. A tensor with
+    which the runtime did nothing is ``live.tensor``, in every answer.
+    """
 
     def partitioned(self, live: LiveTensor) -> tuple[str, ...]:
         """The mesh dimensions along which ranks hold parts of what the schedule has whole, e.g. ``("dp",)``."""
         ...
 
+    def dtype(self, live: LiveTensor) -> torch.dtype:
+        """In which :meth:`read` gives it: the precision that is trained."""
+        ...
+
     def read(self, live: LiveTensor) -> torch.Tensor:
-        """This rank's piece, of ``live.layout``'s local shape, in the precision that is trained; not to be changed."""
+        """This rank's piece, of ``live.layout``'s local shape, in the precision that is trained.
+
+        A collective over the dimensions that partition it. The caller neither changes nor keeps it.
+        """
         ...
 
-    def write(self, live: LiveTensor, value: torch.Tensor) -> None:
-        """Take a piece of that shape: wherever the runtime keeps it, in every precision."""
+    def loading(self, live: LiveTensor, value: torch.Tensor) -> Callable[[], None]:
+        """Make ready to take a piece of that shape, given on every rank: no collective, and nothing changes yet.
+
+        Args:
+            live: the tensor.
+            value: in any precision; its own memory, which may be kept.
+
+        Returns:
+            what puts it into its place, in every precision that the runtime keeps. It holds no more of ``value`` than
+            this rank keeps of the tensor.
+        """
+        ...
+
+    def working(self, live: LiveTensor) -> torch.Tensor | None:
+        """What the forward computes with, whole on this rank, where it is another tensor than what is trained.
+
+        None where it is the same one, or is put together anew for each use.
+        """
+        ...
+
+    def is_current(self, live: LiveTensor) -> bool:
+        """Whether what the forward computes with is what is trained, as far as this rank alone can see.
+
+        It is not where somebody wrote into ``engine.module``: the next step takes that back.
+        """
         ...
 
 
+@runtime_checkable
 class OptimizerStorage(Protocol):
     """An optimiser of a runtime, by the model's parameters.
 
@@ -45,7 +83,11 @@ class OptimizerStorage(Protocol):
 
     @property
     def param_groups(self) -> Sequence[Mapping[str, Any]]:
-        """As of ``torch.optim.Optimizer``, with the model's own parameters under ``"params"``; not to be changed."""
+        """As of ``torch.optim.Optimizer``, with the model's own parameters under ``"params"``; not to be changed.
+
+        The groups are those of the user's factory on every rank, also where a rank along ``pp`` has no parameters of
+        one: its settings do not count there.
+        """
         ...
 
     def partitioned(self, parameter: torch.Tensor) -> tuple[str, ...]:
@@ -53,8 +95,10 @@ class OptimizerStorage(Protocol):
         ...
 
     def state(self, parameter: torch.Tensor) -> Mapping[str, Any]:
-        """Its state by key: numbers and scalar tensors as they are; for a tensor of the parameter's shape one without
-        values, on the meta device. The same keys on every rank that shares the parameter; empty before the first step.
+        """Its state by key: numbers and scalar tensors as they are; for a tensor of the parameter's shape one of that
+        shape, which may be without values, on the meta device: :meth:`read` gives them.
+
+        The same keys on every rank that shares the parameter; empty before the first step.
         """
         ...
 
@@ -62,6 +106,24 @@ class OptimizerStorage(Protocol):
         """One tensor of its state, of the parameter's local shape: a collective over what partitions it."""
         ...
 
-    def load(self, groups: Sequence[Mapping[str, Any]], states: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
-        """Take settings, in the order of :attr:`param_groups`, and the state of every parameter that has one."""
+    def write(self, parameter: torch.Tensor, key: str, value: torch.Tensor) -> None:
+        """The reverse, for one that is there already; given on every rank, no collective."""
+        ...
+
+    def loading(
+        self, groups: Sequence[Mapping[str, Any]], states: Mapping[torch.Tensor, Mapping[str, Any]]
+    ) -> Callable[[], None]:
+        """Make ready to take settings and states: no collective, and nothing changes yet.
+
+        Args:
+            groups: settings, in the order of :attr:`param_groups`, without ``"params"``.
+            states: of the parameters that shall have one, whole pieces in the memory of the CPU; the others shall have
+                none. Each is read when it is asked for: take one, keep this rank's part, and go on.
+
+        Returns:
+            what puts it into its place, and does not fail.
+
+        Raises:
+            BuildError: this optimiser cannot hold it.
+        """
         ...

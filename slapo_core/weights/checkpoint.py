@@ -1,7 +1,8 @@
 """Checkpoints in the untouched model's layout: saved under one schedule, loaded under any other.
 
 A directory holds ``model.safetensors`` (the untouched model's state dict, readable by anybody), where needed
-``added.safetensors`` (what replacements added) and ``optimizer.safetensors``, the configurations of a model that has
+``added.safetensors`` (what replacements added), ``trained.safetensors`` (what a runtime trains in a wider type than the
+model has) and ``optimizer.safetensors``, the configurations of a model that has
 them as transformers' models do (``config.json``), and ``checkpoint.json``. They are replaced together: who reads finds
 the checkpoint before or the new one, wherever a save was interrupted. Those of ours carry the same identifier, so that
 files of two checkpoints that were copied into one directory are recognised.
@@ -9,64 +10,91 @@ files of two checkpoints that were copied into one directory are recognised.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-import uuid
-from collections.abc import Mapping
+import warnings
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from slapo_core.errors import BuildError, WeightsError
 from slapo_core.ranks.world import together
-from slapo_core.weights.configurations import write_configurations
+from slapo_core.weights.in_place import optimizer_storage
 from slapo_core.weights.optimizer_state import OptimizerState
-from slapo_core.weights.sources import SafetensorsSource
-from slapo_core.weights.swap import located, replacing
+from slapo_core.weights.sources import SafetensorsSource, Source, Wider
+from slapo_core.weights.swap import located
+from slapo_core.weights.writer import Writer
 
 if TYPE_CHECKING:
+    from slapo_core.spec.state import LiveTensor
+    from slapo_core.spec.storage import OptimizerStorage
     from slapo_core.weights.state import TensorState
 
 __all__ = ["load_checkpoint", "save_checkpoint"]
 
 FORMAT = 1
 MODEL, ADDED, OPTIMIZER, MANIFEST = "model.safetensors", "added.safetensors", "optimizer.safetensors", "checkpoint.json"
+TRAINED = "trained.safetensors"
+ALL = (MODEL, TRAINED, ADDED, OPTIMIZER)
+COUNTERS = "counters"  # the one name in what a runtime saves that may be left unused
 
 
 def save_checkpoint(
-    directory: str | os.PathLike[str], state: TensorState, optimizer: torch.optim.Optimizer | None
+    directory: str | os.PathLike[str],
+    state: TensorState,
+    optimizer: torch.optim.Optimizer | OptimizerStorage | None,
+    runtime: Mapping[str, Any],
 ) -> None:
-    """Write weights and optimiser state: a collective; the first rank of the mesh writes.
+    """Write weights and optimiser state: a collective; the first rank of the mesh writes, one file after the other.
 
     Raises:
         RankMismatchError: ranks hold different copies of a tensor, or of the optimiser's state; nothing was written.
-        BuildError: the optimiser holds something that has no place in a checkpoint, or writing failed; on every rank.
+        BuildError: the optimiser or ``runtime`` holds something that has no place in a checkpoint, or writing failed;
+            on every rank.
     """
     mesh = state.mesh
     state.check_replicas(optimizer=optimizer)
     with together(mesh, "saving the optimiser's state"):
-        moments = OptimizerState(state, optimizer) if optimizer is not None else None
+        _refuse_not_json(runtime)
+        storage = optimizer_storage(optimizer)
+        moments = OptimizerState(state, storage) if storage is not None else None
     if moments is not None:
         moments.meet()
         with together(mesh, "uniting the optimisers' state"):
             moments.unite()
-    weights = state.whole(rank0_only=True, include_added=True)
-    tensors = moments.gather() if moments is not None else {}
-    with together(mesh, f"writing the checkpoint '{directory}'"):
-        if mesh is None or mesh.is_first_rank:
-            own = {key: weights[key] for key in state.correspondence.survey.keys}
-            added = {name: tensor for name, tensor in weights.items() if name not in own}
-            manifest = {"format": FORMAT, "optimizer": moments.description() if moments is not None else None}
-            model = state.correspondence.tree.root
-            _write(Path(directory), {MODEL: own, ADDED: added, OPTIMIZER: tensors}, manifest, model)
+    writes = mesh is None or mesh.is_first_rank
+    with contextlib.ExitStack() as stack:
+        writer: Writer | None = None
+        weights = state.whole(rank0_only=True, include_added=True, as_trained=True)
+        with together(mesh, f"writing the checkpoint '{directory}'"):
+            if writes:
+                writer = stack.enter_context(Writer(Path(directory), ALL, last=MANIFEST))
+                for name, tensors in _files(state, weights).items():
+                    writer.write(name, tensors)
+        weights.clear()  # before the optimiser's state comes, of which there is twice as much
+        tensors = moments.gather(wanted=writes) if moments is not None else {}
+        with together(mesh, f"writing the checkpoint '{directory}'"):
+            if writer is not None:
+                writer.write(OPTIMIZER, tensors)
+                about = {"optimizer": moments.description() if moments is not None else None}
+                if runtime:
+                    about["runtime"] = dict(runtime)
+                writer.finish(state.correspondence.tree.root, {"format": FORMAT, **about})
 
 
 def load_checkpoint(
-    directory: str | os.PathLike[str], state: TensorState, optimizer: torch.optim.Optimizer | None
-) -> None:
+    directory: str | os.PathLike[str],
+    state: TensorState,
+    optimizer: torch.optim.Optimizer | OptimizerStorage | None,
+    uses: Collection[str],
+) -> dict[str, Any]:
     """Read weights and, if the engine has an optimiser, its state; every rank reads its own pieces.
+
+    Returns:
+        what the runtime that saved it gave beside them.
 
     Raises:
         WeightsError: the directory is no whole checkpoint, or is of another model; nothing was changed.
@@ -76,12 +104,18 @@ def load_checkpoint(
     moments: OptimizerState | None = None
     if optimizer is not None:
         with together(state.mesh, "looking at the optimiser's state"):
-            moments = OptimizerState(state, optimizer)
+            storage = optimizer_storage(optimizer)
+            assert storage is not None
+            moments = OptimizerState(state, storage)
         moments.meet()
     with together(state.mesh, f"reading the checkpoint '{directory}'"):
         manifest = _read_manifest(path)
-        loading = state.prepare(_source(path, MODEL))
-        loading.values += _read_added(state, _source(path, ADDED) if ADDED in manifest["files"] else None)
+        weights: Source = _source(path, MODEL)
+        if TRAINED in manifest["files"]:
+            weights = Wider(weights, _source(path, TRAINED), state.correspondence.survey.keys)
+        loading = state.prepare(weights)
+        for live, piece in _read_added(state, _source(path, ADDED) if ADDED in manifest["files"] else None):
+            loading.take(live, piece)
         if moments is not None:
             moments.unite()
             if manifest["optimizer"] is None:
@@ -91,6 +125,13 @@ def load_checkpoint(
                 )
             tensors = _source(path, OPTIMIZER) if OPTIMIZER in manifest["files"] else None
             moments.prepare(manifest["optimizer"], tensors)
+        runtime = dict(manifest.get("runtime") or {})
+        unused = sorted(set(runtime) - set(uses) - {COUNTERS})
+        if unused:
+            warnings.warn(
+                f"not used of the checkpoint '{path}', because this engine has no such thing: {', '.join(unused)}",
+                stacklevel=5,
+            )
     if moments is not None:  # first, because an optimiser may refuse what was read, and can be given back its own
         try:
             with together(state.mesh, f"giving the optimiser its state of '{directory}'"):
@@ -99,15 +140,35 @@ def load_checkpoint(
             moments.take_back()
             raise
     loading.assign()
+    return runtime
+
+
+def _files(state: TensorState, weights: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
+    """What is written into which file: weights in the model's own types, and those that are trained in wider ones."""
+    survey = state.correspondence.survey
+    own, trained = {}, {}
+    for key, name in survey.keys.items():
+        value, dtype = weights[key], survey.specs[name].dtype
+        if state.kept is not None and value.dtype != dtype:
+            if torch.promote_types(value.dtype, dtype) != dtype:
+                trained[name] = value
+            value = value.to(dtype)
+        own[key] = value
+    return {MODEL: own, TRAINED: trained, ADDED: {name: one for name, one in weights.items() if name not in own}}
+
+
+def _refuse_not_json(runtime: Mapping[str, Any]) -> None:
+    try:
+        json.dumps(runtime, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise BuildError(f"what the runtime saves beside tensors must be JSON, and is not: {error}") from error
 
 
 def _source(directory: Path, name: str) -> SafetensorsSource:
     return SafetensorsSource(located(directory, name, last=MANIFEST))
 
 
-def _read_added(state: TensorState, added: SafetensorsSource | None) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    import warnings
-
+def _read_added(state: TensorState, added: SafetensorsSource | None) -> list[tuple[LiveTensor, torch.Tensor]]:
     shapes = added.shapes() if added is not None else {}
     live = {tensor.name: tensor for tensor in state.correspondence.added()}
     fitting = [name for name, tensor in live.items() if shapes.get(name) == tuple(tensor.layout.shape)]
@@ -120,34 +181,7 @@ def _read_added(state: TensorState, added: SafetensorsSource | None) -> list[tup
     if added is None:
         return []
     own = [live[name] for name in fitting if live[name].is_here]
-    return [(one.tensor, added.read(one.name, one.layout, state.mesh)) for one in own]
-
-
-def _write(
-    directory: Path, files: Mapping[str, Mapping[str, torch.Tensor]], manifest: dict[str, Any], model: nn.Module
-) -> None:
-    from safetensors.torch import save_file
-
-    identifier = uuid.uuid4().hex
-    written = {name: tensors for name, tensors in files.items() if tensors or name == MODEL}
-    manifest = {**manifest, "id": identifier, "files": sorted(written)}
-    with replacing(directory, last=MANIFEST) as new:
-        for name, tensors in written.items():
-            save_file(_unshared(tensors), new / name, metadata={"format": "pt", "slapo_checkpoint": identifier})
-        write_configurations(model, new)
-        (new / MANIFEST).write_text(json.dumps(manifest, indent=2), encoding="utf-8")
-    for name in set(files) - set(written):
-        (directory / name).unlink(missing_ok=True)  # of an earlier checkpoint
-
-
-def _unshared(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tied names as tensors of their own, as the format wants it, so that a plain model loads them all."""
-    seen: set[int] = set()
-    result = {}
-    for name, tensor in tensors.items():
-        result[name] = tensor.clone() if id(tensor) in seen else tensor.contiguous()
-        seen.add(id(tensor))
-    return result
+    return [(one, added.read(one.name, one.layout, state.mesh)) for one in own]
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
@@ -167,7 +201,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
             f"the checkpoint '{path}' is in format {manifest['format']!r}; this slapo-core reads up to {FORMAT}",
             hint="pip install --upgrade slapo-core",
         )
-    for name in {MODEL, *(name for name in (ADDED, OPTIMIZER) if name in manifest["files"])}:
+    for name in {MODEL, *(name for name in ALL if name in manifest["files"])}:
         try:
             with safe_open(located(path, name, last=MANIFEST), framework="pt") as handle:
                 identifier = (handle.metadata() or {}).get("slapo_checkpoint")

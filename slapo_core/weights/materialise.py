@@ -45,6 +45,7 @@ class Materialisation:
         self.correspondence, self._untouched = Correspondence.of(schedule)
         self.correspondence.check()
         self.state = TensorState(self.correspondence)
+        self.state.built = {live.name: live.tensor.dtype for live in self.correspondence.live()}
         self.is_complete = False
         self._schedule, self._source, self._device, self._seed = schedule, source, device, seed
         self._names = check_names(self.correspondence.survey, source) if source is not None else {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -34,7 +35,7 @@ class Part:
 
     Args:
         kind: the optimiser's class.
-        groups: its parameters by name, and its settings, of each group.
+        groups: its parameters by name, and its settings, of each group; None where those do not count.
         scalars: by parameter and key.
         tensors: by full key.
     """
@@ -65,19 +66,22 @@ def unite(parts: Sequence[Part], order: Sequence[str]) -> United:
         BuildError: the groups do not correspond.
     """
     first = parts[0]
-    for place, part in enumerate(parts):
-        different = _difference(first, part)
+    for here, there in itertools.combinations(range(len(parts)), 2):
+        different = _difference(parts[here], parts[there])
         if different is not None:
             raise BuildError(
-                f"the optimisers of the pipeline stages have no common groups of parameters: {different[0]} on rank 0 "
-                f"of 'pp', and {different[1]} on rank {place}",
+                "the optimisers of the pipeline stages have no common groups of parameters: "
+                f"{different[0]} on rank {here} of 'pp', and {different[1]} on rank {there}",
                 hint="let the factory make the same groups with the same settings on every rank, empty ones too",
             )
     position = {name: number for number, name in enumerate(order)}
     groups = []
     for number, group in enumerate(first.groups):
         names = dict.fromkeys(name for part in parts for name in part.groups[number]["params"])
-        groups.append({**group, "params": sorted(names, key=lambda name: position[name])})
+        settings = [part.groups[number]["hyperparameters"] for part in parts]
+        known: dict[str, Any] = next((one for one in settings if one is not None), {})
+        params = sorted(names, key=lambda name: position[name])
+        groups.append({**group, "params": params, "hyperparameters": known})
     scalars: dict[str, dict[str, Any]] = {}
     held: dict[str, Held] = {}
     for place, part in enumerate(parts):
@@ -96,6 +100,8 @@ def _difference(one: Part, other: Part) -> tuple[str, str] | None:
         return f"{len(one.groups)} groups", f"{len(other.groups)} groups"
     for number, (here, there) in enumerate(zip(one.groups, other.groups, strict=True)):
         own, others = here["hyperparameters"], there["hyperparameters"]
+        if own is None or others is None:
+            continue
         for key in sorted({*own, *others}):
             if own.get(key) != others.get(key):
                 return tuple(f"'{key}' of group {number} = {values.get(key)!r}" for values in (own, others))  # type: ignore[return-value]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,16 +12,27 @@ import torch
 from slapo_core.errors import BuildError
 from slapo_core.ranks.world import World
 from slapo_core.spec.layout import Layout
+from slapo_core.weights.in_place import TorchOptimizer
 from slapo_core.weights.optimizer_parts import Held, Part, unite
 from slapo_core.weights.sources import Source
 
 if TYPE_CHECKING:
     from slapo_core.spec.state import LiveTensor
+    from slapo_core.spec.storage import OptimizerStorage
     from slapo_core.weights.state import TensorState
 
 __all__ = ["OptimizerState"]
 
 _SEPARATOR = "::"  # between a parameter's name and the key of its state: "fc.weight::exp_avg"
+
+
+@dataclass(frozen=True)
+class _Moment:
+    """A tensor of the state: how it lies in the whole one, its type, and what gives this rank's piece."""
+
+    layout: Layout
+    dtype: torch.dtype
+    read: Callable[[], torch.Tensor]
 
 
 class OptimizerState:
@@ -37,25 +50,25 @@ class OptimizerState:
             parameter, or a value is neither a tensor nor JSON.
     """
 
-    def __init__(self, state: TensorState, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, state: TensorState, optimizer: OptimizerStorage) -> None:
         self._mesh = state.mesh
-        self._optimizer = optimizer
-        self._kind = type(optimizer).__name__
-        self._before = {"state": optimizer.state, "param_groups": optimizer.param_groups}
+        self._storage = optimizer
+        self._kind = optimizer.kind
         self._state = state
         origins = state.correspondence.survey.origins
         self._layouts: dict[int, tuple[str, Layout, tuple[int, ...]]] = {}
         for live in state.tensors():
             carried = bool(live.stands_for) and live.layout.origin in origins
             name = live.stands_for[0] if carried else _own_name(live, origins)
-            self._layouts[id(live.tensor)] = (name, live.layout, tuple(live.tensor.shape))
-        self._loaded: dict[str, Any] | None = None
-        self._tensors: list[tuple[str, Layout, torch.Tensor]] = []
-        self._groups = [self._group(group) for group in optimizer.param_groups]
+            shape = tuple(live.tensor.shape) if state.kept is None else live.layout.local_shape(self._mesh)
+            self._layouts[id(live.tensor)] = (name, live.layout, shape)
+        self._take: Callable[[], None] | None = None
+        self._tensors: dict[str, _Moment] = {}
         self._scalars: dict[str, dict[str, Any]] = {}
-        for parameter, values in optimizer.state.items():
-            self._collect(parameter, values)
-        self._tensors.sort(key=lambda item: item[0])  # gathering is a collective: the same order on every rank
+        self._groups = [self._group(group) for group in optimizer.param_groups]
+        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+            self._collect(parameter, optimizer.state(parameter))
+        self._tensors = dict(sorted(self._tensors.items()))  # gathering is a collective: in one order on every rank
         self._order = [name for name, _, _ in self._layouts.values()]
         self._own = set(self._order) if state.correspondence.placement is None else set(self._of_this_rank())
         self._parts: list[Part] = []
@@ -65,7 +78,7 @@ class OptimizerState:
         """Learn what the other ranks along ``pp`` have: a collective; before anything else is asked."""
         if self._state.correspondence.placement is None:
             return
-        states = {key: Held((), tuple(layout.shape), value.dtype) for key, layout, value in self._tensors}
+        states = {key: Held((), tuple(one.layout.shape), one.dtype) for key, one in self._tensors.items()}
         with World(self._mesh, over="pp") as world:
             self._parts = world.gather(Part(self._kind, self._groups, self._scalars, states))
 
@@ -81,17 +94,22 @@ class OptimizerState:
 
     # -- out --------------------------------------------------------------------------------------------------
 
-    def gather(self) -> dict[str, torch.Tensor]:
-        """State tensors, full, on the CPU: a collective."""
-        own = {name: (layout, tensor) for name, layout, tensor in self._tensors}
-        if not self._held:
-            return {name: layout.full(value, self._mesh).to("cpu", copy=True) for name, (layout, value) in own.items()}
+    def gather(self, *, wanted: bool) -> dict[str, torch.Tensor]:
+        """State tensors, full, on the CPU, one after the other: a collective.
+
+        Args:
+            wanted: whether this rank keeps them; else it only takes part, and has nothing in the end.
+        """
         found = {}
-        for name, held in self._held.items():
-            value = own[name][0].full(own[name][1], self._mesh) if name in own else None
-            found[name] = self._state.from_holders(value, held.shape, held.dtype, {"pp": held.places}).to(
-                "cpu", copy=True
-            )
+        for name in self._held or self._tensors:
+            one = self._tensors.get(name)
+            value = one.layout.full(one.read(), self._mesh) if one is not None else None
+            if name in self._held:
+                held = self._held[name]
+                value = self._state.from_holders(value, held.shape, held.dtype, {"pp": held.places})
+            assert value is not None
+            if wanted:
+                found[name] = value.to("cpu", copy=True)
         return found
 
     def description(self) -> dict[str, Any]:
@@ -99,10 +117,12 @@ class OptimizerState:
         return {"type": self._kind, "groups": self._groups, "scalars": self._scalars}
 
     def _group(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        counts = bool(group["params"]) or isinstance(self._storage, TorchOptimizer)
         hyperparameters = {
             key: _to_json(value, f"'{key}' of {self._kind}") for key, value in group.items() if key != "params"
         }
-        return {"params": [self._layouts[id(p)][0] for p in group["params"]], "hyperparameters": hyperparameters}
+        names = [self._layouts[id(p)][0] for p in group["params"]]
+        return {"params": names, "hyperparameters": hyperparameters if counts else None}
 
     def _collect(self, parameter: torch.Tensor, state: Mapping[str, Any]) -> None:
         name, layout, local_shape = self._layouts[id(parameter)]
@@ -111,9 +131,10 @@ class OptimizerState:
             if not isinstance(value, torch.Tensor):
                 self._scalars.setdefault(name, {})[key] = _to_json(value, f"state '{key}' of {self._kind}")
             elif value.dim() and tuple(value.shape) == local_shape:
-                self._tensors.append((full_key, layout, value))
+                self._tensors[full_key] = _Moment(layout, value.dtype, partial(self._storage.read, parameter, key))
             elif not value.dim() or not self._is_split(layout):
-                self._tensors.append((full_key, Layout(full_key, tuple(value.shape)), value))
+                whole = Layout(full_key, tuple(value.shape))
+                self._tensors[full_key] = _Moment(whole, value.dtype, partial(_same, value))
             else:
                 raise BuildError(
                     f"{self._kind} keeps '{key}' of shape {tuple(value.shape)} for '{name}', whose piece here has "
@@ -148,43 +169,58 @@ class OptimizerState:
         present = [sorted(group["params"]) for group in self._groups]
         if saved != present:
             raise BuildError(_groups_differ(saved, present), hint="make the same parameter groups in the factory")
-        states: dict[str, dict[str, Any]] = {name: dict(values) for name, values in description["scalars"].items()}
-        by_name = {name: (layout, shape) for name, layout, shape in self._layouts.values()}
+        parameters = {self._layouts[id(p)][0]: p for group in self._storage.param_groups for p in group["params"]}
+        by_name = {name: layout for name, layout, _ in self._layouts.values()}
+        states: dict[str, dict[str, Callable[[], Any]]] = {}
+        for name, values in description["scalars"].items():
+            states[name] = {key: partial(_same, value) for key, value in values.items()}
         for key, shape in (source.shapes() if source is not None else {}).items():
             name, _, own_key = key.rpartition(_SEPARATOR)
             if name in by_name and name not in self._own:
                 continue
             if name not in by_name:
                 raise BuildError(f"the checkpoint holds state of '{key}', which is no parameter of this optimiser")
-            layout = by_name[name][0]
+            layout = by_name[name]
             if not shape or shape != tuple(layout.shape):
                 layout = Layout(key, shape)
             assert source is not None
-            states.setdefault(name, {})[own_key] = source.read(key, layout, self._mesh)
-        self._loaded = self._packed(description["groups"], states)
+            states.setdefault(name, {})[own_key] = partial(source.read, key, layout, self._mesh)
+        groups = [
+            {key: _from_json(value, present.get(key)) for key, value in (saved["hyperparameters"] or {}).items()}
+            for present, saved in zip(self._storage.param_groups, description["groups"], strict=True)
+        ]
+        here = {parameters[name]: _WhenAsked(values) for name, values in states.items() if name in parameters}
+        self._take = self._storage.loading(groups, here)
 
     def load(self) -> None:
         """Put the prepared state into the optimiser."""
-        assert self._loaded is not None
-        self._optimizer.load_state_dict(self._loaded)
+        assert self._take is not None
+        self._take()
 
     def take_back(self) -> None:
-        """Give the optimiser the state that it had."""
-        self._optimizer.__setstate__(self._before)
+        """Give an optimiser of torch the state that it had; another one takes what it was prepared for."""
+        if isinstance(self._storage, TorchOptimizer):
+            self._storage.take_back()
 
-    def _packed(self, groups: list[Mapping[str, Any]], states: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-        """As ``torch.optim.Optimizer.load_state_dict`` takes it: parameters numbered in the order of the groups."""
-        state, packed, number = {}, [], 0
-        for present, saved in zip(self._optimizer.param_groups, groups, strict=True):
-            hyperparameters = {
-                key: _from_json(value, present.get(key)) for key, value in saved["hyperparameters"].items()
-            }
-            names = [self._layouts[id(parameter)][0] for parameter in present["params"]]
-            numbers = list(range(number, number + len(names)))
-            number += len(names)
-            packed.append({**hyperparameters, "params": numbers})
-            state.update({index: states[name] for index, name in zip(numbers, names, strict=True) if name in states})
-        return {"state": state, "param_groups": packed}
+
+class _WhenAsked(Mapping[str, Any]):
+    """Values that are read each time when they are asked for."""
+
+    def __init__(self, values: Mapping[str, Callable[[], Any]]) -> None:
+        self._values = values
+
+    def __getitem__(self, key: str) -> Any:
+        return self._values[key]()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+
+def _same(value: Any) -> Any:
+    return value
 
 
 def _own_name(live: LiveTensor, origins: Mapping[str, str]) -> str:

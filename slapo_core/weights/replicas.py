@@ -9,25 +9,25 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from slapo_core.errors import RankMismatchError
 from slapo_core.ranks.checksum import checksum
-from slapo_core.ranks.facts import describe
 from slapo_core.ranks.random_states import restore, torch_states
 from slapo_core.ranks.world import World
-from slapo_core.spec.mesh import DATA_DIMS
+from slapo_core.weights.alike import Replica, Stored, optimizer_replicas, replicas_of
 from slapo_core.weights.exchange import exchange_device, spread
 
 if TYPE_CHECKING:
     from slapo_core.spec.mesh import Mesh
+    from slapo_core.spec.storage import OptimizerStorage, TensorStorage
     from slapo_core.weights.correspondence import Correspondence
 
 __all__ = [
     "Replica",
+    "Stored",
     "align_replicas",
     "check_replicas",
     "compare_all",
@@ -35,6 +35,7 @@ __all__ = [
     "parted",
     "ranks_along",
     "replicas_of",
+    "stale",
 ]
 
 _SHOWN = 4  # names in a message
@@ -43,76 +44,9 @@ PARTED = (
     "engine.check_replicas() after each step finds the first one that parts them, and "
     "engine.check_replicas(repair=True) goes on with the first rank's values"
 )
-
-
-@dataclass(frozen=True)
-class Replica:
-    """Something on this rank that other ranks must hold bit for bit.
-
-    Args:
-        name: for messages and to find its copies, e.g. ``"encoder.layer.0.output.LayerNorm.weight"``.
-        value: this rank's copy, a tensor; or a text that stands for a value of another kind.
-        over: the mesh dimensions along which the ranks hold copies, e.g. ``("dp", "tp")``; each larger than 1.
-        among: for one of them, the places along it that hold a copy, where not all do: ``(("pp", (0, 3)),)``.
-    """
-
-    name: str
-    value: torch.Tensor | str
-    over: tuple[str, ...]
-    among: tuple[tuple[str, tuple[int, ...]], ...] = ()
-
-
-def replicas_of(correspondence: Correspondence) -> list[Replica]:
-    """Every tensor of a scheduled model of which other ranks hold copies, in registration order.
-
-    Parameters are copies along every mesh dimension that does not split them: a piece of a split one has its copies
-    along ``dp``, and one that several stages use along ``pp``. Buffers are so too, but for the
-    dimensions along which ranks see other samples: running statistics are each replica's own there, and the first one's
-    count. What no state dict holds is left out where a step added it.
-    """
-    mesh = correspondence.mesh
-    if mesh is None or mesh.is_dry:
-        return []
-    found = []
-    for live in correspondence.live():
-        if not live.is_here:
-            continue
-        holders = correspondence.holders(live)
-        apart = {mesh_dim for mesh_dim, _ in live.layout.shards()} | set(live.layout.partials())
-        apart.update(mesh_dim for mesh_dim, ranks in holders.items() if len(ranks) == 1)
-        if not live.is_parameter:
-            apart.update(DATA_DIMS)
-            if not live.is_persistent and not live.stands_for:
-                continue
-        over = tuple(mesh_dim for mesh_dim, size in mesh.sizes.items() if size > 1 and mesh_dim not in apart)
-        if over:
-            among = tuple((mesh_dim, ranks) for mesh_dim, ranks in holders.items() if mesh_dim in over)
-            found.append(Replica(live.name, live.tensor, over, among))
-    return found
-
-
-def optimizer_replicas(correspondence: Correspondence, optimizer: torch.optim.Optimizer) -> list[Replica]:
-    """What an optimiser keeps of which other ranks hold copies: its state, as the parameters, and its settings."""
-    mesh, kind = correspondence.mesh, type(optimizer).__name__
-    if mesh is None or mesh.is_dry:
-        return []
-    held = {id(replica.value): replica for replica in replicas_of(correspondence)}
-    found = []
-    for parameter, state in optimizer.state.items():
-        if id(parameter) in held:
-            one = held[id(parameter)]
-            found += [Replica(f"{one.name}::{key}", _value(value), one.over, one.among) for key, value in state.items()]
-    everywhere = tuple(mesh_dim for mesh_dim, size in mesh.sizes.items() if size > 1)
-    for number, group in enumerate(optimizer.param_groups):
-        for key, value in group.items():
-            if key != "params" and everywhere:
-                setting = f"{key} of {kind}" if number == 0 else f"{key} of group {number} of {kind}"
-                found.append(Replica(setting, _value(value), everywhere))
-    return found
-
-
-def _value(value: Any) -> torch.Tensor | str:
-    return value if isinstance(value, torch.Tensor) else describe(value)
+IN_PLACE = (
+    "engine.load_state_dict(state) changes what is trained; engine.check_replicas(repair=True) goes on with what is"
+)
 
 
 def check_replicas(mesh: Mesh | None, replicas: Iterable[Replica], *, hint: str) -> None:
@@ -136,13 +70,19 @@ def check_replicas(mesh: Mesh | None, replicas: Iterable[Replica], *, hint: str)
 
 
 def compare_all(
-    correspondence: Correspondence, optimizer: torch.optim.Optimizer | None, *, random: bool, repair: bool
+    correspondence: Correspondence,
+    optimizer: torch.optim.Optimizer | OptimizerStorage | None,
+    *,
+    storage: TensorStorage | None = None,
+    random: bool,
+    repair: bool,
 ) -> None:
     """As :func:`check_replicas`, for a whole model: its tensors, an optimiser's state, and where torch draws.
 
     Args:
         correspondence: of the model.
         optimizer: over its parameters; None compares none.
+        storage: where a runtime keeps the tensors.
         random: whether tensor-parallel ranks must stand at the same random numbers.
         repair: give all ranks the first one's values, with a warning that says what differed.
 
@@ -150,9 +90,16 @@ def compare_all(
         RankMismatchError: on every rank; with ``repair``, where a setting differs that is no tensor.
     """
     mesh = correspondence.mesh
+    if storage is not None:
+        message = stale(correspondence, storage)
+        if message is not None:
+            if not repair:
+                raise RankMismatchError(message, hint=IN_PLACE)
+            warnings.warn(f"{message}\nit is what is trained again now", stacklevel=5)
+            renew(correspondence, storage)
     if mesh is None or mesh.world_size == 1 or mesh.is_dry:
         return
-    replicas = replicas_of(correspondence)
+    replicas = replicas_of(correspondence, storage)
     if optimizer is not None:
         replicas += optimizer_replicas(correspondence, optimizer)
     states = {}
@@ -166,8 +113,33 @@ def compare_all(
             raise
         warnings.warn(f"{error.message}\nall ranks have the values of the first one now", stacklevel=5)
         align_replicas(mesh, replicas)
+        if storage is not None:
+            renew(correspondence, storage)
         restore({name: bytes(state.tolist()) for name, state in states.items()})
         check_replicas(mesh, replicas, hint="set it alike on every rank")
+
+
+def stale(correspondence: Correspondence, storage: TensorStorage) -> str | None:
+    """Which tensors of the forward are not what the runtime trains; None where all are. The same on every rank."""
+    own = [live.name for live in correspondence.live() if live.is_here and not storage.is_current(live)]
+    with World(correspondence.mesh) as world:
+        by_rank = dict(zip(world.ranks, world.gather(own), strict=True))
+    names = list(dict.fromkeys(name for theirs in by_rank.values() for name in theirs))
+    if not names:
+        return None
+    ranks = [str(rank) for rank, theirs in by_rank.items() if names[0] in theirs]
+    more = f", and so are {len(names) - 1} others" if names[1:] else ""
+    return (
+        f"'{names[0]}' of the forward is not what the runtime trains, on rank{'s' if ranks[1:] else ''} "
+        f"{', '.join(ranks)}: it was changed in place, which the next step takes back{more}"
+    )
+
+
+def renew(correspondence: Correspondence, storage: TensorStorage) -> None:
+    """Let the forward compute with what is trained: a collective over what partitions it."""
+    for live in correspondence.live():
+        if live.is_here and (storage.working(live) is not None or storage.partitioned(live)):
+            storage.loading(live, storage.read(live).clone())()
 
 
 def parted(world: World, mesh: Mesh, replicas: Iterable[Replica]) -> str | None:
@@ -175,18 +147,26 @@ def parted(world: World, mesh: Mesh, replicas: Iterable[Replica]) -> str | None:
     own: dict[str, Replica] = {}
     with world.together("comparing what several ranks hold"):
         own.update((replica.name, replica) for replica in replicas)
-        sums = {name: (replica.over, _key(replica.value), replica.among) for name, replica in own.items()}
+        keys = {name: _key(one.value) for name, one in own.items() if not isinstance(one.value, Stored)}
+    for name, one in own.items():  # a collective of the runtime where ranks hold parts
+        if isinstance(one.value, Stored):
+            keys[name] = _key(one.value.read())
+    sums = {name: (one.over, keys[name], one.among) for name, one in own.items()}
     by_rank = dict(zip(world.ranks, world.gather(sums), strict=True))
     differing: dict[str, list[int]] = {}  # name -> the first ranks that hold different copies of it
     for name in dict.fromkeys(name for theirs in by_rank.values() for name in theirs):
         over, _, among = next(theirs[name] for theirs in by_rank.values() if name in theirs)
         for ranks in ranks_along(mesh, over, among):
-            if len({by_rank[rank].get(name) for rank in ranks}) > 1:
+            found = {by_rank[rank].get(name) for rank in ranks}
+            if len({one for one in found if one is None or one[1] is not None}) > 1:
                 differing.setdefault(name, ranks)
     if not differing:
         return None
     first, *others = differing
-    shown = describe_copy(own[first].value) if first in own else "(nothing)"
+    shown = "(nothing)"
+    if first in own:
+        value = own[first].value
+        shown = describe_copy(value.read() if isinstance(value, Stored) else value)
     described = dict(zip(world.ranks, world.gather(shown), strict=True))
     lines = [f"'{first}' is not the same on the ranks that hold copies of it:"]
     lines += [f"  rank {rank}: {described[rank]}" for rank in differing[first]]
@@ -198,14 +178,16 @@ def parted(world: World, mesh: Mesh, replicas: Iterable[Replica]) -> str | None:
     return "\n".join(lines)
 
 
-def _key(value: torch.Tensor | str) -> tuple[str, int | str]:
+def _key(value: torch.Tensor | str | None) -> tuple[str, int | str] | None:
+    if value is None:
+        return None
     return (str(value.dtype), checksum(value)) if isinstance(value, torch.Tensor) else ("", value)
 
 
-def describe_copy(value: torch.Tensor | str) -> str:
+def describe_copy(value: torch.Tensor | str | None) -> str:
     """Shape, type, norm and checksum: ``"(8,), torch.float32, norm 2.828427, checksum 9ae16a3b2f90404f"``."""
     if not isinstance(value, torch.Tensor):
-        return value
+        return value or "(anything)"
     described = f"{tuple(value.shape)}, {value.dtype}"
     if value.is_floating_point() or value.is_complex():
         described += f", norm {float(torch.linalg.vector_norm(value.detach().cpu().double())):.7g}"
@@ -226,9 +208,10 @@ def align_replicas(mesh: Mesh | None, replicas: Iterable[Replica]) -> None:
 
     device = exchange_device(mesh)  # NCCL sends from GPUs only, and an optimiser counts its steps on the CPU
     for replica in sorted(replicas, key=lambda one: one.name):  # what a rank has none of comes at no other place
-        if not isinstance(replica.value, torch.Tensor):
+        held = replica.value
+        if replica.is_made or not isinstance(held, (torch.Tensor, Stored)):
             continue
-        value = replica.value.detach()
+        value = (held.read() if isinstance(held, Stored) else held).detach()
         value = value.to(device) if device.type == "cuda" else value
         value = value.clone(memory_format=torch.contiguous_format)
         among = dict(replica.among)
@@ -237,7 +220,10 @@ def align_replicas(mesh: Mesh | None, replicas: Iterable[Replica]) -> None:
                 spread(value, mesh, mesh_dim, among[mesh_dim])
             else:
                 dist.broadcast(value, group_src=0, group=mesh.group(mesh_dim))
-        replica.value.copy_(value)
+        if isinstance(held, Stored):
+            held.write(value)
+        else:
+            held.copy_(value)
 
 
 def ranks_along(mesh: Mesh, over: Sequence[str], among: Iterable[tuple[str, tuple[int, ...]]] = ()) -> list[list[int]]:

@@ -20,7 +20,16 @@ if TYPE_CHECKING:
     from slapo_core.spec.mesh import Mesh
     from slapo_core.weights.survey import Survey, TensorSpec
 
-__all__ = ["MappingSource", "SafetensorsSource", "Source", "check_names", "open_source", "placed", "read_tensor"]
+__all__ = [
+    "MappingSource",
+    "SafetensorsSource",
+    "Source",
+    "Wider",
+    "check_names",
+    "open_source",
+    "placed",
+    "read_tensor",
+]
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -157,6 +166,32 @@ class SafetensorsSource(Source):
         )
 
 
+class Wider(Source):
+    """A source of which some tensors are there in a wider type too, which is read instead.
+
+    Args:
+        source: all tensors.
+        wider: some of them, by first names.
+        names: every name of the source with its first one.
+    """
+
+    def __init__(self, source: Source, wider: Source, names: Mapping[str, str]) -> None:
+        self._source, self._wider, self._names = source, wider, names
+
+    @property
+    def label(self) -> str:
+        return self._source.label
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return self._source.shapes()
+
+    def read(self, name: str, layout: Layout, mesh: Mesh | None) -> torch.Tensor:
+        first = self._names.get(name, name)
+        if first in self._wider.shapes():
+            return self._wider.read(first, layout, mesh)
+        return self._source.read(name, layout, mesh)
+
+
 def _read_index(file: Path) -> dict[Path, set[str] | None]:
     try:
         weight_map = json.loads(file.read_text(encoding="utf-8"))["weight_map"]
@@ -230,6 +265,8 @@ def check_names(survey: Survey, source: Source) -> dict[str, str]:
     return names
 
 
-def read_tensor(source: Source, name: str, spec: TensorSpec) -> torch.Tensor:
-    """A whole tensor, on the CPU and in the model's dtype."""
-    return source.read(name, Layout(spec.name, spec.shape), None).to("cpu", spec.dtype)
+def read_tensor(source: Source, name: str, spec: TensorSpec, *, wider: bool = False) -> torch.Tensor:
+    """A whole tensor, on the CPU and in the model's type; ``wider`` keeps a type that holds more."""
+    value = source.read(name, Layout(spec.name, spec.shape), None)
+    dtype = torch.promote_types(value.dtype, spec.dtype) if wider else spec.dtype
+    return value.to("cpu", dtype)

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from slapo_core.errors import WeightsError
-from slapo_core.ranks.world import together
+from slapo_core.ranks.world import World, together
 from slapo_core.spec.state import LiveTensor
 from slapo_core.weights.checkpoint import load_checkpoint, save_checkpoint
 from slapo_core.weights.correspondence import Correspondence
 from slapo_core.weights.exchange import exchange_device
+from slapo_core.weights.in_place import InPlace
+from slapo_core.weights.loading import Loading
 from slapo_core.weights.replicas import compare_all
 from slapo_core.weights.sources import Source, check_names, open_source, read_tensor
 from slapo_core.weights.survey import TensorSpec
@@ -23,8 +25,11 @@ from slapo_core.weights.survey import TensorSpec
 if TYPE_CHECKING:
     from slapo_core.schedule.schedule import Schedule
     from slapo_core.spec.mesh import Mesh
+    from slapo_core.spec.storage import OptimizerStorage, TensorStorage
 
 __all__ = ["TensorState", "load_reference_state_dict", "reference_state_dict"]
+
+_Copied = Callable[[torch.Tensor, torch.dtype], torch.Tensor]
 
 
 @dataclass
@@ -35,12 +40,17 @@ class TensorState:
         correspondence: which live tensor stands for which untouched one.
         dropped: the values of untouched tensors that the schedule gave up, by first name, on the CPU.
         draws: whether a training step was seen to draw random numbers of torch.
+        storage: where a runtime keeps the tensors.
+        built: the types of the live tensors before a runtime took them, by name.
     """
 
     correspondence: Correspondence
     dropped: dict[str, torch.Tensor] = field(default_factory=dict)
     draws: bool = False
+    storage: TensorStorage = field(default_factory=InPlace)
+    built: dict[str, torch.dtype] = field(default_factory=dict)
     _told: bool = False
+    _trained: dict[str, torch.dtype] = field(default_factory=dict)
 
     @classmethod
     def of(cls, schedule: Schedule) -> TensorState:
@@ -69,14 +79,24 @@ class TensorState:
     def tensors(self) -> tuple[LiveTensor, ...]:
         return self.correspondence.live()
 
-    def check_replicas(self, *, optimizer: torch.optim.Optimizer | None = None, repair: bool = False) -> None:
+    def keep_in(self, storage: TensorStorage) -> None:
+        self.storage, self._trained = storage, {}
+
+    @property
+    def kept(self) -> TensorStorage | None:
+        """Where a runtime keeps the tensors; None where the model holds them itself."""
+        return None if isinstance(self.storage, InPlace) else self.storage
+
+    def check_replicas(
+        self, *, optimizer: torch.optim.Optimizer | OptimizerStorage | None = None, repair: bool = False
+    ) -> None:
         if self.correspondence.placement is not None:
             with together(self.mesh, "looking for the values of this rank's tensors"):
                 self._refuse_without_values()
-        compare_all(self.correspondence, optimizer, random=self.draws, repair=repair)
+        compare_all(self.correspondence, optimizer, storage=self.kept, random=self.draws, repair=repair)
 
     def state_dict(self, *, rank0_only: bool = False, include_added: bool = False) -> dict[str, torch.Tensor]:
-        if rank0_only or self.correspondence.is_spread:  # else it is this rank's own: other ranks may not call it
+        if rank0_only or self.is_spread:  # else it is this rank's own: other ranks may not call it
             self.check_replicas()
         return self.whole(rank0_only=rank0_only, include_added=include_added)
 
@@ -85,11 +105,31 @@ class TensorState:
             loading = self.prepare(open_source(state))
         loading.assign()
 
-    def save(self, directory: str | os.PathLike[str], *, optimizer: torch.optim.Optimizer | None = None) -> None:
-        save_checkpoint(directory, self, optimizer)
+    def save(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        optimizer: torch.optim.Optimizer | OptimizerStorage | None = None,
+        runtime: Mapping[str, Any] | None = None,
+    ) -> None:
+        save_checkpoint(directory, self, optimizer, runtime or {})
 
-    def load(self, directory: str | os.PathLike[str], *, optimizer: torch.optim.Optimizer | None = None) -> None:
-        load_checkpoint(directory, self, optimizer)
+    def load(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        optimizer: torch.optim.Optimizer | OptimizerStorage | None = None,
+        uses: Collection[str] = (),
+    ) -> dict[str, Any]:
+        return load_checkpoint(directory, self, optimizer, uses)
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether some tensor is not whole on every rank, so that putting it together takes all of them."""
+        if self.correspondence.is_spread:
+            return True
+        lives = self.tensors() if self.kept is not None else ()
+        return any(live.is_here and self.storage.partitioned(live) for live in lives)
 
     # -- inside -----------------------------------------------------------------------------------------------
 
@@ -101,20 +141,37 @@ class TensorState:
                 + (f", as {len(empty) - 1} others are" if empty[1:] else "")
             )
 
-    def whole(self, *, rank0_only: bool, include_added: bool) -> dict[str, torch.Tensor]:
-        """As :meth:`state_dict`, and nothing is compared."""
+    def whole(self, *, rank0_only: bool, include_added: bool, as_trained: bool = False) -> dict[str, torch.Tensor]:
+        """As :meth:`state_dict`, and nothing is compared.
+
+        Args:
+            rank0_only: as there.
+            include_added: as there.
+            as_trained: in the precision that is trained, instead of the untouched model's.
+        """
         wanted = not rank0_only or self.mesh is None or self.mesh.is_first_rank
-        full = self._carried(wanted)
+        specs = self.correspondence.survey.specs
+        self._learn_types()
+
+        def copied(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+            return value.detach().to("cpu", value.dtype if as_trained else dtype, copy=True)
+
+        full = self._carried(wanted, copied)
         for live, _ in self.correspondence.translated():
             value = self._full(live)
             if wanted:
                 tensors = self.correspondence.translations.to_reference(live, value)
-                full.update((name, tensor.to("cpu", copy=True).contiguous()) for name, tensor in tensors.items())
-        added = self._added(wanted, include_added)
+                for name, tensor in tensors.items():
+                    full[name] = copied(tensor, self._own_type(tensor, specs[name].dtype)).contiguous()
+        added = self._added(wanted, include_added, copied)
         if not wanted:
             return {}
         full.update((name, tensor.clone()) for name, tensor in self.dropped.items())
         return {key: full[origin] for key, origin in self.correspondence.survey.keys.items()} | added
+
+    def _own_type(self, value: torch.Tensor, built: torch.dtype) -> torch.dtype:
+        """That of the untouched model where a runtime keeps another one; else a tensor is given as it is."""
+        return built if self.kept is not None else value.dtype
 
     def prepare(self, source: Source) -> Loading:
         """Check a source against the model, and read all of this rank's pieces; nothing is changed.
@@ -126,10 +183,10 @@ class TensorState:
         loading = Loading(self)
         for live, specs in self.correspondence.translated():
             if live.is_here:
-                loading.values.append((live.tensor, self.read_translated(source, names, live, specs)))
+                loading.take(live, self.read_translated(source, names, live, specs))
         for live, spec in self.correspondence.carried():
             if spec.keys and live.is_here:
-                loading.values.append((live.tensor, source.read(names[spec.name], live.layout, self.mesh)))
+                loading.take(live, source.read(names[spec.name], live.layout, self.mesh))
         for name in self.dropped:
             loading.dropped[name] = read_tensor(source, names[name], self.correspondence.survey.specs[name])
         return loading
@@ -138,10 +195,12 @@ class TensorState:
         self, source: Source, names: Mapping[str, str], live: LiveTensor, specs: tuple[TensorSpec, ...]
     ) -> torch.Tensor:
         """This rank's piece of a live tensor that stands for ``specs``, made of a source's tensors."""
-        tensors = {spec.name: read_tensor(source, names[spec.name], spec) for spec in specs}
+        tensors = {
+            spec.name: read_tensor(source, names[spec.name], spec, wider=self.kept is not None) for spec in specs
+        }
         return live.layout.local(self.correspondence.translations.from_reference(live, tensors), self.mesh)
 
-    def _carried(self, wanted: bool) -> dict[str, torch.Tensor]:
+    def _carried(self, wanted: bool, copied: _Copied) -> dict[str, torch.Tensor]:
         """Whole values of the untouched tensors that layouts explain, in the same order on every rank."""
         carriers: dict[str, LiveTensor] = {}
         for live, spec in self.correspondence.carried():
@@ -155,16 +214,31 @@ class TensorState:
             if carrier is not None:
                 value = self._full(carrier)
             else:
-                value = self.from_holders(None, spec.shape, spec.dtype, holders)
+                value = self.from_holders(None, spec.shape, self._trained.get(spec.name, spec.dtype), holders)
             if wanted:
-                full[spec.name] = value.to("cpu", copy=True)
+                full[spec.name] = copied(value, self._own_type(value, spec.dtype))
         return full
 
     def _full(self, live: LiveTensor) -> torch.Tensor:
         """The whole value of a live tensor, on every rank, wherever it lives: a collective."""
-        value = live.layout.full(live.tensor, self.mesh) if live.is_here else None
+        value = live.layout.full(self.storage.read(live), self.mesh) if live.is_here else None
         holders = self.correspondence.holders(live)
-        return self.from_holders(value, tuple(live.layout.shape), live.tensor.dtype, holders)
+        return self.from_holders(value, tuple(live.layout.shape), self._type(live), holders)
+
+    def _type(self, live: LiveTensor) -> torch.dtype:
+        """In which the ranks that hold a tensor give it."""
+        if self.kept is None:
+            return live.tensor.dtype
+        return self.storage.dtype(live) if live.is_here else self._trained.get(_key(live), live.tensor.dtype)
+
+    def _learn_types(self) -> None:
+        """Ask the other ranks along ``pp`` in which types they train theirs: a collective, the first time."""
+        if self.kept is None or self.correspondence.placement is None or self._trained:
+            return
+        own = {_key(live): self.storage.dtype(live) for live in self.tensors() if live.is_here}
+        with World(self.mesh, over="pp") as world:
+            for theirs in world.gather(own):
+                self._trained.update(theirs)
 
     def from_holders(
         self,
@@ -187,7 +261,7 @@ class TensorState:
         assert value is not None
         return value
 
-    def _added(self, wanted: bool, include: bool) -> dict[str, torch.Tensor]:
+    def _added(self, wanted: bool, include: bool, copied: _Copied) -> dict[str, torch.Tensor]:
         added = self.correspondence.added()
         if not include:
             left_out = [live.name for live in added] + list(self.correspondence.survey.not_tensors)
@@ -198,29 +272,16 @@ class TensorState:
                     stacklevel=5,
                 )
             return {}
-        values = {live.name: self._full(live) for live in added}
-        return {name: value.to("cpu", copy=True) for name, value in values.items()} if wanted else {}
+        found = {}
+        for live in added:
+            value = self._full(live)
+            if wanted:
+                found[live.name] = copied(value, self._own_type(value, self.built.get(live.name, value.dtype)))
+        return found
 
 
-@dataclass
-class Loading:
-    """Values that were read, to be assigned when every rank has its own.
-
-    Args:
-        state: whose values they are.
-        values: each live tensor, and this rank's piece for it.
-        dropped: as in :class:`TensorState`.
-    """
-
-    state: TensorState
-    values: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
-    dropped: dict[str, torch.Tensor] = field(default_factory=dict)
-
-    @torch.no_grad()
-    def assign(self) -> None:
-        for tensor, value in self.values:
-            tensor.copy_(value)
-        self.state.dropped.update(self.dropped)
+def _key(live: LiveTensor) -> str:
+    return live.stands_for[0] if live.stands_for else f"added {live.name}"
 
 
 def reference_state_dict(

@@ -6,11 +6,13 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from slapo_core import Dialect, Plan
+from slapo_deepspeed.config.facts import arguments_as_options
 from slapo_deepspeed.config.filling import filled
 from slapo_deepspeed.config.planning import steps_of
 
 if TYPE_CHECKING:
     from slapo_core import Engine, Violation
+    from slapo_core.spec.dialect import BuildArguments
     from slapo_core.spec.request import BuildRequest, ScheduledModel
 
 __all__ = ["DeepSpeedDialect"]
@@ -34,7 +36,17 @@ class DeepSpeedDialect(Dialect):
     def check(self, schedule: ScheduledModel) -> Iterable[Violation]:
         return ()
 
+    def options(self, config: Mapping[str, Any], arguments: BuildArguments) -> Mapping[str, Any]:
+        """The options with what else was given to ``build``, for the plan to fill in."""
+        return {**config, "arguments": arguments_as_options(arguments)}
+
     def plan(self, schedule: ScheduledModel, config: Mapping[str, Any]) -> Plan:
+        """What DeepSpeed will be given and do; DeepSpeed itself reads the configuration.
+
+        Raises:
+            BuildError: an option that there is none, a bad value, or one that contradicts the schedule; or DeepSpeed
+                is not installed.
+        """
         options = filled(schedule, config)
         return Plan("deepspeed", tuple(steps_of(schedule, options)), options)
 

@@ -12,6 +12,6 @@ __all__ = ["slapo_doctor"]
 
 @hookimpl
 def slapo_doctor() -> Iterator[Fact | Problem]:
-    from importlib.metadata import version
+    from slapo_deepspeed.doctor import examine
 
-    yield Fact("deepspeed", version("deepspeed"))
+    return examine()

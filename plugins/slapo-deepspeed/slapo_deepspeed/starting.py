@@ -1,28 +1,137 @@
-"""Start DeepSpeed in this process, once, the way the mesh wants it."""
+"""Start DeepSpeed in this process the way the mesh wants it."""
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import logging
 import os
-from typing import TYPE_CHECKING
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from slapo_core import BuildError
+from slapo_deepspeed.installed import require_deepspeed
 
 if TYPE_CHECKING:
     from slapo_core.spec.mesh import Mesh
 
-__all__ = ["start"]
+__all__ = ["import_deepspeed", "quietly", "start"]
+
+_MARK = "slapo_world"  # on DeepSpeed's backend: the group of all ranks that it was started for
+
+
+def import_deepspeed(device_type: str) -> Any:
+    """Import DeepSpeed for the devices that the model is on.
+
+    DeepSpeed chooses its accelerator once, when it is imported: ``DS_ACCELERATOR``, or what it finds. Where nothing is
+    said and the model is on CPUs, it takes those, GPUs or not.
+
+    Args:
+        device_type: e.g. ``"cpu"``.
+
+    Returns:
+        the module.
+
+    Raises:
+        BuildError: it is not installed, has another version, or runs on other devices.
+    """
+    require_deepspeed()
+    chosen = os.environ.get("DS_ACCELERATOR")
+    if chosen is None and device_type == "cpu" and "deepspeed" not in sys.modules:
+        os.environ["DS_ACCELERATOR"] = "cpu"
+        try:
+            import deepspeed
+        finally:
+            del os.environ["DS_ACCELERATOR"]
+    else:
+        import deepspeed
+    from deepspeed.accelerator import get_accelerator
+
+    found = get_accelerator().device_name()
+    if found != device_type:
+        where = f"DS_ACCELERATOR={chosen}" if chosen is not None else "what it found when it was imported"
+        raise BuildError(
+            f"the model is on '{device_type}', and DeepSpeed runs on '{found}': {where}",
+            hint=f"set DS_ACCELERATOR={device_type} before deepspeed is imported, or build(device='{found}')",
+        )
+    return deepspeed
 
 
 def start(mesh: Mesh | None) -> None:
-    """Import DeepSpeed, and let its communication use the process group that is there.
+    """Let DeepSpeed communicate through the process groups that are there; nothing is compiled for it.
+
+    Where no process group is there, this process is alone: it gets a group of one, which stays until it ends.
 
     Args:
         mesh: of the schedule; None for one process alone.
+
+    Raises:
+        BuildError: DeepSpeed is not installed, has another version, or runs on other devices than the mesh.
     """
+    require_deepspeed()
+    if mesh is not None and mesh.device_mesh is not None:
+        import_deepspeed(mesh.device_mesh.device_type)
     import deepspeed
     import deepspeed.comm
     import deepspeed.ops
+    import torch.distributed as dist
+    from deepspeed.accelerator import get_accelerator
 
-    os.environ.setdefault("LOCAL_RANK", "0")
-    if not deepspeed.comm.is_initialized():
+    device_type = get_accelerator().device_name()
+    _say_local_rank(device_type)
+    if not dist.is_initialized():
+        _start_alone()
+    if deepspeed.comm.comm.cdb is None:
         # Without this, the first start on CPUs compiles an operator for minutes.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        deepspeed.init_distributed(dist_backend="gloo")
+        deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False)
+    elif getattr(deepspeed.comm.comm.cdb, _MARK, dist.group.WORLD) is not dist.group.WORLD:
+        _forget_groups()
+    setattr(deepspeed.comm.comm.cdb, _MARK, dist.group.WORLD)
+
+
+@contextlib.contextmanager
+def quietly() -> Iterator[None]:
+    """DeepSpeed's warnings are not shown in the block: for what it does twice, so that they come once."""
+    logger = logging.getLogger("DeepSpeed")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _say_local_rank(device_type: str) -> None:
+    """DeepSpeed takes its device from LOCAL_RANK; without a launcher, it is that of torch."""
+    if "LOCAL_RANK" in os.environ:
+        return
+    import torch
+
+    local_rank = 0 if device_type == "cpu" else torch.get_device_module(device_type).current_device()
+    os.environ["LOCAL_RANK"] = str(local_rank)
+
+
+def _start_alone() -> None:
+    import torch.distributed as dist
+    from deepspeed.accelerator import get_accelerator
+
+    backend = get_accelerator().communication_backend_name()
+    backend = "gloo" if get_accelerator().device_name() == "cpu" else backend
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    atexit.register(_end_alone)
+
+
+def _end_alone() -> None:
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _forget_groups() -> None:
+    """The process groups were destroyed and made again since DeepSpeed was started: it must not use the old ones."""
+    from deepspeed.utils import groups
+
+    groups._release_process_group_references(group=None)

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from slapo_core import BuildError, RankFailedError, StepResult
-from slapo_core.native.pipeline.dropping import move_on, own_random_state
 from slapo_core.native.pipeline.forms import Forms
 from slapo_core.native.pipeline.outputs import gather_output
 from slapo_core.native.pipeline.replicas import average_gradients
 from slapo_core.native.pipeline.runtime import PipelineRuntime
 from slapo_core.native.pipeline.schedules import schedule_of
-from slapo_core.native.stateful import StatefulEngine
+from slapo_core.spec.drawing import move_on, own_random_state
+from slapo_core.spec.stateful import StatefulEngine
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer

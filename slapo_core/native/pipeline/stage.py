@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import nn
 
 from slapo_core import BuildError
-from slapo_core.native.pipeline.dropping import has_drawn, start_stream
 from slapo_core.native.pipeline.received import Received
 from slapo_core.native.pipeline.splitting import backward_of_inputs
 from slapo_core.native.pipeline.torch_pipelining import Operation, StageBase
 from slapo_core.native.pipeline.whole import Watch
+from slapo_core.spec.drawing import has_drawn, start_stream
 
 if TYPE_CHECKING:
     from slapo_core.spec.pipeline import Liveness, Partition, Value

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from slapo_core import StepResult
+from slapo_core import BuildError, RankFailedError, StepResult
+from slapo_core.spec.drawing import move_on, own_random_state
 from slapo_deepspeed.engine import DeepSpeedEngine
+from slapo_deepspeed.initialising import has_optimizer, initialise
+from slapo_deepspeed.marks import mark
+from slapo_deepspeed.pipeline.counting import count_once
+from slapo_deepspeed.pipeline.forms import Forms
+from slapo_deepspeed.pipeline.private import groups_of, losses_of, prepare, sending_over
 from slapo_deepspeed.pipeline.ties import Ties
-from slapo_deepspeed.pipeline.work import Form, Work
+from slapo_deepspeed.pipeline.work import Work
 from slapo_deepspeed.starting import start
+from slapo_deepspeed.zero.norms import keep_norm, norm_of_last_step
 
 if TYPE_CHECKING:
     from slapo_core import Plan
@@ -20,11 +28,13 @@ if TYPE_CHECKING:
 
 __all__ = ["PipelineEngine"]
 
-_KEPT = 16
-
 
 class PipelineEngine(DeepSpeedEngine):
     """The implementation of :class:`slapo_core.spec.engine.Engine` by DeepSpeed's PipelineEngine.
+
+    Every rank is given the whole batch of its replica, and has the replica's loss. All replicas evaluate together,
+    because DeepSpeed has all ranks wait for each other there. After a step that failed on any rank the engine is closed
+    on all of them.
 
     Args:
         plan: what is built; ``plan.config["config"]`` is DeepSpeed's configuration, filled in.
@@ -35,75 +45,131 @@ class PipelineEngine(DeepSpeedEngine):
         mesh = request.schedule.mesh
         assert mesh is not None
         start(mesh)
-        import deepspeed
-
-        from slapo_deepspeed.pipeline.module import StagesModule, topology_of
-
+        self._axes = plan.config["batch_axes"] or None
+        self._count: int = plan.config["config"]["gradient_accumulation_steps"]
+        self._trains = has_optimizer(plan, request)
+        self._at = "nothing"  # of a step, for the message of an error
+        self._reason: str | None = None  # why it is closed
+        self._has_stepped = False
         for _ in request.materialise():
             pass
-        self._mesh, self._axes = mesh, plan.config["batch_axes"] or None
-        self._count: int = plan.config["config"]["gradient_accumulation_steps"]
         example = request.staged(request.schedule.example_inputs, 1, training=True, axes=self._axes)
         self._part = request.part(example.staged.partition)
-        held = {id(one) for one in self._part.parameters()}
-        more = {
-            live.name: live.tensor
-            for live in request.state.tensors()
-            if live.is_here and isinstance(live.tensor, nn.Parameter) and id(live.tensor) not in held
-        }
-        self._ties = Ties(request, topology_of(mesh))
-        self._stages = StagesModule(self._part, more, mesh, self._tied)
-        self._ties.mark()
-        engine, *_ = deepspeed.initialize(
-            model=self._stages, optimizer=request.make_optimizer(), config=dict(plan.config["config"])
-        )
+        self._groups = request.own_groups("pp", others=lambda: self._make(request))
+        mark(request)
+        count_once(request, self._ties.copies)
+        engine, _groups = initialise(plan, request, self._stages)
+        keep_norm(engine)
         super().__init__(plan, request, engine)
-        self._forms: OrderedDict[int, Form] = OrderedDict()
-        self._at = "nothing"
+        self._forms = Forms(request, self._count, self._axes, engine.device)
+
+    def _make(self, request: BuildRequest) -> Sequence[Any]:
+        """DeepSpeed's module, and its process groups and those of ties."""
+        from slapo_deepspeed.pipeline.module import StagesModule, topology_of
+
+        mesh = request.schedule.mesh
+        assert mesh is not None
+        held = {id(one) for one in self._part.parameters()}
+        here = [live for live in request.state.tensors() if live.is_here]
+        unused = {one.name: one.tensor for one in here if isinstance(one.tensor, nn.Parameter)}
+        unused = {name: one for name, one in unused.items() if id(one) not in held}
+        self._ties = Ties(request, topology_of(mesh))
+        self._stages = StagesModule(self._part, unused, mesh, self._tied)
+        return [*groups_of(self._stages), *self._ties.groups]
 
     @property
     def module(self) -> nn.Module:
         """This rank's part of the scheduled model."""
         return self._part
 
+    # -- steps; documented in spec/engine.py ------------------------------------------------------------------
+
     def train_step(self, batch: Any) -> StepResult:
-        with self._request.training(batch):
-            self._begin(batch, training=True)
-            self.deepspeed.train_batch(self._numbers())
-        norm = self.deepspeed.get_global_grad_norm() if self.deepspeed.gradient_clipping() else None
-        return StepResult(self.deepspeed.dp_group_loss.detach().float(), None, norm)
+        self._require_open()
+        if not self._trains:
+            raise self._without_optimizer()
+        self._refuse_without_gradients()
+        with self._request.training(batch), self._step():
+            work = self._work(batch, training=True)
+            with own_random_state(self.deepspeed.device) as work.seed:
+                self.deepspeed.train_batch(self._numbers())
+            loss = self._loss(work)
+        if self._request.optimizer is None and not self._has_stepped:  # nothing else tells that the first step is over
+            self._request.clip_gradients()  # there are none any more
+        self._has_stepped = True
+        norm = norm_of_last_step(self.deepspeed) if self.deepspeed.gradient_clipping() else None
+        return StepResult(loss, None, norm)
 
     def eval_step(self, batch: Any) -> StepResult:
-        with self._request.evaluating(batch):
-            self._begin(batch, training=False)
+        self._require_open()
+        with self._request.evaluating(batch), self._step():
+            work = self._work(batch, training=False)
             self.deepspeed.eval_batch(self._numbers(), bcast_loss=False)
-        loss = torch.zeros((), device=self.deepspeed.device)
-        if self.deepspeed.is_last_stage():
-            loss += torch.stack(self.deepspeed.fwd_outputs).float().mean()
-        torch.distributed.all_reduce(loss, group=self._mesh.group("pp"))
-        return StepResult(loss)
+            return StepResult(self._loss(work))
 
-    def _begin(self, batch: Any, *, training: bool) -> None:
-        cut = self._request.staged(batch, self._count, training=training, axes=self._axes)
-        form = self._forms.get(id(cut.staged))
-        if form is None:
-            form = Form(
-                cut.staged, self._request.stage_ranks, self._mesh.rank("pp"), self.deepspeed.device, training=training
-            )
-            self._forms[id(cut.staged)] = form
-            while len(self._forms) > _KEPT:
-                self._forms.popitem(last=False)
-        self._forms.move_to_end(id(cut.staged))
-        self._stages.begin(Work(form, cut, self._stand))
-        engine = self.deepspeed
-        engine.first_output_send = False
-        engine.pipe_recv_buf, engine.grad_layer = form.received, form.gradients
+    def _work(self, batch: Any, *, training: bool) -> Work:
+        with self._groups.together("preparing the step", self.deepspeed.device):
+            cut, form = self._forms.of(batch, training=training)
+        work = Work(form, cut, self._stand)
+        self._stages.begin(work)
+        prepare(self.deepspeed, form.received, form.gradients)
+        return work
 
-    def _numbers(self) -> Any:
+    def _numbers(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """What DeepSpeed takes for the data."""
         return iter([(torch.tensor(number), torch.tensor(number)) for number in range(self._count)])
 
-    def _tied(self) -> Any:
+    def _tied(self) -> Sequence[tuple[nn.Parameter, Any]]:
+        """All passes of a step are over here; on every rank, before any of them waits in DeepSpeed's exchanges."""
+        self._at = "DeepSpeed's exchange of gradients, or its optimiser's step"
+        self._wait_for_all()
         return self._ties.ready(self.deepspeed)
+
+    def _loss(self, work: Work) -> torch.Tensor:
+        """The mean over the micro-batches, on every rank of the replica; all of them move on in torch's stream."""
+        self._at = "exchanging the loss"
+        message = torch.zeros(2, dtype=torch.float64, device=self.deepspeed.device)
+        message[1] = work.drew
+        if work.form.is_last:
+            message[0] = torch.stack(losses_of(self.deepspeed)).mean()
+        self._groups.group("pp").allreduce([message]).wait()
+        loss, drew = message.unbind()
+        if drew:
+            move_on()
+        return loss.to(work.form.loss_dtype)
+
+    def _wait_for_all(self) -> None:
+        self._groups.group().allreduce([torch.zeros(1, device=self.deepspeed.device)]).wait()
+
+    # -- the end ----------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _step(self) -> Iterator[None]:
+        try:
+            with self._groups.step(lambda: self._at), sending_over(self._groups.group("pp")):
+                yield
+        except RankFailedError as error:
+            self._reason = str(error)
+            self.close()
+            raise
 
     def _stand(self, what: str) -> None:
         self._at = what
+
+    def _release(self) -> None:
+        """What this engine holds beside DeepSpeed's."""
+        self._groups.close()
+        self._forms.close()
+
+    def close(self) -> None:
+        """Let go of DeepSpeed's engine, the stages and the groups of the pipeline; the model and its state stay."""
+        super().close()
+        self._release()
+
+    def _require_open(self) -> None:
+        if self._reason is not None:
+            raise BuildError(
+                f"the engine is closed, because {self._reason}",
+                hint="schedule and build a fresh model, with weights=engine.state_dict()",
+            )
+        super()._require_open()

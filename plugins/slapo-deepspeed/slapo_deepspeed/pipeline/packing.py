@@ -1,8 +1,8 @@
 """What crosses from one rank to the next, in the form that DeepSpeed sends right.
 
-DeepSpeed sends a tuple of tensors. It runs the backward pass of a rank once for each floating tensor of the tuple, wants
-a gradient for every one of them, and gives one back for nothing else. So everything with a gradient goes as one flat
-tensor, and everything else, whatever its type, as one tensor of bytes, bit by bit.
+DeepSpeed sends a tuple of tensors. It runs the backward pass of a rank once for each floating tensor of the tuple,
+wants a gradient for every one of them, and gives one back for nothing else. So everything with a gradient goes as one
+flat tensor, and everything else, whatever its type, as one tensor of bytes, bit by bit.
 """
 
 from __future__ import annotations
@@ -114,8 +114,10 @@ class Parcel:
 
 
 def attached(loss: torch.Tensor, link: torch.Tensor | None) -> torch.Tensor:
-    """The same loss; its backward pass gives what came with the link a gradient, whether the loss depends on it or not."""
-    return loss if link is None or not link.requires_grad else _Attached.apply(loss, link)  # type: ignore[no-untyped-call, no-any-return]
+    """The same loss; its backward pass gives what the link came with a gradient, even if it does not depend on it."""
+    if link is None or not link.requires_grad:
+        return loss
+    return _Attached.apply(loss, link)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _Packed(torch.autograd.Function):

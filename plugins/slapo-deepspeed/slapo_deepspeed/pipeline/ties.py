@@ -20,13 +20,18 @@ class Ties:
     Args:
         request: of the build; every tensor is in its place.
         topology: DeepSpeed's.
+
+    Attributes:
+        groups: that were made, of which this rank is a member.
+        copies: those of its parameters that an earlier rank holds too.
     """
 
     def __init__(self, request: BuildRequest, topology: Any) -> None:
         import torch.distributed as dist
 
         mesh, placement = request.schedule.mesh, request.placement
-        assert mesh is not None and placement is not None
+        assert mesh is not None
+        assert placement is not None
         holders = {
             live.name: placement.holders(live)
             for live in request.state.tensors()
@@ -39,20 +44,16 @@ class Ties:
                 group = dist.new_group(ranks)
                 if mesh.global_rank in ranks:
                     groups[places] = group
+        self.groups: list[Any] = list(groups.values())
         self._ties: list[tuple[nn.Parameter, Any]] = []
-        self._copies: list[nn.Parameter] = []
+        self.copies: list[nn.Parameter] = []
         for live in request.state.tensors():
             places = holders.get(live.name, ())
             if live.is_here and len(places) > 1:
                 assert isinstance(live.tensor, nn.Parameter)
                 self._ties.append((live.tensor, groups[places]))
                 if mesh.rank("pp") != places[0]:
-                    self._copies.append(live.tensor)
-
-    def mark(self) -> None:
-        """Let copies after the first one be left out of the norm; when DeepSpeed has marked everything as counted."""
-        for parameter in self._copies:
-            parameter.ds_pipe_replicated = True  # type: ignore[attr-defined]
+                    self.copies.append(live.tensor)
 
     def ready(self, engine: Any) -> list[tuple[nn.Parameter, Any]]:
         """The ties with their groups, each with a gradient: a rank that has none adds zeros.

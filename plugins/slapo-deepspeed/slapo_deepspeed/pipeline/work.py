@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from slapo_core.spec.drawing import has_drawn, start_stream
 from slapo_deepspeed.pipeline.packing import Parcel, attached
 
 if TYPE_CHECKING:
@@ -34,6 +35,8 @@ class Form:
         self.partition: Partition = staged.partition
         self.device = device
         self.stages: list[Stage] = [one for one in self.partition.stages if stage_ranks[one.index] == rank]
+        loss = self.partition.values.get(self.partition.output.loss or "")
+        self.loss_dtype = torch.float32 if loss is None else loss.dtype
         self.is_last = self.stages[-1].index == len(self.partition.stages) - 1
         parcels: list[Parcel] = []
         for index, other in enumerate(stage_ranks[:-1]):
@@ -64,10 +67,16 @@ class Work:
         form: of its micro-batches.
         batch: cut.
         at: is told what runs, for the message of an error.
+
+    Attributes:
+        seed: of the random numbers that stages draw; None leaves torch's streams as they are.
+        drew: whether a stage drew some.
     """
 
     def __init__(self, form: Form, batch: StagedBatch, at: Callable[[str], None]) -> None:
         self.form, self._batch, self._at = form, batch, at
+        self.seed: int | None = None
+        self.drew = False
         self._count = 0
         self._names: list[str] = []  # pieces of the output that the last rank has
 
@@ -91,8 +100,7 @@ class Work:
         inputs = self._batch.inputs[number]
         for stage in form.stages:
             self._at(f"stage {stage.index} in the forward of micro-batch {number}")
-            own = {name: inputs[name] for name in stage.inputs if name in inputs}
-            there.update(stage.module(own, {name: there[name] for name in stage.uses}))
+            there.update(self._made(stage, inputs, there, number))
         if form.going is not None:
             last = f"stage {form.stages[-1].index}"
             return form.going.pack(
@@ -105,6 +113,18 @@ class Work:
         self._names = [name for name in form.partition.output.pieces if name in there]
         pieces = tuple(there[name] for name in self._names)
         return pieces if link is None else (link, *pieces)
+
+    def _made(
+        self, stage: Stage, inputs: Mapping[str, Any], there: Mapping[str, torch.Tensor], number: int
+    ) -> Mapping[str, torch.Tensor]:
+        """What a stage makes, with a stream of random numbers of its own: the same one when it is computed again."""
+        own = {name: inputs[name] for name in stage.inputs if name in inputs}
+        values = {name: there[name] for name in stage.uses}
+        stream = None if self.seed is None else start_stream(self.seed, stage.index, number, self.form.device)
+        made: Mapping[str, torch.Tensor] = stage.module(own, values)
+        if stream is not None and not self.drew:
+            self.drew = has_drawn(stream, self.form.device)
+        return made
 
     def loss(self, outputs: tuple[torch.Tensor, ...], number: int) -> torch.Tensor:
         """Of a micro-batch, from what :meth:`forward` of the last stage gave."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,8 +14,9 @@ from slapo_deepspeed.marks import mark
 from slapo_deepspeed.mpu import MeshUnit
 from slapo_deepspeed.starting import start
 from slapo_deepspeed.zero.failing import Failing
+from slapo_deepspeed.zero.memory import returned_at_once
 from slapo_deepspeed.zero.norms import keep_norm, norm_of_last_step
-from slapo_deepspeed.zero.partitioning import Partitioning
+from slapo_deepspeed.zero.partitioning import Partitioning, is_partitioned
 
 if TYPE_CHECKING:
     from slapo_core import Plan
@@ -29,20 +31,27 @@ class ZeroEngine(DeepSpeedEngine):
     def __init__(self, plan: Plan, request: BuildRequest) -> None:
         start(request.schedule.mesh)
         self._config = plan.config["config"]
-        unit = MeshUnit(request.schedule.mesh)
         self._trains = has_optimizer(plan, request)
-        partitioning = Partitioning(request, self._config, unit)
+        partitioned = is_partitioned(self._config)
+        with returned_at_once() if partitioned else contextlib.nullcontext():
+            engine, _groups = self._made(plan, request, MeshUnit(request.schedule.mesh))
+        keep_norm(engine)
+        super().__init__(plan, request, engine)
+        self._failing = Failing(engine)
+
+    @staticmethod
+    def _made(plan: Plan, request: BuildRequest, unit: MeshUnit) -> tuple[Any, Any]:
+        """DeepSpeed's engine of the model with its values, and the groups of its optimiser."""
+        partitioning = Partitioning(request, plan.config["config"], unit)
         try:
             partitioning.run()
             mark(request)
-            engine, _groups = initialise(plan, request, request.schedule.model, mpu=unit)
+            made = initialise(plan, request, request.schedule.model, mpu=unit)
         except BaseException:
             partitioning.take_back()
             raise
         partitioning.keep()
-        keep_norm(engine)
-        super().__init__(plan, request, engine)
-        self._failing = Failing(engine)
+        return made
 
     def train_step(self, batch: Any) -> StepResult:
         self._require_open()

@@ -67,9 +67,14 @@ class Partitioning:
         dtype = _dtype(self._config)
         if dtype is not None:
             parameter.data = parameter.data.to(dtype)
-        if self._first is not None:
+        if self._first is None:
+            self._start(parameter)
+            self._first = parameter
+        else:
             self._first.convert_to_zero_parameters(param_list=[parameter])
-            return
+
+    def _start(self, parameter: nn.Parameter) -> None:
+        """Partition the first one; it knows how to partition others."""
         import deepspeed
 
         holder = nn.Module()
@@ -84,7 +89,6 @@ class Partitioning:
             pin_memory=bool(offload.get("pin_memory", False)),
             mpu=self._unit,
         )
-        self._first = parameter
 
 
 @contextlib.contextmanager

@@ -1,0 +1,109 @@
+"""What the schedule, and the arguments of ``build``, say about a configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from slapo_core.spec.dialect import BuildArguments
+    from slapo_core.spec.request import ScheduledModel
+
+__all__ = ["Facts", "arguments_as_options"]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is decided outside of the configuration.
+
+    Args:
+        mesh: as messages show it, e.g. ``"{'pp': 2, 'dp': 2}"``; ``"none"`` without one.
+        dp: the number of replicas.
+        pp: the number of ranks along the pipeline.
+        tp: the number of ranks that hold pieces of a parameter.
+        device: the type of the device that the model trains on, e.g. ``"cpu"``.
+        dtypes: of the parameters that are floating-point numbers, e.g. ``{"float32"}``.
+        split: paths of parameters that a step splits over ``tp``; empty with one rank along it.
+        samples: in the example inputs, which are the batch of a replica; None where they do not say.
+        accumulate: the micro-batches that the user asks for; None where nothing is said.
+        max_grad_norm: the norm that the user asks for; None where nothing is said.
+        has_optimizer: whether there is a factory; None where nobody has said.
+    """
+
+    mesh: str
+    dp: int
+    pp: int
+    tp: int
+    device: str
+    dtypes: frozenset[str]
+    split: tuple[str, ...]
+    samples: int | None
+    accumulate: int | None
+    max_grad_norm: float | None
+    has_optimizer: bool | None
+
+    @classmethod
+    def of(cls, schedule: ScheduledModel, options: Mapping[str, Any]) -> Facts:
+        """Read them from a schedule and the options of the dialect."""
+        mesh, arguments = schedule.mesh, options.get("arguments") or {}
+        sizes = {name: mesh.size(name) if mesh is not None else 1 for name in ("dp", "pp", "tp")}
+        accumulate = arguments.get("accumulate", 1)
+        return cls(
+            mesh="none" if mesh is None else str(mesh),
+            **sizes,
+            device=_device(schedule, arguments.get("device")),
+            dtypes=frozenset(
+                str(one.dtype).removeprefix("torch.")
+                for one in schedule.model.parameters()
+                if one.dtype.is_floating_point
+            ),
+            split=tuple(_split(schedule)) if sizes["tp"] > 1 else (),
+            samples=_samples(schedule.example_inputs, options.get("batch_axes") or {}),
+            accumulate=accumulate if accumulate > 1 else None,
+            max_grad_norm=arguments.get("max_grad_norm"),
+            has_optimizer=arguments.get("has_optimizer"),
+        )
+
+
+def arguments_as_options(arguments: BuildArguments) -> dict[str, Any]:
+    """What the user gave to ``build``, as plain values that every rank can compare."""
+    return {
+        "accumulate": arguments.accumulate,
+        "device": None if arguments.device is None else arguments.device.type,
+        "has_loss": arguments.has_loss,
+        "has_optimizer": arguments.has_optimizer,
+        "max_grad_norm": arguments.max_grad_norm,
+    }
+
+
+def _device(schedule: ScheduledModel, asked: str | None) -> str:
+    if asked is not None:
+        return asked
+    mesh = schedule.mesh
+    if mesh is not None and mesh.device_mesh is not None:
+        return str(mesh.device_mesh.device_type)
+    found = {tensor.device.type for tensor in schedule.model.parameters()} - {"meta"}
+    return sorted(found)[-1] if found else "cpu"
+
+
+def _split(schedule: ScheduledModel) -> Iterator[str]:
+    for node in schedule.root.walk():
+        for name in node.parameters:
+            if any(mesh_dim == "tp" for mesh_dim, _ in node.layout(name).shards()):
+                yield f"{node.path}.{name}" if node.path else name
+
+
+def _samples(inputs: Any, axes: Mapping[str, int | None]) -> int | None:
+    """How many samples a batch holds, where all of its tensors agree."""
+    import torch
+    from torch.utils._pytree import tree_leaves
+
+    items = inputs.items() if isinstance(inputs, Mapping) else [("", inputs)]
+    found = set()
+    for name, value in items:
+        axis = axes.get(name, 0) if isinstance(name, str) else 0
+        for leaf in tree_leaves(value):
+            if isinstance(leaf, torch.Tensor) and axis is not None and leaf.dim() > axis:
+                found.add(leaf.shape[axis])
+    return found.pop() if len(found) == 1 else None

@@ -1,0 +1,161 @@
+"""Settings that would be wrong, or do nothing, under this target."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from slapo_core import BuildError
+from slapo_deepspeed.config.draft import AUTO, Draft
+from slapo_deepspeed.config.keys import KEYS, unknown_keys
+from slapo_deepspeed.config.reading import Source
+
+__all__ = ["REMOVED", "ZERO_REFUSED", "refuse_settings", "refuse_unknown"]
+
+REMOVED = frozenset(
+    {
+        "amp",
+        "compression_training",
+        "curriculum_learning",
+        "eigenvalue",
+        "elasticity",
+        "graph_harvesting",
+        "nebula",
+        "progressive_layer_drop",
+        "quantize_training",
+        "sparse_attention",
+        "sparse_gradients",
+    }
+)
+"""What DeepSpeed has removed, and refuses itself with its reason."""
+
+_IF_ENABLED = ("autotuning", "data_efficiency", "hybrid_engine")
+_WITH_ANY_VALUE = (
+    "data_parallel_size",
+    "expert_parallel",
+    "seq_parallel_communication_data_type",
+    "sequence_parallel_size",
+    "weight_quantization",
+)
+_WITH_VALUE: dict[str, Any] = {
+    "dataloader_drop_last": True,
+    "disable_allgather": True,
+    "gradient_allreduce_op": "sum",
+    "managed_gradient_accumulation": False,
+    "use_data_before_expert_parallelism": True,
+}
+_STATE = "its state cannot be read back into the layout of the untouched model"
+_ZERO_PLUS = "ZeRO++ is not supported by this target"
+
+ZERO_REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "cpu_offload": (bool, '"offload_optimizer": {"device": "cpu"} is its new name'),
+    "cpu_offload_param": (bool, '"offload_param": {"device": "cpu"} is its new name'),
+    "legacy_stage1": (bool, "DeepSpeed has removed it"),
+    "zenflow": (lambda value: value is not None, f"ZenFlow steps parts of the model later; {_STATE}"),
+    "zero_hpz_partition_size": (lambda value: value > 1, _ZERO_PLUS),
+    "zero_quantized_gradients": (bool, _ZERO_PLUS),
+    "zero_quantized_nontrainable_weights": (bool, _ZERO_PLUS),
+    "zero_quantized_weights": (bool, _ZERO_PLUS),
+}
+"""Key below ``zero_optimization`` -> whether a value is refused, and why."""
+
+
+def refuse_unknown(config: Mapping[str, Any], source: Source) -> None:
+    """
+    Raises:
+        BuildError: keys that DeepSpeed would pass over in silence, each with the nearest that there is.
+    """
+    _raise(list(unknown_keys(config, source, REMOVED)))
+
+
+def refuse_settings(draft: Draft) -> None:
+    """
+    Raises:
+        BuildError: values that would be wrong or do nothing here; each with its place and the reason.
+    """
+    _raise([*_general(draft), *_of_zero(draft), *_of_pipeline(draft), *_of_tensor_parallel(draft)])
+
+
+def _general(draft: Draft) -> Iterator[str]:
+    source = draft.source
+    for name in _WITH_ANY_VALUE:
+        if name in draft.config:
+            yield f"{source.of(name)} is refused: {KEYS[name].why}"
+    for name, value in _WITH_VALUE.items():
+        if draft.get(name) == value and name in draft.config:
+            yield f"{source.of(name)} is refused: {KEYS[name].why}"
+    for name in _IF_ENABLED:
+        if draft.get(f"{name}.enabled"):
+            yield f"{source.of(f'{name}.enabled')} is refused: {KEYS[name].why.removeprefix('enabled: ')}"
+    if draft.get("compile.deepcompile"):
+        yield f"{source.of('compile.deepcompile')} is refused: {KEYS['compile'].why.partition(': ')[2]}"
+
+
+def _of_zero(draft: Draft) -> Iterator[str]:
+    source, facts = draft.source, draft.facts
+    stage = draft.get("zero_optimization.stage")
+    if type(stage) is not int or stage not in (0, 1, 2, 3):
+        yield f"{source.of('zero_optimization.stage')} must be 0, 1, 2 or 3 (got {stage!r})"
+        return
+    if facts.pp > 1 and stage > 1:
+        yield (
+            f"{source.of('zero_optimization.stage')} is {stage}, and the mesh {facts.mesh} has a pipeline: its stages "
+            'accumulate gradients in place, which ZeRO-2 and ZeRO-3 partition away; "stage": 1 partitions the '
+            "optimiser's state"
+        )
+    clips = facts.max_grad_norm is not None or draft.get("gradient_clipping")
+    low = [name for name in ("fp16", "bf16", "bfloat16") if draft.get(f"{name}.enabled") is True]
+    if facts.pp > 1 and stage == 0 and clips and low:
+        yield (
+            f"{source.of('zero_optimization.stage')} is 0, and gradients in {low[0]} are clipped in a pipeline: "
+            'without ZeRO, DeepSpeed\'s norm leaves out parameters of later stages; "stage": 1 counts them'
+        )
+    if draft.get("zero_optimization.compute_grad_norm") is False and clips:
+        yield f"{source.of('zero_optimization.compute_grad_norm')} is false, but gradients are clipped by their norm"
+    for name, (is_refused, why) in ZERO_REFUSED.items():
+        value = draft.get(f"zero_optimization.{name}")
+        if value is not None and is_refused(value):
+            yield f"{source.of(f'zero_optimization.{name}')} is refused: {why}"
+    if draft.get("zero_optimization.offload_optimizer.super_offload"):
+        yield f"{source.of('zero_optimization.offload_optimizer.super_offload')} is refused: {_STATE}"
+
+
+def _of_pipeline(draft: Draft) -> Iterator[str]:
+    source, facts = draft.source, draft.facts
+    if "pipeline" not in draft.config:
+        return
+    if facts.pp == 1:
+        yield f"{source.of('pipeline')} is given, but the mesh {facts.mesh} has one rank along 'pp'"
+        return
+    stages = draft.get("pipeline.stages")
+    if stages is not None and stages != facts.pp:
+        yield f"{source.of('pipeline.stages')} is {stages!r}, but 'pp' of the mesh {facts.mesh} is {facts.pp}"
+    for name in ("use_reentrant", "pipe_partitioned", "grad_partitioned"):
+        if draft.get(f"pipeline.{name}"):
+            yield f"{source.of(f'pipeline.{name}')} must be false here: {KEYS['pipeline'].why.partition(': ')[2]}"
+    for name, ok in (
+        ("partition", ("best", AUTO)),
+        ("seed_layers", (False,)),
+        ("activation_checkpoint_interval", (0,)),
+    ):
+        value = draft.config["pipeline"].get(name, ok[0])
+        if value not in ok:
+            why = "`.checkpoint()` steps say what is recomputed" if "interval" in name else "the steps say the stages"
+            yield f"{source.of(f'pipeline.{name}')} is {value!r}: {why}"
+
+
+def _of_tensor_parallel(draft: Draft) -> Iterator[str]:
+    size, facts = draft.get("tensor_parallel.autotp_size"), draft.facts
+    if size not in (None, 0, facts.tp):
+        yield (
+            f"{draft.source.of('tensor_parallel.autotp_size')} is {size!r}, but 'tp' of the mesh {facts.mesh} is "
+            f"{facts.tp}; the steps of the schedule split the model, not DeepSpeed"
+        )
+
+
+def _raise(reasons: list[str]) -> None:
+    if reasons:
+        start = "the DeepSpeed configuration cannot be run"
+        raise BuildError(
+            f"{start}: {reasons[0]}" if len(reasons) == 1 else "\n".join([f"{start}:", *(f"  - {r}" for r in reasons)])
+        )

@@ -1,0 +1,94 @@
+"""What most engines do with their state: a base class for those of dialects."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any
+
+from slapo_core.errors import BuildError
+
+if TYPE_CHECKING:
+    import torch
+
+    from slapo_core.spec.state import ModelState
+    from slapo_core.spec.storage import OptimizerStorage
+
+__all__ = ["StatefulEngine"]
+
+
+class StatefulEngine:
+    """State dicts and checkpoints by the request's state, and refusals of steps.
+
+    An engine that derives from it sets the two attributes, and has all members of
+    :class:`slapo_core.spec.engine.Engine` but ``module``, the steps and ``close``. One whose runtime keeps values
+    elsewhere calls ``request.state.keep_in``, and overrides the methods from :meth:`_kept_optimizer` on.
+
+    Attributes:
+        optimizer: None where the engine only evaluates, or is closed.
+        _state: ``request.state``.
+    """
+
+    optimizer: Any
+    _state: ModelState
+
+    def state_dict(self, *, rank0_only: bool = False, include_added: bool = False) -> dict[str, torch.Tensor]:
+        """The untouched model's state dict; ``include_added`` gives what a step added too, under its own name."""
+        return self._state.state_dict(rank0_only=rank0_only, include_added=include_added)
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        self._state.load_state_dict(state)
+
+    def check_replicas(self, *, repair: bool = False) -> None:
+        self._state.check_replicas(optimizer=self._kept_optimizer(), repair=repair)
+
+    def save(self, directory: str | os.PathLike[str]) -> None:
+        self._state.save(directory, optimizer=self._kept_optimizer(), runtime=self._beside())
+
+    def load(self, directory: str | os.PathLike[str]) -> None:
+        self._resume(self._state.load(directory, optimizer=self._kept_optimizer(), uses=self._uses()))
+
+    # -- for a runtime that keeps values elsewhere ------------------------------------------------------------
+
+    def _kept_optimizer(self) -> torch.optim.Optimizer | OptimizerStorage | None:
+        """The optimiser, as the state is given it."""
+        optimizer: torch.optim.Optimizer | OptimizerStorage | None = self.optimizer
+        return optimizer
+
+    def _beside(self) -> Mapping[str, Any]:
+        """What a checkpoint of this runtime holds beside weights and the optimiser's state, as JSON, by name."""
+        return {}
+
+    def _uses(self) -> Collection[str]:
+        """Which names of a checkpoint's :meth:`_beside` this engine makes use of; a warning names the others."""
+        return ()
+
+    def _resume(self, runtime: Mapping[str, Any]) -> None:
+        """Take what :meth:`_beside` of the engine that saved it gave, after weights and optimiser; ``{}``: nothing."""
+
+    # -- refusals -----------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _refuse_without_gradients() -> None:
+        """Refuse a training step where torch computes no gradients."""
+        import torch
+
+        if not torch.is_grad_enabled():
+            raise BuildError(
+                "train_step() was called without gradients: inside of torch.no_grad() or torch.inference_mode()",
+                hint="call it outside of that block, or engine.eval_step(batch) inside",
+            )
+
+    @staticmethod
+    def _without_optimizer() -> BuildError:
+        return BuildError(
+            "this engine cannot train: it was built without an optimizer",
+            hint="build(sch, optimizer=lambda params: torch.optim.AdamW(params, lr=1e-4))",
+        )
+
+    @staticmethod
+    def _closed(reason: str = "") -> BuildError:
+        return BuildError(
+            f"the engine is closed{reason and ', because '}{reason}",
+            hint="schedule and build a fresh model, with weights=engine.state_dict()",
+        )
