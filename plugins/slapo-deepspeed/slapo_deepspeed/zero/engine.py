@@ -17,6 +17,7 @@ from slapo_deepspeed.zero.failing import Failing
 from slapo_deepspeed.zero.memory import returned_at_once
 from slapo_deepspeed.zero.norms import keep_norm, norm_of_last_step
 from slapo_deepspeed.zero.partitioning import Partitioning, is_partitioned
+from slapo_deepspeed.zero.traced import gather_whole
 
 if TYPE_CHECKING:
     from slapo_core import Plan
@@ -36,6 +37,7 @@ class ZeroEngine(DeepSpeedEngine):
         with returned_at_once() if partitioned else contextlib.nullcontext():
             engine, _groups = self._made(plan, request, MeshUnit(request.schedule.mesh))
         keep_norm(engine)
+        gather_whole(request, engine)
         super().__init__(plan, request, engine)
         self._failing = Failing(engine)
 
