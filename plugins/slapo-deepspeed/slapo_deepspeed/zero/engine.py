@@ -17,7 +17,7 @@ from slapo_deepspeed.zero.failing import Failing
 from slapo_deepspeed.zero.memory import returned_at_once
 from slapo_deepspeed.zero.norms import keep_norm, norm_of_last_step
 from slapo_deepspeed.zero.partitioning import Partitioning, is_partitioned
-from slapo_deepspeed.zero.traced import gather_whole
+from slapo_deepspeed.zero.regions import gather_whole
 
 if TYPE_CHECKING:
     from slapo_core import Plan

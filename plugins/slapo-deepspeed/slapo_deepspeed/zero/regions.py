@@ -1,7 +1,8 @@
-"""Traced modules under ZeRO-3: their graphs read the parameters of modules below them without calling those.
+"""Modules that run as one region under ZeRO-3: traced, compiled, checkpointed.
 
-DeepSpeed gathers what a module holds itself when the module is called. So a traced module gathers everything below it,
-and the modules below lose DeepSpeed's hooks: a graph would not run them, and be recorded anew for their sake.
+DeepSpeed gathers what a module holds itself when the module is called. A graph reads the parameters of modules below
+without calling those, and a compiler does not compile DeepSpeed's hooks. So such a module gathers everything below it,
+and the modules below lose DeepSpeed's hooks.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ __all__ = ["gather_whole"]
 
 
 def gather_whole(request: BuildRequest, engine: Any) -> None:
-    """Let every traced module gather all parameters at or below it; nothing without ZeRO-3.
+    """Let every module whose forward steps have changed gather all parameters below it; nothing without ZeRO-3.
 
     Args:
         request: of the build.
@@ -44,8 +45,8 @@ def gather_whole(request: BuildRequest, engine: Any) -> None:
 
 
 def _outermost(node: Node) -> Iterator[Node]:
-    """Traced nodes that are not below another one."""
-    if node.graph is not None:
+    """Nodes with a graph, or something around their forward, that are not below another one."""
+    if node.graph is not None or node.wrappers:
         yield node
         return
     for child in node.children:
