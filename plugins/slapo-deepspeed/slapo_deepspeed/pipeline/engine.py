@@ -17,6 +17,7 @@ from slapo_deepspeed.marks import mark
 from slapo_deepspeed.pipeline.bare import bare_ranks, stand_in
 from slapo_deepspeed.pipeline.counting import count_once
 from slapo_deepspeed.pipeline.forms import Forms
+from slapo_deepspeed.pipeline.precision import share_types
 from slapo_deepspeed.pipeline.private import groups_of, losses_of, prepare, sending_over
 from slapo_deepspeed.pipeline.ties import Ties
 from slapo_deepspeed.pipeline.work import Work
@@ -62,6 +63,7 @@ class PipelineEngine(DeepSpeedEngine):
         mark(request)
         count_once(request, self._ties.copies)
         engine = self._initialised(plan, request)
+        share_types(request, engine.device)
         keep_norm(engine)
         super().__init__(plan, request, engine)
         self._forms = Forms(request, self._count, self._axes, engine.device, bare)
