@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from slapo_deepspeed.state.groups import Groups
 from slapo_deepspeed.zero.partitioning import with_shapes
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ def has_optimizer(plan: Plan, request: BuildRequest) -> bool:
 
 def initialise(
     plan: Plan, request: BuildRequest, model: nn.Module, *, mpu: Any = None, also: Sequence[nn.Parameter] = ()
-) -> tuple[Any, Any]:
+) -> tuple[Any, Groups | None]:
     """Make DeepSpeed's engine; every tensor of the model is in its place by now.
 
     Args:
@@ -49,7 +50,7 @@ def initialise(
         zero["stage"] = 0  # they partition what an optimiser needs; there is nothing of it
     with with_shapes(request.schedule.model):
         optimizer = request.make_optimizer()
-    groups = None
+    groups = Groups.of(optimizer, keeps_first=bool(also))
     _leave_out_frozen(optimizer, also)
     with _idle(optimizer) if _steps_at_construction(config) else contextlib.nullcontext():
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, mpu=mpu)
@@ -89,7 +90,9 @@ def _idle(optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
 def _start_afresh(wrapper: Any) -> None:
     """Undo the trial step of an optimiser that DeepSpeed made itself: its state, and what it did to the masters."""
     inner = getattr(wrapper, "optimizer", None)
-    if not isinstance(inner, torch.optim.Optimizer) or not hasattr(wrapper, "fp16_groups"):  # a pipeline's makes no trial
+    if not isinstance(inner, torch.optim.Optimizer) or not hasattr(
+        wrapper, "fp16_groups"
+    ):  # a pipeline's makes no trial
         return
     inner.state.clear()
     with torch.no_grad():

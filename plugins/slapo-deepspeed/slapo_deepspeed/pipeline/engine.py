@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from slapo_core import BuildError, RankFailedError, SlapoError, StepResult
+from slapo_core import RankFailedError, SlapoError, StepResult
 from slapo_core.spec.drawing import move_on, own_random_state
 from slapo_deepspeed.engine import DeepSpeedEngine
 from slapo_deepspeed.initialising import has_optimizer, initialise
@@ -27,6 +27,7 @@ from slapo_deepspeed.zero.norms import keep_norm, norm_of_last_step
 if TYPE_CHECKING:
     from slapo_core import Plan
     from slapo_core.spec.request import BuildRequest
+    from slapo_deepspeed.state.groups import Groups
 
 __all__ = ["PipelineEngine"]
 
@@ -62,10 +63,10 @@ class PipelineEngine(DeepSpeedEngine):
         self._groups = request.own_groups("pp", others=lambda: self._make(request))
         mark(request)
         count_once(request, self._ties.copies)
-        engine = self._initialised(plan, request)
+        engine, groups = self._initialised(plan, request)
         share_types(request, engine.device)
         keep_norm(engine)
-        super().__init__(plan, request, engine)
+        super().__init__(plan, request, engine, groups)
         self._forms = Forms(request, self._count, self._axes, engine.device, bare)
 
     def _make(self, request: BuildRequest) -> Sequence[Any]:
@@ -82,18 +83,16 @@ class PipelineEngine(DeepSpeedEngine):
         self._stages = StagesModule(self._part, unused, self._stand_in, mesh, self._tied)
         return [*groups_of(self._stages), *self._ties.groups]
 
-    def _initialised(self, plan: Plan, request: BuildRequest) -> Any:
+    def _initialised(self, plan: Plan, request: BuildRequest) -> tuple[Any, Groups | None]:
         """DeepSpeed's engine; ranks wait for each other in its constructor, so no rank must go on alone there."""
         try:
             with self._groups.step(lambda: "making DeepSpeed's engine"), sending_over(self._groups.group("pp")):
-                engine, _groups = initialise(
-                    plan, request, self._stages, also=() if self._stand_in is None else (self._stand_in,)
-                )
+                also = () if self._stand_in is None else (self._stand_in,)
+                return initialise(plan, request, self._stages, also=also)
         except RankFailedError as error:
             if isinstance(error.__cause__, SlapoError):  # every rank has it
                 raise error.__cause__ from None
             raise
-        return engine
 
     @property
     def module(self) -> nn.Module:
@@ -179,15 +178,7 @@ class PipelineEngine(DeepSpeedEngine):
         self._groups.close()
         self._forms.close()
 
-    def close(self) -> None:
-        """Let go of DeepSpeed's engine, the stages and the groups of the pipeline; the model and its state stay."""
-        super().close()
-        self._release()
-
     def _require_open(self) -> None:
         if self._reason is not None:
-            raise BuildError(
-                f"the engine is closed, because {self._reason}",
-                hint="schedule and build a fresh model, with weights=engine.state_dict()",
-            )
+            raise self._closed(self._reason)
         super()._require_open()
