@@ -56,6 +56,7 @@ def unscheduled(setting: Setting, target: str, device: torch.device) -> Step:
     samples = setting.batch // ranks
     if target == "deepspeed":
         import deepspeed
+
         from slapo_deepspeed.starting import start
 
         start(None)  # on a CPU, without compiling an operator for minutes
