@@ -34,9 +34,9 @@ class ZeroEngine(DeepSpeedEngine):
         self._trains = has_optimizer(plan, request)
         partitioned = is_partitioned(self._config)
         with returned_at_once() if partitioned else contextlib.nullcontext():
-            engine, _groups = self._made(plan, request, MeshUnit(request.schedule.mesh))
+            engine, groups = self._made(plan, request, MeshUnit(request.schedule.mesh))
         keep_norm(engine)
-        super().__init__(plan, request, engine)
+        super().__init__(plan, request, engine, groups)
         self._failing = Failing(engine)
 
     @staticmethod
