@@ -110,6 +110,13 @@ def _of_zero(draft: Draft) -> Iterator[str]:
             f"{source.of('zero_optimization.stage')} is 0, and gradients in {low[0]} are clipped in a pipeline: "
             'without ZeRO, DeepSpeed\'s norm leaves out parameters of later stages; "stage": 1 counts them'
         )
+    scatters = draft.get("zero_optimization.reduce_scatter") in (None, True)
+    for name, is_off in (("prescale_gradients", (None, False)), ("gradient_predivide_factor", (None, 1))):
+        if stage > 1 and scatters and draft.get(name) not in is_off:
+            yield (
+                f"{source.of(name)} is {draft.get(name)}, which ZeRO-{stage} has only with "
+                '"zero_optimization": {"reduce_scatter": false}'
+            )
     if draft.get("zero_optimization.compute_grad_norm") is False and clips:
         yield f"{source.of('zero_optimization.compute_grad_norm')} is false, but gradients are clipped by their norm"
     for name, (is_refused, why) in ZERO_REFUSED.items():
@@ -122,6 +129,9 @@ def _of_zero(draft: Draft) -> Iterator[str]:
 
 def _of_pipeline(draft: Draft) -> Iterator[str]:
     source, facts = draft.source, draft.facts
+    for name in ("wall_clock_breakdown", "flops_profiler.enabled"):
+        if facts.pp > 1 and draft.get(name):
+            yield f"{source.of(name)} is refused with a pipeline: DeepSpeed 0.19 starts a timer twice, which fails"
     if "pipeline" not in draft.config:
         return
     if facts.pp == 1:
@@ -133,15 +143,10 @@ def _of_pipeline(draft: Draft) -> Iterator[str]:
     for name in ("use_reentrant", "pipe_partitioned", "grad_partitioned"):
         if draft.get(f"pipeline.{name}"):
             yield f"{source.of(f'pipeline.{name}')} must be false here: {KEYS['pipeline'].why.partition(': ')[2]}"
-    for name, ok in (
-        ("partition", ("best", AUTO)),
-        ("seed_layers", (False,)),
-        ("activation_checkpoint_interval", (0,)),
-    ):
+    for name, ok in (("partition", ("best", AUTO)), ("seed_layers", (False,))):
         value = draft.config["pipeline"].get(name, ok[0])
         if value not in ok:
-            why = "`.checkpoint()` steps say what is recomputed" if "interval" in name else "the steps say the stages"
-            yield f"{source.of(f'pipeline.{name}')} is {value!r}: {why}"
+            yield f"{source.of(f'pipeline.{name}')} is {value!r}: the steps say the stages"
 
 
 def _of_tensor_parallel(draft: Draft) -> Iterator[str]:

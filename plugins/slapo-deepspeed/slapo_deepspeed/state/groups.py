@@ -36,9 +36,14 @@ class Groups:
         self._groups = groups
 
     @classmethod
-    def of(cls, optimizer: torch.optim.Optimizer | None) -> Groups | None:
-        """Remember the groups of an optimiser that DeepSpeed has not seen yet; None of None."""
-        return None if optimizer is None else cls._made(optimizer.param_groups)
+    def of(cls, optimizer: torch.optim.Optimizer | None, *, keeps_first: bool = False) -> Groups | None:
+        """Remember the groups of an optimiser that DeepSpeed has not seen yet; None of None.
+
+        Args:
+            optimizer: with all parameters, the frozen ones too, which DeepSpeed does not get.
+            keeps_first: whether the first group gets a stand-in, on a rank that has nothing to train.
+        """
+        return None if optimizer is None else cls._made(optimizer.param_groups, keeps_first=keeps_first)
 
     @classmethod
     def one(cls, parameters: Iterable[torch.Tensor]) -> Groups:
@@ -46,13 +51,15 @@ class Groups:
         return cls._made([{"params": list(parameters)}])
 
     @classmethod
-    def _made(cls, groups: Iterable[Mapping[str, Any]]) -> Groups:
-        found, place = [], 0
+    def _made(cls, groups: Iterable[Mapping[str, Any]], *, keeps_first: bool = False) -> Groups:
+        found: list[Group] = []
+        place = 0
         for group in groups:
             parameters = tuple(group["params"])
-            settings = {} if parameters else {key: value for key, value in group.items() if key != "params"}
-            found.append(Group(parameters, place if parameters else None, settings))
-            place += bool(parameters)
+            is_kept = any(one.requires_grad for one in parameters) or (keeps_first and not found)
+            settings = {} if is_kept else {key: value for key, value in group.items() if key != "params"}
+            found.append(Group(parameters, place if is_kept else None, settings))
+            place += is_kept
         return cls(found)
 
     def __iter__(self) -> Any:
