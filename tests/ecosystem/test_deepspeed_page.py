@@ -1,4 +1,4 @@
-"""docs/deepspeed.md: its blocks print what it shows, its program trains on two ranks, its tables are those of the code."""
+"""docs/deepspeed.md: its blocks print what it shows, its program trains, its tables are those of the code."""
 
 from __future__ import annotations
 
