@@ -13,8 +13,10 @@ import torch
 from torch import nn
 
 import slapo_core as slapo
+from slapo_core.spec.dialect import BuildArguments
 from slapo_core.testing import preload_modules, run_ranks
 from slapo_deepspeed import installed
+from slapo_deepspeed.dialect import DeepSpeedDialect
 from slapo_deepspeed.starting import import_deepspeed, quietly
 
 from .planned import refusal
@@ -73,6 +75,22 @@ def test_another_accelerator_than_the_models_device_is_refused_with_both(monkeyp
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     with pytest.raises(slapo.BuildError, match="DeepSpeed runs on 'cpu': DS_ACCELERATOR=cpu"):
         import_deepspeed("cuda")
+
+
+def test_another_device_than_that_of_deepspeed_is_refused_with_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    arguments = BuildArguments(device=torch.device("cuda:0"))
+    with pytest.raises(slapo.BuildError) as caught:
+        DeepSpeedDialect().options({}, arguments)
+    assert str(caught.value) == (
+        "build(device='cuda:0'), but DeepSpeed takes device 1: LOCAL_RANK=1\n"
+        "  hint: device='cuda:1', or torch.cuda.set_device(0) and the same LOCAL_RANK before"
+    )
+    for device in ("cuda:1", "cuda", "cpu"):
+        DeepSpeedDialect().options({}, BuildArguments(device=torch.device(device)))
+    monkeypatch.setenv("LOCAL_RANK", "one")
+    with pytest.raises(slapo.BuildError, match="LOCAL_RANK must be the number of a device"):
+        DeepSpeedDialect().options({}, arguments)
 
 
 def test_warnings_are_silenced_in_a_block_alone() -> None:

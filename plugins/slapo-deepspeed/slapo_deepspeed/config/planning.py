@@ -70,6 +70,8 @@ def _of_training(options: Mapping[str, Any], sizes: Mapping[str, int]) -> Iterat
     for name in ("offload_optimizer", "offload_param"):
         if (config["zero_optimization"].get(name) or {}).get("device", "none") != "none":
             yield f"{name} to {config['zero_optimization'][name]['device']}"
+    if "activation_checkpointing" in config:
+        yield "activation_checkpointing is for models that call deepspeed.checkpointing: .checkpoint() steps recompute"
     has_factory = (options.get("arguments") or {}).get("has_optimizer")
     if "optimizer" in config:
         yield f"optimiser: {config['optimizer']['type']}, of the configuration"
