@@ -91,8 +91,8 @@ KEYS: dict[str, Key] = {
     ),
     "fp16": Key(
         "passed",
-        '`"enabled": "auto"` is filled in: whether the model is in float16; not with `"stage": 0`, where DeepSpeed does '
-        "not scale the loss",
+        '`"enabled": "auto"` is filled in: whether the model is in float16; not with `"stage": 0`, where DeepSpeed '
+        "does not scale the loss",
     ),
     "gradient_accumulation_steps": Key("filled", "`build(accumulate=...)`; with a pipeline the number of its ranks"),
     "gradient_allreduce_op": Key("refused", '`"sum"`: replicas train as one process, so gradients are averaged'),

@@ -107,8 +107,8 @@ def _of_zero(draft: Draft) -> Iterator[str]:
     low = [name for name in ("fp16", "bf16", "bfloat16") if draft.get(f"{name}.enabled") is True]
     if stage == 0 and draft.get("fp16.enabled") and (facts.has_optimizer is not False or "optimizer" in draft.config):
         yield (
-            f"{source.of('zero_optimization.stage')} is 0, and fp16 is enabled: without ZeRO, DeepSpeed divides gradients "
-            'by the scale of a loss that it has not scaled; "stage": 1 scales it'
+            f"{source.of('zero_optimization.stage')} is 0, and fp16 is enabled: without ZeRO, DeepSpeed divides "
+            'gradients by the scale of a loss that it has not scaled; "stage": 1 scales it'
         )
     elif facts.pp > 1 and stage == 0 and clips and low:
         yield (
