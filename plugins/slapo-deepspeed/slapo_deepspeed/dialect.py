@@ -9,6 +9,7 @@ from slapo_core import Dialect, Plan
 from slapo_deepspeed.config.facts import arguments_as_options
 from slapo_deepspeed.config.filling import filled
 from slapo_deepspeed.config.planning import steps_of
+from slapo_deepspeed.starting import check_device
 
 if TYPE_CHECKING:
     from slapo_core import Engine, Violation
@@ -24,8 +25,9 @@ class DeepSpeedDialect(Dialect):
     Options:
 
     - ``config``: DeepSpeed's own, a dictionary or the path of a JSON file; what the schedule decides is filled in.
-    - ``batch_axes``: of a pipeline: for an argument of the forward, the axis of its tensors that counts the samples,
-      None for one that every micro-batch has as a whole. Default: the first axis of every tensor.
+    - ``batch_axes``: where a batch is cut into micro-batches: for an argument of the forward, the axis of its tensors
+      that counts the samples, None for one that every micro-batch has as a whole. Default: the first axis of every
+      tensor.
     """
 
     name: ClassVar[str] = "deepspeed"
@@ -37,7 +39,12 @@ class DeepSpeedDialect(Dialect):
         return ()
 
     def options(self, config: Mapping[str, Any], arguments: BuildArguments) -> Mapping[str, Any]:
-        """The options with what else was given to ``build``, for the plan to fill in."""
+        """The options with what else was given to ``build``, for the plan to fill in.
+
+        Raises:
+            BuildError: the model is to go to another device than the one that DeepSpeed takes.
+        """
+        check_device(arguments.device)
         return {**config, "arguments": arguments_as_options(arguments)}
 
     def plan(self, schedule: ScheduledModel, config: Mapping[str, Any]) -> Plan:
