@@ -36,6 +36,7 @@ class TensorTable:
         self._untouched: dict[int, tuple[torch.Tensor, str]] | None = None  # None: no step yet, all is untouched
         self._names: dict[str, str] = {}  # every name of the untouched model -> the first name of its tensor
         self._layouts: dict[int, tuple[torch.Tensor, Layout]] = {}
+        self._shapes: dict[int, tuple[torch.Tensor, tuple[int, ...]]] = {}
         self.dropped: frozenset[str] = frozenset()
         """First names of untouched tensors that a step gave up."""
         self.kept_on: Mapping[str, tuple[str, int]] = {}
@@ -61,10 +62,10 @@ class TensorTable:
             return entry[1]
         if self._untouched is None:
             sites = self._tree.sites.of(tensor)
-            return Layout(full_name(*sites[0]) if sites else name, _shape(tensor))
+            return Layout(full_name(*sites[0]) if sites else name, self._shape(tensor))
         untouched = self._untouched.get(id(tensor))
         if untouched is not None:
-            return Layout(untouched[1], _shape(tensor))
+            return Layout(untouched[1], self._shape(tensor))
         return self._adopted(tensor, name)
 
     def is_known(self, tensor: torch.Tensor) -> bool:
@@ -110,6 +111,10 @@ class TensorTable:
         self.dropped = before | frozenset(name for name in names if name)
         return before
 
+    def keep_shapes(self, kept: bool) -> None:
+        """Let tensors have the shapes of now, whatever a runtime does to them that partitions them; or no longer."""
+        self._shapes = {id(tensor): (tensor, tuple(tensor.shape)) for _, _, tensor in _live(self._tree)} if kept else {}
+
     def seal(self) -> None:
         """Let go of every tensor that is no longer in the model."""
         if self._untouched is None:
@@ -118,6 +123,7 @@ class TensorTable:
         live = {id(tensor) for _, _, tensor in _live(self._tree)}
         self._untouched = {key: value for key, value in self._untouched.items() if key in live}
         self._layouts = {key: value for key, value in self._layouts.items() if key in live}
+        self._shapes = {key: value for key, value in self._shapes.items() if key in live}
 
     def _adopted(self, tensor: torch.Tensor, name: str) -> Layout:
         """The layout of a tensor that was put in outside of the schedule: that of the one whose place it took."""
@@ -127,7 +133,11 @@ class TensorTable:
             if former.shape == tensor.shape:
                 self._layouts[id(tensor)] = (tensor, layout)
                 return layout
-        return Layout(self._names.get(name, ""), _shape(tensor))
+        return Layout(self._names.get(name, ""), self._shape(tensor))
+
+    def _shape(self, tensor: torch.Tensor) -> tuple[int, ...]:
+        kept = self._shapes.get(id(tensor))
+        return kept[1] if kept is not None else () if is_lazy(tensor) else tuple(tensor.shape)
 
 
 def _live(tree: Tree) -> Iterator[tuple[str, str, torch.Tensor]]:
@@ -136,7 +146,3 @@ def _live(tree: Tree) -> Iterator[tuple[str, str, torch.Tensor]]:
             for name, tensor in table.items():
                 if tensor is not None:
                     yield path, name, tensor
-
-
-def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
-    return () if is_lazy(tensor) else tuple(tensor.shape)

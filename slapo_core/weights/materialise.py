@@ -73,6 +73,7 @@ class Materialisation:
             WeightsError: tensors on the meta device cannot be initialised; all of them are named, after the others.
             HookError: a plugin's answer does not fit.
         """
+        self._schedule.tree.tensors.keep_shapes(True)
         if any(self._untouched[name].is_meta for name in self._wanted() if name not in self._names):
             with self._schedule.untouched() as model:  # before anything is installed
                 self._initialisers["untouched"] = Initialiser(model, self._schedule.hooks, seed=self._seed)
@@ -103,6 +104,7 @@ class Materialisation:
         self._overwritten.clear()
         self._edit.rollback()
         self._schedule.tree.tensors.placement = None
+        self._schedule.tree.tensors.keep_shapes(False)
 
     def keep(self) -> None:
         """End it; what taking back would need is released."""

@@ -2,73 +2,99 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from slapo_core import BuildError, Plan
+from slapo_core import Plan
+from slapo_core.spec.stateful import StatefulEngine
+from slapo_deepspeed.state.groups import Groups
 
 if TYPE_CHECKING:
     from slapo_core.spec.request import BuildRequest
+    from slapo_deepspeed.state.optimizer import DeepSpeedOptimizer
 
 __all__ = ["DeepSpeedEngine"]
 
 
-class DeepSpeedEngine:
+class DeepSpeedEngine(StatefulEngine):
     """State dicts and checkpoints by the request's state, read out of where DeepSpeed keeps it.
 
     Args:
         plan: what is built; ``plan.config["config"]`` is DeepSpeed's configuration, filled in.
         request: from ``build``.
-        engine: DeepSpeed's, made by ``deepspeed.initialize``.
+        engine: DeepSpeed's, made by ``deepspeed.initialize``, in its last form.
+        groups: of the optimiser before DeepSpeed saw it; None for one that DeepSpeed made.
 
     Attributes:
-        deepspeed: that one, for everything else that users do with it.
+        deepspeed: that one, for everything else that users do with it: gradients by ``deepspeed.utils``, its own
+            checkpoints, its scheduler.
     """
 
-    def __init__(self, plan: Plan, request: BuildRequest, engine: Any) -> None:
+    def __init__(self, plan: Plan, request: BuildRequest, engine: Any, groups: Groups | None = None) -> None:
+        from slapo_deepspeed.state.optimizer import DeepSpeedOptimizer
+        from slapo_deepspeed.state.places import places_of
+        from slapo_deepspeed.state.tensors import DeepSpeedTensors
+
         self.plan, self.deepspeed = plan, engine
         self._request, self._state = request, request.state
+        mesh, device = request.schedule.mesh, torch.device(engine.device)
+        places = places_of(engine)
+        here = [live for live in request.state.tensors() if live.is_here]
+        self._storage: DeepSpeedOptimizer | None = None
+        if places.inner is not None:
+            if groups is None:
+                groups = Groups.one(live.tensor for live in here if live.is_parameter and live.tensor.requires_grad)
+            names = {id(live.tensor): live.reference_name for live in here}
+            self._storage = DeepSpeedOptimizer(places, groups, names, mesh, device)
+        request.state.keep_in(DeepSpeedTensors(places, mesh, device))
+        self._is_closed = False
 
     @property
     def module(self) -> nn.Module:
         return self._request.schedule.model
 
-    def state_dict(self, *, rank0_only: bool = False, include_added: bool = False) -> dict[str, Tensor]:
-        """The untouched model's state dict; ``include_added`` gives what a step added too, under its own name."""
-        return self._state.state_dict(rank0_only=rank0_only, include_added=include_added)
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        self._state.load_state_dict(state)
-
-    def check_replicas(self, *, repair: bool = False) -> None:
-        self._state.check_replicas(repair=repair)
-
-    def save(self, directory: str | os.PathLike[str]) -> None:
-        raise NotImplementedError
-
-    def load(self, directory: str | os.PathLike[str]) -> None:
-        raise NotImplementedError
+    @property
+    def optimizer(self) -> Any:  # type: ignore[override]
+        """DeepSpeed's optimiser; None where the engine only evaluates, or is closed."""
+        return self.deepspeed.optimizer if self._storage is not None and not self._is_closed else None
 
     def close(self) -> None:
-        if not self._is_closed:
-            self.deepspeed.destroy()
+        """End what DeepSpeed hangs on the model; the model and its state stay."""
+        if self._is_closed:
+            return
         self._is_closed = True
+        self.deepspeed.destroy()
+        self._release()
 
-    _is_closed = False
+    # -- for the engines ----------------------------------------------------------------------------------------
+
+    def _release(self) -> None:
+        """Let go of what an engine holds beside DeepSpeed's; called once, after that ended."""
 
     def _require_open(self) -> None:
         if self._is_closed:
-            raise BuildError("the engine is closed")
+            raise self._closed()
 
-    @staticmethod
-    def _refuse_without_gradients() -> None:
-        if not torch.is_grad_enabled():
-            raise BuildError("train_step() was called without gradients")
+    # -- state; documented in slapo_core/spec/stateful.py -------------------------------------------------------
 
-    @staticmethod
-    def _without_optimizer() -> BuildError:
-        return BuildError("this engine cannot train: it was built without an optimizer")
+    def _kept_optimizer(self) -> DeepSpeedOptimizer | None:
+        return None if self._is_closed else self._storage
+
+    def _beside(self) -> Mapping[str, Any]:
+        from slapo_deepspeed.state.beside import read_beside
+
+        return read_beside(self.deepspeed) if self._kept_optimizer() is not None else {}
+
+    def _uses(self) -> Collection[str]:
+        from slapo_deepspeed.state.beside import used_beside
+
+        return used_beside(self.deepspeed) if self._kept_optimizer() is not None else ()
+
+    def _resume(self, runtime: Mapping[str, Any]) -> None:
+        from slapo_deepspeed.state.beside import write_beside
+
+        if self._kept_optimizer() is not None:
+            write_beside(self.deepspeed, runtime)

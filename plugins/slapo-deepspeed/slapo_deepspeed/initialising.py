@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from slapo_deepspeed.state.groups import Groups
 from slapo_deepspeed.zero.partitioning import with_shapes
 
 if TYPE_CHECKING:
@@ -26,7 +27,9 @@ def has_optimizer(plan: Plan, request: BuildRequest) -> bool:
     return request.optimizer is not None or bool(plan.config["config"].get("optimizer"))
 
 
-def initialise(plan: Plan, request: BuildRequest, model: nn.Module, *, mpu: Any = None) -> tuple[Any, Any]:
+def initialise(
+    plan: Plan, request: BuildRequest, model: nn.Module, *, mpu: Any = None, also: Sequence[nn.Parameter] = ()
+) -> tuple[Any, Groups | None]:
     """Make DeepSpeed's engine; every tensor of the model is in its place by now.
 
     Args:
@@ -34,6 +37,7 @@ def initialise(plan: Plan, request: BuildRequest, model: nn.Module, *, mpu: Any 
         request: of the build; its optimiser is made here.
         model: what the engine runs: the scheduled one, or DeepSpeed's ``PipelineModule`` of its stages.
         mpu: the groups of the mesh; None with a ``PipelineModule``, which has its own.
+        also: parameters that are trained beside those of the scheduled model.
 
     Returns:
         the engine, and the groups of the optimiser as they were before DeepSpeed saw it; None for its own optimiser.
@@ -45,13 +49,23 @@ def initialise(plan: Plan, request: BuildRequest, model: nn.Module, *, mpu: Any 
     if not has_optimizer(plan, request) and zero.get("stage", 0) in (1, 2):
         zero["stage"] = 0  # they partition what an optimiser needs; there is nothing of it
     with with_shapes(request.schedule.model):
-        optimizer = request.make_optimizer()
-    groups = None
+        optimizer = request.make_optimizer(in_pieces=zero.get("stage", 0) > 0)
+    groups = Groups.of(optimizer, keeps_first=bool(also))
+    _leave_out_frozen(optimizer, also)
     with _idle(optimizer) if _steps_at_construction(config) else contextlib.nullcontext():
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, mpu=mpu)
     if _steps_at_construction(config):
         _start_afresh(engine.optimizer)
     return engine, groups
+
+
+def _leave_out_frozen(optimizer: torch.optim.Optimizer | None, also: Sequence[nn.Parameter]) -> None:
+    """DeepSpeed drops a group without parameters, and fails with one that has only frozen ones."""
+    if optimizer is None:
+        return
+    for group in optimizer.param_groups:
+        group["params"] = [one for one in group["params"] if one.requires_grad]
+    optimizer.param_groups[0]["params"] += also
 
 
 def _steps_at_construction(config: dict[str, Any]) -> bool:

@@ -130,9 +130,6 @@ def _fill_pipeline(draft: Draft) -> None:
     for name, why in _PIPELINE.items():
         if draft.get(f"pipeline.{name}") is None:
             draft.fill(f"pipeline.{name}", False, why)
-    measures = draft.get("wall_clock_breakdown") or draft.get("flops_profiler.enabled")
-    if measures and draft.get("steps_per_print") is None:
-        draft.fill("steps_per_print", 10, "DeepSpeed's pipeline divides by it")
 
 
 def _leave_out_tensor_parallel(draft: Draft) -> None:

@@ -110,6 +110,13 @@ def _of_zero(draft: Draft) -> Iterator[str]:
             f"{source.of('zero_optimization.stage')} is 0, and gradients in {low[0]} are clipped in a pipeline: "
             'without ZeRO, DeepSpeed\'s norm leaves out parameters of later stages; "stage": 1 counts them'
         )
+    scatters = draft.get("zero_optimization.reduce_scatter") in (None, True)
+    for name, is_off in (("prescale_gradients", (None, False)), ("gradient_predivide_factor", (None, 1))):
+        if stage > 1 and scatters and draft.get(name) not in is_off:
+            yield (
+                f"{source.of(name)} is {draft.get(name)}, which ZeRO-{stage} has only with "
+                '"zero_optimization": {"reduce_scatter": false}'
+            )
     if draft.get("zero_optimization.compute_grad_norm") is False and clips:
         yield f"{source.of('zero_optimization.compute_grad_norm')} is false, but gradients are clipped by their norm"
     for name, (is_refused, why) in ZERO_REFUSED.items():
@@ -122,6 +129,9 @@ def _of_zero(draft: Draft) -> Iterator[str]:
 
 def _of_pipeline(draft: Draft) -> Iterator[str]:
     source, facts = draft.source, draft.facts
+    for name in ("wall_clock_breakdown", "flops_profiler.enabled"):
+        if facts.pp > 1 and draft.get(name):
+            yield f"{source.of(name)} is refused with a pipeline: DeepSpeed 0.19 starts a timer twice, which fails"
     if "pipeline" not in draft.config:
         return
     if facts.pp == 1:

@@ -61,6 +61,8 @@ def fill_scheduler(draft: Draft) -> None:
     params: Any = draft.get("scheduler.params")
     if params is None:
         params = draft.fill("scheduler.params", {}, "all defaults")
+    if not isinstance(params, dict):
+        raise BuildError(f"{source.of('scheduler.params')} must be an object, {{...}} (got {params!r})")
     for key, value in params.items():
         if value == AUTO:
             raise BuildError(

@@ -8,6 +8,7 @@ from typing import Any
 
 from slapo_core import BuildError
 from slapo_deepspeed.config.draft import Draft
+from slapo_deepspeed.config.optimizers import optimizer_name
 from slapo_deepspeed.config.settings import nearest
 from slapo_deepspeed.starting import import_deepspeed, quietly
 
@@ -37,6 +38,7 @@ def validate(draft: Draft) -> None:
             f"{start} {shown[0]}" if len(shown) == 1 else "\n".join([f"{start}:", *(f"  - {one}" for one in shown)])
         )
     _check_precision(draft)
+    _check_optimizer(draft)
     _check_scheduler(draft)
 
 
@@ -101,6 +103,38 @@ def _check_precision(draft: Draft) -> None:
                 f"the parameters, {str(model).removeprefix('torch.')}",
                 hint='"zero_optimization": {"stage": 1}',
             )
+
+
+_ADAM_ONLY = ("torch_adam", "adam_w_mode", "fp32_optimizer_states")
+"""Params that DeepSpeed takes out before it calls what makes the optimiser."""
+
+
+def _check_optimizer(draft: Draft) -> None:
+    """Whether its params are some that it has; DeepSpeed's own Muon, which sorts them itself, is left to it."""
+    name, params = optimizer_name(draft.config), draft.get("optimizer.params") or {}
+    if name is None or name == "muon":
+        return
+    try:
+        inspect.signature(_kind(draft, name)).bind(None, **{k: v for k, v in params.items() if k not in _ADAM_ONLY})
+    except TypeError as error:
+        raise BuildError(f"{draft.source.of('optimizer.params')}: {name} {error}") from error
+
+
+def _kind(draft: Draft, name: str) -> Any:
+    """The class that DeepSpeed will call."""
+    import torch
+    from deepspeed.ops import adagrad, adam, lamb, lion
+
+    offloads = draft.get("zero_optimization.offload_optimizer.device") not in (None, "none")
+    own: dict[str, Any] = {
+        "adagrad": adagrad.DeepSpeedCPUAdagrad if offloads else torch.optim.Adagrad,
+        "adam": adam.DeepSpeedCPUAdam if offloads else adam.FusedAdam,
+        "lamb": lamb.FusedLamb,
+        "lion": lion.DeepSpeedCPULion if offloads else lion.FusedLion,
+    }
+    if name in ("adam", "adamw"):
+        return torch.optim.AdamW if draft.get("optimizer.params.torch_adam") else own["adam"]
+    return own[name] if name in own else getattr(torch.optim, name)
 
 
 def _check_scheduler(draft: Draft) -> None:

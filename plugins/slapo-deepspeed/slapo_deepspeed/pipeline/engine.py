@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from slapo_core import BuildError, RankFailedError, StepResult
+from slapo_core import BuildError, RankFailedError, SlapoError, StepResult
 from slapo_core.spec.drawing import move_on, own_random_state
 from slapo_deepspeed.engine import DeepSpeedEngine
 from slapo_deepspeed.initialising import has_optimizer, initialise
 from slapo_deepspeed.marks import mark
+from slapo_deepspeed.pipeline.bare import bare_ranks, stand_in
 from slapo_deepspeed.pipeline.counting import count_once
 from slapo_deepspeed.pipeline.forms import Forms
 from slapo_deepspeed.pipeline.private import groups_of, losses_of, prepare, sending_over
@@ -25,6 +26,7 @@ from slapo_deepspeed.zero.norms import keep_norm, norm_of_last_step
 if TYPE_CHECKING:
     from slapo_core import Plan
     from slapo_core.spec.request import BuildRequest
+    from slapo_deepspeed.state.groups import Groups
 
 __all__ = ["PipelineEngine"]
 
@@ -55,13 +57,15 @@ class PipelineEngine(DeepSpeedEngine):
             pass
         example = request.staged(request.schedule.example_inputs, 1, training=True, axes=self._axes)
         self._part = request.part(example.staged.partition)
+        bare = bare_ranks(request) if self._trains else frozenset()
+        self._stand_in = stand_in(request) if mesh.rank("pp") in bare else None
         self._groups = request.own_groups("pp", others=lambda: self._make(request))
         mark(request)
         count_once(request, self._ties.copies)
-        engine, _groups = initialise(plan, request, self._stages)
+        engine, groups = self._initialised(plan, request)
         keep_norm(engine)
-        super().__init__(plan, request, engine)
-        self._forms = Forms(request, self._count, self._axes, engine.device)
+        super().__init__(plan, request, engine, groups)
+        self._forms = Forms(request, self._count, self._axes, engine.device, bare)
 
     def _make(self, request: BuildRequest) -> Sequence[Any]:
         """DeepSpeed's module, and its process groups and those of ties."""
@@ -74,8 +78,19 @@ class PipelineEngine(DeepSpeedEngine):
         unused = {one.name: one.tensor for one in here if isinstance(one.tensor, nn.Parameter)}
         unused = {name: one for name, one in unused.items() if id(one) not in held}
         self._ties = Ties(request, topology_of(mesh))
-        self._stages = StagesModule(self._part, unused, mesh, self._tied)
+        self._stages = StagesModule(self._part, unused, self._stand_in, mesh, self._tied)
         return [*groups_of(self._stages), *self._ties.groups]
+
+    def _initialised(self, plan: Plan, request: BuildRequest) -> tuple[Any, Groups | None]:
+        """DeepSpeed's engine; ranks wait for each other in its constructor, so no rank must go on alone there."""
+        try:
+            with self._groups.step(lambda: "making DeepSpeed's engine"), sending_over(self._groups.group("pp")):
+                also = () if self._stand_in is None else (self._stand_in,)
+                return initialise(plan, request, self._stages, also=also)
+        except RankFailedError as error:
+            if isinstance(error.__cause__, SlapoError):  # every rank has it
+                raise error.__cause__ from None
+            raise
 
     @property
     def module(self) -> nn.Module:
@@ -110,7 +125,7 @@ class PipelineEngine(DeepSpeedEngine):
     def _work(self, batch: Any, *, training: bool) -> Work:
         with self._groups.together("preparing the step", self.deepspeed.device):
             cut, form = self._forms.of(batch, training=training)
-        work = Work(form, cut, self._stand)
+        work = Work(form, cut, self._stand, stand_in=self._stand_in)
         self._stages.begin(work)
         prepare(self.deepspeed, form.received, form.gradients)
         return work
@@ -160,11 +175,6 @@ class PipelineEngine(DeepSpeedEngine):
         """What this engine holds beside DeepSpeed's."""
         self._groups.close()
         self._forms.close()
-
-    def close(self) -> None:
-        """Let go of DeepSpeed's engine, the stages and the groups of the pipeline; the model and its state stay."""
-        super().close()
-        self._release()
 
     def _require_open(self) -> None:
         if self._reason is not None:

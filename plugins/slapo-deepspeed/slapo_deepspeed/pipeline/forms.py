@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from slapo_deepspeed.pipeline.work import Form
@@ -26,14 +26,21 @@ class Forms:
         count: of micro-batches.
         axes: of the batch, as the hook `slapo_partition` says.
         device: where stages compute.
+        bare: the ranks along ``pp`` that train nothing.
     """
 
     def __init__(
-        self, request: BuildRequest, count: int, axes: Mapping[str, int | None] | None, device: torch.device
+        self,
+        request: BuildRequest,
+        count: int,
+        axes: Mapping[str, int | None] | None,
+        device: torch.device,
+        bare: Collection[int],
     ) -> None:
         mesh = request.schedule.mesh
         assert mesh is not None
         self._request, self._count, self._axes, self._device = request, count, axes, device
+        self._bare = bare
         self._rank = mesh.rank("pp")
         self._kept: OrderedDict[tuple[int, bool], Form] = OrderedDict()
 
@@ -47,7 +54,14 @@ class Forms:
         cut = self._request.staged(batch, self._count, training=training, axes=self._axes)
         key = (id(cut.staged), training)
         if key not in self._kept:
-            self._kept[key] = Form(cut.staged, self._request.stage_ranks, self._rank, self._device, training=training)
+            self._kept[key] = Form(
+                cut.staged,
+                self._request.stage_ranks,
+                self._rank,
+                self._device,
+                training=training,
+                bare=self._bare,
+            )
             while len(self._kept) > _KEPT:
                 self._kept.popitem(last=False)
         self._kept.move_to_end(key)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,10 +32,11 @@ class _Layer(nn.Module):
 
     Args:
         part: this rank's part of the model.
-        more: tensors that live on this rank and that no stage uses, by name.
+        unused: parameters that live on this rank and that no stage uses, by name.
+        stand_in: what is trained on a rank where nothing else is.
     """
 
-    def __init__(self, part: nn.Module, more: dict[str, nn.Parameter]) -> None:
+    def __init__(self, part: nn.Module, unused: Mapping[str, nn.Parameter], stand_in: nn.Parameter | None) -> None:
         super().__init__()
         for name, child in part._modules.items():
             self.add_module(name, child)
@@ -43,7 +44,8 @@ class _Layer(nn.Module):
             self.register_parameter(name, parameter)
         for name, buffer in part._buffers.items():
             self.register_buffer(name, buffer, persistent=name not in part._non_persistent_buffers_set)
-        self.unused = nn.ParameterDict({name.replace(".", "/"): one for name, one in more.items()})
+        self.unused = nn.ParameterDict({name.replace(".", "/"): one for name, one in unused.items()})
+        self.stand_in = stand_in
 
     work: Work
 
@@ -60,7 +62,8 @@ class StagesModule(PipelineModule):
 
     Args:
         part: this rank's part of the model.
-        more: tensors that live on this rank and that no stage uses, by name.
+        unused: parameters that live on this rank and that no stage uses, by name.
+        stand_in: what is trained on a rank where nothing else is.
         mesh: the schedule's.
         tied: gives the parameters that several ranks along ``pipe`` hold, and the groups over which their gradients are
             summed; called once a step, on every rank, when all passes are over.
@@ -69,11 +72,12 @@ class StagesModule(PipelineModule):
     def __init__(
         self,
         part: nn.Module,
-        more: dict[str, nn.Parameter],
+        unused: Mapping[str, nn.Parameter],
+        stand_in: nn.Parameter | None,
         mesh: Mesh,
         tied: Callable[[], Sequence[tuple[nn.Parameter, Any]]],
     ) -> None:
-        own = _Layer(part, more)
+        own = _Layer(part, unused, stand_in)
         layers = [own if rank == mesh.rank("pp") else nn.Identity() for rank in range(mesh.size("pp"))]
         super().__init__(layers, topology=topology_of(mesh), partition_method="uniform", loss_fn=self._loss)
         self.__dict__["_own"], self.__dict__["_tied"] = own, tied

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from slapo_core.spec.drawing import has_drawn, start_stream
+from slapo_deepspeed.pipeline.bare import touched
 from slapo_deepspeed.pipeline.packing import Parcel, attached
 
 if TYPE_CHECKING:
@@ -26,10 +28,18 @@ class Form:
         rank: this one.
         device: where stages compute.
         training: whether gradients go back.
+        bare: the ranks along ``pp`` that train nothing.
     """
 
     def __init__(
-        self, staged: StagedModel, stage_ranks: Sequence[int], rank: int, device: torch.device, *, training: bool
+        self,
+        staged: StagedModel,
+        stage_ranks: Sequence[int],
+        rank: int,
+        device: torch.device,
+        *,
+        training: bool,
+        bare: Collection[int] = (),
     ) -> None:
         self.staged = staged  # kept, so that its identity is its own
         self.partition: Partition = staged.partition
@@ -42,7 +52,7 @@ class Form:
         for index, other in enumerate(stage_ranks[:-1]):
             if stage_ranks[index + 1] != other:  # what goes to another rank
                 values = [self.partition.values[name] for name in staged.liveness.sent(index)]
-                backward = training and bool(parcels) and parcels[-1].carries_gradient
+                backward = training and (other in bare or (bool(parcels) and parcels[-1].carries_gradient))
                 parcels.append(Parcel(values, backward=backward))
         self.coming = parcels[rank - 1] if rank else None
         self.going = None if self.is_last else parcels[rank]
@@ -67,14 +77,17 @@ class Work:
         form: of its micro-batches.
         batch: cut.
         at: is told what runs, for the message of an error.
+        stand_in: what a rank trains where nothing else is trained.
 
     Attributes:
         seed: of the random numbers that stages draw; None leaves torch's streams as they are.
         drew: whether a stage drew some.
     """
 
-    def __init__(self, form: Form, batch: StagedBatch, at: Callable[[str], None]) -> None:
-        self.form, self._batch, self._at = form, batch, at
+    def __init__(
+        self, form: Form, batch: StagedBatch, at: Callable[[str], None], stand_in: nn.Parameter | None = None
+    ) -> None:
+        self.form, self._batch, self._at, self._stand_in = form, batch, at, stand_in
         self.seed: int | None = None
         self.drew = False
         self._count = 0
@@ -97,6 +110,8 @@ class Work:
         """
         form = self.form
         there, link = form.coming.unpack(received) if form.coming is not None else ({}, None)
+        if self._stand_in is not None and torch.is_grad_enabled():
+            link = touched(link, self._stand_in)
         inputs = self._batch.inputs[number]
         for stage in form.stages:
             self._at(f"stage {stage.index} in the forward of micro-batch {number}")

@@ -1,0 +1,103 @@
+"""The model's tensors under DeepSpeed: what is trained, and what the forward computes with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from slapo_deepspeed.state.gathering import gathered
+from slapo_deepspeed.state.places import partition_of, shape_of
+
+if TYPE_CHECKING:
+    from slapo_core.spec.mesh import Mesh
+    from slapo_core.spec.state import LiveTensor
+    from slapo_deepspeed.state.places import Place, Places
+
+__all__ = ["DeepSpeedTensors"]
+
+
+class DeepSpeedTensors:
+    """The implementation of :class:`slapo_core.spec.storage.TensorStorage`.
+
+    Masters are read and written where ZeRO partitions them, or beside the model; the parameters of the model follow.
+
+    Args:
+        places: of the engine.
+        mesh: of the schedule; None for one process.
+        device: that the mesh's groups send from.
+    """
+
+    def __init__(self, places: Places, mesh: Mesh | None, device: torch.device) -> None:
+        self._places, self._mesh, self._device = places, mesh, device
+        self._rank = mesh.rank("dp") if mesh is not None else 0
+
+    def partitioned(self, live: LiveTensor) -> tuple[str, ...]:
+        if self._mesh is None or self._mesh.size("dp") == 1:
+            return ()
+        is_part = self._places.are_parts if self._place(live) is not None else hasattr(live.tensor, "ds_tensor")
+        return ("dp",) if is_part else ()
+
+    def dtype(self, live: LiveTensor) -> torch.dtype:
+        place = self._place(live)
+        return live.tensor.dtype if place is None else place.flat.dtype
+
+    def read(self, live: LiveTensor) -> torch.Tensor:
+        place = self._place(live)
+        if place is not None:
+            return self._whole(live, place.of(place.flat), place.offset)
+        part = partition_of(live.tensor, self._rank)
+        return live.tensor.detach() if part is None else self._whole(live, *part)
+
+    def loading(self, live: LiveTensor, value: torch.Tensor) -> Callable[[], None]:
+        place, part = self._place(live), partition_of(live.tensor, self._rank)
+        whole = value if part is None or _is_whole(live.tensor) else None
+        master = None if place is None else place.part(value).clone()
+        own = None if part is None else value.reshape(-1).narrow(0, part[1], part[0].numel()).clone()
+
+        def write() -> None:
+            with torch.no_grad():
+                if place is not None and master is not None:
+                    place.of(place.flat).copy_(master)
+                if part is not None and own is not None:
+                    part[0].copy_(own)
+                if whole is not None:
+                    live.tensor.data.copy_(whole)
+
+        return write
+
+    def working(self, live: LiveTensor) -> torch.Tensor | None:
+        if hasattr(live.tensor, "ds_tensor"):
+            return live.tensor.detach() if _is_whole(live.tensor) else None
+        return None if self._place(live) is None else live.tensor.detach()
+
+    def is_current(self, live: LiveTensor) -> bool:
+        place, part = self._place(live), partition_of(live.tensor, self._rank)
+        if part is not None:
+            is_trained = place is None or _same(part[0], place.of(place.flat))
+            offset, length = part[1], part[0].numel()
+            if not _is_whole(live.tensor):
+                return is_trained
+            return is_trained and _same(live.tensor.detach().reshape(-1).narrow(0, offset, length), part[0])
+        return place is None or _same(place.part(live.tensor), place.of(place.flat))
+
+    def _place(self, live: LiveTensor) -> Place | None:
+        return self._places.by_parameter.get(id(live.tensor))
+
+    def _whole(self, live: LiveTensor, piece: torch.Tensor, offset: int) -> torch.Tensor:
+        group = self._mesh.group("dp") if self._mesh is not None and self.partitioned(live) else None
+        return gathered(piece, offset, shape_of(live.tensor), group, device=self._device)
+
+
+def _is_whole(parameter: Any) -> bool:
+    """Whether ZeRO-3 has a parameter put together just now, as it keeps small ones between steps."""
+    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+    return bool(parameter.ds_status == ZeroParamStatus.AVAILABLE)
+
+
+def _same(copy: torch.Tensor, trained: torch.Tensor) -> bool:
+    """Whether a copy is the rounding of what is trained; what is no number is the same as that."""
+    rounded = trained.to(copy.device, copy.dtype)
+    return bool(((copy == rounded) | (copy.isnan() & rounded.isnan())).all())
