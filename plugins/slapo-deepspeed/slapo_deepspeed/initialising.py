@@ -90,7 +90,9 @@ def _idle(optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
 def _start_afresh(wrapper: Any) -> None:
     """Undo the trial step of an optimiser that DeepSpeed made itself: its state, and what it did to the masters."""
     inner = getattr(wrapper, "optimizer", None)
-    if not isinstance(inner, torch.optim.Optimizer):
+    if not isinstance(inner, torch.optim.Optimizer) or not hasattr(
+        wrapper, "fp16_groups"
+    ):  # a pipeline's makes no trial
         return
     inner.state.clear()
     with torch.no_grad():
