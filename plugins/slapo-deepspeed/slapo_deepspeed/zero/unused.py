@@ -47,9 +47,9 @@ class UnusedParameters:
         if names:
             more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
             warnings.warn(
-                f"the first training step gave {', '.join(map(repr, names[:_SHOWN]))}{more} no gradient: DeepSpeed steps "
-                "them with a gradient of zero, so that weight decay and momentum change them, where torch leaves them "
-                "alone; set requires_grad=False on what the loss does not depend on, before build",
+                f"the first training step gave {', '.join(map(repr, names[:_SHOWN]))}{more} no gradient: DeepSpeed "
+                "steps them with a gradient of zero, so that weight decay and momentum change them, where torch leaves "
+                "them alone; set requires_grad=False on what the loss does not depend on, before build",
                 stacklevel=3,
             )
         self._names.clear()
