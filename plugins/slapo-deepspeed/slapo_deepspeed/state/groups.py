@@ -52,7 +52,8 @@ class Groups:
 
     @classmethod
     def _made(cls, groups: Iterable[Mapping[str, Any]], *, keeps_first: bool = False) -> Groups:
-        found, place = [], 0
+        found: list[Group] = []
+        place = 0
         for group in groups:
             parameters = tuple(group["params"])
             is_kept = any(one.requires_grad for one in parameters) or (keeps_first and not found)
