@@ -14,7 +14,12 @@ import slapo_core as slapo
 from slapo_core.testing import preload_modules, run_ranks
 
 pytestmark = pytest.mark.ranks
-preload_modules("deepspeed", "deepspeed.pipe")
+preload_modules(
+    "deepspeed.pipe",
+    "deepspeed.runtime.zero.muon.muon_optimizer",
+    "slapo_deepspeed.pipeline.engine",
+    "slapo_pipeline.partition.hook",
+)
 
 GUILTY = {"forward": 1, "backward": 0, "loss": 2, "optimizer": 1}
 
