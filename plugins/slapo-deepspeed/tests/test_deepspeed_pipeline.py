@@ -19,7 +19,7 @@ preload_modules(
 
 THREE = {"pp": 3}
 RUNS = {
-    "values of every kind, past stages": Run(THREE),
+    "values of every kind, past stages": Run(THREE, forms=((1, 5), (2, 5), (1, 3), (1, 5))),
     "nothing has a gradient at the first cut": Run(THREE, frozen=("emb", "a", "b", "scale", "table")),
     "a rank trains nothing": Run(THREE, frozen=("c",), micro_batches=3),
     "a rank trains nothing, without ZeRO": Run(THREE, frozen=("c",), config={"zero_optimization": {"stage": 0}}),
