@@ -26,7 +26,7 @@ demo: $(STAMP)  ## train a BERT on two processes and compare it with one
 	$(PYTHON) examples/bert_tp.py
 
 test: $(STAMP)  ## style, types, import contracts and all tests (PYTEST_ARGS=... is passed on)
-	$(PYTHON) -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile $(PYTEST_ARGS)
+	$(PYTHON) -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 lint: $(STAMP)  ## style, types and import contracts only
 	$(PYTHON) -m ruff check .

@@ -1,9 +1,10 @@
-"""Every test starts from the same random state, in whatever order and process it is run."""
+"""Every test starts from the same random state, in whatever order and process it is run; long files come first."""
 
 from __future__ import annotations
 
 import random
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -18,3 +19,40 @@ def same_random_state() -> None:
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.manual_seed(0)
+
+
+LONGEST = (
+    "test_real_models.py",
+    "test_wrong_schedules.py",
+    "test_docs.py",
+    "test_tp_compiled.py",
+    "test_fusion_ranks.py",
+    "test_fusion_fuse.py",
+    "test_dialect_suite_catches.py",
+    "test_launcher.py",
+    "test_style.py",
+    "test_fusion_compile.py",
+    "test_fusion_kit.py",
+    "test_kit_pytest.py",
+    "test_model_zoo.py",
+    "test_installation.py",
+    "test_tp_world_sizes.py",
+    "test_examples.py",
+    "test_verification_failing_ranks.py",
+    "test_stubs.py",
+    "test_bert_example.py",
+    "test_gpt_example.py",
+    "test_bert_appendix.py",
+    "test_template.py",
+    "test_live_training.py",
+    "test_verified_pipelines.py",
+    "test_no_missing_sync_goes_unnoticed.py",
+    "test_tp_traced.py",
+    "test_pipeline_training.py",
+)
+"""What takes longest, longest first: at the end, one such file would keep one process busy and the others idle."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    place = {name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(Path(item.path).name, len(LONGEST)))

@@ -155,8 +155,8 @@ def _require_elementwise(
     if finding.reason is not None:
         raise OptimizerError(
             f"{kind} cannot train parameters that are split over ranks, such as '{name}': {finding.reason}",
-            hint="use an optimiser that treats elements one by one (SGD, AdamW), or a mesh that splits nothing: "
-            'mesh={"dp": ...}',
+            hint="use an optimiser that treats elements one by one (SGD, AdamW), or let nothing split them: "
+            'mesh={"dp": ...}, and a runtime that keeps them whole',
         )
     if finding.unknown is not None:
         warnings.warn(

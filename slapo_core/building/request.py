@@ -101,7 +101,7 @@ class Request:
     def materialise(self) -> Iterator[LiveTensor]:
         return self._values.run()
 
-    def make_optimizer(self) -> torch.optim.Optimizer | None:
+    def make_optimizer(self, *, in_pieces: bool = False) -> torch.optim.Optimizer | None:
         with self.together("making the optimiser"):
             named = dict(self._schedule.model.named_parameters())
             elsewhere = {id(live.tensor): live.name for live in self._state.tensors() if not live.is_here}
@@ -109,7 +109,11 @@ class Request:
             foreign = {key: f"'{name}' of the untouched model" for key, name in self._originals.items()}
             foreign |= {key: f"'{name}' of another pipeline stage" for key, name in elsewhere.items()}
             optimizer = make_optimizer(
-                parameters, self._arguments.optimizer, foreign, self._split(), is_part=self.placement is not None
+                parameters,
+                self._arguments.optimizer,
+                foreign,
+                self._split(in_pieces=in_pieces),
+                is_part=self.placement is not None,
             )
             if optimizer is not None:
                 self._first.end_with(optimizer)
@@ -151,10 +155,12 @@ class Request:
         stages = [stage.module for stage in partition.stages if self._stage_ranks[stage.index] == own]
         return Part(self._schedule.model, stages)
 
-    def _split(self) -> dict[int, list[int]]:
-        """The axes along which parameters are split over running ranks, by their identity."""
+    def _split(self, *, in_pieces: bool) -> dict[int, list[int]]:
+        """The axes along which parameters are split over running ranks, or by the runtime, by their identity."""
         found: dict[int, list[int]] = {}
         for live in self._state.tensors():
+            if in_pieces and live.is_parameter and live.is_here:
+                found[id(live.tensor)] = list(range(live.tensor.dim()))
             for mesh_dim, axis in live.layout.shards():
                 if self._mesh is not None and self._mesh.size(mesh_dim) > 1:
                     found.setdefault(id(live.tensor), []).append(axis)

@@ -76,7 +76,8 @@ def _note_container(
 ) -> None:
     if id(value) in holders:
         return
-    holders[id(value)] = (name, value, value.copy(), is_recorded)
+    before = dict(value) if isinstance(value, dict) else value.copy()  # a class of its own may not be made so
+    holders[id(value)] = (name, value, before, is_recorded)
     for item in value.values() if isinstance(value, dict) else value:
         if isinstance(item, _CONTAINERS):
             if item:

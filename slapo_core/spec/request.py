@@ -299,11 +299,14 @@ class BuildRequest(Protocol):
         """
         ...
 
-    def make_optimizer(self) -> torch.optim.Optimizer | None:
+    def make_optimizer(self, *, in_pieces: bool = False) -> torch.optim.Optimizer | None:
         """Call the user's factory with every parameter of the scheduled model, each once, and check what it made.
 
         Where the mesh has several ranks along ``pp``, with those that this rank holds. A rank that holds none has the
         optimiser that the factory makes of any, with empty groups.
+
+        Args:
+            in_pieces: whether the runtime gives the optimiser pieces of parameters, besides what the schedule splits.
 
         Returns:
             None if the user gave no factory: the engine then only evaluates.

@@ -82,7 +82,8 @@ def replicas_of(correspondence: Correspondence, storage: TensorStorage | None = 
             found.append(Replica(live.name, _stored(storage, live), rest, _among(among, rest)))
         working = storage.working(live)
         if working is not None:
-            found.append(Replica(f"{live.name} in the forward", working, over, among, is_made=True))
+            name = f"{live.name} in the forward" if rest else live.name
+            found.append(Replica(name, working, over, among, is_made=True))
     return found
 
 

@@ -35,15 +35,17 @@ class Part:
 
     Args:
         kind: the optimiser's class.
-        groups: its parameters by name, and its settings, of each group; None where those do not count.
+        groups: its parameters by name, and its settings, of each group.
         scalars: by parameter and key.
         tensors: by full key.
+        empty_ones_count: whether the settings of a group without parameters here are those of the group elsewhere.
     """
 
     kind: str
     groups: Sequence[Mapping[str, Any]]
     scalars: Mapping[str, dict[str, Any]]
     tensors: Mapping[str, Held]
+    empty_ones_count: bool = True
 
 
 @dataclass(frozen=True)
@@ -78,10 +80,8 @@ def unite(parts: Sequence[Part], order: Sequence[str]) -> United:
     groups = []
     for number, group in enumerate(first.groups):
         names = dict.fromkeys(name for part in parts for name in part.groups[number]["params"])
-        settings = [part.groups[number]["hyperparameters"] for part in parts]
-        known: dict[str, Any] = next((one for one in settings if one is not None), {})
-        params = sorted(names, key=lambda name: position[name])
-        groups.append({**group, "params": params, "hyperparameters": known})
+        counting = next((part.groups[number] for part in parts if _counts(part, number)), group)
+        groups.append({**counting, "params": sorted(names, key=lambda name: position[name])})
     scalars: dict[str, dict[str, Any]] = {}
     held: dict[str, Held] = {}
     for place, part in enumerate(parts):
@@ -93,6 +93,10 @@ def unite(parts: Sequence[Part], order: Sequence[str]) -> United:
     return United(groups, scalars, {key: held[key] for key in sorted(held)})
 
 
+def _counts(part: Part, number: int) -> bool:
+    return part.empty_ones_count or bool(part.groups[number]["params"])
+
+
 def _difference(one: Part, other: Part) -> tuple[str, str] | None:
     if one.kind != other.kind:
         return one.kind, other.kind
@@ -100,7 +104,7 @@ def _difference(one: Part, other: Part) -> tuple[str, str] | None:
         return f"{len(one.groups)} groups", f"{len(other.groups)} groups"
     for number, (here, there) in enumerate(zip(one.groups, other.groups, strict=True)):
         own, others = here["hyperparameters"], there["hyperparameters"]
-        if own is None or others is None:
+        if not _counts(one, number) or not _counts(other, number):
             continue
         for key in sorted({*own, *others}):
             if own.get(key) != others.get(key):

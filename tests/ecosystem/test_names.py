@@ -115,10 +115,16 @@ def test_an_unknown_dialect_and_an_unknown_kind_say_so(fake_distributions: FakeE
     fake_distributions.install(acme())
     registry = fake_distributions.registry()
     with pytest.raises(UnknownNameError) as caught:
+        registry.resolve("dialects", "megatron")
+    assert str(caught.value) == (
+        "no installed plugin provides dialect 'megatron'; the name is reserved and not available in this version\n"
+        "  hint: `slapo dialects` shows what is installed"
+    )
+    with pytest.raises(UnknownNameError) as caught:
         registry.resolve("dialects", "deepspeed")
     assert str(caught.value) == (
-        "no installed plugin provides dialect 'deepspeed'; the name is reserved and not available in this version\n"
-        "  hint: `slapo dialects` shows what is installed"
+        "no installed plugin provides dialect 'deepspeed'; it is part of slapo-deepspeed\n"
+        "  hint: pip install slapo-deepspeed"
     )
     with pytest.raises(UnknownNameError) as caught:
         registry.resolve("primitive", "pad")
@@ -167,7 +173,7 @@ def test_what_a_user_is_told_to_install_is_what_this_repository_has() -> None:
         }
         for project in projects
     } == FIRST_PARTY_NAMES
-    provided = {name for names in FIRST_PARTY_NAMES.values() for name in names["primitives"]}
+    provided = {name for names in FIRST_PARTY_NAMES.values() for name in names.get("primitives", ())}
     assert provided.isdisjoint(PLANNED_PRIMITIVES)
 
 

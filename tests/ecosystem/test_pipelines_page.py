@@ -2,41 +2,33 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from slapo_core.cli.main import make_app
+from slapo_core.testing import preload_modules
 from tests.ecosystem.test_docs import Block, blocks, matches, steps
 from tests.ecosystem.test_graphs_page import BORDER, shown
+from tests.programs import run_program
+
+preload_modules("transformers.models.gpt2.modeling_gpt2", "slapo_pipeline")
 
 PAGE = list(blocks((Path(__file__).parents[2] / "docs" / "pipelines.md").read_text(encoding="utf-8")))
-END_AT_ONCE = "\nimport os, sys\nsys.stdout.flush()\nos._exit(0)\n"
-"""After a program that made process groups: on a busy machine torch's own threads for gloo may abort a process that
-comes to its end, with slapo or without."""
-
-
-def run(*command: str, cwd: Path) -> str:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8"}
-    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def check(block: Block, expected: str, got: str) -> None:
     assert matches(expected, got), f"pipelines.md:{block.line}\n--- shown\n{expected}--- printed\n{got}"
 
 
+@pytest.mark.ranks
 def test_the_page_prints_what_it_shows(tmp_path: Path) -> None:
     parts = shown(PAGE)
     assert len(parts) >= 5
     program = "".join(f"{block.text}\nprint({BORDER!r})\n" for block, _ in parts)
     (tmp_path / "page.py").write_text(program, encoding="utf-8")
-    printed = run(sys.executable, "page.py", cwd=tmp_path).split(f"{BORDER}\n")
+    printed = run_program(tmp_path / "page.py").split(f"{BORDER}\n")
     assert printed.pop() == ""
     for (block, expected), got in zip(parts, printed, strict=True):
         check(block, expected, got)
@@ -61,7 +53,6 @@ def test_the_commands_print_what_the_page_shows() -> None:
 def test_the_program_trains_on_two_ranks(tmp_path: Path) -> None:
     (source,) = (block for block in PAGE if block.value == "train.py")
     launches = [block for block in PAGE if block.text.startswith("$ torchrun --nproc-per-node 2 train.py")]
-    (tmp_path / "train.py").write_text(source.text + END_AT_ONCE, encoding="utf-8")
-    launch = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py")
+    (tmp_path / "train.py").write_text(source.text, encoding="utf-8")
     (expected,) = (output for _, output in steps(launches[0].text))
-    check(launches[0], expected, run(*launch, cwd=tmp_path))
+    check(launches[0], expected, run_program(tmp_path / "train.py", processes=2))

@@ -10,15 +10,20 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
 import slapo_core as slapo
-from slapo_core.testing import run_ranks
+from slapo_core.testing import preload_modules, run_ranks
 from tests.ecosystem.test_docs import Block, blocks, matches, steps
 
 PAGE = (Path(__file__).parents[2] / "docs" / "real-models.md").read_text(encoding="utf-8")
 FILES = {block.value: block.text for block in blocks(PAGE) if block.key == "file"}
+preload_modules(
+    *(f"transformers.models.{name}.modeling_{name}" for name in ("bert", "gpt2", "llama", "qwen3", "t5", "vit"))
+)
+preload_modules("slapo_tp", "tests.ecosystem.test_real_models")
 PATIENCE = 1800.0  # seconds; the machine may be busy
 
 
@@ -98,13 +103,6 @@ def _outcome(directory: Path, claim: Claim) -> str:
         return str(error) if claim.without is None else f"{type(error).__name__}: {error}"
 
 
-def outcomes(directory: Path) -> list[str]:
-    import torch.distributed as dist
-
-    own = directory / f"rank{dist.get_rank()}"
-    return [outcome(own / str(claim.line), claim) for claim in claims()]
-
-
 def says(shown: str, got: str) -> bool:
     """Whether the lines shown are among those printed, in their order; ``...`` stands for anything."""
     return matches(f"{shown.rstrip()}...", got) or matches(shown.rstrip().replace("\n  ", "\n...\n  ") + "...", got)
@@ -126,24 +124,46 @@ def test_every_block_of_the_page_is_checked() -> None:
     assert PAGE.count("```") == 2 * len(found)
 
 
-@pytest.mark.ranks
-@pytest.mark.parametrize("name", FILES)
-def test_the_schedule_is_right(name: str, tmp_path: Path) -> None:
-    module = load(tmp_path, name, FILES[name])
+def judged(directory: Path, name: str) -> tuple[int, int, int, set[str]]:
+    """What the report on a right schedule says: ranks, steps verified, steps there are, and what was compared."""
+    module = load(directory, name, FILES[name])
     sch = slapo.create_schedule(module.model, mesh={"tp": 2})
     module.schedule(sch)
-    report = slapo.verify(sch, module.batch, timeout=PATIENCE)
-    assert (report.world_size, report.steps_verified) == (2, len(sch.records))
-    assert {"output", "gradient", "parameter"} <= {each.kind for each in report.largest if each.compared}
+    report = slapo.verify(sch, module.batch)
+    compared = {each.kind for each in report.largest if each.compared}
+    return report.world_size, report.steps_verified, len(sch.records), compared
+
+
+def outcomes(directory: Path) -> tuple[dict[str, Any], list[str]]:
+    """Of every schedule, and of every claim about one that is not right."""
+    import torch.distributed as dist
+
+    own = directory / f"rank{dist.get_rank()}"
+    right = {name: judged(own / name.removesuffix(".py"), name) for name in FILES}
+    return right, [outcome(own / str(claim.line), claim) for claim in claims()]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], list[str]]:
+    """In one launch."""
+    mine, other = run_ranks(outcomes, tmp_path_factory.mktemp("page"), world_size=2, timeout=PATIENCE)
+    assert mine == other
+    return mine
 
 
 @pytest.mark.ranks
-def test_without_a_step_it_is_wrong_as_the_page_says(tmp_path: Path) -> None:
-    printed, other = run_ranks(outcomes, tmp_path, world_size=2, timeout=PATIENCE)
-    assert printed == other
+@pytest.mark.parametrize("name", FILES)
+def test_the_schedule_is_right(name: str, found: tuple[dict[str, Any], list[str]]) -> None:
+    world_size, verified, steps_there_are, compared = found[0][name]
+    assert (world_size, verified) == (2, steps_there_are)
+    assert {"output", "gradient", "parameter"} <= compared
+
+
+@pytest.mark.ranks
+def test_without_a_step_it_is_wrong_as_the_page_says(found: tuple[dict[str, Any], list[str]]) -> None:
     wrong = [
         f"real-models.md:{claim.line} without {claim.without}\n--- shown\n{claim.shown}--- printed\n{got}"
-        for claim, got in zip(claims(), printed, strict=True)
+        for claim, got in zip(claims(), found[1], strict=True)
         if not says(claim.shown, got)
     ]
     assert not wrong, "\n\n".join(wrong)

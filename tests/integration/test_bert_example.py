@@ -2,47 +2,62 @@
 
 from __future__ import annotations
 
+import importlib
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from slapo_core.testing import preload_modules
+from tests.programs import run_program
+
 pytestmark = pytest.mark.ranks
+preload_modules("transformers.models.bert.modeling_bert", "slapo_tp")
 
 ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "examples" / "bert_tp.py"
 SMALL = ["--steps", "4", "--batch-size", "2", "--length", "32", "--vocab-size", "600"]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, str(ROOT / "examples" / "bert_tp.py"), *arguments],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+def started(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+    """What the script starts, in processes that have imported everything."""
+    assert options == {"env": options["env"], "check": False}
+    assert command[0] == sys.executable
+    together = command[1:6] == TORCHRUN
+    script, *arguments = command[6:] if together else command[1:]
+    print(run_program(Path(script), *arguments, processes=2 if together else None))
+    return subprocess.CompletedProcess(command, 0)
+
+
+def example() -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(SCRIPT.parent))
+        return importlib.import_module("bert_tp")
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
-    directory = tmp_path_factory.mktemp("bert")
-    text = directory / "text.txt"
-    text.write_text((ROOT / "examples" / "bert_tp.py").read_text() * 3)
-    return directory, run(*SMALL, "--text", str(text), "--output", str(directory))
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("bert")
+    (made / "text.txt").write_text(SCRIPT.read_text() * 3)
+    return made
 
 
 def test_scheduled_and_unscheduled_training_agree(
-    finished: tuple[Path, subprocess.CompletedProcess[str]],
+    directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    directory, done = finished
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "the loss curves agree" in done.stdout
-    assert "shard(('weight', 'bias'), axis=0) at 'bert.encoder.layer.{0-5}.attention.self.query' (x 6)" in done.stdout
+    bert_tp = example()
+    monkeypatch.setattr(bert_tp, "subprocess", SimpleNamespace(run=started))
+    arguments = [*SMALL, "--text", str(directory / "text.txt"), "--output", str(directory)]
+    monkeypatch.setattr(sys, "argv", ["bert_tp.py", *arguments])
+    assert bert_tp.main(bert_tp.parser().parse_args()) == 0
+    printed = capsys.readouterr().out
+    assert "the loss curves agree" in printed
+    assert "shard(('weight', 'bias'), axis=0) at 'bert.encoder.layer.{0-5}.attention.self.query' (x 6)" in printed
     plain, scheduled = (json.loads((directory / f"{name}.json").read_text()) for name in ("plain", "scheduled"))
     assert len(plain["losses"]) == len(scheduled["losses"]) == 4
     assert plain["losses"][0] == pytest.approx(scheduled["losses"][0], abs=1e-5)
@@ -52,13 +67,8 @@ def test_scheduled_and_unscheduled_training_agree(
     assert (directory / "loss_curves.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_loss_curves_that_part_end_with_status_1(finished: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
-    directory, _ = finished
-    sys.path.insert(0, str(ROOT / "examples"))
-    try:
-        import bert_tp
-    finally:
-        sys.path.pop(0)
+def test_loss_curves_that_part_end_with_status_1(directory: Path) -> None:
+    bert_tp = example()
     file = directory / "scheduled.json"
     honest = file.read_text()
     result = json.loads(honest)

@@ -16,10 +16,9 @@ TORCH = (
     "transformer", "lstm", "multihead attention", "resnet with batch norm", "depthwise convolution", "weight norm",
     "nested outputs", "shared modules", "own parameters", "spectral norm",
 )  # fmt: skip
-ARCHITECTURES = (
-    "albert", "bart", "bert", "bloom", "clip_vision_model", "deberta-v2", "distilbert", "gemma2", "gpt2", "gpt_neox",
-    "llama", "mamba", "mixtral", "modernbert", "opt", "phi3", "qwen3", "beit", "t5", "vit",
-    "audio-spectrogram-transformer", "whisper",
+ARCHITECTURES = (  # one for each way of being written; all others are in docs/models.md
+    "albert", "bart", "bert", "bloom", "deberta-v2", "gemma2", "gpt2", "llama", "mamba", "mixtral", "t5", "vit",
+    "whisper",
 )  # fmt: skip
 REFUSED = {
     ("torch: weight norm", "meta build"): "cannot be initialised: ParametrizedLinear.reset_parameters()",

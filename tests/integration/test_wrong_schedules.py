@@ -24,76 +24,54 @@ WRONG = (
     "gpt2/whole: partial sums gathered: transformer.h.0.mlp.c_proj",
     "qwen3/whole: backward sync in the place of the forward one: model.layers.0.mlp.down_proj",
     "llama/whole: one step at a glob that catches too much: model.layers.0.mlp.*_proj",
-    "llama/whole: row not split: model.layers.0.self_attn.o_proj",
-    "bert/layers: checkpointed twice: bert.encoder.layer.0",
     "bert/whole: row split on the output axis: bert.encoder.layer.0.attention.output.dense",
     "llama/whole: wrong range of words: model.embed_tokens",
-    "gpt2/whole: the same sync twice: transformer.h.0.attn",
     "llama/whole: table split by features, summed like words: model.embed_tokens",
     "vit/whole: head split by its input without its input split: classifier",
-    "vit/layers: replaced behind the split: vit.layers.1.attention.k_proj",
     "bert/whole: a shared tensor split twice: bert.embeddings.word_embeddings",
     "llama/whole: rotary frequencies split: model.rotary_emb",
     "llama/sequence: sequence: left too early: model.norm",
     "gpt2/whole: positions split: transformer.wpe, axis 1",
     "bert/whole: bias of the head not split: cls.predictions",
-    "gpt2/whole: a norm split: transformer.h.1.ln_1",
-    "gpt2/whole: number of heads not divided: transformer.h.0.attn",
-    "gpt2/whole: row neither split nor summed: transformer.h.0.attn.c_proj",
     "gpt2/whole: layers in another order: transformer.h",
-    "qwen3/layers: gradient of a norm of heads summed twice: model.layers.0.self_attn.q_norm",
     "bert/whole: tied table: only one end summed: cls.predictions.decoder",
-    "bert/layers: linear layer without its bias: cls.predictions.transform.dense",
     "bert/whole: transposed weight: cls.predictions.transform.dense",
     "bert/whole: gradient scaled in backward only: bert.encoder.layer.0.output.LayerNorm",
     "llama/whole: other values of a shared tensor on one rank, from a step: model.layers.1.input_layernorm",
-    "bert/whole: pieces changed by hand: bert.encoder.layer.1.intermediate",
     "llama/whole: gather of the logits missing: lm_head",
     "bert/whole/dtype=bfloat16: a sync missing in a model of bfloat16: bert.encoder.layer.0.attention.self",
     "bert/whole: output detached: bert.encoder.layer.0.output.LayerNorm",
-    "bert/whole: forward in a no_grad region: bert.encoder.layer.0.output.LayerNorm",
     "gpt2/whole: an attribute that is read from the configuration: transformer.h.0.attn",
     "bert/whole: backward sync missing: bert.encoder.layer.1.attention.self",
-    "gpt2/layers: whole output summed: transformer.h.1",
-    "llama/sequence: sequence: gradient of a norm not summed: model.layers.0.input_layernorm",
     "bert/whole: forward sync missing: bert.encoder.layer.1.attention.output.dense",
     "gpt2/each: one backward sync of several missing: transformer.h.0.mlp.c_fc",
-    "llama/layers: whole gradient summed: model.layers.1",
     "gpt2/whole: wrong in evaluation only: transformer.h.0.ln_1",
     "qwen3/whole: gradient of a norm of heads not summed: model.layers.0.self_attn.q_norm",
 )
 RIGHT = (
     "bert/attention.0/around",
-    "bert/vocabulary/each",
     "bert/all/checkpoint before/0.1",
-    "bert/all/frozen tables",
-    "gpt2/all/around",
     "gpt2/all/backwards",
     "gpt2/all/equal norms behind/0.0",
-    "gpt2/mlps/each",
     "llama/all/bfloat16/mask",
     "llama/sequence/labels/float32",
-    "llama/all/annotated",
-    "qwen3/attentions/each",
     "qwen3/sequence/mask/float32",
     "qwen3/all/shards first",
     "t5/cross/around",
     "t5/attention.encoder/each",
-    "t5/mlps/around",
-    "vit/patches/around",
     "vit/all/rows first",
     "vit/all/hooked",
 )
 
 
 @pytest.mark.ranks
-def test_one_case_of_forty_classes_is_caught_and_blamed_on_the_right_steps() -> None:
+def test_one_case_of_each_of_many_classes_is_caught_and_blamed_on_the_right_steps() -> None:
     answers = run_ranks(run_cases, WRONG, world_size=2, timeout=600, compare=False)
     for mine, other in zip(*answers, strict=True):
         assert mine.outcome == other.outcome, mine.name
         assert mine.outcome in CAUGHT, f"{mine.outcome}: {mine.name}"
         assert mine.blame, f"{mine.name}: {mine.text}"
-    assert len({result.kind for result in answers[0]}) == len(WRONG) == 40
+    assert len({result.kind for result in answers[0]}) == len(WRONG) == 26
 
 
 @pytest.mark.ranks

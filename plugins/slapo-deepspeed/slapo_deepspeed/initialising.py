@@ -49,7 +49,7 @@ def initialise(
     if not has_optimizer(plan, request) and zero.get("stage", 0) in (1, 2):
         zero["stage"] = 0  # they partition what an optimiser needs; there is nothing of it
     with with_shapes(request.schedule.model):
-        optimizer = request.make_optimizer()
+        optimizer = request.make_optimizer(in_pieces=zero.get("stage", 0) > 0)
     groups = Groups.of(optimizer, keeps_first=bool(also))
     _leave_out_frozen(optimizer, also)
     with _idle(optimizer) if _steps_at_construction(config) else contextlib.nullcontext():
@@ -90,7 +90,9 @@ def _idle(optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
 def _start_afresh(wrapper: Any) -> None:
     """Undo the trial step of an optimiser that DeepSpeed made itself: its state, and what it did to the masters."""
     inner = getattr(wrapper, "optimizer", None)
-    if not isinstance(inner, torch.optim.Optimizer):
+    if not isinstance(inner, torch.optim.Optimizer) or not hasattr(
+        wrapper, "fp16_groups"
+    ):  # a pipeline's makes no trial
         return
     inner.state.clear()
     with torch.no_grad():

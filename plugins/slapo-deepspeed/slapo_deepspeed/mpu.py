@@ -27,6 +27,13 @@ class MeshUnit:
     def __init__(self, mesh: Mesh | None) -> None:
         self._mesh = mesh
 
+    def forget(self) -> None:
+        """Let DeepSpeed forget it, if it was the last one: an engine that a user makes by hand may have none."""
+        from deepspeed.utils import groups
+
+        if groups.mpu is self:
+            groups.mpu = None
+
     # -- replicas ---------------------------------------------------------------------------------------------
 
     def get_data_parallel_group(self) -> Any:

@@ -204,7 +204,7 @@ def test_a_norm_that_is_not_computed_clips_nothing() -> None:
         ({"pipe_partitioned": True}, "'pipeline.pipe_partitioned' of config must be false here: "),
         ({"grad_partitioned": True}, "'pipeline.grad_partitioned' of config must be false here: "),
         ({"partition": "uniform"}, "'pipeline.partition' of config is 'uniform': the steps say the stages"),
-        ({"activation_checkpoint_interval": 1}, "'pipeline.activation_checkpoint_interval' of config is 1: `.checkpoi"),
+        ({"seed_layers": True}, "'pipeline.seed_layers' of config is True: the steps say the stages"),
     ],
 )
 def test_a_pipeline_is_that_of_the_schedule(pipeline: dict[str, Any], expected: str) -> None:

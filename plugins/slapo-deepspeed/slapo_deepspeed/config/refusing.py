@@ -143,15 +143,10 @@ def _of_pipeline(draft: Draft) -> Iterator[str]:
     for name in ("use_reentrant", "pipe_partitioned", "grad_partitioned"):
         if draft.get(f"pipeline.{name}"):
             yield f"{source.of(f'pipeline.{name}')} must be false here: {KEYS['pipeline'].why.partition(': ')[2]}"
-    for name, ok in (
-        ("partition", ("best", AUTO)),
-        ("seed_layers", (False,)),
-        ("activation_checkpoint_interval", (0,)),
-    ):
+    for name, ok in (("partition", ("best", AUTO)), ("seed_layers", (False,))):
         value = draft.config["pipeline"].get(name, ok[0])
         if value not in ok:
-            why = "`.checkpoint()` steps say what is recomputed" if "interval" in name else "the steps say the stages"
-            yield f"{source.of(f'pipeline.{name}')} is {value!r}: {why}"
+            yield f"{source.of(f'pipeline.{name}')} is {value!r}: the steps say the stages"
 
 
 def _of_tensor_parallel(draft: Draft) -> Iterator[str]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from slapo_core import BuildError, RankFailedError, SlapoError, StepResult
+from slapo_core import RankFailedError, SlapoError, StepResult
 from slapo_core.spec.drawing import move_on, own_random_state
 from slapo_deepspeed.engine import DeepSpeedEngine
 from slapo_deepspeed.initialising import has_optimizer, initialise
@@ -17,6 +17,7 @@ from slapo_deepspeed.marks import mark
 from slapo_deepspeed.pipeline.bare import bare_ranks, stand_in
 from slapo_deepspeed.pipeline.counting import count_once
 from slapo_deepspeed.pipeline.forms import Forms
+from slapo_deepspeed.pipeline.precision import share_types
 from slapo_deepspeed.pipeline.private import groups_of, losses_of, prepare, sending_over
 from slapo_deepspeed.pipeline.ties import Ties
 from slapo_deepspeed.pipeline.work import Work
@@ -63,6 +64,7 @@ class PipelineEngine(DeepSpeedEngine):
         mark(request)
         count_once(request, self._ties.copies)
         engine, groups = self._initialised(plan, request)
+        share_types(request, engine.device)
         keep_norm(engine)
         super().__init__(plan, request, engine, groups)
         self._forms = Forms(request, self._count, self._axes, engine.device, bare)
@@ -178,8 +180,5 @@ class PipelineEngine(DeepSpeedEngine):
 
     def _require_open(self) -> None:
         if self._reason is not None:
-            raise BuildError(
-                f"the engine is closed, because {self._reason}",
-                hint="schedule and build a fresh model, with weights=engine.state_dict()",
-            )
+            raise self._closed(self._reason)
         super()._require_open()

@@ -90,7 +90,8 @@ class StagesModule(PipelineModule):
         work: Work = self.__dict__["_work"]
         received = forward_input if work.form.coming is not None else ()
         # With the number beside it, DeepSpeed's activation checkpointing runs the layer again for the right one.
-        return super().forward((*received, torch.tensor(work.next_number())))
+        outputs = super().forward((*received, torch.tensor(work.next_number())))
+        return outputs if isinstance(outputs, tuple) else (outputs,)  # which it makes of a tuple of one
 
     def _loss(self, outputs: Any, label: torch.Tensor) -> torch.Tensor:
         return self.__dict__["_work"].loss(outputs, int(label))

@@ -13,10 +13,13 @@ from slapo_deepspeed.initialising import has_optimizer, initialise
 from slapo_deepspeed.marks import mark
 from slapo_deepspeed.mpu import MeshUnit
 from slapo_deepspeed.starting import start
+from slapo_deepspeed.zero.buffers import send_buffers
 from slapo_deepspeed.zero.failing import Failing
 from slapo_deepspeed.zero.memory import returned_at_once
 from slapo_deepspeed.zero.norms import keep_norm, norm_of_last_step
 from slapo_deepspeed.zero.partitioning import Partitioning, is_partitioned
+from slapo_deepspeed.zero.regions import gather_whole
+from slapo_deepspeed.zero.unused import UnusedParameters
 
 if TYPE_CHECKING:
     from slapo_core import Plan
@@ -26,18 +29,28 @@ __all__ = ["ZeroEngine"]
 
 
 class ZeroEngine(DeepSpeedEngine):
-    """The implementation of :class:`slapo_core.spec.engine.Engine` by DeepSpeed's engine."""
+    """The implementation of :class:`slapo_core.spec.engine.Engine` by DeepSpeed's engine.
+
+    Args:
+        plan: what is built; ``plan.config["config"]`` is DeepSpeed's configuration, filled in.
+        request: from ``build``.
+    """
 
     def __init__(self, plan: Plan, request: BuildRequest) -> None:
-        start(request.schedule.mesh)
+        mesh = request.schedule.mesh
+        start(mesh)
         self._config = plan.config["config"]
         self._trains = has_optimizer(plan, request)
-        partitioned = is_partitioned(self._config)
-        with returned_at_once() if partitioned else contextlib.nullcontext():
-            engine, groups = self._made(plan, request, MeshUnit(request.schedule.mesh))
+        self._unit = MeshUnit(mesh)
+        self._replicas = mesh.group("dp") if mesh is not None else None
+        self._has_stepped = False
+        with returned_at_once() if is_partitioned(self._config) else contextlib.nullcontext():
+            engine, groups = self._made(plan, request, self._unit)
         keep_norm(engine)
+        gather_whole(request, engine)
         super().__init__(plan, request, engine, groups)
         self._failing = Failing(engine)
+        self._unused = UnusedParameters(request, engine)
 
     @staticmethod
     def _made(plan: Plan, request: BuildRequest, unit: MeshUnit) -> tuple[Any, Any]:
@@ -53,6 +66,8 @@ class ZeroEngine(DeepSpeedEngine):
         partitioning.keep()
         return made
 
+    # -- steps; documented in slapo_core/spec/engine.py ---------------------------------------------------------
+
     def train_step(self, batch: Any) -> StepResult:
         self._require_open()
         if not self._trains:
@@ -62,13 +77,15 @@ class ZeroEngine(DeepSpeedEngine):
         pieces = self._pieces(batch)
         losses, output = [], None
         with self._failing.watched():
+            send_buffers(self.module, self._replicas)
             for piece in pieces:
                 loss, output = self._request.compute_loss(piece, self.deepspeed)
                 self._failing.backward_begins()
                 self.deepspeed.backward(loss)
                 self.deepspeed.step()
                 losses.append(loss.detach())
-        self._end_first_step()
+        if not self._has_stepped:
+            self._end_first_step()
         loss, output = (losses[0], output) if len(pieces) == 1 else (torch.stack(losses).mean(), None)
         norm = norm_of_last_step(self.deepspeed) if self._config.get("gradient_clipping") else None
         return StepResult(loss, output, norm)
@@ -87,8 +104,11 @@ class ZeroEngine(DeepSpeedEngine):
 
     def _end_first_step(self) -> None:
         """The user's optimiser tells core that the first step is over; DeepSpeed's own cannot."""
-        if self._request.optimizer is None and not self._has_stepped:
+        self._has_stepped = True
+        self._unused.step_is_over()
+        if self._request.optimizer is None:
             self._request.clip_gradients()  # there are none any more
-            self._has_stepped = True
 
-    _has_stepped = False
+    def _release(self) -> None:
+        self._unused.stop()
+        self._unit.forget()

@@ -1,0 +1,229 @@
+"""What is done to engines of the small model, on two ranks, in one launch; every case gives what it found."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+import slapo_core as slapo
+from slapo_deepspeed.state.optimizer import DeepSpeedOptimizer
+from slapo_deepspeed.state.tensors import DeepSpeedTensors
+from tests.integration.deepspeed.small import build, train
+
+__all__ = ["LOW", "all_cases", "low_precision"]
+
+BF16 = {"bf16": {"enabled": True}}
+LOW: dict[str, tuple[str, dict[str, Any]]] = {
+    "ZeRO-0": ("ZeRO-0 dp2", BF16),
+    "ZeRO-1": ("ZeRO-1 dp2", BF16),
+    "ZeRO-1, gradients in float32": ("ZeRO-1 dp2", {**BF16, "data_types": {"grad_accum_dtype": "fp32"}}),
+    "ZeRO-2, round robin": (
+        "ZeRO-2 dp2",
+        {**BF16, "zero_optimization": {"stage": 2, "round_robin_gradients": True}},
+    ),
+    "ZeRO-3": ("ZeRO-3 dp2", BF16),
+    "ZeRO-3, nothing kept whole": (
+        "ZeRO-3 dp2",
+        {**BF16, "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}},
+    ),
+}
+SCHEDULER = {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 6, "warmup_max_lr": [0.02, 0.01]}}}
+
+
+def different(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:
+    assert list(one) == list(other)
+    return [name for name in one if one[name].dtype != other[name].dtype or not torch.equal(one[name], other[name])]
+
+
+def said(function: Any, *args: Any, **kwargs: Any) -> str:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            function(*args, **kwargs)
+        except slapo.SlapoError as error:
+            return f"{type(error).__name__}: {error}"
+    ours = ("checkpoint", "copies of it", "what the runtime trains")
+    found = [str(one.message) for one in caught]
+    return "\n".join(text for text in found if any(part in text for part in ours)) or "fine"
+
+
+def low_precision(case: str, dtype: torch.dtype, directory: Path) -> dict[str, Any]:
+    """Two steps, saved; two more, against those of an engine with other values that loaded it: bit for bit."""
+    form, config = LOW[case]
+    engine = build(form, dtype=dtype, config=config)
+    train(engine, 0, 2)
+    engine.save(directory)
+    before = engine.state_dict()
+    train(engine, 2, 4)
+    wanted = engine.state_dict()
+    engine.close()
+    closed = different(engine.state_dict(), wanted)
+    other = build(form, dtype=dtype, config=config, seed=7)
+    train(other, 0, 1)
+    other.load(directory)
+    loaded = different(other.state_dict(), before)
+    follows = said(other.check_replicas)
+    train(other, 2, 4)
+    resumed = different(other.state_dict(), wanted)
+    kept = {str(value.dtype) for value in before.values()}
+    rounded = all(torch.equal(value.bfloat16().to(value.dtype), value) for value in before.values())
+    return {
+        "types": kept,
+        "rounded": rounded,
+        "files": sorted(file.name for file in directory.iterdir()),
+        "differing": closed + loaded + resumed,
+        "replicas": follows,
+    }
+
+
+def schedulers(directory: Path) -> dict[str, Any]:
+    """A warm-up of the learning rate: its place goes with the checkpoint."""
+
+    def rates(engine: Any, first: int, last: int) -> list[float]:
+        found = []
+        for step in range(first, last):
+            train(engine, step, step + 1)
+            found.append(engine.deepspeed.get_lr()[0])
+        return found
+
+    engine = build("ZeRO-1 dp2", config=SCHEDULER)
+    rates(engine, 0, 2)
+    engine.save(directory / "warm")
+    wanted, counted = rates(engine, 2, 4), engine.deepspeed.global_steps
+    again = build("ZeRO-3 dp2", config=SCHEDULER, seed=7)
+    told = said(again.load, directory / "warm")
+    resumed = rates(again, 2, 4)
+    without = said(build("ZeRO-1 dp2").load, directory / "warm")
+    elsewhere = build("torch tp2")
+    torch_told = said(elsewhere.load, directory / "warm")
+    elsewhere.save(directory / "plain")
+    cold = said(again.load, directory / "plain")
+    return {
+        "rates": [wanted, resumed],
+        "steps": [counted, again.deepspeed.global_steps],
+        "told": [told, without, torch_told, cold],
+    }
+
+
+def before_the_first_step(directory: Path) -> dict[str, Any]:
+    """An engine that has no state yet: saved, and loaded into one that has."""
+    found = {}
+    for form in ("ZeRO-0 dp2", "ZeRO-1 dp2", "ZeRO-3 dp2"):
+        fresh = build(form)
+        fresh.save(directory / form)
+        train(fresh, 0, 2)
+        other = build(form, seed=7)
+        train(other, 0, 1)
+        other.load(directory / form)
+        train(other, 0, 2)
+        found[form] = different(other.state_dict(), fresh.state_dict())
+    return found
+
+
+@contextlib.contextmanager
+def masters_left_alone() -> Iterator[None]:
+    """A fault: a load that writes what the forward computes with, and not what is trained."""
+
+    def loading(self: Any, live: Any, value: torch.Tensor) -> Any:
+        return lambda: live.tensor.data.copy_(value)
+
+    with mock.patch.object(DeepSpeedTensors, "loading", loading):
+        yield
+
+
+@contextlib.contextmanager
+def moments_of_another() -> Iterator[None]:
+    """A fault: two parameters of one shape get each other's moments."""
+    right = DeepSpeedOptimizer.loading
+
+    def loading(self: Any, groups: Any, states: Any) -> Any:
+        (one, other, *_) = [parameter for parameter in states if tuple(self._place(parameter).shape) == (14, 10)]
+        return right(self, groups, {**states, one: states[other], other: states[one]})
+
+    with mock.patch.object(DeepSpeedOptimizer, "loading", loading):
+        yield
+
+
+def faults(directory: Path) -> dict[str, Any]:
+    """What the comparisons of the other cases say where something is loaded wrongly."""
+    engine = build("ZeRO-1 dp2", config=BF16)
+    train(engine, 0, 2)
+    engine.save(directory)
+    train(engine, 2, 4)
+    wanted = engine.state_dict()
+    found = {}
+    for fault in (contextlib.nullcontext, masters_left_alone, moments_of_another):
+        other = build("ZeRO-1 dp2", config=BF16, seed=7)
+        with fault():
+            other.load(directory)
+        loaded = said(other.check_replicas)
+        train(other, 2, 4)
+        found[fault.__name__] = (loaded, len(different(other.state_dict(), wanted)))
+    return found
+
+
+def corrupted() -> dict[str, Any]:
+    """Copies that are changed on one rank, or on all of them behind DeepSpeed's back."""
+    found: dict[str, Any] = {}
+    name = "blocks.0.up.weight"
+    for form in ("ZeRO-0 dp2", "ZeRO-1 dp2", "ZeRO-3 dp2"):
+        for ranks in ((0,), (1,), (0, 1)):
+            engine = build(form)
+            train(engine, 0, 1)
+            before = engine.state_dict()
+            with torch.no_grad():
+                parameter = engine.module.get_parameter(name)
+                parameter.data.add_(float(torch.distributed.get_rank() in ranks))
+            what = f"{form}, {name} of the forward on {ranks}"
+            found[what] = [said(engine.check_replicas), said(engine.check_replicas, repair=True)]
+            found[what] += [
+                said(engine.check_replicas),
+                different(engine.state_dict(), before) if ranks == (1,) else [],
+            ]
+    engine = build("ZeRO-1 tp2")
+    train(engine, 0, 1)
+    place = engine._storage._places.by_parameter[id(engine.module.get_parameter("blocks.0.norm.weight"))]
+    with torch.no_grad():
+        if torch.distributed.get_rank() == 1:
+            place.of(engine._storage._inner.state[place.flat]["exp_avg"]).add_(1.0)
+    found["a moment along tp"] = [said(engine.check_replicas), said(engine.check_replicas, repair=True)]
+    found["a moment along tp"] += [said(engine.check_replicas), []]
+    return found
+
+
+def ends() -> dict[str, Any]:
+    """What an engine says after its end, and one without an optimiser."""
+    engine = build("ZeRO-3 dp2")
+    train(engine, 0, 1)
+    there = engine.optimizer is engine.deepspeed.optimizer
+    engine.close()
+    engine.close()
+    evaluating = build("ZeRO-3 dp2", optimizer=None)
+    state = evaluating.state_dict()
+    plain = build("ZeRO-0 dp2").state_dict()
+    return {
+        "optimizer": (there, engine.optimizer, evaluating.optimizer),
+        "steps": [said(train, engine, 0, 1), said(train, evaluating, 0, 1)],
+        "evaluated": different(state, plain),
+    }
+
+
+def all_cases(directory: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        for case in LOW:
+            place = directory / f"{case} {dtype}"
+            place.mkdir(exist_ok=True)
+            found[f"{case}, {dtype}"] = low_precision(case, dtype, place)
+    found["schedulers"] = schedulers(directory)
+    found["before the first step"] = before_the_first_step(directory / "fresh")
+    found["faults"] = faults(directory / "faults")
+    found["corrupted"] = corrupted()
+    found["ends"] = ends()
+    return found

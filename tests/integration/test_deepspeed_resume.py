@@ -1,0 +1,76 @@
+"""A checkpoint of any form of a run goes on under every other one: torch, tensor parallelism, ZeRO, a pipeline."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from slapo_core.testing import preload_modules, run_ranks
+from tests.integration.deepspeed.small import FORMS, build, plain, train
+
+pytestmark = pytest.mark.ranks
+preload_modules("deepspeed", "slapo_tp", "slapo_pipeline")
+
+PAIRED = ("torch", "torch tp2", "ZeRO-1 dp2", "ZeRO-3 dp2", "ZeRO-1 pp2 tp2")
+CLOSE = 2e-6  # of weights of size 1: what sums in another order make of float32 over four steps
+BEFORE, AFTER = 2, 4
+
+
+def differences(engine: Any, steps: int) -> list[str]:
+    """What of the state dict is not that of so many steps without interruption."""
+    state, wanted = engine.state_dict(), plain(steps)
+    assert list(state) == list(wanted)
+    return [
+        f"{name}: {(state[name] - value).abs().max():.2g}"
+        for name, value in wanted.items()
+        if state[name].dtype != value.dtype or not torch.allclose(state[name], value, rtol=0, atol=CLOSE)
+    ]
+
+
+def save(form: str, directory: Path) -> list[str]:
+    engine = build(form)
+    train(engine, 0, BEFORE)
+    engine.save(directory / form)
+    found = differences(engine, BEFORE)
+    engine.close()
+    return found
+
+
+def resume(form: str, other: str, directory: Path) -> list[str]:
+    """Load what ``other`` saved, into an engine with other values and no state yet, and go on."""
+    engine = build(form, seed=7)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # nothing is left unused, nothing is lacking
+        engine.load(directory / other)
+    found = differences(engine, BEFORE)
+    train(engine, BEFORE, AFTER)
+    engine.check_replicas()
+    found += differences(engine, AFTER)
+    engine.close()
+    return found
+
+
+def saved_and_resumed(saving: list[str], pairs: list[tuple[str, str]], directory: Path) -> dict[str, list[str]]:
+    found = {form: save(form, directory) for form in saving}
+    found |= {f"{form} from {other}": resume(form, other, directory) for form, other in pairs}
+    return {what: differing for what, differing in found.items() if differing}
+
+
+def test_every_form_goes_on_where_any_other_one_was(tmp_path: Path) -> None:
+    by_size: dict[int, list[str]] = {}
+    for form in PAIRED:
+        mesh = FORMS[form][1] or {}
+        by_size.setdefault(torch.tensor([1, *mesh.values()]).prod().item(), []).append(form)  # type: ignore[arg-type]
+    assert list(by_size) == [1, 2, 4]
+    (alone,), two, (four,) = by_size[1], by_size[2], by_size[4]
+    assert saved_and_resumed([alone], [], tmp_path) == {}
+    found = run_ranks(saved_and_resumed, [four], [(four, alone)], tmp_path, world_size=4)
+    here = [(form, other) for form in two for other in PAIRED if other != form]
+    found += run_ranks(saved_and_resumed, two, here, tmp_path, world_size=2)
+    found += run_ranks(saved_and_resumed, [], [(four, other) for other in two], tmp_path, world_size=4)
+    found.append(saved_and_resumed([], [(alone, other) for other in (*two, four)], tmp_path))
+    assert not any(found), found

@@ -1,0 +1,89 @@
+"""Where DeepSpeed keeps weights and the optimiser's state: masters, partitions, schedulers; what is wrong is found."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from slapo_core.testing import preload_modules, run_ranks
+from tests.integration.deepspeed.states import LOW, all_cases
+
+pytestmark = pytest.mark.ranks
+preload_modules("deepspeed", "slapo_tp", "slapo_pipeline")
+
+Found = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """What every case gave, by rank."""
+    return run_ranks(all_cases, tmp_path_factory.mktemp("states"), world_size=2)
+
+
+@pytest.mark.parametrize("case", LOW)
+def test_masters_are_what_is_saved_and_loaded(found: Found, case: str) -> None:
+    for rank in found:
+        for dtype in ("torch.float32", "torch.bfloat16"):
+            one = rank[f"{case}, {dtype}"]
+            assert one["types"] == {dtype}, "the state dict has the untouched model's types"
+            assert one["differing"] == [], "closed, loaded and resumed to the last bit"
+            assert one["replicas"] == "fine"
+            assert one["rounded"] == (dtype == "torch.bfloat16"), (
+                "masters are given, not what the forward rounds them to"
+            )
+            assert ("trained.safetensors" in one["files"]) == (dtype == "torch.bfloat16")
+
+
+def test_a_scheduler_goes_on_where_it_was(found: Found) -> None:
+    for rank in found:
+        wanted, resumed = rank["schedulers"]["rates"]
+        assert wanted == resumed
+        assert wanted[0] < wanted[1] < 0.02
+        assert rank["schedulers"]["steps"] == [4, 4]
+        told, without, torch_told, cold = rank["schedulers"]["told"]
+        assert told == "fine"
+        for text in (without, torch_told):
+            assert "not used of the checkpoint" in text
+            assert text.endswith("because this engine has no such thing: lr_scheduler")
+        assert "the checkpoint holds no state of a scheduler of the learning rate: WarmupLR goes on" in cold
+
+
+def test_a_checkpoint_from_before_the_first_step_takes_the_state_away(found: Found) -> None:
+    for rank in found:
+        assert rank["before the first step"] == {form: [] for form in ("ZeRO-0 dp2", "ZeRO-1 dp2", "ZeRO-3 dp2")}
+
+
+def test_what_is_loaded_into_the_wrong_place_shows(found: Found) -> None:
+    """The comparison that every other test here relies on."""
+    for rank in found:
+        assert rank["faults"]["nullcontext"] == ("fine", 0)
+        text, differing = rank["faults"]["masters_left_alone"]
+        assert text.startswith("RankMismatchError: 'embedding.weight' of the forward is not what the runtime trains")
+        assert differing > 20
+        assert rank["faults"]["moments_of_another"] == ("fine", 22), "only the next steps show it"
+
+
+def test_changed_copies_are_named_and_mended(found: Found) -> None:
+    name = "blocks.0.up.weight"
+    for rank in found:
+        for what, (text, repaired, again, left) in rank["corrupted"].items():
+            assert (repaired, again, left) == (repaired, "fine", [])
+            if what.startswith("ZeRO-0") and what.endswith("(0, 1)"):
+                assert text == repaired == "fine", "there the model's own tensors are trained"
+                continue
+            assert text.startswith("RankMismatchError: ")
+            assert repaired != "fine"
+            assert "'blocks.0.norm.weight::exp_avg'" in text if "moment" in what else f"'{name}'" in text
+        everywhere = rank["corrupted"][f"ZeRO-1 dp2, {name} of the forward on (0, 1)"][0]
+        assert "is not what the runtime trains, on rank" in everywhere
+        assert "the next step takes back" in everywhere
+
+
+def test_an_engine_ends_and_its_state_stays(found: Found) -> None:
+    for rank in found:
+        assert rank["ends"]["optimizer"] == (True, None, None)
+        closed, without = rank["ends"]["steps"]
+        assert closed.startswith("BuildError: the engine is closed")
+        assert without.startswith("BuildError: this engine cannot train: it was built without an optimizer")
+        assert rank["ends"]["evaluated"] == []
