@@ -195,7 +195,9 @@ def _on_last_and_another_rank(engine: Any, names: Sequence[str]) -> str | None:
     everywhere = [torch.empty_like(here) for _ in range(dist.get_world_size())]
     dist.all_gather(everywhere, here)
     count = torch.stack(everywhere).sum(0)
-    return next((name for name, last, held in zip(names, everywhere[-1], count, strict=True) if last and held > 1), None)
+    return next(
+        (name for name, last, held in zip(names, everywhere[-1], count, strict=True) if last and held > 1), None
+    )
 
 
 def _other_batch(bench: DialectBench, sizes: dict[str, int], batches: list[Any], *_: Any) -> str:
