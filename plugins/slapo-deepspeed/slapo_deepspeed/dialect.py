@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     from slapo_core import Engine, Violation
     from slapo_core.spec.dialect import BuildArguments
     from slapo_core.spec.request import BuildRequest, ScheduledModel
+    from slapo_core.testing import DialectCase
 
-__all__ = ["DeepSpeedDialect"]
+__all__ = ["DeepSpeedDialect", "slapo_cases"]
 
 
 class DeepSpeedDialect(Dialect):
@@ -65,3 +66,9 @@ class DeepSpeedDialect(Dialect):
         from slapo_deepspeed.zero.engine import ZeroEngine
 
         return ZeroEngine(plan, request)
+
+
+def slapo_cases() -> list[DialectCase]:
+    from slapo_deepspeed.cases import cases
+
+    return cases()
