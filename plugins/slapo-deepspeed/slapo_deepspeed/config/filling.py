@@ -23,7 +23,7 @@ __all__ = ["OPTIONS", "filled"]
 OPTIONS = ("config", "batch_axes")
 """What users give; a plan has `arguments`, those of ``build``, and `origins`, where values come from, besides."""
 
-_TESTED_WITH_ZERO = frozenset({"adagrad", "adam", "adamw", "lion", "muon"})
+_TESTED_WITH_ZERO = frozenset({"adagrad", "adam", "adamw", "lion"})
 _PIPELINE = {
     "use_reentrant": "so that integers and booleans may cross stages",
     "pipe_partitioned": "tensors cross stages whole",
