@@ -10,7 +10,7 @@ import torch
 from slapo_core import StepResult
 from slapo_deepspeed.engine import DeepSpeedEngine
 from slapo_deepspeed.initialising import has_optimizer, initialise
-from slapo_deepspeed.marks import mark
+from slapo_deepspeed.marks import mark, marks_taken_back
 from slapo_deepspeed.mpu import MeshUnit
 from slapo_deepspeed.starting import start
 from slapo_deepspeed.zero.buffers import send_buffers
@@ -58,9 +58,10 @@ class ZeroEngine(DeepSpeedEngine):
         partitioning = Partitioning(request, plan.config["config"], unit)
         try:
             partitioning.run()
-            marked = mark(request)
-            made = initialise(plan, request, request.schedule.model, mpu=unit)
-            require_counted(made[0], marked)
+            with marks_taken_back(request):
+                marked = mark(request)
+                made = initialise(plan, request, request.schedule.model, mpu=unit)
+                require_counted(made[0], marked)
         except BaseException:
             partitioning.take_back()
             raise
