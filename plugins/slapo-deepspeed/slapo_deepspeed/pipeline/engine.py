@@ -13,7 +13,7 @@ from slapo_core import BuildError, RankFailedError, SlapoError, StepResult
 from slapo_core.spec.drawing import move_on, own_random_state
 from slapo_deepspeed.engine import DeepSpeedEngine
 from slapo_deepspeed.initialising import has_optimizer, initialise
-from slapo_deepspeed.marks import mark
+from slapo_deepspeed.marks import mark, marks_taken_back
 from slapo_deepspeed.pipeline.bare import bare_ranks, stand_in
 from slapo_deepspeed.pipeline.counting import count_once
 from slapo_deepspeed.pipeline.forms import Forms
@@ -60,10 +60,11 @@ class PipelineEngine(DeepSpeedEngine):
         self._part = request.part(self._example(request).staged.partition)
         bare = bare_ranks(request) if self._trains else frozenset()
         self._stand_in = stand_in(request) if mesh.rank("pp") in bare else None
-        self._groups = request.own_groups("pp", others=lambda: self._make(request))
-        mark(request)
-        count_once(request, self._ties.copies)
-        engine, groups = self._initialised(plan, request)
+        with marks_taken_back(request):
+            self._groups = request.own_groups("pp", others=lambda: self._make(request))
+            mark(request)
+            count_once(request, self._ties.copies)
+            engine, groups = self._initialised(plan, request)
         share_types(request, engine.device)
         keep_norm(engine)
         super().__init__(plan, request, engine, groups)
