@@ -264,7 +264,7 @@ class BuildRequest(Protocol):
         Nothing is communicated.
 
         Args:
-            batch: in any form of ``train_step``; or the example inputs, with a count of 1.
+            batch: in any form of ``train_step``.
             count: of micro-batches.
             training: for a training step, else for an evaluation.
             axes: as for :meth:`micro_batches`.
@@ -276,6 +276,13 @@ class BuildRequest(Protocol):
             BuildError: the batch cannot be cut, the model has another number of stages for it than it was built with,
                 or there is no loss.
             TraceError: the model cannot be cut for it.
+        """
+        ...
+
+    def staged_example(self, count: int, *, axes: Mapping[str, int | None] | None = None) -> StagedBatch:
+        """As :meth:`staged` for a training step on the example inputs; whole, where they cannot be cut.
+
+        For what needs stages before a batch has come. Those of the first step are the same if it has their form.
         """
         ...
 
