@@ -146,9 +146,16 @@ class Request:
         return self._stages.of(inputs, training=training, outputs=outputs, batch_axes=batch_axes)
 
     def staged(
-        self, batch: Any, count: int, *, training: bool, axes: Mapping[str, int | None] | None = None
+        self,
+        batch: Any,
+        count: int,
+        *,
+        training: bool,
+        axes: Mapping[str, int | None] | None = None,
+        option: str = "",
     ) -> StagedBatch:
-        return staged_pieces(self, self.micro_batches(batch, count, axes=axes), training=training, axes=axes)
+        pieces = self.micro_batches(batch, count, axes=axes, option=option)
+        return staged_pieces(self, pieces, training=training, axes=axes)
 
     def staged_example(self, count: int, *, axes: Mapping[str, int | None] | None = None) -> StagedBatch:
         example = self._schedule.example_inputs
@@ -176,9 +183,14 @@ class Request:
         return found
 
     def micro_batches(
-        self, batch: Any, count: int | None = None, *, axes: Mapping[str, int | None] | None = None
+        self,
+        batch: Any,
+        count: int | None = None,
+        *,
+        axes: Mapping[str, int | None] | None = None,
+        option: str = "",
     ) -> list[Any]:
-        option = "accumulate" if count is None else "microbatches"
+        option = option or ("accumulate" if count is None else "microbatches")
         count = self._arguments.accumulate if count is None else count
         pieces = self._cut(batch, count, option, axes)
         if len(pieces) > 1 and not self._is_cut:

@@ -256,7 +256,13 @@ class BuildRequest(Protocol):
         ...
 
     def staged(
-        self, batch: Any, count: int, *, training: bool, axes: Mapping[str, int | None] | None = None
+        self,
+        batch: Any,
+        count: int,
+        *,
+        training: bool,
+        axes: Mapping[str, int | None] | None = None,
+        option: str = "",
     ) -> StagedBatch:
         """Cut a batch into micro-batches, and find their stages: what a step of a runtime of stages begins with.
 
@@ -267,7 +273,7 @@ class BuildRequest(Protocol):
             batch: in any form of ``train_step``.
             count: of micro-batches.
             training: for a training step, else for an evaluation.
-            axes: as for :meth:`micro_batches`.
+            axes: as for :meth:`micro_batches`; ``option`` too.
 
         Returns:
             ``staged`` of it is the same object for batches of the same form, as long as it is kept.
@@ -326,7 +332,12 @@ class BuildRequest(Protocol):
         ...
 
     def micro_batches(
-        self, batch: Any, count: int | None = None, *, axes: Mapping[str, int | None] | None = None
+        self,
+        batch: Any,
+        count: int | None = None,
+        *,
+        axes: Mapping[str, int | None] | None = None,
+        option: str = "",
     ) -> list[Any]:
         """Cut a batch into ``accumulate`` pieces of one size, along the first axis of every tensor.
 
@@ -338,6 +349,7 @@ class BuildRequest(Protocol):
             count: for a pipeline: how many, by its option ``microbatches``, instead of ``accumulate``.
             axes: for an argument of the forward: the axis of its tensors that counts the samples; None: every piece
                 has them whole.
+            option: that gives the number, for messages; "" for the two of slapo.
 
         Raises:
             BuildError: the samples do not divide, or tensors differ in their number.
