@@ -68,9 +68,9 @@ def test_every_form_goes_on_where_any_other_one_was(tmp_path: Path) -> None:
     assert list(by_size) == [1, 2, 4]
     (alone,), two, (four,) = by_size[1], by_size[2], by_size[4]
     assert saved_and_resumed([alone], [], tmp_path) == {}
-    found = run_ranks(saved_and_resumed, [four], [(four, alone)], tmp_path, world_size=4)
+    found = run_ranks(saved_and_resumed, [four], [(four, alone)], tmp_path, world_size=4, timeout=1800)
     here = [(form, other) for form in two for other in PAIRED if other != form]
-    found += run_ranks(saved_and_resumed, two, here, tmp_path, world_size=2)
-    found += run_ranks(saved_and_resumed, [], [(four, other) for other in two], tmp_path, world_size=4)
+    found += run_ranks(saved_and_resumed, two, here, tmp_path, world_size=2, timeout=1800)
+    found += run_ranks(saved_and_resumed, [], [(four, other) for other in two], tmp_path, world_size=4, timeout=1800)
     found.append(saved_and_resumed([], [(alone, other) for other in (*two, four)], tmp_path))
     assert not any(found), found

@@ -37,6 +37,7 @@ class DeepSpeedEngine(StatefulEngine):
         from slapo_deepspeed.state.optimizer import DeepSpeedOptimizer
         from slapo_deepspeed.state.places import places_of
         from slapo_deepspeed.state.tensors import DeepSpeedTensors
+        from slapo_deepspeed.state.universal import describe
 
         self.plan, self.deepspeed = plan, engine
         self._request, self._state = request, request.state
@@ -50,6 +51,7 @@ class DeepSpeedEngine(StatefulEngine):
             names = {id(live.tensor): live.reference_name for live in here}
             self._storage = DeepSpeedOptimizer(places, groups, names, mesh, device)
         request.state.keep_in(DeepSpeedTensors(places, mesh, device))
+        describe(engine, request)
         self._is_closed = False
 
     @property
@@ -66,6 +68,9 @@ class DeepSpeedEngine(StatefulEngine):
         if self._is_closed:
             return
         self._is_closed = True
+        from slapo_deepspeed.state.universal import forget
+
+        forget(self.deepspeed)
         self.deepspeed.destroy()
         self._release()
 

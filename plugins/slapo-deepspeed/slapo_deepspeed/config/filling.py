@@ -140,10 +140,8 @@ def _leave_out_tensor_parallel(draft: Draft) -> None:
 def _fill_optimizer_settings(draft: Draft) -> None:
     name, stage = optimizer_name(draft.config), draft.get("zero_optimization.stage")
     if stage and name not in _TESTED_WITH_ZERO and draft.get("zero_allow_untested_optimizer") is None:
-        which = "a factory" if name is None else repr(name)
-        why = f"DeepSpeed asks for it with ZeRO and {which} other than Adam, AdamW and Adagrad"
-        if name is not None:
-            why = f"DeepSpeed asks for it with ZeRO and {which}"
+        which = "all but Adam, AdamW and Adagrad of torch" if name is None else repr(name)
+        why = f"DeepSpeed asks for it with ZeRO and {which}"
         draft.fill("zero_allow_untested_optimizer", True, why)
     offloads = draft.get("zero_optimization.offload_optimizer.device") not in (None, "none")
     if offloads and name is None and draft.get("zero_force_ds_cpu_optimizer") is None:

@@ -110,6 +110,11 @@ def _of_zero(draft: Draft) -> Iterator[str]:
             f"{source.of('zero_optimization.stage')} is 0, and gradients in {low[0]} are clipped in a pipeline: "
             'without ZeRO, DeepSpeed\'s norm leaves out parameters of later stages; "stage": 1 counts them'
         )
+    if stage == 3 and facts.captured:
+        yield (
+            f"{source.of('zero_optimization.stage')} is 3, which puts parameters elsewhere in memory in each call, "
+            f'and {facts.captured[0]} replays what was done where they were; "stage": 2, or undo that step'
+        )
     scatters = draft.get("zero_optimization.reduce_scatter") in (None, True)
     for name, is_off in (("prescale_gradients", (None, False)), ("gradient_predivide_factor", (None, 1))):
         if stage > 1 and scatters and draft.get(name) not in is_off:

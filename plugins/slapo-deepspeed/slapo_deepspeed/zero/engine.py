@@ -10,7 +10,7 @@ import torch
 from slapo_core import StepResult
 from slapo_deepspeed.engine import DeepSpeedEngine
 from slapo_deepspeed.initialising import has_optimizer, initialise
-from slapo_deepspeed.marks import mark
+from slapo_deepspeed.marks import mark, marks_taken_back
 from slapo_deepspeed.mpu import MeshUnit
 from slapo_deepspeed.starting import start
 from slapo_deepspeed.zero.buffers import send_buffers
@@ -58,8 +58,9 @@ class ZeroEngine(DeepSpeedEngine):
         partitioning = Partitioning(request, plan.config["config"], unit)
         try:
             partitioning.run()
-            mark(request)
-            made = initialise(plan, request, request.schedule.model, mpu=unit)
+            with marks_taken_back(request):
+                mark(request)
+                made = initialise(plan, request, request.schedule.model, mpu=unit)
         except BaseException:
             partitioning.take_back()
             raise

@@ -1,0 +1,143 @@
+"""How the pieces of split parameters lie in the whole ones, told to DeepSpeed's conversion to universal checkpoints.
+
+Without it the conversion puts pieces together along their first axis, whatever the schedule did, and a checkpoint of a
+pipeline is refused.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from slapo_core.spec.layout import Layout
+    from slapo_core.spec.mesh import Mesh
+    from slapo_core.spec.request import BuildRequest
+
+__all__ = ["describe", "forget"]
+
+_REASON = "it is a partial sum over the ranks, which no place in a whole tensor explains"
+
+
+def describe(engine: Any, request: BuildRequest) -> None:
+    """Hang the description on what DeepSpeed saves: a collective over ``pp``.
+
+    Args:
+        engine: DeepSpeed's.
+        request: of the build.
+    """
+    from deepspeed.checkpoint import constants
+    from deepspeed.checkpoint.affine import AFFINE_MAP_FORMAT_VERSION
+
+    mesh = request.schedule.mesh
+    version = {constants.UNIVERSAL_CHECKPOINT_VERSION_KEY: constants.UNIVERSAL_CHECKPOINT_VERSION_VALUE}
+    maps: dict[str, dict[str, Any]] = {}
+    unknown: dict[str, str] = {}
+    for live in request.state.tensors():
+        name = engine.param_names.get(live.tensor)
+        if name is None or mesh is None or mesh.size("tp") == 1:
+            continue
+        pattern = f"^{re.escape(name)}$"
+        if live.layout.partials():
+            unknown[pattern] = _REASON
+            continue
+        maps[pattern] = _map_of(live.layout, mesh)
+        setattr(live.tensor, constants.DS_AUTOTP_UC_META, {"conversion": {"affine_map": maps[pattern]}, **version})
+    for theirs in _of_all_stages((maps, unknown), mesh):
+        maps.update(theirs[0])
+        unknown.update(theirs[1])
+    info: dict[str, Any] = dict(version)
+    if maps:
+        info[constants.AFFINE_MAP] = {
+            constants.AFFINE_MAP_VERSION: AFFINE_MAP_FORMAT_VERSION,
+            constants.AFFINE_MAP_PARAMS: maps,
+        }
+    if unknown:
+        info[constants.AUTOTP_UNSUPPORTED_PARAMETER_PATTERNS] = unknown
+    setattr(engine.module, constants.UNIVERSAL_CHECKPOINT_INFO, info)
+
+
+def forget(engine: Any) -> None:
+    """Take the description off the model again."""
+    from deepspeed.checkpoint import constants
+
+    vars(engine.module).pop(constants.UNIVERSAL_CHECKPOINT_INFO, None)
+    for parameter in engine.param_names:
+        vars(parameter).pop(constants.DS_AUTOTP_UC_META, None)
+
+
+@dataclass(frozen=True)
+class _At:
+    """The mesh, seen from another place along ``tp``."""
+
+    mesh: Mesh
+    place: int
+
+    def size(self, mesh_dim: str) -> int:
+        return self.mesh.size(mesh_dim)
+
+    def rank(self, mesh_dim: str) -> int:
+        return self.place if mesh_dim == "tp" else self.mesh.rank(mesh_dim)
+
+
+def _map_of(layout: Layout, mesh: Mesh) -> dict[str, Any]:
+    """Where the pieces of all ranks along ``tp`` lie in the (padded) whole tensor, as DeepSpeed saves it."""
+    from deepspeed.checkpoint.affine import ParamAffineMap
+
+    padding = dict(layout.padding)
+    whole = [extent + padding.get(axis, 0) for axis, extent in enumerate(layout.shape)]
+    is_split = any(mesh_dim == "tp" for mesh_dim, _ in layout.shards())
+    everywhere = list(range(mesh.size("tp")))
+    shapes, pieces = {}, {}
+    for place in everywhere:
+        segments = layout.segments(_At(mesh, place))  # type: ignore[arg-type]
+        shapes[place] = [sum(length for _, length in ranges) for ranges in segments]
+        holders = [place] if is_split else everywhere
+        pieces[place] = [_piece(block, whole, shapes[place], holders) for block in _blocks(segments)]
+    found = ParamAffineMap(whole, shapes, pieces)
+    found.validate()
+    described: dict[str, Any] = found.to_dict()
+    return described
+
+
+_Block = Sequence[tuple[int, int, int]]  # for each axis: where in the piece, where in the whole, how many elements
+
+
+def _blocks(segments: Sequence[Sequence[tuple[int, int]]]) -> list[_Block]:
+    axes = []
+    for ranges in segments:
+        lengths = [length for _, length in ranges]
+        axes.append([(sum(lengths[:number]), start, length) for number, (start, length) in enumerate(ranges)])
+    return list(itertools.product(*axes))
+
+
+def _piece(block: _Block, whole: Sequence[int], shape: Sequence[int], holders: Sequence[int]) -> Any:
+    from deepspeed.checkpoint.affine import AffinePiece
+
+    outer, inner = _strides(whole), _strides(shape)
+    return AffinePiece(
+        shape=[length for _, _, length in block],
+        source_offset=sum(start * stride for (_, start, _), stride in zip(block, outer, strict=True)),
+        source_strides=outer,
+        dest_offset=sum(at * stride for (at, _, _), stride in zip(block, inner, strict=True)),
+        dest_strides=inner,
+        locations=holders,
+    )
+
+
+def _strides(shape: Sequence[int]) -> list[int]:
+    return [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+
+
+def _of_all_stages(own: Any, mesh: Mesh | None) -> list[Any]:
+    if mesh is None or mesh.size("pp") == 1:
+        return [own]
+    import torch.distributed as dist
+
+    found: list[Any] = [None] * mesh.size("pp")
+    dist.all_gather_object(found, own, group=mesh.group("pp"))
+    return found
