@@ -115,7 +115,7 @@ def run_scheduled(options: argparse.Namespace, name: str) -> None:
     schedule_bert(sch)
     report = slapo.verify(sch, example)
     if first:
-        print(sch, report, sep="\n\n", flush=True)
+        print(report, flush=True)
     explain = sch.explain()
     engine = slapo.build(sch, target="deepspeed", config=config)
     if first:

@@ -35,7 +35,7 @@ preload_modules("deepspeed")
 
 Row = dict[str, Any]
 
-INTRODUCTION = f"""Written by `tools/deepspeed_matrix.py`. Each run trains a model of eight blocks for {STEPS} steps in
+INTRODUCTION = f"""Written by `tools/deepspeed_matrix.py`. Each run trains a model of four blocks for {STEPS} steps in
 float32 on real processes (gloo) by `slapo.build(sch, target="deepspeed")`, and evaluates it once; the untouched model
 does the same in one process, by torch alone. All models have tied embeddings, and attention masks are given; AdamW with
 an epsilon of 1e-4; DeepSpeed clips the gradients to {MAX_GRAD_NORM}, less than a half of their norm in every step.

@@ -15,7 +15,7 @@ from torch import nn
 from slapo_core.graph.leaves import LeafRule, inlined_modules, walk
 from slapo_core.graph.location import is_of_the_model
 from slapo_core.graph.mutations import is_unchanged, put_back
-from slapo_core.graph.tokens import ABSENT, is_transparent, token
+from slapo_core.graph.tokens import ABSENT, is_transparent, token, unwatched
 from slapo_core.spec.tracer import Flag, Location
 
 __all__ = ["Flags"]
@@ -139,8 +139,9 @@ class Flags:
             watch._write(this, name, new)
             cls.__setattr__(this, name, new)
 
-        members = {"__getattribute__": read, "__setattr__": write, "__module__": cls.__module__}
-        return type(cls)(cls.__name__, (cls,), {**members, "__qualname__": cls.__qualname__, "slapo_watched": cls})
+        members = {"__getattribute__": read, "__setattr__": write, "slapo_watched": unwatched(cls)}
+        named = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+        return type(cls)(cls.__name__, (cls,), {**members, **named})
 
     def _read(self, this: Any, name: str, found: Any) -> None:
         path = self._places.get(id(this))

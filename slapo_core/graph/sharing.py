@@ -11,6 +11,7 @@ from slapo_core.graph.arguments import MISSING
 from slapo_core.graph.checks import Checks
 from slapo_core.graph.leaves import walk
 from slapo_core.graph.structure import children, is_plain
+from slapo_core.graph.tokens import real_type
 from slapo_core.graph.variant import Variant
 from slapo_core.spec.tracer import Recorded
 
@@ -67,7 +68,7 @@ def structure(root: nn.Module) -> Any:
         if path:  # what is around the root runs outside of its graph
             around = (own.get("forward"), *(tuple(own[table].values()) for table in HOOKS))
         number = numbers.setdefault(id(module), len(numbers))
-        found.append((path, type(module), number, module.training, tuple(own["_modules"]), tuple(tensors), around))
+        found.append((path, real_type(module), number, module.training, tuple(own["_modules"]), tuple(tensors), around))
     return tuple(found)
 
 

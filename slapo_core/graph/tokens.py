@@ -153,7 +153,11 @@ def _equal(one: Any, other: Any) -> bool:
 
 def real_type(value: Any) -> type:
     """The class of ``value``, whether or not it is being watched."""
-    cls = type(value)
+    return unwatched(type(value))
+
+
+def unwatched(cls: type) -> type:
+    """The class itself, of one that tells of reads."""
     return getattr(cls, "slapo_watched", cls)
 
 

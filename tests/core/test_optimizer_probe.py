@@ -201,8 +201,8 @@ def test_build_refuses_it_where_something_is_split_and_only_there(tmp_path: Path
     first, second = run_ranks(build_all, str(tmp_path), world_size=2)
     refused = (
         f"OptimizerError: Adafactor cannot train parameters that are split over ranks, such as 'fc1.weight': {HALVES}\n"
-        "  hint: use an optimiser that treats elements one by one (SGD, AdamW), or a mesh that splits nothing: "
-        'mesh={"dp": ...}'
+        "  hint: use an optimiser that treats elements one by one (SGD, AdamW), or let nothing split them: "
+        'mesh={"dp": ...}, and a runtime that keeps them whole'
     )
     for result in (first, second):
         assert result["split"] == refused

@@ -203,6 +203,12 @@ def test_the_program_of_slapo_pipeline_runs(clean: CleanEnvironment) -> None:
     assert "bubble 27.3 %" in drawn
 
 
+def test_the_program_of_slapo_deepspeed_runs(clean: CleanEnvironment) -> None:
+    printed = clean.script("by_deepspeed.py", program(ROOT / "plugins/slapo-deepspeed/README.md"))
+    assert "ZeRO-2: replicas partition optimiser state and gradients, one replica" in printed
+    assert printed.endswith("tensor(True)\n2\n")
+
+
 def test_the_programs_of_the_examples_run_and_a_trained_model_is_saved(clean: CleanEnvironment) -> None:
     hello = program(ROOT / "examples/slapo-hello/README.md").replace('"cuda"', '"cpu"')
     options = "optimizer=lambda p: torch.optim.SGD(p, lr=0.1), loss=lambda output, batch: output.mean()"

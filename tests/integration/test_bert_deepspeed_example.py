@@ -13,7 +13,8 @@ import pytest
 from slapo_core.testing import preload_modules, run_ranks
 
 pytestmark = pytest.mark.ranks
-preload_modules("transformers.models.bert.modeling_bert", "slapo_tp", "slapo_pipeline")
+preload_modules("deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer", "slapo_pipeline.partition.hook")
+preload_modules("transformers.models.bert.modeling_bert", "slapo_deepspeed.pipeline.engine")
 
 ROOT = Path(__file__).parents[2]
 

@@ -11,7 +11,9 @@ from tests.integration.deepspeed.same_file import file_cells
 from tests.integration.deepspeed.subjects import MAX_GRAD_NORM, SUBJECTS
 
 pytestmark = pytest.mark.ranks
-preload_modules("deepspeed", "transformers.models.bert.modeling_bert", "slapo_tp", "slapo_pipeline", "slapo_fusion")
+preload_modules("deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer")  # the last one takes most of the time
+preload_modules("slapo_tp", "slapo_pipeline.partition.hook", "slapo_fusion", "slapo_deepspeed.pipeline.engine")
+preload_modules(*(f"transformers.models.{name}.modeling_{name}" for name in ("bert", "gpt2", "llama", "t5")))
 
 FAMILIES = ("bert", "gpt2", "llama", "t5")
 SAMPLE: list[Run] = [

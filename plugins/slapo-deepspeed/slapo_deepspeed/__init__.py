@@ -1,8 +1,62 @@
 """DeepSpeed as a target of slapo: ``slapo_core.build(sch, target="deepspeed", config="ds.json")``.
 
-Installing this distribution is enough. DeepSpeed is imported when an engine is built, and not before.
+Installing this distribution is enough. DeepSpeed is imported when an engine is planned or built, and not before.
 """
 
 from __future__ import annotations
 
-__all__: list[str] = []
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from slapo_core import Plan, Schedule
+
+__all__ = ["plan"]
+
+
+def plan(
+    sch: Schedule,
+    config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    *,
+    batch_axes: Mapping[str, int | None] | None = None,
+    optimizer: Any = None,
+    loss: Any = None,
+    max_grad_norm: float | None = None,
+    device: torch.device | str | None = None,
+    accumulate: int = 1,
+) -> Plan:
+    """What ``build(sch, target="deepspeed", ...)`` would do; nothing is built, and no other rank has to run.
+
+    Args:
+        sch: a schedule, with a mesh that may be only declared; it is not changed.
+        config: DeepSpeed's configuration, a dictionary or the path of a JSON file.
+        batch_axes: as for ``build``, like all that follows.
+        optimizer: whether there is one is all that is asked.
+        loss: the same.
+        max_grad_norm: the largest norm of all gradients.
+        device: where the model is to go.
+        accumulate: how many micro-batches a training step takes.
+
+    Returns:
+        the plan; ``print`` it. ``plan.config["config"]`` is what DeepSpeed is given.
+
+    Raises:
+        BuildError: the configuration contradicts the schedule or one of the arguments, or DeepSpeed refuses it.
+    """
+    import torch
+
+    from slapo_core.spec.dialect import BuildArguments
+    from slapo_deepspeed.dialect import DeepSpeedDialect
+
+    arguments = BuildArguments(
+        has_optimizer=optimizer is not None,
+        has_loss=loss is not None,
+        max_grad_norm=max_grad_norm,
+        accumulate=accumulate,
+        device=None if device is None else torch.device(device),
+    )
+    dialect = DeepSpeedDialect()
+    return dialect.plan(sch, dialect.options({"config": config, "batch_axes": batch_axes}, arguments))

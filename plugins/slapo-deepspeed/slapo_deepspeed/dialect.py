@@ -9,13 +9,15 @@ from slapo_core import Dialect, Plan
 from slapo_deepspeed.config.facts import arguments_as_options
 from slapo_deepspeed.config.filling import filled
 from slapo_deepspeed.config.planning import steps_of
+from slapo_deepspeed.starting import check_device
 
 if TYPE_CHECKING:
     from slapo_core import Engine, Violation
     from slapo_core.spec.dialect import BuildArguments
     from slapo_core.spec.request import BuildRequest, ScheduledModel
+    from slapo_core.testing import DialectCase
 
-__all__ = ["DeepSpeedDialect"]
+__all__ = ["DeepSpeedDialect", "slapo_cases"]
 
 
 class DeepSpeedDialect(Dialect):
@@ -24,8 +26,9 @@ class DeepSpeedDialect(Dialect):
     Options:
 
     - ``config``: DeepSpeed's own, a dictionary or the path of a JSON file; what the schedule decides is filled in.
-    - ``batch_axes``: of a pipeline: for an argument of the forward, the axis of its tensors that counts the samples,
-      None for one that every micro-batch has as a whole. Default: the first axis of every tensor.
+    - ``batch_axes``: where a batch is cut into micro-batches: for an argument of the forward, the axis of its tensors
+      that counts the samples, None for one that every micro-batch has as a whole. Default: the first axis of every
+      tensor.
     """
 
     name: ClassVar[str] = "deepspeed"
@@ -37,7 +40,12 @@ class DeepSpeedDialect(Dialect):
         return ()
 
     def options(self, config: Mapping[str, Any], arguments: BuildArguments) -> Mapping[str, Any]:
-        """The options with what else was given to ``build``, for the plan to fill in."""
+        """The options with what else was given to ``build``, for the plan to fill in.
+
+        Raises:
+            BuildError: the model is to go to another device than the one that DeepSpeed takes.
+        """
+        check_device(arguments.device)
         return {**config, "arguments": arguments_as_options(arguments)}
 
     def plan(self, schedule: ScheduledModel, config: Mapping[str, Any]) -> Plan:
@@ -58,3 +66,9 @@ class DeepSpeedDialect(Dialect):
         from slapo_deepspeed.zero.engine import ZeroEngine
 
         return ZeroEngine(plan, request)
+
+
+def slapo_cases() -> list[DialectCase]:
+    from slapo_deepspeed.cases import cases
+
+    return cases()

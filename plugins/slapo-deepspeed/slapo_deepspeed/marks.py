@@ -6,6 +6,8 @@ marked. Without marks the norm leaves out their pieces, and nothing tells.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,9 +15,34 @@ import torch
 if TYPE_CHECKING:
     from slapo_core.spec.request import BuildRequest
 
-__all__ = ["mark"]
+__all__ = ["PIECE", "mark", "marks_taken_back"]
 
-_PIECE = ("model_parallel", "tensor_model_parallel")  # DeepSpeed takes either; other code around it one of them
+PIECE = ("model_parallel", "tensor_model_parallel")
+"""DeepSpeed takes either; other code around it one of them."""
+
+
+@contextlib.contextmanager
+def marks_taken_back(request: BuildRequest) -> Iterator[None]:
+    """Where the block fails, parameters have the attributes and hooks again that they had before it.
+
+    Args:
+        request: of the build.
+    """
+    before = [
+        (live.tensor, dict(vars(live.tensor)), dict(live.tensor._post_accumulate_grad_hooks or {}))
+        for live in request.state.tensors()
+        if live.is_parameter
+    ]
+    try:
+        yield
+    except BaseException:
+        for tensor, attributes, hooks in before:
+            vars(tensor).clear()
+            vars(tensor).update(attributes)
+            kept = tensor._post_accumulate_grad_hooks
+            for key in [key for key in kept or () if key not in hooks]:
+                del kept[key]
+        raise
 
 
 def mark(request: BuildRequest) -> list[torch.Tensor]:
@@ -37,7 +64,7 @@ def mark(request: BuildRequest) -> list[torch.Tensor]:
             continue
         split_over = {mesh_dim for mesh_dim, _ in live.layout.shards() if mesh is not None and mesh.size(mesh_dim) > 1}
         is_piece = "tp" in split_over
-        for name in _PIECE:
+        for name in PIECE:
             if is_piece or hasattr(live.tensor, name):
                 setattr(live.tensor, name, is_piece)
         if is_piece:
@@ -48,6 +75,6 @@ def mark(request: BuildRequest) -> list[torch.Tensor]:
 
 
 def _mark_gradient(parameter: torch.Tensor) -> None:
-    for name in _PIECE:
+    for name in PIECE:
         if parameter.grad is not None:
             setattr(parameter.grad, name, True)

@@ -14,9 +14,11 @@ from slapo_core import BuildError
 from slapo_deepspeed.installed import require_deepspeed
 
 if TYPE_CHECKING:
+    import torch
+
     from slapo_core.spec.mesh import Mesh
 
-__all__ = ["import_deepspeed", "quietly", "start"]
+__all__ = ["check_device", "import_deepspeed", "local_rank", "quietly", "start"]
 
 _MARK = "slapo_world"  # on DeepSpeed's backend: the group of all ranks that it was started for
 
@@ -79,7 +81,7 @@ def start(mesh: Mesh | None) -> None:
     from deepspeed.accelerator import get_accelerator
 
     device_type = get_accelerator().device_name()
-    _say_local_rank(device_type)
+    os.environ.setdefault("LOCAL_RANK", str(local_rank(device_type)))
     if not dist.is_initialized():
         _start_alone()
     if deepspeed.comm.comm.cdb is None:
@@ -103,14 +105,33 @@ def quietly() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _say_local_rank(device_type: str) -> None:
-    """DeepSpeed takes its device from LOCAL_RANK; without a launcher, it is that of torch."""
-    if "LOCAL_RANK" in os.environ:
-        return
+def local_rank(device_type: str) -> int:
+    """The number of the device that DeepSpeed takes: LOCAL_RANK; without a launcher, the device that torch uses."""
     import torch
 
-    local_rank = 0 if device_type == "cpu" else torch.get_device_module(device_type).current_device()
-    os.environ["LOCAL_RANK"] = str(local_rank)
+    given = os.environ.get("LOCAL_RANK")
+    if given is None:
+        return 0 if device_type == "cpu" else int(torch.get_device_module(device_type).current_device())
+    if not given.isdecimal():
+        raise BuildError(f"LOCAL_RANK must be the number of a device (got {given!r})", hint="torchrun sets it")
+    return int(given)
+
+
+def check_device(device: torch.device | None) -> None:
+    """
+    Raises:
+        BuildError: the user wants the model on another device than the one that DeepSpeed takes.
+    """
+    if device is None or device.index is None or device.type == "cpu":
+        return
+    taken = local_rank(device.type)
+    if taken != device.index:
+        where = f"LOCAL_RANK={taken}" if "LOCAL_RANK" in os.environ else f"the device that torch uses, {taken}"
+        raise BuildError(
+            f"build(device='{device}'), but DeepSpeed takes device {taken}: {where}",
+            hint=f"device='{device.type}:{taken}', or torch.{device.type}.set_device({device.index}) and the same "
+            "LOCAL_RANK before",
+        )
 
 
 def _start_alone() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from typing import Any
 
 import pytest
@@ -147,9 +148,18 @@ def test_offloading_takes_the_optimiser_of_a_factory() -> None:
 
 
 def test_adam_of_the_configuration_needs_no_compiler_on_cpus() -> None:
-    assert planned({"optimizer": ADAM})["optimizer"]["params"] == {"lr": 1e-3, "torch_adam": True}
-    given = {"type": "Adam", "params": {"lr": 1e-3, "torch_adam": False}}
-    assert planned({"optimizer": given})["optimizer"] == given
+    """And decays weights no more than DeepSpeed's own, whose default is another one than torch's."""
+    from deepspeed.ops.adam import FusedAdam
+
+    own = inspect.signature(FusedAdam).parameters["weight_decay"].default
+    assert own != inspect.signature(torch.optim.AdamW).parameters["weight_decay"].default
+    params = {"lr": 1e-3, "torch_adam": True, "weight_decay": own}
+    assert planned({"optimizer": ADAM})["optimizer"]["params"] == params
+    decaying = {"type": "Adam", "params": {"lr": 1e-3, "weight_decay": 0.1}}
+    assert planned({"optimizer": decaying})["optimizer"]["params"] == {**params, "weight_decay": 0.1}
+    for more in ({"torch_adam": False}, {"torch_adam": True}, {"bias_correction": False}):
+        given = {"type": "Adam", "params": {"lr": 1e-3, **more}}
+        assert planned({"optimizer": given})["optimizer"] == given
 
 
 def test_without_an_optimiser_nothing_is_partitioned_that_it_needs() -> None:

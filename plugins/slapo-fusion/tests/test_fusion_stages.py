@@ -74,3 +74,31 @@ def on_rank() -> list[float]:
 def test_compiled_and_fused_blocks_train_in_stages() -> None:
     for found in run_ranks(on_rank, world_size=2, timeout=300):
         assert all(difference < 1e-12 for difference in found), found
+
+
+class Dropping(Layer):
+    """Its pattern spans modules: one of ours, whose code is looked into, and two of torch's, which are swallowed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.drop(self.down(F.gelu(self.up(x)))) + x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("traced_in_training", [True, False])
+def test_a_pattern_that_spans_modules_is_found_while_stages_are_recorded(traced_in_training: bool) -> None:
+    """In the mode in which it was found, and in the other one, whose graph is recorded together with the stages."""
+    net, x = Net(), torch.randn(4, 8)
+    net.layers = nn.ModuleList(Dropping() for _ in range(4))
+    sch: Any = slapo.create_schedule(net.train(traced_in_training), example_inputs=x)
+    for layer in sch["layers.*"]:
+        layer["down"].decompose()
+        layer.trace(flatten=True)
+        layer.fuse("fusion.bias_dropout_add_norm", compiler="eager", name="fused")
+    sch["layers.1"].pipeline_split()
+    slapo.verify(sch, x)
+    for training in (True, False):
+        net.train(training)
+        assert len(slapo.stages(sch, x).partition.stages) == 2

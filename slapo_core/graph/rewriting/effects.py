@@ -19,6 +19,7 @@ from torch import fx, nn
 from slapo_core.graph.leaves import is_changed
 from slapo_core.graph.regions import set_state
 from slapo_core.graph.rewriting.functional import functional_form
+from slapo_core.graph.tokens import real_type
 from slapo_core.spec.tracer import check
 
 __all__ = ["Effects", "is_inert"]
@@ -167,7 +168,7 @@ class Effects:
             return node.op in ("placeholder", "get_attr")
         if node.op == "call_module":
             below = self.module.get_submodule(str(node.target))
-            return type(below) in (nn.Linear, nn.LayerNorm, nn.Embedding, nn.GELU, nn.RMSNorm, nn.SiLU, nn.Conv2d)
+            return real_type(below) in (nn.Linear, nn.LayerNorm, nn.Embedding, nn.GELU, nn.RMSNorm, nn.SiLU, nn.Conv2d)
         return _name(node) in _FRESH
 
     def _find_draws(self, node: fx.Node) -> bool:

@@ -12,6 +12,7 @@ from torch.fx.graph import CodeGen
 
 from slapo_core.graph.rewriting.effects import Effects
 from slapo_core.graph.rewriting.functional import BY_KEYWORD, FunctionalForm, functional_form
+from slapo_core.graph.tokens import real_type
 from slapo_core.spec.tracer import Flag
 
 __all__ = ["Read", "TakenOut", "take_out"]
@@ -134,7 +135,7 @@ class _Writer:
             return
         given = args[0] if args else kwargs["input"]
         values = {name: self._held(form, below, path, name) for name in form.order}
-        self.swallowed.append((path, type(below)))
+        self.swallowed.append((path, real_type(below)))
         if form.function in BY_KEYWORD:
             self.steps.append(_Step("call_function", form.function, (given,), values))
         else:

@@ -79,7 +79,11 @@ class DialectBench:
         self, model: nn.Module | None = None, *, steps: bool = False, mesh: Mapping[str, int] | None = None
     ) -> Schedule:
         """A schedule of a model, or of a fresh one of the case, with the case's steps applied or without."""
-        schedule = create_schedule(self.model() if model is None else model, mesh=mesh)
+        model = self.model() if model is None else model
+        if dict(mesh or {}).get("pp", 1) > 1:  # the stages are found on an example
+            schedule = create_schedule(model, mesh=mesh, example_inputs=self.batches(1)[0])
+        else:
+            schedule = create_schedule(model, mesh=mesh)
         if steps and self.case.steps is not None:
             try:
                 self.case.steps(schedule)

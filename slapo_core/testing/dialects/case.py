@@ -39,7 +39,7 @@ class DialectCase:
             Default: those of the default model, which on ``tp`` use ``shard`` and ``sync``; none for another model.
         optimizers: factories, each at the top level of a module; the first one serves where one is enough.
         meshes: the meshes to train on, with one process a rank; None tries two ranks of ``dp`` and of ``tp`` as far as
-            the dialect supports them.
+            the dialect supports them. For pipelines give one with ``pp``, and a ``schedule`` that cuts the model.
         dtype: of the model and of the floating-point numbers in a batch.
         tolerance: the largest difference to plain training, relative to the largest element of a tensor; None allows
             1e-9 in float64, 1e-4 in float32, and 1e-2 otherwise.

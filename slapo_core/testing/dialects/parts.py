@@ -99,7 +99,7 @@ def run_parts(parcel: Parcel, tasks: Sequence[tuple[Part, str, str]]) -> list[An
     """
     contents = parcel.unpack()
     model, batches = contents.pop("model"), contents.pop("batches")
-    case = DialectCase(model=lambda: copy.deepcopy(model), **contents)
+    case = DialectCase(model=lambda: copy.deepcopy(model), batch=lambda: copy.deepcopy(batches[0]), **contents)
     with open_bench(case) as bench:
         return [_DO[part.name](bench, part.mesh, batches, own, others) for part, others, own in tasks]
 
@@ -169,19 +169,35 @@ def _fault(bench: DialectBench, sizes: dict[str, int], *_: Any) -> Refusal:
 
 def _parted(bench: DialectBench, sizes: dict[str, int], batches: list[Any], own: str, *_: Any) -> tuple[str, Any]:
     schedule = bench.schedule(steps=True, mesh=sizes)
-    name = next(
-        held.name for held in replicas_of(Correspondence.of(schedule)[0]) if isinstance(held.value, nn.Parameter)
-    )
+    copies = [held.name for held in replicas_of(Correspondence.of(schedule)[0]) if isinstance(held.value, nn.Parameter)]
     mesh, engine = schedule.mesh, bench.engine(schedule)
     assert mesh is not None
+    name = _on_last_and_another_rank(engine, copies)
+    if name is None:
+        return "", {}
     train(engine, [_share(batches[0], mesh)])
     with torch.no_grad():
-        engine.module.get_parameter(name).add_(mesh.global_rank == mesh.world_size - 1)
+        if mesh.global_rank == mesh.world_size - 1:
+            engine.module.get_parameter(name).add_(1)
     found = {"check_replicas()": _said(engine.check_replicas), "save()": _said(lambda: engine.save(f"{own}-parted"))}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that says what differed
         found["check_replicas(repair=True) again"] = _said(lambda: engine.check_replicas(repair=True))
     return name, {**found, "check_replicas() again": _said(engine.check_replicas)}
+
+
+def _on_last_and_another_rank(engine: Any, names: Sequence[str]) -> str | None:
+    """Of these parameters the first one whose copy the last rank can change: stages keep it elsewhere, perhaps."""
+    import torch.distributed as dist
+
+    held_here = {name for name, parameter in engine.module.named_parameters() if not parameter.is_meta}
+    here = torch.tensor([name in held_here for name in names], dtype=torch.int64)
+    everywhere = [torch.empty_like(here) for _ in range(dist.get_world_size())]
+    dist.all_gather(everywhere, here)
+    count = torch.stack(everywhere).sum(0)
+    return next(
+        (name for name, last, held in zip(names, everywhere[-1], count, strict=True) if last and held > 1), None
+    )
 
 
 def _other_batch(bench: DialectBench, sizes: dict[str, int], batches: list[Any], *_: Any) -> str:

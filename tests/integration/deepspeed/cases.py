@@ -57,7 +57,8 @@ class Cell:
 
     def build(self) -> tuple[slapo.Schedule, Any]:
         subject = SUBJECTS[self.family]
-        sch = slapo.create_schedule(subject.make(), mesh=self.sizes, example_inputs=subject.batch(0, 0))
+        example = subject.batch(0, 0, samples=4 // self.micro_batches)
+        sch = slapo.create_schedule(subject.make(), mesh=self.sizes, example_inputs=example)
         if "tp" in self.sizes:
             subject.tensor_parallel(sch)
         for path in subject.cuts(self.sizes.get("pp", 1)):

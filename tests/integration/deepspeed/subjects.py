@@ -1,6 +1,6 @@
 """What DeepSpeed trains in the tests, and the same training without schedule and DeepSpeed, in one process.
 
-BERT, GPT-2, LLaMA and T5 of eight blocks in float32, without dropout, all with tied embeddings. The gradients are
+BERT, GPT-2, LLaMA and T5 of four blocks in float32, without dropout, all with tied embeddings. The gradients are
 clipped in every step, and AdamW's epsilon is large enough that gradients which are zero do not become steps.
 """
 
@@ -38,21 +38,29 @@ class Subject:
 
     Args:
         name: e.g. ``"bert"``.
-        family: the model in float64, and its blocks.
+        family: the model in float64 and deeper.
     """
 
     name: str
     family: Family
 
+    @property
+    def blocks(self) -> tuple[str, ...]:
+        """Their paths, in the order in which they run; T5 has two in the encoder and two in the decoder."""
+        half = len(self.family.blocks) // 2
+        return self.family.blocks[:4] if self.name != "t5" else self.family.blocks[:2] + self.family.blocks[half:][:2]
+
     def make(self) -> nn.Module:
         """The model with its first values, the same in every process, in training mode."""
-        model: Any = self.family.make()
-        if not model.config.tie_word_embeddings:
-            config = copy.deepcopy(model.config)
-            config.tie_word_embeddings = True
-            torch.manual_seed(5)
-            model = type(model)(config)
-        model = model.float().train()
+        deep: Any = self.family.make()
+        config = copy.deepcopy(deep.config)
+        config.tie_word_embeddings = True
+        if self.name == "t5":
+            config.num_layers = config.num_decoder_layers = 2
+        else:
+            config.num_hidden_layers = 4
+        torch.manual_seed(5)
+        model = type(deep)(config).float().train()
         assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
         return model
 
@@ -63,11 +71,12 @@ class Subject:
     def tensor_parallel(self, sch: slapo.Schedule) -> None:
         """Split attentions and MLPs over ``tp``, as Megatron-LM does."""
         attentions, products = split(sch)
-        assert (attentions, products) == (12 if self.name == "t5" else 8, 8), (attentions, products)
+        assert (attentions, products) == (6 if self.name == "t5" else 4, 4), (attentions, products)
 
     def cuts(self, stages: int) -> list[str]:
         """The blocks after which the model is cut, for so many stages: ``sch[path].pipeline_split()``."""
-        return self.family.cuts(stages)
+        each = len(self.blocks) // stages
+        return [self.blocks[number] for number in range(each - 1, len(self.blocks) - 1, each)]
 
 
 SUBJECTS = {name: Subject(name, FAMILIES[name]) for name in ("bert", "gpt2", "llama", "t5")}

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from slapo_core.spec.dialect import BuildArguments
+    from slapo_core.spec.record import Record
     from slapo_core.spec.request import ScheduledModel
 
 __all__ = ["Facts", "arguments_as_options"]
@@ -25,6 +26,7 @@ class Facts:
         device: the type of the device that the model trains on, e.g. ``"cpu"``.
         dtypes: of the parameters that are floating-point numbers, e.g. ``{"float32"}``.
         split: paths of parameters that a step splits over ``tp``; empty with one rank along it.
+        captured: steps that replay what a GPU did at fixed addresses, e.g. ``"cudagraphify at 'layer.0'"``.
         samples: in the example inputs, which are the batch of a replica; None where they do not say.
         accumulate: the micro-batches that the user asks for; None where nothing is said.
         max_grad_norm: the norm that the user asks for; None where nothing is said.
@@ -38,6 +40,7 @@ class Facts:
     device: str
     dtypes: frozenset[str]
     split: tuple[str, ...]
+    captured: tuple[str, ...]
     samples: int | None
     accumulate: int | None
     max_grad_norm: float | None
@@ -59,6 +62,7 @@ class Facts:
                 if one.dtype.is_floating_point
             ),
             split=tuple(_split(schedule)) if sizes["tp"] > 1 else (),
+            captured=tuple(str(record) for record in schedule.records if _is_captured(record)),
             samples=_samples(schedule.example_inputs, options.get("batch_axes") or {}),
             accumulate=accumulate if accumulate > 1 else None,
             max_grad_norm=arguments.get("max_grad_norm"),
@@ -92,6 +96,15 @@ def _split(schedule: ScheduledModel) -> Iterator[str]:
         for name in node.parameters:
             if any(mesh_dim == "tp" for mesh_dim, _ in node.layout(name).shards()):
                 yield f"{node.path}.{name}" if node.path else name
+
+
+def _is_captured(record: Record) -> bool:
+    name, arguments = record.primitive.name, vars(record.primitive)
+    if name == "fusion.compile":
+        options = dict(arguments.get("options") or ())
+        graphs = arguments.get("mode") in ("reduce-overhead", "max-autotune") or options.get("triton.cudagraphs")
+        return bool(graphs)
+    return name == "fusion.cudagraphify"
 
 
 def _samples(inputs: Any, axes: Mapping[str, int | None]) -> int | None:

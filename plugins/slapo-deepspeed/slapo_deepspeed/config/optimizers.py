@@ -17,6 +17,9 @@ _OWN = ("adagrad", "adam", "adamw", "lamb", "lion", "muadam", "muadamw", "musgd"
 _BY_ELEMENT = frozenset(
     {"adagrad", "adam", "adamw", "lion", "Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"}
 )
+_FUSED_ONLY = frozenset({"bias_correction", "set_grad_none"})
+"""Params that DeepSpeed's own Adam has, and torch's has not."""
+
 _MUP = frozenset({"muadam", "muadamw", "musgd"})
 
 
@@ -51,10 +54,19 @@ def check_optimizer(draft: Draft) -> None:
     _refuse_unknown(draft, name)
     _refuse_pieces(draft, name)
     _check_params(draft, name)
+    if name in ("adam", "adamw") and facts.device == "cpu":
+        _fill_adam_of_torch(draft)
+
+
+def _fill_adam_of_torch(draft: Draft) -> None:
+    """Torch's Adam in the place of DeepSpeed's, which would be compiled; what it does stays the same."""
+    params = draft.get("optimizer.params") or {}
     offloads = draft.get("zero_optimization.offload_optimizer.device") not in (None, "none")
-    is_open = name in ("adam", "adamw") and draft.get("optimizer.params.torch_adam") is None
-    if is_open and facts.device == "cpu" and not offloads:
-        draft.fill("optimizer.params.torch_adam", True, "DeepSpeed's own Adam would be compiled on a CPU")
+    if offloads or "torch_adam" in params or _FUSED_ONLY & set(params):
+        return
+    draft.fill("optimizer.params.torch_adam", True, "DeepSpeed's own Adam would be compiled on a CPU")
+    if "weight_decay" not in params:
+        draft.fill("optimizer.params.weight_decay", 0.0, "the default of DeepSpeed's own Adam; torch's is 0.01")
 
 
 def _refuse_unknown(draft: Draft, name: str) -> None:
@@ -66,6 +78,12 @@ def _refuse_unknown(draft: Draft, name: str) -> None:
             f"{place} is {name!r}, which reads what mup has put on the parameters of the untouched model; steps make "
             "parameters without it",
             hint="optimizer=lambda params: ... of build",
+        )
+    if name == "muon":
+        raise BuildError(
+            f"{place} is 'Muon': DeepSpeed sorts the parameters into groups of its own for it, which this target "
+            "cannot save and load",
+            hint='"type": "AdamW"',
         )
     if name in _OWN:
         return
@@ -94,7 +112,7 @@ def _refuse_pieces(draft: Draft, name: str) -> None:
             hint='"type": "AdamW"',
         )
     stage = draft.get("zero_optimization.stage") or 0
-    if stage and name != "muon":  # which DeepSpeed gathers for ZeRO
+    if stage:
         raise BuildError(
             f"{place} is {name!r}, which does not treat the elements of a parameter one by one, and ZeRO-{stage} "
             "gives each rank pieces of them",

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
+
+import slapo_core
+from slapo_core import ArgumentError, HookError, TraceError
 
 if TYPE_CHECKING:
+    from slapo_core import Schedule
     from slapo_core.spec.mesh import Mesh
+    from slapo_core.spec.pipeline import Value
     from slapo_core.spec.request import ScheduledModel
 
 __all__ = ["steps_of"]
@@ -38,7 +43,7 @@ def steps_of(schedule: ScheduledModel, options: Mapping[str, Any]) -> Iterator[s
         yield "one random state for the ranks of mesh_dim 'tp': that of the first of them"
     yield from _of_training(options, sizes)
     if sizes["pp"] > 1:
-        yield "what crosses stages is asked for with each form of a batch: slapo_core.stages(sch) shows it"
+        yield from _boundaries(schedule, options)
     if mesh is not None and mesh.world_size > 1:
         yield f"ranks: {_topology(mesh)}"
     yield "the configuration that DeepSpeed is given:"
@@ -54,13 +59,19 @@ def _of_training(options: Mapping[str, Any], sizes: Mapping[str, int]) -> Iterat
     config = options["config"]
     micro, steps = config["train_micro_batch_size_per_gpu"], config["gradient_accumulation_steps"]
     how = f"through {sizes['pp']} ranks along mesh_dim 'pp', 1F1B" if sizes["pp"] > 1 else "one after the other"
-    yield f"a step: {steps} micro-batches of {micro} samples on each of {sizes['dp']} replicas, {how}"
+    replicas = f" on each of {sizes['dp']} replicas" if sizes["dp"] > 1 else ""
+    if steps > 1 or sizes["pp"] > 1:
+        yield f"a step: {steps} micro-batches{replicas}, {how}; by the configuration of {micro} samples each"
+    else:
+        yield f"a step: one batch{replicas}; by the configuration of {micro} samples"
     for name in ("fp16", "bf16", "bfloat16", "torch_autocast"):
         if (config.get(name) or {}).get("enabled"):
             yield f"{name}, as the configuration says"
     for name in ("offload_optimizer", "offload_param"):
         if (config["zero_optimization"].get(name) or {}).get("device", "none") != "none":
             yield f"{name} to {config['zero_optimization'][name]['device']}"
+    if "activation_checkpointing" in config:
+        yield "activation_checkpointing is for models that call deepspeed.checkpointing: .checkpoint() steps recompute"
     has_factory = (options.get("arguments") or {}).get("has_optimizer")
     if "optimizer" in config:
         yield f"optimiser: {config['optimizer']['type']}, of the configuration"
@@ -72,6 +83,30 @@ def _of_training(options: Mapping[str, Any], sizes: Mapping[str, int]) -> Iterat
         yield f"learning rate: {config['scheduler']['type']}, one step after each of the optimiser"
     largest = config["gradient_clipping"]
     yield f"gradients are clipped to a norm of {largest:g} over all ranks" if largest else "gradients are not clipped"
+
+
+def _boundaries(schedule: ScheduledModel, options: Mapping[str, Any]) -> Iterator[str]:
+    """What each stage sends to the next, where example inputs say it; the hooks of the schedule answer."""
+    if schedule.example_inputs is None:
+        yield "what crosses stages is known with the first batch: there are no example inputs"
+        return
+    try:
+        asked = slapo_core.stages(
+            cast("Schedule", schedule), whole_output=bool((options.get("arguments") or {}).get("has_loss"))
+        )
+    except (ArgumentError, HookError, TraceError) as error:  # build says it, and ends there
+        yield f"what crosses stages is not known: {error.message}"
+        return
+    values = asked.partition.values
+    for number, names in enumerate(asked.liveness.boundaries):
+        sent = ", ".join(_shown(values[name]) for name in names)
+        yield f"stage {number} sends stage {number + 1}: {sent or 'nothing'}"
+
+
+def _shown(value: Value) -> str:
+    """``transformer_h_3 (batch, 16, 32) float32``."""
+    shape = ", ".join(map(str, value.symbolic_shape if value.symbolic_shape is not None else value.shape))
+    return f"{value.name} ({shape}) {str(value.dtype).removeprefix('torch.')}"
 
 
 def _topology(mesh: Mesh) -> str:

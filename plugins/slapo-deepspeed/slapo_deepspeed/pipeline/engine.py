@@ -13,16 +13,17 @@ from slapo_core import RankFailedError, SlapoError, StepResult
 from slapo_core.spec.drawing import move_on, own_random_state
 from slapo_deepspeed.engine import DeepSpeedEngine
 from slapo_deepspeed.initialising import has_optimizer, initialise
-from slapo_deepspeed.marks import mark
+from slapo_deepspeed.marks import mark, marks_taken_back
 from slapo_deepspeed.pipeline.bare import bare_ranks, stand_in
 from slapo_deepspeed.pipeline.counting import count_once
 from slapo_deepspeed.pipeline.forms import Forms
 from slapo_deepspeed.pipeline.precision import share_types
-from slapo_deepspeed.pipeline.private import groups_of, losses_of, prepare, sending_over
+from slapo_deepspeed.pipeline.private import forget, groups_of, losses_of, prepare, sending_over
 from slapo_deepspeed.pipeline.ties import Ties
 from slapo_deepspeed.pipeline.work import Work
 from slapo_deepspeed.starting import start
 from slapo_deepspeed.zero.norms import keep_norm, norm_of_last_step
+from slapo_deepspeed.zero.unused import UnusedParameters
 
 if TYPE_CHECKING:
     from slapo_core import Plan
@@ -56,17 +57,18 @@ class PipelineEngine(DeepSpeedEngine):
         self._has_stepped = False
         for _ in request.materialise():
             pass
-        example = request.staged(request.schedule.example_inputs, 1, training=True, axes=self._axes)
-        self._part = request.part(example.staged.partition)
+        self._part = request.part(request.staged_example(self._count, axes=self._axes).staged.partition)
         bare = bare_ranks(request) if self._trains else frozenset()
         self._stand_in = stand_in(request) if mesh.rank("pp") in bare else None
-        self._groups = request.own_groups("pp", others=lambda: self._make(request))
-        mark(request)
-        count_once(request, self._ties.copies)
-        engine, groups = self._initialised(plan, request)
+        with marks_taken_back(request):
+            self._groups = request.own_groups("pp", others=lambda: self._make(request))
+            mark(request)
+            count_once(request, self._ties.copies)
+            engine, groups = self._initialised(plan, request)
         share_types(request, engine.device)
         keep_norm(engine)
         super().__init__(plan, request, engine, groups)
+        self._unused = UnusedParameters(request, engine)
         self._forms = Forms(request, self._count, self._axes, engine.device, bare)
 
     def _make(self, request: BuildRequest) -> Sequence[Any]:
@@ -111,9 +113,8 @@ class PipelineEngine(DeepSpeedEngine):
             with own_random_state(self.deepspeed.device) as work.seed:
                 self.deepspeed.train_batch(self._numbers())
             loss = self._loss(work)
-        if self._request.optimizer is None and not self._has_stepped:  # nothing else tells that the first step is over
-            self._request.clip_gradients()  # there are none any more
-        self._has_stepped = True
+        if not self._has_stepped:
+            self._end_first_step()
         norm = norm_of_last_step(self.deepspeed) if self.deepspeed.gradient_clipping() else None
         return StepResult(loss, None, norm)
 
@@ -123,6 +124,12 @@ class PipelineEngine(DeepSpeedEngine):
             work = self._work(batch, training=False)
             self.deepspeed.eval_batch(self._numbers(), bcast_loss=False)
             return StepResult(self._loss(work))
+
+    def _end_first_step(self) -> None:
+        self._has_stepped = True
+        self._unused.step_is_over()
+        if self._request.optimizer is None:  # nothing else tells that it is over
+            self._request.clip_gradients()  # there are none any more
 
     def _work(self, batch: Any, *, training: bool) -> Work:
         with self._groups.together("preparing the step", self.deepspeed.device):
@@ -140,7 +147,10 @@ class PipelineEngine(DeepSpeedEngine):
         """All passes of a step are over here; on every rank, before any of them waits in DeepSpeed's exchanges."""
         self._at = "DeepSpeed's exchange of gradients, or its optimiser's step"
         self._wait_for_all()
-        return self._ties.ready(self.deepspeed)
+        ties = self._ties.ready(self.deepspeed)
+        for parameter, _ in ties:
+            self._unused.seen(parameter)
+        return ties
 
     def _loss(self, work: Work) -> torch.Tensor:
         """The mean over the micro-batches, on every rank of the replica; all of them move on in torch's stream."""
@@ -177,6 +187,8 @@ class PipelineEngine(DeepSpeedEngine):
         """What this engine holds beside DeepSpeed's."""
         self._groups.close()
         self._forms.close()
+        self._unused.stop()
+        forget(self._stages)
 
     def _require_open(self) -> None:
         if self._reason is not None:

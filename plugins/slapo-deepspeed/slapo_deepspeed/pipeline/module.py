@@ -94,7 +94,8 @@ class StagesModule(PipelineModule):
         return outputs if isinstance(outputs, tuple) else (outputs,)  # which it makes of a tuple of one
 
     def _loss(self, outputs: Any, label: torch.Tensor) -> torch.Tensor:
-        return self.__dict__["_work"].loss(outputs, int(label))
+        work: Work = self.__dict__["_work"]
+        return work.loss(outputs)
 
     def train(self, mode: bool = True) -> StagesModule:
         """What DeepSpeed says of a step; the modules keep the modes that the engine around it has set."""

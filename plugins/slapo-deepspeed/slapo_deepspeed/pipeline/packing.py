@@ -37,7 +37,8 @@ class Parcel:
     """
 
     def __init__(self, values: Sequence[Value], *, backward: bool) -> None:
-        self._with = [value for value in values if value.requires_grad]
+        # Complex ones first: torch takes two reals for a complex number at even places only.
+        self._with = sorted((value for value in values if value.requires_grad), key=lambda one: one.dtype not in _REAL)
         self._without = [value for value in values if not value.requires_grad]
         self.carries_gradient = bool(self._with) or backward
         self._dtype = _common([_REAL.get(value.dtype, value.dtype) for value in self._with])

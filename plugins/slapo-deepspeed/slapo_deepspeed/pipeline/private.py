@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["groups_of", "losses_of", "prepare", "sending_over"]
+__all__ = ["forget", "groups_of", "losses_of", "prepare", "sending_over"]
 
 
 def prepare(engine: Any, received: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
@@ -46,6 +46,17 @@ def groups_of(module: Any) -> list[Any]:
         grid.get_slice_parallel_group(),
     ]
     return list(dict.fromkeys(found))
+
+
+def forget(module: Any) -> None:
+    """Let DeepSpeed forget a ``PipelineModule``'s groups, if they are the last ones that it was given.
+
+    It asks those wherever a later engine has none of its own.
+    """
+    from deepspeed.utils import groups
+
+    if groups.mpu is module.mpu():
+        groups.mpu = None
 
 
 @contextlib.contextmanager

@@ -59,13 +59,36 @@ class Ties:
         """The ties with their groups, each with a gradient: a rank that has none adds zeros.
 
         Args:
-            engine: DeepSpeed's.
+            engine: DeepSpeed's, which sums them then; but not where its optimiser keeps gradients in another type
+                under a name of its own: those are summed here.
         """
         found = []
         for parameter, group in self._ties:
             if not parameter.requires_grad:
                 continue
-            if not engine.using_bf16_optimizer and parameter.grad is None:
+            if engine.using_bf16_optimizer:
+                _count_as_there(engine.optimizer, parameter)
+            elif getattr(engine.optimizer, "use_grad_accum_attribute", False):
+                _sum_accumulated(engine.optimizer, parameter, group)
+                continue
+            elif parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             found.append((parameter, group))
         return found
+
+
+def _count_as_there(optimizer: Any, parameter: nn.Parameter) -> None:
+    """Its gradient is zeros where there was none, which DeepSpeed would not clip after the sum."""
+    for number, group in enumerate(optimizer.bf16_groups):
+        for place, one in enumerate(group):
+            if one is parameter:
+                optimizer.fp32_groups_has_gradients[number][place] = True
+                one._hp_grad = optimizer.fp32_groups_gradients[number][place]  # type: ignore[attr-defined]
+
+
+def _sum_accumulated(optimizer: Any, parameter: Any, group: Any) -> None:
+    import torch.distributed as dist
+
+    if parameter.grad_accum is None:
+        parameter.grad_accum = torch.zeros_like(parameter, dtype=optimizer.gradient_accumulation_dtype)
+    dist.all_reduce(parameter.grad_accum, group=group)

@@ -141,8 +141,9 @@ class Work:
             self.drew = has_drawn(stream, self.form.device)
         return made
 
-    def loss(self, outputs: tuple[torch.Tensor, ...], number: int) -> torch.Tensor:
-        """Of a micro-batch, from what :meth:`forward` of the last stage gave."""
+    def loss(self, outputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """Of the micro-batch that came last, from what :meth:`forward` gave on the last rank."""
+        number = self._count - 1
         last = f"stage {self.form.stages[-1].index}"
         self._at(f"{last} in the loss of micro-batch {number}")
         link = outputs[0] if len(outputs) > len(self._names) else None

@@ -10,13 +10,13 @@ import torch
 from slapo_core import StepResult
 from slapo_deepspeed.engine import DeepSpeedEngine
 from slapo_deepspeed.initialising import has_optimizer, initialise
-from slapo_deepspeed.marks import mark
+from slapo_deepspeed.marks import mark, marks_taken_back
 from slapo_deepspeed.mpu import MeshUnit
 from slapo_deepspeed.starting import start
 from slapo_deepspeed.zero.buffers import send_buffers
 from slapo_deepspeed.zero.failing import Failing
 from slapo_deepspeed.zero.memory import returned_at_once
-from slapo_deepspeed.zero.norms import keep_norm, norm_of_last_step
+from slapo_deepspeed.zero.norms import keep_norm, norm_of_last_step, require_counted
 from slapo_deepspeed.zero.partitioning import Partitioning, is_partitioned
 from slapo_deepspeed.zero.regions import gather_whole
 from slapo_deepspeed.zero.unused import UnusedParameters
@@ -58,8 +58,10 @@ class ZeroEngine(DeepSpeedEngine):
         partitioning = Partitioning(request, plan.config["config"], unit)
         try:
             partitioning.run()
-            mark(request)
-            made = initialise(plan, request, request.schedule.model, mpu=unit)
+            with marks_taken_back(request):
+                marked = mark(request)
+                made = initialise(plan, request, request.schedule.model, mpu=unit)
+                require_counted(made[0], marked)
         except BaseException:
             partitioning.take_back()
             raise

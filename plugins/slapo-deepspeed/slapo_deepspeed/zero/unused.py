@@ -31,9 +31,10 @@ class UnusedParameters:
         for live in request.state.tensors():
             if live.is_parameter and live.is_here and live.tensor.requires_grad:
                 self._names[id(live.tensor)] = live.reference_name
-                self._handles.append(live.tensor.register_post_accumulate_grad_hook(self._seen))
+                self._handles.append(live.tensor.register_post_accumulate_grad_hook(self.seen))
 
-    def _seen(self, parameter: torch.Tensor) -> None:
+    def seen(self, parameter: torch.Tensor) -> None:
+        """A parameter has a gradient."""
         self._names.pop(id(parameter), None)
 
     def step_is_over(self) -> None:
@@ -47,9 +48,9 @@ class UnusedParameters:
         if names:
             more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
             warnings.warn(
-                f"the first training step gave {', '.join(map(repr, names[:_SHOWN]))}{more} no gradient: DeepSpeed steps "
-                "them with a gradient of zero, so that weight decay and momentum change them, where torch leaves them "
-                "alone; set requires_grad=False on what the loss does not depend on, before build",
+                f"the first training step gave {', '.join(map(repr, names[:_SHOWN]))}{more} no gradient: DeepSpeed "
+                "steps them with a gradient of zero, so that weight decay and momentum change them, where torch leaves "
+                "them alone; set requires_grad=False on what the loss does not depend on, before build",
                 stacklevel=3,
             )
         self._names.clear()

@@ -1,0 +1,45 @@
+"""What ``slapo plugins check`` tries the dialect on: with parts of the optimiser's state, and of the weights too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from slapo_core.testing import DialectCase
+
+__all__ = ["adamw", "cases", "sgd"]
+
+_REJECTS: list[dict[str, Any]] = [
+    {"config": {"gradient_cliping": 1.0}},
+    {"config": {"train_batch_size": "many"}},
+    {"config": {"zero_optimization": {"stage": 4}}},
+    {"confg": {}},
+]
+
+
+def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """With an eps that keeps gradients that are zero but for rounding from becoming steps."""
+    return torch.optim.AdamW(parameters, lr=0.01, eps=1e-4)
+
+
+def cases() -> list[DialectCase]:
+    """DeepSpeed keeps float32 in float32, and reduces in it: the kit's tolerance for that."""
+    return [_case(1), _case(3)]
+
+
+def _case(stage: int) -> DialectCase:
+    return DialectCase(
+        "deepspeed",
+        config={"config": {"zero_optimization": {"stage": stage}}},
+        rejects=_REJECTS,
+        optimizers=(sgd, adamw),
+        dtype=torch.float32,
+        needs_process_group=True,
+        name=f"zero-{stage}",
+    )

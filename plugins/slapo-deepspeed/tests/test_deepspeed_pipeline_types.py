@@ -1,0 +1,134 @@
+"""Pipelines in bf16, with DeepSpeed's own optimiser, with gradients kept in another type, and without an optimiser."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import slapo_core as slapo
+from slapo_core.testing import preload_modules, run_ranks
+
+from .odd_pipelines import adamw
+
+pytestmark = pytest.mark.ranks
+preload_modules(
+    "deepspeed.pipe",
+    "deepspeed.runtime.zero.muon.muon_optimizer",
+    "slapo_deepspeed.pipeline.engine",
+    "slapo_pipeline.partition.hook",
+)
+
+IDS = torch.arange(32).reshape(8, 4) * 5 % 7
+CONFIGURED = {"type": "AdamW", "params": {"lr": 1e-2, "eps": 1e-4, "weight_decay": 0.01}}
+RUNS: dict[str, tuple[dict[str, Any], bool]] = {
+    "by its own optimiser": ({"optimizer": CONFIGURED}, True),
+    "bf16": ({"bf16": {"enabled": True}, "gradient_clipping": 0.1}, True),
+    "bf16 without ZeRO": ({"bf16": {"enabled": True}, "zero_optimization": {"stage": 0}}, True),
+    "bf16, the last rank uses the tie without a gradient": (
+        {"bf16": {"enabled": True}, "zero_optimization": {"stage": 0}},
+        False,
+    ),
+    "the last rank uses the tie without a gradient": ({}, False),
+    "gradients kept in another type": ({"data_types": {"grad_accum_dtype": "bf16"}}, True),
+    "gradients kept in another type, none on the last rank": ({"data_types": {"grad_accum_dtype": "bf16"}}, False),
+}
+
+
+class Head(nn.Linear):
+    both = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.weight if self.both else self.weight.detach())
+
+
+class Words(nn.Module):
+    """The embedding's weight is used on both ranks.
+
+    Args:
+        both: whether it gets a gradient on both.
+    """
+
+    def __init__(self, *, both: bool) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.emb, self.one, self.two = nn.Embedding(7, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.head = Head(4, 7, bias=False)
+        self.head.weight, self.head.both = self.emb.weight, both
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.two(self.one(self.emb(ids)).tanh()))  # type: ignore[no-any-return]
+
+
+def loss_of(output: torch.Tensor, given: Any) -> torch.Tensor:
+    return nn.functional.cross_entropy(output.float().flatten(0, 1), given["ids"].flatten())
+
+
+def compared(config: dict[str, Any], both: bool) -> tuple[float, float]:
+    """The largest difference of losses, and of the last weights, from a training by hand with masters in float32."""
+    model = Words(both=both)
+    reference = copy.deepcopy(model)
+    sch = slapo.create_schedule(model, mesh={"pp": 2}, example_inputs={"ids": IDS[:2]})
+    sch["one"].pipeline_split()
+    own = {} if "optimizer" in config else {"optimizer": adamw}
+    engine = slapo.build(
+        sch, target="deepspeed", config={"gradient_accumulation_steps": 4, **config}, loss=loss_of, **own
+    )
+    low = torch.bfloat16 if "bf16" in config else torch.float32
+    for parameter in reference.parameters():
+        parameter.data = parameter.data.to(low)
+    masters = {one: one.detach().float().requires_grad_() for one in reference.parameters()}
+    optimizer = adamw(masters.values())
+    differences = []
+    for _ in range(4):
+        optimizer.zero_grad()
+        reference.zero_grad()
+        loss = loss_of(reference(IDS), {"ids": IDS})
+        loss.backward()
+        for one, master in masters.items():
+            assert one.grad is not None
+            master.grad = one.grad.float()
+        if config.get("gradient_clipping"):
+            nn.utils.clip_grad_norm_(masters.values(), config["gradient_clipping"])
+        optimizer.step()
+        with torch.no_grad():
+            for one, master in masters.items():
+                one.copy_(master)
+        differences.append(float(engine.train_step({"ids": IDS}).loss.float() - loss.detach()))
+    engine.check_replicas()
+    state, wanted = engine.state_dict(), dict(zip(dict(reference.named_parameters()), masters.values(), strict=True))
+    worst = max(float((state[name].float() - wanted[name].detach()).abs().max()) for name in wanted)
+    engine.close()
+    return max(map(abs, differences)), worst
+
+
+def only_evaluated() -> list[str]:
+    model = Words(both=True)
+    sch = slapo.create_schedule(model, mesh={"pp": 2}, example_inputs={"ids": IDS[:2]})
+    sch["one"].pipeline_split()
+    engine = slapo.build(sch, target="deepspeed", config={"gradient_accumulation_steps": 2}, loss=loss_of)
+    loss = float(engine.eval_step({"ids": IDS}).loss)
+    with pytest.raises(slapo.BuildError) as error:
+        engine.train_step({"ids": IDS})
+    with torch.no_grad():
+        wanted = float(loss_of(Words(both=True)(IDS), {"ids": IDS}))
+    engine.close()
+    return [str(error.value), "" if abs(loss - wanted) < 1e-6 else f"{loss} instead of {wanted}"]
+
+
+def on_rank() -> tuple[dict[str, tuple[float, float]], list[str]]:
+    torch.set_num_threads(1)
+    return {name: compared(*run) for name, run in RUNS.items()}, only_evaluated()
+
+
+def test_types_and_optimisers() -> None:
+    for found, (refusal, evaluated) in run_ranks(on_rank, world_size=2):
+        for name, (loss, weights) in found.items():
+            is_exact = "bf16" not in name and "another type" not in name
+            assert loss < (1e-5 if is_exact else 1e-2), (name, loss)
+            assert weights < (1e-5 if is_exact else 2e-3), (name, weights)
+        assert "it was built without an optimizer" in refusal
+        assert evaluated == ""
