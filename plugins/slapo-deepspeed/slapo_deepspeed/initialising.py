@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from slapo_deepspeed.scalars import scalars_sent
 from slapo_deepspeed.state.groups import Groups
 from slapo_deepspeed.zero.partitioning import with_shapes
 
@@ -52,7 +53,9 @@ def initialise(
         optimizer = request.make_optimizer(in_pieces=zero.get("stage", 0) > 0)
     groups = Groups.of(optimizer, keeps_first=bool(also))
     _leave_out_frozen(optimizer, also)
-    with _idle(optimizer) if _steps_at_construction(config) else contextlib.nullcontext():
+    mesh = request.schedule.mesh
+    idle = _idle(optimizer) if _steps_at_construction(config) else contextlib.nullcontext()
+    with idle, scalars_sent(model, mesh.group("dp") if mesh is not None else None):
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, mpu=mpu)
     if _steps_at_construction(config):
         _start_afresh(engine.optimizer)

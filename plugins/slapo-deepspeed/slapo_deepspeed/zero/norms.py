@@ -44,11 +44,19 @@ def keep_norm(engine: Any) -> None:
     from deepspeed.runtime.utils import clip_grad_norm_
 
     def clip_fp32_gradients(self: Any) -> None:
-        self._global_grad_norm = clip_grad_norm_(
-            parameters=self.module.parameters(), max_norm=self.gradient_clipping(), mpu=self.mpu
-        )
+        parameters = [_with_axis(one) for one in self.module.parameters()]
+        self._global_grad_norm = clip_grad_norm_(parameters, max_norm=self.gradient_clipping(), mpu=self.mpu)
 
     engine.clip_fp32_gradients = types.MethodType(clip_fp32_gradients, engine)
+
+
+def _with_axis(parameter: torch.Tensor) -> torch.Tensor:
+    """The parameter; of one without axes, which DeepSpeed cannot scale, a view that has one, and so has its gradient."""
+    if parameter.dim() or parameter.grad is None:
+        return parameter
+    view = parameter.detach().reshape(1)
+    view.grad = parameter.grad.reshape(1)
+    return view
 
 
 def norm_of_last_step(engine: Any) -> torch.Tensor | None:
