@@ -51,7 +51,7 @@ def keep_norm(engine: Any) -> None:
 
 
 def _with_axis(parameter: torch.Tensor) -> torch.Tensor:
-    """The parameter; of one without axes, which DeepSpeed cannot scale, a view that has one, and so has its gradient."""
+    """The parameter; of one without axes, whose gradient DeepSpeed cannot scale, a view with one."""
     if parameter.dim() or parameter.grad is None:
         return parameter
     view = parameter.detach().reshape(1)
