@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from slapo_core import BuildError
+from slapo_deepspeed.marks import PIECE
 
 __all__ = ["keep_norm", "norm_of_last_step", "require_counted"]
 
@@ -44,19 +45,13 @@ def keep_norm(engine: Any) -> None:
     from deepspeed.runtime.utils import clip_grad_norm_
 
     def clip_fp32_gradients(self: Any) -> None:
-        parameters = [_with_axis(one) for one in self.module.parameters()]
-        self._global_grad_norm = clip_grad_norm_(parameters, max_norm=self.gradient_clipping(), mpu=self.mpu)
+        self._global_grad_norm = clip_grad_norm_(
+            parameters=[_with_axes(one) for one in self.module.parameters()],
+            max_norm=self.gradient_clipping(),
+            mpu=self.mpu,
+        )
 
     engine.clip_fp32_gradients = types.MethodType(clip_fp32_gradients, engine)
-
-
-def _with_axis(parameter: torch.Tensor) -> torch.Tensor:
-    """The parameter; of one without axes, whose gradient DeepSpeed cannot scale, a view with one."""
-    if parameter.dim() or parameter.grad is None:
-        return parameter
-    view = parameter.detach().reshape(1)
-    view.grad = parameter.grad.reshape(1)
-    return view
 
 
 def norm_of_last_step(engine: Any) -> torch.Tensor | None:
@@ -65,3 +60,11 @@ def norm_of_last_step(engine: Any) -> torch.Tensor | None:
     if norm is None:
         return None
     return torch.as_tensor(norm, dtype=torch.float32).detach().reshape(()).clone()
+
+
+def _with_axes(parameter: torch.Tensor) -> Any:
+    """What DeepSpeed reads of a parameter; of a number, it cannot scale the gradient as it is."""
+    if parameter.dim() or parameter.grad is None:
+        return parameter
+    marks = {name: value for name, value in vars(parameter).items() if name in PIECE}
+    return types.SimpleNamespace(grad=parameter.grad.view(1), device=parameter.device, **marks)
