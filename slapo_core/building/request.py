@@ -16,8 +16,9 @@ from slapo_core.building.loss import LossCall
 from slapo_core.building.micro_batches import labels_left_out, micro_batches
 from slapo_core.building.modes import switch_to_training
 from slapo_core.building.optimizer import make_optimizer, same_groups
-from slapo_core.building.staged_batch import StagedBatch, staged_batch
+from slapo_core.building.staged_batch import StagedBatch, staged_pieces
 from slapo_core.building.stages import Stages
+from slapo_core.errors import BuildError
 from slapo_core.pipeline.binding import bound_batch
 from slapo_core.pipeline.part import Part
 from slapo_core.ranks.own_groups import OwnGroups
@@ -145,9 +146,24 @@ class Request:
         return self._stages.of(inputs, training=training, outputs=outputs, batch_axes=batch_axes)
 
     def staged(
-        self, batch: Any, count: int, *, training: bool, axes: Mapping[str, int | None] | None = None
+        self,
+        batch: Any,
+        count: int,
+        *,
+        training: bool,
+        axes: Mapping[str, int | None] | None = None,
+        option: str = "",
     ) -> StagedBatch:
-        return staged_batch(self, batch, count, training=training, axes=axes)
+        pieces = self.micro_batches(batch, count, axes=axes, option=option)
+        return staged_pieces(self, pieces, training=training, axes=axes)
+
+    def staged_example(self, count: int, *, axes: Mapping[str, int | None] | None = None) -> StagedBatch:
+        example = self._schedule.example_inputs
+        try:
+            pieces = self._cut(example, count, "microbatches", axes)
+        except BuildError:
+            pieces = [example]
+        return staged_pieces(self, pieces, training=True, axes=axes)
 
     def part(self, partition: Partition) -> torch.nn.Module:
         assert self._mesh is not None
@@ -167,21 +183,29 @@ class Request:
         return found
 
     def micro_batches(
-        self, batch: Any, count: int | None = None, *, axes: Mapping[str, int | None] | None = None
+        self,
+        batch: Any,
+        count: int | None = None,
+        *,
+        axes: Mapping[str, int | None] | None = None,
+        option: str = "",
     ) -> list[Any]:
-        option = "accumulate" if count is None else "microbatches"
-        by_place: dict[Any, int | None] = {**(axes or {})}
-        if not isinstance(batch, Mapping):
-            names = list(inspect.signature(self._schedule.model.forward).parameters)
-            by_place |= {place: by_place[name] for place, name in enumerate(names) if name in by_place}
+        option = option or ("accumulate" if count is None else "microbatches")
         count = self._arguments.accumulate if count is None else count
-        pieces = micro_batches(batch, count, option=option, axes=by_place)
+        pieces = self._cut(batch, count, option, axes)
         if len(pieces) > 1 and not self._is_cut:
             self._is_cut = True
             reason = labels_left_out(pieces, option=option)
             if reason is not None:
                 warnings.warn(reason, stacklevel=3)
         return pieces
+
+    def _cut(self, batch: Any, count: int, option: str, axes: Mapping[str, int | None] | None) -> list[Any]:
+        by_place: dict[Any, int | None] = {**(axes or {})}
+        if not isinstance(batch, Mapping):
+            names = list(inspect.signature(self._schedule.model.forward).parameters)
+            by_place |= {place: by_place[name] for place, name in enumerate(names) if name in by_place}
+        return micro_batches(batch, count, option=option, axes=by_place)
 
     def own_groups(self, *mesh_dims: str, others: Callable[[], Sequence[Any]] | None = None) -> OwnGroups:
         assert self._mesh is not None

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from slapo_core.spec.pipeline import Output
     from slapo_core.spec.request import BuildRequest, StagedModel
 
-__all__ = ["StagedBatch", "staged_batch"]
+__all__ = ["StagedBatch", "staged_pieces"]
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,10 @@ class StagedBatch:
         return self.request.loss_of(self.staged.partition.output.assemble(pieces), self.pieces[number])
 
 
-def staged_batch(
-    request: BuildRequest, batch: Any, count: int, *, training: bool, axes: Mapping[str, int | None] | None
+def staged_pieces(
+    request: BuildRequest, pieces: Sequence[Any], *, training: bool, axes: Mapping[str, int | None] | None
 ) -> StagedBatch:
-    """As :meth:`slapo_core.spec.request.BuildRequest.staged` says."""
-    pieces = request.micro_batches(batch, count, axes=axes)
+    """As :meth:`slapo_core.spec.request.BuildRequest.staged` says, of micro-batches."""
     inputs = [request.inputs_of(piece) for piece in pieces]
     pick = _loss if request.loss is None else None  # one object, by which stages are looked up
     staged = request.stages(inputs[0], training=training, outputs=pick, batch_axes=axes)

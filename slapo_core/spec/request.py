@@ -256,7 +256,13 @@ class BuildRequest(Protocol):
         ...
 
     def staged(
-        self, batch: Any, count: int, *, training: bool, axes: Mapping[str, int | None] | None = None
+        self,
+        batch: Any,
+        count: int,
+        *,
+        training: bool,
+        axes: Mapping[str, int | None] | None = None,
+        option: str = "",
     ) -> StagedBatch:
         """Cut a batch into micro-batches, and find their stages: what a step of a runtime of stages begins with.
 
@@ -264,10 +270,10 @@ class BuildRequest(Protocol):
         Nothing is communicated.
 
         Args:
-            batch: in any form of ``train_step``; or the example inputs, with a count of 1.
+            batch: in any form of ``train_step``.
             count: of micro-batches.
             training: for a training step, else for an evaluation.
-            axes: as for :meth:`micro_batches`.
+            axes: as for :meth:`micro_batches`; ``option`` too.
 
         Returns:
             ``staged`` of it is the same object for batches of the same form, as long as it is kept.
@@ -276,6 +282,13 @@ class BuildRequest(Protocol):
             BuildError: the batch cannot be cut, the model has another number of stages for it than it was built with,
                 or there is no loss.
             TraceError: the model cannot be cut for it.
+        """
+        ...
+
+    def staged_example(self, count: int, *, axes: Mapping[str, int | None] | None = None) -> StagedBatch:
+        """As :meth:`staged` for a training step on the example inputs; whole, where they cannot be cut.
+
+        For what needs stages before a batch has come. Those of the first step are the same if it has their form.
         """
         ...
 
@@ -319,7 +332,12 @@ class BuildRequest(Protocol):
         ...
 
     def micro_batches(
-        self, batch: Any, count: int | None = None, *, axes: Mapping[str, int | None] | None = None
+        self,
+        batch: Any,
+        count: int | None = None,
+        *,
+        axes: Mapping[str, int | None] | None = None,
+        option: str = "",
     ) -> list[Any]:
         """Cut a batch into ``accumulate`` pieces of one size, along the first axis of every tensor.
 
@@ -331,6 +349,7 @@ class BuildRequest(Protocol):
             count: for a pipeline: how many, by its option ``microbatches``, instead of ``accumulate``.
             axes: for an argument of the forward: the axis of its tensors that counts the samples; None: every piece
                 has them whole.
+            option: that gives the number, for messages; "" for the two of slapo.
 
         Raises:
             BuildError: the samples do not divide, or tensors differ in their number.

@@ -52,7 +52,8 @@ def initialise(
         optimizer = request.make_optimizer(in_pieces=zero.get("stage", 0) > 0)
     groups = Groups.of(optimizer, keeps_first=bool(also))
     _leave_out_frozen(optimizer, also)
-    with _idle(optimizer) if _steps_at_construction(config) else contextlib.nullcontext():
+    idle = _idle(optimizer) if _steps_at_construction(config) else contextlib.nullcontext()
+    with _numbers_left_out(model), idle:
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, mpu=mpu)
     if _steps_at_construction(config):
         _start_afresh(engine.optimizer)
@@ -66,6 +67,22 @@ def _leave_out_frozen(optimizer: torch.optim.Optimizer | None, also: Sequence[nn
     for group in optimizer.param_groups:
         group["params"] = [one for one in group["params"] if one.requires_grad]
     optimizer.param_groups[0]["params"] += also
+
+
+@contextlib.contextmanager
+def _numbers_left_out(model: nn.Module) -> Iterator[None]:
+    """DeepSpeed sends every parameter of the first replica to the others as bytes, and fails where one has no axes.
+
+    Replicas have the same values before.
+    """
+    numbers: list[Any] = [one for one in model.parameters() if not one.dim() and not hasattr(one, "ds_optim_param")]
+    for number in numbers:
+        number.ds_optim_param = True  # which it does not send
+    try:
+        yield
+    finally:
+        for number in numbers:
+            del number.ds_optim_param
 
 
 def _steps_at_construction(config: dict[str, Any]) -> bool:

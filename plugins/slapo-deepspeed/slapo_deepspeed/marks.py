@@ -15,9 +15,10 @@ import torch
 if TYPE_CHECKING:
     from slapo_core.spec.request import BuildRequest
 
-__all__ = ["mark", "marks_taken_back"]
+__all__ = ["PIECE", "mark", "marks_taken_back"]
 
-_PIECE = ("model_parallel", "tensor_model_parallel")  # DeepSpeed takes either; other code around it one of them
+PIECE = ("model_parallel", "tensor_model_parallel")
+"""DeepSpeed takes either; other code around it one of them."""
 
 
 @contextlib.contextmanager
@@ -63,7 +64,7 @@ def mark(request: BuildRequest) -> list[torch.Tensor]:
             continue
         split_over = {mesh_dim for mesh_dim, _ in live.layout.shards() if mesh is not None and mesh.size(mesh_dim) > 1}
         is_piece = "tp" in split_over
-        for name in _PIECE:
+        for name in PIECE:
             if is_piece or hasattr(live.tensor, name):
                 setattr(live.tensor, name, is_piece)
         if is_piece:
@@ -74,6 +75,6 @@ def mark(request: BuildRequest) -> list[torch.Tensor]:
 
 
 def _mark_gradient(parameter: torch.Tensor) -> None:
-    for name in _PIECE:
+    for name in PIECE:
         if parameter.grad is not None:
             setattr(parameter.grad, name, True)

@@ -30,7 +30,7 @@ class Net(nn.Module):
         torch.manual_seed(0)
         self.emb = nn.Embedding(11, 4)
         self.a, self.b, self.c, self.d, self.e = (nn.Linear(4, 4) for _ in range(5))
-        self.scale = nn.Parameter(torch.tensor([0.5]))
+        self.scale = nn.Parameter(torch.tensor(0.5))  # which DeepSpeed alone cannot send
         self.table = nn.Parameter(torch.randn(6, 4))
         self.drop = nn.Dropout(dropout)
         if tied:
@@ -41,7 +41,7 @@ class Net(nn.Module):
         soft = (ids.float() * 0.1).unsqueeze(-1)  # a float without a gradient
         turning = torch.polar(soft.squeeze(-1), soft.squeeze(-1))  # complex, without
         h = self.drop(self.a(self.emb(ids) + x))
-        mean = h.mean() * self.scale[0]  # without axes
+        mean = h.mean() * self.scale  # without axes
         turned = h.transpose(1, 2).clone()  # not contiguous
         spectrum = torch.fft.rfft(h, dim=-1)  # complex, with a gradient
         small = (h * 3).to(torch.bfloat16)  # of another type, with a gradient

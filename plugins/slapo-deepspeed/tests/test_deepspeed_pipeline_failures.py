@@ -138,7 +138,7 @@ def test_every_rank_ends_with_the_error_of_the_guilty_one() -> None:
             assert text in after
     for told in ranks:
         assert "no numbers" in told["making"]
-        assert "5 samples do not divide" in told["uncut"]
+        assert "5 samples do not divide into gradient_accumulation_steps=3" in told["uncut"]
         assert told["then"] == ranks[0]["then"] > 0
 
 

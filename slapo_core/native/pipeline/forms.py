@@ -106,8 +106,7 @@ class Forms:
         """The stages for some form, that of the example inputs where no batch has come."""
         for form in self._kept.values():
             return form.staged.partition
-        example = self._request.schedule.example_inputs
-        return self._request.staged(example, 1, training=True, axes=self._axes).staged.partition
+        return self._request.staged_example(self._count, axes=self._axes).staged.partition
 
     def sent_bytes(self) -> dict[int, tuple[int, int]]:
         """By stage: what it has sent to the rank of the next one, and of the one before it."""

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from slapo_deepspeed.marks import PIECE
+
 if TYPE_CHECKING:
     from slapo_core.spec.request import BuildRequest
 
 __all__ = ["count_once"]
-
-_PIECE = ("model_parallel", "tensor_model_parallel")  # those of marks.py
 
 
 def count_once(request: BuildRequest, copies: Collection[torch.Tensor]) -> None:
@@ -35,7 +35,7 @@ def count_once(request: BuildRequest, copies: Collection[torch.Tensor]) -> None:
             continue
         if id(live.tensor) in is_copy:
             live.tensor.ds_pipe_replicated = True  # type: ignore[attr-defined]
-            for name in _PIECE:
+            for name in PIECE:
                 setattr(live.tensor, name, False)
         elif mesh.rank("pp") and not mesh.rank("tp"):
-            setattr(live.tensor, _PIECE[0], True)
+            setattr(live.tensor, PIECE[0], True)

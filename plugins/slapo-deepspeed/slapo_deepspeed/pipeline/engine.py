@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from slapo_core import BuildError, RankFailedError, SlapoError, StepResult
+from slapo_core import RankFailedError, SlapoError, StepResult
 from slapo_core.spec.drawing import move_on, own_random_state
 from slapo_deepspeed.engine import DeepSpeedEngine
 from slapo_deepspeed.initialising import has_optimizer, initialise
@@ -27,7 +27,7 @@ from slapo_deepspeed.zero.unused import UnusedParameters
 
 if TYPE_CHECKING:
     from slapo_core import Plan
-    from slapo_core.spec.request import BuildRequest, StagedBatch
+    from slapo_core.spec.request import BuildRequest
     from slapo_deepspeed.state.groups import Groups
 
 __all__ = ["PipelineEngine"]
@@ -57,7 +57,7 @@ class PipelineEngine(DeepSpeedEngine):
         self._has_stepped = False
         for _ in request.materialise():
             pass
-        self._part = request.part(self._example(request).staged.partition)
+        self._part = request.part(request.staged_example(self._count, axes=self._axes).staged.partition)
         bare = bare_ranks(request) if self._trains else frozenset()
         self._stand_in = stand_in(request) if mesh.rank("pp") in bare else None
         with marks_taken_back(request):
@@ -70,14 +70,6 @@ class PipelineEngine(DeepSpeedEngine):
         super().__init__(plan, request, engine, groups)
         self._unused = UnusedParameters(request, engine)
         self._forms = Forms(request, self._count, self._axes, engine.device, bare)
-
-    def _example(self, request: BuildRequest) -> StagedBatch:
-        """Cut as a batch is, where that goes, so that its stages are those of the first step."""
-        example = request.schedule.example_inputs
-        try:
-            return request.staged(example, self._count, training=True, axes=self._axes)
-        except BuildError:
-            return request.staged(example, 1, training=True, axes=self._axes)
 
     def _make(self, request: BuildRequest) -> Sequence[Any]:
         """DeepSpeed's module, and its process groups and those of ties."""

@@ -51,7 +51,9 @@ class Forms:
             BuildError: it cannot be cut into micro-batches; the model has other stages for it; or there is no loss.
             TraceError: the model cannot be cut for it.
         """
-        cut = self._request.staged(batch, self._count, training=training, axes=self._axes)
+        cut = self._request.staged(
+            batch, self._count, training=training, axes=self._axes, option="gradient_accumulation_steps"
+        )
         key = (id(cut.staged), training)
         if key not in self._kept:
             self._kept[key] = Form(

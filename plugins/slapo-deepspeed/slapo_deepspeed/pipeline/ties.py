@@ -83,7 +83,7 @@ def _count_as_there(optimizer: Any, parameter: nn.Parameter) -> None:
         for place, one in enumerate(group):
             if one is parameter:
                 optimizer.fp32_groups_has_gradients[number][place] = True
-                one._hp_grad = optimizer.fp32_groups_gradients[number][place]
+                one._hp_grad = optimizer.fp32_groups_gradients[number][place]  # type: ignore[attr-defined]
 
 
 def _sum_accumulated(optimizer: Any, parameter: Any, group: Any) -> None:
