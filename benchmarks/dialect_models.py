@@ -171,8 +171,6 @@ def schedule(sch: slapo.Schedule, setting: Setting) -> None:
         block.trace(flatten=True)
         block.replace(match="fusion.sdpa")
         for pattern in FUSED[setting.model]:
-            if pattern == "fusion.bias_dropout_add_norm" and setting.size("pp") > 1:
-                continue  # a cut records the block once more, and does not find this one again
             block.fuse(pattern, name=pattern.partition(".")[2], compiler=setting.compiler)
     for number in range(setting.checkpoint):
         sch[f"{blocks}.{number}"].checkpoint()

@@ -183,7 +183,7 @@ def main() -> None:
         apart = max(abs(a - b) / abs(b) for a, b in zip(row["losses"], first["losses"], strict=True))
         print(
             f"losses of {COMPARED} steps of the same schedule file, {row['target']} against {first['target']}: "
-            f"{apart:.1e} apart, allowed {CLOSE[setting.dtype]:.0e}"
+            f"{apart:.1e} apart ({row['losses'][0]:.6f} to {row['losses'][-1]:.6f}), allowed {CLOSE[setting.dtype]:.0e}"
         )
         assert apart <= CLOSE[setting.dtype], json.dumps([row["losses"] for row in rows])
     if options.json or not options.small:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from slapo_core.spec.dialect import BuildArguments
 from slapo_deepspeed.config.keys import KEYS
 from slapo_deepspeed.config.refusing import REMOVED, ZERO_REFUSED
 
-from .planned import ADAM, planned, refusal
+from .planned import ADAM, planned, refusal, schedule_of
 
 START = "the DeepSpeed configuration cannot be run: "
 
@@ -159,6 +160,22 @@ def test_zero_stages_that_no_pipeline_runs_are_refused() -> None:
     assert message.startswith(f"{START}'zero_optimization.stage' of config is 0, and gradients in bf16 are clipped")
     planned({"zero_optimization": {"stage": 0}, "bf16": {"enabled": True}}, {"pp": 2})
     planned({"zero_optimization": {"stage": 0}, "gradient_clipping": 1.0}, {"pp": 2})
+
+
+def test_fp16_is_not_trained_without_zero() -> None:
+    """DeepSpeed divides gradients by a scale there that it has not multiplied the loss by."""
+    config: dict[str, Any] = {"fp16": {"enabled": True}}
+    assert planned(config)["zero_optimization"] == {"stage": 1}
+    assert planned(config, {"pp": 2})["zero_optimization"] == {"stage": 1}
+    for mesh in (None, {"pp": 2}):
+        message = refusal({**config, "zero_optimization": {"stage": 0}}, mesh)
+        assert message.startswith(
+            f"{START}'zero_optimization.stage' of config is 0, and fp16 is enabled: without ZeRO, "
+        )
+    assert planned(config, arguments=BuildArguments())["zero_optimization"] == {"stage": 0}  # it only evaluates
+    planned({"fp16": {"enabled": False}, "zero_optimization": {"stage": 0}})
+    half = schedule_of(dtype=torch.float16)
+    assert planned({"fp16": {"enabled": "auto"}}, schedule=half)["zero_optimization"] == {"stage": 1}
 
 
 @pytest.mark.parametrize("stage", [4, -1, "2", 1.0, True, [1]])

@@ -38,7 +38,7 @@ def _adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-4, weight_decay=0.0)
 
 
-def _train(target: str, **options: Any) -> list[float]:
+def _train(target: str, *, norm: float | None = 0.05, scale: float = 1.0, **options: Any) -> list[float]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 2))
     schedule = slapo.create_schedule(model, mesh={"dp": 2})
@@ -48,8 +48,8 @@ def _train(target: str, **options: Any) -> list[float]:
         schedule,
         target=target,
         optimizer=None if has_own else _adamw,
-        loss=lambda output, batch: output.square().mean(),
-        max_grad_norm=0.05,
+        loss=lambda output, batch: scale * output.square().mean(),
+        max_grad_norm=norm,
         accumulate=2,
         **options,
     )
@@ -57,25 +57,28 @@ def _train(target: str, **options: Any) -> list[float]:
     for step in range(STEPS):
         generator = torch.Generator().manual_seed(10 * step + schedule.mesh.rank("dp"))
         result = engine.train_step(torch.randn(4, 8, generator=generator))
-        assert result.grad_norm is not None
-        found += [float(result.loss), float(result.grad_norm)]
+        assert (result.grad_norm is None) == (norm is None)
+        found += [float(result.loss), 0.0 if result.grad_norm is None else float(result.grad_norm)]
     found += [float(value.sum()) for value in engine.state_dict().values()]
     engine.close()
     return found
 
 
-def _all() -> tuple[list[float], dict[str, list[float]], list[float]]:
+def _all() -> tuple[list[float], dict[str, list[float]], list[float], list[list[float]]]:
     scheduled = {**zero(1), **OWN, "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 100}}}
     return (
         _train("torch"),
         {name: _train("deepspeed", config=config) for name, config in CASES.items()},
         _train("deepspeed", config=scheduled),
+        [_train(target, norm=None, scale=100.0) for target in ("torch", "deepspeed")],
     )
 
 
 @pytest.mark.ranks
 def test_settings_that_pass_train_what_target_torch_trains() -> None:
-    for expected, found, scheduled in run_ranks(_all, world_size=2):
+    for expected, found, scheduled, (unclipped, by_deepspeed) in run_ranks(_all, world_size=2):
+        # Their norms are far above 1.0, to which DeepSpeed clips by default.
+        assert by_deepspeed == pytest.approx(unclipped, rel=1e-5, abs=1e-5)
         for name, got in found.items():
             assert got == pytest.approx(expected, abs=1e-5), name
         assert scheduled[:2] == pytest.approx(expected[:2], abs=1e-5)

@@ -135,7 +135,7 @@ def buffers() -> dict[str, Any]:
 
 
 def failing() -> dict[str, Any]:
-    """A loss that fails in a micro-batch: a step that has no gradients yet is forgotten, any other ends the training."""
+    """A loss that fails in a micro-batch: a step without gradients yet is forgotten, any other ends the training."""
     found = {}
     for stage in (0, 2, 3):
         for fatal in (1, 2):

@@ -20,7 +20,7 @@ SUBJECT = SUBJECTS["bert"]
 
 def file_cells() -> list[Cell]:
     """The meshes on which the file is run."""
-    return [Cell("bert", "dp 2, tp 1", 2), Cell("bert", "dp 2, tp 2", 2, 2), Cell("bert", "pp 2, tp 2", 1, 2)]
+    return [Cell("bert", "dp 2, tp 1", 3), Cell("bert", "dp 2, tp 2", 2, 2), Cell("bert", "pp 2, tp 2", 1, 2)]
 
 
 def make() -> nn.Module:

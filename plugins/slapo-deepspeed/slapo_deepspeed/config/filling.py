@@ -23,7 +23,7 @@ __all__ = ["OPTIONS", "filled"]
 OPTIONS = ("config", "batch_axes")
 """What users give; a plan has `arguments`, those of ``build``, and `origins`, where values come from, besides."""
 
-_TESTED_WITH_ZERO = frozenset({"adagrad", "adam", "adamw", "lion", "muon"})
+_TESTED_WITH_ZERO = frozenset({"adagrad", "adam", "adamw", "lion"})
 _PIPELINE = {
     "use_reentrant": "so that integers and booleans may cross stages",
     "pipe_partitioned": "tensors cross stages whole",
@@ -53,12 +53,13 @@ def filled(schedule: ScheduledModel, options: Mapping[str, Any]) -> dict[str, An
     axes = _checked_axes(options.get("batch_axes"))
     config, source = read(options.get("config"))
     refuse_unknown(config, source)
+    config = {key: value for key, value in config.items() if value is not None}  # null: nothing is given
     facts = Facts.of(schedule, {**options, "batch_axes": axes})
     draft = Draft(config, source, facts, dict(options.get("origins") or {}))
+    fill_precision(draft)
     _fill_zero(draft)
     refuse_settings(draft)
     leave_out_auto(draft)
-    fill_precision(draft)
     fill_batch(draft)
     _fill_clipping(draft)
     _fill_pipeline(draft)
@@ -95,6 +96,8 @@ def _fill_zero(draft: Draft) -> None:
         if draft.facts.pp > 1:
             why = "with a pipeline; without ZeRO, DeepSpeed's own norm of gradients leaves out later stages"
             draft.fill("zero_optimization.stage", 1, why)
+        elif draft.get("fp16.enabled"):
+            draft.fill("zero_optimization.stage", 1, "with fp16; without ZeRO, DeepSpeed does not scale the loss")
         else:
             draft.fill("zero_optimization.stage", 0, "DeepSpeed's default")
 

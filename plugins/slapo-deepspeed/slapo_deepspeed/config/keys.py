@@ -89,7 +89,11 @@ KEYS: dict[str, Key] = {
             "output_file",
         ),
     ),
-    "fp16": Key("passed", '`"enabled": "auto"` is filled in: whether the model is in float16'),
+    "fp16": Key(
+        "passed",
+        '`"enabled": "auto"` is filled in: whether the model is in float16; not with `"stage": 0`, where DeepSpeed '
+        "does not scale the loss",
+    ),
     "gradient_accumulation_steps": Key("filled", "`build(accumulate=...)`; with a pipeline the number of its ranks"),
     "gradient_allreduce_op": Key("refused", '`"sum"`: replicas train as one process, so gradients are averaged'),
     "gradient_clipping": Key("filled", "`build(max_grad_norm=...)`; 0 without it (DeepSpeed's own default is 1.0)"),
@@ -139,7 +143,7 @@ KEYS: dict[str, Key] = {
     "weight_quantization": Key("refused", "it is for inference"),
     "zero_allow_untested_optimizer": Key("filled", "true: DeepSpeed asks for it for SGD and others"),
     "zero_force_ds_cpu_optimizer": Key("filled", "false for a factory with offloading to CPUs"),
-    "zero_optimization": Key("filled", "`stage`: 0, with a pipeline 1; see below for what is refused"),
+    "zero_optimization": Key("filled", "`stage`: 0, with a pipeline or fp16 1; see below for what is refused"),
 }
 """Every key that DeepSpeed 0.19 reads, but for those that it has removed and refuses itself."""
 

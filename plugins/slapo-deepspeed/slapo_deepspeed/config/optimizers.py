@@ -79,6 +79,12 @@ def _refuse_unknown(draft: Draft, name: str) -> None:
             "parameters without it",
             hint="optimizer=lambda params: ... of build",
         )
+    if name == "muon":
+        raise BuildError(
+            f"{place} is 'Muon': DeepSpeed sorts the parameters into groups of its own for it, which this target "
+            "cannot save and load",
+            hint='"type": "AdamW"',
+        )
     if name in _OWN:
         return
     kind = getattr(torch.optim, name, None)
@@ -106,7 +112,14 @@ def _refuse_pieces(draft: Draft, name: str) -> None:
             hint='"type": "AdamW"',
         )
     stage = draft.get("zero_optimization.stage") or 0
-    if stage and name != "muon":  # which DeepSpeed gathers for ZeRO
+    low = any(draft.get(f"{kind}.enabled") for kind in ("bf16", "bfloat16"))
+    if not stage and facts.pp > 1 and low:
+        raise BuildError(
+            f"{place} is {name!r}, which does not treat the elements of a parameter one by one, and in a pipeline in "
+            "bf16 DeepSpeed gives each rank pieces of them, without ZeRO too",
+            hint='"type": "AdamW"',
+        )
+    if stage:
         raise BuildError(
             f"{place} is {name!r}, which does not treat the elements of a parameter one by one, and ZeRO-{stage} "
             "gives each rank pieces of them",

@@ -110,9 +110,9 @@ _ADAM_ONLY = ("torch_adam", "adam_w_mode", "fp32_optimizer_states")
 
 
 def _check_optimizer(draft: Draft) -> None:
-    """Whether its params are some that it has; DeepSpeed's own Muon, which sorts them itself, is left to it."""
+    """Whether its params are some that it has."""
     name, params = optimizer_name(draft.config), draft.get("optimizer.params") or {}
-    if name is None or name == "muon":
+    if name is None:
         return
     try:
         inspect.signature(_kind(draft, name)).bind(None, **{k: v for k, v in params.items() if k not in _ADAM_ONLY})

@@ -16,7 +16,7 @@ from slapo_deepspeed.starting import start
 from slapo_deepspeed.zero.buffers import send_buffers
 from slapo_deepspeed.zero.failing import Failing
 from slapo_deepspeed.zero.memory import returned_at_once
-from slapo_deepspeed.zero.norms import keep_norm, norm_of_last_step
+from slapo_deepspeed.zero.norms import keep_norm, norm_of_last_step, require_counted
 from slapo_deepspeed.zero.partitioning import Partitioning, is_partitioned
 from slapo_deepspeed.zero.regions import gather_whole
 from slapo_deepspeed.zero.unused import UnusedParameters
@@ -59,8 +59,9 @@ class ZeroEngine(DeepSpeedEngine):
         try:
             partitioning.run()
             with marks_taken_back(request):
-                mark(request)
+                marked = mark(request)
                 made = initialise(plan, request, request.schedule.model, mpu=unit)
+                require_counted(made[0], marked)
         except BaseException:
             partitioning.take_back()
             raise
@@ -75,6 +76,8 @@ class ZeroEngine(DeepSpeedEngine):
             raise self._without_optimizer()
         self._refuse_without_gradients()
         self._failing.refuse_after()
+        self._between.check()
+        self._between.check_boundary()
         pieces = self._pieces(batch)
         losses, output = [], None
         with self._failing.watched():
@@ -85,6 +88,7 @@ class ZeroEngine(DeepSpeedEngine):
                 self.deepspeed.backward(loss)
                 self.deepspeed.step()
                 losses.append(loss.detach())
+        self._between.note()
         if not self._has_stepped:
             self._end_first_step()
         loss, output = (losses[0], output) if len(pieces) == 1 else (torch.stack(losses).mean(), None)

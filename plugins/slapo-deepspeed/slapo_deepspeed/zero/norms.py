@@ -3,13 +3,37 @@
 from __future__ import annotations
 
 import types
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from slapo_core import BuildError
 from slapo_deepspeed.marks import PIECE
 
-__all__ = ["keep_norm", "norm_of_last_step"]
+__all__ = ["keep_norm", "norm_of_last_step", "require_counted"]
+
+
+def require_counted(engine: Any, marked: Sequence[torch.Tensor]) -> None:
+    """Refuse what DeepSpeed's optimiser of bfloat16 fails at in the first step, on some ranks only.
+
+    Args:
+        engine: DeepSpeed's.
+        marked: the parameters that are pieces.
+
+    Raises:
+        BuildError: the ranks along ``tp`` but the first one have nothing to count in the norm of all gradients.
+    """
+    from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+
+    if engine.mp_world_size == 1 or not isinstance(engine.optimizer, BF16_Optimizer):
+        return
+    if not any(one.requires_grad for one in marked):
+        raise BuildError(
+            f"no parameter that is trained is split over the {engine.mp_world_size} ranks of mesh_dim 'tp', and "
+            "DeepSpeed's optimiser for bfloat16 with gradients summed in float32 cannot take a norm of nothing",
+            hint='leave out "data_types": {"grad_accum_dtype": "fp32"}, or a mesh without \'tp\'',
+        )
 
 
 def keep_norm(engine: Any) -> None:

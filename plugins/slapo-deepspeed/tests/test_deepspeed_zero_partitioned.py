@@ -1,0 +1,178 @@
+"""ZeRO-3: tensors are partitioned one by one, and steps of every kind train as under target torch."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+import slapo_core as slapo
+from slapo_core.testing import preload_modules, run_ranks
+from slapo_deepspeed.zero.partitioning import Partitioning
+
+from . import small
+
+preload_modules("deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer", "deepspeed.runtime.zero.stage3")
+pytestmark = pytest.mark.ranks
+
+ZERO_3 = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
+DP = {"dp": 2}
+
+
+class Apart(nn.Module):
+    """A Linear with its product and its sum apart."""
+
+    def __init__(self, old: nn.Module) -> None:
+        super().__init__()
+        self.weight, self.bias = old.weight, old.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight) + self.bias
+
+
+def fused(sch: slapo.Schedule) -> None:
+    sch["blocks.0.up"].decompose()
+    sch["blocks.0"].trace(flatten=True)
+    sch["blocks.0"].fuse("fusion.bias_gelu", compiler="eager", name="bias_gelu")
+
+
+def fused_and_recomputed(sch: slapo.Schedule) -> None:
+    fused(sch)
+    sch["blocks.0"].checkpoint()
+    sch["blocks.1"].checkpoint()
+
+
+def merged(sch: slapo.Schedule) -> None:
+    sch["blocks.1"].trace()
+    sch["blocks.1"].merge(["q", "k"])
+
+
+def root(sch: slapo.Schedule) -> None:
+    sch[""].trace(flatten=True)
+
+
+def compiled(sch: slapo.Schedule) -> None:
+    sch["blocks.0"].compile(backend="eager")
+    sch["blocks.1.up"].replace(lambda old: Apart(old))
+    sch["blocks.1.q"].quantize()
+
+
+STEPS = [fused_and_recomputed, merged, root, compiled]
+
+
+def _trained(
+    steps: Callable[[slapo.Schedule], None], config: dict[str, Any] | None, *, meta: bool = False
+) -> list[float]:
+    model: nn.Module | None = None
+    if meta:
+        with torch.device("meta"):
+            model = small.Tied()
+    weights = small.make().state_dict() if meta else None
+    sch, engine = small.built(DP, config, steps=steps, model=model, weights=weights, max_grad_norm=small.CLIP)
+    found = []
+    for step in range(3):
+        result = engine.train_step(small.share(small.batch(step), sch.mesh))
+        found += [float(result.loss), float(result.grad_norm)]
+        found.append(float(engine.eval_step(small.batch(9)).loss))
+    names = [name for name, _ in engine.module.named_parameters()]
+    assert names == list(dict(sch.model.named_parameters()))
+    engine.close()
+    return found
+
+
+def one_by_one() -> dict[str, Any]:
+    """How many elements of parameters are whole at once while a model on the meta device is built, at most."""
+    most, seen = [0], []
+    kept = Partitioning._partition
+
+    def counting(self: Partitioning, parameter: nn.Parameter) -> None:
+        tensors = [one for one in self._request.schedule.model.parameters() if not one.is_meta]
+        most[0] = max(most[0], sum(one.numel() for one in tensors))
+        kept(self, parameter)
+        seen.append((parameter.numel(), parameter.ds_tensor.numel() * 2 >= parameter.ds_numel))  # type: ignore[attr-defined]
+
+    Partitioning._partition = counting  # type: ignore[method-assign]
+    try:
+        losses = _trained(lambda sch: None, ZERO_3, meta=True)
+    finally:
+        Partitioning._partition = kept  # type: ignore[method-assign]
+    return {"most": most[0], "seen": seen, "losses": losses, "torch": _trained(lambda sch: None, None)}
+
+
+def shapes() -> dict[str, Any]:
+    """A factory that tells matrices from vectors, and one that fails: the model is as before, and can be built."""
+
+    def groups(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        decayed = [one for one in parameters if one.dim() > 1]
+        others = [one for one in parameters if one.dim() < 2]
+        found["sizes"] = (len(decayed), len(others), sum(one.numel() for one in parameters))
+        return torch.optim.AdamW([{"params": decayed, "weight_decay": 0.5}, {"params": others, "weight_decay": 0.0}])
+
+    def bad(parameters: Any) -> torch.optim.Optimizer:
+        raise ValueError("no optimiser today")
+
+    found: dict[str, Any] = {}
+    model = small.make()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    attributes = {name: set(vars(one)) for name, one in model.named_parameters()}
+    sch = slapo.create_schedule(model, mesh=DP, example_inputs=small.batch(0))
+    try:
+        slapo.build(sch, target="deepspeed", config=ZERO_3, optimizer=bad)
+    except slapo.BuildError as error:
+        found["error"] = str(error)
+    found["same"] = all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    found["clean"] = attributes == {name: set(vars(one)) for name, one in model.named_parameters()}
+    found["runs"] = float(model(**small.batch(0)).detach())
+    engine = slapo.build(sch, target="deepspeed", config=ZERO_3, optimizer=groups)
+    found["loss"] = float(engine.eval_step(small.batch(0)).loss)
+    engine.close()
+    return found
+
+
+def _on_ranks() -> dict[str, Any]:
+    torch.set_num_threads(1)
+    found = {"one_by_one": one_by_one(), "shapes": shapes()}
+    for steps in STEPS:
+        found[steps.__name__] = [_trained(steps, config) for config in (None, ZERO_3)]
+    dist.barrier()
+    return found
+
+
+@functools.cache
+def _found() -> list[dict[str, Any]]:
+    return run_ranks(_on_ranks, world_size=2)
+
+
+@pytest.mark.parametrize("steps", STEPS, ids=lambda steps: steps.__name__)
+def test_steps_train_as_under_target_torch(steps: Callable[[slapo.Schedule], None]) -> None:
+    for rank in _found():
+        by_torch, by_deepspeed = rank[steps.__name__]
+        assert by_deepspeed == pytest.approx(by_torch, rel=2e-6)
+
+
+def test_no_more_than_one_parameter_is_whole_at_once() -> None:
+    sizes = [one.numel() for one in small.make().parameters()]
+    for rank in _found():
+        found = rank["one_by_one"]
+        assert found["most"] == max(sizes)
+        assert len(found["seen"]) == len(sizes)  # the tied one once
+        assert all(left == 0 and is_part for left, is_part in found["seen"])
+        assert found["losses"] == pytest.approx(found["torch"], rel=2e-6)
+
+
+def test_a_factory_sees_whole_shapes_and_one_that_fails_leaves_the_model_whole() -> None:
+    parameters = list(small.make().parameters())
+    matrices = sum(one.dim() > 1 for one in parameters)
+    for rank in _found():
+        found = rank["shapes"]
+        assert found["sizes"] == (matrices, len(parameters) - matrices, sum(one.numel() for one in parameters))
+        assert "no optimiser today" in found["error"]
+        assert found["same"]
+        assert found["clean"]
+        assert found["loss"] == pytest.approx(found["runs"], rel=1e-6)
