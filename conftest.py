@@ -10,7 +10,33 @@ import pytest
 
 from slapo_core.testing import preload_modules
 
-preload_modules("pytest", "slapo_core.native.engine", "slapo_core.testing.checks.two_ranks", "slapo_tp")
+# What ranks would import one by one, in every launch of them: found by what they have that their server had not.
+preload_modules(
+    "pytest",
+    "importlib_metadata",
+    "networkx",
+    "setuptools",
+    "tomllib",
+    "typeguard",
+    "slapo_core.building.request",
+    "slapo_core.graph.traced",
+    "slapo_core.native.engine",
+    "slapo_core.primitives.merging",
+    "slapo_core.testing.checks.two_ranks",
+    "slapo_core.verification.dry",
+    "slapo_core.weights.checkpoint",
+    "slapo_pipeline.partition.hook",
+    "slapo_tp.hooks",
+    "slapo_tp.shard",
+    "slapo_tp.sync",
+    "deepspeed",
+    "deepspeed.module_inject.auto_ep_layer",
+    "deepspeed.ops.op_builder.all_ops",
+    "deepspeed.runtime.zero.muon.muon_optimizer",  # by every engine of DeepSpeed's, with much of torch's compiler
+    "deepspeed.runtime.superoffload.superoffload_stage3",
+    "slapo_deepspeed.pipeline.engine",
+    "slapo_deepspeed.zero.engine",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -28,6 +54,8 @@ LONGEST = (
     "test_tp_compiled.py",
     "test_fusion_ranks.py",
     "test_fusion_fuse.py",
+    "test_deepspeed_matrix.py",
+    "test_deepspeed_kit.py",
     "test_dialect_suite_catches.py",
     "test_launcher.py",
     "test_style.py",

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from slapo_core import StepResult
+from slapo_core import BuildError, StepResult
 from slapo_core.native.runtime import TorchRuntime
 from slapo_core.spec.stateful import StatefulEngine
 
@@ -35,6 +35,7 @@ class TorchEngine(StatefulEngine):
         self._state = request.state
         self._compute_loss, self._evaluate = request.compute_loss, request.evaluate
         self._micro_batches = request.micro_batches
+        self._frozen: tuple[nn.Parameter, ...] = ()  # what DistributedDataParallel would leave alone for ever
         self._runtime: TorchRuntime | None = TorchRuntime(self._replicated(request), request.clip_gradients)
         self._runtime.watch(self.optimizer)
 
@@ -43,6 +44,7 @@ class TorchEngine(StatefulEngine):
         model, mesh = self._module, request.schedule.mesh
         if mesh is None or mesh.size("dp") == 1 or not any(p.requires_grad for p in model.parameters()):
             return model
+        self._frozen = tuple(parameter for parameter in model.parameters() if not parameter.requires_grad)
         return DistributedDataParallel(model, process_group=mesh.group("dp"), **self.plan.config)
 
     @property
@@ -69,6 +71,8 @@ class TorchEngine(StatefulEngine):
         if optimizer is None:
             raise self._without_optimizer()
         self._refuse_without_gradients()
+        if any(parameter.requires_grad for parameter in self._frozen):
+            raise self._unfrozen()
         pieces = self._micro_batches(batch)
         losses, output = [], None
         for number, piece in enumerate(pieces, start=1):
@@ -89,6 +93,15 @@ class TorchEngine(StatefulEngine):
             raise self._closed()
         loss, output = self._evaluate(batch)
         return StepResult(loss, output)
+
+    def _unfrozen(self) -> BuildError:
+        frozen = {id(parameter) for parameter in self._frozen if parameter.requires_grad}
+        name = next(name for name, parameter in self._module.named_parameters() if id(parameter) in frozen)
+        return BuildError(
+            f"'{name}' was unfrozen after the build: DistributedDataParallel would not average its gradient, and every "
+            "replica would train another value",
+            hint="engine.save(directory); build a fresh engine of the model as it is to be, and engine.load(directory)",
+        )
 
     def close(self) -> None:
         """Let go of the optimiser and of DistributedDataParallel; the model and its state stay."""

@@ -10,6 +10,7 @@ from torch import nn
 
 from slapo_core import Plan
 from slapo_core.spec.stateful import StatefulEngine
+from slapo_deepspeed.between import BetweenSteps
 from slapo_deepspeed.state.groups import Groups
 
 if TYPE_CHECKING:
@@ -47,10 +48,13 @@ class DeepSpeedEngine(StatefulEngine):
         self._storage: DeepSpeedOptimizer | None = None
         if places.inner is not None:
             if groups is None:
-                groups = Groups.one(live.tensor for live in here if live.is_parameter and live.tensor.requires_grad)
+                groups = Groups.one(live.tensor for live in here if live.is_parameter)
+            groups.check_stages(mesh)
             names = {id(live.tensor): live.reference_name for live in here}
             self._storage = DeepSpeedOptimizer(places, groups, names, mesh, device)
-        request.state.keep_in(DeepSpeedTensors(places, mesh, device))
+        tensors = DeepSpeedTensors(places, mesh, device)
+        request.state.keep_in(tensors)
+        self._between = BetweenSteps(request, engine, tensors)
         describe(engine, request)
         self._is_closed = False
 

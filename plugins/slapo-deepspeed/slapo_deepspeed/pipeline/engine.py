@@ -109,10 +109,12 @@ class PipelineEngine(DeepSpeedEngine):
             raise self._without_optimizer()
         self._refuse_without_gradients()
         with self._request.training(batch), self._step():
+            self._between.check()
             work = self._work(batch, training=True)
             with own_random_state(self.deepspeed.device) as work.seed:
                 self.deepspeed.train_batch(self._numbers())
             loss = self._loss(work)
+        self._between.note()
         if not self._has_stepped:
             self._end_first_step()
         norm = norm_of_last_step(self.deepspeed) if self.deepspeed.gradient_clipping() else None

@@ -76,6 +76,8 @@ class ZeroEngine(DeepSpeedEngine):
             raise self._without_optimizer()
         self._refuse_without_gradients()
         self._failing.refuse_after()
+        self._between.check()
+        self._between.check_boundary()
         pieces = self._pieces(batch)
         losses, output = [], None
         with self._failing.watched():
@@ -86,6 +88,7 @@ class ZeroEngine(DeepSpeedEngine):
                 self.deepspeed.backward(loss)
                 self.deepspeed.step()
                 losses.append(loss.detach())
+        self._between.note()
         if not self._has_stepped:
             self._end_first_step()
         loss, output = (losses[0], output) if len(pieces) == 1 else (torch.stack(losses).mean(), None)
