@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 
+import slapo_core as slapo
 from slapo_core.testing import preload_modules, run_ranks
 from tests.integration.deepspeed.small import FORMS, build, plain, train
 
@@ -58,6 +61,40 @@ def saved_and_resumed(saving: list[str], pairs: list[tuple[str, str]], directory
     found = {form: save(form, directory) for form in saving}
     found |= {f"{form} from {other}": resume(form, other, directory) for form, other in pairs}
     return {what: differing for what, differing in found.items() if differing}
+
+
+def apart(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """Two groups, the first of which the second stage has no parameters of."""
+    own = parameters[-1:] if dist.get_rank() < 2 else []
+    rest = [parameter for parameter in parameters if not own or parameter is not own[0]]
+    return torch.optim.AdamW([{"params": own}, {"params": rest}])
+
+
+def in_stages(directory: Path) -> tuple[list[str], str]:
+    """Masters of a pipeline in bfloat16, resumed bit for bit; and groups that stages do not share."""
+    form, options = "ZeRO-1 pp2 tp2", {"config": {"bf16": {"enabled": True}}, "dtype": torch.bfloat16}
+    engine = build(form, **options)
+    train(engine, 0, BEFORE)
+    engine.save(directory)
+    train(engine, BEFORE, AFTER)
+    other = build(form, seed=7, **options)
+    other.load(directory)
+    other.check_replicas()
+    train(other, BEFORE, AFTER)
+    one, two = engine.state_dict(), other.state_dict()
+    differing = [name for name in one if not torch.equal(one[name], two[name])]
+    differing += [] if (directory / "trained.safetensors").exists() else ["no masters"]
+    try:
+        build(form, optimizer=apart)
+    except slapo.BuildError as error:
+        return differing, str(error)
+    return differing, "fine"
+
+
+def test_masters_and_groups_of_stages(tmp_path: Path) -> None:
+    for differing, refused in run_ranks(in_stages, tmp_path, world_size=4, timeout=1800):
+        assert differing == []
+        assert refused.startswith("group 0 of the optimiser has no parameters on rank 1 of 'pp': DeepSpeed sums")
 
 
 def test_every_form_goes_on_where_any_other_one_was(tmp_path: Path) -> None:

@@ -51,6 +51,22 @@ def test_a_checkpoint_from_before_the_first_step_takes_the_state_away(found: Fou
         assert rank["before the first step"] == {form: [] for form in ("ZeRO-0 dp2", "ZeRO-1 dp2", "ZeRO-3 dp2")}
 
 
+def test_deepspeeds_own_optimiser_and_that_of_a_factory_load_from_each_other(found: Found) -> None:
+    for rank in found:
+        assert rank["own optimizer"] == {"ZeRO-3 dp2": [], "torch tp2": []}
+
+
+def test_numbers_of_steps_that_one_flat_tensor_cannot_hold(found: Found) -> None:
+    for rank in found:
+        text, is_unchanged = rank["steps"]["late"]
+        assert text.startswith("BuildError: the checkpoint has 'step' = 2.0 for 'embedding.weight' and 5.0 for")
+        assert "'blocks.2.norm.weight', and DeepSpeed keeps one number for both" in text
+        assert is_unchanged
+        text, is_unchanged = rank["steps"]["never"]
+        assert text.startswith("the checkpoint has no state of the optimiser for blocks.2.norm.weight")
+        assert not is_unchanged
+
+
 def test_what_is_loaded_into_the_wrong_place_shows(found: Found) -> None:
     """The comparison that every other test here relies on."""
     for rank in found:

@@ -48,7 +48,8 @@ class DeepSpeedEngine(StatefulEngine):
         self._storage: DeepSpeedOptimizer | None = None
         if places.inner is not None:
             if groups is None:
-                groups = Groups.one(live.tensor for live in here if live.is_parameter and live.tensor.requires_grad)
+                groups = Groups.one(live.tensor for live in here if live.is_parameter)
+            groups.check_stages(mesh)
             names = {id(live.tensor): live.reference_name for live in here}
             self._storage = DeepSpeedOptimizer(places, groups, names, mesh, device)
         tensors = DeepSpeedTensors(places, mesh, device)

@@ -30,18 +30,19 @@ class Block(nn.Module):
 
 
 class Tied(nn.Module):
-    """Words in, the loss of the next ones out; the embedding is tied to the last product, ``scale`` is the root's."""
+    """Words in, the loss of the next ones out; the embedding is tied to the head, two scales are the root's own."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(WORDS, WIDTH)
         self.scale = nn.Parameter(torch.full((WIDTH,), 1.5))
+        self.strength = nn.Parameter(torch.tensor(1.1))
         self.blocks = nn.ModuleList(Block() for _ in range(2))
         self.head = nn.Linear(WIDTH, WORDS, bias=False)
         self.head.weight = self.embedding.weight
 
     def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(ids) * self.scale
+        x = self.embedding(ids) * self.scale * self.strength
         for block in self.blocks:
             x = block(x)
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())

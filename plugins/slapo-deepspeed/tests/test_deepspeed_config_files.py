@@ -86,3 +86,6 @@ def test_what_is_no_configuration_is_refused(config: Any, expected: str) -> None
 
 def test_nothing_is_a_configuration_of_defaults() -> None:
     assert planned(None) == planned({})
+    nothing = dict.fromkeys(("zero_optimization", "optimizer", "scheduler", "bf16", "train_batch_size"))
+    assert planned({**nothing, "gradient_clipping": None}) == planned({})
+    assert planned({"pipeline": None}, {"pp": 2}) == planned({}, {"pp": 2})

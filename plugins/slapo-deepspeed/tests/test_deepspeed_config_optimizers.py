@@ -81,6 +81,9 @@ def test_an_optimiser_that_needs_whole_parameters_is_not_given_pieces(name: str)
         "which does not treat the elements of a parameter one by one, and '0.weight' is split over mesh_dim 'tp'"
         in (message)
     )
+    in_stages = refusal({**of(name), "bf16": {"enabled": True}}, {"pp": 2})
+    assert "one by one, and in a pipeline in bf16 DeepSpeed gives each rank pieces" in in_stages
+    planned(of(name), {"pp": 2})
     assert "one by one, and ZeRO-2 gives each rank pieces of them" in refusal(of(name, stage=2))
 
 

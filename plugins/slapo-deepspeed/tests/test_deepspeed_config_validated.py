@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
 from typing import Any
 
 import pytest
 
 import slapo_core as slapo
 from slapo_core.spec.dialect import BuildArguments
+from slapo_deepspeed.config.keys import KEYS
 
 from .planned import ADAM, plan, planned, refusal, schedule_of
 
@@ -102,3 +105,23 @@ def test_a_refused_configuration_leaves_the_schedule_usable() -> None:
         slapo.build(schedule, target="deepspeed", config={"zero_optimisation": {}})
     assert not schedule.is_sealed
     plan({}, schedule=schedule)
+
+
+ODD: list[Any] = [
+    *(None, True, 0, 2, -1, 1.5, "auto", "x", [], {}, {"enabled": True}, {"enabled": "auto"}, {"enabled": 3}),
+    *({"stage": 1}, {"stage": 3}, {"type": "AdamW"}, {"type": "SGD", "params": [1]}, {"type": None}, {"params": None}),
+    *({"type": "WarmupLR", "params": {}}, {"device": "cpu"}, {"autotp_size": 2}, {"stages": 2}, {"x": 1}),
+]
+MESHES: list[Any] = [None, {"dp": 2}, {"pp": 2}, {"tp": 2, "dp": 2}]
+
+
+def test_whatever_is_given_is_planned_or_refused_in_words() -> None:
+    """And what is planned is planned again: ``plan`` asks twice."""
+    chosen, taken, schedules = random.Random(0), 0, [schedule_of(mesh) for mesh in MESHES]
+    for _ in range(200):
+        config = {name: chosen.choice(ODD) for name in chosen.sample(sorted(KEYS), chosen.choice([1, 1, 2]))}
+        arguments = BuildArguments(has_optimizer=chosen.random() < 0.5, accumulate=chosen.choice([1, 2]))
+        with contextlib.suppress(slapo.BuildError):
+            plan(config, schedule=chosen.choice(schedules), arguments=arguments)
+            taken += 1
+    assert 30 < taken < 170

@@ -114,8 +114,9 @@ def test_it_trains_as_the_same_loop_by_hand(name: str) -> None:
     losses, evaluated, masters = _by_hand(way)
     for rank in _found():
         found, found_evaluated, state = rank[name]
-        assert found == pytest.approx(losses, rel=1e-5)
-        assert found_evaluated == pytest.approx(evaluated, rel=1e-4)
+        close = 1e-5 if allowed < 1e-5 else 2e-3  # else a rounding more or less of a loss in lower precision
+        assert found == pytest.approx(losses, rel=close)
+        assert found_evaluated == pytest.approx(evaluated, rel=close)
         for key, master in masters.items():
             assert state[key].dtype == torch.float32
             torch.testing.assert_close(

@@ -28,6 +28,14 @@ LOW: dict[str, tuple[str, dict[str, Any]]] = {
         {**BF16, "zero_optimization": {"stage": 2, "round_robin_gradients": True}},
     ),
     "ZeRO-3": ("ZeRO-3 dp2", BF16),
+    "ZeRO-3, on the CPU": (
+        "ZeRO-3 dp2",
+        {
+            **BF16,
+            "zero_optimization": {"stage": 3, "sub_group_size": 200, "offload_optimizer": {"device": "cpu"}},
+            "zero_force_ds_cpu_optimizer": False,
+        },
+    ),
     "ZeRO-3, nothing kept whole": (
         "ZeRO-3 dp2",
         {**BF16, "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}},
@@ -203,6 +211,49 @@ def corrupted() -> dict[str, Any]:
     return found
 
 
+def own_optimizer(directory: Path) -> dict[str, Any]:
+    """DeepSpeed's optimiser by its configuration, and one of torch with the same settings: each loads the other's."""
+    params = {"lr": 0.01, "eps": 1e-4, "weight_decay": 0.01, "torch_adam": True}
+    by_config: dict[str, Any] = {"optimizer": None, "config": {"optimizer": {"type": "AdamW", "params": params}}}
+    by_factory: dict[str, Any] = {"optimizer": lambda them: torch.optim.AdamW(them, lr=0.01, eps=1e-4)}
+    found = {}
+    for form, options, other, others in (
+        ("ZeRO-3 dp2", by_config, "torch tp2", by_factory),
+        ("torch tp2", by_factory, "ZeRO-1 dp2", by_config),
+    ):
+        engine = build(form, **options)
+        train(engine, 0, 2)
+        engine.save(directory / form)
+        train(engine, 2, 4)
+        again = build(other, seed=7, **others)
+        again.load(directory / form)
+        train(again, 2, 4)
+        one, two = engine.state_dict(), again.state_dict()
+        found[form] = [name for name in one if (one[name] - two[name]).abs().max() > 3e-6]
+    return found
+
+
+def steps(directory: Path) -> dict[str, Any]:
+    """Parameters that took other numbers of steps than those that lie with them; and one that never took any."""
+    engine = build("torch tp2", optimizer=one_group)
+    train(engine, 0, 2)
+    late = engine.module.get_parameter("blocks.2.norm.weight")
+    engine.optimizer.state[late]["step"] += 3
+    engine.save(directory / "late")
+    del engine.optimizer.state[late]
+    engine.save(directory / "never")
+    found = {}
+    for case in ("late", "never"):
+        other = build("ZeRO-1 dp2", optimizer=one_group)
+        before = other.state_dict()
+        found[case] = (said(other.load, directory / case), different(other.state_dict(), before) == [])
+    return found
+
+
+def one_group(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.01, eps=1e-4)
+
+
 def ends() -> dict[str, Any]:
     """What an engine says after its end, and one without an optimiser."""
     engine = build("ZeRO-3 dp2")
@@ -227,6 +278,8 @@ def all_cases(directory: Path) -> dict[str, Any]:
         found[case] = low_precision(case, dtype, directory / case)
     found["schedulers"] = schedulers(directory)
     found["before the first step"] = before_the_first_step(directory / "fresh")
+    found["own optimizer"] = own_optimizer(directory / "own")
+    found["steps"] = steps(directory / "steps")
     found["faults"] = faults(directory / "faults")
     found["corrupted"] = corrupted()
     found["ends"] = ends()

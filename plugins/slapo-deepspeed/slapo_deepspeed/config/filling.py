@@ -53,6 +53,7 @@ def filled(schedule: ScheduledModel, options: Mapping[str, Any]) -> dict[str, An
     axes = _checked_axes(options.get("batch_axes"))
     config, source = read(options.get("config"))
     refuse_unknown(config, source)
+    config = {key: value for key, value in config.items() if value is not None}  # null: nothing is given
     facts = Facts.of(schedule, {**options, "batch_axes": axes})
     draft = Draft(config, source, facts, dict(options.get("origins") or {}))
     fill_precision(draft)

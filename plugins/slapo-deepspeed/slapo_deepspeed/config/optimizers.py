@@ -112,6 +112,13 @@ def _refuse_pieces(draft: Draft, name: str) -> None:
             hint='"type": "AdamW"',
         )
     stage = draft.get("zero_optimization.stage") or 0
+    low = any(draft.get(f"{kind}.enabled") for kind in ("bf16", "bfloat16"))
+    if not stage and facts.pp > 1 and low:
+        raise BuildError(
+            f"{place} is {name!r}, which does not treat the elements of a parameter one by one, and in a pipeline in "
+            "bf16 DeepSpeed gives each rank pieces of them, without ZeRO too",
+            hint='"type": "AdamW"',
+        )
     if stage:
         raise BuildError(
             f"{place} is {name!r}, which does not treat the elements of a parameter one by one, and ZeRO-{stage} "

@@ -11,6 +11,8 @@ from slapo_core import BuildError
 if TYPE_CHECKING:
     import torch
 
+    from slapo_core.spec.mesh import Mesh
+
 __all__ = ["Group", "Groups"]
 
 
@@ -78,6 +80,30 @@ class Groups:
                 f"{type(optimizer).__name__} gave, so that settings of groups are lost",
                 hint="give all parameters the same settings, or use another optimiser",
             )
+
+    def check_stages(self, mesh: Mesh | None) -> None:
+        """Refuse a group of which only some stages have trained parameters: a collective over ``pp``.
+
+        DeepSpeed sums norms group by group over the ranks of a replica: those that lack one would be one sum behind.
+
+        Raises:
+            BuildError: on every rank.
+        """
+        if mesh is None or mesh.size("pp") == 1:
+            return
+        import torch.distributed as dist
+
+        own = [any(one.requires_grad for one in group.parameters) for group in self._groups]
+        by_rank: list[list[bool]] = [[]] * mesh.size("pp")
+        dist.all_gather_object(by_rank, own, group=mesh.group("pp"))
+        for number, there in enumerate(zip(*by_rank, strict=True)):
+            if any(there) and not all(there):
+                lacking = ", ".join(str(rank) for rank, has_some in enumerate(there) if not has_some)
+                raise BuildError(
+                    f"group {number} of the optimiser has no parameters on rank {lacking} of 'pp': DeepSpeed sums the "
+                    "norm of gradients group by group over all stages, and would wait for that rank for ever",
+                    hint="group parameters by what every stage has, such as weights and biases, or make one group",
+                )
 
     def shown(self, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
         """As ``param_groups`` of torch, with the model's parameters and the settings of now."""

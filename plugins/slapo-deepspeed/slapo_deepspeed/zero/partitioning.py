@@ -67,11 +67,15 @@ class Partitioning:
         dtype = _dtype(self._config)
         if dtype is not None:
             parameter.data = parameter.data.to(dtype)
+        shape = parameter.shape
+        if not shape:  # DeepSpeed sends bytes, which a tensor without axes does not have
+            parameter.data = parameter.data.reshape(1)
         if self._first is None:
             self._start(parameter)
             self._first = parameter
         else:
             self._first.convert_to_zero_parameters(param_list=[parameter])
+        parameter.ds_shape = shape  # type: ignore[attr-defined]
 
     def _start(self, parameter: nn.Parameter) -> None:
         """Partition the first one; it knows how to partition others."""
