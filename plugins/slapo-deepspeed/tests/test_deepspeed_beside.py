@@ -45,9 +45,7 @@ def test_a_scheduler_of_torch_comes_back_with_the_kinds_of_its_values() -> None:
 
 def test_what_is_no_data_is_refused() -> None:
     wrong = SimpleNamespace(state_dict=lambda: {"lr_lambdas": [object()]})
-    with pytest.raises(
-        BuildError, match="scheduler SimpleNamespace cannot be saved: it holds a object"
-    ):
+    with pytest.raises(BuildError, match="scheduler SimpleNamespace cannot be saved: it holds a object"):
         read_beside(engine(wrong))
 
 
