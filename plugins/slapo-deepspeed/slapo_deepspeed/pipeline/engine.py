@@ -22,6 +22,7 @@ from slapo_deepspeed.pipeline.private import forget, groups_of, losses_of, prepa
 from slapo_deepspeed.pipeline.ties import Ties
 from slapo_deepspeed.pipeline.work import Work
 from slapo_deepspeed.starting import start
+from slapo_deepspeed.zero.gradients import forget_gradients
 from slapo_deepspeed.zero.norms import keep_norm, norm_of_last_step
 from slapo_deepspeed.zero.unused import UnusedParameters
 
@@ -112,6 +113,7 @@ class PipelineEngine(DeepSpeedEngine):
         self._refuse_without_gradients()
         with self._request.training(batch), self._step():
             self._between.check()
+            forget_gradients(self.deepspeed)
             work = self._work(batch, training=True)
             with own_random_state(self.deepspeed.device) as work.seed:
                 self.deepspeed.train_batch(self._numbers())
