@@ -50,6 +50,9 @@ def filled(schedule: ScheduledModel, options: Mapping[str, Any]) -> dict[str, An
             f"target 'deepspeed' has no option {name!r}; it has {', '.join(OPTIONS)}",
             hint=f'what DeepSpeed itself takes goes into config={{"{name}": ...}}',
         )
+    for name in ("arguments", "origins"):
+        if not isinstance(options.get(name) or {}, Mapping):
+            raise BuildError(f"{name} is what a plan of target 'deepspeed' says, and no option (got {options[name]!r})")
     axes = _checked_axes(options.get("batch_axes"))
     config, source = read(options.get("config"))
     refuse_unknown(config, source)
