@@ -7,11 +7,13 @@ gradient added, and one that none uses is stepped with the last step's gradient 
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-__all__ = ["forget_gradients"]
+__all__ = ["forget_gradients", "last_micro_batch"]
 
 
 def forget_gradients(engine: Any) -> None:
@@ -37,3 +39,31 @@ def forget_gradients(engine: Any) -> None:
             summed.zero_()
     if masters:
         optimizer.norm_for_param_grads.clear()
+
+
+_USED = {"offload_optimizer": "_offload_boundary_param_ids", "cpu_offload": "_offload_accumulated_param_ids"}
+"""How an optimiser of DeepSpeed says that it is offloaded -> the numbers of what a step has given a gradient."""
+
+
+@contextlib.contextmanager
+def last_micro_batch(engine: Any) -> Iterator[None]:
+    """Around the backward pass of a step's last micro-batch.
+
+    An offloaded optimiser takes the gradients that this pass gives, summed; what only earlier ones gave it would leave.
+
+    Args:
+        engine: DeepSpeed's, of any stage.
+    """
+    optimizer = engine.optimizer
+    name = next((used for said, used in _USED.items() if getattr(optimizer, said, False)), None)
+    if name is None:
+        yield
+        return
+    earlier = getattr(optimizer, name)
+    setattr(optimizer, name, set())
+    yield
+    now = getattr(optimizer, name)
+    if earlier - now:
+        setattr(optimizer, name, earlier - now)
+        optimizer.finalize_gradient_accumulation_boundary()
+    setattr(optimizer, name, earlier | now)
