@@ -27,7 +27,10 @@ CONFIGURED = {"type": "AdamW", "params": {"lr": 1e-2, "eps": 1e-4, "weight_decay
 RUNS: dict[str, tuple[dict[str, Any], bool]] = {
     "by its own optimiser": ({"optimizer": CONFIGURED}, True),
     "bf16": ({"bf16": {"enabled": True}, "gradient_clipping": 0.1}, True),
-    "bf16 without ZeRO": ({"bf16": {"enabled": True}, "zero_optimization": {"stage": 0}}, True),
+    "bf16 without ZeRO": (
+        {"bf16": {"enabled": True}, "zero_optimization": {"stage": 0}, "gradient_clipping": 0.1},
+        True,
+    ),
     "bf16, the last rank uses the tie without a gradient": (
         {"bf16": {"enabled": True}, "zero_optimization": {"stage": 0}},
         False,

@@ -97,8 +97,7 @@ def _fill_zero(draft: Draft) -> None:
         )
     if draft.get("zero_optimization.stage") is None:
         if draft.facts.pp > 1:
-            why = "with a pipeline; without ZeRO, DeepSpeed's own norm of gradients leaves out later stages"
-            draft.fill("zero_optimization.stage", 1, why)
+            draft.fill("zero_optimization.stage", 1, "with a pipeline; ZeRO-1 is the most that one runs with")
         elif draft.get("fp16.enabled"):
             draft.fill("zero_optimization.stage", 1, "with fp16; without ZeRO, DeepSpeed does not scale the loss")
         else:
