@@ -42,8 +42,8 @@ def test_a_parameter_that_is_unfrozen_is_refused_on_replicas() -> None:
     for text in run_ranks(unfrozen, {"dp": 2}, world_size=2):
         assert text == (
             "'0.bias' was unfrozen after the build: DistributedDataParallel would not average its gradient, and every "
-            "replica would train another value\n  hint: engine.save(directory); build a fresh engine of the model as it "
-            "is to be, and engine.load(directory)"
+            "replica would train another value\n  hint: engine.save(directory); build a fresh engine of the model as "
+            "it is to be, and engine.load(directory)"
         )
 
 

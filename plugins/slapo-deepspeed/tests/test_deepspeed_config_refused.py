@@ -156,8 +156,7 @@ def test_zero_stages_that_no_pipeline_runs_are_refused() -> None:
         assert message.startswith(
             f"{START}'zero_optimization.stage' of config is {stage}, and the mesh {{'pp': 2}} has"
         )
-    message = refusal({"zero_optimization": {"stage": 0}, "bf16": {"enabled": True}, "gradient_clipping": 1}, {"pp": 2})
-    assert message.startswith(f"{START}'zero_optimization.stage' of config is 0, and gradients in bf16 are clipped")
+    planned({"zero_optimization": {"stage": 0}, "bf16": {"enabled": True}, "gradient_clipping": 1}, {"pp": 2})
     planned({"zero_optimization": {"stage": 0}, "bf16": {"enabled": True}}, {"pp": 2})
     planned({"zero_optimization": {"stage": 0}, "gradient_clipping": 1.0}, {"pp": 2})
 

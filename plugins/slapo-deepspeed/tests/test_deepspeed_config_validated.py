@@ -96,6 +96,7 @@ def test_the_options_of_the_dialect_are_two() -> None:
         "target 'deepspeed' has no option 'zero_optimization'; it has config, batch_axes\n"
         '  hint: what DeepSpeed itself takes goes into config={"zero_optimization": ...}'
     )
+    assert refusal({}, origins=3) == "origins is what a plan of target 'deepspeed' says, and no option (got 3)"
     assert refusal({}, batch_axes={"x": "0"}).startswith("batch_axes must be an axis, or None, for arguments of the ")
 
 

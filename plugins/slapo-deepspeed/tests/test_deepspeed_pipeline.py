@@ -18,11 +18,13 @@ preload_modules(
 )
 
 THREE = {"pp": 3}
+CONFIGURED = {"type": "AdamW", "params": {"lr": 1e-2, "eps": 1e-4, "weight_decay": 0.01}}
 RUNS = {
     "values of every kind, past stages": Run(THREE, forms=((1, 5), (2, 5), (1, 3), (1, 5))),
     "nothing has a gradient at the first cut": Run(THREE, frozen=("emb", "a", "b", "scale", "table")),
     "a rank trains nothing": Run(THREE, frozen=("c",), micro_batches=3),
     "a rank trains nothing, without ZeRO": Run(THREE, frozen=("c",), config={"zero_optimization": {"stage": 0}}),
+    "a rank trains nothing, by DeepSpeed's optimiser": Run(THREE, frozen=("c",), config={"optimizer": CONFIGURED}),
     "only the first stage is trained": Run(THREE, frozen=("c", "d", "e"), micro_batches=1),
     "a tie over the first and the last stage": Run(THREE, tied=True),
     "a tie, without ZeRO": Run(THREE, tied=True, config={"zero_optimization": {"stage": 0}}),

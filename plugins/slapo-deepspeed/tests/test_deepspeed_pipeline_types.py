@@ -27,12 +27,16 @@ CONFIGURED = {"type": "AdamW", "params": {"lr": 1e-2, "eps": 1e-4, "weight_decay
 RUNS: dict[str, tuple[dict[str, Any], bool]] = {
     "by its own optimiser": ({"optimizer": CONFIGURED}, True),
     "bf16": ({"bf16": {"enabled": True}, "gradient_clipping": 0.1}, True),
-    "bf16 without ZeRO": ({"bf16": {"enabled": True}, "zero_optimization": {"stage": 0}}, True),
+    "bf16 without ZeRO": (
+        {"bf16": {"enabled": True}, "zero_optimization": {"stage": 0}, "gradient_clipping": 0.1},
+        True,
+    ),
     "bf16, the last rank uses the tie without a gradient": (
         {"bf16": {"enabled": True}, "zero_optimization": {"stage": 0}},
         False,
     ),
     "the last rank uses the tie without a gradient": ({}, False),
+    "fp16": ({"fp16": {"enabled": True, "initial_scale_power": 8}, "gradient_clipping": 0.1}, True),
     "gradients kept in another type": ({"data_types": {"grad_accum_dtype": "bf16"}}, True),
     "gradients kept in another type, none on the last rank": ({"data_types": {"grad_accum_dtype": "bf16"}}, False),
 }
@@ -77,7 +81,7 @@ def compared(config: dict[str, Any], both: bool) -> tuple[float, float]:
     engine = slapo.build(
         sch, target="deepspeed", config={"gradient_accumulation_steps": 4, **config}, loss=loss_of, **own
     )
-    low = torch.bfloat16 if "bf16" in config else torch.float32
+    low = torch.bfloat16 if "bf16" in config else torch.float16 if "fp16" in config else torch.float32
     for parameter in reference.parameters():
         parameter.data = parameter.data.to(low)
     masters = {one: one.detach().float().requires_grad_() for one in reference.parameters()}
@@ -106,17 +110,23 @@ def compared(config: dict[str, Any], both: bool) -> tuple[float, float]:
 
 
 def only_evaluated() -> list[str]:
+    """What is refused, and what an evaluation without an optimiser gives otherwise."""
     model = Words(both=True)
     sch = slapo.create_schedule(model, mesh={"pp": 2}, example_inputs={"ids": IDS[:2]})
     sch["one"].pipeline_split()
     engine = slapo.build(sch, target="deepspeed", config={"gradient_accumulation_steps": 2}, loss=loss_of)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(slapo.BuildError) as under:
+        engine.eval_step({"ids": IDS})
+    with pytest.raises(slapo.BuildError) as configured:
+        compared({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, True)
     loss = float(engine.eval_step({"ids": IDS}).loss)
     with pytest.raises(slapo.BuildError) as error:
         engine.train_step({"ids": IDS})
     with torch.no_grad():
         wanted = float(loss_of(Words(both=True)(IDS), {"ids": IDS}))
     engine.close()
-    return [str(error.value), "" if abs(loss - wanted) < 1e-6 else f"{loss} instead of {wanted}"]
+    what_differs = "" if abs(loss - wanted) < 1e-6 else f"{loss} instead of {wanted}"
+    return [str(error.value), what_differs, str(under.value), str(configured.value)]
 
 
 def on_rank() -> tuple[dict[str, tuple[float, float]], list[str]]:
@@ -125,10 +135,12 @@ def on_rank() -> tuple[dict[str, tuple[float, float]], list[str]]:
 
 
 def test_types_and_optimisers() -> None:
-    for found, (refusal, evaluated) in run_ranks(on_rank, world_size=2):
+    for found, (refusal, evaluated, under_autocast, autocast) in run_ranks(on_rank, world_size=2):
         for name, (loss, weights) in found.items():
-            is_exact = "bf16" not in name and "another type" not in name
+            is_exact = not any(one in name for one in ("bf16", "fp16", "another type"))
             assert loss < (1e-5 if is_exact else 1e-2), (name, loss)
             assert weights < (1e-5 if is_exact else 2e-3), (name, weights)
         assert "it was built without an optimizer" in refusal
         assert evaluated == ""
+        assert "a step of a pipeline of target 'deepspeed' was called under torch.autocast" in under_autocast
+        assert "'torch_autocast' of config is enabled, and the mesh has a pipeline" in autocast

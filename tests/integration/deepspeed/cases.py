@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 import slapo_core as slapo
 from tests.integration.deepspeed.closeness import GRADIENT, about_gradients, about_number, about_weights
@@ -100,6 +101,7 @@ def differences(cell: Cell) -> Iterator[str]:
         elif cell.zero:
             yield f"DeepSpeed gives out no norm of the gradients of step {step}"
         yield from about_gradients(step, watched.last, plain.gradients[step])
+    yield from watched.left_out({name for name, _ in subject.make().named_parameters()})
     yield from about_number(
         "the evaluated loss", engine.eval_step(subject.batch(STEPS, own)).loss, plain.evaluated[own]
     )
@@ -133,3 +135,15 @@ class _Gradients:
             layout = self._sch[path].layout(own_name)
             self.last.append((layout, self._sch.mesh, None if gradient is None else gradient.detach().clone()))
         return self._step(*arguments, **options)
+
+    def left_out(self, names: set[str]) -> Iterator[str]:
+        """What no rank has seen a gradient of; every rank calls it.
+
+        Args:
+            names: of the untouched model's parameters.
+        """
+        own = {layout.origin for layout, _, _ in self.last}
+        everywhere: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everywhere, own)
+        for name in sorted(names.difference(*everywhere)):
+            yield f"no rank has seen a gradient of '{name}'"

@@ -50,6 +50,9 @@ def filled(schedule: ScheduledModel, options: Mapping[str, Any]) -> dict[str, An
             f"target 'deepspeed' has no option {name!r}; it has {', '.join(OPTIONS)}",
             hint=f'what DeepSpeed itself takes goes into config={{"{name}": ...}}',
         )
+    for name in ("arguments", "origins"):
+        if not isinstance(options.get(name) or {}, Mapping):
+            raise BuildError(f"{name} is what a plan of target 'deepspeed' says, and no option (got {options[name]!r})")
     axes = _checked_axes(options.get("batch_axes"))
     config, source = read(options.get("config"))
     refuse_unknown(config, source)
@@ -94,8 +97,7 @@ def _fill_zero(draft: Draft) -> None:
         )
     if draft.get("zero_optimization.stage") is None:
         if draft.facts.pp > 1:
-            why = "with a pipeline; without ZeRO, DeepSpeed's own norm of gradients leaves out later stages"
-            draft.fill("zero_optimization.stage", 1, why)
+            draft.fill("zero_optimization.stage", 1, "with a pipeline; ZeRO-1 is the most that one runs with")
         elif draft.get("fp16.enabled"):
             draft.fill("zero_optimization.stage", 1, "with fp16; without ZeRO, DeepSpeed does not scale the loss")
         else:

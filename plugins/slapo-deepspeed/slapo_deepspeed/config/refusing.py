@@ -104,16 +104,10 @@ def _of_zero(draft: Draft) -> Iterator[str]:
             "optimiser's state"
         )
     clips = facts.max_grad_norm is not None or draft.get("gradient_clipping")
-    low = [name for name in ("fp16", "bf16", "bfloat16") if draft.get(f"{name}.enabled") is True]
     if stage == 0 and draft.get("fp16.enabled") and (facts.has_optimizer is not False or "optimizer" in draft.config):
         yield (
             f"{source.of('zero_optimization.stage')} is 0, and fp16 is enabled: without ZeRO, DeepSpeed divides "
             'gradients by the scale of a loss that it has not scaled; "stage": 1 scales it'
-        )
-    elif facts.pp > 1 and stage == 0 and clips and low:
-        yield (
-            f"{source.of('zero_optimization.stage')} is 0, and gradients in {low[0]} are clipped in a pipeline: "
-            'without ZeRO, DeepSpeed\'s norm leaves out parameters of later stages; "stage": 1 counts them'
         )
     if stage == 3 and facts.captured:
         yield (

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from slapo_core import RankFailedError, SlapoError, StepResult
+from slapo_core import BuildError, RankFailedError, SlapoError, StepResult
 from slapo_core.spec.drawing import move_on, own_random_state
 from slapo_deepspeed.engine import DeepSpeedEngine
 from slapo_deepspeed.initialising import has_optimizer, initialise
@@ -22,6 +22,7 @@ from slapo_deepspeed.pipeline.private import forget, groups_of, losses_of, prepa
 from slapo_deepspeed.pipeline.ties import Ties
 from slapo_deepspeed.pipeline.work import Work
 from slapo_deepspeed.starting import start
+from slapo_deepspeed.zero.gradients import forget_gradients
 from slapo_deepspeed.zero.norms import keep_norm, norm_of_last_step
 from slapo_deepspeed.zero.unused import UnusedParameters
 
@@ -48,6 +49,8 @@ class PipelineEngine(DeepSpeedEngine):
     def __init__(self, plan: Plan, request: BuildRequest) -> None:
         mesh = request.schedule.mesh
         assert mesh is not None
+        if plan.config["config"].get("torch_autocast", {}).get("enabled"):
+            raise _no_autocast("'torch_autocast' of config is enabled, and the mesh has a pipeline")
         start(mesh)
         self._axes = plan.config["batch_axes"] or None
         self._count: int = plan.config["config"]["gradient_accumulation_steps"]
@@ -110,6 +113,7 @@ class PipelineEngine(DeepSpeedEngine):
         self._refuse_without_gradients()
         with self._request.training(batch), self._step():
             self._between.check()
+            forget_gradients(self.deepspeed)
             work = self._work(batch, training=True)
             with own_random_state(self.deepspeed.device) as work.seed:
                 self.deepspeed.train_batch(self._numbers())
@@ -193,6 +197,15 @@ class PipelineEngine(DeepSpeedEngine):
         forget(self._stages)
 
     def _require_open(self) -> None:
+        if torch.is_autocast_enabled(torch.device(self.deepspeed.device).type):
+            raise _no_autocast("a step of a pipeline of target 'deepspeed' was called under torch.autocast")
         if self._reason is not None:
             raise self._closed(self._reason)
         super()._require_open()
+
+
+def _no_autocast(what: str) -> BuildError:
+    """A rank finds the stages of others on stand-ins without a device, which autocast leaves as they are."""
+    return BuildError(
+        f"{what}: ranks would not agree about the types of what they send", hint='config={"bf16": {"enabled": True}}'
+    )

@@ -49,8 +49,8 @@ class Groups:
 
     @classmethod
     def one(cls, parameters: Iterable[torch.Tensor]) -> Groups:
-        """A single group, as of an optimiser that DeepSpeed makes of the model's parameters."""
-        return cls._made([{"params": list(parameters)}])
+        """A single group, as of an optimiser that DeepSpeed makes of the model's parameters, or of a stand-in."""
+        return cls._made([{"params": list(parameters)}], keeps_first=True)
 
     @classmethod
     def _made(cls, groups: Iterable[Mapping[str, Any]], *, keeps_first: bool = False) -> Groups:
@@ -82,7 +82,7 @@ class Groups:
             )
 
     def check_stages(self, mesh: Mesh | None) -> None:
-        """Refuse a group of which only some stages have trained parameters: a collective over ``pp``.
+        """Refuse a group of which only some stages have trained parameters, or a stand-in: a collective over ``pp``.
 
         DeepSpeed sums norms group by group over the ranks of a replica: those that lack one would be one sum behind.
 
@@ -93,7 +93,7 @@ class Groups:
             return
         import torch.distributed as dist
 
-        own = [any(one.requires_grad for one in group.parameters) for group in self._groups]
+        own = [group.place is not None for group in self._groups]
         by_rank: list[list[bool]] = [[]] * mesh.size("pp")
         dist.all_gather_object(by_rank, own, group=mesh.group("pp"))
         for number, there in enumerate(zip(*by_rank, strict=True)):

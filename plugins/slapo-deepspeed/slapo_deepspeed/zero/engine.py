@@ -15,6 +15,7 @@ from slapo_deepspeed.mpu import MeshUnit
 from slapo_deepspeed.starting import start
 from slapo_deepspeed.zero.buffers import send_buffers
 from slapo_deepspeed.zero.failing import Failing
+from slapo_deepspeed.zero.gradients import forget_gradients, last_micro_batch
 from slapo_deepspeed.zero.memory import returned_at_once
 from slapo_deepspeed.zero.norms import keep_norm, norm_of_last_step, require_counted
 from slapo_deepspeed.zero.partitioning import Partitioning, is_partitioned
@@ -82,10 +83,12 @@ class ZeroEngine(DeepSpeedEngine):
         losses, output = [], None
         with self._failing.watched():
             send_buffers(self.module, self._replicas)
-            for piece in pieces:
+            forget_gradients(self.deepspeed)
+            for number, piece in enumerate(pieces, start=1):
                 loss, output = self._request.compute_loss(piece, self.deepspeed)
                 self._failing.backward_begins()
-                self.deepspeed.backward(loss)
+                with last_micro_batch(self.deepspeed) if number == len(pieces) > 1 else contextlib.nullcontext():
+                    self.deepspeed.backward(loss)
                 self.deepspeed.step()
                 losses.append(loss.detach())
         self._between.note()

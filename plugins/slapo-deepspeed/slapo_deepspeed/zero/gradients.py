@@ -1,0 +1,69 @@
+"""Gradients that ZeRO keeps from the last step, and takes for those of a parameter that this step does not use.
+
+DeepSpeed 0.19 writes a gradient over the last one where a step's first micro-batch gives one, and adds it otherwise.
+With ZeRO-3, and with an offloaded optimiser, a parameter that only later micro-batches use gets the last step's
+gradient added, and one that none uses is stepped with the last step's gradient once more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+__all__ = ["forget_gradients", "last_micro_batch"]
+
+
+def forget_gradients(engine: Any) -> None:
+    """Let a step start from gradients of zero; to be called before its first micro-batch, on every rank.
+
+    Args:
+        engine: DeepSpeed's, of any stage.
+    """
+    optimizer = engine.optimizer
+    kept = getattr(optimizer, "grad_partitions_flat_buffer", None)  # of ZeRO-3
+    masters: list[torch.Tensor] = []  # whose gradients are copied there as they come
+    if getattr(optimizer, "offload_optimizer", False):
+        masters += optimizer.fp32_partitioned_groups_flat
+    if getattr(optimizer, "cpu_offload", False):
+        masters += optimizer.single_partition_of_fp32_groups
+    with torch.no_grad():
+        if kept is not None:
+            kept.zero_()
+        for master in masters:
+            if master.grad is not None:
+                master.grad.zero_()
+        for summed in getattr(optimizer, "accumulated_grads_in_cpu", {}).values():
+            summed.zero_()
+    if masters:
+        optimizer.norm_for_param_grads.clear()
+
+
+_USED = {"offload_optimizer": "_offload_boundary_param_ids", "cpu_offload": "_offload_accumulated_param_ids"}
+"""How an optimiser of DeepSpeed says that it is offloaded -> the numbers of what a step has given a gradient."""
+
+
+@contextlib.contextmanager
+def last_micro_batch(engine: Any) -> Iterator[None]:
+    """Around the backward pass of a step's last micro-batch.
+
+    An offloaded optimiser takes the gradients that this pass gives, summed; what only earlier ones gave it would leave.
+
+    Args:
+        engine: DeepSpeed's, of any stage.
+    """
+    optimizer = engine.optimizer
+    name = next((used for said, used in _USED.items() if getattr(optimizer, said, False)), None)
+    if name is None:
+        yield
+        return
+    earlier = getattr(optimizer, name)
+    setattr(optimizer, name, set())
+    yield
+    now = getattr(optimizer, name)
+    if earlier - now:
+        setattr(optimizer, name, earlier - now)
+        optimizer.finalize_gradient_accumulation_boundary()
+    setattr(optimizer, name, earlier | now)
