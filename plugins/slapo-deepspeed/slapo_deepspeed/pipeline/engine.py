@@ -112,6 +112,7 @@ class PipelineEngine(DeepSpeedEngine):
             raise self._without_optimizer()
         self._refuse_without_gradients()
         with self._request.training(batch), self._step():
+            self._at = "looking at what changed since the last step"
             self._between.check()
             forget_gradients(self.deepspeed)
             work = self._work(batch, training=True)
@@ -119,6 +120,7 @@ class PipelineEngine(DeepSpeedEngine):
                 self.deepspeed.train_batch(self._numbers())
             loss = self._loss(work)
         self._between.note()
+        self._unused.step_is_over()
         if not self._has_stepped:
             self._end_first_step()
         norm = norm_of_last_step(self.deepspeed) if self.deepspeed.gradient_clipping() else None
@@ -133,7 +135,6 @@ class PipelineEngine(DeepSpeedEngine):
 
     def _end_first_step(self) -> None:
         self._has_stepped = True
-        self._unused.step_is_over()
         if self._request.optimizer is None:  # nothing else tells that it is over
             self._request.clip_gradients()  # there are none any more
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -79,7 +81,8 @@ class StagesModule(PipelineModule):
     ) -> None:
         own = _Layer(part, unused, stand_in)
         layers = [own if rank == mesh.rank("pp") else nn.Identity() for rank in range(mesh.size("pp"))]
-        super().__init__(layers, topology=topology_of(mesh), partition_method="uniform", loss_fn=self._loss)
+        with contextlib.redirect_stdout(io.StringIO()):  # it prints what the plan of the build says
+            super().__init__(layers, topology=topology_of(mesh), partition_method="uniform", loss_fn=self._loss)
         self.__dict__["_own"], self.__dict__["_tied"] = own, tied
 
     def begin(self, work: Work) -> None:

@@ -92,6 +92,7 @@ class ZeroEngine(DeepSpeedEngine):
                 self.deepspeed.step()
                 losses.append(loss.detach())
         self._between.note()
+        self._unused.step_is_over()
         if not self._has_stepped:
             self._end_first_step()
         loss, output = (losses[0], output) if len(pieces) == 1 else (torch.stack(losses).mean(), None)
@@ -113,7 +114,6 @@ class ZeroEngine(DeepSpeedEngine):
     def _end_first_step(self) -> None:
         """The user's optimiser tells core that the first step is over; DeepSpeed's own cannot."""
         self._has_stepped = True
-        self._unused.step_is_over()
         if self._request.optimizer is None:
             self._request.clip_gradients()  # there are none any more
 

@@ -16,7 +16,7 @@ _SHOWN = 5
 
 
 class UnusedParameters:
-    """Watches the first training step, and warns of what it gave no gradient; later steps cost nothing.
+    """Watches training steps, and warns at the first one that gives some parameters no gradient; then it stops.
 
     Args:
         request: of the build.
@@ -25,7 +25,9 @@ class UnusedParameters:
 
     def __init__(self, request: BuildRequest, engine: Any) -> None:
         self._names: dict[int, str] = {}
+        self._seen: set[int] = set()
         self._handles: list[Any] = []
+        self._steps = 0
         if not _steps_with_zeros(engine):
             return
         for live in request.state.tensors():
@@ -35,30 +37,30 @@ class UnusedParameters:
 
     def seen(self, parameter: torch.Tensor) -> None:
         """A parameter has a gradient."""
-        self._names.pop(id(parameter), None)
+        self._seen.add(id(parameter))
 
     def step_is_over(self) -> None:
-        """Warn, and stop to watch."""
-        if not self._handles:
-            return
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        names = list(self._names.values())
-        if names:
+        """Warn, if this step is the first one that left some out."""
+        self._steps += 1
+        if not self._names.keys() <= self._seen:
+            names = [name for key, name in self._names.items() if key not in self._seen]
+            self.stop()
+            which = "the first training step" if self._steps == 1 else f"training step {self._steps}"
             more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
             warnings.warn(
-                f"the first training step gave {', '.join(map(repr, names[:_SHOWN]))}{more} no gradient: DeepSpeed "
-                "steps them with a gradient of zero, so that weight decay and momentum change them, where torch leaves "
-                "them alone; set requires_grad=False on what the loss does not depend on, before build",
+                f"{which} gave {', '.join(map(repr, names[:_SHOWN]))}{more} no gradient: DeepSpeed steps them with a "
+                "gradient of zero, so that weight decay and momentum change them, where torch leaves them alone; set "
+                "requires_grad=False on what the loss does not depend on, before build",
                 stacklevel=3,
             )
-        self._names.clear()
+        self._seen.clear()
 
     def stop(self) -> None:
         """Stop to watch."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
         self._names.clear()
-        self.step_is_over()
 
 
 def _steps_with_zeros(engine: Any) -> bool:
