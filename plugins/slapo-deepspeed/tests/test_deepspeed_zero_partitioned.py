@@ -131,6 +131,7 @@ def shapes() -> dict[str, Any]:
     found["runs"] = float(model(**small.batch(0)).detach())
     engine = slapo.build(sch, target="deepspeed", config=ZERO_3, optimizer=groups)
     found["loss"] = float(engine.eval_step(small.batch(0)).loss)
+    found["linear"] = (F.linear.__module__, F.linear.__name__)
     engine.close()
     return found
 
@@ -176,3 +177,4 @@ def test_a_factory_sees_whole_shapes_and_one_that_fails_leaves_the_model_whole()
         assert found["same"]
         assert found["clean"]
         assert found["loss"] == pytest.approx(found["runs"], rel=1e-6)
+        assert found["linear"] == (F.linear.__module__, F.linear.__name__)  # other models find torch's own

@@ -16,6 +16,7 @@ from slapo_deepspeed.starting import start
 from slapo_deepspeed.zero.buffers import send_buffers
 from slapo_deepspeed.zero.failing import Failing
 from slapo_deepspeed.zero.gradients import forget_gradients, last_micro_batch
+from slapo_deepspeed.zero.linear import linear_of_torch, partitioned_linear
 from slapo_deepspeed.zero.memory import returned_at_once
 from slapo_deepspeed.zero.norms import keep_norm, norm_of_last_step, require_counted
 from slapo_deepspeed.zero.partitioning import Partitioning, is_partitioned
@@ -45,7 +46,7 @@ class ZeroEngine(DeepSpeedEngine):
         self._unit = MeshUnit(mesh)
         self._replicas = mesh.group("dp") if mesh is not None else None
         self._has_stepped = False
-        with returned_at_once() if is_partitioned(self._config) else contextlib.nullcontext():
+        with linear_of_torch(), returned_at_once() if is_partitioned(self._config) else contextlib.nullcontext():
             engine, groups = self._made(plan, request, self._unit)
         keep_norm(engine)
         gather_whole(request, engine)
@@ -81,7 +82,7 @@ class ZeroEngine(DeepSpeedEngine):
         self._between.check_boundary()
         pieces = self._pieces(batch)
         losses, output = [], None
-        with self._failing.watched():
+        with self._failing.watched(), partitioned_linear(self._config):
             send_buffers(self.module, self._replicas)
             forget_gradients(self.deepspeed)
             for number, piece in enumerate(pieces, start=1):
@@ -101,7 +102,7 @@ class ZeroEngine(DeepSpeedEngine):
 
     def eval_step(self, batch: Any) -> StepResult:
         self._require_open()
-        with self._request.evaluating(batch):
+        with self._request.evaluating(batch), partitioned_linear(self._config):
             loss, output = self._request.compute_loss(batch, self.deepspeed)
         return StepResult(loss, output)
 
