@@ -10,6 +10,7 @@ STAMP := $(VENV)/.installed
 PROJECTS := pyproject.toml $(sort $(wildcard plugins/*/pyproject.toml))
 EDITABLES := -e '.[dev]' $(foreach project,$(sort $(wildcard plugins/*/pyproject.toml)),-e $(patsubst %/pyproject.toml,%,$(project)))
 PYTEST_ARGS ?=
+# SLAPO_TEST_WHOLE=1 runs what is otherwise a sample.
 # On two cores: one process more than cores, because tests that start ranks wait for much of their time.
 TEST_PROCESSES ?= 3
 

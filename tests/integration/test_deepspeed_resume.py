@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from tests.integration.deepspeed.small import FORMS, build, plain, train
 pytestmark = pytest.mark.ranks
 preload_modules("deepspeed", "slapo_tp", "slapo_pipeline")
 
+WHOLE = bool(os.environ.get("SLAPO_TEST_WHOLE"))  # all 20 pairs
 PAIRED = ("torch", "torch tp2", "ZeRO-1 dp2", "ZeRO-3 dp2", "ZeRO-1 pp2 tp2")
 CLOSE = 2e-6  # of weights of size 1: what sums in another order make of float32 over four steps
 BEFORE, AFTER = 2, 4
@@ -109,7 +111,10 @@ def test_every_form_goes_on_where_any_other_one_was(tmp_path: Path) -> None:
         assert of_masters == []
         assert refused.startswith("group 0 of the optimiser has no parameters on rank 1 of 'pp': DeepSpeed sums")
     here = [(form, other) for form in two for other in PAIRED if other != form]
+    there = [(four, other) for other in two]
+    if not WHOLE:  # every form is still saved, and still read, with every number of ranks
+        here, there = here[::2], there[-1:]
     found += run_ranks(saved_and_resumed, two, here, tmp_path, world_size=2, timeout=1800)
-    found += run_ranks(saved_and_resumed, [], [(four, other) for other in two], tmp_path, world_size=4, timeout=1800)
+    found += run_ranks(saved_and_resumed, [], there, tmp_path, world_size=4, timeout=1800)
     found.append(saved_and_resumed([], [(alone, other) for other in (*two, four)], tmp_path))
     assert not any(found), found

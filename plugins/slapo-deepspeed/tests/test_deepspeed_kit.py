@@ -23,8 +23,13 @@ ON_RANKS = {
 }
 
 
-@parametrize_dialect_checks(cases())
-def test_without_a_pipeline(check: Any) -> None:
+@parametrize_dialect_checks([case for case in cases() if case.name == "zero-3"])
+def test_with_partitioned_weights(check: Any) -> None:
+    check()
+
+
+@parametrize_dialect_checks([case for case in cases() if case.name == "zero-1"], checks=ON_RANKS)
+def test_with_a_partitioned_optimiser(check: Any) -> None:
     check()
 
 
