@@ -1,0 +1,1 @@
+"""What the user says, in Megatron's own terms, and what is filled in."""

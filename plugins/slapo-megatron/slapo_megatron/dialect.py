@@ -1,0 +1,57 @@
+"""The dialect of target ``"megatron"``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from slapo_core import BuildError, Dialect, Plan
+from slapo_megatron.config.filling import filled
+from slapo_megatron.config.planning import steps_of
+from slapo_megatron.installed import require_megatron
+
+if TYPE_CHECKING:
+    from slapo_core import Engine
+    from slapo_core.spec.dialect import BuildArguments
+    from slapo_core.spec.request import BuildRequest, ScheduledModel
+
+__all__ = ["MegatronDialect"]
+
+
+class MegatronDialect(Dialect):
+    """Megatron-core's process groups, DistributedDataParallel, optimizers and schedules.
+
+    Options:
+
+    - ``optimizer_config``: fields of Megatron's ``OptimizerConfig``, e.g. ``{"lr": 1e-4, "bf16": True}``.
+    - ``ddp_config``: fields of its ``DistributedDataParallelConfig``, e.g. ``{"overlap_grad_reduce": True}``.
+    - ``model_parallel_config``: fields of its ``ModelParallelConfig`` that say how a model runs, e.g.
+      ``{"deallocate_pipeline_outputs": True}``.
+    - ``scheduler``: arguments of its ``OptimizerParamScheduler``; one step of it after each training step.
+    - ``microbatches``: into how many micro-batches a batch is cut.
+    - ``batch_axes``: where: for an argument of the forward, the axis of its tensors that counts the samples, None for
+      one that every micro-batch has as a whole. Default: the first axis of every tensor.
+    """
+
+    name: ClassVar[str] = "megatron"
+    supports: ClassVar[frozenset[str]] = frozenset({"dp", "pp", "tp"})
+    accumulates: ClassVar[bool] = True
+
+    def options(self, config: Mapping[str, Any], arguments: BuildArguments) -> Mapping[str, Any]:
+        return {**config, "arguments": arguments}
+
+    def plan(self, schedule: ScheduledModel, config: Mapping[str, Any]) -> Plan:
+        require_megatron()
+        options = filled(schedule, config)
+        return Plan("megatron", tuple(steps_of(schedule, options)), options)
+
+    def stage_ranks(self, plan: Plan, stages: int, pp: int) -> tuple[int, ...]:
+        """One stage a rank, or several in turn, ``(0, 1, 0, 1)``, as Megatron's interleaved schedule has them."""
+        return tuple(stage % pp for stage in range(stages))
+
+    def build(self, plan: Plan, request: BuildRequest) -> Engine:
+        if request.stage_ranks:
+            raise BuildError("target 'megatron' runs no pipeline yet")
+        from slapo_megatron.whole.engine import WholeEngine
+
+        return WholeEngine(plan, request)

@@ -1,0 +1,1 @@
+"""Megatron's process groups, those of our mesh."""

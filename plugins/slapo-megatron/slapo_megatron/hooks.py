@@ -1,0 +1,1 @@
+"""What slapo asks this plugin: the lines of ``slapo doctor``."""

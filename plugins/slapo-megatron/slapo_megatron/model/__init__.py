@@ -1,0 +1,1 @@
+"""The scheduled model in the form in which Megatron takes one."""

@@ -1,0 +1,1 @@
+"""Weights, optimizer state and checkpoints, out of where Megatron keeps them."""

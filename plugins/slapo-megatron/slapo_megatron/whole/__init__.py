@@ -1,0 +1,1 @@
+"""Without a pipeline: the whole model on every rank of a replica."""
