@@ -36,6 +36,8 @@ preload_modules(
     "deepspeed.runtime.superoffload.superoffload_stage3",
     "slapo_deepspeed.pipeline.engine",
     "slapo_deepspeed.zero.engine",
+    "tests.cpu_megatron",
+    "slapo_megatron.whole.engine",
 )
 
 

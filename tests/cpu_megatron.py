@@ -1,8 +1,8 @@
 """Megatron-core on CPUs, for tests only: what its code asks of CUDA by name is answered for the CPU.
 
-Importing this module installs it. Only calls from modules of ``megatron`` are answered so: a hard-coded ``"cuda"`` in
-code of ours still fails. The modules of Megatron get a stand-in for their global name ``torch``; torch itself stays as it
-is, but for two methods of tensors, which look at who calls them.
+Importing this module installs it. Only calls from modules of ``megatron`` are answered so: a hard-coded ``"cuda"``
+in code of ours still fails. The modules of Megatron get a stand-in for their global name ``torch``; torch itself stays
+as it is, but for two methods of tensors, which look at who calls them.
 """
 
 from __future__ import annotations

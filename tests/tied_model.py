@@ -84,7 +84,7 @@ def built(
     model: nn.Module | None = None,
     **options: Any,
 ) -> tuple[slapo.Schedule, Any]:
-    """A schedule of the model, split where the mesh says so, and its engine; with AdamW, unless the options say else."""
+    """A schedule of the model, split where the mesh says so, and its engine, with AdamW unless options say else."""
     sch = slapo.create_schedule(make() if model is None else model, mesh=mesh, example_inputs=batch(0))
     if mesh is not None and mesh.get("tp", 1) > 1:
         split(sch)

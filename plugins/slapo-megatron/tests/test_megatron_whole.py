@@ -14,6 +14,9 @@ pytestmark = pytest.mark.ranks
 
 
 def on_rank(forms: dict[str, tuple[dict[str, int], dict[str, Any]]]) -> dict[str, Any]:
+    from tests.cpu_megatron import install
+
+    install()
     found = {}
     for name, (mesh, options) in forms.items():
         sch, engine = tied_model.built(mesh, target="megatron", max_grad_norm=tied_model.CLIP, **options)
