@@ -137,7 +137,7 @@ def shapes() -> dict[str, Any]:
 
 
 def compilations() -> dict[str, list[int]]:
-    """How many graphs a compiler has been given after each of some steps: of the schedule's, and of ``torch.compile``."""
+    """How many graphs compilers have been given after each of some steps: the schedule's, and the user's."""
     graphs: list[Any] = []
 
     def counting(graph: Any, inputs: Any) -> Any:
