@@ -44,7 +44,12 @@ class MegatronEngine(StatefulEngine):
 
     def close(self) -> None:
         """Let go of Megatron's objects; the model and its state stay."""
-        self._is_closed = True
+        if not self._is_closed:
+            self._is_closed = True
+            self._release()
+
+    def _release(self) -> None:
+        """Let go of what an engine holds beside Megatron's objects; called once."""
 
     def _require_open(self) -> None:
         if self._is_closed:
