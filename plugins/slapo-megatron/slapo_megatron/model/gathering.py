@@ -11,7 +11,6 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
@@ -45,7 +44,7 @@ class Gathering:
     def _watched(self) -> Iterator[None]:
         model: nn.Module = self._chunk.module
         buckets: dict[nn.Parameter, Any] = self._chunk.param_to_bucket_group
-        if any(isinstance(one, torch._dynamo.OptimizedModule) or one._compiled_call_impl for one in model.modules()):
+        if any(hasattr(one, "_orig_mod") or one._compiled_call_impl for one in model.modules()):
             yield  # what compiled code reads is not seen
             self._early = _each_once(buckets.values())
             return

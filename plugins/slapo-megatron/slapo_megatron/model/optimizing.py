@@ -62,8 +62,8 @@ def _distributed(inner: Any, config: OptimizerConfig, chunks: Sequence[Any]) -> 
     if not isinstance(inner, torch.optim.AdamW):
         raise BuildError(
             f"Megatron's distributed optimizer steps AdamW only, and the factory makes {type(inner).__name__}",
-            hint='optimizer=lambda parameters: torch.optim.AdamW(parameters, ...), or leave "use_distributed_optimizer" '
-            "out of ddp_config and optimizer_config",
+            hint="optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-4), or leave "
+            '"use_distributed_optimizer" out',
         )
     for group in inner.param_groups:
         group["params"] = [one for one in group["params"] if one.requires_grad]  # it takes no others
@@ -132,8 +132,8 @@ def _refuse_without_embeddings(request: BuildRequest, config: OptimizerConfig) -
     name = "is_embedding_or_output_parameter"
     if not any(getattr(live.tensor, name, False) for live in request.state.tensors() if live.is_parameter):
         raise BuildError(
-            f"optimizer_config has decoupled_lr={config.decoupled_lr}, which acts on parameters that are marked as those "
-            "of embeddings and of the output layer, and none is",
+            f"optimizer_config has decoupled_lr={config.decoupled_lr}, which acts on parameters that are marked as "
+            "those of embeddings and of the output layer, and none is",
             hint=f"before the schedule is made: model.get_input_embeddings().weight.{name} = True; or an optimizer "
             "factory with a group of its own for them",
         )
