@@ -14,7 +14,7 @@ from torch import nn
 
 import slapo_core as slapo
 from slapo_core.testing import preload_modules, run_ranks
-from tests.integration.deepspeed.small import FORMS, build, plain, train
+from tests.integration.dialects.small import FORMS, build, plain, train
 
 pytestmark = pytest.mark.ranks
 preload_modules("deepspeed", "slapo_tp", "slapo_pipeline")
