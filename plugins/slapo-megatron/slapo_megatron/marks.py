@@ -25,3 +25,8 @@ def mark(request: BuildRequest) -> None:
         live.tensor.tensor_model_parallel = is_piece  # type: ignore[attr-defined]
         live.tensor.partition_dim = split[0] if is_piece else -1  # type: ignore[attr-defined]
         live.tensor.partition_stride = 1  # type: ignore[attr-defined]
+        holders = request.placement.holders(live) if request.placement is not None else ()
+        if mesh is not None and len(holders) > 1:
+            live.tensor.shared = mesh.rank("pp") != holders[0]  # type: ignore[attr-defined]  # counted once in norms
+            # A bucket of its own: the distributed optimizer has the same piece of every copy on a replica then.
+            live.tensor.shared_embedding = True  # type: ignore[attr-defined]
