@@ -10,8 +10,6 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.schedules import (
     forward_backward_pipelining_with_interleaving as interleaved,
-)
-from megatron.core.pipeline_parallel.schedules import (
     forward_backward_pipelining_without_interleaving as one_forward_one_backward,
 )
 from megatron.core.process_groups_config import ProcessGroupCollection
