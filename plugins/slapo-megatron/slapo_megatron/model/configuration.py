@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from megatron.core.distributed import finalize_model_grads
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 if TYPE_CHECKING:
@@ -24,7 +23,7 @@ def transformer_config(options: Mapping[str, Any], mesh: Mesh | None) -> Transfo
     """
     size = mesh.size if mesh is not None else lambda _: 1
     heads = size("tp")
-    config = TransformerConfig(
+    return TransformerConfig(
         num_layers=size("pp"),
         hidden_size=heads,
         num_attention_heads=heads,
@@ -33,5 +32,3 @@ def transformer_config(options: Mapping[str, Any], mesh: Mesh | None) -> Transfo
         pipeline_dtype=torch.float32,
         **options["model_parallel_config"],
     )
-    config.finalize_model_grads_func = finalize_model_grads
-    return config

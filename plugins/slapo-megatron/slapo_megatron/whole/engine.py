@@ -12,7 +12,6 @@ from slapo_core import StepResult
 from slapo_megatron.engine import MegatronEngine
 from slapo_megatron.groups.starting import start
 from slapo_megatron.marks import mark
-from slapo_megatron.runtime import Megatron
 
 if TYPE_CHECKING:
     from slapo_core import Plan
@@ -32,20 +31,13 @@ class WholeEngine(MegatronEngine):
     def __init__(self, plan: Plan, request: BuildRequest) -> None:
         mesh = request.schedule.mesh
         start(mesh)
-        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-
+        from slapo_megatron.model.assembling import assemble
         from slapo_megatron.model.chunk import Chunk
         from slapo_megatron.model.configuration import transformer_config
-        from slapo_megatron.model.optimizing import optimizer_of, scheduler_of
 
         mark(request)
         config = transformer_config(plan.config, mesh)
-        ddp_config = DistributedDataParallelConfig(**plan.config["ddp_config"])
-        chunk = DistributedDataParallel(config, ddp_config, Chunk(request.schedule.model, config))
-        trains = request.optimizer is not None or plan.config["optimizer_config"].get("lr") is not None
-        optimizer = optimizer_of(plan.config, request, [chunk]) if trains else None
-        scheduler = None if optimizer is None or request.optimizer is not None else scheduler_of(plan.config, optimizer)
-        super().__init__(plan, request, Megatron([chunk], optimizer, scheduler, config))
+        super().__init__(plan, request, assemble(plan, request, [Chunk(request.schedule.model, config)], config))
         self._count: int = plan.config["microbatches"]
 
     # -- steps; documented in slapo_core/spec/engine.py ---------------------------------------------------------
