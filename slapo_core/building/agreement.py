@@ -60,10 +60,11 @@ def agree(
 
 
 def build_facts(schedule: Schedule, arguments: Arguments, plan: Plan) -> Iterator[RankFact]:
-    """The arguments of ``build``, and the dialect's options, of which any may decide what ranks wait for."""
+    """The arguments of ``build``, and then the dialect's options, of which any may decide what ranks wait for.
+
+    The arguments come first: a dialect fills in options by them, and what the user wrote is what is named.
+    """
     yield RankFact("the target of build", plan.target)
-    for name in sorted(plan.config):
-        yield RankFact(f"option '{name}' of target '{plan.target}'", describe(plan.config[name]))
     optimizer, device = arguments.optimizer, arguments.device
     yield RankFact("the optimizer given to build", "none" if optimizer is None else describe(optimizer))
     yield RankFact("the loss given to build", "none" if arguments.loss is None else "a function")
@@ -74,6 +75,10 @@ def build_facts(schedule: Schedule, arguments: Arguments, plan: Plan) -> Iterato
     tensors = [*schedule.model.parameters(), *schedule.model.buffers()]
     devices = {torch.device(device).type} if device is not None else {tensor.device.type for tensor in tensors}
     yield RankFact("the device of the model", ", ".join(sorted(devices)) or "none")
+    for name in sorted(set(plan.config) - set(plan.notes)):
+        for key, value in _flat(plan.config[name]):
+            where = f", in {key}" if key else ""
+            yield RankFact(f"option '{name}' of target '{plan.target}'{where}", describe(value))
 
 
 def weights_facts(tensors: Mapping[str, torch.Tensor] | None, source: Source | None) -> Iterator[RankFact]:
@@ -84,6 +89,19 @@ def weights_facts(tensors: Mapping[str, torch.Tensor] | None, source: Source | N
     elif source is not None:
         for name, shape in source.shapes().items():
             yield RankFact(f"the weights '{name}'", describe(tuple(shape)))
+
+
+def _flat(value: Any, before: str = "") -> Iterator[tuple[str, Any]]:
+    """The values in nested mappings, by keys with dots: ``("zero_optimization.stage", 1)``.
+
+    In their order: what a user wrote comes before what a dialect filled in because of it.
+    """
+    if isinstance(value, Mapping) and value and all(isinstance(key, str) for key in value):
+        for name in value:
+            key = repr(name) if "." in name else name
+            yield from _flat(value[name], f"{before}.{key}" if before else key)
+    else:
+        yield before, value
 
 
 @contextlib.contextmanager

@@ -45,11 +45,14 @@ class Plan:
         target: the dialect's name, e.g. ``"torch"``.
         steps: one line each, in order, e.g. ``"DistributedDataParallel over mesh_dim 'dp' (2 ranks)"``.
         config: the options after defaults were filled in; the same on every rank, which ``build`` makes sure of.
+        notes: names in ``config`` that are no options, but say where those come from, e.g. ``("origins",)``: the
+            arguments of ``build``, reasons. Ranks may differ in them.
     """
 
     target: str
     steps: tuple[str, ...]
     config: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return "\n".join([f"plan for target '{self.target}'", *(f"  {step}" for step in self.steps)])

@@ -10,8 +10,9 @@ import torch
 import slapo_core as slapo
 from slapo_core.testing import run_ranks
 from tests.core.hand_stages import Net, batch
+from tests.integration.cells import run_cells
 from tests.integration.pipelines.against import Case, differences, sgd
-from tests.integration.pipelines.matrix import Cell, run_cells
+from tests.integration.pipelines.matrix import PipelineCell
 
 
 def batch_of(step: int, replica: int, *, samples: int, bias: bool = True) -> dict[str, Any]:
@@ -79,10 +80,10 @@ def test_stages_on_two_ranks_train_what_one_process_trains() -> None:
 def of_families() -> list[str]:
     torch.set_num_threads(1)
     chosen = [
-        Cell("gpt2", "pp 2", "1f1b", 2, 3),
-        Cell("t5", "pp 2", "zbv_zero_bubble", 4, 2, full=True),
-        Cell("vit", "pp 2", "looped_bfs", 4, 1),
-        Cell("resnet", "pp 2", "dualpipe_v", 4, 5, optimizer="sgd"),
+        PipelineCell("gpt2", "pp 2", "1f1b", 2, 3),
+        PipelineCell("t5", "pp 2", "zbv_zero_bubble", 4, 2, full=True),
+        PipelineCell("vit", "pp 2", "looped_bfs", 4, 1),
+        PipelineCell("resnet", "pp 2", "dualpipe_v", 4, 5, optimizer="sgd"),
     ]
     return [text for differing, _ in run_cells(chosen) for text in differing]
 

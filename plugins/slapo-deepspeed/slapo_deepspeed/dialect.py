@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from slapo_core import Dialect, Plan
 from slapo_core.spec.planning import arguments_as_options
-from slapo_deepspeed.config.filling import filled
+from slapo_deepspeed.config.filling import NOTES, filled
 from slapo_deepspeed.config.planning import steps_of
 from slapo_deepspeed.starting import check_device
 
@@ -56,7 +56,7 @@ class DeepSpeedDialect(Dialect):
                 is not installed.
         """
         options = filled(schedule, config)
-        return Plan("deepspeed", tuple(steps_of(schedule, options)), options)
+        return Plan("deepspeed", tuple(steps_of(schedule, options)), options, NOTES)
 
     def build(self, plan: Plan, request: BuildRequest) -> Engine:
         if request.stage_ranks:

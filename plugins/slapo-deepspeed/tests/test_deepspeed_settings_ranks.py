@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import slapo_core as slapo
@@ -64,22 +66,57 @@ def _train(target: str, *, norm: float | None = 0.05, scale: float = 1.0, **opti
     return found
 
 
-def _all() -> tuple[list[float], dict[str, list[float]], list[float], list[list[float]]]:
+def _differing() -> dict[str, str]:
+    """What ranks are told that differ in what they say, in what it decides, and in an argument of ``build``."""
+    rank = dist.get_rank()
+    said: dict[str, dict[str, Any]] = {
+        "nothing decided": {"config": {**zero(0), **({"gradient_accumulation_steps": 2} if rank else {})}},
+        "a key": {"config": zero(rank)},
+        "an argument": {"norm": 0.05 + rank},
+        "norms": {"norm": None if rank else 0.05, "config": {"gradient_clipping": 0.05} if rank else {}},
+    }
+    found = {}
+    for name, options in said.items():
+        try:
+            _train("deepspeed", **options)
+        except slapo.RankMismatchError as error:
+            found[name] = error.message
+    return found
+
+
+def _all() -> tuple[Any, ...]:
     scheduled = {**zero(1), **OWN, "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 100}}}
     return (
         _train("torch"),
         {name: _train("deepspeed", config=config) for name, config in CASES.items()},
         _train("deepspeed", config=scheduled),
         [_train(target, norm=None, scale=100.0) for target in ("torch", "deepspeed")],
+        _differing(),
     )
+
+
+@functools.cache
+def _found() -> list[Any]:
+    return run_ranks(_all, world_size=2)
 
 
 @pytest.mark.ranks
 def test_settings_that_pass_train_what_target_torch_trains() -> None:
-    for expected, found, scheduled, (unclipped, by_deepspeed) in run_ranks(_all, world_size=2):
+    for expected, found, scheduled, (unclipped, by_deepspeed), _ in _found():
         # Their norms are far above 1.0, to which DeepSpeed clips by default.
         assert by_deepspeed == pytest.approx(unclipped, rel=1e-5, abs=1e-5)
         for name, got in found.items():
             assert got == pytest.approx(expected, abs=1e-5), name
         assert scheduled[:2] == pytest.approx(expected[:2], abs=1e-5)
         assert scheduled[2:] != pytest.approx(expected[2:], abs=1e-5)  # the learning rate grows slowly
+
+
+@pytest.mark.ranks
+def test_ranks_may_differ_in_what_they_say_and_not_in_what_it_decides() -> None:
+    for *_, found in _found():
+        assert found == {
+            "a key": "ranks disagree about option 'config' of target 'deepspeed', in zero_optimization.stage:\n"
+            "  rank 0: 0\n  rank 1: 1",
+            "an argument": "ranks disagree about max_grad_norm given to build:\n  rank 0: 0.05\n  rank 1: 1.05",
+            "norms": "ranks disagree about max_grad_norm given to build:\n  rank 0: 0.05\n  rank 1: None",
+        }

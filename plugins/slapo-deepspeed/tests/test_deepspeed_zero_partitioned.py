@@ -136,9 +136,33 @@ def shapes() -> dict[str, Any]:
     return found
 
 
+def compilations() -> dict[str, list[int]]:
+    """How many graphs compilers have been given after each of some steps: the schedule's, and the user's."""
+    graphs: list[Any] = []
+
+    def counting(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    def by_user(sch: slapo.Schedule) -> None:
+        sch.model.blocks[0].compile(backend=counting)
+
+    found = {}
+    for name, steps in {"schedule": lambda sch: sch["blocks.0"].compile(backend=counting), "user": by_user}.items():
+        sch, engine = small.built(DP, ZERO_3, steps=steps)
+        graphs.clear()
+        found[name] = []
+        for step in range(5):
+            engine.train_step(small.share(small.batch(step), sch.mesh))
+            engine.eval_step(small.batch(9))
+            found[name].append(len(graphs))
+        engine.close()
+    return found
+
+
 def _on_ranks() -> dict[str, Any]:
     torch.set_num_threads(1)
-    found = {"one_by_one": one_by_one(), "shapes": shapes()}
+    found = {"one_by_one": one_by_one(), "shapes": shapes(), "compilations": compilations()}
     for steps in STEPS:
         found[steps.__name__] = [_trained(steps, config) for config in (None, ZERO_3)]
     dist.barrier()
@@ -178,3 +202,10 @@ def test_a_factory_sees_whole_shapes_and_one_that_fails_leaves_the_model_whole()
         assert found["clean"]
         assert found["loss"] == pytest.approx(found["runs"], rel=1e-6)
         assert found["linear"] == (F.linear.__module__, F.linear.__name__)  # other models find torch's own
+
+
+def test_compiled_modules_are_compiled_in_the_first_steps_only() -> None:
+    for rank in _found():
+        for counts in rank["compilations"].values():
+            assert counts[0] > 0
+            assert counts[2:] == counts[1:2] * 3, counts

@@ -78,10 +78,13 @@ class MegatronDialect(Dialect):
         return tuple(stage % pp for stage in range(stages))
 
     def build(self, plan: Plan, request: BuildRequest) -> Engine:
-        if request.stage_ranks:
-            from slapo_core import BuildError
+        from slapo_megatron.groups.starting import given_back
 
-            raise BuildError("target 'megatron' runs no pipeline yet")
-        from slapo_megatron.whole.engine import WholeEngine
+        with given_back():
+            if request.stage_ranks:
+                from slapo_megatron.pipeline.engine import PipelineEngine
 
-        return WholeEngine(plan, request)
+                return PipelineEngine(plan, request)
+            from slapo_megatron.whole.engine import WholeEngine
+
+            return WholeEngine(plan, request)

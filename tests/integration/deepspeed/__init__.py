@@ -1,1 +1,1 @@
-"""Scheduled models trained by DeepSpeed on real ranks, and what they are held against."""
+"""Scheduled models trained by DeepSpeed on real ranks."""

@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import functools
-import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 import slapo_core as slapo
+from tests.integration.cells import Cell
 from tests.integration.pipelines.against import Case, adamw, differences, sgd
 from tests.integration.pipelines.models import FAMILIES
 from tests.integration.zoo.tensor_parallel import split
 
-__all__ = ["Cell", "cells", "run_cells"]
+__all__ = ["PipelineCell", "cells"]
 
 
 @dataclass(frozen=True)
-class Cell:
+class PipelineCell(Cell):
     """One run of the matrix.
 
     Args:
-        family: of the model.
-        mesh: sizes, as text, e.g. ``"pp 2, tp 2"``.
         schedule: its name.
         stages: of the model.
         count: of micro-batches.
@@ -32,22 +27,17 @@ class Cell:
         optimizer: ``"adamw"`` or ``"sgd"``, with momentum.
     """
 
-    family: str
-    mesh: str
     schedule: str
     stages: int
     count: int
     full: bool = False
     optimizer: str = "adamw"
 
-    @property
-    def sizes(self) -> dict[str, int]:
-        return {name: int(size) for name, size in (part.split() for part in self.mesh.split(", "))}
+    def __str__(self) -> str:
+        return f"{self.family}, {self.mesh}, {self.schedule}"
 
-    @property
-    def world_size(self) -> int:
-        sizes = list(self.sizes.values())
-        return sizes[0] * (sizes[1] if len(sizes) > 1 else 1)
+    def differences(self) -> list[str]:
+        return differences(self.case())
 
     def case(self) -> Case:
         family = FAMILIES[self.family]
@@ -66,42 +56,28 @@ class Cell:
         )
 
 
-def cells(family: str) -> list[Cell]:
+def cells(family: str) -> list[PipelineCell]:
     """All runs of a family."""
     found = [
-        Cell(family, "pp 2", "gpipe", 2, 3, True),
-        Cell(family, "pp 2", "1f1b", 2, 4),
-        Cell(family, "pp 2", "interleaved_1f1b", 4, 2, True, "sgd"),
-        Cell(family, "pp 2", "looped_bfs", 8, 3),
-        Cell(family, "pp 2", "interleaved_zero_bubble", 4, 4, True),
-        Cell(family, "pp 2", "zbv_zero_bubble", 4, 5, False, "sgd"),
-        Cell(family, "pp 2", "dualpipe_v", 4, 7, True),
-        Cell(family, "pp 4", "1f1b", 4, 5, True),
-        Cell(family, "pp 4", "interleaved_1f1b", 8, 4),
-        Cell(family, "pp 4", "zbv_zero_bubble", 8, 3, True),
-        Cell(family, "pp 4", "dualpipe_v", 8, 8, False, "sgd"),
-        Cell(family, "dp 2, pp 2", "1f1b", 2, 3, True),
-        Cell(family, "dp 2, pp 2", "zbv_zero_bubble", 4, 2),
+        PipelineCell(family, "pp 2", "gpipe", 2, 3, True),
+        PipelineCell(family, "pp 2", "1f1b", 2, 4),
+        PipelineCell(family, "pp 2", "interleaved_1f1b", 4, 2, True, "sgd"),
+        PipelineCell(family, "pp 2", "looped_bfs", 8, 3),
+        PipelineCell(family, "pp 2", "interleaved_zero_bubble", 4, 4, True),
+        PipelineCell(family, "pp 2", "zbv_zero_bubble", 4, 5, False, "sgd"),
+        PipelineCell(family, "pp 2", "dualpipe_v", 4, 7, True),
+        PipelineCell(family, "pp 4", "1f1b", 4, 5, True),
+        PipelineCell(family, "pp 4", "interleaved_1f1b", 8, 4),
+        PipelineCell(family, "pp 4", "zbv_zero_bubble", 8, 3, True),
+        PipelineCell(family, "pp 4", "dualpipe_v", 8, 8, False, "sgd"),
+        PipelineCell(family, "dp 2, pp 2", "1f1b", 2, 3, True),
+        PipelineCell(family, "dp 2, pp 2", "zbv_zero_bubble", 4, 2),
     ]
     if FAMILIES[family].kind != "CNN":
         found += [
-            Cell(family, "pp 2, tp 2", "1f1b", 2, 2, True),
-            Cell(family, "pp 2, tp 2", "interleaved_zero_bubble", 4, 3, False, "sgd"),
+            PipelineCell(family, "pp 2, tp 2", "1f1b", 2, 2, True),
+            PipelineCell(family, "pp 2, tp 2", "interleaved_zero_bubble", 4, 3, False, "sgd"),
         ]
-    return found
-
-
-def run_cells(chosen: Sequence[Cell]) -> list[tuple[list[str], float]]:
-    """On every rank: what differs in each of them, and its seconds of CPU time."""
-    torch.set_num_threads(1)
-    found = []
-    for cell in chosen:
-        start = time.process_time()
-        try:
-            differing = differences(cell.case())
-        except slapo.SlapoError as error:
-            differing = [f"{type(error).__name__}: {error}"]
-        found.append((differing, time.process_time() - start))
     return found
 
 

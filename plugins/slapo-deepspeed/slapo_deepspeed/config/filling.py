@@ -19,10 +19,12 @@ from slapo_deepspeed.config.validating import validate
 if TYPE_CHECKING:
     from slapo_core.spec.request import ScheduledModel
 
-__all__ = ["OPTIONS", "filled"]
+__all__ = ["NOTES", "OPTIONS", "filled"]
 
 OPTIONS = ("config", "batch_axes")
-"""What users give; a plan has `arguments`, those of ``build``, and `origins`, where values come from, besides."""
+"""What users give."""
+NOTES = ("arguments", "origins")
+"""What a plan has besides: the arguments of ``build``, and where values come from."""
 
 _TESTED_WITH_ZERO = frozenset({"adagrad", "adam", "adamw", "lion"})
 _PIPELINE = {
@@ -46,12 +48,12 @@ def filled(schedule: ScheduledModel, options: Mapping[str, Any]) -> dict[str, An
     Raises:
         BuildError: an option that there is none, a bad value, or one that contradicts the schedule.
     """
-    for name in sorted(set(options) - {*OPTIONS, "arguments", "origins"}):
+    for name in sorted(set(options) - {*OPTIONS, *NOTES}):
         raise BuildError(
             f"target 'deepspeed' has no option {name!r}; it has {', '.join(OPTIONS)}",
             hint=f'what DeepSpeed itself takes goes into config={{"{name}": ...}}',
         )
-    for name in ("arguments", "origins"):
+    for name in NOTES:
         if not isinstance(options.get(name) or {}, Mapping):
             raise BuildError(f"{name} is what a plan of target 'deepspeed' says, and no option (got {options[name]!r})")
     axes = checked_axes(options.get("batch_axes"))

@@ -29,7 +29,8 @@ class Facts:
             rank along ``pp``.
         device: the type of the device that the model trains on, e.g. ``"cpu"``.
         dtypes: of the parameters that are trained, or, where none is, of all, e.g. ``{"float32"}``.
-        cuts_sequences: whether a step scatters activations over ``tp``, as sequence parallelism does.
+        cuts_sequences: whether a step scatters activations over ``tp``, as sequence parallelism does, or a parameter is
+            marked so.
         accumulate: the micro-batches that the user asks for; None where nothing is said.
         max_grad_norm: the norm that the user asks for; None where nothing is said.
         has_optimizer: whether there is a factory; None where nobody has said.
@@ -57,7 +58,8 @@ class Facts:
             stages=_stages(schedule) if sizes["pp"] > 1 else None,
             device=device_of(schedule, arguments.get("device")),
             dtypes=_trained_types(schedule) or parameter_types(schedule),
-            cuts_sequences=sizes["tp"] > 1 and any(_cuts_sequences(record) for record in schedule.records),
+            cuts_sequences=any(_cuts_sequences(record) for record in schedule.records)
+            or any(getattr(one, "sequence_parallel", False) for one in schedule.model.parameters()),
             accumulate=accumulate if accumulate > 1 else None,
             max_grad_norm=arguments.get("max_grad_norm"),
             has_optimizer=arguments.get("has_optimizer"),

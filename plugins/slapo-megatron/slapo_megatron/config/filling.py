@@ -14,7 +14,7 @@ from slapo_megatron.config.optimizing import fill_clipping, fill_optimizer, fill
 from slapo_megatron.config.precision import fill_precision
 from slapo_megatron.config.reading import read
 from slapo_megatron.config.scheduling import fill_scheduler
-from slapo_megatron.config.sizes import fill_microbatches, fill_pipeline, fill_sequence_parallel, fill_sizes
+from slapo_megatron.config.sizes import check_sequence_parallel, fill_microbatches, fill_pipeline, fill_sizes
 from slapo_megatron.config.slots import slots
 from slapo_megatron.config.validating import validate
 
@@ -52,7 +52,7 @@ def filled(schedule: ScheduledModel, options: Mapping[str, Any]) -> dict[str, An
         inherited=frozenset().union(*(kept for _, kept in read_options.values())),
     )
     fill_sizes(draft)
-    fill_sequence_parallel(draft)
+    check_sequence_parallel(draft)
     fill_precision(draft)
     fill_optimizer(draft)
     fill_clipping(draft)

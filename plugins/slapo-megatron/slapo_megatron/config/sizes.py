@@ -7,7 +7,7 @@ from typing import Any
 from slapo_core import BuildError
 from slapo_megatron.config.draft import Draft
 
-__all__ = ["check_stages", "fill_microbatches", "fill_pipeline", "fill_sequence_parallel", "fill_sizes"]
+__all__ = ["check_sequence_parallel", "check_stages", "fill_microbatches", "fill_pipeline", "fill_sizes"]
 
 _CONFIG = "model_parallel_config"
 _SIZES = {
@@ -58,21 +58,18 @@ def check_virtual(config: dict[str, Any], per_rank: int | None) -> None:
         )
 
 
-def fill_sequence_parallel(draft: Draft) -> None:
+def check_sequence_parallel(draft: Draft) -> None:
     """
     Raises:
-        BuildError: no step does what is asked for.
+        BuildError: there is nothing whose gradients Megatron would sum.
     """
-    given = draft.options[_CONFIG].get("sequence_parallel")
-    if given and not draft.facts.cuts_sequences:
+    if draft.options[_CONFIG].get("sequence_parallel") and not draft.facts.cuts_sequences:
         raise BuildError(
             f"{draft.place(_CONFIG, 'sequence_parallel')} is True, but no step of the schedule scatters activations "
-            "over 'tp'",
-            hint='.sync("fwd_post", "reduce_scatter", axis=1) behind the layers that are split, and leave it out',
+            "over 'tp', and no parameter is marked sequence_parallel",
+            hint='.sync("fwd_post", "reduce_scatter", axis=1) behind the layers that are split; .sync_gradient() steps '
+            "sum what works on pieces",
         )
-    if draft.facts.cuts_sequences and given is not False:
-        why = "the steps sum what Megatron would sum, the gradients of what works on pieces of sequences"
-        draft.fill(_CONFIG, "sequence_parallel", False, f"instead of True: {why}" if given else why)
 
 
 def fill_pipeline(draft: Draft) -> None:

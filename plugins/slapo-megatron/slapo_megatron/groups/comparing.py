@@ -15,7 +15,7 @@ from slapo_core import BuildError
 from slapo_core.spec.mesh import DATA_DIMS, Mesh
 from slapo_megatron.groups.order import order_of, row
 
-__all__ = ["compare", "differences"]
+__all__ = ["compare", "compare_virtual", "differences"]
 
 
 def compare(mesh: Mesh) -> None:
@@ -61,3 +61,21 @@ def differences(mesh: Mesh) -> Iterator[str]:
         if there != wanted:
             dims = " and ".join(f"'{one}'" for one in mesh_dims if one in mesh) or "one rank"
             yield f"{name} ranks {there}, by the mesh ({dims}) {wanted}"
+
+
+def compare_virtual(virtual: int | None) -> None:
+    """
+    Args:
+        virtual: stages on each rank along ``pp``, where there are several.
+
+    Raises:
+        BuildError: the user's script has said another number.
+    """
+    there = parallel_state.get_virtual_pipeline_model_parallel_world_size()
+    if there is not None and there != virtual:
+        raise BuildError(
+            f"Megatron's parallel state, which was made before, has {there} virtual stages, and the schedule makes "
+            f"{virtual or 1} for each rank along 'pp'",
+            hint=f"parallel_state.initialize_model_parallel(virtual_pipeline_model_parallel_size={virtual}, ...), or "
+            "leave it to build",
+        )

@@ -66,9 +66,7 @@ _made: _Made | None = None
 _leases: weakref.WeakSet[Lease] = weakref.WeakSet()
 
 
-def start(
-    mesh: Mesh | None, *, device_type: str | None = None, virtual: int | None = None, anew: bool = False
-) -> Lease:
+def start(mesh: Mesh | None, *, device_type: str | None = None, virtual: int | None = None) -> Lease:
     """Let Megatron have process groups over the ranks of the mesh: a collective over all of them.
 
     Groups that the user's script has made are taken if they are those of the mesh, rank by rank. Those that were made
@@ -80,7 +78,6 @@ def start(
         mesh: of the schedule; None for one process alone.
         device_type: of the model, which decides the backend of a process alone; None: that of the mesh, or the CPU.
         virtual: stages on each rank along ``pp``, where there are several.
-        anew: make new ones for this mesh, too, unless they are the script's or another engine uses them.
 
     Raises:
         BuildError: Megatron-core is not installed, the groups of the user's script are others, or an open engine uses
@@ -90,7 +87,7 @@ def start(
     import torch.distributed as dist
     from megatron.core import parallel_state
 
-    from slapo_megatron.groups.comparing import compare
+    from slapo_megatron.groups.comparing import compare, compare_virtual, differences
     from slapo_megatron.groups.private import groups_of_megatron, is_alive
 
     if not dist.is_initialized():
@@ -98,19 +95,19 @@ def start(
     mesh = Mesh({}) if mesh is None else mesh
     _check_world(mesh)
     made, is_new = _still_there(), False
-    if made is not None and (made.is_spoilt or _is_of_another(mesh, virtual) or (anew and not _used(made))):
-        _refuse_in_use(made, mesh, virtual)
+    if made is not None and (made.is_spoilt or any(differences(mesh))):
+        _refuse_in_use(made, mesh)
         _let_go(made)
         made = None
     if made is None and not parallel_state.model_parallel_is_initialized():
-        made, is_new = _make(mesh, virtual), True
+        made, is_new = _make(mesh), True
     elif made is None and not all(map(is_alive, groups_of_megatron())):
         raise BuildError(
             "Megatron's process groups are of a torch.distributed that was ended since",
             hint="megatron.core.parallel_state.destroy_model_parallel() before destroy_process_group()",
         )
     compare(mesh)
-    _compare_virtual(virtual)
+    compare_virtual(virtual)
     lease = Lease(groups_of_megatron(), made is not None, is_new, made)
     _leases.add(lease)
     return lease
@@ -162,17 +159,7 @@ def _is(one: Any, other: Any) -> bool:
     return one is other
 
 
-def _is_of_another(mesh: Mesh, virtual: int | None) -> bool:
-    from megatron.core import parallel_state
-
-    from slapo_megatron.groups.comparing import differences
-
-    return any(True for _ in differences(mesh)) or (
-        virtual != parallel_state.get_virtual_pipeline_model_parallel_world_size()
-    )
-
-
-def _make(mesh: Mesh, virtual: int | None) -> _Made:
+def _make(mesh: Mesh) -> _Made:
     global _made
     from megatron.core import parallel_state
 
@@ -183,7 +170,6 @@ def _make(mesh: Mesh, virtual: int | None) -> _Made:
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=mesh.size("tp"),
             pipeline_model_parallel_size=mesh.size("pp"),
-            virtual_pipeline_model_parallel_size=virtual,
             context_parallel_size=mesh.size("cp"),
             expert_model_parallel_size=mesh.size("ep"),
             distributed_timeout_minutes=timeout_minutes(),
@@ -192,38 +178,21 @@ def _make(mesh: Mesh, virtual: int | None) -> _Made:
     except BaseException:
         _let_go(_Made("", groups_of_megatron()))
         raise
-    _made = _Made(_words(mesh, virtual), groups_of_megatron())
+    _made = _Made(str(mesh), groups_of_megatron())
     return _made
-
-
-def _words(mesh: Mesh, virtual: int | None) -> str:
-    return f"{mesh}" + (f" with {virtual} stages on each rank along 'pp'" if virtual is not None else "")
-
-
-def _compare_virtual(virtual: int | None) -> None:
-    from megatron.core import parallel_state
-
-    there = parallel_state.get_virtual_pipeline_model_parallel_world_size()
-    if there != virtual:
-        raise BuildError(
-            f"Megatron's parallel state, which was made before, has {there or 'no'} virtual stages, and the schedule "
-            f"makes {virtual or 1} for each rank along 'pp'",
-            hint=f"parallel_state.initialize_model_parallel(virtual_pipeline_model_parallel_size={virtual}, ...), or "
-            "leave it to build",
-        )
 
 
 def _used(made: _Made) -> bool:
     return any(lease._made is made for lease in _leases)
 
 
-def _refuse_in_use(made: _Made, mesh: Mesh, virtual: int | None) -> None:
+def _refuse_in_use(made: _Made, mesh: Mesh) -> None:
     if _used(made):
         gc.collect()  # an engine that nobody has any more
     if _used(made):
         raise BuildError(
             f"an open engine uses Megatron's process groups of the mesh {made.mesh}, and this one is for "
-            f"{_words(mesh, virtual)}: Megatron has one set of them in a process",
+            f"{mesh}: Megatron has one set of them in a process",
             hint="engine.close() of the other one first",
         )
 

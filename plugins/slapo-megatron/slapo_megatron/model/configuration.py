@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import torch
-from megatron.core.distributed import finalize_model_grads
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 if TYPE_CHECKING:
@@ -24,14 +22,9 @@ def transformer_config(options: Mapping[str, Any], mesh: Mesh | None) -> Transfo
     """
     size = mesh.size if mesh is not None else lambda _: 1
     heads = size("tp")
-    config = TransformerConfig(
+    return TransformerConfig(
         num_layers=size("pp"),
         hidden_size=heads,
         num_attention_heads=heads,
-        tensor_model_parallel_size=size("tp"),
-        pipeline_model_parallel_size=size("pp"),
-        pipeline_dtype=torch.float32,
         **options["model_parallel_config"],
     )
-    config.finalize_model_grads_func = finalize_model_grads
-    return config

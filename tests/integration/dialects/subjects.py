@@ -1,4 +1,4 @@
-"""What DeepSpeed trains in the tests, and the same training without schedule and DeepSpeed, in one process.
+"""What runtimes train in the tests, and the same training without schedule and runtime, in one process.
 
 BERT, GPT-2, LLaMA and T5 of four blocks in float32, without dropout, all with tied embeddings. The gradients are
 clipped in every step, and AdamW's epsilon is large enough that gradients which are zero do not become steps.
@@ -18,7 +18,19 @@ import slapo_core as slapo
 from tests.integration.pipelines.models import FAMILIES, Family
 from tests.integration.zoo.tensor_parallel import split
 
-__all__ = ["LEARNING_RATE", "MAX_GRAD_NORM", "STEPS", "SUBJECTS", "Batch", "Subject", "Trained", "adamw", "train_plain"]
+__all__ = [
+    "EPSILON",
+    "LEARNING_RATE",
+    "MAX_GRAD_NORM",
+    "STEPS",
+    "SUBJECTS",
+    "WEIGHT_DECAY",
+    "Batch",
+    "Subject",
+    "Trained",
+    "adamw",
+    "train_plain",
+]
 
 Batch = dict[str, torch.Tensor]
 
@@ -28,8 +40,17 @@ MAX_GRAD_NORM = 0.25
 """Below the norm of every step: :func:`train_plain` makes sure of it."""
 
 
+EPSILON = 1e-4
+WEIGHT_DECAY = 0.1
+"""Of everything that has several axes, as Megatron does by itself."""
+
+
 def adamw(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=LEARNING_RATE, eps=1e-4, weight_decay=0.01)
+    parameters = list(parameters)
+    matrices = [one for one in parameters if one.dim() > 1]
+    vectors = [one for one in parameters if one.dim() <= 1]
+    groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=LEARNING_RATE, eps=EPSILON, weight_decay=WEIGHT_DECAY)
 
 
 @dataclass(frozen=True)
@@ -67,6 +88,11 @@ class Subject:
     def batch(self, step: int, replica: int, samples: int = 4) -> Batch:
         """What a replica is given in a step; a half of the samples are padded."""
         return self.family.batch(samples, 100 * step + replica, True)
+
+    @staticmethod
+    def samples(micro_batches: int) -> int:
+        """Of a replica's batch: every micro-batch has two or more."""
+        return max(4, 2 * micro_batches)
 
     def tensor_parallel(self, sch: slapo.Schedule) -> None:
         """Split attentions and MLPs over ``tp``, as Megatron-LM does."""

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 import slapo_core as slapo
-from tests.integration.deepspeed.subjects import LEARNING_RATE
+from tests.integration.dialects.subjects import LEARNING_RATE
 
-__all__ = ["GRADIENT", "LOSS", "WEIGHT", "about_gradients", "about_number", "about_weights"]
+__all__ = ["GRADIENT", "LOSS", "WEIGHT", "Given", "about_gradients", "about_number", "about_weights"]
 
 LOSS, GRADIENT, WEIGHT = 2e-6, 2e-5, 1e-5
 """Tolerances, each about five times what a sum in another order makes of float32, relative to the largest element.
@@ -19,8 +20,22 @@ Of a gradient: of that tensor, or a thousandth of that of all gradients where th
 for rounding have no size of their own. Of a weight: of that tensor, or the learning rate, by which a step moves it.
 """
 
-Given = tuple[slapo.Layout, slapo.Mesh, torch.Tensor | None]
-"""How a parameter lies in the untouched one, and its gradient on this rank."""
+
+@dataclass(frozen=True)
+class Given:
+    """A gradient on this rank.
+
+    Args:
+        layout: how the parameter lies in the untouched one.
+        mesh: over which.
+        gradient: of this rank's part; None where the runtime has none.
+        piece: which elements of it, from and to, where a replica has only some of them.
+    """
+
+    layout: slapo.Layout
+    mesh: slapo.Mesh
+    gradient: torch.Tensor | None
+    piece: tuple[int, int] | None = None
 
 
 def about_number(what: str, one: Any, other: Any, tolerance: float = LOSS) -> Iterator[str]:
@@ -34,14 +49,17 @@ def about_gradients(step: int, given: Sequence[Given], wanted: Mapping[str, torc
     floor = 1e-3 * max(float(one.abs().max()) for one in wanted.values())
     if not given:
         yield f"no gradient of step {step} was seen"
-    for layout, mesh, gradient in given:
-        what = f"the gradient of '{layout.origin}' in step {step}"
-        if gradient is None:
+    for one in given:
+        what = f"the gradient of '{one.layout.origin}' in step {step}"
+        if one.gradient is None:
             yield f"{what} is not given out"
         else:
-            whole = wanted[layout.origin]
+            whole = wanted[one.layout.origin]
             scale = max(float(whole.abs().max()), floor)
-            yield from _about_tensor(what, gradient, layout.local(whole, mesh), GRADIENT * scale)
+            local = one.layout.local(whole, one.mesh)
+            if one.piece is not None:
+                local = local.flatten()[slice(*one.piece)]
+            yield from _about_tensor(what, one.gradient, local, GRADIENT * scale)
 
 
 def about_weights(state: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> Iterator[str]:

@@ -1,0 +1,1 @@
+"""Scheduled models trained by Megatron-core on real ranks."""
