@@ -55,15 +55,13 @@ class WholeEngine(MegatronEngine):
     # -- steps; documented in slapo_core/spec/engine.py ---------------------------------------------------------
 
     def train_step(self, batch: Any) -> StepResult:
-        self._require_open()
-        if self.megatron.optimizer is None:
-            raise self._without_optimizer()
-        self._refuse_without_gradients()
+        self._before_step()
         pieces = self._request.micro_batches(batch, self._count, axes=self.plan.config["batch_axes"] or None)
         done = self._passes(pieces)
         is_stepped, norm, _ = self.megatron.optimizer.step()
         if is_stepped:
             self._end_step()
+        self._after_step()
         loss = done[0]["loss"] if len(done) == 1 else torch.stack([one["loss"] for one in done]).mean()
         output = done[0]["output"] if len(done) == 1 else None
         return StepResult(loss, output, self._norm(norm, loss.device, is_stepped=is_stepped))
