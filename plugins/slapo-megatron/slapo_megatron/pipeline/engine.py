@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -64,7 +64,7 @@ class PipelineEngine(MegatronEngine):
         self._forms = Forms(request, self._count, axes, "microbatches", self._form)
 
     def _assembled(
-        self, plan: Plan, request: BuildRequest, own: dict[int, nn.Module], unused: dict[str, nn.Parameter]
+        self, plan: Plan, request: BuildRequest, own: Mapping[int, nn.Module], unused: Mapping[str, nn.Parameter]
     ) -> Megatron:
         from slapo_megatron.model.assembling import assemble
         from slapo_megatron.model.configuration import transformer_config
