@@ -25,7 +25,7 @@ from slapo_deepspeed.pipeline.ties import Ties
 from slapo_deepspeed.starting import start
 from slapo_deepspeed.zero.gradients import forget_gradients
 from slapo_deepspeed.zero.norms import keep_norm, norm_of_last_step
-from slapo_deepspeed.zero.unused import UnusedParameters
+from slapo_deepspeed.zero.unused import unused_parameters
 
 if TYPE_CHECKING:
     from slapo_core import Plan
@@ -72,7 +72,7 @@ class PipelineEngine(DeepSpeedEngine):
         share_types(request, engine.device)
         keep_norm(engine)
         super().__init__(plan, request, engine, groups)
-        self._unused = UnusedParameters(request, engine)
+        self._unused = unused_parameters(request, engine)
         make = forms_with_buffers(request, engine.device, bare)
         self._forms = Forms(request, self._count, self._axes, "gradient_accumulation_steps", make)
 
