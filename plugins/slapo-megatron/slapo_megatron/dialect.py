@@ -9,6 +9,7 @@ from slapo_core import Dialect, Plan
 from slapo_megatron.config.filling import filled
 from slapo_megatron.config.planning import steps_of
 from slapo_megatron.installed import require_megatron
+from slapo_megatron.pipeline.micro_batches import check_micro_batches
 
 if TYPE_CHECKING:
     from slapo_core import Engine
@@ -47,6 +48,7 @@ class MegatronDialect(Dialect):
 
     def stage_ranks(self, plan: Plan, stages: int, pp: int) -> tuple[int, ...]:
         """One stage a rank, or several in turn, ``(0, 1, 0, 1)``, as Megatron's interleaved schedule has them."""
+        check_micro_batches(plan.config, stages, pp)
         return tuple(stage % pp for stage in range(stages))
 
     def build(self, plan: Plan, request: BuildRequest) -> Engine:
