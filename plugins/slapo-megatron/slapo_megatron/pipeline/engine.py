@@ -46,7 +46,8 @@ class PipelineEngine(MegatronEngine):
         axes = plan.config["batch_axes"] or None
         here = [live for live in request.state.tensors() if live.is_here]
         self._device = request.device or next((live.tensor.device for live in here), torch.device("cpu"))
-        start(mesh)
+        per_rank = len(request.stage_ranks) // mesh.size("pp")
+        self._lease = start(mesh, virtual=per_rank if per_rank > 1 else None)
         self._groups = request.own_groups("pp")
         mark(request)
         partition = request.staged_example(self._count, axes=axes).staged.partition
