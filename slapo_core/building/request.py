@@ -241,10 +241,10 @@ class Request:
     def loss_of(self, output: Any, batch: Any) -> torch.Tensor:
         return self._loss_call.loss_of(output, batch)
 
-    def sum_tied_gradients(self) -> None:
+    def sum_tied_gradients(self, attribute: str = "grad") -> None:
         if self._tied is None:
             self._tied = TiedGradients(self._values.correspondence)
-        self._tied.sum()
+        self._tied.sum(attribute)
 
     def clip_gradients(self) -> torch.Tensor | None:
         self._first.training_is_over()

@@ -406,12 +406,15 @@ class BuildRequest(Protocol):
         """
         ...
 
-    def sum_tied_gradients(self) -> None:
+    def sum_tied_gradients(self, attribute: str = "grad") -> None:
         """Sum the gradients of parameters that live on several ranks along ``pp``, over exactly those: a collective.
 
         Every rank calls it in each step, after the passes and before :meth:`clip_gradients`; whether replicas are
         averaged before or after it is the same. All of these ranks get the same sum to the last bit. A rank without a
         gradient adds nothing; where none of them has one, there is none after it. Nothing is done without such ties.
+
+        Args:
+            attribute: of parameters that has the gradient, e.g. ``"main_grad"`` where the runtime keeps it there.
 
         Raises:
             BuildError: on all of these ranks: a gradient is sparse.

@@ -10,7 +10,7 @@ state take an :class:`OptimizerStorage` wherever they take an optimiser of torch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
@@ -80,6 +80,14 @@ class OptimizerStorage(Protocol):
     """
 
     kind: str
+
+    @property
+    def scheduled(self) -> Collection[str]:
+        """The settings that the runtime sets anew before each step whatever is loaded, e.g. ``("lr",)``.
+
+        It then says what becomes of those of a checkpoint.
+        """
+        ...
 
     @property
     def param_groups(self) -> Sequence[Mapping[str, Any]]:

@@ -49,6 +49,8 @@ class TorchOptimizer:
         optimizer: its parameters are the model's.
     """
 
+    scheduled: tuple[str, ...] = ()
+
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.kind = type(optimizer).__name__
         self._optimizer = optimizer

@@ -12,6 +12,7 @@ import torch
 from slapo_core.errors import BuildError
 from slapo_core.ranks.world import World
 from slapo_core.spec.layout import Layout
+from slapo_core.weights.group_settings import matched_settings
 from slapo_core.weights.in_place import TorchOptimizer
 from slapo_core.weights.optimizer_parts import Held, Part, unite
 from slapo_core.weights.sources import Source
@@ -130,7 +131,7 @@ class OptimizerState:
             full_key = f"{name}{_SEPARATOR}{key}"
             if not isinstance(value, torch.Tensor):
                 self._scalars.setdefault(name, {})[key] = _to_json(value, f"state '{key}' of {self._kind}")
-            elif value.dim() and tuple(value.shape) == local_shape:
+            elif value.is_meta or (value.dim() and tuple(value.shape) == local_shape):
                 self._tensors[full_key] = _Moment(layout, value.dtype, partial(self._storage.read, parameter, key))
             elif not value.dim() or not self._is_split(layout):
                 whole = Layout(full_key, tuple(value.shape))
@@ -165,17 +166,15 @@ class OptimizerState:
                 f"{self._kind}",
                 hint="build with the optimiser of the checkpoint, or load the weights only: build(sch, weights=dir)",
             )
-        saved = [sorted(group["params"]) for group in description["groups"]]
-        present = [sorted(group["params"]) for group in self._groups]
-        if saved != present:
-            raise BuildError(_groups_differ(saved, present), hint="make the same parameter groups in the factory")
         parameters = {self._layouts[id(p)][0]: p for group in self._storage.param_groups for p in group["params"]}
         by_name = {name: layout for name, layout, _ in self._layouts.values()}
         states: dict[str, dict[str, Callable[[], Any]]] = {}
         for name, values in description["scalars"].items():
             states[name] = {key: partial(_same, value) for key, value in values.items()}
+        there = set(states)
         for key, shape in (source.shapes() if source is not None else {}).items():
             name, _, own_key = key.rpartition(_SEPARATOR)
+            there.add(name)
             if name in by_name and name not in self._own:
                 continue
             if name not in by_name:
@@ -185,9 +184,16 @@ class OptimizerState:
                 layout = Layout(key, shape)
             assert source is not None
             states.setdefault(name, {})[own_key] = partial(source.read, key, layout, self._mesh)
+        settings = matched_settings(
+            description["groups"],
+            self._groups,
+            states=there,
+            frozen={self._layouts[id(live.tensor)][0] for live in self._state.tensors() if _is_frozen(live)},
+            scheduled=self._storage.scheduled,
+        )
         groups = [
-            {key: _from_json(value, present.get(key)) for key, value in saved["hyperparameters"].items()}
-            for present, saved in zip(self._storage.param_groups, description["groups"], strict=True)
+            {key: _from_json(value, present.get(key)) for key, value in values.items()}
+            for present, values in zip(self._storage.param_groups, settings, strict=True)
         ]
         here = {parameters[name]: _WhenAsked(values) for name, values in states.items() if name in parameters}
         self._take = self._storage.loading(groups, here)
@@ -223,21 +229,13 @@ def _same(value: Any) -> Any:
     return value
 
 
+def _is_frozen(live: LiveTensor) -> bool:
+    return live.is_parameter and not live.tensor.requires_grad
+
+
 def _own_name(live: LiveTensor, origins: Mapping[str, str]) -> str:
     """The name of a parameter that no untouched one is: never that of an untouched one, whose state is another."""
     return f"{live.name} as {tuple(live.layout.shape)} of its own" if live.name in origins else live.name
-
-
-def _groups_differ(saved: list[list[str]], present: list[list[str]]) -> str:
-    if len(saved) != len(present):
-        return f"the checkpoint has {len(saved)} groups of parameters, and this optimiser {len(present)}"
-    for number, (old, new) in enumerate(zip(saved, present, strict=True)):
-        gone, more = sorted(set(old) - set(new)), sorted(set(new) - set(old))
-        if gone or more:
-            parts = [f"only in the checkpoint: {', '.join(gone)}"] if gone else []
-            parts += [f"only in this optimiser: {', '.join(more)}"] if more else []
-            return f"group {number} of the optimiser holds other parameters than the checkpoint: {'; '.join(parts)}"
-    return "a parameter stands twice in a group of the optimiser"
 
 
 def _to_json(value: Any, what: str) -> Any:

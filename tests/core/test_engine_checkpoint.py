@@ -173,7 +173,10 @@ def test_another_optimizer_or_other_groups_are_refused_before_anything_changes(t
     assert all(torch.equal(tensor, before[key]) for key, tensor in other.state_dict().items())
     with pytest.raises(slapo.BuildError) as error:
         engine_on(None, adam).load(tmp_path)
-    assert error.value.message == "the checkpoint has 2 groups of parameters, and this optimiser 1"
+    assert error.value.message == (
+        "group 0 of this optimiser holds 'fc1.weight' and 'fc1.bias', and the checkpoint has 'betas' = [0.8, 0.9] for "
+        "the one and [0.9, 0.999] for the other"
+    )
 
 
 def test_a_directory_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:

@@ -5,21 +5,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from slapo_core import BuildError
+from slapo_core.spec.between import BetweenSteps
 
 if TYPE_CHECKING:
     from slapo_core.spec.request import BuildRequest
     from slapo_core.spec.state import LiveTensor
     from slapo_deepspeed.state.tensors import DeepSpeedTensors
 
-__all__ = ["BetweenSteps"]
-
-_AFRESH = "engine.save(directory); build a fresh engine of the model as it is to be, and engine.load(directory)"
+__all__ = ["BetweenDeepSpeedSteps"]
 
 
-class BetweenSteps:
-    """Compares the model and DeepSpeed's counters with those of the build and of the last step.
-
-    Every rank looks at its own, without asking the others: what this finds is in the program, which all of them run.
+class BetweenDeepSpeedSteps(BetweenSteps):
+    """The parameters, and DeepSpeed's counters.
 
     Args:
         request: of the build.
@@ -28,15 +25,9 @@ class BetweenSteps:
     """
 
     def __init__(self, request: BuildRequest, engine: Any, tensors: DeepSpeedTensors) -> None:
-        self._engine, self._tensors = engine, tensors
+        self._engine = engine
         self._count = engine.gradient_accumulation_steps()
-        self._parameters = [live for live in request.state.tensors() if live.is_parameter and live.is_here]
-        self._trained = [live.tensor.requires_grad for live in self._parameters]
-        self.note()
-
-    def note(self) -> None:
-        """A step is over, or the engine is made: from here on nothing may change the parameters in place."""
-        self._versions = [live.tensor._version for live in self._parameters]
+        super().__init__(request, tensors, "DeepSpeed")
 
     def check(self) -> None:
         """Before a step.
@@ -44,16 +35,7 @@ class BetweenSteps:
         Raises:
             BuildError: a parameter was frozen, or unfrozen, or written into; or DeepSpeed's accumulation was changed.
         """
-        rows = zip(self._parameters, self._trained, self._versions, strict=True)
-        for live, trained, version in rows:
-            if live.tensor.requires_grad is not trained and (not trained or self._has_copy(live)):
-                raise _other_trained(live, trained)
-            if live.tensor._version != version and not self._tensors.is_current(live):
-                raise BuildError(
-                    f"'{live.name}' was changed in place since the last step, and DeepSpeed trains a copy of it: the "
-                    "step would take the change back",
-                    hint="state = engine.state_dict(), change it there, and engine.load_state_dict(state)",
-                )
+        super().check()
         count = self._engine.gradient_accumulation_steps()
         if count != self._count:
             raise BuildError(
@@ -75,18 +57,6 @@ class BetweenSteps:
                 hint="give it the others by engine.deepspeed.backward(loss) and engine.deepspeed.step() first",
             )
 
-    def _has_copy(self, live: LiveTensor) -> bool:
-        """Whether DeepSpeed steps a copy, in full precision or in parts, and not the parameter itself."""
-        return self._tensors.working(live) is not None or hasattr(live.tensor, "ds_tensor")
-
-
-def _other_trained(live: LiveTensor, trained: bool) -> BuildError:
-    if trained:
-        return BuildError(
-            f"'{live.name}' was frozen after the build: DeepSpeed would go on to step it, with gradients of zero",
-            hint=_AFRESH,
-        )
-    return BuildError(
-        f"'{live.name}' was unfrozen after the build: DeepSpeed has no state for it, and would never step it",
-        hint=_AFRESH,
-    )
+    def steps_frozen(self, live: LiveTensor) -> bool:
+        """Also where ZeRO-3 steps the parts of a parameter that it holds."""
+        return super().steps_frozen(live) or hasattr(live.tensor, "ds_tensor")

@@ -10,7 +10,7 @@ from torch import nn
 
 from slapo_core import Plan
 from slapo_core.spec.stateful import StatefulEngine
-from slapo_deepspeed.between import BetweenSteps
+from slapo_deepspeed.between import BetweenDeepSpeedSteps
 from slapo_deepspeed.state.groups import Groups
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class DeepSpeedEngine(StatefulEngine):
             self._storage = DeepSpeedOptimizer(places, groups, names, mesh, device)
         tensors = DeepSpeedTensors(places, mesh, device)
         request.state.keep_in(tensors)
-        self._between = BetweenSteps(request, engine, tensors)
+        self._between = BetweenDeepSpeedSteps(request, engine, tensors)
         describe(engine, request)
         self._is_closed = False
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import slapo_core as slapo
+from slapo_core.spec.packing import Parcel, attached
 from slapo_core.spec.pipeline import Value
-from slapo_deepspeed.pipeline.packing import Parcel, attached
 
 CPU = torch.device("cpu")
 

@@ -99,10 +99,10 @@ def counting_copies() -> list[str]:
 
 def sending_as_it_is() -> str:
     """Every value goes as it is."""
-    from slapo_deepspeed.pipeline import work
+    from slapo_core.spec import stage_work as work
 
     class Naive(work.Parcel):
-        def __init__(self, values: list[Value], *, backward: bool) -> None:
+        def __init__(self, values: list[Value], *, backward: bool, **_: Any) -> None:
             super().__init__(values, backward=backward)
             self.values = values
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from slapo_core import BuildError, Dialect, Plan
+from slapo_core import Dialect, Plan
 from slapo_megatron.config.filling import filled
 from slapo_megatron.config.planning import steps_of
 from slapo_megatron.installed import require_megatron
@@ -52,7 +52,9 @@ class MegatronDialect(Dialect):
 
     def build(self, plan: Plan, request: BuildRequest) -> Engine:
         if request.stage_ranks:
-            raise BuildError("target 'megatron' runs no pipeline yet")
+            from slapo_megatron.pipeline.engine import PipelineEngine
+
+            return PipelineEngine(plan, request)
         from slapo_megatron.whole.engine import WholeEngine
 
         return WholeEngine(plan, request)

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from slapo_core import Plan
 from slapo_core.spec.stateful import StatefulEngine
 from slapo_megatron.runtime import Megatron
+from slapo_megatron.state.between import BetweenMegatronSteps
+from slapo_megatron.state.optimizer import StoredOptimizer
+from slapo_megatron.state.tensors import MegatronTensors
 
 if TYPE_CHECKING:
     from slapo_core.spec.request import BuildRequest
@@ -22,16 +28,27 @@ class MegatronEngine(StatefulEngine):
     Args:
         plan: what is built.
         request: from ``build``.
-        megatron: its objects.
+        megatron: its objects, ready to train.
 
     Attributes:
         megatron: those.
     """
 
     def __init__(self, plan: Plan, request: BuildRequest, megatron: Megatron) -> None:
+        from slapo_megatron.state.places import places_of
+
         self.plan, self.megatron = plan, megatron
         self._request, self._state = request, request.state
+        mesh = request.schedule.mesh
+        here = [live for live in request.state.tensors() if live.is_here]
+        self._device = next((live.tensor.device for live in here), torch.device("cpu"))
+        self._names = {id(live.tensor): live.reference_name for live in here}
+        self._places = places_of(megatron.optimizer, mesh)
+        self._tensors = MegatronTensors(self._places, mesh, self._device)
+        request.state.keep_in(self._tensors)
+        self._between = BetweenMegatronSteps(request, self._places, self._tensors)
         self._is_closed = False
+        self._stored()
 
     @property
     def module(self) -> nn.Module:
@@ -44,8 +61,91 @@ class MegatronEngine(StatefulEngine):
 
     def close(self) -> None:
         """Let go of Megatron's objects; the model and its state stay."""
+        if self._is_closed:
+            return
         self._is_closed = True
+        self._tensors.end()
+        self._release()
+
+    # -- for the engines ----------------------------------------------------------------------------------------
+
+    def _release(self) -> None:
+        """Let go of what an engine holds beside Megatron's objects; called once."""
 
     def _require_open(self) -> None:
         if self._is_closed:
             raise self._closed()
+
+    def _before_step(self) -> None:
+        """At the beginning of a training step.
+
+        Raises:
+            BuildError: the engine is closed, or cannot train; or what Megatron trains was changed behind its back.
+        """
+        self._require_open()
+        if self.megatron.optimizer is None:
+            raise self._without_optimizer()
+        self._refuse_without_gradients()
+        self._between.check()
+
+    def _after_step(self) -> None:
+        """At the end of a training step."""
+        self._between.note()
+
+    # -- state; documented in slapo_core/spec/stateful.py -------------------------------------------------------
+
+    def state_dict(self, *, rank0_only: bool = False, include_added: bool = False) -> dict[str, torch.Tensor]:
+        self._settle()
+        return super().state_dict(rank0_only=rank0_only, include_added=include_added)
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        self._settle()
+        super().load_state_dict(state)
+
+    def check_replicas(self, *, repair: bool = False) -> None:
+        self._settle()
+        super().check_replicas(repair=repair)
+
+    def save(self, directory: str | os.PathLike[str]) -> None:
+        self._settle()
+        super().save(directory)
+
+    def load(self, directory: str | os.PathLike[str]) -> None:
+        self._settle()
+        optimizer = self._kept_optimizer()
+        self._resumed(self._state.load(directory, optimizer=optimizer, uses=self._uses()), optimizer)
+
+    def _settle(self) -> None:
+        """Wait for what Megatron would send in the next forward: parameters that the last step changed."""
+        if self._is_closed or self.megatron.optimizer is None:
+            return
+        for chunk in self.megatron.chunks:
+            if chunk.ddp_config.use_distributed_optimizer and chunk.ddp_config.overlap_param_gather:
+                chunk.start_param_sync(force_sync=True)
+
+    def _stored(self) -> StoredOptimizer | None:
+        if not self._places.groups:
+            return None
+        mesh, is_scheduled = self._request.schedule.mesh, self.megatron.scheduler is not None
+        return StoredOptimizer(self._places, self._names, mesh, self._device, is_scheduled=is_scheduled)
+
+    def _kept_optimizer(self) -> StoredOptimizer | None:
+        """The optimizer by parameters: a collective over the replicas."""
+        stored = None if self._is_closed else self._stored()
+        return stored.meet() if stored is not None else None
+
+    def _beside(self) -> Mapping[str, Any]:
+        from slapo_megatron.state.beside import read_beside
+
+        return read_beside(self.megatron) if self.optimizer is not None else {}
+
+    def _uses(self) -> Collection[str]:
+        from slapo_megatron.state.beside import used_beside
+
+        return used_beside(self.megatron) if self.optimizer is not None else ()
+
+    def _resumed(self, runtime: Mapping[str, Any], optimizer: StoredOptimizer | None) -> None:
+        from slapo_megatron.state.beside import write_beside
+
+        if optimizer is not None:
+            write_beside(self.megatron, runtime, optimizer.loaded or ())

@@ -1,27 +1,113 @@
-"""What Megatron reads on parameters: which of them are pieces, for the norm of all gradients and for checkpoints."""
+"""What Megatron reads on parameters: which of them are pieces, and which are copies that another rank counts.
+
+Its norm of all gradients counts what is marked on every rank along ``tp``, and everything else on the first one.
+Without marks the norm leaves out the pieces of the others, or counts ties twice, and nothing tells.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from slapo_core import BuildError
 
 if TYPE_CHECKING:
+    import torch
+
     from slapo_core.spec.request import BuildRequest
+    from slapo_core.spec.state import LiveTensor
 
-__all__ = ["mark"]
+__all__ = ["Marks", "mark"]
+
+_OF_MEGATRON = ("main_grad", "grad_added_to_main_grad", "main_param", "main_param_sharded")
+"""What its wrapper and its optimizers hang on parameters."""
 
 
-def mark(request: BuildRequest) -> None:
-    """Mark every parameter by its layout.
+class Marks:
+    """The attributes that parameters had before Megatron's.
+
+    Args:
+        parameters: with the marks that they shall have.
+    """
+
+    def __init__(self, parameters: list[tuple[torch.Tensor, dict[str, Any]]]) -> None:
+        self._before: list[tuple[torch.Tensor, dict[str, Any]]] = []
+        for tensor, wanted in parameters:
+            names = (*wanted, *_OF_MEGATRON)
+            self._before.append((tensor, {name: vars(tensor).get(name, _ABSENT) for name in names}))
+            for name, value in wanted.items():
+                setattr(tensor, name, value)
+
+    def take_back(self) -> None:
+        """Give parameters the attributes that they had, and drop what Megatron hung on them."""
+        for tensor, attributes in self._before:
+            for name, value in attributes.items():
+                if value is not _ABSENT:
+                    setattr(tensor, name, value)
+                elif name in vars(tensor):
+                    delattr(tensor, name)
+        self._before.clear()
+
+    @contextlib.contextmanager
+    def taken_back_if_it_fails(self) -> Iterator[None]:
+        """Around what makes Megatron's objects."""
+        try:
+            yield
+        except BaseException:
+            self.take_back()
+            raise
+
+
+_ABSENT = object()
+
+
+def mark(request: BuildRequest) -> Marks:
+    """Mark every parameter by its layout; what no layout splits keeps marks of the user's own, as of Megatron's layers.
 
     Args:
         request: of the build; every tensor is in its place.
+
+    Raises:
+        BuildError: a parameter is split over other ranks than those along ``tp``; nothing is marked.
     """
+    here = [live for live in request.state.tensors() if live.is_parameter and live.is_here]
+    for live in here:
+        _refuse_split(request, live)
+    return Marks([(live.tensor, {**_as_piece(request, live), **_as_copy(request, live)}) for live in here])
+
+
+def _refuse_split(request: BuildRequest, live: LiveTensor) -> None:
     mesh = request.schedule.mesh
-    for live in request.state.tensors():
-        if not live.is_parameter:
-            continue
-        split = [axis for mesh_dim, axis in live.layout.shards() if mesh_dim == "tp"]
-        is_piece = bool(split) and mesh is not None and mesh.size("tp") > 1
-        live.tensor.tensor_model_parallel = is_piece  # type: ignore[attr-defined]
-        live.tensor.partition_dim = split[0] if is_piece else -1  # type: ignore[attr-defined]
-        live.tensor.partition_stride = 1  # type: ignore[attr-defined]
+    for mesh_dim, axis in live.layout.shards():
+        if mesh_dim != "tp" and mesh is not None and mesh.size(mesh_dim) > 1:
+            raise BuildError(
+                f"'{live.name}' is split on axis {axis} over mesh_dim '{mesh_dim}', and Megatron's "
+                "DistributedDataParallel would average the gradients of its pieces, as of copies",
+                hint='split it over "tp"',
+            )
+
+
+def _as_piece(request: BuildRequest, live: LiveTensor) -> dict[str, Any]:
+    """Whether ``tp`` splits it, and how; the stride counts the matrices that lie one after the other on that axis."""
+    mesh, layout = request.schedule.mesh, live.layout
+    split = [axis for mesh_dim, axis in layout.shards() if mesh_dim == "tp"]
+    if not split or mesh is None or mesh.size("tp") == 1:
+        given = vars(live.tensor)
+        ours = {"tensor_model_parallel": False, "partition_dim": -1, "partition_stride": 1}
+        return {name: given.get(name, value) for name, value in ours.items()}
+    sizes = dict(layout.packing).get(split[0], ())
+    stride = len(sizes) if sizes and len(set(sizes)) == 1 else 1
+    return {"tensor_model_parallel": True, "partition_dim": split[0], "partition_stride": stride}
+
+
+def _as_copy(request: BuildRequest, live: LiveTensor) -> dict[str, Any]:
+    """Of a parameter that several ranks along ``pp`` hold: all but the first of them leave it out of the norm.
+
+    ``shared_embedding`` gives it a bucket of its own, so that the distributed optimizer splits all copies alike.
+    """
+    mesh, placement = request.schedule.mesh, request.placement
+    holders = placement.holders(live) if placement is not None else ()
+    if mesh is None or len(holders) < 2:
+        return {}
+    return {"shared": mesh.rank("pp") != holders[0], "shared_embedding": True}

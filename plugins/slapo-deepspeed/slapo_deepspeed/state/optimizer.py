@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from slapo_core.spec.places import gathered
 from slapo_deepspeed.state.flat_state import flat_states
-from slapo_deepspeed.state.gathering import gathered
 
 if TYPE_CHECKING:
     from slapo_core.spec.mesh import Mesh
+    from slapo_core.spec.places import Place
     from slapo_deepspeed.state.groups import Groups
-    from slapo_deepspeed.state.places import Place, Places
+    from slapo_deepspeed.state.places import Places
 
 __all__ = ["DeepSpeedOptimizer"]
 
@@ -28,6 +29,8 @@ class DeepSpeedOptimizer:
         mesh: of the schedule; None for one process.
         device: that the mesh's groups send from.
     """
+
+    scheduled: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -70,8 +73,8 @@ class DeepSpeedOptimizer:
             value: torch.Tensor = self._inner.state[parameter][key]
             return value
         piece = place.of(self._inner.state[place.flat][key])
-        group = self._mesh.group("dp") if self._mesh is not None and self.partitioned(parameter) else None
-        return gathered(piece, place.offset, place.shape, group, device=self._device)
+        groups = [self._mesh.group("dp")] if self._mesh is not None and self.partitioned(parameter) else []
+        return gathered(piece, place.offset, place.shape, groups, device=self._device)
 
     def write(self, parameter: torch.Tensor, key: str, value: torch.Tensor) -> None:
         place = self._place(parameter)

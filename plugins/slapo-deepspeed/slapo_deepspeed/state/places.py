@@ -14,35 +14,9 @@ from typing import Any
 import torch
 
 from slapo_core import BuildError
+from slapo_core.spec.places import Place
 
-__all__ = ["Place", "Places", "partition_of", "places_of", "shape_of"]
-
-
-@dataclass(frozen=True)
-class Place:
-    """What this rank holds of one parameter's trained values.
-
-    Args:
-        flat: the tensor that the optimiser steps; it keeps its state for it.
-        start: of the first element, in ``flat``.
-        offset: of the first element, in the parameter.
-        length: in elements; 0 where other replicas hold them all.
-        shape: of the parameter, whole.
-    """
-
-    flat: torch.Tensor
-    start: int
-    offset: int
-    length: int
-    shape: tuple[int, ...]
-
-    def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """This rank's elements in ``flat``, or in a tensor of the same shape."""
-        return flat.detach().view(-1).narrow(0, self.start, self.length)
-
-    def part(self, value: torch.Tensor) -> torch.Tensor:
-        """The same elements of a whole tensor."""
-        return value.detach().reshape(-1).narrow(0, self.offset, self.length)
+__all__ = ["Places", "partition_of", "places_of", "shape_of"]
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from slapo_deepspeed.state.gathering import gathered
+from slapo_core.spec.places import gathered, is_rounding
 from slapo_deepspeed.state.places import partition_of, shape_of
 
 if TYPE_CHECKING:
     from slapo_core.spec.mesh import Mesh
+    from slapo_core.spec.places import Place
     from slapo_core.spec.state import LiveTensor
-    from slapo_deepspeed.state.places import Place, Places
+    from slapo_deepspeed.state.places import Places
 
 __all__ = ["DeepSpeedTensors"]
 
@@ -75,19 +76,19 @@ class DeepSpeedTensors:
     def is_current(self, live: LiveTensor) -> bool:
         place, part = self._place(live), partition_of(live.tensor, self._rank)
         if part is not None:
-            is_trained = place is None or _same(part[0], place.of(place.flat))
+            is_trained = place is None or is_rounding(part[0], place.of(place.flat))
             offset, length = part[1], part[0].numel()
             if not _is_whole(live.tensor):
                 return is_trained
-            return is_trained and _same(live.tensor.detach().reshape(-1).narrow(0, offset, length), part[0])
-        return place is None or _same(place.part(live.tensor), place.of(place.flat))
+            return is_trained and is_rounding(live.tensor.detach().reshape(-1).narrow(0, offset, length), part[0])
+        return place is None or is_rounding(place.part(live.tensor), place.of(place.flat))
 
     def _place(self, live: LiveTensor) -> Place | None:
         return self._places.by_parameter.get(id(live.tensor))
 
     def _whole(self, live: LiveTensor, piece: torch.Tensor, offset: int) -> torch.Tensor:
-        group = self._mesh.group("dp") if self._mesh is not None and self.partitioned(live) else None
-        return gathered(piece, offset, shape_of(live.tensor), group, device=self._device)
+        groups = [self._mesh.group("dp")] if self._mesh is not None and self.partitioned(live) else []
+        return gathered(piece, offset, shape_of(live.tensor), groups, device=self._device)
 
 
 def _is_whole(parameter: Any) -> bool:
@@ -95,9 +96,3 @@ def _is_whole(parameter: Any) -> bool:
     from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
     return bool(parameter.ds_status == ZeroParamStatus.AVAILABLE)
-
-
-def _same(copy: torch.Tensor, trained: torch.Tensor) -> bool:
-    """Whether a copy is the rounding of what is trained; what is no number is the same as that."""
-    rounded = trained.to(copy.device, copy.dtype)
-    return bool(((copy == rounded) | (copy.isnan() & rounded.isnan())).all())

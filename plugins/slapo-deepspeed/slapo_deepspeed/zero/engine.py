@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from slapo_core import StepResult
+from slapo_core.spec.replicas import send_buffers
 from slapo_deepspeed.engine import DeepSpeedEngine
 from slapo_deepspeed.initialising import has_optimizer, initialise
 from slapo_deepspeed.marks import mark, marks_taken_back
 from slapo_deepspeed.mpu import MeshUnit
 from slapo_deepspeed.starting import start
-from slapo_deepspeed.zero.buffers import send_buffers
 from slapo_deepspeed.zero.failing import Failing
 from slapo_deepspeed.zero.gradients import forget_gradients, last_micro_batch
 from slapo_deepspeed.zero.linear import linear_of_torch, partitioned_linear
@@ -21,7 +21,7 @@ from slapo_deepspeed.zero.memory import returned_at_once
 from slapo_deepspeed.zero.norms import keep_norm, norm_of_last_step, require_counted
 from slapo_deepspeed.zero.partitioning import Partitioning, is_partitioned
 from slapo_deepspeed.zero.regions import gather_whole
-from slapo_deepspeed.zero.unused import UnusedParameters
+from slapo_deepspeed.zero.unused import unused_parameters
 
 if TYPE_CHECKING:
     from slapo_core import Plan
@@ -52,7 +52,7 @@ class ZeroEngine(DeepSpeedEngine):
         gather_whole(request, engine)
         super().__init__(plan, request, engine, groups)
         self._failing = Failing(engine)
-        self._unused = UnusedParameters(request, engine)
+        self._unused = unused_parameters(request, engine)
 
     @staticmethod
     def _made(plan: Plan, request: BuildRequest, unit: MeshUnit) -> tuple[Any, Any]:

@@ -1,69 +1,26 @@
-"""Parameters that a step gives no gradient: DeepSpeed steps them with zeros, where torch leaves them alone."""
+"""Parameters that a step gives no gradient: where DeepSpeed steps them with zeros."""
 
 from __future__ import annotations
 
-import warnings
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    import torch
+from slapo_core.spec.unused import UnusedParameters
 
+if TYPE_CHECKING:
     from slapo_core.spec.request import BuildRequest
 
-__all__ = ["UnusedParameters"]
-
-_SHOWN = 5
+__all__ = ["unused_parameters"]
 
 
-class UnusedParameters:
-    """Watches training steps, and warns at the first one that gives some parameters no gradient; then it stops.
+def unused_parameters(request: BuildRequest, engine: Any) -> UnusedParameters:
+    """What watches for them.
+
+    Not in full precision without ZeRO, on one replica: there the optimiser is torch's, on the model's gradients.
 
     Args:
         request: of the build.
         engine: DeepSpeed's.
     """
-
-    def __init__(self, request: BuildRequest, engine: Any) -> None:
-        self._names: dict[int, str] = {}
-        self._seen: set[int] = set()
-        self._handles: list[Any] = []
-        self._steps = 0
-        if not _steps_with_zeros(engine):
-            return
-        for live in request.state.tensors():
-            if live.is_parameter and live.is_here and live.tensor.requires_grad:
-                self._names[id(live.tensor)] = live.reference_name
-                self._handles.append(live.tensor.register_post_accumulate_grad_hook(self.seen))
-
-    def seen(self, parameter: torch.Tensor) -> None:
-        """A parameter has a gradient."""
-        self._seen.add(id(parameter))
-
-    def step_is_over(self) -> None:
-        """Warn, if this step is the first one that left some out."""
-        self._steps += 1
-        if not self._names.keys() <= self._seen:
-            names = [name for key, name in self._names.items() if key not in self._seen]
-            self.stop()
-            which = "the first training step" if self._steps == 1 else f"training step {self._steps}"
-            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-            warnings.warn(
-                f"{which} gave {', '.join(map(repr, names[:_SHOWN]))}{more} no gradient: DeepSpeed steps them with a "
-                "gradient of zero, so that weight decay and momentum change them, where torch leaves them alone; set "
-                "requires_grad=False on what the loss does not depend on, before build",
-                stacklevel=3,
-            )
-        self._seen.clear()
-
-    def stop(self) -> None:
-        """Stop to watch."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        self._names.clear()
-
-
-def _steps_with_zeros(engine: Any) -> bool:
-    """Not in full precision without ZeRO, on one replica: there the optimiser is torch's, on the model's gradients."""
     low = engine.fp16_enabled() or engine.bfloat16_enabled()
-    return bool(engine.optimizer is not None and (engine.zero_optimization() or low or engine.dp_world_size > 1))
+    with_zeros = engine.optimizer is not None and (engine.zero_optimization() or low or engine.dp_world_size > 1)
+    return UnusedParameters(request, "DeepSpeed", steps_with_zeros=bool(with_zeros))

@@ -11,8 +11,11 @@ from typing import TYPE_CHECKING, Any
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from torch import nn
 
+from slapo_core import BuildError
 from slapo_megatron.model.finalising import finaliser
+from slapo_megatron.model.gathering import Gathering
 from slapo_megatron.model.optimizing import optimizer_of, scheduler_of
+from slapo_megatron.model.precision import lower_model, working_dtype
 from slapo_megatron.runtime import Megatron
 
 if TYPE_CHECKING:
@@ -39,8 +42,13 @@ def assemble(
             :class:`~slapo_megatron.model.chunk.Chunk`.
         config: Megatron's ``TransformerConfig``; its functions for schedules are set here.
         sum_ties: as for :func:`~slapo_megatron.model.finalising.finaliser`.
+
+    Raises:
+        BuildError: Megatron cannot train these parameters, or wrap the optimizer, or two would sum one gradient.
     """
     options = plan.config
+    _refuse_sums(request, config)
+    lower_model(request.schedule.model, working_dtype(config))
     # one object a chunk: Megatron writes the size of buckets into it
     wrapped = [
         DistributedDataParallel(
@@ -61,9 +69,41 @@ def _trains(plan: Plan, request: BuildRequest) -> bool:
     return request.optimizer is not None or plan.config["optimizer_config"].get("lr") is not None
 
 
+def _refuse_sums(request: BuildRequest, config: Any) -> None:
+    """Where a parameter is marked for Megatron to sum its gradient over ``tp``, Megatron does, and nobody else."""
+    mesh = request.schedule.mesh
+    marked = {
+        live.name
+        for live in request.state.tensors()
+        if live.is_parameter and getattr(live.tensor, "sequence_parallel", False)
+    }
+    if mesh is None or mesh.size("tp") == 1 or not marked:
+        return
+    if not config.sequence_parallel:
+        raise BuildError(
+            f"'{min(marked)}' is marked sequence_parallel, and Megatron sums the gradients of such parameters over "
+            "'tp' only where it is told to",
+            hint='model_parallel_config={"sequence_parallel": True}',
+        )
+    for record in request.schedule.records:
+        if record.name != "tp.sync_gradient":
+            continue
+        names = record.primitive.names  # type: ignore[attr-defined]
+        for name in (names,) if isinstance(names, str) else names:
+            if f"{record.path}.{name}".lstrip(".") in marked:
+                raise BuildError(
+                    f"{record} sums the gradient of '{name}' over 'tp', and Megatron would once more, because the "
+                    "parameter is marked sequence_parallel",
+                    hint="leave out that step, or the mark",
+                )
+
+
 def _overlap(config: Any, wrapped: Sequence[Any]) -> None:
     """What the schedules call so that communication runs beside computation, where the options ask for it."""
     ddp_config = wrapped[0].ddp_config
+    for chunk in wrapped:
+        if chunk.use_forward_hook:
+            chunk.module.around = Gathering(chunk).around
 
     def functions(name: str) -> Any:
         found = [getattr(chunk, name) for chunk in wrapped]

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from megatron.core.enums import ModelType
 from torch import nn
+
+from slapo_megatron.model.precision import lowered, raised, working_dtype
 
 __all__ = ["Chunk"]
 
@@ -14,8 +19,12 @@ class Chunk(nn.Module):
     """What DistributedDataParallel wraps, with all attributes that Megatron's schedules ask for.
 
     Args:
-        model: the scheduled one; its forward is called with whatever this one is.
+        model: the scheduled one; its forward is called with whatever this one is. In lower precision, inputs of float32
+            come to it in that, and its outputs are given out in float32.
         config: Megatron's.
+
+    Attributes:
+        around: what is done around each forward of the model.
     """
 
     model_type = ModelType.encoder_or_decoder
@@ -27,6 +36,7 @@ class Chunk(nn.Module):
         super().__init__()
         self.model = model
         self.config = config
+        self.around: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
 
     def set_input_tensor(self, input_tensor: Any) -> None:
         """What the stage before sent; there is none."""
@@ -35,4 +45,7 @@ class Chunk(nn.Module):
         return None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.model(*args, **kwargs)
+        dtype = working_dtype(self.config)
+        args, kwargs = lowered((args, kwargs), dtype)
+        with self.around():
+            return raised(self.model(*args, **kwargs), dtype)

@@ -7,6 +7,8 @@ from typing import Any
 
 from megatron.core.distributed import finalize_model_grads
 
+from slapo_megatron.model.buckets import refuse_missing
+
 __all__ = ["finaliser"]
 
 
@@ -22,6 +24,7 @@ def finaliser(sum_ties: Callable[[], None] | None = None) -> Callable[..., None]
     """
 
     def finalise(model: list[Any], *args: Any, **kwargs: Any) -> None:
+        refuse_missing(model)
         finalize_model_grads(model, *args, **kwargs)
         if sum_ties is not None:
             sum_ties()

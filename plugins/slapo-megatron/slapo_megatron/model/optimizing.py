@@ -5,9 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
+from megatron.core import parallel_state
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer.optimizer import ChainedOptimizer, FP32Optimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler
+from megatron.core.optimizer.optimizer import ChainedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from slapo_core import BuildError
 
 if TYPE_CHECKING:
     from slapo_core.spec.request import BuildRequest
@@ -22,17 +28,115 @@ def optimizer_of(options: Mapping[str, Any], request: BuildRequest, chunks: Sequ
         options: of the plan.
         request: of the build.
         chunks: the model as DistributedDataParallel has it.
+
+    Raises:
+        BuildError: Megatron cannot train parameters of such a type, or cannot wrap what the factory makes, or a
+            setting of it has nothing to act on.
+        OptimizerError: the factory made something that cannot be.
     """
     config = OptimizerConfig(**options["optimizer_config"])
-    inner = request.make_optimizer()
-    if inner is None:
+    _refuse_types(request, config)
+    if request.optimizer is None:
+        _refuse_without_embeddings(request, config)
         return get_megatron_optimizer(config, list(chunks))
-    from megatron.core import parallel_state
+    inner = request.make_optimizer(in_pieces=config.use_distributed_optimizer)
+    return ChainedOptimizer([_wrapped(inner, config, chunks)])
 
-    wrapped = FP32Optimizer(inner, config, lambda *_: None)
-    wrapped.grad_stats_parallel_group = parallel_state.get_model_parallel_group()
-    wrapped.tp_group = parallel_state.get_tensor_model_parallel_group()
-    return ChainedOptimizer([wrapped])
+
+def _wrapped(inner: Any, config: OptimizerConfig, chunks: Sequence[Any]) -> Any:
+    """The user's optimizer where Megatron's own would be."""
+    wrapper: Any
+    if config.use_distributed_optimizer:
+        wrapper = _distributed(inner, config, chunks)
+    elif config.bf16 or config.fp16:
+        wrapper = Float16OptimizerWithFloat16Params(inner, config, _scaler(config), _no_state)
+        wrapper.grad_stats_parallel_group = parallel_state.get_model_parallel_group()
+    else:
+        wrapper = FP32Optimizer(inner, config, _no_state)
+        wrapper.grad_stats_parallel_group = parallel_state.get_model_parallel_group()
+    wrapper.tp_group = parallel_state.get_tensor_model_parallel_group()
+    return wrapper
+
+
+def _distributed(inner: Any, config: OptimizerConfig, chunks: Sequence[Any]) -> DistributedOptimizer:
+    if not isinstance(inner, torch.optim.AdamW):
+        raise BuildError(
+            f"Megatron's distributed optimizer steps AdamW only, and the factory makes {type(inner).__name__}",
+            hint="optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-4), or leave "
+            '"use_distributed_optimizer" out',
+        )
+    for group in inner.param_groups:
+        group["params"] = [one for one in group["params"] if one.requires_grad]  # it takes no others
+    wrapper = DistributedOptimizer(
+        inner,
+        config,
+        _scaler(config),
+        _no_state,
+        model_chunks=list(chunks),
+        per_model_buffers={number: chunk.buffers for number, chunk in enumerate(chunks)},
+        data_parallel_group=parallel_state.get_data_parallel_group(
+            with_context_parallel=True, partial_data_parallel=True
+        ),
+        data_parallel_group_gloo=parallel_state.get_data_parallel_group_gloo(
+            with_context_parallel=True, partial_data_parallel=True
+        ),
+        data_parallel_group_idx=parallel_state.get_model_parallel_group().rank(),
+        distributed_optimizer_instance_id=0,
+    )
+    wrapper.grad_stats_parallel_group = parallel_state.get_intra_distributed_optimizer_instance_group()
+    return wrapper
+
+
+def _scaler(config: OptimizerConfig) -> Any:
+    """Of the loss, as Megatron chooses it."""
+    if config.loss_scale:
+        return ConstantGradScaler(config.loss_scale)
+    if not config.fp16:
+        return None
+    return DynamicGradScaler(
+        initial_scale=config.initial_loss_scale,
+        min_scale=config.min_loss_scale,
+        growth_factor=2.0,
+        backoff_factor=0.5,
+        growth_interval=config.loss_scale_window,
+        hysteresis=config.hysteresis,
+    )
+
+
+def _no_state(*_: Any) -> None:
+    """The user's optimizer makes its state in its first step."""
+
+
+def _refuse_types(request: BuildRequest, config: OptimizerConfig) -> None:
+    low = config.bf16 or config.fp16
+    for live in request.state.tensors():
+        dtype = live.tensor.dtype
+        if not (live.is_parameter and live.is_here and live.tensor.requires_grad) or dtype == torch.float32:
+            continue
+        if low and dtype in (torch.bfloat16, torch.float16):
+            continue
+        name = "bf16" if dtype == torch.bfloat16 else "fp16"
+        raise BuildError(
+            f"'{live.name}' is trained in {str(dtype).removeprefix('torch.')}, and Megatron's optimizer steps float32, "
+            "or main parameters of float32 beside a model of lower precision",
+            hint=f'optimizer_config={{"{name}": True}}, or model.float() before the schedule is made'
+            if dtype in (torch.bfloat16, torch.float16)
+            else "model.float() before the schedule is made",
+        )
+
+
+def _refuse_without_embeddings(request: BuildRequest, config: OptimizerConfig) -> None:
+    """A rate of their own for embeddings and the output layer acts on what is marked so, and else on nothing."""
+    if config.decoupled_lr is None:
+        return
+    name = "is_embedding_or_output_parameter"
+    if not any(getattr(live.tensor, name, False) for live in request.state.tensors() if live.is_parameter):
+        raise BuildError(
+            f"optimizer_config has decoupled_lr={config.decoupled_lr}, which acts on parameters that are marked as "
+            "those of embeddings and of the output layer, and none is",
+            hint=f"before the schedule is made: model.get_input_embeddings().weight.{name} = True; or an optimizer "
+            "factory with a group of its own for them",
+        )
 
 
 def scheduler_of(options: Mapping[str, Any], optimizer: Any) -> Any:

@@ -1,16 +1,14 @@
-"""Buffers of replicas, treated as DistributedDataParallel treats them: the first replica's, before every step.
+"""What replicas hold alike, for runtimes that do not see to it: buffers, as DistributedDataParallel treats them.
 
-DeepSpeed leaves them alone: running statistics would be those of each replica's own samples, and an evaluation would
-find other ones on every rank.
+Otherwise running statistics are those of each replica's own samples, and an evaluation finds other ones on every rank.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-import torch.distributed as dist
-from torch import nn
+if TYPE_CHECKING:
+    from torch import nn
 
 __all__ = ["send_buffers"]
 
@@ -18,10 +16,15 @@ __all__ = ["send_buffers"]
 def send_buffers(model: nn.Module, group: Any) -> None:
     """Give every replica the buffers of the first one: a collective over ``group``, one for all of them.
 
+    To be called before every training step.
+
     Args:
         model: whose buffers, persistent or not.
         group: of the replicas; None where there is one.
     """
+    import torch
+    import torch.distributed as dist
+
     buffers = [buffer for buffer in model.buffers() if buffer.numel() and not buffer.is_meta]
     if group is None or not buffers:
         return

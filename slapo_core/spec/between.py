@@ -1,0 +1,76 @@
+"""What must stay as it was from one training step to the next, because a runtime does not look at it again."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from slapo_core.errors import BuildError
+
+if TYPE_CHECKING:
+    from slapo_core.spec.request import BuildRequest
+    from slapo_core.spec.state import LiveTensor
+    from slapo_core.spec.storage import TensorStorage
+
+__all__ = ["AFRESH", "BetweenSteps"]
+
+AFRESH = "engine.save(directory); build a fresh engine of the model as it is to be, and engine.load(directory)"
+
+
+class BetweenSteps:
+    """Compares the parameters with those of the build and of the last step.
+
+    Every rank looks at its own, without asking the others: what this finds is in the program, which all of them run.
+
+    Args:
+        request: of the build.
+        tensors: what knows whether the forward computes with what is trained.
+        runtime: its name, for messages.
+    """
+
+    def __init__(self, request: BuildRequest, tensors: TensorStorage, runtime: str) -> None:
+        self._storage, self._runtime = tensors, runtime
+        self._parameters = [live for live in request.state.tensors() if live.is_parameter and live.is_here]
+        self._trained = [live.tensor.requires_grad for live in self._parameters]
+        self.note()
+
+    def note(self) -> None:
+        """A step is over, or the engine is made: from here on nothing may change the parameters in place."""
+        self._stamps = [self.stamp(live) for live in self._parameters]
+
+    def check(self) -> None:
+        """Before a step.
+
+        Raises:
+            BuildError: a parameter was frozen, or unfrozen, or written into.
+        """
+        for live, trained, stamp in zip(self._parameters, self._trained, self._stamps, strict=True):
+            if live.tensor.requires_grad is not trained and (not trained or self.steps_frozen(live)):
+                raise self._other_trained(live, trained)
+            if self.stamp(live) != stamp and not self._storage.is_current(live):
+                raise BuildError(
+                    f"'{live.name}' was changed in place since the last step, and {self._runtime} trains a copy of it: "
+                    "the step would take the change back",
+                    hint="state = engine.state_dict(), change it there, and engine.load_state_dict(state)",
+                )
+
+    # -- what differs from runtime to runtime -------------------------------------------------------------------
+
+    def stamp(self, live: LiveTensor) -> object:
+        """Something that is another one after whoever wrote into a parameter."""
+        return live.tensor._version
+
+    def steps_frozen(self, live: LiveTensor) -> bool:
+        """Whether the runtime goes on stepping a parameter that was frozen: with a copy of it, it does."""
+        return self._storage.working(live) is not None
+
+    def _other_trained(self, live: LiveTensor, trained: bool) -> BuildError:
+        if trained:
+            return BuildError(
+                f"'{live.name}' was frozen after the build: {self._runtime} would go on to step it, with gradients of "
+                "zero",
+                hint=AFRESH,
+            )
+        return BuildError(
+            f"'{live.name}' was unfrozen after the build: {self._runtime} has no state for it, and would never step it",
+            hint=AFRESH,
+        )
