@@ -6,29 +6,14 @@ Two ranks each. Without a pipeline the yardstick is ``deepspeed.initialize`` of 
 
 from __future__ import annotations
 
-import argparse
-import statistics
-import time
-from collections.abc import Callable
-from importlib.metadata import version
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from report import interleaved, ratio_of_medians, save
-from step_cost import HIDDEN, LAYERS, LENGTH, Stack, loss_of
+from by_hand import MICROBATCHES, Step, Way, adamw, main, stack
+from step_cost import LAYERS, loss_of
 
 import slapo_core as slapo
-from slapo_core.testing import preload_modules, run_ranks
-
-ALLOWED = 1.05  # where the 95 % interval of the ratio of the medians must end
-BATCH, MICROBATCHES = 8, 4
-
-Step = Callable[[], float]
-
-
-def adamw(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-4)
 
 
 def config_of(zero: int, samples: int, micro_batches: int) -> dict[str, Any]:
@@ -43,19 +28,14 @@ def config_of(zero: int, samples: int, micro_batches: int) -> dict[str, Any]:
     }
 
 
-def stack() -> Stack:
-    torch.manual_seed(0)
-    return Stack()
-
-
-def replicas_by_schedule(zero: int, x: torch.Tensor) -> Step:
+def replicas_by_schedule(x: torch.Tensor, zero: int) -> Step:
     sch = slapo.create_schedule(stack(), mesh={"dp": dist.get_world_size()}, example_inputs=x)
     config = config_of(zero, len(x), 1)
     engine = slapo.build(sch, target="deepspeed", optimizer=adamw, loss=loss_of, config=config)
     return lambda: engine.train_step(x).loss.item()
 
 
-def replicas_by_hand(zero: int, x: torch.Tensor) -> Step:
+def replicas_by_hand(x: torch.Tensor, zero: int) -> Step:
     import deepspeed
 
     model = stack()
@@ -71,7 +51,7 @@ def replicas_by_hand(zero: int, x: torch.Tensor) -> Step:
     return step
 
 
-def stages_by_schedule(zero: int, x: torch.Tensor) -> Step:
+def stages_by_schedule(x: torch.Tensor, zero: int) -> Step:
     sch = slapo.create_schedule(stack(), mesh={"pp": 2}, example_inputs=x[: len(x) // MICROBATCHES])
     sch["encoder.layer"].pipeline_split(stages=2)
     config = config_of(zero, len(x), MICROBATCHES)
@@ -79,7 +59,7 @@ def stages_by_schedule(zero: int, x: torch.Tensor) -> Step:
     return lambda: engine.train_step(x).loss.item()
 
 
-def stages_by_hand(zero: int, x: torch.Tensor) -> Step:
+def stages_by_hand(x: torch.Tensor, zero: int) -> Step:
     import deepspeed
     from deepspeed.pipe import LayerSpec, PipelineModule
     from transformers.models.bert.modeling_bert import BertLayer
@@ -99,53 +79,12 @@ def stages_by_hand(zero: int, x: torch.Tensor) -> Step:
     return lambda: engine.train_batch(iter(pieces)).item()
 
 
-WAYS: dict[str, tuple[Callable[[int, torch.Tensor], Step], Callable[[int, torch.Tensor], Step], int]] = {
-    "ZeRO-1, two replicas / by hand": (replicas_by_schedule, replicas_by_hand, 1),
-    "ZeRO-2, two replicas / by hand": (replicas_by_schedule, replicas_by_hand, 2),
-    "ZeRO-1, two stages / PipelineModule by hand": (stages_by_schedule, stages_by_hand, 1),
+WAYS = {
+    "ZeRO-1, two replicas / by hand": Way(replicas_by_schedule, replicas_by_hand, {"zero": 1}),
+    "ZeRO-2, two replicas / by hand": Way(replicas_by_schedule, replicas_by_hand, {"zero": 2}),
+    "ZeRO-1, two stages / PipelineModule by hand": Way(stages_by_schedule, stages_by_hand, {"zero": 1}),
 }
 
 
-def compare_steps(question: str, pairs: int, clock: str) -> tuple[list[float], list[float]]:
-    """On each of two ranks: both steps in turn, after they were found to give the same losses."""
-    torch.set_num_threads(1)
-    x = torch.randn(BATCH, LENGTH, HIDDEN, generator=torch.Generator().manual_seed(1))
-    ours, theirs, zero = WAYS[question]
-    by_schedule, by_hand = ours(zero, x), theirs(zero, x)
-    for _ in range(3):
-        expected, loss = by_hand(), by_schedule()
-        assert abs(loss - expected) < 1e-5 * abs(expected), (loss, expected)
-    return interleaved(by_schedule, by_hand, pairs=pairs, clock=getattr(time, clock))
-
-
-def main() -> None:
-    """Ask everything, print it and keep it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=100, help="interleaved pairs of steps (default: %(default)s)")
-    parser.add_argument("--only", choices=list(WAYS), action="append", help="only this question; nothing is kept")
-    parser.add_argument("--cpu-time", action="store_true", help="of rank 0, for a busy machine; nothing is kept")
-    options = parser.parse_args()
-    clock = "process_time" if options.cpu_time else "perf_counter"
-    preload_modules("deepspeed")
-    rows = []
-    for question in options.only or WAYS:
-        ours, theirs = run_ranks(compare_steps, question, options.pairs, clock, world_size=2, timeout=3600)[0]
-        row = {
-            "question": question,
-            **ratio_of_medians(ours, theirs),
-            "by_hand": statistics.median(theirs),
-            "allowed": ALLOWED,
-        }
-        rows.append(row)
-        low, high = row["interval_95"]
-        print(
-            f"{question:<46} {row['ratio']:.3f} (95 %: {low:.3f} to {high:.3f}, by hand "
-            f"{1000 * row['by_hand']:.0f} ms)   allowed {ALLOWED}",
-            flush=True,
-        )
-    if not options.only and not options.cpu_time:
-        save("deepspeed_cost", rows, deepspeed=version("deepspeed"))
-
-
 if __name__ == "__main__":
-    main()
+    main("deepspeed_cost", __doc__ or "", WAYS, "deepspeed", ("deepspeed",))

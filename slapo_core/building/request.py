@@ -153,17 +153,24 @@ class Request:
         training: bool,
         axes: Mapping[str, int | None] | None = None,
         option: str = "",
+        prepare: Callable[[dict[str, Any]], Mapping[str, Any]] | None = None,
     ) -> StagedBatch:
         pieces = self.micro_batches(batch, count, axes=axes, option=option)
-        return staged_pieces(self, pieces, training=training, axes=axes)
+        return staged_pieces(self, pieces, training=training, axes=axes, prepare=prepare)
 
-    def staged_example(self, count: int, *, axes: Mapping[str, int | None] | None = None) -> StagedBatch:
+    def staged_example(
+        self,
+        count: int,
+        *,
+        axes: Mapping[str, int | None] | None = None,
+        prepare: Callable[[dict[str, Any]], Mapping[str, Any]] | None = None,
+    ) -> StagedBatch:
         example = self._schedule.example_inputs
         try:
             pieces = self._cut(example, count, "microbatches", axes)
         except BuildError:
             pieces = [example]
-        return staged_pieces(self, pieces, training=True, axes=axes)
+        return staged_pieces(self, pieces, training=True, axes=axes, prepare=prepare)
 
     def part(self, partition: Partition) -> torch.nn.Module:
         assert self._mesh is not None
@@ -241,10 +248,10 @@ class Request:
     def loss_of(self, output: Any, batch: Any) -> torch.Tensor:
         return self._loss_call.loss_of(output, batch)
 
-    def sum_tied_gradients(self) -> None:
+    def sum_tied_gradients(self, attribute: str = "grad") -> None:
         if self._tied is None:
             self._tied = TiedGradients(self._values.correspondence)
-        self._tied.sum()
+        self._tied.sum(attribute)
 
     def clip_gradients(self) -> torch.Tensor | None:
         self._first.training_is_over()

@@ -57,10 +57,13 @@ class TiedGradients:
             dist.all_reduce(torch.zeros(1, device=exchange_device(self._mesh)), group=self._mesh.group("pp"))
 
     @torch.no_grad()
-    def sum(self) -> None:
+    def sum(self, attribute: str = "grad") -> None:
         """Sum them in place: a collective among the ranks that hold the same parameter.
 
         A rank without a gradient adds nothing to it, and gets the sum; where no rank has one there is none after it.
+
+        Args:
+            attribute: of parameters that has the gradient; missing or None: there is none.
 
         Raises:
             BuildError: on all of these ranks: a gradient is sparse.
@@ -68,12 +71,13 @@ class TiedGradients:
         for places in sorted(self._ties):
             ties = [tie for tie in self._ties[places] if tie.parameter.requires_grad]
             if ties:
-                self._sum(ties, places)
+                self._sum(ties, places, attribute)
 
-    def _sum(self, ties: list[_Tie], places: tuple[int, ...]) -> None:
+    def _sum(self, ties: list[_Tie], places: tuple[int, ...], attribute: str) -> None:
         assert self._mesh is not None
+        gradients = [getattr(tie.parameter, attribute, None) for tie in ties]
         own = torch.tensor(
-            [_state(tie.parameter) for tie in ties], dtype=torch.uint8, device=exchange_device(self._mesh)
+            [_state(gradient) for gradient in gradients], dtype=torch.uint8, device=exchange_device(self._mesh)
         )
         states = torch.stack(collect(own, self._mesh, "pp", places)).amax(0).tolist()
         sparse = [tie.name for tie, state in zip(ties, states, strict=True) if state == _SPARSE]
@@ -83,11 +87,15 @@ class TiedGradients:
                 "sparse ones are not summed over stages",
                 hint="nn.Embedding(..., sparse=False)",
             )
-        there = [tie.parameter for tie, state in zip(ties, states, strict=True) if state == _DENSE]
-        for parameter in there:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        for bucket in _buckets([parameter.grad for parameter in there if parameter.grad is not None]):
+        there = []
+        for tie, gradient, state in zip(ties, gradients, states, strict=True):
+            if state != _DENSE:
+                continue
+            if gradient is None:
+                gradient = torch.zeros_like(tie.parameter)
+                setattr(tie.parameter, attribute, gradient)
+            there.append(gradient)
+        for bucket in _buckets(there):
             self._sum_bucket(bucket, places)
 
     def _sum_bucket(self, bucket: list[torch.Tensor], places: tuple[int, ...]) -> None:
@@ -100,10 +108,10 @@ class TiedGradients:
             gradient.copy_(part.view(gradient.shape))
 
 
-def _state(parameter: nn.Parameter) -> int:
-    if parameter.grad is None:
+def _state(gradient: torch.Tensor | None) -> int:
+    if gradient is None:
         return _NONE
-    return _DENSE if parameter.grad.layout == torch.strided else _SPARSE
+    return _DENSE if gradient.layout == torch.strided else _SPARSE
 
 
 def _buckets(gradients: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

@@ -4,27 +4,18 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import importlib
 import io
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from slapo_core.testing import preload_modules, run_ranks
+from tests.integration.example_runs import EXAMPLES, example, text_for
 
-ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "examples" / "bert_appendix.py"
 SMALL = ["--steps", "3", "--batch-size", "2", "--length", "32", "--vocab-size", "600", "--compiler", "eager"]
 
 preload_modules("transformers.models.bert.modeling_bert", "slapo_tp", "slapo_fusion", "torch._dynamo")
-
-
-def example(name: str) -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(SCRIPT.parent))
-        return importlib.import_module(name)
 
 
 def run(*arguments: str) -> tuple[int, str]:
@@ -36,9 +27,7 @@ def run(*arguments: str) -> tuple[int, str]:
 @pytest.mark.ranks
 def test_the_appendix_trains_as_the_untouched_model_does(tmp_path: Path) -> None:
     """Each part as the script runs it, in processes that have imported everything: ``bert_tp.py`` starts its own."""
-    text = tmp_path / "text.txt"
-    text.write_text((ROOT / "examples" / "bert_tp.py").read_text() * 3)
-    options = [*SMALL, "--text", str(text), "--output", str(tmp_path)]
+    options = [*SMALL, "--text", str(text_for(tmp_path)), "--output", str(tmp_path)]
     assert run(*options, "--role", "plain")[0] == 0
     (status, printed), (other, _) = run_ranks(run, *options, "--role", "scheduled", world_size=2, timeout=600)
     assert status == other == 0
@@ -59,7 +48,7 @@ def test_the_appendix_trains_as_the_untouched_model_does(tmp_path: Path) -> None
 
 
 def test_the_schedule_is_not_longer_than_the_paper_s() -> None:
-    tree = ast.parse(SCRIPT.read_text())
+    tree = ast.parse((EXAMPLES / "bert_appendix.py").read_text())
     (schedule,) = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "schedule_bert"]
-    lines = SCRIPT.read_text().splitlines()[schedule.body[1].lineno - 1 : schedule.end_lineno]
+    lines = (EXAMPLES / "bert_appendix.py").read_text().splitlines()[schedule.body[1].lineno - 1 : schedule.end_lineno]
     assert len([line for line in lines if not line.strip().startswith("#")]) <= 21

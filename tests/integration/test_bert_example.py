@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import subprocess
 import sys
@@ -13,13 +12,12 @@ from typing import Any
 import pytest
 
 from slapo_core.testing import preload_modules
+from tests.integration.example_runs import example, text_for
 from tests.programs import run_program
 
 pytestmark = pytest.mark.ranks
 preload_modules("transformers.models.bert.modeling_bert", "slapo_tp")
 
-ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "examples" / "bert_tp.py"
 SMALL = ["--steps", "4", "--batch-size", "2", "--length", "32", "--vocab-size", "600"]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
@@ -34,24 +32,18 @@ def started(command: list[str], **options: Any) -> subprocess.CompletedProcess[s
     return subprocess.CompletedProcess(command, 0)
 
 
-def example() -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(SCRIPT.parent))
-        return importlib.import_module("bert_tp")
-
-
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("bert")
-    (made / "text.txt").write_text(SCRIPT.read_text() * 3)
+    text_for(made)
     return made
 
 
 def test_scheduled_and_unscheduled_training_agree(
     directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    bert_tp = example()
-    monkeypatch.setattr(bert_tp, "subprocess", SimpleNamespace(run=started))
+    bert_tp = example("bert_tp")
+    monkeypatch.setattr(bert_tp.common, "subprocess", SimpleNamespace(run=started))
     arguments = [*SMALL, "--text", str(directory / "text.txt"), "--output", str(directory)]
     monkeypatch.setattr(sys, "argv", ["bert_tp.py", *arguments])
     assert bert_tp.main(bert_tp.parser().parse_args()) == 0
@@ -68,11 +60,11 @@ def test_scheduled_and_unscheduled_training_agree(
 
 
 def test_loss_curves_that_part_end_with_status_1(directory: Path) -> None:
-    bert_tp = example()
+    bert_tp = example("bert_tp")
     file = directory / "scheduled.json"
     honest = file.read_text()
     result = json.loads(honest)
-    result["losses"][-1] += 2 * bert_tp.TOLERANCE
+    result["losses"][-1] += 2 * bert_tp.common.TOLERANCE
     file.write_text(json.dumps(result))
     options = bert_tp.parser().parse_args([*SMALL, "--output", str(directory)])
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import logging
 import os
@@ -11,6 +10,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from slapo_core import BuildError
+from slapo_core.spec.starting import start_alone
 from slapo_deepspeed.installed import require_deepspeed
 
 if TYPE_CHECKING:
@@ -81,7 +81,8 @@ def start(mesh: Mesh | None) -> None:
     device_type = get_accelerator().device_name()
     os.environ.setdefault("LOCAL_RANK", str(local_rank(device_type)))
     if not dist.is_initialized():
-        _start_alone()
+        backend = get_accelerator().communication_backend_name()
+        start_alone(device_type, None if device_type == "cpu" else backend)
     if deepspeed.comm.comm.cdb is None:
         # Without this, the first start on CPUs compiles an operator for minutes.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -127,20 +128,3 @@ def check_device(device: torch.device | None) -> None:
             hint=f"device='{device.type}:{taken}', or torch.{device.type}.set_device({device.index}) and the same "
             "LOCAL_RANK before",
         )
-
-
-def _start_alone() -> None:
-    import torch.distributed as dist
-    from deepspeed.accelerator import get_accelerator
-
-    backend = get_accelerator().communication_backend_name()
-    backend = "gloo" if get_accelerator().device_name() == "cpu" else backend
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    atexit.register(_end_alone)
-
-
-def _end_alone() -> None:
-    import torch.distributed as dist
-
-    if dist.is_initialized():
-        dist.destroy_process_group()

@@ -11,8 +11,7 @@ from torch import nn
 import slapo_core as slapo
 from slapo_core.spec.pipeline import Value
 from slapo_core.testing import preload_modules, run_ranks
-
-from .odd_pipelines import Run, adamw, batch, differences
+from tests.odd_pipelines import Run, adamw, batch, differences
 
 pytestmark = pytest.mark.ranks
 preload_modules(
@@ -99,10 +98,10 @@ def counting_copies() -> list[str]:
 
 def sending_as_it_is() -> str:
     """Every value goes as it is."""
-    from slapo_deepspeed.pipeline import work
+    from slapo_core.spec import stage_work as work
 
     class Naive(work.Parcel):
-        def __init__(self, values: list[Value], *, backward: bool) -> None:
+        def __init__(self, values: list[Value], *, backward: bool, **_: Any) -> None:
             super().__init__(values, backward=backward)
             self.values = values
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -10,33 +11,93 @@ import torch
 from slapo_core.testing import run_ranks
 from tests import tied_model
 
+from .against import Steps, fresh_groups, same, stepped, untouched
+
 pytestmark = pytest.mark.ranks
 
+DP, TP, BOTH = {"dp": 2}, {"tp": 2}, {"dp": 2, "tp": 2}
+OWN = {"optimizer": None, "optimizer_config": {"lr": 1e-2, "adam_eps": 1e-4, "weight_decay": 0.1}}
+DISTRIBUTED = {
+    "ddp_config": {"use_distributed_optimizer": True},
+    "optimizer_config": {"use_distributed_optimizer": True},
+}
+OVERLAPPED = {
+    "ddp_config": {
+        "use_distributed_optimizer": True,
+        "overlap_grad_reduce": True,
+        "overlap_param_gather": True,
+        "bucket_size": 60,
+    },
+    "optimizer_config": {"use_distributed_optimizer": True, "overlap_param_gather": True},
+}
 
-def on_rank(forms: dict[str, tuple[dict[str, int], dict[str, Any]]]) -> dict[str, Any]:
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.1)
+
+
+def decayed(parameters: Any) -> torch.optim.Optimizer:
+    """Megatron's rule: what has one axis is not decayed."""
+    rows = [one for one in parameters if one.dim() == 1]
+    rest = [one for one in parameters if one.dim() != 1]
+    return torch.optim.AdamW(
+        [{"params": rest, "weight_decay": 0.1}, {"params": rows, "weight_decay": 0.0}], lr=1e-2, eps=1e-4
+    )
+
+
+CASES: dict[str, tuple[dict[str, int] | None, dict[str, Any], str]] = {
+    "dp": (DP, {}, "adamw"),
+    "tp": (TP, {}, "adamw"),
+    "dp, three micro-batches": (DP, {"accumulate": 3}, "adamw"),
+    "tp, two micro-batches": (TP, {"accumulate": 2}, "adamw"),
+    "dp, Megatron's Adam": (DP, OWN, "decayed"),
+    "tp, Megatron's Adam": (TP, OWN, "decayed"),
+    "dp, SGD": (DP, {"optimizer": sgd}, "sgd"),
+    "dp, distributed": (DP, DISTRIBUTED, "adamw"),
+    "dp, distributed, overlapped": (DP, {**OVERLAPPED, "accumulate": 3}, "adamw"),
+    "dp, Megatron's Adam, distributed": (
+        DP,
+        {**OWN, **DISTRIBUTED, "optimizer_config": {**OWN["optimizer_config"], **DISTRIBUTED["optimizer_config"]}},  # type: ignore[dict-item]
+        "decayed",
+    ),
+    "dp, overlapped": (DP, {"ddp_config": {"overlap_grad_reduce": True, "bucket_size": 60}}, "adamw"),
+    "tp, distributed": (TP, DISTRIBUTED, "adamw"),
+}
+ON_FOUR = {
+    "plain": (BOTH, {"accumulate": 3}, "adamw"),
+    "distributed, overlapped": (BOTH, OVERLAPPED, "adamw"),
+}
+FACTORIES = {"adamw": tied_model.adamw, "decayed": decayed, "sgd": sgd}
+
+
+def on_rank(cases: dict[str, tuple[dict[str, int] | None, dict[str, Any], str]]) -> dict[str, Steps]:
     from tests.cpu_megatron import install
 
     install()
     found = {}
-    for name, (mesh, options) in forms.items():
+    for name, (mesh, options, _) in cases.items():
+        fresh_groups()
         sch, engine = tied_model.built(mesh, target="megatron", max_grad_norm=tied_model.CLIP, **options)
-        losses, norms = [], []
-        for step in range(3):
-            result = engine.train_step(tied_model.share(tied_model.batch(step), sch.mesh))
-            losses.append(float(result.loss))
-            norms.append(float(result.grad_norm))
-        found[name] = losses, norms, engine.state_dict()
-        engine.close()
+        is_whole = "use_distributed_optimizer" not in options.get("ddp_config", {})
+        found[name] = stepped(sch, engine, gradients=is_whole)
     return found
 
 
-@pytest.mark.parametrize("mesh", [{"dp": 2}, {"tp": 2}], ids=str)
-def test_two_processes_train_as_one(mesh: dict[str, int]) -> None:
-    losses, norms, state = tied_model.trained()
-    found = run_ranks(on_rank, {"plain": (mesh, {})}, world_size=2)
-    for name in found[0]:
-        mean = [sum(values) / 2 for values in zip(*(rank[name][0] for rank in found), strict=True)]
-        assert mean == pytest.approx(losses, rel=2e-6)
-        for rank in found:
-            assert rank[name][1] == pytest.approx(norms, rel=2e-6)
-            torch.testing.assert_close(rank[name][2], state, rtol=1e-5, atol=1e-6)
+@functools.cache
+def found(world_size: int) -> list[dict[str, Steps]]:
+    cases = {1: {"alone": (None, {"accumulate": 2}, "adamw")}, 2: CASES, 4: ON_FOUR}[world_size]
+    return run_ranks(on_rank, cases, world_size=world_size)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_processes_train_as_one(name: str) -> None:
+    same([rank[name] for rank in found(2)], untouched(optimizer=FACTORIES[CASES[name][2]]))
+
+
+@pytest.mark.parametrize("name", ON_FOUR)
+def test_replicas_of_pieces_train_as_one_process(name: str) -> None:
+    same([rank[name] for rank in found(4)], untouched())
+
+
+def test_one_process_trains_as_the_untouched_model() -> None:
+    same([rank["alone"] for rank in found(1)], untouched())

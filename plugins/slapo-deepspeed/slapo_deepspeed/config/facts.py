@@ -6,12 +6,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from slapo_core.spec.planning import device_of, parameter_types, samples_of
+
 if TYPE_CHECKING:
-    from slapo_core.spec.dialect import BuildArguments
     from slapo_core.spec.record import Record
     from slapo_core.spec.request import ScheduledModel
 
-__all__ = ["Facts", "arguments_as_options"]
+__all__ = ["Facts"]
 
 
 @dataclass(frozen=True)
@@ -55,40 +56,15 @@ class Facts:
         return cls(
             mesh="none" if mesh is None else str(mesh),
             **sizes,
-            device=_device(schedule, arguments.get("device")),
-            dtypes=frozenset(
-                str(one.dtype).removeprefix("torch.")
-                for one in schedule.model.parameters()
-                if one.dtype.is_floating_point
-            ),
+            device=device_of(schedule, arguments.get("device")),
+            dtypes=parameter_types(schedule),
             split=tuple(_split(schedule)) if sizes["tp"] > 1 else (),
             captured=tuple(str(record) for record in schedule.records if _is_captured(record)),
-            samples=_samples(schedule.example_inputs, options.get("batch_axes") or {}),
+            samples=samples_of(schedule.example_inputs, options.get("batch_axes") or {}),
             accumulate=accumulate if accumulate > 1 else None,
             max_grad_norm=arguments.get("max_grad_norm"),
             has_optimizer=arguments.get("has_optimizer"),
         )
-
-
-def arguments_as_options(arguments: BuildArguments) -> dict[str, Any]:
-    """What the user gave to ``build``, as plain values that every rank can compare."""
-    return {
-        "accumulate": arguments.accumulate,
-        "device": None if arguments.device is None else arguments.device.type,
-        "has_loss": arguments.has_loss,
-        "has_optimizer": arguments.has_optimizer,
-        "max_grad_norm": arguments.max_grad_norm,
-    }
-
-
-def _device(schedule: ScheduledModel, asked: str | None) -> str:
-    if asked is not None:
-        return asked
-    mesh = schedule.mesh
-    if mesh is not None and mesh.device_mesh is not None:
-        return str(mesh.device_mesh.device_type)
-    found = {tensor.device.type for tensor in schedule.model.parameters()} - {"meta"}
-    return sorted(found)[-1] if found else "cpu"
 
 
 def _split(schedule: ScheduledModel) -> Iterator[str]:
@@ -105,18 +81,3 @@ def _is_captured(record: Record) -> bool:
         graphs = arguments.get("mode") in ("reduce-overhead", "max-autotune") or options.get("triton.cudagraphs")
         return bool(graphs)
     return name == "fusion.cudagraphify"
-
-
-def _samples(inputs: Any, axes: Mapping[str, int | None]) -> int | None:
-    """How many samples a batch holds, where all of its tensors agree."""
-    import torch
-    from torch.utils._pytree import tree_leaves
-
-    items = inputs.items() if isinstance(inputs, Mapping) else [("", inputs)]
-    found = set()
-    for name, value in items:
-        axis = axes.get(name, 0) if isinstance(name, str) else 0
-        for leaf in tree_leaves(value):
-            if isinstance(leaf, torch.Tensor) and axis is not None and leaf.dim() > axis:
-                found.add(leaf.shape[axis])
-    return found.pop() if len(found) == 1 else None

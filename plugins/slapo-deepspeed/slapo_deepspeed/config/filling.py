@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from slapo_core import BuildError
+from slapo_core.spec.planning import checked_axes
 from slapo_deepspeed.config.batch import fill_batch
 from slapo_deepspeed.config.draft import Draft
 from slapo_deepspeed.config.facts import Facts
@@ -55,7 +56,7 @@ def filled(schedule: ScheduledModel, options: Mapping[str, Any]) -> dict[str, An
     for name in NOTES:
         if not isinstance(options.get(name) or {}, Mapping):
             raise BuildError(f"{name} is what a plan of target 'deepspeed' says, and no option (got {options[name]!r})")
-    axes = _checked_axes(options.get("batch_axes"))
+    axes = checked_axes(options.get("batch_axes"))
     config, source = read(options.get("config"))
     refuse_unknown(config, source)
     config = {key: value for key, value in config.items() if value is not None}  # null: nothing is given
@@ -76,19 +77,6 @@ def filled(schedule: ScheduledModel, options: Mapping[str, Any]) -> dict[str, An
     validate(draft)
     made = {"config": draft.config, "batch_axes": axes, "origins": draft.origins}
     return made | ({"arguments": dict(options["arguments"])} if options.get("arguments") else {})
-
-
-def _checked_axes(axes: Any) -> dict[str, int | None]:
-    axes = axes if axes is not None else {}
-    is_right = isinstance(axes, Mapping) and all(
-        isinstance(key, str) and (axis is None or type(axis) is int) for key, axis in axes.items()
-    )
-    if not is_right:
-        raise BuildError(
-            f"batch_axes must be an axis, or None, for arguments of the forward (got {axes!r})",
-            hint='batch_axes={"bias": None, "x": 1}',
-        )
-    return dict(axes)
 
 
 def _fill_zero(draft: Draft) -> None:

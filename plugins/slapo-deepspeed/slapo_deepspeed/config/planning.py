@@ -7,12 +7,10 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 import slapo_core
-from slapo_core import ArgumentError, HookError, TraceError
+from slapo_core.spec.planning import boundaries, topology
 
 if TYPE_CHECKING:
     from slapo_core import Schedule
-    from slapo_core.spec.mesh import Mesh
-    from slapo_core.spec.pipeline import Value
     from slapo_core.spec.request import ScheduledModel
 
 __all__ = ["steps_of"]
@@ -43,9 +41,10 @@ def steps_of(schedule: ScheduledModel, options: Mapping[str, Any]) -> Iterator[s
         yield "one random state for the ranks of mesh_dim 'tp': that of the first of them"
     yield from _of_training(options, sizes)
     if sizes["pp"] > 1:
-        yield from _boundaries(schedule, options)
+        has_loss = bool((options.get("arguments") or {}).get("has_loss"))
+        yield from boundaries(schedule, lambda: slapo_core.stages(cast("Schedule", schedule), whole_output=has_loss))
     if mesh is not None and mesh.world_size > 1:
-        yield f"ranks: {_topology(mesh)}"
+        yield f"ranks: {topology(mesh)}"
     yield "the configuration that DeepSpeed is given:"
     for key, value in _flat(config):
         why = f"  (filled in: {origins[key]})" if key in origins else ""
@@ -83,42 +82,6 @@ def _of_training(options: Mapping[str, Any], sizes: Mapping[str, int]) -> Iterat
         yield f"learning rate: {config['scheduler']['type']}, one step after each of the optimiser"
     largest = config["gradient_clipping"]
     yield f"gradients are clipped to a norm of {largest:g} over all ranks" if largest else "gradients are not clipped"
-
-
-def _boundaries(schedule: ScheduledModel, options: Mapping[str, Any]) -> Iterator[str]:
-    """What each stage sends to the next, where example inputs say it; the hooks of the schedule answer."""
-    if schedule.example_inputs is None:
-        yield "what crosses stages is known with the first batch: there are no example inputs"
-        return
-    try:
-        asked = slapo_core.stages(
-            cast("Schedule", schedule), whole_output=bool((options.get("arguments") or {}).get("has_loss"))
-        )
-    except (ArgumentError, HookError, TraceError) as error:  # build says it, and ends there
-        yield f"what crosses stages is not known: {error.message}"
-        return
-    values = asked.partition.values
-    for number, names in enumerate(asked.liveness.boundaries):
-        sent = ", ".join(_shown(values[name]) for name in names)
-        yield f"stage {number} sends stage {number + 1}: {sent or 'nothing'}"
-
-
-def _shown(value: Value) -> str:
-    """``transformer_h_3 (batch, 16, 32) float32``."""
-    shape = ", ".join(map(str, value.symbolic_shape if value.symbolic_shape is not None else value.shape))
-    return f"{value.name} ({shape}) {str(value.dtype).removeprefix('torch.')}"
-
-
-def _topology(mesh: Mesh) -> str:
-    """``0: pp 0, dp 0; 1: pp 0, dp 1; ...``: which rank is which stage's, replica's and shard's."""
-    from slapo_core.spec.mesh import Mesh
-
-    lines = []
-    for rank in range(mesh.world_size):
-        place = Mesh(mesh.sizes, rank=rank)
-        where = ", ".join(f"{name} {place.rank(name)}" for name, size in mesh.sizes.items() if size > 1)
-        lines.append(f"{rank}: {where}")
-    return "; ".join(lines)
 
 
 def _flat(config: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:

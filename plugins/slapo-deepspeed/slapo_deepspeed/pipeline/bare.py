@@ -13,7 +13,7 @@ from torch import nn
 if TYPE_CHECKING:
     from slapo_core.spec.request import BuildRequest
 
-__all__ = ["bare_ranks", "stand_in", "touched"]
+__all__ = ["bare_ranks", "stand_in"]
 
 
 def bare_ranks(request: BuildRequest) -> frozenset[int]:
@@ -35,9 +35,3 @@ def stand_in(request: BuildRequest) -> nn.Parameter:
     here = (live.tensor for live in request.state.tensors() if live.is_here and live.tensor.is_floating_point())
     like = next(here, torch.empty(0))
     return nn.Parameter(torch.zeros(1, dtype=like.dtype, device=like.device))
-
-
-def touched(link: torch.Tensor | None, parameter: nn.Parameter) -> torch.Tensor:
-    """The link of a message (see packing.py), whose backward pass gives the parameter its gradient, too."""
-    own = parameter[:0]
-    return own if link is None else torch.cat([link, own.to(link)])

@@ -10,17 +10,18 @@ import torch
 from torch import nn
 
 from slapo_core import BuildError, RankFailedError, SlapoError, StepResult
+from slapo_core.spec.batch_forms import Forms
 from slapo_core.spec.drawing import move_on, own_random_state
+from slapo_core.spec.stage_work import Work
 from slapo_deepspeed.engine import DeepSpeedEngine
 from slapo_deepspeed.initialising import has_optimizer, initialise
 from slapo_deepspeed.marks import mark, marks_taken_back
 from slapo_deepspeed.pipeline.bare import bare_ranks, stand_in
+from slapo_deepspeed.pipeline.buffers import forms_with_buffers
 from slapo_deepspeed.pipeline.counting import count_once
-from slapo_deepspeed.pipeline.forms import Forms
 from slapo_deepspeed.pipeline.precision import share_types
 from slapo_deepspeed.pipeline.private import forget, groups_of, losses_of, prepare, sending_over
 from slapo_deepspeed.pipeline.ties import Ties
-from slapo_deepspeed.pipeline.work import Work
 from slapo_deepspeed.starting import start
 from slapo_deepspeed.zero.gradients import forget_gradients
 from slapo_deepspeed.zero.norms import keep_norm, norm_of_last_step
@@ -72,7 +73,8 @@ class PipelineEngine(DeepSpeedEngine):
         keep_norm(engine)
         super().__init__(plan, request, engine, groups)
         self._unused = unused_parameters(request, engine)
-        self._forms = Forms(request, self._count, self._axes, engine.device, bare)
+        make = forms_with_buffers(request, engine.device, bare)
+        self._forms = Forms(request, self._count, self._axes, "gradient_accumulation_steps", make)
 
     def _make(self, request: BuildRequest) -> Sequence[Any]:
         """DeepSpeed's module, and its process groups and those of ties."""
@@ -141,7 +143,7 @@ class PipelineEngine(DeepSpeedEngine):
     def _work(self, batch: Any, *, training: bool) -> Work:
         with self._groups.together("preparing the step", self.deepspeed.device):
             cut, form = self._forms.of(batch, training=training)
-        work = Work(form, cut, self._stand, stand_in=self._stand_in)
+        work = Work(form, form.leg, cut, self._stand, stand_in=self._stand_in)
         self._stages.begin(work)
         prepare(self.deepspeed, form.received, form.gradients)
         return work
@@ -164,7 +166,7 @@ class PipelineEngine(DeepSpeedEngine):
         self._at = "exchanging the loss"
         message = torch.zeros(2, dtype=torch.float64, device=self.deepspeed.device)
         message[1] = work.drew
-        if work.form.is_last:
+        if work.leg.is_last:
             message[0] = torch.stack(losses_of(self.deepspeed)).mean()
         self._groups.group("pp").allreduce([message]).wait()
         loss, drew = message.unbind()

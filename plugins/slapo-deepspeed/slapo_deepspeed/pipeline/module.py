@@ -14,7 +14,7 @@ from torch import nn
 
 if TYPE_CHECKING:
     from slapo_core.spec.mesh import Mesh
-    from slapo_deepspeed.pipeline.work import Work
+    from slapo_core.spec.stage_work import Work
 
 __all__ = ["StagesModule", "topology_of"]
 
@@ -88,17 +88,20 @@ class StagesModule(PipelineModule):
     def begin(self, work: Work) -> None:
         """A step: what comes is for this."""
         self.__dict__["_work"] = self.__dict__["_own"].work = work
+        self.__dict__["_count"] = 0
 
     def forward(self, forward_input: Any) -> Any:
         work: Work = self.__dict__["_work"]
-        received = forward_input if work.form.coming is not None else ()
+        received = forward_input if work.leg.coming is not None else ()
+        number = self.__dict__["_count"]  # they come in order on every rank
+        self.__dict__["_count"] += 1
         # With the number beside it, DeepSpeed's activation checkpointing runs the layer again for the right one.
-        outputs = super().forward((*received, torch.tensor(work.next_number())))
+        outputs = super().forward((*received, torch.tensor(number)))
         return outputs if isinstance(outputs, tuple) else (outputs,)  # which it makes of a tuple of one
 
     def _loss(self, outputs: Any, label: torch.Tensor) -> torch.Tensor:
         work: Work = self.__dict__["_work"]
-        return work.loss(outputs)
+        return work.loss(outputs, self.__dict__["_count"] - 1)
 
     def train(self, mode: bool = True) -> StagesModule:
         """What DeepSpeed says of a step; the modules keep the modes that the engine around it has set."""

@@ -1,0 +1,164 @@
+"""The engine of target ``"megatron"`` for a model that is cut into stages."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from slapo_core import BuildError, RankFailedError, StepResult
+from slapo_core.spec.batch_forms import Forms
+from slapo_core.spec.drawing import move_on, own_random_state
+from slapo_core.spec.stage_work import Form, Work
+from slapo_megatron.engine import MegatronEngine
+from slapo_megatron.groups.starting import start
+from slapo_megatron.marks import mark
+from slapo_megatron.updating import Updates
+
+if TYPE_CHECKING:
+    from slapo_core import Plan
+    from slapo_core.spec.request import BuildRequest, StagedModel
+
+__all__ = ["PipelineEngine"]
+
+
+class PipelineEngine(MegatronEngine):
+    """The implementation of :class:`slapo_core.spec.engine.Engine` by Megatron's 1F1B and interleaved schedules.
+
+    Every rank is given the whole batch of its replica, and has the replica's loss. After a step that failed on any rank
+    the engine is closed on all of them.
+
+    Args:
+        plan: what is built.
+        request: from ``build``.
+    """
+
+    def __init__(self, plan: Plan, request: BuildRequest) -> None:
+        mesh = request.schedule.mesh
+        assert mesh is not None
+        self._mesh = mesh
+        self._at = "nothing"  # of a step, for the message of an error
+        self._reason: str | None = None  # why it is closed
+        self._count: int = plan.config["microbatches"]
+        axes = plan.config["batch_axes"] or None
+        per_rank = len(request.stage_ranks) // mesh.size("pp")
+        self._lease = start(mesh, virtual=per_rank if per_rank > 1 else None)
+        self._groups = request.own_groups("pp")
+
+        from slapo_megatron.model.configuration import transformer_config
+        from slapo_megatron.model.precision import lowered, working_dtype
+        from slapo_megatron.pipeline.making import assembled, ties_of
+        from slapo_megatron.pipeline.running import Schedule
+
+        config = transformer_config(plan.config, mesh)
+        dtype = working_dtype(config)
+        partition = request.staged_example(self._count, axes=axes).staged.partition
+        self._part = request.part(partition)
+        self._marks = mark(request)
+        with self._marks.taken_back_if_it_fails():
+            megatron = assembled(plan, request, config, partition, self._passes_are_over)
+        super().__init__(plan, request, megatron)
+        self._updates = Updates(plan, request, megatron)
+        self._ties = ties_of(request)
+        self._loss_dtype = None if dtype is None else torch.float32
+        self._schedule = Schedule(megatron, self._groups.group("pp") if self._device.type == "cpu" else None)
+        self._forms = Forms(request, self._count, axes, "microbatches", self._form, lambda one: lowered(one, dtype))
+
+    def _form(self, staged: StagedModel, training: bool) -> Form:
+        ranks, rank = self._request.stage_ranks, self._mesh.rank("pp")
+        return Form(staged, ranks, rank, self._device, training=training, joined=True)
+
+    @property
+    def module(self) -> nn.Module:
+        """This rank's part of the scheduled model."""
+        return self._part
+
+    # -- steps; documented in slapo_core/spec/engine.py ---------------------------------------------------------
+
+    def train_step(self, batch: Any) -> StepResult:
+        self._refuse_autocast()
+        self._before_step()
+        with self._request.training(batch), self._step():
+            form, works = self._works(batch, training=True)
+            self._updates.begin(self._part)
+            with own_random_state(self._device) as seed:
+                for work in works:
+                    work.seed = seed
+                losses = self._schedule.run(form, works, self._count, backward=True)
+            self._updates.seen(self._ties)
+            norm = self._updates.step(self._device)
+            self._after_step()
+            loss = self._loss(form, works, losses)
+        return StepResult(loss, None, norm)
+
+    def eval_step(self, batch: Any) -> StepResult:
+        self._refuse_autocast()
+        self._require_open()
+        with self._request.evaluating(batch), self._step():
+            form, works = self._works(batch, training=False)
+            losses = self._schedule.run(form, works, self._count, backward=False)
+            return StepResult(self._loss(form, works, losses))
+
+    def _works(self, batch: Any, *, training: bool) -> tuple[Form, list[Work]]:
+        with self._groups.together("preparing the step", self._device):
+            cut, form = self._forms.of(batch, training=training)
+        return form, [Work(form, leg, cut, self._stand) for leg in form.legs]
+
+    def _loss(self, form: Form, works: Sequence[Work], losses: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The mean over the micro-batches, on every rank of the replica; all of them move on in torch's stream."""
+        self._at = "exchanging the loss"
+        message = torch.zeros(2, dtype=torch.float64, device=self._device)
+        message[1] = any(work.drew for work in works)
+        if losses:
+            message[0] = torch.stack(list(losses)).mean()
+        self._groups.group("pp").allreduce([message]).wait()
+        loss, drew = message.unbind()
+        if drew:
+            move_on()
+        return loss.to(self._loss_dtype or form.loss_dtype)
+
+    def _passes_are_over(self) -> None:
+        self._at = "Megatron's exchange of gradients, or its optimizer's step"
+        self._wait_for_all()
+
+    def _wait_for_all(self) -> None:
+        self._groups.group().allreduce([torch.zeros(1, device=self._device)]).wait()
+
+    # -- the end ------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _step(self) -> Iterator[None]:
+        try:
+            with self._groups.step(lambda: self._at):
+                yield
+        except RankFailedError as error:
+            self._reason = str(error)
+            self.close()
+            raise
+
+    def _stand(self, what: str) -> None:
+        self._at = what
+
+    def _release(self) -> None:
+        from slapo_megatron.model.releasing import release
+
+        self._updates.end()
+        release(self.megatron, self._marks)
+        self._groups.close()
+        self._forms.close()
+
+    def _require_open(self) -> None:
+        if self._reason is not None:
+            raise self._closed(self._reason)
+        super()._require_open()
+
+    def _refuse_autocast(self) -> None:
+        if torch.is_autocast_enabled(self._device.type):
+            raise BuildError(
+                "a step of a pipeline of target 'megatron' was called under torch.autocast: ranks would not agree "
+                "about the types of what they send",
+                hint='optimizer_config={"bf16": True}',
+            )
