@@ -36,6 +36,8 @@ def optimizer_of(options: Mapping[str, Any], request: BuildRequest, chunks: Sequ
     """
     config = OptimizerConfig(**options["optimizer_config"])
     _refuse_types(request, config)
+    if config.min_lr is None:
+        config.min_lr = 0.0  # each group gets it, and the scheduler computes with it
     if request.optimizer is None:
         _refuse_without_embeddings(request, config)
         return get_megatron_optimizer(config, list(chunks))
@@ -150,7 +152,7 @@ def scheduler_of(options: Mapping[str, Any], optimizer: Any) -> Any:
     arguments: dict[str, Any] = {
         "init_lr": 0.0,
         "max_lr": config.lr,
-        "min_lr": config.min_lr or 0.0,
+        "min_lr": config.min_lr,
         "lr_warmup_steps": 0,
         "lr_decay_steps": 1,
         "lr_decay_style": "constant",
