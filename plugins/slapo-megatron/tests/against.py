@@ -104,11 +104,3 @@ def same(ranks: list[Steps], wanted: Steps, *, rel: float = 2e-6, atol: float = 
             torch.testing.assert_close(
                 value, wanted.weights[name], rtol=1e-5, atol=atol, msg=lambda text, name=name: f"{name}: {text}"
             )
-
-
-def fresh_groups() -> None:
-    """TEMPORARY: until groups of another mesh are made anew."""
-    from megatron.core import parallel_state
-
-    if parallel_state.model_parallel_is_initialized():
-        parallel_state.destroy_model_parallel()

@@ -15,7 +15,7 @@ import slapo_core as slapo
 from slapo_core.testing import run_ranks
 from tests import tied_model
 
-from .against import Steps, fresh_groups, same, stepped, untouched
+from .against import Steps, same, stepped, untouched
 
 pytestmark = pytest.mark.ranks
 
@@ -116,7 +116,6 @@ def on_rank() -> dict[str, Any]:
     from tests.cpu_megatron import install
 
     install()
-    fresh_groups()
     return {name: trained(*case) for name, case in CASES.items()}
 
 

@@ -13,8 +13,6 @@ import slapo_core as slapo
 from slapo_core.testing import run_ranks
 from tests import tied_model
 
-from .against import fresh_groups
-
 pytestmark = pytest.mark.ranks
 
 SETTINGS = {"lr": 1e-2, "eps": 1e-4, "weight_decay": 0.5}
@@ -70,7 +68,6 @@ def on_rank() -> dict[str, Any]:
     from tests.cpu_megatron import install
 
     install()
-    fresh_groups()
     found: dict[str, Any] = {}
     for name, case in CASES.items():
         _, engine = tied_model.built({"dp": 2}, target="megatron", **options_of(*case))
