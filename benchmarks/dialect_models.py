@@ -12,10 +12,10 @@ from torch import nn
 
 import slapo_core as slapo
 
-__all__ = ["Setting", "adamw", "batch_of", "make", "schedule"]
+__all__ = ["ADAM", "Setting", "adamw", "batch_of", "make", "schedule"]
 
 SIZES = {
-    "cpu": {"model": "bert", "layers": 4, "width": 512, "heads": 8, "batch": 8, "length": 128, "dtype": "float32"},
+    "cpu": {"model": "bert", "layers": 4, "width": 256, "heads": 4, "batch": 8, "length": 128, "dtype": "float32"},
     "cuda": {"model": "gpt", "layers": 24, "width": 1792, "heads": 14, "batch": 4, "length": 1024, "dtype": "bfloat16"},
     "small": {"layers": 2, "width": 32, "heads": 2, "batch": 8, "length": 16, "vocabulary": 128, "compiler": "eager"},
 }
@@ -34,9 +34,10 @@ class Setting:
         vocabulary: tokens.
         batch: sequences a step, over all ranks.
         length: tokens a sequence.
-        dtype: in which it computes; DeepSpeed keeps masters of bfloat16, torch does not.
+        dtype: in which it computes; DeepSpeed and Megatron keep masters of bfloat16, torch does not.
         mesh: of the scheduled model, e.g. ``"dp 2, tp 2"``; the unscheduled one has as many replicas as this has ranks.
-        zero: DeepSpeed's ZeRO stage; with stages, the scheduled model has 1 at most.
+        zero: DeepSpeed's ZeRO stage; with stages, the scheduled model has 1 at most. From 1 on, Megatron's optimizer is
+            the distributed one.
         micro_batches: that go through a pipeline.
         checkpoint: how many blocks of the scheduled model are computed again in the backward.
         attention: transformers' implementation in the unscheduled model.
@@ -86,7 +87,9 @@ class Setting:
         parser.add_argument("--vocabulary", type=int, help="tokens (default: 8192)")
         parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: bfloat16 on a GPU")
         parser.add_argument(
-            "--mesh", help='of the scheduled model, e.g. "pp 2, tp 2" (default: "dp 2"; "dp 1" on a GPU)'
+            "--mesh",
+            nargs="+",
+            help='of the scheduled model, e.g. "pp 2, tp 2" (default: "dp 2" "tp 2" "pp 2"; on GPUs, replicas on all)',
         )
         parser.add_argument("--zero", type=int, default=2, choices=range(4), help="stage (default: %(default)s)")
         parser.add_argument("--micro-batches", type=int, default=4, help="of a pipeline (default: %(default)s)")
@@ -98,7 +101,7 @@ class Setting:
     def fill_in(cls, options: argparse.Namespace) -> None:
         """Give every option that was left out its value."""
         defaults: dict[str, Any] = {"vocabulary": 8192, "compiler": "inductor", **SIZES[options.device]}
-        defaults["mesh"] = "dp 2" if options.device == "cpu" else f"dp {torch.cuda.device_count()}"
+        defaults["mesh"] = ["dp 2", "tp 2", "pp 2"] if options.device == "cpu" else [f"dp {torch.cuda.device_count()}"]
         if options.small:
             defaults |= SIZES["small"]
         for name, value in defaults.items():
@@ -106,8 +109,11 @@ class Setting:
                 setattr(options, name, value)
 
 
+ADAM = {"lr": 1e-3, "eps": 1e-6, "weight_decay": 0.0}
+
+
 def adamw(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-3, eps=1e-6)
+    return torch.optim.AdamW(parameters, **ADAM)
 
 
 def make(setting: Setting, device: torch.device, attention: str) -> nn.Module:

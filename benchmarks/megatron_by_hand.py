@@ -11,7 +11,32 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["Stage", "train"]
+__all__ = ["Groups", "Stage", "train"]
+
+
+class Groups:
+    """Megatron's groups of replicas on all ranks, beside others: they are in its globals only inside of a ``with``."""
+
+    def __init__(self) -> None:
+        from megatron.core import parallel_state
+
+        self._globals = vars(parallel_state)
+        outside = self._found()
+        assert not parallel_state.model_parallel_is_initialized(), "made before the others, or Megatron refuses"
+        parallel_state.initialize_model_parallel()
+        self._own = self._found()
+        self._globals.update(outside)
+
+    def _found(self) -> dict[str, Any]:
+        private = (name for name in self._globals if name.startswith("_") and not name.startswith("__"))
+        return {name: self._globals[name] for name in private}
+
+    def __enter__(self) -> None:
+        self._outside = self._found()
+        self._globals.update(self._own)
+
+    def __exit__(self, *_: object) -> None:
+        self._globals.update(self._outside)
 
 
 class Stage(nn.Module):

@@ -21,7 +21,7 @@ from slapo_core.testing import preload_modules
 from tests.integration.dialects.closeness import GRADIENT, LOSS, WEIGHT
 from tests.integration.dialects.same_file import file_cells
 from tests.integration.dialects.subjects import MAX_GRAD_NORM, STEPS, SUBJECTS
-from tests.integration.megatron.cases import cells
+from tests.integration.megatron.cases import cells, sequence_cells
 
 preload_modules("deepspeed", "tests.cpu_megatron")
 
@@ -37,14 +37,24 @@ ONE_FILE = """One schedule file - tensor parallelism, parts of graphs replaced a
 where the mesh has stages - is replayed under `target="torch"`, `target="deepspeed"` and `target="megatron"`. The losses
 of every step and the state dicts are compared with each other, and with those of the untouched model."""
 
+COLUMNS = {"mesh": "mesh", "stages a rank": "virtual", "micro-batches": "micro_batches", "optimizer": "distributed"}
+SAY = {"distributed": lambda distributed: "distributed" if distributed else "plain"}
+
 PAGE = Page(
     "Megatron-core held against the untouched model",
     INTRODUCTION,
     [
         Table(
             [cell for family in SUBJECTS for cell in cells(family)],
-            {"mesh": "mesh", "stages a rank": "virtual", "micro-batches": "micro_batches", "optimizer": "distributed"},
-            say={"distributed": lambda distributed: "distributed" if distributed else "plain"},
+            COLUMNS,
+            say=SAY,
+        ),
+        Table(
+            sequence_cells(),
+            COLUMNS,
+            "Sequence parallelism",
+            "Between the pairs of matrices each rank along `tp` has a piece of the sequence; words are split, too.",
+            say=SAY,
         ),
         Table(
             file_cells(),

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from slapo_core import Dialect, Plan
-from slapo_megatron.config.filling import filled
-from slapo_megatron.config.planning import steps_of
+from slapo_core.spec.planning import arguments_as_options
+from slapo_megatron.checking import violations
+from slapo_megatron.groups.device import check_device
 from slapo_megatron.installed import require_megatron
-from slapo_megatron.pipeline.micro_batches import check_micro_batches
 
 if TYPE_CHECKING:
-    from slapo_core import Engine
+    from slapo_core import Engine, Violation
     from slapo_core.spec.dialect import BuildArguments
     from slapo_core.spec.request import BuildRequest, ScheduledModel
+    from slapo_core.testing import DialectCase
 
-__all__ = ["MegatronDialect"]
+__all__ = ["MegatronDialect", "slapo_cases"]
 
 
 class MegatronDialect(Dialect):
@@ -32,30 +33,65 @@ class MegatronDialect(Dialect):
     - ``microbatches``: into how many micro-batches a batch is cut.
     - ``batch_axes``: where: for an argument of the forward, the axis of its tensors that counts the samples, None for
       one that every micro-batch has as a whole. Default: the first axis of every tensor.
+
+    The first three may be objects of these classes too: their fields that differ from Megatron's defaults are taken.
     """
 
     name: ClassVar[str] = "megatron"
-    supports: ClassVar[frozenset[str]] = frozenset({"dp", "pp", "tp"})
+    supports: ClassVar[frozenset[str]] = frozenset({"cp", "dp", "ep", "pp", "tp"})
     accumulates: ClassVar[bool] = True
 
+    def check(self, schedule: ScheduledModel) -> Iterable[Violation]:
+        return violations(schedule)
+
     def options(self, config: Mapping[str, Any], arguments: BuildArguments) -> Mapping[str, Any]:
-        return {**config, "arguments": arguments}
+        """The options with what else was given to ``build``, for the plan to fill in.
+
+        Raises:
+            BuildError: the model is to go to another device than the one that Megatron takes.
+        """
+        check_device(arguments.device)
+        return {**config, "arguments": arguments_as_options(arguments)}
 
     def plan(self, schedule: ScheduledModel, config: Mapping[str, Any]) -> Plan:
+        """What Megatron will be given and do; its own classes read the options.
+
+        Raises:
+            BuildError: an option that there is none, a bad value, or one that contradicts the schedule; or
+                Megatron-core is not installed.
+        """
         require_megatron()
+        from slapo_megatron.config.filling import filled
+        from slapo_megatron.config.planning import steps_of
+
         options = filled(schedule, config)
         return Plan("megatron", tuple(steps_of(schedule, options)), options)
 
     def stage_ranks(self, plan: Plan, stages: int, pp: int) -> tuple[int, ...]:
-        """One stage a rank, or several in turn, ``(0, 1, 0, 1)``, as Megatron's interleaved schedule has them."""
-        check_micro_batches(plan.config, stages, pp)
+        """One stage a rank, or several in turn, ``(0, 1, 0, 1)``, as Megatron's interleaved schedule has them.
+
+        Raises:
+            BuildError: options do not go together with so many stages.
+        """
+        from slapo_megatron.config.sizes import check_stages
+
+        check_stages(plan.config["model_parallel_config"], plan.config["microbatches"], stages, pp)
         return tuple(stage % pp for stage in range(stages))
 
     def build(self, plan: Plan, request: BuildRequest) -> Engine:
-        if request.stage_ranks:
-            from slapo_megatron.pipeline.engine import PipelineEngine
+        from slapo_megatron.groups.starting import given_back
 
-            return PipelineEngine(plan, request)
-        from slapo_megatron.whole.engine import WholeEngine
+        with given_back():
+            if request.stage_ranks:
+                from slapo_megatron.pipeline.engine import PipelineEngine
 
-        return WholeEngine(plan, request)
+                return PipelineEngine(plan, request)
+            from slapo_megatron.whole.engine import WholeEngine
+
+            return WholeEngine(plan, request)
+
+
+def slapo_cases() -> list[DialectCase]:
+    from slapo_megatron.cases import cases
+
+    return cases()

@@ -18,6 +18,7 @@ from slapo_megatron.state.tensors import MegatronTensors
 
 if TYPE_CHECKING:
     from slapo_core.spec.request import BuildRequest
+    from slapo_megatron.groups.starting import Lease
 
 __all__ = ["MegatronEngine"]
 
@@ -33,6 +34,9 @@ class MegatronEngine(StatefulEngine):
     Attributes:
         megatron: those.
     """
+
+    _lease: Lease
+    """Of Megatron's process groups; set by the engines, before they make anything of Megatron's."""
 
     def __init__(self, plan: Plan, request: BuildRequest, megatron: Megatron) -> None:
         from slapo_megatron.state.places import places_of
@@ -66,6 +70,7 @@ class MegatronEngine(StatefulEngine):
         self._is_closed = True
         self._tensors.end()
         self._release()
+        self._lease.close()
 
     # -- for the engines ----------------------------------------------------------------------------------------
 

@@ -87,10 +87,14 @@ class DialectCell(Cell):
         example = subject.batch(0, 0, samples=subject.samples(self.micro_batches) // self.micro_batches)
         sch = slapo.create_schedule(subject.make(), mesh=sizes, example_inputs=example)
         if "tp" in sizes:
-            subject.tensor_parallel(sch)
+            self.split(sch)
         for path in subject.cuts(stages or sizes.get("pp", 1)):
             sch[path].pipeline_split()
         return sch
+
+    def split(self, sch: slapo.Schedule) -> None:
+        """Over ``tp``."""
+        self.subject.tensor_parallel(sch)
 
     @abstractmethod
     def build(self) -> tuple[slapo.Schedule, Any]:

@@ -99,6 +99,26 @@ class Subject:
         attentions, products = split(sch)
         assert (attentions, products) == (6 if self.name == "t5" else 4, 4), (attentions, products)
 
+    def sequence_parallel(self, sch: slapo.Schedule) -> None:
+        """LLaMA with pieces of the sequence between the pairs of matrices, and its tied words split over ``tp``."""
+        assert self.name == "llama", self.name
+        sch["model.embed_tokens"].shard("weight", axis=0)
+        for layer in sch["model.layers.*"]:
+            attention, mlp = layer["self_attn"], layer["mlp"]
+            for name in ("q_proj", "k_proj", "v_proj"):
+                attention[name].shard("weight", axis=0)
+            attention.sync("fwd_pre", "all_gather", axis=1, inputs=("hidden_states",))
+            attention["o_proj"].shard("weight", axis=1).sync("fwd_post", "reduce_scatter", axis=1)
+            for name in ("gate_proj", "up_proj"):
+                mlp[name].shard("weight", axis=0)
+            mlp.sync("fwd_pre", "all_gather", axis=1)
+            mlp["down_proj"].shard("weight", axis=1).sync("fwd_post", "reduce_scatter", axis=1)
+            for name in ("input_layernorm", "post_attention_layernorm"):
+                layer[name].sync_gradient("weight")
+        sch["model.layers.0"].sync("fwd_pre", "reduce_scatter", axis=1, inputs=("hidden_states",))
+        sch["model.norm"].sync_gradient("weight")
+        sch["lm_head"].sync("fwd_pre", "all_gather", axis=1).sync("fwd_post", "all_gather")
+
     def cuts(self, stages: int) -> list[str]:
         """The blocks after which the model is cut, for so many stages: ``sch[path].pipeline_split()``."""
         each = len(self.blocks) // stages

@@ -9,7 +9,7 @@ import slapo_core as slapo
 from tests.integration.dialects.cells import DialectCell, Watched
 from tests.integration.dialects.subjects import EPSILON, LEARNING_RATE, WEIGHT_DECAY
 
-__all__ = ["MegatronCell", "cells"]
+__all__ = ["MegatronCell", "cells", "sequence_cells"]
 
 
 @dataclass(frozen=True)
@@ -19,17 +19,25 @@ class MegatronCell(DialectCell):
     Args:
         distributed: whether the optimizer is Megatron's distributed one.
         virtual: how many stages a rank has.
+        pieces: whether ranks along ``tp`` have pieces of the sequence between layers; of LLaMA.
     """
 
     distributed: bool = False
     virtual: int = 1
+    pieces: bool = False
 
     def __str__(self) -> str:
         kind = "distributed" if self.distributed else "plain"
         return (
             f"{self.family}, {self.mesh}, {kind} optimizer, stages a rank: {self.virtual}, "
-            f"{self.micro_batches} micro-batches"
+            f"{self.micro_batches} micro-batches{', pieces of the sequence' if self.pieces else ''}"
         )
+
+    def split(self, sch: slapo.Schedule) -> None:
+        if self.pieces:
+            self.subject.sequence_parallel(sch)
+        else:
+            self.subject.tensor_parallel(sch)
 
     def build(self) -> tuple[slapo.Schedule, Any]:
         from tests.cpu_megatron import install
@@ -73,6 +81,16 @@ def cells(family: str) -> list[MegatronCell]:
     return [
         MegatronCell(family, mesh, virtual=virtual, micro_batches=count, distributed=distributed)
         for mesh, virtual, count, distributed in ways
+    ]
+
+
+def sequence_cells() -> list[MegatronCell]:
+    """Sequence parallelism, alone and over stages."""
+    return [
+        MegatronCell("llama", "tp 2", pieces=True),
+        MegatronCell("llama", "tp 2", micro_batches=2, distributed=True, pieces=True),
+        MegatronCell("llama", "pp 2, tp 2", micro_batches=2, pieces=True),
+        MegatronCell("llama", "dp 2, tp 2", distributed=True, pieces=True),
     ]
 
 

@@ -77,11 +77,7 @@ OPTIMIZER: dict[str, Field] = {
     **_filled("`build(max_grad_norm=...)`; 0 without it, which does not clip (Megatron's default is 1.0)", "clip_grad"),
     **_passed("counted in each step", "log_num_zeros_in_grad"),
     **_passed("Megatron writes its configurations there", "config_logger_dir"),
-    **_refused(
-        "it acts on parameters that Megatron's own layers mark; a factory may have groups with rates of their own",
-        "decoupled_lr",
-        "decoupled_min_lr",
-    ),
+    **_passed("needs parameters marked `is_embedding_or_output_parameter`", "decoupled_lr", "decoupled_min_lr"),
     **_refused(_FP8, "fp8_recipe", "reuse_grad_buf_for_mxfp8_param_ag"),
     **_refused(
         "it needs Transformer Engine's Adam, and keeps state that cannot be read back into the untouched layout",
@@ -190,7 +186,7 @@ MODEL_PARALLEL: dict[str, Field] = {
     **_filled("of the mesh; with several, `tp` of experts is that of the rest", "expert_model_parallel_size"),
     **_filled("`tp` of the mesh", "expert_tensor_parallel_size"),
     **_filled("stages a rank, where there are several", "virtual_pipeline_model_parallel_size"),
-    **_filled("whether steps cut activations over `tp` between layers", "sequence_parallel"),
+    **_passed("needs parameters marked `sequence_parallel`, whose gradients Megatron sums", "sequence_parallel"),
     **_filled("as in `optimizer_config`", "bf16", "fp16", "params_dtype"),
     **_filled("the type of the parameters", "pipeline_dtype"),
     **_filled(

@@ -1,55 +1,212 @@
-"""Megatron's process groups, with the sizes and the order of the mesh."""
+"""Megatron's process groups: made in the order of the mesh, or those that the user's script has made.
+
+Megatron has one set of them for the process, so what is known about it is one for the process too: who made them, and
+which engines use them. They stay for the next engine of the same mesh.
+"""
 
 from __future__ import annotations
 
-import atexit
-from typing import TYPE_CHECKING
+import contextlib
+import gc
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
 
 from slapo_core import BuildError
+from slapo_core.spec.mesh import Mesh
+from slapo_core.spec.starting import start_alone
+from slapo_megatron.groups.order import order_of
 from slapo_megatron.installed import require_megatron
 
-if TYPE_CHECKING:
-    from slapo_core.spec.mesh import Mesh
-
-__all__ = ["start"]
+__all__ = ["Lease", "given_back", "start"]
 
 
-def start(mesh: Mesh | None) -> None:
-    """Let Megatron have process groups over the ranks of the mesh, or join those that it has.
+@dataclass
+class _Made:
+    """A set of groups that was made here.
 
-    Where no process group is there, this process is alone: it gets a group of one, which stays until it ends.
+    Args:
+        mesh: whose they are, in words.
+        groups: those that this rank is in.
+    """
+
+    mesh: str
+    groups: list[Any]
+    is_spoilt: bool = False
+
+
+@dataclass(eq=False)
+class Lease:
+    """What an engine has of Megatron's process groups, until it closes it, or is gone.
+
+    Args:
+        groups: every group of Megatron's that this rank is in.
+        is_ours: whether they were made here, not by the user's script.
+        is_new: whether they were made for this lease.
+    """
+
+    groups: list[Any]
+    is_ours: bool
+    is_new: bool
+    _made: _Made | None = field(default=None, repr=False)
+
+    def close(self) -> None:
+        """The engine does not use them any more; twice is as once."""
+        _leases.discard(self)
+        self.groups = []
+
+    def spoil(self) -> None:
+        """They are broken: the next engine makes new ones; nothing is done about those of a script."""
+        if self._made is not None:
+            self._made.is_spoilt = True
+
+
+_made: _Made | None = None
+_leases: weakref.WeakSet[Lease] = weakref.WeakSet()
+
+
+def start(mesh: Mesh | None, *, device_type: str | None = None, virtual: int | None = None) -> Lease:
+    """Let Megatron have process groups over the ranks of the mesh: a collective over all of them.
+
+    Groups that the user's script has made are taken if they are those of the mesh, rank by rank. Those that were made
+    here are taken again for the same mesh, and made anew for another one.
+
+    Where torch has no process group, this process is alone: it gets a group of one, which stays until it ends.
 
     Args:
         mesh: of the schedule; None for one process alone.
+        device_type: of the model, which decides the backend of a process alone; None: that of the mesh, or the CPU.
+        virtual: stages on each rank along ``pp``, where there are several.
 
     Raises:
-        BuildError: Megatron-core is not installed, or has groups of other ranks already.
+        BuildError: Megatron-core is not installed, the groups of the user's script are others, or an open engine uses
+            groups of another mesh.
     """
     require_megatron()
     import torch.distributed as dist
     from megatron.core import parallel_state
 
+    from slapo_megatron.groups.comparing import compare, compare_virtual, differences
+    from slapo_megatron.groups.private import groups_of_megatron, is_alive
+
     if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        atexit.register(_end_alone)
-    sizes = {name: mesh.size(name) if mesh is not None else 1 for name in ("tp", "pp", "dp")}
-    if parallel_state.model_parallel_is_initialized():
-        there = {
-            "tp": parallel_state.get_tensor_model_parallel_world_size(),
-            "pp": parallel_state.get_pipeline_model_parallel_world_size(),
-            "dp": parallel_state.get_data_parallel_world_size(),
-        }
-        if there != sizes:
-            raise BuildError(f"Megatron's groups have sizes {there}, and the mesh {sizes}")
-        return
-    order = "-".join(reversed(list(mesh.sizes))) if mesh is not None and mesh.sizes else "tp-dp-pp"
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=sizes["tp"], pipeline_model_parallel_size=sizes["pp"], order=order
-    )
+        start_alone(device_type or "cpu")
+    mesh = Mesh({}) if mesh is None else mesh
+    _check_world(mesh)
+    made, is_new = _still_there(), False
+    if made is not None and (made.is_spoilt or any(differences(mesh))):
+        _refuse_in_use(made, mesh)
+        _let_go(made)
+        made = None
+    if made is None and not parallel_state.model_parallel_is_initialized():
+        made, is_new = _make(mesh), True
+    elif made is None and not all(map(is_alive, groups_of_megatron())):
+        raise BuildError(
+            "Megatron's process groups are of a torch.distributed that was ended since",
+            hint="megatron.core.parallel_state.destroy_model_parallel() before destroy_process_group()",
+        )
+    compare(mesh)
+    compare_virtual(virtual)
+    lease = Lease(groups_of_megatron(), made is not None, is_new, made)
+    _leases.add(lease)
+    return lease
 
 
-def _end_alone() -> None:
+@contextlib.contextmanager
+def given_back() -> Iterator[None]:
+    """Around the making of an engine: if it fails, what it has of the groups is closed."""
+    before = set(_leases)
+    try:
+        yield
+    except BaseException:
+        for lease in set(_leases) - before:
+            lease.close()
+        raise
+
+
+def _check_world(mesh: Mesh) -> None:
     import torch.distributed as dist
 
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    if mesh.world_size != dist.get_world_size():
+        raise BuildError(
+            f"the mesh {mesh} has {mesh.world_size} ranks, and torch.distributed runs {dist.get_world_size()} "
+            "processes, over which all of Megatron's groups lie",
+            hint="a mesh of all of them",
+        )
+
+
+def _still_there() -> _Made | None:
+    """What was made here, if it is still what Megatron has; what is gone is forgotten."""
+    global _made
+    from megatron.core import parallel_state
+
+    from slapo_megatron.groups.private import groups_of_megatron, is_alive
+
+    if _made is None:
+        return None
+    there = groups_of_megatron()
+    is_megatrons = len(there) == len(_made.groups) and all(map(_is, there, _made.groups))
+    if is_megatrons and all(map(is_alive, there)):
+        return _made
+    if is_megatrons:  # torch.distributed was ended, and perhaps begun again
+        parallel_state.destroy_model_parallel()
+    _made = None
+    return None
+
+
+def _is(one: Any, other: Any) -> bool:
+    return one is other
+
+
+def _make(mesh: Mesh) -> _Made:
+    global _made
+    from megatron.core import parallel_state
+
+    from slapo_megatron.groups.private import groups_of_megatron, timeout_minutes
+
+    order = order_of(mesh)
+    try:
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=mesh.size("tp"),
+            pipeline_model_parallel_size=mesh.size("pp"),
+            context_parallel_size=mesh.size("cp"),
+            expert_model_parallel_size=mesh.size("ep"),
+            distributed_timeout_minutes=timeout_minutes(),
+            order=order,
+        )
+    except BaseException:
+        _let_go(_Made("", groups_of_megatron()))
+        raise
+    _made = _Made(str(mesh), groups_of_megatron())
+    return _made
+
+
+def _used(made: _Made) -> bool:
+    return any(lease._made is made for lease in _leases)
+
+
+def _refuse_in_use(made: _Made, mesh: Mesh) -> None:
+    if _used(made):
+        gc.collect()  # an engine that nobody has any more
+    if _used(made):
+        raise BuildError(
+            f"an open engine uses Megatron's process groups of the mesh {made.mesh}, and this one is for "
+            f"{mesh}: Megatron has one set of them in a process",
+            hint="engine.close() of the other one first",
+        )
+
+
+def _let_go(made: _Made) -> None:
+    """Destroy the groups, in the same order on every rank, and Megatron's state with them."""
+    global _made
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    from slapo_megatron.groups.private import is_alive
+
+    parallel_state.destroy_model_parallel()
+    for group in made.groups:
+        if is_alive(group):
+            dist.destroy_process_group(group)
+    _made = None

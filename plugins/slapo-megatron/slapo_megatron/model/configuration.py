@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 if TYPE_CHECKING:
@@ -27,8 +26,5 @@ def transformer_config(options: Mapping[str, Any], mesh: Mesh | None) -> Transfo
         num_layers=size("pp"),
         hidden_size=heads,
         num_attention_heads=heads,
-        tensor_model_parallel_size=size("tp"),
-        pipeline_model_parallel_size=size("pp"),
-        pipeline_dtype=torch.float32,
         **options["model_parallel_config"],
     )

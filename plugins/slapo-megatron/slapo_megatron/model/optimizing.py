@@ -146,18 +146,4 @@ def scheduler_of(options: Mapping[str, Any], optimizer: Any) -> Any:
         options: of the plan.
         optimizer: Megatron's.
     """
-    config = optimizer.config
-    arguments: dict[str, Any] = {
-        "init_lr": 0.0,
-        "max_lr": config.lr,
-        "min_lr": config.min_lr or 0.0,
-        "lr_warmup_steps": 0,
-        "lr_decay_steps": 1,
-        "lr_decay_style": "constant",
-        "start_wd": config.weight_decay,
-        "end_wd": config.weight_decay,
-        "wd_incr_steps": 1,
-        "wd_incr_style": "constant",
-        **options["scheduler"],
-    }
-    return OptimizerParamScheduler(optimizer, **arguments)
+    return OptimizerParamScheduler(optimizer, **options["scheduler"])

@@ -44,7 +44,8 @@ class PipelineEngine(MegatronEngine):
         self._reason: str | None = None  # why it is closed
         self._count: int = plan.config["microbatches"]
         axes = plan.config["batch_axes"] or None
-        start(mesh)
+        per_rank = len(request.stage_ranks) // mesh.size("pp")
+        self._lease = start(mesh, virtual=per_rank if per_rank > 1 else None)
         self._groups = request.own_groups("pp")
 
         from slapo_megatron.model.configuration import transformer_config

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from slapo_core import StepResult
+from slapo_core.spec.planning import device_of
 from slapo_core.spec.replicas import send_buffers
 from slapo_core.spec.unused import UnusedParameters
 from slapo_megatron.engine import MegatronEngine
@@ -36,7 +37,7 @@ class WholeEngine(MegatronEngine):
 
     def __init__(self, plan: Plan, request: BuildRequest) -> None:
         mesh = request.schedule.mesh
-        start(mesh)
+        self._lease = start(mesh, device_type=device_of(request.schedule, plan.config["arguments"]["device"]))
         from slapo_megatron.model.assembling import assemble
         from slapo_megatron.model.chunk import Chunk
         from slapo_megatron.model.configuration import transformer_config

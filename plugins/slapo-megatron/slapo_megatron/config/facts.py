@@ -1,0 +1,100 @@
+"""What the schedule, and the arguments of ``build``, say about the options."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import slapo_core
+from slapo_core import SlapoError
+from slapo_core.spec.planning import device_of, parameter_types
+
+if TYPE_CHECKING:
+    from slapo_core import Schedule
+    from slapo_core.spec.record import Record
+    from slapo_core.spec.request import ScheduledModel
+
+__all__ = ["Facts", "trains"]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is decided outside of the options.
+
+    Args:
+        mesh: as messages show it, e.g. ``"{'pp': 2, 'dp': 2}"``; ``"none"`` without one.
+        sizes: mesh_dim -> number of ranks, for all five of them.
+        stages: how many stages the model is cut into; None where that is not known before ``build``, or there is one
+            rank along ``pp``.
+        device: the type of the device that the model trains on, e.g. ``"cpu"``.
+        dtypes: of the parameters that are trained, or, where none is, of all, e.g. ``{"float32"}``.
+        cuts_sequences: whether a step scatters activations over ``tp``, as sequence parallelism does, or a parameter is
+            marked so.
+        accumulate: the micro-batches that the user asks for; None where nothing is said.
+        max_grad_norm: the norm that the user asks for; None where nothing is said.
+        has_optimizer: whether there is a factory; None where nobody has said.
+    """
+
+    mesh: str
+    sizes: Mapping[str, int]
+    stages: int | None
+    device: str
+    dtypes: frozenset[str]
+    cuts_sequences: bool
+    accumulate: int | None
+    max_grad_norm: float | None
+    has_optimizer: bool | None
+
+    @classmethod
+    def of(cls, schedule: ScheduledModel, options: Mapping[str, Any]) -> Facts:
+        """Read them from a schedule and the options of the dialect."""
+        mesh, arguments = schedule.mesh, options.get("arguments") or {}
+        sizes = {name: mesh.size(name) if mesh is not None else 1 for name in ("dp", "pp", "cp", "ep", "tp")}
+        accumulate = arguments.get("accumulate", 1)
+        return cls(
+            mesh="none" if mesh is None else str(mesh),
+            sizes=sizes,
+            stages=_stages(schedule) if sizes["pp"] > 1 else None,
+            device=device_of(schedule, arguments.get("device")),
+            dtypes=_trained_types(schedule) or parameter_types(schedule),
+            cuts_sequences=any(_cuts_sequences(record) for record in schedule.records)
+            or any(getattr(one, "sequence_parallel", False) for one in schedule.model.parameters()),
+            accumulate=accumulate if accumulate > 1 else None,
+            max_grad_norm=arguments.get("max_grad_norm"),
+            has_optimizer=arguments.get("has_optimizer"),
+        )
+
+    @property
+    def per_rank(self) -> int | None:
+        """Stages on each rank along ``pp``; None where it is not known."""
+        if self.stages is None or self.stages % self.sizes["pp"]:
+            return None
+        return self.stages // self.sizes["pp"]
+
+
+def trains(options: Mapping[str, Any]) -> bool:
+    """Whether an engine with these options trains: there is a factory, or a rate for Megatron's own optimizer.
+
+    Args:
+        options: of the plan.
+    """
+    has_factory = (options.get("arguments") or {}).get("has_optimizer")
+    return bool(has_factory) or options["optimizer_config"].get("lr") is not None
+
+
+def _trained_types(schedule: ScheduledModel) -> frozenset[str]:
+    return frozenset(str(one.dtype).removeprefix("torch.") for one in schedule.model.parameters() if one.requires_grad)
+
+
+def _stages(schedule: ScheduledModel) -> int | None:
+    if schedule.example_inputs is None:
+        return None
+    try:
+        return len(slapo_core.stages(cast("Schedule", schedule), whole_output=True).partition.stages)
+    except SlapoError:  # build says it, and ends there; the plan shows it where it says what crosses stages
+        return None
+
+
+def _cuts_sequences(record: Record) -> bool:
+    return record.primitive.name == "tp.sync" and getattr(record.primitive, "op", None) == "reduce_scatter"

@@ -1,0 +1,140 @@
+"""What the user gives for an option: a dictionary, or an object of Megatron's own class, held against its fields."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+from slapo_core import BuildError
+from slapo_megatron.config.fields import FIELDS
+from slapo_megatron.config.slots import CLASSES, REQUIRED, megatron_class, slots
+from slapo_megatron.installed import found_version
+
+__all__ = ["raise_all", "read"]
+
+_EXAMPLES = {
+    "optimizer_config": 'optimizer_config={"lr": 1e-4, "bf16": True}',
+    "ddp_config": 'ddp_config={"overlap_grad_reduce": True}',
+    "model_parallel_config": 'model_parallel_config={"deallocate_pipeline_outputs": True}',
+    "scheduler": 'scheduler={"lr_warmup_steps": 100, "lr_decay_steps": 10_000, "lr_decay_style": "cosine"}',
+}
+_DERIVED = {
+    "autocast_dtype": "params_dtype",
+    "expert_tensor_parallel_size": "tensor_model_parallel_size",
+    "microbatch_group_size_per_vp_stage": "pipeline_model_parallel_size",
+}
+"""What Megatron's class sets itself, where nothing is given -> the field whose value it takes."""
+
+_KEPT_AT_DEFAULT = ("clip_grad",)
+"""Fields of an object that are taken with their defaults too: Megatron would do what they say."""
+
+
+def read(option: str, given: Any) -> tuple[dict[str, Any], frozenset[str]]:
+    """A copy of what the user gave, with everything wrong about names and types said at once.
+
+    Args:
+        option: e.g. ``"optimizer_config"``.
+        given: a mapping, an object of Megatron's class, or None for nothing.
+
+    Returns:
+        the values by field; of an object, those that differ from Megatron's defaults; and the fields that an object
+        has at their defaults, but which say something all the same.
+
+    Raises:
+        BuildError: it is neither, or a field that Megatron does not have, or a value that it does not take.
+    """
+    values, inherited = _values(option, given)
+    raise_all([problem for name, value in values.items() if (problem := _problem(option, name, value)) is not None])
+    return {name: copy.copy(value) for name, value in values.items()}, inherited
+
+
+def raise_all(problems: list[str]) -> None:
+    """
+    Raises:
+        BuildError: with all of them, if there are any.
+    """
+    start = "Megatron cannot be run with these options"
+    if problems:
+        lines = (
+            [f"{start}: {problems[0]}"] if len(problems) == 1 else [f"{start}:", *(f"  - {one}" for one in problems)]
+        )
+        raise BuildError("\n".join(lines))
+
+
+def _values(option: str, given: Any) -> tuple[dict[str, Any], frozenset[str]]:
+    if given is None:
+        return {}, frozenset()
+    name = CLASSES[option].rpartition(".")[2]
+    if isinstance(given, Mapping):
+        for key in given:
+            if not isinstance(key, str):
+                raise BuildError(f"the keys of {option} must be names of fields (got {key!r})", hint=_EXAMPLES[option])
+        return dict(given), frozenset()
+    wanted = megatron_class(option)
+    if not (dataclasses.is_dataclass(wanted) and isinstance(given, wanted)):
+        what = f"a dictionary, or Megatron's {name}" if dataclasses.is_dataclass(wanted) else "a dictionary"
+        raise BuildError(f"{option} must be {what} (got {_shown(given)})", hint=_EXAMPLES[option])
+    known = slots(option)
+    more = [one.name for one in dataclasses.fields(given) if one.name not in known]
+    if more:
+        raise BuildError(
+            f"{option} must be Megatron's {name} itself (got a {type(given).__name__}, which has {len(more)} fields "
+            f"more, {more[0]!r} among them: they describe Megatron's own layers)",
+            hint=f"{option}={{name: getattr(config, name) for name in {name}.__dataclass_fields__}}",
+        )
+    return _of_object(option, given)
+
+
+def _of_object(option: str, given: Any) -> tuple[dict[str, Any], frozenset[str]]:
+    """The fields that somebody has set, as far as that can be told."""
+    found = {}
+    for name, slot in slots(option).items():
+        value = getattr(given, name)
+        derived = _DERIVED.get(name)
+        if derived is not None and value == getattr(given, derived):
+            continue
+        if not _same(value, slot.default):
+            found[name] = value
+    kept = {name: getattr(given, name) for name in _KEPT_AT_DEFAULT if name in slots(option) and name not in found}
+    return {**found, **kept}, frozenset(kept)
+
+
+def _problem(option: str, name: str, value: Any) -> str | None:
+    slot, place = slots(option).get(name), f"'{name}' of {option}"
+    field = FIELDS[option].get(name)
+    version = f"Megatron-core {found_version()}"
+    if slot is None:
+        if field is not None:
+            return f"{version} has no {place}, other versions do"
+        return f"{version} has no {place}{_nearest(option, name)}"
+    if slot.default is not REQUIRED and _same(value, slot.default):
+        return None
+    if field is None:
+        return f"{place} is a field of {version} that this version of slapo-megatron does not know"
+    if field.how == "refused":
+        return f"{place} is refused: {field.why}"
+    if not slot.takes(value):
+        return f"{place} must be {slot.kind} (got {_shown(value)})"
+    return None
+
+
+def _nearest(option: str, name: str) -> str:
+    usable = [one for one in slots(option) if one in FIELDS[option] and FIELDS[option][one].how != "refused"]
+    elsewhere = [other for other in CLASSES if other != option and name in slots(other)]
+    if elsewhere:
+        return f"; it is one of {elsewhere[0]}"
+    close = difflib.get_close_matches(name, list(slots(option)), n=1, cutoff=0.6)
+    return f"; did you mean {close[0]!r}?" if close else f"; it has {', '.join(sorted(usable))}"
+
+
+def _same(value: Any, default: Any) -> bool:
+    return value is default or (type(value) is type(default) and value == default)
+
+
+def _shown(value: Any) -> str:
+    """Without addresses, so that all ranks say the same."""
+    plain = value is None or isinstance(value, (bool, int, float, str, list, tuple, dict))
+    return repr(value) if plain or str(value).startswith("torch.") else f"a {type(value).__name__}"

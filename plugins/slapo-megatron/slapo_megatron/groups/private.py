@@ -1,0 +1,36 @@
+"""What Megatron and torch keep to themselves about process groups: the only module that looks at it.
+
+Imports Megatron: import it in functions.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+__all__ = ["groups_of_megatron", "is_alive", "timeout_minutes"]
+
+
+def groups_of_megatron() -> list[Any]:
+    """Every process group of Megatron's that this rank is in, each once, in the order in which they were made."""
+    found = parallel_state._global_process_group_list or []
+    return [group for group in found if group is not None]
+
+
+def is_alive(group: Any) -> bool:
+    """Whether torch.distributed still knows the group: it was not destroyed, and neither was what it was made in."""
+    return dist.is_initialized() and group in dist.distributed_c10d._world.pg_map
+
+
+def timeout_minutes() -> float:
+    """How long collectives of the default group wait, in minutes: those of Megatron's groups are to wait as long."""
+    world: Any = dist.group.WORLD
+    waits = [
+        getattr(getattr(world._get_backend(device), "options", None), "_timeout", None)
+        for device in world._device_types
+    ]
+    longest = max((wait for wait in waits if isinstance(wait, timedelta)), default=timedelta(minutes=30))
+    return longest.total_seconds() / 60
