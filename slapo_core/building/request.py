@@ -153,17 +153,24 @@ class Request:
         training: bool,
         axes: Mapping[str, int | None] | None = None,
         option: str = "",
+        prepare: Callable[[dict[str, Any]], Mapping[str, Any]] | None = None,
     ) -> StagedBatch:
         pieces = self.micro_batches(batch, count, axes=axes, option=option)
-        return staged_pieces(self, pieces, training=training, axes=axes)
+        return staged_pieces(self, pieces, training=training, axes=axes, prepare=prepare)
 
-    def staged_example(self, count: int, *, axes: Mapping[str, int | None] | None = None) -> StagedBatch:
+    def staged_example(
+        self,
+        count: int,
+        *,
+        axes: Mapping[str, int | None] | None = None,
+        prepare: Callable[[dict[str, Any]], Mapping[str, Any]] | None = None,
+    ) -> StagedBatch:
         example = self._schedule.example_inputs
         try:
             pieces = self._cut(example, count, "microbatches", axes)
         except BuildError:
             pieces = [example]
-        return staged_pieces(self, pieces, training=True, axes=axes)
+        return staged_pieces(self, pieces, training=True, axes=axes, prepare=prepare)
 
     def part(self, partition: Partition) -> torch.nn.Module:
         assert self._mesh is not None

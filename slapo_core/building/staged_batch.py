@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -39,10 +39,17 @@ class StagedBatch:
 
 
 def staged_pieces(
-    request: BuildRequest, pieces: Sequence[Any], *, training: bool, axes: Mapping[str, int | None] | None
+    request: BuildRequest,
+    pieces: Sequence[Any],
+    *,
+    training: bool,
+    axes: Mapping[str, int | None] | None,
+    prepare: Callable[[dict[str, Any]], Mapping[str, Any]] | None = None,
 ) -> StagedBatch:
     """As :meth:`slapo_core.spec.request.BuildRequest.staged` says, of micro-batches."""
-    inputs = [request.inputs_of(piece) for piece in pieces]
+    inputs: list[Mapping[str, Any]] = [request.inputs_of(piece) for piece in pieces]
+    if prepare is not None:
+        inputs = [prepare(dict(one)) for one in inputs]
     pick = _loss if request.loss is None else None  # one object, by which stages are looked up
     staged = request.stages(inputs[0], training=training, outputs=pick, batch_axes=axes)
     built_with = len(request.stage_ranks)

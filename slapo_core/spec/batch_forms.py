@@ -27,6 +27,7 @@ class Forms(Generic[F]):
         axes: of the batch, as the hook `slapo_partition` says.
         option: of the runtime that gives the count, for messages.
         make: the form of stages, for training or not.
+        prepare: as for :meth:`slapo_core.spec.request.BuildRequest.staged`.
     """
 
     def __init__(
@@ -36,8 +37,10 @@ class Forms(Generic[F]):
         axes: Mapping[str, int | None] | None,
         option: str,
         make: Callable[[StagedModel, bool], F],
+        prepare: Callable[[dict[str, Any]], Mapping[str, Any]] | None = None,
     ) -> None:
         self._request, self._count, self._axes, self._option, self._make = request, count, axes, option, make
+        self._prepare = prepare
         self._kept: OrderedDict[tuple[int, bool], F] = OrderedDict()
 
     def of(self, batch: Any, *, training: bool) -> tuple[StagedBatch, F]:
@@ -47,7 +50,9 @@ class Forms(Generic[F]):
             BuildError: it cannot be cut into micro-batches; the model has other stages for it; or there is no loss.
             TraceError: the model cannot be cut for it.
         """
-        cut = self._request.staged(batch, self._count, training=training, axes=self._axes, option=self._option)
+        cut = self._request.staged(
+            batch, self._count, training=training, axes=self._axes, option=self._option, prepare=self._prepare
+        )
         key = (id(cut.staged), training)
         if key not in self._kept:
             self._kept[key] = self._make(cut.staged, training)

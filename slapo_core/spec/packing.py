@@ -164,7 +164,7 @@ class _Packed(torch.autograd.Function):
         return flat
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         ctx.begins()
         gradient = gradient.clone()  # a runtime may receive the next one in the same memory
         pieces = _pieces(gradient, ctx.shapes)
@@ -186,7 +186,7 @@ class _Unpacked(torch.autograd.Function):
         return flat.new_zeros(0), *pieces
 
     @staticmethod
-    def backward(ctx: Any, _: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, _: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
         shape, dtype, device = ctx.like
         flat = torch.zeros(shape, dtype=dtype, device=device)
         for place, gradient in zip(_pieces(flat, ctx.shapes), gradients, strict=True):
@@ -202,7 +202,7 @@ class _Attached(torch.autograd.Function):
         return loss.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         dtype, device = ctx.link
         return gradient, torch.zeros(0, dtype=dtype, device=device)
 

@@ -263,6 +263,7 @@ class BuildRequest(Protocol):
         training: bool,
         axes: Mapping[str, int | None] | None = None,
         option: str = "",
+        prepare: Callable[[dict[str, Any]], Mapping[str, Any]] | None = None,
     ) -> StagedBatch:
         """Cut a batch into micro-batches, and find their stages: what a step of a runtime of stages begins with.
 
@@ -274,6 +275,8 @@ class BuildRequest(Protocol):
             count: of micro-batches.
             training: for a training step, else for an evaluation.
             axes: as for :meth:`micro_batches`; ``option`` too.
+            prepare: makes what the stages are given of the arguments of the model's forward, by parameter, as a runtime
+                of lower precision casts them; the loss is found of the batch as it came.
 
         Returns:
             ``staged`` of it is the same object for batches of the same form, as long as it is kept.
@@ -285,7 +288,13 @@ class BuildRequest(Protocol):
         """
         ...
 
-    def staged_example(self, count: int, *, axes: Mapping[str, int | None] | None = None) -> StagedBatch:
+    def staged_example(
+        self,
+        count: int,
+        *,
+        axes: Mapping[str, int | None] | None = None,
+        prepare: Callable[[dict[str, Any]], Mapping[str, Any]] | None = None,
+    ) -> StagedBatch:
         """As :meth:`staged` for a training step on the example inputs; whole, where they cannot be cut.
 
         For what needs stages before a batch has come. Those of the first step are the same if it has their form.

@@ -14,8 +14,8 @@ from torch.distributed.tensor import Shard
 
 from slapo_core.spec.layout import Layout
 from slapo_core.testing import preload_modules, run_ranks
-from tests.integration.deepspeed.small import build, train
 from tests.integration.deepspeed.states import different
+from tests.integration.dialects.small import build, train
 
 preload_modules("deepspeed", "slapo_tp", "slapo_pipeline")
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from slapo_core.testing import preload_modules, run_ranks
-
-from .odd_pipelines import Net, Run, batch, differences
+from tests.odd_pipelines import Net, Run, batch, differences
 
 pytestmark = pytest.mark.ranks
 preload_modules(

@@ -11,8 +11,7 @@ from torch import nn
 import slapo_core as slapo
 from slapo_core.spec.pipeline import Value
 from slapo_core.testing import preload_modules, run_ranks
-
-from .odd_pipelines import Run, adamw, batch, differences
+from tests.odd_pipelines import Run, adamw, batch, differences
 
 pytestmark = pytest.mark.ranks
 preload_modules(

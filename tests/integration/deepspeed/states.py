@@ -14,7 +14,7 @@ import torch
 import slapo_core as slapo
 from slapo_deepspeed.state.optimizer import DeepSpeedOptimizer
 from slapo_deepspeed.state.tensors import DeepSpeedTensors
-from tests.integration.deepspeed.small import build, train
+from tests.integration.dialects.small import build, train
 
 __all__ = ["IN_BFLOAT16", "LOW", "all_cases", "low_precision"]
 

@@ -16,6 +16,7 @@ from slapo_megatron.model.finalising import finaliser
 from slapo_megatron.model.gathering import Gathering
 from slapo_megatron.model.optimizing import optimizer_of, scheduler_of
 from slapo_megatron.model.precision import lower_model, working_dtype
+from slapo_megatron.random.following import Following
 from slapo_megatron.runtime import Megatron
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ def assemble(
     if optimizer is not None:
         config.grad_scale_func = optimizer.scale_loss
     _overlap(config, wrapped)
-    return Megatron(wrapped, optimizer, scheduler, config)
+    return Megatron(wrapped, optimizer, scheduler, config, Following())
 
 
 def _trains(plan: Plan, request: BuildRequest) -> bool:

@@ -12,7 +12,7 @@ __all__ = ["release"]
 
 
 def release(megatron: Megatron, marks: Marks) -> None:
-    """End the hooks of its wrappers, and take the marks back; the parameters keep their values.
+    """End the hooks of its wrappers and its random states, and take the marks back; the parameters keep their values.
 
     With ``overlap_param_gather`` it is a collective over the replicas: they get the values that are still to come.
 
@@ -26,4 +26,6 @@ def release(megatron: Megatron, marks: Marks) -> None:
         chunk.param_to_bucket_group.clear()  # without it, the hooks of the backward pass leave a gradient alone
         for parameter in chunk.parameters():
             parameter.grad = None  # the buffer's memory, or nothing
+    if megatron.following is not None:
+        megatron.following.stop()
     marks.take_back()

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from slapo_megatron.model.chunk import Chunk
+from slapo_megatron.model.precision import raised, working_dtype
 
 if TYPE_CHECKING:
     from slapo_core.spec.stage_work import Work
@@ -46,11 +47,13 @@ class StageChunk(Chunk):
         """The passes of a micro-batch.
 
         Returns:
-            what is sent to the next stage, a tensor of its own; on the last stage what :meth:`Work.loss` takes.
+            what is sent to the next stage, a tensor of its own; on the last stage what :meth:`Work.loss` takes, in
+            float32 where the model computes in lower precision.
         """
         received, self._received = self._received, None
-        outputs = self.work.forward(() if received is None else (received,), number)
-        return outputs if self.work.leg.is_last else outputs[0]
+        with self.around():
+            outputs = self.work.forward(() if received is None else (received,), number)
+        return raised(outputs, working_dtype(self.config)) if self.work.leg.is_last else outputs[0]
 
 
 def chunks_of(

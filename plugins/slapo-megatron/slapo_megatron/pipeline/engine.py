@@ -16,11 +16,11 @@ from slapo_core.spec.stage_work import Form, Work
 from slapo_megatron.engine import MegatronEngine
 from slapo_megatron.groups.starting import start
 from slapo_megatron.marks import mark
+from slapo_megatron.updating import Updates
 
 if TYPE_CHECKING:
     from slapo_core import Plan
     from slapo_core.spec.request import BuildRequest, StagedModel
-    from slapo_megatron.runtime import Megatron
 
 __all__ = ["PipelineEngine"]
 
@@ -44,46 +44,28 @@ class PipelineEngine(MegatronEngine):
         self._reason: str | None = None  # why it is closed
         self._count: int = plan.config["microbatches"]
         axes = plan.config["batch_axes"] or None
-        here = [live for live in request.state.tensors() if live.is_here]
-        self._device = request.device or next((live.tensor.device for live in here), torch.device("cpu"))
         per_rank = len(request.stage_ranks) // mesh.size("pp")
         self._lease = start(mesh, virtual=per_rank if per_rank > 1 else None)
         self._groups = request.own_groups("pp")
-        mark(request)
-        partition = request.staged_example(self._count, axes=axes).staged.partition
-        self._part = request.part(partition)
-        own = {one.index: one.module for one in partition.stages if request.stage_ranks[one.index] == mesh.rank("pp")}
-        held = {id(one) for one in self._part.parameters()}
-        unused = {live.name: live.tensor for live in here if isinstance(live.tensor, nn.Parameter)}
-        unused = {name: one for name, one in unused.items() if id(one) not in held}
-        super().__init__(plan, request, self._assembled(plan, request, own, unused))
 
+        from slapo_megatron.model.configuration import transformer_config
+        from slapo_megatron.model.precision import lowered, working_dtype
+        from slapo_megatron.pipeline.making import assembled, ties_of
         from slapo_megatron.pipeline.running import Schedule
 
-        on_cpu = self._device.type == "cpu"
-        self._schedule = Schedule(self.megatron, self._groups.group("pp") if on_cpu else None)
-        self._forms = Forms(request, self._count, axes, "microbatches", self._form)
-
-    def _assembled(
-        self, plan: Plan, request: BuildRequest, own: dict[int, nn.Module], unused: dict[str, nn.Parameter]
-    ) -> Megatron:
-        from slapo_megatron.model.assembling import assemble
-        from slapo_megatron.model.configuration import transformer_config
-        from slapo_megatron.pipeline.chunk import chunks_of
-
-        config = transformer_config(plan.config, self._mesh)
-        config.virtual_pipeline_model_parallel_size = len(own) if len(own) > 1 else None
-        chunks = chunks_of(own, unused, len(request.stage_ranks), config)
-        megatron = assemble(plan, request, chunks, config, sum_ties=lambda: request.sum_tied_gradients("main_grad"))
-        finalise = config.finalize_model_grads_func
-
-        def after_all(*args: Any, **kwargs: Any) -> None:
-            self._at = "Megatron's exchange of gradients, or its optimizer's step"
-            self._wait_for_all()
-            finalise(*args, **kwargs)
-
-        config.finalize_model_grads_func = after_all
-        return megatron
+        config = transformer_config(plan.config, mesh)
+        dtype = working_dtype(config)
+        partition = request.staged_example(self._count, axes=axes).staged.partition
+        self._part = request.part(partition)
+        self._marks = mark(request)
+        with self._marks.taken_back_if_it_fails():
+            megatron = assembled(plan, request, config, partition, self._passes_are_over)
+        super().__init__(plan, request, megatron)
+        self._updates = Updates(plan, request, megatron)
+        self._ties = ties_of(request)
+        self._loss_dtype = None if dtype is None else torch.float32
+        self._schedule = Schedule(megatron, self._groups.group("pp") if self._device.type == "cpu" else None)
+        self._forms = Forms(request, self._count, axes, "microbatches", self._form, lambda one: lowered(one, dtype))
 
     def _form(self, staged: StagedModel, training: bool) -> Form:
         ranks, rank = self._request.stage_ranks, self._mesh.rank("pp")
@@ -97,27 +79,23 @@ class PipelineEngine(MegatronEngine):
     # -- steps; documented in slapo_core/spec/engine.py ---------------------------------------------------------
 
     def train_step(self, batch: Any) -> StepResult:
-        self._require_open()
-        optimizer = self.megatron.optimizer
-        if optimizer is None:
-            raise self._without_optimizer()
-        self._refuse_without_gradients()
+        self._refuse_autocast()
+        self._before_step()
         with self._request.training(batch), self._step():
             form, works = self._works(batch, training=True)
-            for chunk in self.megatron.chunks:
-                chunk.zero_grad_buffer()
-            optimizer.zero_grad()
+            self._updates.begin(self._part)
             with own_random_state(self._device) as seed:
                 for work in works:
                     work.seed = seed
                 losses = self._schedule.run(form, works, self._count, backward=True)
-            _, norm, _ = optimizer.step()
-            if self.megatron.scheduler is not None:
-                self.megatron.scheduler.step(1)
+            self._updates.seen(self._ties)
+            norm = self._updates.step(self._device)
+            self._after_step()
             loss = self._loss(form, works, losses)
-        return StepResult(loss, None, None if norm is None else torch.tensor(norm))
+        return StepResult(loss, None, norm)
 
     def eval_step(self, batch: Any) -> StepResult:
+        self._refuse_autocast()
         self._require_open()
         with self._request.evaluating(batch), self._step():
             form, works = self._works(batch, training=False)
@@ -140,7 +118,11 @@ class PipelineEngine(MegatronEngine):
         loss, drew = message.unbind()
         if drew:
             move_on()
-        return loss.to(form.loss_dtype)
+        return loss.to(self._loss_dtype or form.loss_dtype)
+
+    def _passes_are_over(self) -> None:
+        self._at = "Megatron's exchange of gradients, or its optimizer's step"
+        self._wait_for_all()
 
     def _wait_for_all(self) -> None:
         self._groups.group().allreduce([torch.zeros(1, device=self._device)]).wait()
@@ -160,18 +142,23 @@ class PipelineEngine(MegatronEngine):
     def _stand(self, what: str) -> None:
         self._at = what
 
-    def close(self) -> None:
-        super().close()
+    def _release(self) -> None:
+        from slapo_megatron.model.releasing import release
+
+        self._updates.end()
+        release(self.megatron, self._marks)
         self._groups.close()
         self._forms.close()
 
     def _require_open(self) -> None:
+        if self._reason is not None:
+            raise self._closed(self._reason)
+        super()._require_open()
+
+    def _refuse_autocast(self) -> None:
         if torch.is_autocast_enabled(self._device.type):
             raise BuildError(
                 "a step of a pipeline of target 'megatron' was called under torch.autocast: ranks would not agree "
                 "about the types of what they send",
                 hint='optimizer_config={"bf16": True}',
             )
-        if self._reason is not None:
-            raise self._closed(self._reason)
-        super()._require_open()

@@ -79,10 +79,15 @@ def _forward_step(numbers: Iterator[int], chunk: Any) -> tuple[Any, Any]:
     return outputs, functools.partial(_loss, chunk.module.work, number)
 
 
-def _loss(work: Work, number: int, outputs: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The loss for the backward pass, which Megatron divides in place, and what the step gives."""
+def _loss(work: Work, number: int, outputs: Any) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """The loss for the backward pass, which Megatron divides in place, and what the step gives.
+
+    It is the mean over one thing, the micro-batch: ranks along ``cp`` are replicas. Without that number Megatron takes
+    their losses for summands, and multiplies them by how many there are.
+    """
     loss = work.loss(outputs, number)
-    return loss.clone(), {"loss": loss.detach().clone()}
+    one = torch.ones((), dtype=torch.int, device=loss.device)
+    return loss.clone(), one, {"loss": loss.detach().clone()}
 
 
 def _groups() -> ProcessGroupCollection:

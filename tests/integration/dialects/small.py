@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import torch
@@ -10,19 +11,31 @@ from torch import nn
 
 import slapo_core as slapo
 
-__all__ = ["FORMS", "Small", "batch", "build", "grouped_adamw", "plain", "train"]
+__all__ = ["FORMS", "Small", "batch", "build", "grouped_adamw", "plain", "train", "world_size"]
 
+_DISTRIBUTED = {
+    "optimizer_config": {"use_distributed_optimizer": True},
+    "ddp_config": {"use_distributed_optimizer": True},
+}
 FORMS: dict[str, tuple[str, dict[str, int] | None, dict[str, Any]]] = {
     "torch": ("torch", None, {}),
     "torch tp2": ("torch", {"tp": 2}, {}),
-    "ZeRO-0 dp2": ("deepspeed", {"dp": 2}, {"zero_optimization": {"stage": 0}}),
-    "ZeRO-1 dp2": ("deepspeed", {"dp": 2}, {"zero_optimization": {"stage": 1}}),
-    "ZeRO-2 dp2": ("deepspeed", {"dp": 2}, {"zero_optimization": {"stage": 2}}),
-    "ZeRO-3 dp2": ("deepspeed", {"dp": 2}, {"zero_optimization": {"stage": 3}}),
-    "ZeRO-1 tp2": ("deepspeed", {"tp": 2}, {"zero_optimization": {"stage": 1}}),
-    "ZeRO-1 pp2 tp2": ("deepspeed", {"pp": 2, "tp": 2}, {"zero_optimization": {"stage": 1}}),
+    "torch pp2 tp2": ("torch", {"pp": 2, "tp": 2}, {"microbatches": 2}),
+    "megatron": ("megatron", None, {}),
+    "megatron tp2": ("megatron", {"tp": 2}, {}),
+    "megatron dp2": ("megatron", {"dp": 2}, {}),
+    "megatron dp2 distributed": ("megatron", {"dp": 2}, _DISTRIBUTED),
+    "megatron tp2 dp2 distributed": ("megatron", {"dp": 2, "tp": 2}, _DISTRIBUTED),
+    "megatron pp2 dp2 distributed": ("megatron", {"pp": 2, "dp": 2}, {**_DISTRIBUTED, "microbatches": 2}),
+    "megatron pp2 tp2": ("megatron", {"pp": 2, "tp": 2}, {"microbatches": 2}),
+    "ZeRO-0 dp2": ("deepspeed", {"dp": 2}, {"config": {"zero_optimization": {"stage": 0}}}),
+    "ZeRO-1 dp2": ("deepspeed", {"dp": 2}, {"config": {"zero_optimization": {"stage": 1}}}),
+    "ZeRO-2 dp2": ("deepspeed", {"dp": 2}, {"config": {"zero_optimization": {"stage": 2}}}),
+    "ZeRO-3 dp2": ("deepspeed", {"dp": 2}, {"config": {"zero_optimization": {"stage": 3}}}),
+    "ZeRO-1 tp2": ("deepspeed", {"tp": 2}, {"config": {"zero_optimization": {"stage": 1}}}),
+    "ZeRO-1 pp2 tp2": ("deepspeed", {"pp": 2, "tp": 2}, {"config": {"zero_optimization": {"stage": 1}}}),
 }
-"""Target, mesh, and DeepSpeed's configuration."""
+"""Target, mesh, and options."""
 
 
 class Block(nn.Module):
@@ -81,8 +94,12 @@ def grouped_adamw(parameters: Any) -> torch.optim.Optimizer:
 
 
 def build(form: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
-    """An engine; another seed gives other first values. ``config`` is merged into that of the form."""
-    target, mesh, config = FORMS[form]
+    """An engine; another seed gives other first values. Options that are mappings are merged into those of the form."""
+    target, mesh, own = FORMS[form]
+    if target == "megatron":
+        from tests.cpu_megatron import install
+
+        install()
     sch = slapo.create_schedule(make(seed=seed, dtype=dtype), mesh=mesh, example_inputs=batch(0))
     if mesh is not None and "tp" in mesh:
         for number in range(4):
@@ -90,12 +107,16 @@ def build(form: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **opt
             sch[f"blocks.{number}.down"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
     if mesh is not None and "pp" in mesh:
         sch["blocks.1"].pipeline_split()
-    options.setdefault("optimizer", grouped_adamw)
-    if target == "deepspeed":
-        options["config"] = {"gradient_clipping": 0.0, **config, **options.pop("config", {})}
-    else:
-        options.pop("config", None)
-    return slapo.build(sch, target=target, **options)
+    merged: dict[str, Any] = {"optimizer": grouped_adamw}
+    for given in ({"config": {"gradient_clipping": 0.0}} if target == "deepspeed" else {}, own, options):
+        for name, value in given.items():
+            merged[name] = {**(merged.get(name) or {}), **value} if isinstance(value, dict) else value
+    return slapo.build(sch, target=target, **merged)
+
+
+def world_size(form: str) -> int:
+    """How many processes a form takes."""
+    return math.prod((FORMS[form][1] or {}).values())
 
 
 def train(engine: Any, first: int, last: int) -> list[float]:
@@ -111,7 +132,7 @@ def train(engine: Any, first: int, last: int) -> list[float]:
 
 @functools.cache
 def plain(steps: int) -> dict[str, torch.Tensor]:
-    """The state dict after so many steps without slapo and DeepSpeed."""
+    """The state dict after so many steps without slapo."""
     model = make()
     optimizer = grouped_adamw(model.parameters())
     for step in range(steps):

@@ -1,4 +1,4 @@
-"""The tuple that crosses a boundary, without ranks: what DeepSpeed does with it is done by hand."""
+"""What crosses a boundary, without ranks: what DeepSpeed and Megatron do with it is done by hand."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def described(name: str, tensor: torch.Tensor) -> Value:
 
 
 def arrived(message: tuple[torch.Tensor, ...], into: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
-    """As DeepSpeed receives: leaves, each floating one with a gradient to come."""
+    """As both receive: leaves, each floating one with a gradient to come."""
     assert [(one.shape, one.dtype) for one in message] == [(one.shape, one.dtype) for one in into]
     assert all(one.is_contiguous() for one in message)
     found = [one.detach().clone() for one in message]
@@ -64,14 +64,17 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.shape == other.shape and torch.equal(*pair)
 
 
-def test_values_arrive_bit_by_bit_and_their_gradients_come_back() -> None:
+@pytest.mark.parametrize("joined", [False, True])
+def test_values_arrive_bit_by_bit_and_their_gradients_come_back(joined: bool) -> None:
     reference, own = sources(), sources()
     used(made(reference)).backward()
     there = made(own)
-    parcel = Parcel([described(name, one) for name, one in there.items()], backward=False)
+    parcel = Parcel([described(name, one) for name, one in there.items()], backward=False, joined=joined)
     begun = []
     message = parcel.pack(there, None, sender="stage 0", device=CPU, backward_begins=lambda: begun.append(1))
     assert len([one for one in message if one.is_floating_point()]) == 1  # DeepSpeed goes backward once for each
+    if joined:
+        assert [(len(one), one._base) for one in message] == [(parcel.length, None)]  # Megatron frees no view
     received = arrived(message, parcel.empty(CPU))
     values, link = parcel.unpack([one.clone() for one in received])
     for name, one in there.items():
@@ -127,6 +130,41 @@ def test_a_rank_that_was_sent_gradients_gives_them_back_even_if_nothing_depends_
     further[0].backward(gradient=last[0].grad)
     assert torch.equal(received[0].grad, torch.zeros(2))
     assert torch.equal(weight.grad, torch.arange(3.0))
+
+
+@pytest.mark.parametrize("values", [{}, {"ids": torch.arange(3)}, {"h": torch.ones(3), "mask": torch.ones(()).bool()}])
+def test_one_floating_tensor_goes_and_comes_back_whatever_crosses(values: dict[str, torch.Tensor]) -> None:
+    """Megatron waits for a gradient of every message, and knows one type of all."""
+    for grads in (True, False):
+        with torch.set_grad_enabled(grads):
+            parcel = Parcel(
+                [described(name, one) for name, one in values.items()],
+                backward=False,
+                joined=True,
+                dtype=torch.bfloat16,
+            )
+            (message,) = parcel.pack(values, None, sender="stage 0", device=CPU)
+            assert (message.dtype, message.requires_grad) == (torch.bfloat16, grads)
+            received = arrived((message,), parcel.empty(CPU))
+            there, link = parcel.unpack(received)
+            assert there.keys() == values.keys()
+            assert all(same_bits(there[name], one) for name, one in values.items())
+            loss = attached(torch.zeros(()), link)
+        if grads:
+            loss.backward()
+            assert torch.equal(received[0].grad, torch.zeros(parcel.length))
+
+
+def test_a_message_whose_memory_was_taken_still_goes_backward() -> None:
+    """As with ``deallocate_pipeline_outputs``, which leaves one element of it."""
+    weight, ids = torch.ones(3, requires_grad=True), torch.arange(5)
+    there = {"h": weight * 2, "ids": ids}
+    parcel = Parcel([described(name, one) for name, one in there.items()], backward=True, joined=True)
+    (message,) = parcel.pack(there, None, sender="stage 0", device=CPU)
+    gradient = torch.ones(parcel.length)
+    message.data = torch.empty(1)
+    torch.autograd.Variable._execution_engine.run_backward((message,), (gradient,), False, False, (), True, True)
+    assert torch.equal(weight.grad, torch.full((3,), 2.0))
 
 
 def test_without_gradients_nothing_goes_back() -> None:

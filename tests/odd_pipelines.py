@@ -1,4 +1,4 @@
-"""A small model of which values of every kind cross the cuts, and its training by hand in one process."""
+"""A small model of which values of every kind cross the cuts, and its training by hand: for tests of dialects."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Net(nn.Module):
         torch.manual_seed(0)
         self.emb = nn.Embedding(11, 4)
         self.a, self.b, self.c, self.d, self.e = (nn.Linear(4, 4) for _ in range(5))
-        self.scale = nn.Parameter(torch.tensor(0.5))  # which DeepSpeed alone cannot send
+        self.scale = nn.Parameter(torch.tensor(0.5))  # crosses without axes
         self.table = nn.Parameter(torch.randn(6, 4))
         self.drop = nn.Dropout(dropout)
         if tied:
@@ -80,6 +80,8 @@ class Run:
         micro_batches: of a step.
         frozen: names of modules and parameters that are not trained.
         config: of DeepSpeed, beside the number of micro-batches and clipping.
+        options: of ``build``, beside those, the optimizer and the target.
+        target: of ``build``.
         tied: see :class:`Net`.
         before: called with the schedule before it is built.
         forms: samples of a micro-batch and their length, by step; every other form of a batch has stages of its own.
@@ -93,6 +95,8 @@ class Run:
     tied: bool = False
     before: Callable[[slapo.Schedule], None] | None = None
     forms: Sequence[tuple[int, int]] = ((1, 5), (1, 5))
+    options: Mapping[str, Any] = field(default_factory=dict)
+    target: str = "deepspeed"
 
     def model(self) -> Net:
         model = Net(tied=self.tied)
@@ -106,9 +110,13 @@ class Run:
             sch[path].pipeline_split()
         if self.before is not None:
             self.before(sch)
-        own = {} if "optimizer" in self.config else {"optimizer": adamw}
-        config = {"gradient_accumulation_steps": self.micro_batches, "gradient_clipping": MAX_GRAD_NORM, **self.config}
-        return slapo.build(sch, target="deepspeed", config=config, **own, **options)
+        given: dict[str, Any] = {} if "optimizer" in self.config else {"optimizer": adamw}
+        if self.target == "deepspeed":
+            sizes = {"gradient_accumulation_steps": self.micro_batches, "gradient_clipping": MAX_GRAD_NORM}
+            given["config"] = {**sizes, **self.config}
+        else:
+            given |= {"microbatches": self.micro_batches, "max_grad_norm": MAX_GRAD_NORM}
+        return slapo.build(sch, target=self.target, **{**given, **self.options, **options})
 
 
 def differences(run: Run, tolerance: float = 2e-6) -> list[str]:
@@ -139,6 +147,9 @@ def differences(run: Run, tolerance: float = 2e-6) -> list[str]:
     assert own
     for name, parameter in own.items():
         compare(name, parameter, wanted[name])
+    state = engine.state_dict()
+    for name, tensor in model.state_dict().items():
+        compare(f"'{name}' of the state", state[name], tensor)
     engine.close()
     return found
 

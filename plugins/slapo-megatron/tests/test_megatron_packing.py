@@ -1,0 +1,45 @@
+"""What Megatron's ranks wait for, and how many micro-batches they take, without ranks."""
+
+from __future__ import annotations
+
+import pytest
+
+from slapo_core import BuildError
+from slapo_megatron.config.sizes import check_microbatches
+from slapo_megatron.pipeline.messages import order_of
+
+GROUP = "microbatch_group_size_per_vp_stage"
+
+
+@pytest.mark.parametrize(
+    ("count", "chunks", "group"), [(2, 2, 2), (4, 2, 2), (5, 2, 3), (8, 3, 2), (7, 2, 5), (3, 1, 3), (1, 1, 1)]
+)
+def test_stages_run_in_the_order_of_megatrons_own_table(count: int, chunks: int, group: int) -> None:
+    from megatron.core.pipeline_parallel.schedules import get_schedule_table
+
+    assert order_of(chunks, count, group) == [chunk for _, chunk in get_schedule_table(count, chunks, group)]
+
+
+@pytest.mark.parametrize(
+    ("count", "group", "problem", "hint"),
+    [
+        (1, None, "microbatches=1 cannot be run with 2 stages on each of 2 ranks", "microbatches=2"),
+        (3, None, "the last group must not be smaller than 2", "microbatches=4"),
+        (4, 6, "Megatron takes them in groups of 6", "microbatches=6"),
+        (4, 1, f"'{GROUP}' of model_parallel_config is 1", "leave it out for 2"),
+    ],
+)
+def test_what_megatron_would_refuse_in_the_first_step_is_refused(
+    count: int, group: int | None, problem: str, hint: str
+) -> None:
+    config = {GROUP: group}
+    check_microbatches(config, count, 1, 2)
+    with pytest.raises(BuildError) as error:
+        check_microbatches(config, count, 2, 2)
+    assert problem in str(error.value)
+    assert hint in str(error.value)
+
+
+@pytest.mark.parametrize(("count", "group"), [(2, None), (4, None), (5, 3), (4, 4), (8, 3)])
+def test_what_it_takes_is_accepted(count: int, group: int | None) -> None:
+    check_microbatches({GROUP: group}, count, 2, 2)

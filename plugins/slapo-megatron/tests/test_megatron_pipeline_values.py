@@ -1,0 +1,51 @@
+"""Values of every kind cross Megatron's stages, against the untouched model in one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from slapo_core.testing import preload_modules, run_ranks
+from tests.odd_pipelines import Run, differences
+
+pytestmark = pytest.mark.ranks
+preload_modules("slapo_megatron.pipeline.running", "slapo_pipeline.partition.hook")
+
+TWO = {"pp": 2}
+ALONE = {"max_grad_norm": 0.5, "target": "megatron"}
+
+
+def on(cuts: tuple[str, ...] = ("b",), **changes: Any) -> Run:
+    return Run(TWO, cuts=cuts, target="megatron", **changes)
+
+
+TWICE = ("a", "b", "c")  # two stages a rank
+FREED = {"model_parallel_config": {"deallocate_pipeline_outputs": True}}
+RUNS = {
+    "values of every kind": on(forms=((1, 5), (2, 5), (1, 3), (1, 5))),
+    "values of every kind, past stages": on(TWICE, forms=((1, 5), (2, 5), (1, 3), (1, 5))),
+    "outputs deallocated": on(TWICE, options=FREED),
+    "nothing has a gradient at the cut": on(frozen=("emb", "a", "b", "scale", "table"), options=FREED),
+    "a stage trains nothing": on(TWICE, frozen=("c",)),
+    "a rank trains nothing": on(("c",), frozen=("d", "e")),
+    "only the first stage is trained": on(TWICE, frozen=("b", "c", "d", "e")),
+    "a tie over two ranks": on(tied=True),
+    "a tie over two stages of one rank": on(("emb", "a", "c"), tied=True),
+    "a tie over the first stage and the last": on(TWICE, tied=True),
+    "a stage of nothing but what others made": on(("b", "c", "d"), frozen=("e",)),
+}
+
+
+def on_two_ranks() -> dict[str, list[str]]:
+    from tests.cpu_megatron import install
+
+    install()
+    torch.set_num_threads(1)
+    return {name: differences(run) for name, run in RUNS.items()}
+
+
+def test_every_value_crosses_and_every_gradient_comes_back() -> None:
+    for found in run_ranks(on_two_ranks, world_size=2):
+        assert found == {name: [] for name in RUNS}

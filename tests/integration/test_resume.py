@@ -1,0 +1,106 @@
+"""A checkpoint of any form of a run goes on under every other one: torch, Megatron, DeepSpeed, with their pipelines."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import slapo_core as slapo
+from slapo_core.testing import preload_modules, run_ranks
+from tests.integration.dialects.resuming import AFTER, BEFORE, Pair, saved_and_resumed
+from tests.integration.dialects.small import build, train, world_size
+
+pytestmark = pytest.mark.ranks
+preload_modules("deepspeed", "slapo_tp", "slapo_pipeline")
+
+WHOLE = bool(os.environ.get("SLAPO_TEST_WHOLE"))  # all pairs
+PAIRED = ("torch", "torch pp2 tp2", "megatron tp2", "megatron tp2 dp2 distributed", "ZeRO-1 dp2")
+"""Every ordered pair of these; of further forms, those with one of them, both ways."""
+FURTHER = ("torch tp2", "ZeRO-3 dp2", "ZeRO-1 pp2 tp2")
+
+
+def pairs() -> list[Pair]:
+    """What goes on from what; in the sample every form is still saved and read twice."""
+    if WHOLE:
+        return list(itertools.permutations((*PAIRED, *FURTHER), 2))
+    size = len(PAIRED)
+    numbers = [(one, other) for one in range(size) for other in range(size) if (one - other) % size in (1, 2)]
+    chosen = [(PAIRED[one], PAIRED[other]) for one, other in numbers]
+    for number, form in enumerate(FURTHER):
+        chosen += [(form, PAIRED[number]), (PAIRED[number + 2], form)]
+    return chosen
+
+
+def apart(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """Two groups, the first of which the second stage has no parameters of."""
+    own = parameters[-1:] if dist.get_rank() < 2 else []
+    rest = [parameter for parameter in parameters if not own or parameter is not own[0]]
+    return torch.optim.AdamW([{"params": own}, {"params": rest}])
+
+
+def in_stages(directory: Path) -> tuple[list[str], str]:
+    """Masters of DeepSpeed's pipeline in bfloat16, resumed bit for bit; and groups that stages do not share."""
+    form, options = "ZeRO-1 pp2 tp2", {"config": {"bf16": {"enabled": True}}, "dtype": torch.bfloat16}
+    engine = build(form, **options)
+    train(engine, 0, BEFORE)
+    engine.save(directory)
+    train(engine, BEFORE, AFTER)
+    other = build(form, seed=7, **options)
+    other.load(directory)
+    other.check_replicas()
+    train(other, BEFORE, AFTER)
+    one, two = engine.state_dict(), other.state_dict()
+    differing = [name for name in one if not torch.equal(one[name], two[name])]
+    differing += [] if (directory / "trained.safetensors").exists() else ["no masters"]
+    try:
+        build(form, optimizer=apart)
+    except slapo.BuildError as error:
+        return differing, str(error)
+    return differing, "fine"
+
+
+def on_four_ranks(forms: list[str], chosen: list[Pair], directory: Path) -> Any:
+    return saved_and_resumed(forms, chosen, directory), *in_stages(directory / "masters")
+
+
+def test_every_form_goes_on_where_any_other_one_was(tmp_path: Path) -> None:
+    """In three launches: two ranks save, and read what one saved; four read all; two read what four saved."""
+    by_size: dict[int, list[str]] = {1: [], 2: [], 4: []}
+    for form in (*PAIRED, *FURTHER):
+        by_size[world_size(form)].append(form)
+
+    def between(reading: int, *saving: int) -> list[Pair]:
+        return [pair for pair in pairs() if world_size(pair[0]) == reading and world_size(pair[1]) in saving]
+
+    found = [saved_and_resumed(by_size[1], between(1, 1), tmp_path)]
+    found += run_ranks(saved_and_resumed, by_size[2], between(2, 1, 2), tmp_path, world_size=2, timeout=1800)
+    for differing, of_masters, refused in run_ranks(
+        on_four_ranks, by_size[4], between(4, 1, 2, 4), tmp_path, world_size=4, timeout=1800
+    ):
+        found.append(differing)
+        assert of_masters == []
+        assert refused.startswith("group 0 of the optimiser has no parameters on rank 1 of 'pp': DeepSpeed sums")
+    found += run_ranks(saved_and_resumed, [], between(2, 4), tmp_path, world_size=2, timeout=1800)
+    found.append(saved_and_resumed([], between(1, 2, 4), tmp_path))
+    assert not any(found), found
+
+
+def test_a_moment_that_is_lost_shows(tmp_path: Path) -> None:
+    """The control: what the comparisons of the other test say where the state of one parameter is not loaded."""
+    right = torch.optim.Optimizer.load_state_dict
+
+    def loaded(self: torch.optim.Optimizer, state: Any) -> None:
+        right(self, {**state, "state": {key: one for key, one in state["state"].items() if key}})
+
+    assert saved_and_resumed(["torch"], [("torch", "torch")], tmp_path) == {}
+    with mock.patch.object(torch.optim.Optimizer, "load_state_dict", loaded):
+        found = saved_and_resumed([], [("torch", "torch")], tmp_path)
+    assert any(one.startswith("embedding.weight: ") for one in found["torch from torch"]), found
