@@ -11,7 +11,6 @@ from torch import nn
 
 import slapo_core as slapo
 from slapo_core.testing import preload_modules, run_ranks
-from tests import tied_model
 from tests.odd_pipelines import Run, differences
 
 pytestmark = pytest.mark.ranks
@@ -112,10 +111,9 @@ def changed(place: Any, name: str, value: Any, run: Callable[[], Any]) -> Any:
 
 
 def without_guards() -> dict[str, Any]:
-    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
     from slapo_core.spec import stage_work
     from slapo_megatron import marks
-    from slapo_megatron.pipeline import communicator, running
+    from slapo_megatron.pipeline import communicator
 
     def tied(**options: Any) -> list[str]:
         return differences(Run(TWO, ("b",), tied=True, target="megatron", options=options))
