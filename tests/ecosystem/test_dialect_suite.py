@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -68,6 +69,31 @@ def test_a_model_of_transformers_with_dropout_and_tied_weights(check: Any) -> No
 @parametrize_dialect_checks([DialectCase("torch", dtype=torch.float32)], checks=set(CHECK) - ON_RANKS)
 def test_single_precision(check: Any) -> None:
     check()
+
+
+WITHOUT_ENGINES = {
+    "bad_options_are_refused",
+    "entry_point_agrees",
+    "light_import",
+    "plan_changes_nothing",
+    "plan_is_the_same_again",
+    "unknown_option_is_refused",
+}
+
+
+def test_where_engines_cannot_run_what_needs_none_is_checked_and_the_rest_says_why() -> None:
+    case = DialectCase("torch", rejects=[{"bucket_size": 1}], unavailable="there is no GPU here")
+    done, told = set(), set()
+    for name in set(CHECK) - {"light_import"}:
+        try:
+            CHECK[name](case)
+            done.add(name)
+        except NotApplicable as reason:
+            told.add(str(reason))
+    assert done == WITHOUT_ENGINES - {"light_import"}
+    assert told == {"there is no GPU here"}
+    with pytest.raises(CheckError, match="was accepted"):
+        CHECK["bad_options_are_refused"](dataclasses.replace(case, rejects=[{"bucket_cap_mb": 1}]))
 
 
 # -- cases ----------------------------------------------------------------------------------------------------

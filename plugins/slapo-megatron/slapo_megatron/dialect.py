@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     from slapo_core import Engine, Violation
     from slapo_core.spec.dialect import BuildArguments
     from slapo_core.spec.request import BuildRequest, ScheduledModel
+    from slapo_core.testing import DialectCase
 
-__all__ = ["MegatronDialect"]
+__all__ = ["MegatronDialect", "slapo_cases"]
 
 
 class MegatronDialect(Dialect):
@@ -91,3 +92,9 @@ class MegatronDialect(Dialect):
             from slapo_megatron.whole.engine import WholeEngine
 
             return WholeEngine(plan, request)
+
+
+def slapo_cases() -> list[DialectCase]:
+    from slapo_megatron.cases import cases
+
+    return cases()

@@ -44,6 +44,8 @@ class DialectCase:
         tolerance: the largest difference to plain training, relative to the largest element of a tensor; None allows
             1e-9 in float64, 1e-4 in float32, and 1e-2 otherwise.
         needs_process_group: whether the runtime needs ``torch.distributed`` for a single process too.
+        unavailable: why engines cannot run on this machine, e.g. ``"there is no GPU"``; checks that build one are
+            skipped, and say so. None where they can.
         name: stands in the test's id; default: the dialect's name.
 
     Raises:
@@ -63,6 +65,7 @@ class DialectCase:
     dtype: torch.dtype = torch.float64
     tolerance: float | None = None
     needs_process_group: bool = False
+    unavailable: str | None = None
     name: str | None = None
 
     def __post_init__(self) -> None:

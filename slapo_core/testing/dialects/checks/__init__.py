@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
-from slapo_core.testing.check import Check
+from slapo_core.testing.check import Check, NotApplicable
 from slapo_core.testing.dialects.bench import DialectBench, open_bench
 from slapo_core.testing.dialects.case import DialectCase
 from slapo_core.testing.dialects.checks.batches import batches_of_every_form, labels_are_left_to_the_loss
@@ -61,12 +61,15 @@ __all__ = ["DIALECT_CHECKS"]
 def _check(function: Callable[[DialectBench], None]) -> Check[DialectCase]:
     @functools.wraps(function)
     def run(case: DialectCase) -> None:
+        if case.unavailable is not None and function not in _WITHOUT_ENGINES:
+            raise NotApplicable(case.unavailable)
         with open_bench(case) as bench:
             function(bench)
 
     return Check(run)
 
 
+_WITHOUT_ENGINES = (plan_changes_nothing, plan_is_the_same_again, unknown_option_is_refused, bad_options_are_refused)
 _ON_A_BENCH = (
     plan_changes_nothing,
     plan_is_the_same_again,

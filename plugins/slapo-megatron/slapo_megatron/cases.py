@@ -1,0 +1,48 @@
+"""What ``slapo plugins check`` tries the dialect on: with the optimiser's state whole, and in shards of replicas."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from slapo_core.testing import DialectCase
+
+__all__ = ["adamw", "cases", "sgd"]
+
+_REJECTS: list[dict[str, Any]] = [
+    {"optimizer_config": {"learning_rate": 0.1}},
+    {"ddp_config": {"overlap": True}},
+    {"model_parallel_config": {"tensor_model_parallel_size": 64}},
+    {"microbatches": 0},
+    {"optimizer_cfg": {}},
+]
+
+
+def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """With an eps that keeps gradients that are zero but for rounding from becoming steps."""
+    return torch.optim.AdamW(parameters, lr=0.01, eps=1e-4)
+
+
+def cases() -> list[DialectCase]:
+    """Megatron sums gradients in float32: the kit's tolerance for that. It runs on CUDA alone."""
+    why = None if torch.cuda.is_available() else "Megatron-core runs on CUDA, and this machine has none"
+    return [_case(False, why), _case(True, why)]
+
+
+def _case(distributed: bool, unavailable: str | None) -> DialectCase:
+    return DialectCase(
+        "megatron",
+        config={"ddp_config": {"use_distributed_optimizer": distributed}},
+        rejects=_REJECTS,
+        optimizers=(sgd, adamw),
+        dtype=torch.float32,
+        needs_process_group=True,
+        unavailable=unavailable,
+        name="distributed-optimizer" if distributed else "plain",
+    )
