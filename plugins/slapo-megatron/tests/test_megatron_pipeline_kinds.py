@@ -80,20 +80,25 @@ def drawn() -> dict[str, bool]:
     return found
 
 
+def mean_of(model: nn.Module, step: int) -> torch.Tensor:
+    """The loss of a batch in four micro-batches."""
+    chunks = zip(*(tensor.chunk(4) for tensor in batch(step).values()), strict=True)
+    pieces = [dict(zip(batch(step), one, strict=True)) for one in chunks]
+    return torch.stack([squares(model(piece["x"]), piece) for piece in pieces]).mean()
+
+
 def by_hand() -> bool:
     model = Plain(0.0)
     optimizer, losses = sgd(model.parameters()), []
     for step in range(3):
         optimizer.zero_grad()
-        pieces = [dict(zip(batch(step), one, strict=True)) for one in zip(*(t.chunk(4) for t in batch(step).values()))]
-        found = [squares(model(piece["x"]), piece) for piece in pieces]
-        torch.stack(found).mean().backward()
+        loss = mean_of(model, step)
+        loss.backward()
         optimizer.step()
-        losses.append(float(torch.stack(found).mean().detach()))
+        losses.append(float(loss.detach()))
     model.eval()
-    pieces = [dict(zip(batch(7), one, strict=True)) for one in zip(*(t.chunk(4) for t in batch(7).values()))]
     with torch.no_grad():
-        losses += [float(torch.stack([squares(model(piece["x"]), piece) for piece in pieces]).mean())] * 2
+        losses += [float(mean_of(model, 7))] * 2
     torch.manual_seed(4)
     wanted = losses, model.state_dict(), float(torch.rand(()))
     return same(trained("megatron", "three", 0.0), wanted)
@@ -112,10 +117,9 @@ def changed(place: Any, name: str, value: Any, run: Callable[[], Any]) -> Any:
 
 
 def without_guards() -> dict[str, Any]:
-    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+    from slapo_core.building import request
     from slapo_core.spec import stage_work
     from slapo_megatron import marks
-    from slapo_megatron.pipeline import communicator, running
 
     def tied(**options: Any) -> list[str]:
         return differences(Run(TWO, ("b",), tied=True, target="megatron", options=options))
@@ -123,20 +127,47 @@ def without_guards() -> dict[str, Any]:
     def viewed(self: Any, *args: Any, **kwargs: Any) -> Any:
         return tuple(one.view(-1) for one in pack(self, *args, **kwargs))
 
-    def batched(self: Any, group: Any, config: Any, own: Any = None) -> None:
-        make(self, group, config, own)
-        self._own, self.config.batch_p2p_comm = None, True
-
-    pack, make = stage_work.Parcel.pack, communicator.Communicator.__init__
+    pack = stage_work.Parcel.pack
     freed = {"model_parallel_config": {"deallocate_pipeline_outputs": True}}
-    twice = Run(TWO, ("a", "b", "c"), target="megatron")
-    found = {"guarded": [*tied(), *tied(**freed)]}
-    found["not marked as shared"] = changed(marks, "_as_copy", lambda *_: {}, tied)
-    found["ties not summed"] = changed(
-        __import__("slapo_core.building.request").building.request.TiedGradients, "sum", lambda *_: None, tied
-    )
-    found["views"] = changed(stage_work.Parcel, "pack", viewed, lambda: tied(**freed))
+    return {
+        "not marked as shared": changed(marks, "_as_copy", lambda *_: {}, tied),
+        "ties not summed": changed(request.TiedGradients, "sum", lambda *_: None, tied),
+        "views": changed(stage_work.Parcel, "pack", viewed, lambda: tied(**freed)),
+    }
+
+
+def over_megatrons_groups() -> dict[str, Any]:
+    """As on GPUs: Megatron sends by itself, and is told the shapes of what comes."""
+    from slapo_megatron.pipeline.communicator import Communicator
+
+    def sending(*, batched: bool) -> Any:
+        def made(self: Any, group: Any, config: Any, own: Any = None) -> None:
+            make(self, group, config)
+            self.config.batch_p2p_comm = batched
+
+        return made
+
+    make = Communicator.__init__
+    once, twice = (Run(TWO, cuts, target="megatron", micro_batches=4) for cuts in (("c",), ("a", "b", "d")))
+    found = {}
+    for name, run in {"one stage a rank": once, "two stages a rank": twice}.items():
+        found[name] = changed(Communicator, "__init__", sending(batched=False), lambda run=run: differences(run))
+    alike: dict[str, Any] = {"mesh": TWO, "target": "megatron", "steps": cut, "microbatches": 4}
+
+    def losses() -> list[float]:
+        _, engine = tied_model.built(**alike)
+        found = [float(engine.train_step(tied_model.batch(step, 8)).loss) for step in range(3)]
+        engine.close()
+        return found
+
+    found["guarded"] = losses()
+    found["batched"] = changed(Communicator, "__init__", sending(batched=True), losses)
     return found
+
+
+def cut(sch: slapo.Schedule) -> None:
+    for path in ("embedding", "blocks.0", "blocks.1"):  # messages of one size
+        sch[path].pipeline_split()
 
 
 def on_rank() -> Any:
@@ -144,11 +175,17 @@ def on_rank() -> Any:
 
     install()
     torch.set_num_threads(1)
-    return {}, by_hand(), without_guards()
+    return drawn(), by_hand(), without_guards(), over_megatrons_groups()
 
 
 def test_every_kind_of_stage_trains_as_the_torch_target_and_as_by_hand() -> None:
-    for draws, is_as_by_hand, guards in run_ranks(on_rank, world_size=2):
+    for draws, is_as_by_hand, guards, sent in run_ranks(on_rank, world_size=2):
+        assert len(draws) == 4
         assert all(draws.values()), draws
         assert is_as_by_hand
-        print({k: str(v)[:200] for k, v in guards.items()})
+        assert guards["not marked as shared"][0].startswith("the norm of step 0: 136.")
+        assert "'a.weight' is not the same on the ranks that hold copies of it" in guards["ties not summed"]
+        assert "counter-productive to free a view of another tensor" in guards["views"]
+        assert sent["one stage a rank"] == sent["two stages a rank"] == []
+        losses = tied_model.trained()[0]
+        print(sent, losses)

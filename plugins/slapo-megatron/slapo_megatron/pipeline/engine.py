@@ -14,8 +14,8 @@ from slapo_core.spec.batch_forms import Forms
 from slapo_core.spec.drawing import move_on, own_random_state
 from slapo_core.spec.stage_work import Form, Work
 from slapo_megatron.engine import MegatronEngine
-from slapo_megatron.groups.starting import start
 from slapo_megatron.marks import mark
+from slapo_megatron.pipeline.breaking import started
 from slapo_megatron.updating import Updates
 
 if TYPE_CHECKING:
@@ -45,8 +45,7 @@ class PipelineEngine(MegatronEngine):
         self._count: int = plan.config["microbatches"]
         axes = plan.config["batch_axes"] or None
         per_rank = len(request.stage_ranks) // mesh.size("pp")
-        self._lease = start(mesh, virtual=per_rank if per_rank > 1 else None)
-        self._groups = request.own_groups("pp")
+        self._lease, self._groups = started(request, mesh, per_rank if per_rank > 1 else None)
 
         from slapo_megatron.model.configuration import transformer_config
         from slapo_megatron.model.precision import lowered, working_dtype
@@ -136,6 +135,7 @@ class PipelineEngine(MegatronEngine):
                 yield
         except RankFailedError as error:
             self._reason = str(error)
+            self._lease.spoil()
             self.close()
             raise
 
@@ -146,7 +146,7 @@ class PipelineEngine(MegatronEngine):
         from slapo_megatron.model.releasing import release
 
         self._updates.end()
-        release(self.megatron, self._marks)
+        release(self.megatron, self._marks, gather=self._reason is None)
         self._groups.close()
         self._forms.close()
 
