@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -45,8 +46,7 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 def batch(step: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(step)
-    samples = 8 + 4 * (step % 2)  # another form
-    return {name: torch.randn(samples, 4, generator=generator) for name in ("x", "only for the loss")}
+    return {name: torch.randn(8, 4, generator=generator) for name in ("x", "only for the loss")}
 
 
 def trained(target: str, cuts: str, dropout: float, recomputed: str = "", **options: Any) -> Any:
@@ -73,10 +73,9 @@ def same(one: Any, other: Any) -> bool:
 def drawn() -> dict[str, bool]:
     """Whether it is as target torch, which draws in the same order whatever the schedule."""
     found = {}
-    for cuts in CUTS:
-        for recomputed in ("", "two"):
-            wanted = trained("torch", cuts, 0.5, recomputed)
-            found[f"{cuts}, recomputed: {recomputed}"] = same(trained("megatron", cuts, 0.5, recomputed), wanted)
+    for cuts, recomputed in (("one", ""), ("three", "two")):
+        wanted = trained("torch", cuts, 0.5, recomputed)
+        found[cuts] = same(trained("megatron", cuts, 0.5, recomputed), wanted)
     return found
 
 
@@ -122,14 +121,15 @@ def without_guards() -> dict[str, Any]:
     from slapo_megatron import marks
 
     def tied(**options: Any) -> list[str]:
-        return differences(Run(TWO, ("b",), tied=True, target="megatron", options=options))
+        run = Run(TWO, ("b",), tied=True, target="megatron", options=options, forms=((1, 5),))
+        return differences(run)
 
     def viewed(self: Any, *args: Any, **kwargs: Any) -> Any:
         return tuple(one.view(-1) for one in pack(self, *args, **kwargs))
 
     pack = stage_work.Parcel.pack
     freed = {"model_parallel_config": {"deallocate_pipeline_outputs": True}}
-    return {
+    return {  # where it is an error, the engine is gone without having been closed; the next one takes its groups
         "not marked as shared": changed(marks, "_as_copy", lambda *_: {}, tied),
         "ties not summed": changed(request.TiedGradients, "sum", lambda *_: None, tied),
         "views": changed(stage_work.Parcel, "pack", viewed, lambda: tied(**freed)),
@@ -148,10 +148,10 @@ def over_megatrons_groups() -> dict[str, Any]:
         return made
 
     make = Communicator.__init__
-    once, twice = (Run(TWO, cuts, target="megatron", micro_batches=4) for cuts in (("c",), ("a", "b", "d")))
     found = {}
-    for name, run in {"one stage a rank": once, "two stages a rank": twice}.items():
-        found[name] = changed(Communicator, "__init__", sending(batched=False), lambda run=run: differences(run))
+    for name, cuts in {"one stage a rank": ("c",), "two stages a rank": ("a", "b", "d")}.items():
+        run = Run(TWO, cuts, target="megatron", micro_batches=4, forms=((1, 5),))
+        found[name] = changed(Communicator, "__init__", sending(batched=False), functools.partial(differences, run))
     alike: dict[str, Any] = {"mesh": TWO, "target": "megatron", "steps": cut, "microbatches": 4}
 
     def losses() -> list[float]:
@@ -180,8 +180,7 @@ def on_rank() -> Any:
 
 def test_every_kind_of_stage_trains_as_the_torch_target_and_as_by_hand() -> None:
     for draws, is_as_by_hand, guards, sent in run_ranks(on_rank, world_size=2):
-        assert len(draws) == 4
-        assert all(draws.values()), draws
+        assert draws == dict.fromkeys(CUTS, True)
         assert is_as_by_hand
         assert guards["not marked as shared"][0].startswith("the norm of step 0: 136.")
         assert "'a.weight' is not the same on the ranks that hold copies of it" in guards["ties not summed"]

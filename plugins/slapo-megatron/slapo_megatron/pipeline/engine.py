@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -56,9 +57,10 @@ class PipelineEngine(MegatronEngine):
         dtype = working_dtype(config)
         partition = request.staged_example(self._count, axes=axes).staged.partition
         self._part = request.part(partition)
+        over = weakref.WeakMethod(self._passes_are_over)  # what hooks of Megatron's wrappers hold is never collected
         self._marks = mark(request)
         with self._marks.taken_back_if_it_fails():
-            megatron = assembled(plan, request, config, partition, self._passes_are_over)
+            megatron = assembled(plan, request, config, partition, lambda: _call(over))
         super().__init__(plan, request, megatron)
         self._updates = Updates(plan, request, megatron)
         self._ties = ties_of(request)
@@ -162,3 +164,9 @@ class PipelineEngine(MegatronEngine):
                 "about the types of what they send",
                 hint='optimizer_config={"bf16": True}',
             )
+
+
+def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:
+    found = method()
+    if found is not None:
+        found()
