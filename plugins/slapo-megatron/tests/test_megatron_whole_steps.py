@@ -88,15 +88,18 @@ def failing() -> dict[str, Any]:
     found = {}
     for name, options in {"plain": {}, "distributed": DISTRIBUTED, "overlapped": OVERLAPPED}.items():
         for fatal in (1, 2, 4):  # also in the step behind the first, when Megatron has begun to reduce by itself
-            calls = []
+            calls: list[int] = []
 
-            def loss(output: torch.Tensor, batch: Any, calls: list[int] = calls, fatal: int = fatal) -> torch.Tensor:
+            def loss(output: torch.Tensor, batch: Any, calls: list[int] = calls) -> torch.Tensor:
                 calls.append(1)
-                if len(calls) == fatal:
-                    output.register_hook(failed)  # in the backward pass of the head: others have no gradient yet
                 return output
 
+            def fail(gradient: torch.Tensor, calls: list[int] = calls, fatal: int = fatal) -> None:
+                if len(calls) == fatal:
+                    raise ValueError("bad sample")
+
             sch, engine = built(DP, accumulate=2, loss=loss, **options)
+            engine.module.scale.register_hook(fail)  # behind the blocks in the backward pass
             told = []
             for step in [0, 1] if fatal < 3 else [0, 0, 1]:
                 batch = tied_model.share(tied_model.batch(step, 8), sch.mesh)
@@ -104,10 +107,6 @@ def failing() -> dict[str, Any]:
             found[f"{name} {fatal}"] = told, engine.state_dict()
             engine.close()
     return found
-
-
-def failed(gradient: torch.Tensor) -> None:
-    raise ValueError("bad sample")
 
 
 def half() -> nn.Module:
