@@ -61,7 +61,7 @@ def filled(schedule: ScheduledModel, options: Mapping[str, Any], stages: StagesO
     fill_pipeline(draft)
     microbatches = fill_microbatches(draft, options.get("microbatches"))
     fill_scheduler(draft)
-    validate(draft)
+    validate(draft, schedule.mesh)
     made = {**draft.options, "microbatches": microbatches, "batch_axes": axes, "origins": draft.origins}
     return made | ({"arguments": dict(options["arguments"])} if options.get("arguments") else {})
 

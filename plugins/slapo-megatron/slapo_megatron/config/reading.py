@@ -83,7 +83,7 @@ def _values(option: str, given: Any) -> tuple[dict[str, Any], frozenset[str]]:
         raise BuildError(
             f"{option} must be Megatron's {name} itself (got a {type(given).__name__}, which has {len(more)} fields "
             f"more, {more[0]!r} among them: they describe Megatron's own layers)",
-            hint=f"{option}={{name: getattr(config, name) for name in {name}.__dataclass_fields__}}",
+            hint=f"{option}={name}(**{{name: getattr(config, name) for name in {name}.__dataclass_fields__}})",
         )
     return _of_object(option, given)
 
