@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import slapo_core as slapo
 from slapo_core.testing import preload_modules, run_ranks
-from tests.odd_pipelines import adamw
+from tests.words_model import IDS, Words, adamw, by_hand, loss_of
 
 pytestmark = pytest.mark.ranks
 preload_modules(
@@ -21,7 +19,6 @@ preload_modules(
     "slapo_pipeline.partition.hook",
 )
 
-IDS = torch.arange(32).reshape(8, 4) * 5 % 7
 CONFIGURED = {"type": "AdamW", "params": {"lr": 1e-2, "eps": 1e-4, "weight_decay": 0.01}}
 RUNS: dict[str, tuple[dict[str, Any], bool]] = {
     "by its own optimiser": ({"optimizer": CONFIGURED}, True),
@@ -41,71 +38,24 @@ RUNS: dict[str, tuple[dict[str, Any], bool]] = {
 }
 
 
-class Head(nn.Linear):
-    both = True
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.linear(x, self.weight if self.both else self.weight.detach())
-
-
-class Words(nn.Module):
-    """The embedding's weight is used on both ranks.
-
-    Args:
-        both: whether it gets a gradient on both.
-    """
-
-    def __init__(self, *, both: bool) -> None:
-        super().__init__()
-        torch.manual_seed(2)
-        self.emb, self.one, self.two = nn.Embedding(7, 4), nn.Linear(4, 4), nn.Linear(4, 4)
-        self.head = Head(4, 7, bias=False)
-        self.head.weight, self.head.both = self.emb.weight, both
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.head(self.two(self.one(self.emb(ids)).tanh()))  # type: ignore[no-any-return]
-
-
-def loss_of(output: torch.Tensor, given: Any) -> torch.Tensor:
-    return nn.functional.cross_entropy(output.float().flatten(0, 1), given["ids"].flatten())
-
-
 def compared(config: dict[str, Any], both: bool) -> tuple[float, float]:
     """The largest difference of losses, and of the last weights, from a training by hand with masters in float32."""
-    model = Words(both=both)
-    reference = copy.deepcopy(model)
-    sch = slapo.create_schedule(model, mesh={"pp": 2}, example_inputs={"ids": IDS[:2]})
+    sch = slapo.create_schedule(Words(both=both), mesh={"pp": 2}, example_inputs={"ids": IDS[:2]})
     sch["one"].pipeline_split()
     own = {} if "optimizer" in config else {"optimizer": adamw}
     engine = slapo.build(
         sch, target="deepspeed", config={"gradient_accumulation_steps": 4, **config}, loss=loss_of, **own
     )
     low = torch.bfloat16 if "bf16" in config else torch.float16 if "fp16" in config else torch.float32
-    for parameter in reference.parameters():
-        parameter.data = parameter.data.to(low)
-    masters = {one: one.detach().float().requires_grad_() for one in reference.parameters()}
-    optimizer = adamw(masters.values())
-    differences = []
-    for _ in range(4):
-        optimizer.zero_grad()
-        reference.zero_grad()
-        loss = loss_of(reference(IDS), {"ids": IDS})
-        loss.backward()
-        for one, master in masters.items():
-            assert one.grad is not None
-            master.grad = one.grad.float()
-        if config.get("gradient_clipping"):
-            nn.utils.clip_grad_norm_(masters.values(), config["gradient_clipping"])
-        optimizer.step()
-        with torch.no_grad():
-            for one, master in masters.items():
-                one.copy_(master)
-        differences.append(float(engine.train_step({"ids": IDS}).loss.float() - loss.detach()))
+    differences, wanted = [], {}
+    for loss, main in by_hand(Words(both=both), low, config.get("gradient_clipping", 0.0)):
+        differences.append(abs(float(engine.train_step({"ids": IDS}).loss) - loss))
+        wanted = main
     engine.check_replicas()
-    state, wanted = engine.state_dict(), dict(zip(dict(reference.named_parameters()), masters.values(), strict=True))
-    worst = max(float((state[name].float() - wanted[name].detach()).abs().max()) for name in wanted)
+    state = engine.state_dict()
+    worst = max(float((state[name].float() - tensor).abs().max()) for name, tensor in wanted.items())
     engine.close()
-    return max(map(abs, differences)), worst
+    return max(differences), worst
 
 
 def only_evaluated() -> list[str]:

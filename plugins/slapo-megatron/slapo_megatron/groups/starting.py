@@ -51,6 +51,11 @@ class Lease:
     is_new: bool
     _made: _Made | None = field(default=None, repr=False)
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether another engine uses the same groups."""
+        return any(other is not self and other._made is self._made for other in _leases)
+
     def close(self) -> None:
         """The engine does not use them any more; twice is as once."""
         _leases.discard(self)

@@ -39,6 +39,15 @@ class StageChunk(Chunk):
 
     work: Work
 
+    def begin(self, work: Work) -> None:
+        """A step: the micro-batches are those of ``work``."""
+        self.work = work
+
+    def end(self) -> None:
+        """Let go of what the step had."""
+        del self.work
+        self._received = None
+
     def set_input_tensor(self, input_tensor: Any) -> None:
         """What the stage before sent; 1F1B gives it in a list."""
         self._received = input_tensor[0] if isinstance(input_tensor, list) else input_tensor

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,8 +15,8 @@ from slapo_core.spec.batch_forms import Forms
 from slapo_core.spec.drawing import move_on, own_random_state
 from slapo_core.spec.stage_work import Form, Work
 from slapo_megatron.engine import MegatronEngine
-from slapo_megatron.groups.starting import start
 from slapo_megatron.marks import mark
+from slapo_megatron.pipeline.breaking import started
 from slapo_megatron.updating import Updates
 
 if TYPE_CHECKING:
@@ -45,8 +46,7 @@ class PipelineEngine(MegatronEngine):
         self._count: int = plan.config["microbatches"]
         axes = plan.config["batch_axes"] or None
         per_rank = len(request.stage_ranks) // mesh.size("pp")
-        self._lease = start(mesh, virtual=per_rank if per_rank > 1 else None)
-        self._groups = request.own_groups("pp")
+        self._lease, self._groups = started(request, mesh, per_rank if per_rank > 1 else None)
 
         from slapo_megatron.model.configuration import transformer_config
         from slapo_megatron.model.precision import lowered, working_dtype
@@ -57,9 +57,10 @@ class PipelineEngine(MegatronEngine):
         dtype = working_dtype(config)
         partition = request.staged_example(self._count, axes=axes).staged.partition
         self._part = request.part(partition)
+        over = weakref.WeakMethod(self._passes_are_over)  # what hooks of Megatron's wrappers hold is never collected
         self._marks = mark(request)
         with self._marks.taken_back_if_it_fails():
-            megatron = assembled(plan, request, config, partition, self._passes_are_over)
+            megatron = assembled(plan, request, config, partition, lambda: _call(over))
         super().__init__(plan, request, megatron)
         self._updates = Updates(plan, request, megatron)
         self._ties = ties_of(request)
@@ -136,6 +137,7 @@ class PipelineEngine(MegatronEngine):
                 yield
         except RankFailedError as error:
             self._reason = str(error)
+            self._lease.spoil()
             self.close()
             raise
 
@@ -146,7 +148,7 @@ class PipelineEngine(MegatronEngine):
         from slapo_megatron.model.releasing import release
 
         self._updates.end()
-        release(self.megatron, self._marks)
+        release(self.megatron, self._marks, gather=self._reason is None)
         self._groups.close()
         self._forms.close()
 
@@ -162,3 +164,9 @@ class PipelineEngine(MegatronEngine):
                 "about the types of what they send",
                 hint='optimizer_config={"bf16": True}',
             )
+
+
+def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:
+    found = method()
+    if found is not None:
+        found()

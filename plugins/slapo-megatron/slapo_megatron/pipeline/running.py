@@ -54,7 +54,7 @@ class Schedule:
         order = order_of(chunks, count, group)
         self._communicator.begin(messages_of(form, self._group.rank(), self._group.size(), order))
         for chunk, work in zip(self._chunks, works, strict=True):
-            chunk.module.work = work
+            chunk.module.begin(work)
         numbers = [iter(range(count)) for _ in self._chunks]
         arguments = {
             "forward_step_func": _forward_step,
@@ -65,10 +65,14 @@ class Schedule:
             "p2p_communicator": self._communicator,
             "pg_collection": _groups(),
         }
-        if chunks > 1:
-            found = interleaved(data_iterator=numbers, model=self._chunks, **arguments)
-        else:
-            found = one_forward_one_backward(data_iterator=numbers[0], model=self._chunks[0], **arguments)
+        try:
+            if chunks > 1:
+                found = interleaved(data_iterator=numbers, model=self._chunks, **arguments)
+            else:
+                found = one_forward_one_backward(data_iterator=numbers[0], model=self._chunks[0], **arguments)
+        finally:
+            for chunk in self._chunks:
+                chunk.module.end()
         return [one["loss"] for one in found]
 
 

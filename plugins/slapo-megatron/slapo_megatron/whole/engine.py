@@ -57,7 +57,8 @@ class WholeEngine(MegatronEngine):
 
     def train_step(self, batch: Any) -> StepResult:
         self._before_step()
-        pieces = self._request.micro_batches(batch, self._count, axes=self.plan.config["batch_axes"] or None)
+        count = None if self._count == self._request.accumulate else self._count  # as the user said it
+        pieces = self._request.micro_batches(batch, count, axes=self.plan.config["batch_axes"] or None)
         done = self._passes(pieces)
         is_stepped, norm, _ = self.megatron.optimizer.step()
         if is_stepped:
