@@ -24,7 +24,12 @@ DISTRIBUTED = {
     "optimizer_config": {"use_distributed_optimizer": True},
 }
 OVERLAPPED = {
-    "ddp_config": {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True},
+    "ddp_config": {
+        "use_distributed_optimizer": True,
+        "overlap_grad_reduce": True,
+        "overlap_param_gather": True,
+        "bucket_size": 10,
+    },
     "optimizer_config": {"use_distributed_optimizer": True, "overlap_param_gather": True},
 }
 CASES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {

@@ -46,7 +46,7 @@ class WholeEngine(MegatronEngine):
         self._marks = mark(request)
         with self._marks.taken_back_if_it_fails():
             megatron = assemble(plan, request, [Chunk(request.schedule.model, config)], config)
-        super().__init__(plan, request, megatron)
+            super().__init__(plan, request, megatron)
         self._count: int = plan.config["microbatches"]
         self._clips = plan.config["optimizer_config"]["clip_grad"] > 0.0
         self._replicas = [mesh.group(dim) for dim in _REPLICAS if mesh is not None and mesh.size(dim) > 1]
