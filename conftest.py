@@ -82,6 +82,8 @@ LONGEST = (
     "test_stubs.py",
     "test_bert_example.py",
     "test_gpt_example.py",
+    "test_gpt_megatron_example.py",
+    "test_megatron_matrix.py",
     "test_bert_appendix.py",
     "test_template.py",
     "test_live_training.py",
