@@ -30,7 +30,14 @@ _FACTORIES = (
     "zeros",
     "zeros_like",
 )
-_PACKAGES = ("distributed", "dist_checkpointing", "optimizer", "pipeline_parallel", "tensor_parallel")
+_PACKAGES = (
+    "distributed",
+    "dist_checkpointing",
+    "dist_checkpointing.strategies",
+    "optimizer",
+    "pipeline_parallel",
+    "tensor_parallel",
+)
 
 
 class _Module(types.ModuleType):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from slapo_core.errors import BuildError
 
@@ -19,16 +20,20 @@ AFRESH = "engine.save(directory); build a fresh engine of the model as it is to 
 class BetweenSteps:
     """Compares the parameters with those of the build and of the last step.
 
-    Every rank looks at its own, without asking the others: what this finds is in the program, which all of them run.
+    Every rank looks at its own: what this finds is in the program, which all of them run. Where ranks hold parts of a
+    parameter, one of them may not see what was written into it: they then ask each other.
 
     Args:
         request: of the build.
         tensors: what knows whether the forward computes with what is trained.
         runtime: its name, for messages.
+        groups: over which it partitions parameters; the ranks are the product of these.
     """
 
-    def __init__(self, request: BuildRequest, tensors: TensorStorage, runtime: str) -> None:
-        self._storage, self._runtime = tensors, runtime
+    def __init__(
+        self, request: BuildRequest, tensors: TensorStorage, runtime: str, *, groups: Sequence[Any] = ()
+    ) -> None:
+        self._storage, self._runtime, self._groups = tensors, runtime, groups
         self._parameters = [live for live in request.state.tensors() if live.is_parameter and live.is_here]
         self._trained = [live.tensor.requires_grad for live in self._parameters]
         self.note()
@@ -43,15 +48,20 @@ class BetweenSteps:
         Raises:
             BuildError: a parameter was frozen, or unfrozen, or written into.
         """
-        for live, trained, stamp in zip(self._parameters, self._trained, self._stamps, strict=True):
+        for live, trained in zip(self._parameters, self._trained, strict=True):
             if live.tensor.requires_grad is not trained and (not trained or self.steps_frozen(live)):
                 raise self._other_trained(live, trained)
-            if self.stamp(live) != stamp and not self._storage.is_current(live):
-                raise BuildError(
-                    f"'{live.name}' was changed in place since the last step, and {self._runtime} trains a copy of it: "
-                    "the step would take the change back",
-                    hint="state = engine.state_dict(), change it there, and engine.load_state_dict(state)",
-                )
+        rows = zip(self._parameters, self._stamps, strict=True)
+        written = [live for live, stamp in rows if self.stamp(live) != stamp]
+        if not written:
+            return
+        names = self._of_all([live.name for live in written if not self._storage.is_current(live)])
+        if names:
+            raise BuildError(
+                f"'{names[0]}' was changed in place since the last step, and {self._runtime} trains a copy of it: "
+                "the step would take the change back",
+                hint="state = engine.state_dict(), change it there, and engine.load_state_dict(state)",
+            )
 
     # -- what differs from runtime to runtime -------------------------------------------------------------------
 
@@ -62,6 +72,16 @@ class BetweenSteps:
     def steps_frozen(self, live: LiveTensor) -> bool:
         """Whether the runtime goes on stepping a parameter that was frozen: with a copy of it, it does."""
         return self._storage.working(live) is not None
+
+    def _of_all(self, names: list[str]) -> list[str]:
+        """What any of the ranks found that hold parts."""
+        for group in self._groups:
+            import torch.distributed as dist
+
+            by_rank: list[list[str]] = [[]] * group.size()
+            dist.all_gather_object(by_rank, names, group=group)
+            names = list(dict.fromkeys(name for theirs in by_rank for name in theirs))
+        return names
 
     def _other_trained(self, live: LiveTensor, trained: bool) -> BuildError:
         if trained:

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     import torch
 
     from slapo_core.spec.layout import Layout
+    from slapo_core.spec.pieces import Pieces, PieceSource
     from slapo_core.spec.storage import OptimizerStorage, TensorStorage
 
 __all__ = ["LiveTensor", "ModelState"]
@@ -154,5 +155,37 @@ class ModelState(Protocol):
         Raises:
             WeightsError: no whole checkpoint, or of another model; nothing was changed.
             BuildError: the optimiser's state does not fit this optimiser; nothing was changed.
+        """
+        ...
+
+    def pieces(
+        self,
+        *,
+        optimizer: torch.optim.Optimizer | OptimizerStorage | None = None,
+        runtime: Mapping[str, Any] | None = None,
+    ) -> Pieces:
+        """What this rank writes of a checkpoint, for a runtime with files of its own; any schedule can read it.
+
+        Args:
+            optimizer: over the model's parameters.
+            runtime: as for :meth:`save`.
+
+        Raises:
+            RankMismatchError: as :meth:`check_replicas` says.
+            BuildError: the optimiser, or ``runtime``, holds something that has no place in a checkpoint.
+        """
+        ...
+
+    def load_pieces(
+        self,
+        description: Mapping[str, Any],
+        source: PieceSource,
+        *,
+        optimizer: torch.optim.Optimizer | OptimizerStorage | None = None,
+        uses: Collection[str] = (),
+    ) -> dict[str, Any]:
+        """The reverse of :meth:`pieces`, which gave the description.
+
+        ``source`` is asked once, for all that this rank wants. Arguments, result and errors are those of :meth:`load`.
         """
         ...

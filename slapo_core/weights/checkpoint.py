@@ -31,9 +31,10 @@ from slapo_core.weights.writer import Writer
 if TYPE_CHECKING:
     from slapo_core.spec.state import LiveTensor
     from slapo_core.spec.storage import OptimizerStorage
+    from slapo_core.weights.loading import Loading
     from slapo_core.weights.state import TensorState
 
-__all__ = ["load_checkpoint", "save_checkpoint"]
+__all__ = ["collected", "give", "load_checkpoint", "prepared", "refuse_not_json", "save_checkpoint"]
 
 FORMAT = 1
 MODEL, ADDED, OPTIMIZER, MANIFEST = "model.safetensors", "added.safetensors", "optimizer.safetensors", "checkpoint.json"
@@ -58,11 +59,9 @@ def save_checkpoint(
     mesh = state.mesh
     state.check_replicas(optimizer=optimizer)
     with together(mesh, "saving the optimiser's state"):
-        _refuse_not_json(runtime)
-        storage = optimizer_storage(optimizer)
-        moments = OptimizerState(state, storage) if storage is not None else None
+        refuse_not_json(runtime)
+    moments = collected(state, optimizer)
     if moments is not None:
-        moments.meet()
         with together(mesh, "uniting the optimisers' state"):
             moments.unite()
     writes = mesh is None or mesh.is_first_rank
@@ -101,46 +100,88 @@ def load_checkpoint(
         BuildError: the optimiser's state does not fit this optimiser; nothing was changed.
     """
     path = Path(directory)
-    moments: OptimizerState | None = None
-    if optimizer is not None:
-        with together(state.mesh, "looking at the optimiser's state"):
-            storage = optimizer_storage(optimizer)
-            assert storage is not None
-            moments = OptimizerState(state, storage)
-        moments.meet()
+    moments = collected(state, optimizer)
     with together(state.mesh, f"reading the checkpoint '{directory}'"):
         manifest = _read_manifest(path)
         weights: Source = _source(path, MODEL)
         if TRAINED in manifest["files"]:
             weights = Wider(weights, _source(path, TRAINED), state.correspondence.survey.keys)
-        loading = state.prepare(weights)
-        for live, piece in _read_added(state, _source(path, ADDED) if ADDED in manifest["files"] else None):
-            loading.take(live, piece)
+        added = _source(path, ADDED) if ADDED in manifest["files"] else None
         if moments is not None:
             moments.unite()
-            if manifest["optimizer"] is None:
-                raise BuildError(
-                    f"the checkpoint '{path}' holds no optimiser state, and this engine has an optimiser",
-                    hint="load the weights only: build(sch, weights=dir)",
-                )
-            tensors = _source(path, OPTIMIZER) if OPTIMIZER in manifest["files"] else None
-            moments.prepare(manifest["optimizer"], tensors)
+        tensors = _source(path, OPTIMIZER) if OPTIMIZER in manifest["files"] else None
         runtime = dict(manifest.get("runtime") or {})
-        unused = sorted(set(runtime) - set(uses) - {COUNTERS})
-        if unused:
-            warnings.warn(
-                f"not used of the checkpoint '{path}', because this engine has no such thing: {', '.join(unused)}",
-                stacklevel=5,
+        label = f"the checkpoint '{path}'"
+        loading = prepared(state, weights, added, moments, manifest["optimizer"], tensors, runtime, uses, label)
+    give(state, moments, loading, label)
+    return runtime
+
+
+def collected(state: TensorState, optimizer: torch.optim.Optimizer | OptimizerStorage | None) -> OptimizerState | None:
+    """An optimiser's state as it is now, not yet united over ``pp``: a collective; None of None."""
+    moments: OptimizerState | None = None
+    with together(state.mesh, "looking at the optimiser's state"):
+        storage = optimizer_storage(optimizer)
+        if storage is not None:
+            moments = OptimizerState(state, storage)
+    if moments is not None:
+        moments.meet()
+    return moments
+
+
+def prepared(
+    state: TensorState,
+    weights: Source,
+    added: Source | None,
+    moments: OptimizerState | None,
+    about_optimizer: Mapping[str, Any] | None,
+    tensors: Source | None,
+    runtime: Mapping[str, Any],
+    uses: Collection[str],
+    label: str,
+) -> Loading:
+    """Check a checkpoint against the engine, and read this rank's pieces: no collective, and nothing is changed.
+
+    Args:
+        state: of the model.
+        weights: of the checkpoint.
+        added: what replacements added.
+        moments: of the engine's optimiser, united; None without one. It is prepared too.
+        about_optimizer: what the checkpoint says of its optimiser; None where it has none.
+        tensors: of its state.
+        runtime: of the checkpoint.
+        uses: what of it the engine makes use of.
+        label: of the checkpoint, for messages.
+    """
+    loading = state.prepare(weights)
+    for live, piece in _read_added(state, added):
+        loading.take(live, piece)
+    if moments is not None:
+        if about_optimizer is None:
+            raise BuildError(
+                f"{label} holds no optimiser state, and this engine has an optimiser",
+                hint="load the weights only: build(sch, weights=dir)",
             )
+        moments.prepare(about_optimizer, tensors)
+    unused = sorted(set(runtime) - set(uses) - {COUNTERS})
+    if unused:
+        warnings.warn(
+            f"not used of {label}, because this engine has no such thing: {', '.join(unused)}",
+            stacklevel=6,
+        )
+    return loading
+
+
+def give(state: TensorState, moments: OptimizerState | None, loading: Loading, label: str) -> None:
+    """Put what was prepared into its places: a collective."""
     if moments is not None:  # first, because an optimiser may refuse what was read, and can be given back its own
         try:
-            with together(state.mesh, f"giving the optimiser its state of '{directory}'"):
+            with together(state.mesh, f"giving the optimiser its state of {label}"):
                 moments.load()
         except BaseException:
             moments.take_back()
             raise
     loading.assign()
-    return runtime
 
 
 def _files(state: TensorState, weights: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
@@ -157,7 +198,7 @@ def _files(state: TensorState, weights: Mapping[str, torch.Tensor]) -> dict[str,
     return {MODEL: own, TRAINED: trained, ADDED: {name: one for name, one in weights.items() if name not in own}}
 
 
-def _refuse_not_json(runtime: Mapping[str, Any]) -> None:
+def refuse_not_json(runtime: Mapping[str, Any]) -> None:
     try:
         json.dumps(runtime, allow_nan=False)
     except (TypeError, ValueError) as error:
@@ -168,7 +209,7 @@ def _source(directory: Path, name: str) -> SafetensorsSource:
     return SafetensorsSource(located(directory, name, last=MANIFEST))
 
 
-def _read_added(state: TensorState, added: SafetensorsSource | None) -> list[tuple[LiveTensor, torch.Tensor]]:
+def _read_added(state: TensorState, added: Source | None) -> list[tuple[LiveTensor, torch.Tensor]]:
     shapes = added.shapes() if added is not None else {}
     live = {tensor.name: tensor for tensor in state.correspondence.added()}
     fitting = [name for name, tensor in live.items() if shapes.get(name) == tuple(tensor.layout.shape)]

@@ -114,6 +114,20 @@ class OptimizerState:
                 found[name] = value.to("cpu", copy=True)
         return found
 
+    def pieces(self) -> Iterator[tuple[str, Layout, Callable[[], torch.Tensor], Mapping[str, tuple[int, ...]]]]:
+        """State tensors of this rank: name, how it lies in the whole one, what reads it, and who has it along ``pp``.
+
+        Reading is a collective over what a runtime partitions; in one order on the ranks that share one.
+        """
+        for name, one in self._tensors.items():
+            holders = {"pp": self._held[name].places} if name in self._held else {}
+            yield name, one.layout, one.read, holders
+
+    def shapes(self) -> dict[str, list[int]]:
+        """Of the whole state tensors of all ranks, united."""
+        own = {name: list(one.layout.shape) for name, one in self._tensors.items()}
+        return {name: list(held.shape) for name, held in self._held.items()} or own
+
     def description(self) -> dict[str, Any]:
         """Everything else, as JSON values."""
         return {"type": self._kind, "groups": self._groups, "scalars": self._scalars}

@@ -18,6 +18,7 @@ from slapo_core.weights.correspondence import Correspondence
 from slapo_core.weights.exchange import exchange_device
 from slapo_core.weights.in_place import InPlace
 from slapo_core.weights.loading import Loading
+from slapo_core.weights.pieces import load_pieces, pieces_of
 from slapo_core.weights.replicas import compare_all
 from slapo_core.weights.sources import Source, check_names, open_source, read_tensor
 from slapo_core.weights.survey import TensorSpec
@@ -25,6 +26,7 @@ from slapo_core.weights.survey import TensorSpec
 if TYPE_CHECKING:
     from slapo_core.schedule.schedule import Schedule
     from slapo_core.spec.mesh import Mesh
+    from slapo_core.spec.pieces import Pieces, PieceSource
     from slapo_core.spec.storage import OptimizerStorage, TensorStorage
 
 __all__ = ["TensorState", "load_reference_state_dict", "reference_state_dict"]
@@ -123,6 +125,24 @@ class TensorState:
     ) -> dict[str, Any]:
         return load_checkpoint(directory, self, optimizer, uses)
 
+    def pieces(
+        self,
+        *,
+        optimizer: torch.optim.Optimizer | OptimizerStorage | None = None,
+        runtime: Mapping[str, Any] | None = None,
+    ) -> Pieces:
+        return pieces_of(self, optimizer, runtime or {})
+
+    def load_pieces(
+        self,
+        description: Mapping[str, Any],
+        source: PieceSource,
+        *,
+        optimizer: torch.optim.Optimizer | OptimizerStorage | None = None,
+        uses: Collection[str] = (),
+    ) -> dict[str, Any]:
+        return load_pieces(self, description, source, optimizer, uses)
+
     @property
     def is_spread(self) -> bool:
         """Whether some tensor is not whole on every rank, so that putting it together takes all of them."""
@@ -158,7 +178,7 @@ class TensorState:
 
         full = self._carried(wanted, copied)
         for live, _ in self.correspondence.translated():
-            value = self._full(live)
+            value = self.full(live)
             if wanted:
                 tensors = self.correspondence.translations.to_reference(live, value)
                 for name, tensor in tensors.items():
@@ -212,14 +232,14 @@ class TensorState:
             if not spec.keys or (carrier is None and not holders):
                 continue
             if carrier is not None:
-                value = self._full(carrier)
+                value = self.full(carrier)
             else:
                 value = self.from_holders(None, spec.shape, self._trained.get(spec.name, spec.dtype), holders)
             if wanted:
                 full[spec.name] = copied(value, self._own_type(value, spec.dtype))
         return full
 
-    def _full(self, live: LiveTensor) -> torch.Tensor:
+    def full(self, live: LiveTensor) -> torch.Tensor:
         """The whole value of a live tensor, on every rank, wherever it lives: a collective."""
         value = live.layout.full(self.storage.read(live), self.mesh) if live.is_here else None
         holders = self.correspondence.holders(live)
@@ -274,7 +294,7 @@ class TensorState:
             return {}
         found = {}
         for live in added:
-            value = self._full(live)
+            value = self.full(live)
             if wanted:
                 found[live.name] = copied(value, self._own_type(value, self.built.get(live.name, value.dtype)))
         return found

@@ -14,7 +14,7 @@ preload_modules("deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer")  # th
 preload_modules("slapo_deepspeed.pipeline.engine")
 
 LEFT_OUT = {("dp 2, tp 2", 3)}  # takes longest; ZeRO-3 runs on dp 2
-SAMPLE = [cell for cell in sample(cells) if (cell.mesh, cell.zero) not in LEFT_OUT]
+SAMPLE = sample(cells, lambda cell: (cell.mesh, cell.zero) in LEFT_OUT)
 """The whole table is docs/deepspeed_matrix.md, by tools/deepspeed_matrix.py."""
 
 UNCLIPPED = DeepSpeedCell("gpt2", "dp 2", zero=1, max_grad_norm=1.1 * MAX_GRAD_NORM)
@@ -30,4 +30,4 @@ def test_deepspeed_trains_the_scheduled_model_as_torch_trains_the_untouched_one(
 
 def test_every_family_and_every_way_is_in_the_sample() -> None:
     assert {cell.family for cell in SAMPLE} == set(SUBJECTS)
-    assert {(cell.mesh, cell.zero) for cell in SAMPLE} == {(cell.mesh, cell.zero) for cell in cells("bert")} - LEFT_OUT
+    assert {(cell.mesh, cell.zero) for cell in SAMPLE} | LEFT_OUT == {(cell.mesh, cell.zero) for cell in cells("bert")}

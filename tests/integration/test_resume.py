@@ -22,7 +22,7 @@ pytestmark = pytest.mark.ranks
 preload_modules("deepspeed", "slapo_tp", "slapo_pipeline")
 
 WHOLE = bool(os.environ.get("SLAPO_TEST_WHOLE"))  # all pairs
-PAIRED = ("torch", "torch pp2 tp2", "megatron tp2", "megatron tp2 dp2 distributed", "ZeRO-1 dp2")
+PAIRED = ("torch", "torch pp2 tp2", "megatron tp2", "megatron pp2 dp2 distributed", "ZeRO-1 dp2")
 """Every ordered pair of these; of further forms, those with one of them, both ways."""
 FURTHER = ("torch tp2", "ZeRO-3 dp2", "ZeRO-1 pp2 tp2")
 

@@ -27,7 +27,9 @@ class BetweenDeepSpeedSteps(BetweenSteps):
     def __init__(self, request: BuildRequest, engine: Any, tensors: DeepSpeedTensors) -> None:
         self._engine = engine
         self._count = engine.gradient_accumulation_steps()
-        super().__init__(request, tensors, "DeepSpeed")
+        mesh = request.schedule.mesh
+        groups = [mesh.group("dp")] if mesh is not None and tensors.are_parts else []
+        super().__init__(request, tensors, "DeepSpeed", groups=groups)
 
     def check(self) -> None:
         """Before a step.

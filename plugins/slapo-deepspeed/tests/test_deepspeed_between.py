@@ -45,6 +45,11 @@ def clamp(model: nn.Module) -> None:
         model.get_parameter("up.weight").clamp_(-0.1, 0.1)
 
 
+def raise_last(model: nn.Module) -> None:
+    with torch.no_grad():
+        model.get_parameter("down.bias").add_(1.0)  # of which ZeRO gives the first replica nothing
+
+
 def freeze(model: nn.Module) -> None:
     model.get_submodule("down").requires_grad_(False)
 
@@ -69,6 +74,7 @@ def on_module(change: Callable[[nn.Module], None]) -> Callable[[Any], None]:
 CHANGES: dict[str, Callable[[Any], None]] = {
     "nothing": lambda engine: None,
     "in place": on_module(clamp),
+    "in place, on another rank": on_module(raise_last),
     "frozen": on_module(freeze),
     "unfrozen": on_module(unfreeze),
     "by hand": by_hand,
@@ -108,6 +114,9 @@ def found() -> dict[tuple[int, str], Any]:
     return mine
 
 
+PLAIN = {"in place": clamp, "in place, on another rank": raise_last, "frozen": freeze}
+
+
 @functools.cache
 def plain(change: str) -> dict[str, torch.Tensor]:
     model = make()
@@ -116,13 +125,14 @@ def plain(change: str) -> dict[str, torch.Tensor]:
         optimizer.zero_grad()
         model(batch(step)).backward()
         optimizer.step()
-        if step == 0 and change in ("in place", "frozen"):
-            (clamp if change == "in place" else freeze)(model)
+        if step == 0 and change in PLAIN:
+            PLAIN[change](model)
     return dict(model.state_dict())
 
 
 COUNTS = [
     (0, "in place"),
+    (0, "in place, on another rank"),
     (0, "frozen"),
     *((stage, each) for stage in (0, 1, 3) for each in ("nothing", "own checkpoint")),
 ]
@@ -137,6 +147,7 @@ def test_what_counts_in_plain_training_counts(stage: int, change: str) -> None:
 
 SAYS = {
     "in place": "'up.weight' was changed in place since the last step, and DeepSpeed trains a copy of it",
+    "in place, on another rank": "'down.bias' was changed in place since the last step, and DeepSpeed trains a copy",
     "frozen": "'down.weight' was frozen after the build: DeepSpeed would go on to step it",
     "unfrozen": "'frozen.weight' was unfrozen after the build: DeepSpeed has no state for it, and would never step it",
     "by hand": "engine.deepspeed was given 1 of the 2 micro-batches of a step by hand",

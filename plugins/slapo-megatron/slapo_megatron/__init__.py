@@ -1,4 +1,77 @@
 """Megatron-core as a target of slapo: ``slapo_core.build(sch, target="megatron", optimizer_config={"lr": 1e-4})``.
 
-Installing this distribution is enough. Megatron-core is imported when an engine is built, and not before.
+Installing this distribution is enough. Megatron-core is imported when an engine is planned or built, and not before.
 """
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from slapo_core import Plan, Schedule
+
+__all__ = ["plan"]
+
+
+def plan(
+    sch: Schedule,
+    *,
+    optimizer_config: Any = None,
+    ddp_config: Any = None,
+    model_parallel_config: Any = None,
+    scheduler: Mapping[str, Any] | None = None,
+    microbatches: int | None = None,
+    batch_axes: Mapping[str, int | None] | None = None,
+    optimizer: Any = None,
+    loss: Any = None,
+    max_grad_norm: float | None = None,
+    device: torch.device | str | None = None,
+    accumulate: int = 1,
+) -> Plan:
+    """What ``build(sch, target="megatron", ...)`` would do; nothing is built, and no other rank has to run.
+
+    Args:
+        sch: a schedule, with a mesh that may be only declared; it is not changed.
+        optimizer_config: fields of Megatron's ``OptimizerConfig``, a dictionary or an object of that class.
+        ddp_config: fields of its ``DistributedDataParallelConfig``, likewise.
+        model_parallel_config: fields of its ``ModelParallelConfig``, likewise.
+        scheduler: arguments of its ``OptimizerParamScheduler``.
+        microbatches: into how many micro-batches a batch is cut.
+        batch_axes: as for ``build``, like all that follows.
+        optimizer: whether there is one is all that is asked.
+        loss: the same.
+        max_grad_norm: the largest norm of all gradients.
+        device: where the model is to go.
+        accumulate: how many micro-batches a training step takes.
+
+    Returns:
+        the plan; ``print`` it. ``plan.config`` has what Megatron is given.
+
+    Raises:
+        BuildError: the options contradict the schedule or one of the arguments, or Megatron refuses them.
+    """
+    import torch
+
+    from slapo_core.spec.dialect import BuildArguments
+    from slapo_megatron.dialect import MegatronDialect
+
+    arguments = BuildArguments(
+        has_optimizer=optimizer is not None,
+        has_loss=loss is not None,
+        max_grad_norm=max_grad_norm,
+        accumulate=accumulate,
+        device=None if device is None else torch.device(device),
+    )
+    given: dict[str, Any] = {
+        "optimizer_config": optimizer_config,
+        "ddp_config": ddp_config,
+        "model_parallel_config": model_parallel_config,
+        "scheduler": scheduler,
+        "microbatches": microbatches,
+        "batch_axes": batch_axes,
+    }
+    dialect = MegatronDialect()
+    return dialect.plan(sch, dialect.options(given, arguments))

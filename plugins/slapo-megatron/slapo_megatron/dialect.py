@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from slapo_core import Dialect, Plan
 from slapo_core.spec.planning import arguments_as_options
 from slapo_megatron.checking import violations
-from slapo_megatron.groups.device import check_device
+from slapo_megatron.groups.device import check_device, require_device
 from slapo_megatron.installed import require_megatron
 
 if TYPE_CHECKING:
@@ -61,11 +61,13 @@ class MegatronDialect(Dialect):
                 Megatron-core is not installed.
         """
         require_megatron()
+        from slapo_megatron.config.facts import StagesOf
         from slapo_megatron.config.filling import filled
         from slapo_megatron.config.planning import steps_of
 
-        options = filled(schedule, config)
-        return Plan("megatron", tuple(steps_of(schedule, options)), options)
+        stages = StagesOf(schedule, config)
+        options = filled(schedule, config, stages)
+        return Plan("megatron", tuple(steps_of(schedule, options, stages)), options, ("arguments", "origins"))
 
     def stage_ranks(self, plan: Plan, stages: int, pp: int) -> tuple[int, ...]:
         """One stage a rank, or several in turn, ``(0, 1, 0, 1)``, as Megatron's interleaved schedule has them.
@@ -81,6 +83,7 @@ class MegatronDialect(Dialect):
     def build(self, plan: Plan, request: BuildRequest) -> Engine:
         from slapo_megatron.groups.starting import given_back
 
+        require_device(request)
         with given_back():
             if request.stage_ranks:
                 from slapo_megatron.pipeline.engine import PipelineEngine

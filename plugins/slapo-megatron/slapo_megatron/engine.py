@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -119,6 +120,49 @@ class MegatronEngine(StatefulEngine):
         self._settle()
         optimizer = self._kept_optimizer()
         self._resumed(self._state.load(directory, optimizer=optimizer, uses=self._uses()), optimizer)
+
+    def save_sharded(self, directory: str | os.PathLike[str]) -> None:
+        """Write a checkpoint of Megatron's own form: every rank what it holds, by ``megatron.core.dist_checkpointing``.
+
+        A collective over all processes. The keys are the untouched model's names (``optimizer.state.exp_avg.<name>``
+        for the optimizer's state), the shapes the whole ones: it can be loaded under any schedule of the same model,
+        with other sizes of ``tp``, ``pp`` and ``dp``, with the distributed optimizer and without. Weights are in the
+        precision that is trained. Megatron starts a process for it: a script needs ``if __name__ == "__main__":``.
+
+        Args:
+            directory: on a disk that all ranks share; made if it is not there. A sharded checkpoint in it is replaced.
+
+        Raises:
+            RankMismatchError: ranks hold different copies; nothing was written.
+            BuildError: the optimizer holds something that has no place in a checkpoint; ``psutil`` is not installed;
+                or the directory holds something else.
+        """
+        from slapo_megatron.state.sharded import ShardedDirectory
+
+        self._settle()
+        pieces = self._state.pieces(optimizer=self._kept_optimizer(), runtime=self._beside())
+        ShardedDirectory(Path(directory), self._request).write(pieces)
+
+    def load_sharded(self, directory: str | os.PathLike[str]) -> None:
+        """Read what :meth:`save_sharded` wrote; every rank what it holds. A collective over all processes.
+
+        Its files are those of Megatron and of torch, some of which are pickles: load what you trust.
+
+        Args:
+            directory: that of :meth:`save_sharded`.
+
+        Raises:
+            WeightsError: no such checkpoint, or of another model; nothing was changed.
+            BuildError: the optimizer's state does not fit this optimizer; nothing was changed.
+        """
+        from slapo_megatron.state.sharded import ShardedDirectory
+
+        self._settle()
+        source, description = ShardedDirectory(Path(directory), self._request), {}
+        with self._request.together(f"reading {source.label}"):
+            description = source.describe()
+        optimizer, uses = self._kept_optimizer(), self._uses()
+        self._resumed(self._state.load_pieces(description, source, optimizer=optimizer, uses=uses), optimizer)
 
     def _settle(self) -> None:
         """Wait for what Megatron would send in the next forward: parameters that the last step changed."""

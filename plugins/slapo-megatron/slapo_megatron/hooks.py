@@ -1,1 +1,17 @@
 """What slapo asks this plugin: the lines of ``slapo doctor``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from slapo_core import hookimpl
+from slapo_core.spec.doctor import Fact, Problem
+
+__all__ = ["slapo_doctor"]
+
+
+@hookimpl
+def slapo_doctor() -> Iterator[Fact | Problem]:
+    from slapo_megatron.doctor import examine
+
+    return examine()

@@ -73,6 +73,7 @@ def stepped(
     share: Callable[..., Any] = tied_model.share,
     steps: int = STEPS,
     gradients: bool = True,
+    weights: bool = True,
 ) -> Steps:
     """Those of an engine, which is closed then; losses are those of this rank's replica."""
     found = Steps()
@@ -82,7 +83,7 @@ def stepped(
         found.norms.append(None if result.grad_norm is None else float(result.grad_norm))
         if gradients:
             found.gradients.append(gradients_of(sch, engine))
-    found.weights = dict(engine.state_dict())
+    found.weights = dict(engine.state_dict()) if weights else {}
     engine.close()
     return found
 
@@ -103,11 +104,3 @@ def same(ranks: list[Steps], wanted: Steps, *, rel: float = 2e-6, atol: float = 
             torch.testing.assert_close(
                 value, wanted.weights[name], rtol=1e-5, atol=atol, msg=lambda text, name=name: f"{name}: {text}"
             )
-
-
-def fresh_groups() -> None:
-    """TEMPORARY: until groups of another mesh are made anew."""
-    from megatron.core import parallel_state
-
-    if parallel_state.model_parallel_is_initialized():
-        parallel_state.destroy_model_parallel()

@@ -21,7 +21,7 @@ from slapo_tp.collectives import RankGroup, all_reduce, copy
 from tests import tied_model
 from tests.core.edits import Call
 
-from .against import fresh_groups, untouched
+from .against import untouched
 
 pytestmark = pytest.mark.ranks
 
@@ -181,7 +181,6 @@ def on_rank() -> dict[str, Any]:
     from tests.cpu_megatron import install
 
     install()
-    fresh_groups()
     found: dict[str, Any] = {
         name: (norms_of(way, marked=True), norms_of(way, marked=False)) for name, way in WAYS.items()
     }

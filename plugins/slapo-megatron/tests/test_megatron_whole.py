@@ -11,7 +11,7 @@ import torch
 from slapo_core.testing import run_ranks
 from tests import tied_model
 
-from .against import Steps, fresh_groups, same, stepped, untouched
+from .against import Steps, same, stepped, untouched
 
 pytestmark = pytest.mark.ranks
 
@@ -76,7 +76,6 @@ def on_rank(cases: dict[str, tuple[dict[str, int] | None, dict[str, Any], str]])
     install()
     found = {}
     for name, (mesh, options, _) in cases.items():
-        fresh_groups()
         sch, engine = tied_model.built(mesh, target="megatron", max_grad_norm=tied_model.CLIP, **options)
         is_whole = "use_distributed_optimizer" not in options.get("ddp_config", {})
         found[name] = stepped(sch, engine, gradients=is_whole)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,12 +10,12 @@ from unittest import mock
 
 import torch
 
-import slapo_core as slapo
 from slapo_deepspeed.state.optimizer import DeepSpeedOptimizer
 from slapo_deepspeed.state.tensors import DeepSpeedTensors
 from tests.integration.dialects.small import build, train
+from tests.integration.dialects.states import before_the_first_step, different, low_precision, said
 
-__all__ = ["IN_BFLOAT16", "LOW", "all_cases", "low_precision"]
+__all__ = ["IN_BFLOAT16", "LOW", "all_cases"]
 
 BF16 = {"bf16": {"enabled": True}}
 LOW: dict[str, tuple[str, dict[str, Any]]] = {
@@ -46,52 +45,6 @@ IN_BFLOAT16 = ("ZeRO-1", "ZeRO-3")
 SCHEDULER = {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 6, "warmup_max_lr": [0.02, 0.01]}}}
 
 
-def different(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:
-    assert list(one) == list(other)
-    return [name for name in one if one[name].dtype != other[name].dtype or not torch.equal(one[name], other[name])]
-
-
-def said(function: Any, *args: Any, **kwargs: Any) -> str:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        try:
-            function(*args, **kwargs)
-        except slapo.SlapoError as error:
-            return f"{type(error).__name__}: {error}"
-    ours = ("checkpoint", "copies of it", "what the runtime trains")
-    found = [str(one.message) for one in caught]
-    return "\n".join(text for text in found if any(part in text for part in ours)) or "fine"
-
-
-def low_precision(case: str, dtype: torch.dtype, directory: Path) -> dict[str, Any]:
-    """Two steps, saved; two more, against those of an engine with other values that loaded it: bit for bit."""
-    form, config = LOW[case]
-    engine = build(form, dtype=dtype, config=config)
-    train(engine, 0, 2)
-    engine.save(directory)
-    before = engine.state_dict()
-    train(engine, 2, 4)
-    wanted = engine.state_dict()
-    engine.close()
-    closed = different(engine.state_dict(), wanted)
-    other = build(form, dtype=dtype, config=config, seed=7)
-    train(other, 0, 1)
-    other.load(directory)
-    loaded = different(other.state_dict(), before)
-    follows = said(other.check_replicas)
-    train(other, 2, 4)
-    resumed = different(other.state_dict(), wanted)
-    kept = {str(value.dtype) for value in before.values()}
-    rounded = all(torch.equal(value.bfloat16().to(value.dtype), value) for value in before.values())
-    return {
-        "types": kept,
-        "rounded": rounded,
-        "files": sorted(file.name for file in directory.iterdir()),
-        "differing": closed + loaded + resumed,
-        "replicas": follows,
-    }
-
-
 def schedulers(directory: Path) -> dict[str, Any]:
     """A warm-up of the learning rate: its place goes with the checkpoint."""
 
@@ -119,21 +72,6 @@ def schedulers(directory: Path) -> dict[str, Any]:
         "steps": [counted, again.deepspeed.global_steps],
         "told": [told, without, torch_told, cold],
     }
-
-
-def before_the_first_step(directory: Path) -> dict[str, Any]:
-    """An engine that has no state yet: saved, and loaded into one that has."""
-    found = {}
-    for form in ("ZeRO-0 dp2", "ZeRO-1 dp2", "ZeRO-3 dp2"):
-        fresh = build(form)
-        fresh.save(directory / form)
-        train(fresh, 0, 2)
-        other = build(form, seed=7)
-        train(other, 0, 1)
-        other.load(directory / form)
-        train(other, 0, 2)
-        found[form] = different(other.state_dict(), fresh.state_dict())
-    return found
 
 
 @contextlib.contextmanager
@@ -275,9 +213,12 @@ def all_cases(directory: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for case in LOW:
         dtype = torch.bfloat16 if case in IN_BFLOAT16 else torch.float32
-        found[case] = low_precision(case, dtype, directory / case)
+        form, config = LOW[case]
+        found[case] = low_precision(form, {"config": config}, dtype, directory / case)
     found["schedulers"] = schedulers(directory)
-    found["before the first step"] = before_the_first_step(directory / "fresh")
+    found["before the first step"] = before_the_first_step(
+        ("ZeRO-0 dp2", "ZeRO-1 dp2", "ZeRO-3 dp2"), directory / "fresh"
+    )
     found["own optimizer"] = own_optimizer(directory / "own")
     found["steps"] = steps(directory / "steps")
     found["faults"] = faults(directory / "faults")

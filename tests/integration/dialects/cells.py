@@ -114,7 +114,7 @@ class DialectCell(Cell):
         assert sch.mesh is not None
         replicas, own = sch.mesh.size("dp"), sch.mesh.rank("dp")
         subject, samples = self.subject, self.subject.samples(self.micro_batches)
-        plain = train_plain(self.family, replicas=replicas, micro_batches=self.micro_batches, samples=samples)
+        plain = train_plain(subject, replicas=replicas, micro_batches=self.micro_batches, samples=samples)
         watched = self.watch(sch, engine)
         for step in range(STEPS):
             result = engine.train_step(subject.batch(step, own, samples))

@@ -60,16 +60,18 @@ class Subject:
     Args:
         name: e.g. ``"bert"``.
         family: the model in float64 and deeper.
+        depth: how many blocks it has.
     """
 
     name: str
     family: Family
+    depth: int = 4
 
     @property
     def blocks(self) -> tuple[str, ...]:
-        """Their paths, in the order in which they run; T5 has two in the encoder and two in the decoder."""
-        half = len(self.family.blocks) // 2
-        return self.family.blocks[:4] if self.name != "t5" else self.family.blocks[:2] + self.family.blocks[half:][:2]
+        """Their paths, in the order in which they run; T5 has as many in the encoder as in the decoder."""
+        paths, half = self.family.blocks, self.depth // 2
+        return paths[: self.depth] if self.name != "t5" else paths[:half] + paths[len(paths) // 2 :][:half]
 
     def make(self) -> nn.Module:
         """The model with its first values, the same in every process, in training mode."""
@@ -77,9 +79,9 @@ class Subject:
         config = copy.deepcopy(deep.config)
         config.tie_word_embeddings = True
         if self.name == "t5":
-            config.num_layers = config.num_decoder_layers = 2
+            config.num_layers = config.num_decoder_layers = self.depth // 2
         else:
-            config.num_hidden_layers = 4
+            config.num_hidden_layers = self.depth
         torch.manual_seed(5)
         model = type(deep)(config).float().train()
         assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
@@ -97,7 +99,8 @@ class Subject:
     def tensor_parallel(self, sch: slapo.Schedule) -> None:
         """Split attentions and MLPs over ``tp``, as Megatron-LM does."""
         attentions, products = split(sch)
-        assert (attentions, products) == (6 if self.name == "t5" else 4, 4), (attentions, products)
+        expected = self.depth * 3 // 2 if self.name == "t5" else self.depth
+        assert (attentions, products) == (expected, self.depth), (attentions, products)
 
     def sequence_parallel(self, sch: slapo.Schedule) -> None:
         """LLaMA with pieces of the sequence between the pairs of matrices, and its tied words split over ``tp``."""
@@ -149,16 +152,15 @@ class Trained:
 
 
 @functools.cache
-def train_plain(name: str, *, replicas: int = 1, micro_batches: int = 1, samples: int = 4) -> Trained:
+def train_plain(subject: Subject, *, replicas: int = 1, micro_batches: int = 1, samples: int = 4) -> Trained:
     """Train a subject as its author would, over the same micro-batches; kept for the next one who asks.
 
     Args:
-        name: of the subject.
+        subject: what is trained.
         replicas: whose batches are trained on together.
         micro_batches: into which the batch of each replica is cut.
         samples: of each replica's batch.
     """
-    subject = SUBJECTS[name]
     model = subject.make()
     optimizer = adamw(model.parameters())
     losses, gradients, norms = [], [], []

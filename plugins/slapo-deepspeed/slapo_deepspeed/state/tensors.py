@@ -34,6 +34,11 @@ class DeepSpeedTensors:
         self._places, self._mesh, self._device = places, mesh, device
         self._rank = mesh.rank("dp") if mesh is not None else 0
 
+    @property
+    def are_parts(self) -> bool:
+        """Whether replicas hold parts of some parameter."""
+        return self._mesh is not None and self._mesh.size("dp") > 1 and self._places.are_parts
+
     def partitioned(self, live: LiveTensor) -> tuple[str, ...]:
         if self._mesh is None or self._mesh.size("dp") == 1:
             return ()

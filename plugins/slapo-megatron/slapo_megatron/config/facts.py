@@ -12,10 +12,47 @@ from slapo_core.spec.planning import device_of, parameter_types
 
 if TYPE_CHECKING:
     from slapo_core import Schedule
+    from slapo_core.spec.planning import Boundaries
     from slapo_core.spec.record import Record
     from slapo_core.spec.request import ScheduledModel
 
-__all__ = ["Facts", "trains"]
+__all__ = ["Facts", "StagesOf", "trains"]
+
+
+class StagesOf:
+    """The stages of a schedule for its example inputs, asked for once.
+
+    Args:
+        schedule: what is planned.
+        options: of the dialect, which say whether there is a loss.
+    """
+
+    def __init__(self, schedule: ScheduledModel, options: Mapping[str, Any]) -> None:
+        self._schedule = schedule
+        self._has_loss = bool((options.get("arguments") or {}).get("has_loss"))
+        self._found: Boundaries | SlapoError | None = None
+
+    def ask(self) -> Boundaries:
+        """
+        Raises:
+            SlapoError: there are none, or no example inputs.
+        """
+        if self._found is None:
+            try:
+                self._found = slapo_core.stages(cast("Schedule", self._schedule), whole_output=self._has_loss)
+            except SlapoError as error:
+                self._found = error
+        if isinstance(self._found, SlapoError):
+            raise self._found
+        return self._found
+
+    @property
+    def count(self) -> int | None:
+        """How many there are; None where that is not known: build says why, and the plan too."""
+        try:
+            return len(self.ask().partition.stages)
+        except SlapoError:
+            return None
 
 
 @dataclass(frozen=True)
@@ -47,15 +84,15 @@ class Facts:
     has_optimizer: bool | None
 
     @classmethod
-    def of(cls, schedule: ScheduledModel, options: Mapping[str, Any]) -> Facts:
-        """Read them from a schedule and the options of the dialect."""
+    def of(cls, schedule: ScheduledModel, options: Mapping[str, Any], stages: StagesOf) -> Facts:
+        """Read them from a schedule, the options of the dialect, and the stages of the schedule."""
         mesh, arguments = schedule.mesh, options.get("arguments") or {}
         sizes = {name: mesh.size(name) if mesh is not None else 1 for name in ("dp", "pp", "cp", "ep", "tp")}
         accumulate = arguments.get("accumulate", 1)
         return cls(
             mesh="none" if mesh is None else str(mesh),
             sizes=sizes,
-            stages=_stages(schedule) if sizes["pp"] > 1 else None,
+            stages=stages.count if sizes["pp"] > 1 else None,
             device=device_of(schedule, arguments.get("device")),
             dtypes=_trained_types(schedule) or parameter_types(schedule),
             cuts_sequences=any(_cuts_sequences(record) for record in schedule.records)
@@ -85,15 +122,6 @@ def trains(options: Mapping[str, Any]) -> bool:
 
 def _trained_types(schedule: ScheduledModel) -> frozenset[str]:
     return frozenset(str(one.dtype).removeprefix("torch.") for one in schedule.model.parameters() if one.requires_grad)
-
-
-def _stages(schedule: ScheduledModel) -> int | None:
-    if schedule.example_inputs is None:
-        return None
-    try:
-        return len(slapo_core.stages(cast("Schedule", schedule), whole_output=True).partition.stages)
-    except SlapoError:  # build says it, and ends there; the plan shows it where it says what crosses stages
-        return None
 
 
 def _cuts_sequences(record: Record) -> bool:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from slapo_core import BuildError
 from slapo_core.spec.planning import checked_axes
 from slapo_megatron.config.draft import Draft
-from slapo_megatron.config.facts import Facts
+from slapo_megatron.config.facts import Facts, StagesOf
 from slapo_megatron.config.fields import FIELDS
 from slapo_megatron.config.optimizing import fill_clipping, fill_optimizer, fill_replicas
 from slapo_megatron.config.precision import fill_precision
@@ -27,12 +27,13 @@ OPTIONS = (*FIELDS, "microbatches", "batch_axes")
 """What users give; a plan has `arguments`, those of ``build``, and `origins`, where values come from, besides."""
 
 
-def filled(schedule: ScheduledModel, options: Mapping[str, Any]) -> dict[str, Any]:
+def filled(schedule: ScheduledModel, options: Mapping[str, Any], stages: StagesOf | None = None) -> dict[str, Any]:
     """The options of the dialect, filled in; given them, it gives them again; pure.
 
     Args:
         schedule: what is built.
         options: as the user gave them to ``build``, with the arguments of ``build``; or as an earlier call made them.
+        stages: of the schedule, where somebody else asks for them too.
 
     Returns:
         ``optimizer_config``, ``ddp_config``, ``model_parallel_config``, ``scheduler``: what Megatron's classes are
@@ -47,7 +48,7 @@ def filled(schedule: ScheduledModel, options: Mapping[str, Any]) -> dict[str, An
     axes = checked_axes(options.get("batch_axes"))
     draft = Draft(
         {option: values for option, (values, _) in read_options.items()},
-        Facts.of(schedule, options),
+        Facts.of(schedule, options, stages or StagesOf(schedule, options)),
         dict(options.get("origins") or {}),
         inherited=frozenset().union(*(kept for _, kept in read_options.values())),
     )
@@ -60,7 +61,7 @@ def filled(schedule: ScheduledModel, options: Mapping[str, Any]) -> dict[str, An
     fill_pipeline(draft)
     microbatches = fill_microbatches(draft, options.get("microbatches"))
     fill_scheduler(draft)
-    validate(draft)
+    validate(draft, schedule.mesh)
     made = {**draft.options, "microbatches": microbatches, "batch_axes": axes, "origins": draft.origins}
     return made | ({"arguments": dict(options["arguments"])} if options.get("arguments") else {})
 

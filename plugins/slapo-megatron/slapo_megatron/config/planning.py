@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
-import slapo_core
 from slapo_core.spec.mesh import DATA_DIMS
 from slapo_core.spec.planning import boundaries, topology
 from slapo_megatron.config.facts import trains
@@ -13,9 +12,9 @@ from slapo_megatron.config.fields import FIELDS
 from slapo_megatron.groups.order import order_of
 
 if TYPE_CHECKING:
-    from slapo_core import Schedule
     from slapo_core.spec.mesh import Mesh
     from slapo_core.spec.request import ScheduledModel
+    from slapo_megatron.config.facts import StagesOf
 
 __all__ = ["steps_of"]
 
@@ -27,19 +26,20 @@ _NAMES = {
 }
 
 
-def steps_of(schedule: ScheduledModel, options: Mapping[str, Any]) -> Iterator[str]:
+def steps_of(schedule: ScheduledModel, options: Mapping[str, Any], stages: StagesOf) -> Iterator[str]:
     """The lines of the plan: sizes and ranks, groups, buckets and optimizer, what crosses stages, the options.
 
     Args:
         schedule: what is built.
         options: as :func:`slapo_megatron.config.filling.filled` made them.
+        stages: of the schedule.
     """
     mesh = schedule.mesh
     yield f"the scheduled {type(schedule.model).__name__}, {len(schedule.records)} steps applied"
     yield from _of_groups(mesh)
     yield from _of_training(options, mesh)
     if mesh is not None and mesh.size("pp") > 1:
-        yield from _of_pipeline(schedule, options, mesh.size("pp"))
+        yield from _of_pipeline(schedule, stages, mesh.size("pp"))
     yield "what Megatron is given:"
     origins = options["origins"]
     for option in FIELDS:
@@ -120,14 +120,15 @@ def _buckets(ddp: Mapping[str, Any], replicas: int) -> str:
     return f"accumulated and averaged in {kind}, {buckets} while the backward pass goes on"
 
 
-def _of_pipeline(schedule: ScheduledModel, options: Mapping[str, Any], pp: int) -> Iterator[str]:
-    per_rank = options["model_parallel_config"].get("virtual_pipeline_model_parallel_size")
-    if per_rank is None:
+def _of_pipeline(schedule: ScheduledModel, stages: StagesOf, pp: int) -> Iterator[str]:
+    count = stages.count
+    if count is None:
         yield f"a pipeline over {pp} ranks: 1F1B with one stage a rank, interleaved 1F1B with several"
+    elif count == pp:
+        yield f"a pipeline over {pp} ranks, a stage on each: 1F1B"
     else:
-        yield f"a pipeline over {pp} ranks, {per_rank} stages on each in turn: interleaved 1F1B"
-    has_loss = bool((options.get("arguments") or {}).get("has_loss"))
-    yield from boundaries(schedule, lambda: slapo_core.stages(cast("Schedule", schedule), whole_output=has_loss))
+        yield f"a pipeline over {pp} ranks, {count / pp:g} stages on each, in turn: interleaved 1F1B"
+    yield from boundaries(schedule, stages.ask)
     yield "  packed into one tensor for each micro-batch: floats together, everything else bit by bit"
 
 

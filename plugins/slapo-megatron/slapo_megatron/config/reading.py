@@ -73,9 +73,9 @@ def _values(option: str, given: Any) -> tuple[dict[str, Any], frozenset[str]]:
             if not isinstance(key, str):
                 raise BuildError(f"the keys of {option} must be names of fields (got {key!r})", hint=_EXAMPLES[option])
         return dict(given), frozenset()
-    wanted = megatron_class(option)
-    if not (dataclasses.is_dataclass(wanted) and isinstance(given, wanted)):
-        what = f"a dictionary, or Megatron's {name}" if dataclasses.is_dataclass(wanted) else "a dictionary"
+    has_objects = option != "scheduler"  # whose class needs the optimizer
+    if not (has_objects and isinstance(given, megatron_class(option))):
+        what = f"a dictionary, or Megatron's {name}" if has_objects else "a dictionary"
         raise BuildError(f"{option} must be {what} (got {_shown(given)})", hint=_EXAMPLES[option])
     known = slots(option)
     more = [one.name for one in dataclasses.fields(given) if one.name not in known]
@@ -83,7 +83,7 @@ def _values(option: str, given: Any) -> tuple[dict[str, Any], frozenset[str]]:
         raise BuildError(
             f"{option} must be Megatron's {name} itself (got a {type(given).__name__}, which has {len(more)} fields "
             f"more, {more[0]!r} among them: they describe Megatron's own layers)",
-            hint=f"{option}={{name: getattr(config, name) for name in {name}.__dataclass_fields__}}",
+            hint=f"{option}={name}(**{{name: getattr(config, name) for name in {name}.__dataclass_fields__}})",
         )
     return _of_object(option, given)
 

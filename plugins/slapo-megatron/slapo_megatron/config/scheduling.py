@@ -85,6 +85,11 @@ def _fill_rate(draft: Draft, given: dict[str, Any], rate: float) -> None:
                 hint='scheduler={"lr_decay_style": "WSD", "lr_decay_steps": 10_000, "wsd_decay_steps": 1_000, '
                 '"lr_wsd_decay_style": "linear"}',
             )
+        if name == "wsd_decay_steps" and style == "WSD" and not 0 < given[name] <= given["lr_decay_steps"]:
+            raise BuildError(
+                f"{draft.place(_SCHEDULER, name)} is {given[name]}, and must be positive, and not more than "
+                f"lr_decay_steps, {given['lr_decay_steps']}, at whose end they are"
+            )
         if style != "WSD" and given.get(name) is not None:
             raise BuildError(f"{draft.place(_SCHEDULER, name)} is {given[name]!r}, but lr_decay_style is {style!r}")
 

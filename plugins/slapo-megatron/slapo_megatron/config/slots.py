@@ -76,7 +76,7 @@ def slots(option: str) -> Mapping[str, Slot]:
     if dataclasses.is_dataclass(found):
         hints = typing.get_type_hints(found)
         return {field.name: Slot(field.default, hints[field.name]) for field in dataclasses.fields(found)}
-    hints = typing.get_type_hints(found.__init__)
+    hints = typing.get_type_hints(found.__init__, localns={"MegatronOptimizer": object})
     arguments = list(inspect.signature(found.__init__).parameters.values())[2:]  # without self and the optimizer
     return {one.name: Slot(one.default, hints[one.name]) for one in arguments}
 

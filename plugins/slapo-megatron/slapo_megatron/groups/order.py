@@ -8,12 +8,15 @@ be had so. Source: ``RankGenerator`` and ``initialize_model_parallel`` of ``mega
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from slapo_core import BuildError, Violation
 from slapo_core.spec.mesh import Mesh
 
 __all__ = ["order_of", "row", "unfit"]
+
+_INNERMOST_FIRST = ("tp", "cp", "ep", "dp", "pp")
+"""Megatron's own default."""
 
 
 def order_of(mesh: Mesh) -> str:
@@ -28,12 +31,9 @@ def order_of(mesh: Mesh) -> str:
     reason = unfit(mesh)
     if reason is not None:
         raise BuildError(reason.message, hint=reason.hint)
-    names = _innermost_first(mesh)
-    for inner in ("ep", "cp"):
-        if inner in names and "dp" not in names:
-            names.insert(names.index(inner) + 1, "dp")
-    others = [name for name in ("tp", "cp", "ep", "dp") if name not in names]
-    return "-".join([*others, *names, *([] if "pp" in names else ["pp"])])
+    found = _fitting(mesh)
+    assert found is not None
+    return "-".join(found)
 
 
 def unfit(mesh: Mesh) -> Violation | None:
@@ -42,34 +42,22 @@ def unfit(mesh: Mesh) -> Violation | None:
     Args:
         mesh: of the schedule.
     """
-    names = _innermost_first(mesh)
-    if not _is_plain(mesh, names):
+    if not _is_plain(mesh):
         return Violation(
             f"the DeviceMesh {mesh} has its ranks in an order of which Megatron cannot make groups: they must count up "
             "along its dimensions",
             hint="init_device_mesh(device_type, shape, mesh_dim_names=...)",
         )
-    wanted = {name: mesh.size(name) for name in ("pp", "dp", "ep", "cp", "tp") if name in mesh}
-    hint = f"mesh={wanted}"
-    if {"cp", "ep"} <= set(names):
-        return Violation(
-            f"the mesh {mesh} has several ranks along both 'cp' and 'ep': Megatron counts each of them among the "
-            "replicas of the other, and has no group of theirs that is the mesh's",
-            hint="one rank along one of them",
-        )
-    if {"dp", "ep"} <= set(names) and abs(names.index("dp") - names.index("ep")) != 1:
-        return Violation(
-            f"the mesh {mesh} has another dimension between 'dp' and 'ep', which are one group of replicas for "
-            "Megatron",
-            hint=hint,
-        )
-    if {"cp", "ep"} & set(names) and "pp" in names and names[-1] != "pp":
-        return Violation(
-            f"the mesh {mesh} has 'pp' inside of another dimension, and several ranks along 'cp' or 'ep': Megatron "
-            "wants 'pp' outermost then",
-            hint=hint,
-        )
-    return None
+    if _fitting(mesh) is not None:
+        return None
+    outermost_first = [name for name in reversed(_INNERMOST_FIRST) if name in mesh]
+    others = (Mesh({name: mesh.size(name) for name in names}) for names in itertools.permutations(outermost_first))
+    other = next(one for one in others if _fitting(one) is not None)
+    return Violation(
+        f"Megatron has no order of ranks with the groups of the mesh {mesh}: 'ep' is a part of its data parallel "
+        "groups and must be next to 'dp', and 'pp' is outermost where there are several ranks along 'cp' or 'ep'",
+        hint=f"mesh={other}",
+    )
 
 
 def row(mesh: Mesh, mesh_dims: Sequence[str]) -> list[int]:
@@ -82,20 +70,45 @@ def row(mesh: Mesh, mesh_dims: Sequence[str]) -> list[int]:
     along = [name for name in mesh.sizes if name in mesh_dims]
     here = {name: mesh.rank(name) for name in mesh.sizes}
     places = itertools.product(*(range(mesh.size(name)) for name in along))
-    return [_rank_at(mesh, {**here, **dict(zip(along, place, strict=True))}) for place in places]
+    return sorted(_rank_at(mesh, {**here, **dict(zip(along, place, strict=True))}) for place in places)
 
 
-def _rank_at(mesh: Mesh, place: dict[str, int]) -> int:
-    if mesh.device_mesh is not None:
-        return int(mesh.device_mesh.mesh[tuple(place[name] for name in mesh.sizes)])
-    rank = 0
-    for name, size in mesh.sizes.items():
-        rank = rank * size + place[name]
-    return rank
+def _fitting(mesh: Mesh) -> tuple[str, ...] | None:
+    """The first order, Megatron's default before others, that gives the groups of the mesh."""
+    return next((order for order in itertools.permutations(_INNERMOST_FIRST) if _fits(mesh, order)), None)
+
+
+def _fits(mesh: Mesh, order: Sequence[str]) -> bool:
+    wanted, size = _strides(mesh), mesh.size
+    dense = _steps(order, {**mesh.sizes, "ep": 1, "dp": size("dp") * size("ep")})
+    experts = _steps(order, {**mesh.sizes, "cp": 1, "dp": size("dp") * size("cp")})
+    if order[-1] != "pp" and size("pp") > 1 and size("cp") != size("ep"):
+        return False  # Megatron refuses it
+    here = {"tp": dense["tp"], "cp": dense["cp"], "pp": dense["pp"], "ep": experts["ep"]}
+    if any(size(name) > 1 and step != wanted[name] for name, step in here.items()):
+        return False
+    if size("pp") > 1 and experts["pp"] != dense["pp"]:
+        return False
+    inner = sorted((wanted[name], size(name)) for name in ("dp", "ep") if size(name) > 1)
+    step = dense["dp"]
+    for stride, count in inner:  # of the replicas, one dimension after the other
+        if stride != step:
+            return False
+        step *= count
+    return True
+
+
+def _steps(order: Sequence[str], sizes: Mapping[str, int]) -> dict[str, int]:
+    """How many ranks further the next place along each dimension is."""
+    found, step = {}, 1
+    for name in order:
+        found[name] = step
+        step *= sizes.get(name, 1)
+    return found
 
 
 def _strides(mesh: Mesh) -> dict[str, int]:
-    """For dimensions of several ranks: how many ranks further the next place is."""
+    """The same of the mesh, for dimensions of several ranks."""
     first = dict.fromkeys(mesh.sizes, 0)
     return {
         name: _rank_at(mesh, {**first, name: 1}) - _rank_at(mesh, first)
@@ -104,20 +117,24 @@ def _strides(mesh: Mesh) -> dict[str, int]:
     }
 
 
-def _innermost_first(mesh: Mesh) -> list[str]:
-    strides = _strides(mesh)
-    return sorted(strides, key=strides.__getitem__)
+def _rank_at(mesh: Mesh, place: Mapping[str, int]) -> int:
+    if mesh.device_mesh is not None:
+        return int(mesh.device_mesh.mesh[tuple(place[name] for name in mesh.sizes)])
+    rank = 0
+    for name, size in mesh.sizes.items():
+        rank = rank * size + place[name]
+    return rank
 
 
-def _is_plain(mesh: Mesh, names: Sequence[str]) -> bool:
+def _is_plain(mesh: Mesh) -> bool:
     """Whether ranks count up, along one dimension after the other."""
     strides, step = _strides(mesh), 1
-    for name in names:
+    for name in sorted(strides, key=strides.__getitem__):
         if strides[name] != step:
             return False
         step *= mesh.size(name)
     every = itertools.product(*(range(size) for size in mesh.sizes.values()))
     return all(
-        _rank_at(mesh, place) == sum(place[name] * strides[name] for name in names)
+        _rank_at(mesh, place) == sum(place[name] * strides[name] for name in strides)
         for place in (dict(zip(mesh.sizes, one, strict=True)) for one in every)
     )

@@ -26,5 +26,5 @@ def transformer_config(options: Mapping[str, Any], mesh: Mesh | None) -> Transfo
         num_layers=size("pp"),
         hidden_size=heads,
         num_attention_heads=heads,
-        **options["model_parallel_config"],
+        **{**options["model_parallel_config"], "expert_model_parallel_size": 1},  # replicas: there are no experts
     )

@@ -36,6 +36,8 @@ def optimizer_of(options: Mapping[str, Any], request: BuildRequest, chunks: Sequ
     """
     config = OptimizerConfig(**options["optimizer_config"])
     _refuse_types(request, config)
+    if config.min_lr is None:
+        config.min_lr = 0.0  # each group gets it, and the scheduler computes with it
     if request.optimizer is None:
         _refuse_without_embeddings(request, config)
         return get_megatron_optimizer(config, list(chunks))

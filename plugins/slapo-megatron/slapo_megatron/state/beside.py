@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["read_beside", "used_beside", "write_beside"]
 
-SCHEDULER, SCALERS = "megatron_scheduler", "megatron_grad_scalers"
+SCHEDULER, SCALERS, COUNTERS = "megatron_scheduler", "megatron_grad_scalers", "counters"
 _STEPS = "num_steps"
 _OWN = 'scheduler={"override_opt_param_scheduler": True, "use_checkpoint_opt_param_scheduler": False}'
 
@@ -23,7 +23,9 @@ def read_beside(megatron: Megatron) -> dict[str, Any]:
     """Of Megatron's objects, as JSON."""
     found: dict[str, Any] = {}
     if megatron.scheduler is not None:
-        found[SCHEDULER] = dict(megatron.scheduler.state_dict())
+        found[COUNTERS] = {_STEPS: megatron.scheduler.num_steps}
+        if _depends_on_steps(megatron.scheduler):
+            found[SCHEDULER] = dict(megatron.scheduler.state_dict())
     scalers = _scalers(megatron)
     if scalers:
         found[SCALERS] = [{key: _number(value) for key, value in one.state_dict().items()} for one in scalers]
@@ -32,7 +34,7 @@ def read_beside(megatron: Megatron) -> dict[str, Any]:
 
 def used_beside(megatron: Megatron) -> list[str]:
     """What of a checkpoint an engine makes use of."""
-    there = {SCHEDULER: megatron.scheduler is not None, SCALERS: bool(_scalers(megatron))}
+    there = {SCHEDULER: megatron.scheduler is not None, SCALERS: bool(_scalers(megatron)), COUNTERS: True}
     return [name for name, is_there in there.items() if is_there]
 
 
@@ -59,6 +61,8 @@ def write_beside(megatron: Megatron, found: Mapping[str, Any], loaded: Sequence[
         return
     if SCHEDULER in found:
         _resume(scheduler, found[SCHEDULER])
+    elif _STEPS in found.get(COUNTERS, {}):
+        scheduler.num_steps = found[COUNTERS][_STEPS]
     elif _depends_on_steps(scheduler):
         warnings.warn(
             "the checkpoint holds no state of Megatron's scheduler: OptimizerParamScheduler goes on from step "

@@ -26,7 +26,7 @@ class BetweenMegatronSteps(BetweenSteps):
     """
 
     def __init__(self, request: BuildRequest, places: Places, tensors: MegatronTensors) -> None:
-        super().__init__(request, tensors, "Megatron")
+        super().__init__(request, tensors, "Megatron", groups=places.shared)
         in_buffers = {id(parameter) for parameter in places.order}
         self._buffered = [(live, live.tensor.data_ptr()) for live in self._parameters if id(live.tensor) in in_buffers]
 

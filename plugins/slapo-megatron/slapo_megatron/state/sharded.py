@@ -1,0 +1,148 @@
+"""Checkpoints of Megatron's own form: every rank writes and reads what it holds, by ``dist_checkpointing``.
+
+Imports Megatron: import it in functions.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import ShardedTensor
+
+from slapo_core import BuildError, WeightsError
+
+if TYPE_CHECKING:
+    from slapo_core.spec.pieces import Piece, Pieces
+    from slapo_core.spec.request import BuildRequest
+
+__all__ = ["ShardedDirectory"]
+
+_OURS = "slapo"  # in Megatron's file of what is no tensor
+_COMPLETE = "metadata.json"  # which Megatron writes last
+
+
+class ShardedDirectory:
+    """One checkpoint.
+
+    Args:
+        directory: of the checkpoint, which all ranks can read and write.
+        request: of the build.
+    """
+
+    def __init__(self, directory: Path, request: BuildRequest) -> None:
+        self._path, self._request = directory, request
+        self._tensors: Mapping[str, Any] = {}
+
+    @property
+    def label(self) -> str:
+        return f"the sharded checkpoint '{self._path}'"
+
+    def write(self, pieces: Pieces) -> None:
+        """Write it beside the directory, and put it there when it is complete: a collective.
+
+        Raises:
+            BuildError: ``psutil`` is not installed; or something else is in the directory.
+        """
+        import torch.distributed as dist
+
+        new = self._path.with_name(f".{self._path.name}.new")
+        is_first = dist.get_rank() == 0
+        with self._request.together(f"writing {self.label}"):
+            if importlib.util.find_spec("psutil") is None:
+                raise BuildError(
+                    "Megatron writes checkpoints with psutil, which is not installed: it would wait for ever",
+                    hint="pip install psutil",
+                )
+            if is_first:
+                _refuse_other(self._path)
+                shutil.rmtree(new, ignore_errors=True)
+                new.mkdir(parents=True)
+        state: dict[str, Any] = {
+            str(number): ShardedTensor(
+                _key(piece.kind, piece.name),
+                piece.value,
+                piece.value.dtype,
+                tuple(piece.value.shape),
+                piece.shape,
+                piece.offset,
+                None,  # ranks hold rectangles of any size
+            )
+            for number, piece in enumerate(pieces.own)
+        }
+        dist_checkpointing.save({"tensors": state, _OURS: json.dumps(pieces.description)}, str(new))
+        with self._request.together(f"writing {self.label}"):
+            if is_first:
+                _put(new, self._path)
+
+    def describe(self) -> dict[str, Any]:
+        """What was saved beside the tensors, and which tensors there are: no collective.
+
+        Raises:
+            WeightsError: it is no checkpoint of this kind.
+        """
+        try:
+            description = dist_checkpointing.load_common_state_dict(str(self._path))[_OURS]
+            self._tensors = dist_checkpointing.load_tensors_metadata(str(self._path))
+        except (KeyError, OSError, dist_checkpointing.core.CheckpointingException) as error:
+            raise WeightsError(
+                f"'{self._path}' is not a checkpoint written by engine.save_sharded(): {error}",
+                hint="engine.load(directory) reads what engine.save(directory) wrote",
+            ) from error
+        found: dict[str, Any] = json.loads(description)
+        return found
+
+    # -- as slapo_core.spec.pieces.PieceSource ------------------------------------------------------------------
+
+    def like(self, kind: str, name: str) -> torch.Tensor:
+        found = self._tensors[_key(kind, name)]
+        return torch.empty(found.global_shape, dtype=found.dtype, device="meta")
+
+    def read(self, wanted: Sequence[Piece]) -> None:
+        state = {
+            str(number): ShardedTensor(
+                _key(piece.kind, piece.name),
+                piece.value,
+                piece.value.dtype,
+                tuple(piece.value.shape),
+                piece.shape,
+                piece.offset,
+                None,
+            )
+            for number, piece in enumerate(wanted)
+        }
+        dist_checkpointing.load({"tensors": state}, str(self._path), validate_access_integrity=False)
+
+
+def _key(kind: str, name: str) -> str:
+    """As Megatron names them: weights by the model's names, and before the optimizer's state what it is."""
+    if kind == "weight":
+        return name
+    if kind == "added":
+        return f"added.{name}"
+    parameter, _, key = name.rpartition("::")
+    return f"optimizer.state.{key}.{parameter}"
+
+
+def _refuse_other(path: Path) -> None:
+    if path.exists() and not (path.is_dir() and (not any(path.iterdir()) or (path / _COMPLETE).exists())):
+        raise BuildError(
+            f"'{path}' holds something else than a sharded checkpoint, which saving would remove",
+            hint="engine.save_sharded('a new directory')",
+        )
+
+
+def _put(new: Path, path: Path) -> None:
+    """Replace a checkpoint by another one; whichever step is the last, one of them is complete."""
+    old = path.with_name(f".{path.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if path.exists():
+        path.rename(old)
+    new.rename(path)
+    shutil.rmtree(old, ignore_errors=True)

@@ -1,0 +1,188 @@
+"""Megatron's groups on real ranks: made, joined, kept, let go of, compared rank by rank; cp and ep are replicas."""
+
+from __future__ import annotations
+
+import gc
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import slapo_core as slapo
+from slapo_core.testing import run_ranks
+from tests import tied_model
+
+pytestmark = pytest.mark.ranks
+
+
+def said(call: Any) -> str:
+    try:
+        call()
+    except slapo.SlapoError as error:
+        return str(error)
+    return "nothing"
+
+
+def mesh_of(**sizes: int) -> Any:
+    return slapo.create_schedule(torch.nn.Linear(1, 1), mesh=sizes).mesh
+
+
+def kept_and_let_go() -> dict[str, Any]:
+    from megatron.core import parallel_state
+
+    from slapo_megatron.groups.private import groups_of_megatron, is_alive, timeout_minutes
+    from slapo_megatron.groups.starting import given_back, start
+
+    found: dict[str, Any] = {}
+    before = set(dist.distributed_c10d._world.pg_map)
+    first = start(mesh_of(dp=2, tp=2))
+    held = set(dist.distributed_c10d._world.pg_map) - before
+    found["every group of Megatron is in the lease"] = len(first.groups) > 10 and set(first.groups) <= held
+    found["waits as long"] = timeout_minutes() < 30 and all(is_alive(one) for one in first.groups)
+    second = start(mesh_of(dp=2, tp=2, pp=1))
+    found["same mesh, same groups"] = second.groups == first.groups and (first.is_new, second.is_new) == (True, False)
+    found["in use"] = said(lambda: start(mesh_of(tp=4)))
+    second.close()
+    found["still in use"] = said(lambda: start(mesh_of(tp=4))) == found["in use"]
+    groups = first.groups
+    del first
+    gc.collect()
+    third = start(mesh_of(pp=2, dp=2))
+    found["gone"] = not any(is_alive(one) for one in groups) and third.is_new
+    found["pp"] = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
+    third.spoil()
+    found["spoilt, and open"] = said(lambda: start(mesh_of(pp=2, dp=2)))
+    third.close()
+    fourth = start(mesh_of(pp=2, dp=2))
+    found["new after spoiling"] = fourth.is_new
+    fourth.close()
+    found["a failed build"] = ""
+    try:
+        with given_back():
+            start(mesh_of(tp=4))
+            raise OSError("no space")
+    except OSError as error:  # keeps the frames of the block
+        found["a failed build"] = said(lambda: start(mesh_of(dp=4)).close()), str(error)
+    parallel_state.destroy_model_parallel()
+    found["none are left"] = groups_of_megatron()
+    return found
+
+
+def joined() -> dict[str, Any]:
+    from megatron.core import parallel_state
+
+    from slapo_megatron.groups.starting import start
+
+    found: dict[str, Any] = {}
+    parallel_state.initialize_model_parallel(2, 1, order="dp-tp")
+    own = parallel_state.get_tensor_model_parallel_group()
+    found["other ranks of the same size"] = said(lambda: start(mesh_of(dp=2, tp=2)))
+    found["other sizes"] = said(lambda: start(mesh_of(pp=2, tp=2)))
+    lease = start(mesh_of(tp=2, dp=2))
+    found["theirs"] = (lease.is_ours, lease.is_new, parallel_state.get_tensor_model_parallel_group() is own)
+    lease.close()
+    found["theirs are never destroyed"] = "not those of the mesh" in said(lambda: start(mesh_of(tp=4)))
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(1, 2, virtual_pipeline_model_parallel_size=2)
+    found["virtual"] = said(lambda: start(mesh_of(pp=2, dp=2)))
+    found["virtual, the same"] = said(lambda: start(mesh_of(pp=2, dp=2), virtual=2).close())
+    parallel_state.destroy_model_parallel()
+    _, engine = tied_model.built({"tp": 2, "dp": 2}, target="megatron")
+    found["after theirs"] = engine._lease.is_ours
+    engine.close()
+    return found
+
+
+def replicas() -> dict[str, Any]:
+    """Meshes with cp and ep: the same losses, gradients' norms and weights as those with dp."""
+    found: dict[str, Any] = {}
+    for sizes in ({"dp": 4}, {"dp": 2, "cp": 2}, {"dp": 2, "ep": 2}):
+        for distributed in (False, True):
+            options = {"max_grad_norm": tied_model.CLIP, "ddp_config": {"use_distributed_optimizer": distributed}}
+            _, engine = tied_model.built(sizes, target="megatron", **options)
+            losses, norms = [], []
+            for step in range(2):
+                own = {name: one.chunk(4)[dist.get_rank()] for name, one in tied_model.batch(step, 8).items()}
+                result = engine.train_step(own)
+                losses.append(float(result.loss))
+                norms.append(float(result.grad_norm))
+            found[f"{sizes} {distributed}"] = (losses, norms, engine.state_dict())
+            engine.close()
+    _, engine = tied_model.built({"pp": 2, "cp": 2}, target="megatron", steps=_cut)
+    own = {name: one.chunk(2)[dist.get_rank() % 2] for name, one in tied_model.batch(0, 8).items()}
+    engine.train_step(own)
+    found["pp and cp"] = engine.state_dict()
+    engine.close()
+    _, engine = tied_model.built({"pp": 2, "dp": 2}, target="megatron", steps=_cut)
+    engine.train_step(own)
+    found["pp and dp"] = engine.state_dict()
+    engine.close()
+    return found
+
+
+def _cut(sch: slapo.Schedule) -> None:
+    sch["blocks.0"].pipeline_split()
+
+
+def on_four() -> dict[str, Any]:
+    from tests.cpu_megatron import install
+
+    install()
+    os.environ.pop("LOCAL_RANK", None)
+    return {"kept": kept_and_let_go(), "joined": joined(), "replicas": replicas()}
+
+
+@pytest.fixture(scope="module")
+def on_ranks() -> list[dict[str, Any]]:
+    return run_ranks(on_four, world_size=4)
+
+
+def test_groups_stay_for_the_same_mesh_and_are_let_go_of_for_another(on_ranks: list[dict[str, Any]]) -> None:
+    for number, rank in enumerate(on_ranks):
+        found = rank["kept"]
+        assert found.pop("in use") == (
+            "an open engine uses Megatron's process groups of the mesh {'dp': 2, 'tp': 2}, and this one is for {'tp': "
+            "4}: Megatron has one set of them in a process\n  hint: engine.close() of the other one first"
+        )
+        assert found.pop("spoilt, and open").startswith("an open engine uses Megatron's process groups")
+        assert found.pop("pp") == [number % 2, number % 2 + 2]
+        assert found.pop("a failed build") == ("nothing", "no space")
+        assert found.pop("none are left") == []
+        assert found == dict.fromkeys(found, True)
+
+
+def test_groups_of_the_users_script_are_compared_rank_by_rank(on_ranks: list[dict[str, Any]]) -> None:
+    first = on_ranks[0]["joined"]
+    assert first["other ranks of the same size"] == (
+        "Megatron's process groups, which were made before, are not those of the mesh {'dp': 2, 'tp': 2}: on rank 0, "
+        "tensor model parallel ranks [0, 2], by the mesh ('tp') [0, 1]; data parallel ranks [0, 1], by the mesh ('dp') "
+        "[0, 2]\n"
+        '  hint: parallel_state.initialize_model_parallel(tensor_model_parallel_size=2, order="tp-cp-ep-dp-pp"), or '
+        "leave it to build"
+    )
+    assert "pipeline model parallel ranks [0], by the mesh ('pp') [0, 2]" in first["other sizes"]
+    for rank in on_ranks:
+        assert rank["joined"]["theirs"] == (False, False, True)
+        assert rank["joined"]["theirs are never destroyed"]
+        assert rank["joined"]["virtual"].startswith(
+            "Megatron's parallel state, which was made before, has 2 virtual stages, and the schedule makes 1 for each"
+        )
+        assert rank["joined"]["virtual, the same"] == "nothing"
+        assert rank["joined"]["after theirs"]
+
+
+def test_ranks_along_cp_and_ep_are_replicas_with_other_samples(on_ranks: list[dict[str, Any]]) -> None:
+    for rank in on_ranks:
+        found = rank["replicas"]
+        torch.testing.assert_close(found.pop("pp and cp"), found.pop("pp and dp"), rtol=0, atol=0)
+        losses, norms, state = found["{'dp': 4} False"]
+        for name, (own, norm, weights) in found.items():
+            assert own == pytest.approx(losses, rel=1e-6), name
+            assert norm == pytest.approx(norms, rel=1e-5), name
+            torch.testing.assert_close(weights, state, rtol=1e-5, atol=1e-6, msg=name)
+    model = tied_model.make()
+    model(**tied_model.batch(0, 8)).backward()
+    whole = float(torch.nn.utils.clip_grad_norm_(model.parameters(), tied_model.CLIP))
+    assert on_ranks[0]["replicas"]["{'dp': 2, 'cp': 2} False"][1][0] == pytest.approx(whole, rel=1e-5)
