@@ -51,6 +51,7 @@ class Stage(nn.Module):
     def __init__(self, model: nn.Module, *, first: bool = True, last: bool = True) -> None:
         super().__init__()
         self.model, self.received = model, None
+        self.sent: tuple[int, ...] = ()  # the shape in which the next stage waits for what this one sends
         self.pre_process, self.post_process = first, last
 
     def set_input_tensor(self, received: Any) -> None:
@@ -61,8 +62,11 @@ class Stage(nn.Module):
 
     def forward(self, piece: Any) -> Any:
         if self.received is not None:
-            return self.model(self.received.view_as(piece))
-        return self.model(**piece) if isinstance(piece, Mapping) else self.model(piece)
+            given = self.received.view_as(piece)
+        else:
+            given = piece
+        output = self.model(**given) if isinstance(given, Mapping) else self.model(given)
+        return output if self.post_process else output.view(self.sent)
 
 
 def train(
@@ -115,6 +119,7 @@ def train(
         params_dtype=torch.bfloat16 if bf16 else torch.float32,
     )
     stage.config, stage.model_type = config, ModelType.encoder_or_decoder
+    stage.sent = (length, samples, hidden)
     chunk = DistributedDataParallel(config, DistributedDataParallelConfig(use_distributed_optimizer=distributed), stage)
     settings = OptimizerConfig(use_distributed_optimizer=distributed, **optimizer_config)
     optimizer = get_megatron_optimizer(settings, [chunk])

@@ -96,7 +96,7 @@ _VALUES = {
     "hookimpl": "Decorator that marks a function as a plugin's answer to the hook of its name: [hooks.md](hooks.md)."
 }
 """What is neither a class nor a function has no docstring of its own."""
-_DISTRIBUTIONS = ("slapo-core", "slapo-deepspeed", "slapo-fusion", "slapo-pipeline", "slapo-tp")
+_DISTRIBUTIONS = ("slapo-core", "slapo-deepspeed", "slapo-fusion", "slapo-megatron", "slapo-pipeline", "slapo-tp")
 
 
 def reference_page(note: str) -> str:

@@ -90,6 +90,7 @@ FIRST_PARTY_NAMES: dict[str, dict[str, tuple[str, ...]]] = {
             "swiglu_projections",
         ),
     },
+    "slapo-megatron": {"dialects": ("megatron",)},
     "slapo-pipeline": {"primitives": ("pipeline_split",), "commands": ("pipeline",)},
     "slapo-tp": {"primitives": ("fork_rng", "shard", "shard_attribute", "sync", "sync_gradient")},
 }

@@ -96,9 +96,8 @@ def test_a_failed_import_does_not_hand_its_bare_name_to_another_plugin(fake_dist
         ),
         (
             "megatron.anything",
-            "no installed plugin provides primitive 'megatron.anything'; "
-            "the namespace 'megatron' is reserved and not available in this version",
-            "`slapo primitives` shows what is installed",
+            "no installed plugin provides primitive 'megatron.anything'; it is part of slapo-megatron",
+            "pip install slapo-megatron",
         ),
     ],
 )
@@ -111,15 +110,29 @@ def test_an_unknown_name_says_what_to_do(
     assert (caught.value.message, caught.value.hint) == (message, hint)
 
 
-def test_an_unknown_dialect_and_an_unknown_kind_say_so(fake_distributions: FakeEnvironment) -> None:
+def test_a_reserved_name_that_nothing_provides_yet_says_so(
+    fake_distributions: FakeEnvironment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(FIRST_PARTY_NAMES, "slapo-megatron")
     fake_distributions.install(acme())
     registry = fake_distributions.registry()
+    with pytest.raises(UnknownNameError) as missing:
+        registry.resolve("primitives", "megatron.anything")
+    assert missing.value.message == (
+        "no installed plugin provides primitive 'megatron.anything'; "
+        "the namespace 'megatron' is reserved and not available in this version"
+    )
     with pytest.raises(UnknownNameError) as caught:
         registry.resolve("dialects", "megatron")
     assert str(caught.value) == (
         "no installed plugin provides dialect 'megatron'; the name is reserved and not available in this version\n"
         "  hint: `slapo dialects` shows what is installed"
     )
+
+
+def test_an_unknown_dialect_and_an_unknown_kind_say_so(fake_distributions: FakeEnvironment) -> None:
+    fake_distributions.install(acme())
+    registry = fake_distributions.registry()
     with pytest.raises(UnknownNameError) as caught:
         registry.resolve("dialects", "deepspeed")
     assert str(caught.value) == (
@@ -187,10 +200,7 @@ def test_the_namespace_of_a_disabled_plugin_says_so(fake_distributions: FakeEnvi
     )
     with pytest.raises(UnknownNameError) as missing:
         bound_primitive(registry, "megatron", None, "fc")
-    assert missing.value.message == (
-        "no installed plugin provides primitive 'megatron'; "
-        "the namespace 'megatron' is reserved and not available in this version"
-    )
+    assert missing.value.message == ("no installed plugin provides primitive 'megatron'; it is part of slapo-megatron")
 
 
 def _members() -> set[str]:

@@ -40,7 +40,7 @@ def _case(distributed: bool, unavailable: str | None) -> DialectCase:
         "megatron",
         config={"ddp_config": {"use_distributed_optimizer": distributed}},
         rejects=_REJECTS,
-        optimizers=(sgd, adamw),
+        optimizers=(adamw,) if distributed else (sgd, adamw),  # the distributed one steps AdamW only
         dtype=torch.float32,
         needs_process_group=True,
         unavailable=unavailable,

@@ -125,6 +125,8 @@ def joined() -> dict[str, Any]:
     """The names of a tracker that the user's script has seeded; two engines, closed in the order of their making."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker, random as of_megatron
 
+    from slapo_megatron.random.following import Following
+
     with stateful():
         theirs = of_megatron._CUDA_RNG_STATE_TRACKER
         theirs.add("mine", dist.get_rank())
@@ -137,7 +139,12 @@ def joined() -> dict[str, Any]:
         names = {name: int(seed) for name, seed in ours.get_states().items()}
         second.close()
         second.close()
-        return {"names": names, "stays": stays, "given back": of_megatron._CUDA_RNG_STATE_TRACKER is theirs}
+        given_back = of_megatron._CUDA_RNG_STATE_TRACKER is theirs
+        alone = Following()
+        is_ours = of_megatron._CUDA_RNG_STATE_TRACKER is not theirs
+        del alone  # as with an engine that nobody closed
+        forgotten = is_ours and of_megatron._CUDA_RNG_STATE_TRACKER is theirs
+        return {"names": names, "stays": stays, "given back": given_back, "forgotten": forgotten}
 
 
 @functools.cache
@@ -183,6 +190,7 @@ def test_the_tracker_of_the_user_comes_back_when_the_last_engine_is_closed() -> 
         assert rank["tracker before"] == rank["tracker after"] == "NoneType"
         assert rank["joined"]["stays"]
         assert rank["joined"]["given back"]
+        assert rank["joined"]["forgotten"]
     seeds = [rank["joined"]["names"] for rank in (first, second)]
     assert [*seeds[0]] == [*seeds[1]] == ["model-parallel-rng", "data-parallel-rng", "mine"]
     assert seeds[0]["mine"] != seeds[1]["mine"]

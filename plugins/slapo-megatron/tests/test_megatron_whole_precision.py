@@ -38,7 +38,7 @@ def ruled(parameters: Any) -> torch.optim.Optimizer:
 
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], Any]] = {
     "bf16": ("bf16", IN_FLOAT, {}, decaying),
-    "bf16, sums in bf16": ("bf16", {}, {}, decaying),
+    "bf16, sums in bf16": ("bf16", {"grad_reduce_in_fp32": False}, {}, decaying),
     "bf16, Megatron's Adam": ("bf16", IN_FLOAT, OWN, None),
     "bf16, distributed": ("bf16", {**IN_FLOAT, **DISTRIBUTED}, DISTRIBUTED, decaying),
     "bf16, distributed, overlapped": (

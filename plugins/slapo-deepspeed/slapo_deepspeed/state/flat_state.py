@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["flat_states"]
 
 _SHOWN = 4  # names in a message
+_NUMBERS = ("step", "mu_product", "eta", "mu")  # of torch's optimisers, also where a parameter is a single number
 
 
 def flat_states(
@@ -64,7 +65,7 @@ def _state_of(
     for parameter in parameters:
         place, name = places[id(parameter)], names[id(parameter)]
         for key, value in states.get(parameter, {}).items():
-            if isinstance(value, torch.Tensor) and value.dim():
+            if isinstance(value, torch.Tensor) and (value.dim() or (not place.shape and key not in _NUMBERS)):
                 if tuple(value.shape) != place.shape:
                     raise BuildError(
                         f"the checkpoint has '{key}' of shape {tuple(value.shape)} for '{name}' of shape "

@@ -22,9 +22,13 @@ def transformer_config(options: Mapping[str, Any], mesh: Mesh | None) -> Transfo
     """
     size = mesh.size if mesh is not None else lambda _: 1
     heads = size("tp")
-    return TransformerConfig(
+    given = dict(options["model_parallel_config"])
+    experts = given.pop("expert_model_parallel_size", 1)  # refused beside a number of experts, of which there is none
+    config = TransformerConfig(
         num_layers=size("pp"),
         hidden_size=heads,
         num_attention_heads=heads,
-        **{**options["model_parallel_config"], "expert_model_parallel_size": 1},  # replicas: there are no experts
+        **given,
     )
+    config.expert_model_parallel_size = experts
+    return config

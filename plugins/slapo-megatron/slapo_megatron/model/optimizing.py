@@ -30,14 +30,10 @@ def optimizer_of(options: Mapping[str, Any], request: BuildRequest, chunks: Sequ
         chunks: the model as DistributedDataParallel has it.
 
     Raises:
-        BuildError: Megatron cannot train parameters of such a type, or cannot wrap what the factory makes, or a
-            setting of it has nothing to act on.
+        BuildError: Megatron cannot wrap what the factory makes, or a setting has nothing to act on.
         OptimizerError: the factory made something that cannot be.
     """
     config = OptimizerConfig(**options["optimizer_config"])
-    _refuse_types(request, config)
-    if config.min_lr is None:
-        config.min_lr = 0.0  # each group gets it, and the scheduler computes with it
     if request.optimizer is None:
         _refuse_without_embeddings(request, config)
         return get_megatron_optimizer(config, list(chunks))
@@ -107,24 +103,6 @@ def _scaler(config: OptimizerConfig) -> Any:
 
 def _no_state(*_: Any) -> None:
     """The user's optimizer makes its state in its first step."""
-
-
-def _refuse_types(request: BuildRequest, config: OptimizerConfig) -> None:
-    low = config.bf16 or config.fp16
-    for live in request.state.tensors():
-        dtype = live.tensor.dtype
-        if not (live.is_parameter and live.is_here and live.tensor.requires_grad) or dtype == torch.float32:
-            continue
-        if low and dtype in (torch.bfloat16, torch.float16):
-            continue
-        name = "bf16" if dtype == torch.bfloat16 else "fp16"
-        raise BuildError(
-            f"'{live.name}' is trained in {str(dtype).removeprefix('torch.')}, and Megatron's optimizer steps float32, "
-            "or main parameters of float32 beside a model of lower precision",
-            hint=f'optimizer_config={{"{name}": True}}, or model.float() before the schedule is made'
-            if dtype in (torch.bfloat16, torch.float16)
-            else "model.float() before the schedule is made",
-        )
 
 
 def _refuse_without_embeddings(request: BuildRequest, config: OptimizerConfig) -> None:

@@ -6,6 +6,7 @@ Megatron has no function to set its tracker, so that this writes into its module
 from __future__ import annotations
 
 import warnings
+import weakref
 from typing import Any
 
 from megatron.core import parallel_state
@@ -16,7 +17,7 @@ from slapo_megatron.random.tracker import FollowingTracker
 __all__ = ["Following"]
 
 _PLACE, _IS_MADE = "_CUDA_RNG_STATE_TRACKER", "_CUDA_RNG_STATE_TRACKER_INITIALIZED"
-_open: list[Following] = []  # of this process: the first one replaces the tracker, and the last one puts it back
+_open: set[object] = set()  # of this process: the first one replaces the tracker, and the last one puts it back
 _before: tuple[Any, bool] = (None, False)
 
 
@@ -24,11 +25,13 @@ class Following:
     """From here to :meth:`stop`, ``get_cuda_rng_tracker()`` gives a tracker that follows torch's generators.
 
     Its names are those that Megatron has, or those of the user's script where it has seeded them, and ranks draw alike
-    by a name where they did: those of one tensor-parallel group differ by ``"model-parallel-rng"``.
+    by a name where they did: those of one tensor-parallel group differ by ``"model-parallel-rng"``. One that nobody has
+    any more has stopped.
     """
 
     def __init__(self) -> None:
         global _before
+        self._end: weakref.finalize[Any, Any] | None = None
         tracker = getattr(of_megatron, _PLACE)
         if not _open:
             if _is_for_graphs(tracker):
@@ -43,15 +46,22 @@ class Following:
             _before = (tracker, getattr(of_megatron, _IS_MADE))
             setattr(of_megatron, _PLACE, _made(tracker))
             setattr(of_megatron, _IS_MADE, True)
-        _open.append(self)
+        mark = object()
+        _open.add(mark)
+        self._end = weakref.finalize(self, _end, mark)
+        self._end.atexit = False
 
     def stop(self) -> None:
         """It may be called again."""
-        if self in _open:
-            _open.remove(self)
-            if not _open:
-                setattr(of_megatron, _PLACE, _before[0])
-                setattr(of_megatron, _IS_MADE, _before[1])
+        if self._end is not None:
+            self._end()
+
+
+def _end(mark: object) -> None:
+    _open.discard(mark)
+    if not _open:
+        setattr(of_megatron, _PLACE, _before[0])
+        setattr(of_megatron, _IS_MADE, _before[1])
 
 
 def _is_for_graphs(tracker: Any) -> bool:

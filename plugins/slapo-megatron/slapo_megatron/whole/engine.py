@@ -46,7 +46,7 @@ class WholeEngine(MegatronEngine):
         self._marks = mark(request)
         with self._marks.taken_back_if_it_fails():
             megatron = assemble(plan, request, [Chunk(request.schedule.model, config)], config)
-        super().__init__(plan, request, megatron)
+            super().__init__(plan, request, megatron)
         self._count: int = plan.config["microbatches"]
         self._clips = plan.config["optimizer_config"]["clip_grad"] > 0.0
         self._replicas = [mesh.group(dim) for dim in _REPLICAS if mesh is not None and mesh.size(dim) > 1]
@@ -57,7 +57,8 @@ class WholeEngine(MegatronEngine):
 
     def train_step(self, batch: Any) -> StepResult:
         self._before_step()
-        pieces = self._request.micro_batches(batch, self._count, axes=self.plan.config["batch_axes"] or None)
+        count = None if self._count == self._request.accumulate else self._count  # as the user said it
+        pieces = self._request.micro_batches(batch, count, axes=self.plan.config["batch_axes"] or None)
         done = self._passes(pieces)
         is_stepped, norm, _ = self.megatron.optimizer.step()
         if is_stepped:

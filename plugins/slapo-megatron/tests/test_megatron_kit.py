@@ -1,0 +1,83 @@
+"""The dialect keeps what every dialect promises: Megatron-core on CPUs, through the tests' stand-in for CUDA."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from slapo_core.testing import DialectCase, parametrize_dialect_checks
+from slapo_core.testing.dialects.models import regression_steps
+from slapo_megatron.cases import adamw, cases, sgd
+from tests import cpu_megatron
+
+pytestmark = pytest.mark.ranks
+
+ON_RANKS = {
+    "split_model_trains_as_one_process",
+    "parted_replicas_are_found",
+    "another_batch_on_a_rank_is_refused",
+    "failure_on_one_rank_ends_the_build_on_all",
+    "other_options_on_a_rank_are_refused",
+}
+
+
+def on_cpus(name: str) -> list[DialectCase]:
+    """The case of that name, for ranks that have the stand-in from the process that they are forked from."""
+    cpu_megatron.install()
+    return [dataclasses.replace(case, unavailable=None) for case in cases() if case.name == name]
+
+
+@parametrize_dialect_checks(on_cpus("plain"))
+def test_with_a_plain_optimiser(check: Any) -> None:
+    check()
+
+
+@parametrize_dialect_checks(
+    on_cpus("distributed-optimizer"), checks={*ON_RANKS, "replicas_train_as_one_process", "loaded_state_is_trained_on"}
+)
+def test_with_a_distributed_optimiser(check: Any) -> None:
+    check()
+
+
+def cut(sch: Any) -> None:
+    regression_steps(sch)
+    if sch.mesh is not None and sch.mesh.size("pp") > 1:
+        sch["down"].pipeline_split()
+
+
+PIPELINE = DialectCase(
+    "megatron",
+    config={"microbatches": 4},
+    schedule=cut,
+    optimizers=(sgd, adamw),
+    meshes=[{"pp": 2, "tp": 2}],
+    dtype=torch.float32,
+    needs_process_group=True,
+    name="pipeline",
+)
+
+
+@parametrize_dialect_checks([PIPELINE], checks=ON_RANKS)
+def test_with_a_pipeline_of_split_stages(check: Any) -> None:
+    check()
+
+
+def test_the_command_checks_what_it_can_and_says_that_megatron_needs_cuda() -> None:
+    """Without the tests' stand-in, as a user runs it."""
+    command = [sys.executable, "-m", "slapo_core.cli.main", "plugins", "check", "slapo-megatron", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    answer = json.loads(done.stdout)
+    found = {(check["subject"], check["check"]): check for check in answer["plugins"][0]["checks"]}
+    failed = [check for check in found.values() if check["outcome"] == "failed"]
+    assert (done.returncode, failed) == (0, []), done.stderr
+    for case in ("plain", "distributed-optimizer"):
+        assert found[f"megatron [{case}]", "bad_options_are_refused"]["outcome"] == "passed"
+        if not torch.cuda.is_available():
+            told = found[f"megatron [{case}]", "training_is_that_of_the_plain_model"]
+            assert told["message"] == "Megatron-core runs on CUDA, and this machine has none"

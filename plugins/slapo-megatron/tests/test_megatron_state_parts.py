@@ -1,0 +1,101 @@
+"""The optimizer of Megatron by parameters, where Transformer Engine or Apex make it; the names that we know it by."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from slapo_core import BuildError
+from slapo_core.spec.places import Place
+from slapo_megatron.state.optimizer import StoredOptimizer
+from slapo_megatron.state.settings import settings_of
+
+
+class FusedAdam(torch.optim.SGD):
+    """As much of a fused Adam as is asked: it counts its steps in its groups."""
+
+    adam_w_mode = True
+
+    def __init__(self, groups: Any) -> None:
+        super().__init__(groups, lr=0.1)
+        for group in self.param_groups:
+            for key in ("momentum", "dampening", "nesterov", "maximize", "foreach", "differentiable", "fused"):
+                del group[key]
+            group.update(betas=(0.9, 0.95), eps=1e-8, bias_correction=True, wd_mult=0.0)
+
+
+def stored(*parameters: torch.Tensor) -> tuple[FusedAdam, StoredOptimizer]:
+    from slapo_megatron.state.places import Held, Places
+
+    inner = FusedAdam([{"params": list(parameters)}])
+    held = {id(one): Held(inner, Place.whole(one, tuple(one.shape)), one.dtype) for one in parameters}
+    places = Places(held, [(inner, 0, list(parameters))])
+    names = {id(one): f"p{number}" for number, one in enumerate(parameters)}
+    return inner, StoredOptimizer(places, names, None, torch.device("cpu"), is_scheduled=False)
+
+
+def test_a_fused_adam_is_that_of_torch_and_its_count_a_state() -> None:
+    one, other = torch.zeros(3), torch.zeros(2)
+    inner, storage = stored(one, other)
+    assert storage.kind == "AdamW"
+    assert set(settings_of(inner, inner.param_groups[0])) == {"lr", "betas", "eps", "weight_decay"}
+    assert storage.state(one) == {}
+    states = {each: {"step": torch.tensor(4.0), "exp_avg": torch.ones_like(each)} for each in (one, other)}
+    settings = [{"lr": 0.3, "betas": (0.8, 0.9), "eps": 1e-4, "weight_decay": 0.1, "amsgrad": False}]
+    storage.loading(settings, states)()
+    (group,) = inner.param_groups
+    assert (group["step"], group["lr"], group["wd_mult"]) == (4, 0.3, 0.0)
+    assert "amsgrad" not in group
+    assert inner.state[one]["exp_avg"].tolist() == [1.0, 1.0, 1.0]
+    assert "step" not in inner.state[one]
+    found = storage.state(one)
+    assert float(found["step"]) == 4.0
+    assert found["exp_avg"].is_meta
+    assert storage.read(one, "exp_avg").tolist() == [1.0, 1.0, 1.0]
+
+
+def test_one_count_for_two_parameters_is_refused_where_they_differ() -> None:
+    one, other = torch.zeros(3), torch.zeros(2)
+    inner, storage = stored(one, other)
+    states = {one: {"step": torch.tensor(4.0)}, other: {"step": torch.tensor(5.0)}}
+    with pytest.raises(BuildError) as error:
+        storage.loading([{}], states)
+    assert error.value.message == (
+        "the checkpoint has 'step' = 4 for 'p0' and 5 for 'p1', and a fused Adam keeps one number for both"
+    )
+    assert inner.state == {}
+
+
+def test_the_names_of_megatron_that_no_manual_has_are_there() -> None:
+    """What ``state/places.py`` and ``state/beside.py`` read; the states of the integration tests show what it is."""
+    import inspect
+
+    from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBuffer
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from megatron.core.optimizer.optimizer import ChainedOptimizer, Float16OptimizerWithFloat16Params
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    wanted = {
+        DistributedOptimizer: (
+            "_get_model_param_range_map",
+            "self.model_float16_groups",
+            "self.shard_fp32_from_float16_groups",
+            "self.model_fp32_groups",
+            "self.shard_fp32_groups",
+            "self.buffers = ",
+            "self.data_parallel_group = ",
+        ),
+        Float16OptimizerWithFloat16Params: ("self.float16_groups = ", "self.fp32_from_float16_groups = "),
+        ChainedOptimizer: ("self.chained_optimizers = ",),
+        _ParamAndGradBuffer: ("self.param_index_map[param] = ",),
+        OptimizerParamScheduler: ("self.num_steps += increment", "self.step(increment=num_steps)"),
+    }
+    lacking = [
+        f"{owner.__name__}: {text}"
+        for owner, texts in wanted.items()
+        for text in texts
+        if text not in inspect.getsource(owner)
+    ]
+    assert lacking == []

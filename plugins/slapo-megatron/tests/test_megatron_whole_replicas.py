@@ -1,0 +1,141 @@
+"""``cp`` and ``ep`` of the mesh are further replicas, with samples of their own; and odd parameters and reads."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import slapo_core as slapo
+from slapo_core.testing import run_ranks
+from tests import tied_model
+
+from .against import Steps, same, stepped, untouched
+
+pytestmark = pytest.mark.ranks
+
+DISTRIBUTED = {
+    "ddp_config": {"use_distributed_optimizer": True},
+    "optimizer_config": {"use_distributed_optimizer": True},
+}
+OVERLAPPED = {
+    "ddp_config": {
+        "use_distributed_optimizer": True,
+        "overlap_grad_reduce": True,
+        "overlap_param_gather": True,
+        "bucket_size": 10,
+    },
+    "optimizer_config": {"use_distributed_optimizer": True, "overlap_param_gather": True},
+}
+CASES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
+    "cp": ({"cp": 2}, {"accumulate": 3}),
+    "ep": ({"ep": 2}, {}),
+    "cp, distributed": ({"cp": 2}, {"accumulate": 3, **DISTRIBUTED}),
+    "ep, distributed": ({"ep": 2}, DISTRIBUTED),
+}
+
+
+def share(whole: Mapping[str, torch.Tensor], mesh: slapo.Mesh | None) -> dict[str, torch.Tensor]:
+    assert mesh is not None
+    count, own = 1, 0
+    for dim in ("dp", "cp", "ep"):
+        count, own = count * mesh.size(dim), own * mesh.size(dim) + mesh.rank(dim)
+    return {name: tensor.chunk(count)[own] for name, tensor in whole.items()}
+
+
+class Reaching(nn.Module):
+    """Reads the weights of modules that it does not call, or calls later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.never, self.later = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = F.linear(self.first(x).tanh(), self.never.weight, self.never.bias) * self.later.weight.square().mean()
+        return self.later(y).square().mean()
+
+
+def reaching() -> nn.Module:
+    torch.manual_seed(8)
+    return Reaching()
+
+
+def sparse() -> nn.Module:
+    """An embedding whose gradient is sparse."""
+    torch.manual_seed(9)
+
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.out = nn.Embedding(9, 6, sparse=True), nn.Linear(6, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.out(self.words(x)).square().mean()
+
+    return Words()
+
+
+def rows(step: int) -> dict[str, torch.Tensor]:
+    return {"x": torch.randn(6, 6, generator=torch.Generator().manual_seed(step))}
+
+
+def ids(step: int) -> dict[str, torch.Tensor]:
+    return {"x": torch.randint(0, 9, (6, 3), generator=torch.Generator().manual_seed(step))}
+
+
+def large(parameters: Any) -> torch.optim.Optimizer:
+    """So that a step makes a difference."""
+    return torch.optim.AdamW(parameters, lr=0.1, eps=1e-4)
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def on_rank() -> dict[str, Steps]:
+    from tests.cpu_megatron import install
+
+    install()
+    found = {}
+    for name, (mesh, options) in CASES.items():
+        sch, engine = tied_model.built(mesh, target="megatron", max_grad_norm=tied_model.CLIP, **options)
+        found[name] = stepped(sch, engine, share=share, gradients="ddp_config" not in options)
+    for name, traced in (("reaching", False), ("traced", True)):
+        sch = slapo.create_schedule(reaching(), mesh={"dp": 2}, example_inputs=rows(0))
+        if traced:
+            sch.trace(flatten=True)
+        engine = slapo.build(sch, target="megatron", optimizer=large, **OVERLAPPED)
+        found[name] = stepped(sch, engine, batch=rows, gradients=False)
+    sch = slapo.create_schedule(sparse(), mesh={"dp": 2})
+    engine = slapo.build(sch, target="megatron", optimizer=sgd, max_grad_norm=0.05)
+    found["sparse"] = stepped(sch, engine, batch=ids)
+    return found
+
+
+@functools.cache
+def found() -> list[dict[str, Steps]]:
+    return run_ranks(on_rank, world_size=2)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_along_cp_and_ep_are_replicas(name: str) -> None:
+    same([rank[name] for rank in found()], untouched())
+
+
+@pytest.mark.parametrize("name", ["reaching", "traced"])
+def test_what_a_model_reads_of_modules_that_it_does_not_call_is_gathered_too(name: str) -> None:
+    same([rank[name] for rank in found()], untouched(reaching, large, clip=None, batch=rows), rel=1e-5)
+
+
+def test_sparse_gradients_are_those_of_a_dense_embedding() -> None:
+    def dense() -> nn.Module:
+        model = sparse()
+        model.words.sparse = False  # type: ignore[union-attr]
+        return model
+
+    same([rank["sparse"] for rank in found()], untouched(dense, sgd, clip=0.05, batch=ids))
