@@ -141,11 +141,11 @@ def anywhere(is_so: bool, mesh: Mesh) -> bool:
 @contextlib.contextmanager
 def given_back() -> Iterator[None]:
     """Around the making of an engine: if it fails, what it has of the groups is closed."""
-    before = set(_leases)
+    before = weakref.WeakSet(_leases)  # what nobody has any more may be collected meanwhile
     try:
         yield
     except BaseException:
-        for lease in set(_leases) - before:
+        for lease in set(_leases) - set(before):
             lease.close()
         raise
 
