@@ -161,6 +161,7 @@ def over_megatrons_groups() -> dict[str, Any]:
         return found
 
     found["guarded"] = losses()
+    found["megatron's, not batched"] = changed(Communicator, "__init__", sending(batched=False), losses)
     found["batched"] = changed(Communicator, "__init__", sending(batched=True), losses)
     return found
 
@@ -170,21 +171,25 @@ def cut(sch: slapo.Schedule) -> None:
         sch[path].pipeline_split()
 
 
-def on_rank() -> Any:
+def on_rank(*, guards: bool) -> Any:
     from tests.cpu_megatron import install
 
     install()
     torch.set_num_threads(1)
-    return drawn(), by_hand(), without_guards(), over_megatrons_groups()
+    return (without_guards(), over_megatrons_groups()) if guards else (drawn(), by_hand())
 
 
 def test_every_kind_of_stage_trains_as_the_torch_target_and_as_by_hand() -> None:
-    for draws, is_as_by_hand, guards, sent in run_ranks(on_rank, world_size=2):
+    for draws, is_as_by_hand in run_ranks(on_rank, guards=False, world_size=2):
         assert draws == dict.fromkeys(CUTS, True)
         assert is_as_by_hand
+
+
+def test_the_guards_are_needed_and_megatrons_own_communication_is_right_with_them() -> None:
+    for guards, sent in run_ranks(on_rank, guards=True, world_size=2):
         assert guards["not marked as shared"][0].startswith("the norm of step 0: 136.")
         assert "'a.weight' is not the same on the ranks that hold copies of it" in guards["ties not summed"]
         assert "counter-productive to free a view of another tensor" in guards["views"]
         assert sent["one stage a rank"] == sent["two stages a rank"] == []
-        losses = tied_model.trained()[0]
-        print(sent, losses)
+        assert sent["megatron's, not batched"] == pytest.approx(sent["guarded"], rel=1e-6)
+        assert sent["batched"] != pytest.approx(sent["guarded"], rel=1e-4)

@@ -19,7 +19,7 @@ from slapo_core.spec.starting import start_alone
 from slapo_megatron.groups.order import order_of
 from slapo_megatron.installed import require_megatron
 
-__all__ = ["Lease", "given_back", "start"]
+__all__ = ["Lease", "anywhere", "given_back", "start"]
 
 
 @dataclass
@@ -118,14 +118,34 @@ def start(mesh: Mesh | None, *, device_type: str | None = None, virtual: int | N
     return lease
 
 
+def anywhere(is_so: bool, mesh: Mesh) -> bool:
+    """Whether it is so on any rank: an engine that nobody has any more is gone from one rank earlier than from another.
+
+    A collective over all ranks, so that none of them goes on alone to make groups.
+
+    Args:
+        is_so: on this one.
+        mesh: of the schedule.
+    """
+    import torch
+    import torch.distributed as dist
+
+    device_type = mesh.device_mesh.device_type if mesh.device_mesh is not None else "cpu"
+    if "nccl" in str(dist.get_backend()) and device_type == "cpu" and torch.cuda.is_available():
+        device_type = "cuda"
+    found = torch.tensor([float(is_so)], device=device_type)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return bool(found.item())
+
+
 @contextlib.contextmanager
 def given_back() -> Iterator[None]:
     """Around the making of an engine: if it fails, what it has of the groups is closed."""
-    before = set(_leases)
+    before = weakref.WeakSet(_leases)  # what nobody has any more may be collected meanwhile
     try:
         yield
     except BaseException:
-        for lease in set(_leases) - before:
+        for lease in set(_leases) - set(before):
             lease.close()
         raise
 
@@ -194,7 +214,7 @@ def _used(made: _Made) -> bool:
 def _refuse_in_use(made: _Made, mesh: Mesh) -> None:
     if _used(made):
         gc.collect()  # an engine that nobody has any more
-    if _used(made):
+    if anywhere(_used(made), mesh):
         raise BuildError(
             f"an open engine uses Megatron's process groups of the mesh {made.mesh}, and this one is for "
             f"{mesh}: Megatron has one set of them in a process",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from slapo_megatron.groups.starting import start
+from slapo_megatron.groups.starting import anywhere, start
 
 if TYPE_CHECKING:
     from slapo_core.spec.mesh import Mesh
@@ -33,7 +33,7 @@ def started(request: BuildRequest, mesh: Mesh, virtual: int | None) -> tuple[Lea
 
     def others() -> list[object]:
         lease = start(mesh, virtual=virtual)
-        if lease.is_ours and not lease.is_new and not _anywhere(lease.is_shared, mesh):
+        if lease.is_ours and not lease.is_new and not anywhere(lease.is_shared, mesh):
             lease.spoil()
             lease.close()
             lease = start(mesh, virtual=virtual)
@@ -42,17 +42,3 @@ def started(request: BuildRequest, mesh: Mesh, virtual: int | None) -> tuple[Lea
 
     groups = request.own_groups("pp", others=others)
     return leases[0], groups
-
-
-def _anywhere(is_so: bool, mesh: Mesh) -> bool:
-    """Whether it is so on any rank: an engine that nobody has any more is gone from one rank earlier than from another.
-
-    A collective over all ranks.
-    """
-    import torch
-    import torch.distributed as dist
-
-    device_type = mesh.device_mesh.device_type if mesh.device_mesh is not None else "cpu"
-    found = torch.tensor([float(is_so)], device=device_type)
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    return bool(found.item())
