@@ -57,7 +57,7 @@ LONGEST = (
     "test_fusion_ranks.py",
     "test_fusion_fuse.py",
     "test_deepspeed_state.py",
-    "test_deepspeed_resume.py",
+    "test_resume.py",
     "test_deepspeed_matrix.py",
     "test_megatron_kit.py",
     "test_megatron_state.py",

@@ -36,6 +36,13 @@ class BetweenSteps:
         self._storage, self._runtime, self._groups = tensors, runtime, groups
         self._parameters = [live for live in request.state.tensors() if live.is_parameter and live.is_here]
         self._trained = [live.tensor.requires_grad for live in self._parameters]
+        trained = {id(live.tensor): live for live in self._parameters}
+        self._places = [
+            (trained[id(parameter)], module._parameters, name)
+            for module in request.schedule.model.modules()
+            for name, parameter in module._parameters.items()
+            if id(parameter) in trained
+        ]
         self.note()
 
     def note(self) -> None:
@@ -46,8 +53,15 @@ class BetweenSteps:
         """Before a step.
 
         Raises:
-            BuildError: a parameter was frozen, or unfrozen, or written into.
+            BuildError: a parameter was replaced, frozen, or unfrozen, or written into.
         """
+        for live, table, name in self._places:
+            if table.get(name) is not live.tensor:
+                raise BuildError(
+                    f"'{live.name}' is another parameter now than at the build: {self._runtime} would go on to train "
+                    "that one, and never step what the model computes with",
+                    hint=AFRESH,
+                )
         for live, trained in zip(self._parameters, self._trained, strict=True):
             if live.tensor.requires_grad is not trained and (not trained or self.steps_frozen(live)):
                 raise self._other_trained(live, trained)

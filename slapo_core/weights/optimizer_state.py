@@ -185,10 +185,16 @@ class OptimizerState:
         states: dict[str, dict[str, Callable[[], Any]]] = {}
         for name, values in description["scalars"].items():
             states[name] = {key: partial(_same, value) for key, value in values.items()}
-        there = set(states)
-        for key, shape in (source.shapes() if source is not None else {}).items():
+        shapes = source.shapes() if source is not None else {}
+        settings = matched_settings(
+            description["groups"],
+            self._groups,
+            states={*states, *(key.rpartition(_SEPARATOR)[0] for key in shapes)},
+            frozen={self._layouts[id(live.tensor)][0] for live in self._state.tensors() if _is_frozen(live)},
+            scheduled=self._storage.scheduled,
+        )
+        for key, shape in shapes.items():
             name, _, own_key = key.rpartition(_SEPARATOR)
-            there.add(name)
             if name in by_name and name not in self._own:
                 continue
             if name not in by_name:
@@ -198,13 +204,6 @@ class OptimizerState:
                 layout = Layout(key, shape)
             assert source is not None
             states.setdefault(name, {})[own_key] = partial(source.read, key, layout, self._mesh)
-        settings = matched_settings(
-            description["groups"],
-            self._groups,
-            states=there,
-            frozen={self._layouts[id(live.tensor)][0] for live in self._state.tensors() if _is_frozen(live)},
-            scheduled=self._storage.scheduled,
-        )
         groups = [
             {key: _from_json(value, present.get(key)) for key, value in values.items()}
             for present, values in zip(self._storage.param_groups, settings, strict=True)

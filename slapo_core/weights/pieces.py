@@ -144,12 +144,14 @@ class _Writer:
         mesh = self._mesh
         if mesh is None:
             return True
-        split = {mesh_dim for mesh_dim, _ in layout.shards()}
+        split, rest = {mesh_dim for mesh_dim, _ in layout.shards()}, self._number
         for mesh_dim, size in mesh.sizes.items():
             if mesh_dim in split or size == 1:
                 continue
             places = holders.get(mesh_dim, tuple(range(size)))
-            turn = self._number % len(places) if mesh_dim in DATA_DIMS else 0
+            turn = 0
+            if mesh_dim in DATA_DIMS:
+                rest, turn = divmod(rest, len(places))
             if mesh.rank(mesh_dim) != places[turn]:
                 return False
         return True

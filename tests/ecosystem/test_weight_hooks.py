@@ -13,6 +13,7 @@ import slapo_core as slapo
 from slapo_core.plugins.process import use_registry
 from slapo_core.ranks.launcher import run_ranks
 from slapo_core.testing.distributions import FakeDistribution, FakeEnvironment
+from tests.pieces_support import InMemory
 
 PRIMITIVES = '''
 from dataclasses import dataclass
@@ -197,6 +198,21 @@ def test_the_optimiser_state_of_a_translated_weight_never_enters_another_schedul
     engine.train_step(torch.ones(3, 6))
     engine.load(tmp_path / "saved")
     assert same(engine.state_dict(), trained)
+
+
+def test_pieces_are_of_the_untouched_tensors_that_a_plugin_translates(scheduled: Callable[..., slapo.Schedule]) -> None:
+    engine = slapo.build(scheduled(model()))
+    found = engine._state.pieces()
+    source = InMemory(found.own)
+    assert {name: tuple(one.shape) for (_, name), one in source.whole.items()} == {
+        name: tuple(one.shape) for name, one in model().state_dict().items()
+    }
+    plain = slapo.build(slapo.create_schedule(model(seed=1)))
+    plain._state.load_pieces(found.description, source)
+    assert same(plain.state_dict(), model().state_dict())
+    other = slapo.build(slapo.create_schedule(model(seed=2)))._state.pieces()
+    engine._state.load_pieces(other.description, InMemory(other.own))
+    assert same(engine.state_dict(), model(seed=2).state_dict())
 
 
 def on_two_ranks(directory: str) -> tuple[bool, bool, tuple[int, ...]]:

@@ -71,12 +71,17 @@ def on_module(change: Callable[[nn.Module], None]) -> Callable[[Any], None]:
     return lambda engine: change(engine.module)
 
 
+def replace(module: nn.Module) -> None:
+    module.up.weight = nn.Parameter(module.up.weight.detach().clone())  # type: ignore[union-attr, operator]
+
+
 CHANGES: dict[str, Callable[[Any], None]] = {
     "nothing": lambda engine: None,
     "in place": on_module(clamp),
     "in place, on another rank": on_module(raise_last),
     "frozen": on_module(freeze),
     "unfrozen": on_module(unfreeze),
+    "replaced": on_module(replace),
     "by hand": by_hand,
     "accumulation": larger,
     "own checkpoint": lambda engine: engine.load_state_dict(engine.state_dict()),
@@ -150,6 +155,7 @@ SAYS = {
     "in place, on another rank": "'down.bias' was changed in place since the last step, and DeepSpeed trains a copy",
     "frozen": "'down.weight' was frozen after the build: DeepSpeed would go on to step it",
     "unfrozen": "'frozen.weight' was unfrozen after the build: DeepSpeed has no state for it, and would never step it",
+    "replaced": "'up.weight' is another parameter now than at the build: DeepSpeed would go on to train that one",
     "by hand": "engine.deepspeed was given 1 of the 2 micro-batches of a step by hand",
     "accumulation": "DeepSpeed accumulates 4 micro-batches now, and this engine gives it 2 a step",
 }

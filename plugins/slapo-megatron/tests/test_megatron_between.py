@@ -79,6 +79,10 @@ def unfreeze(model: nn.Module) -> None:
     model.get_submodule("frozen").requires_grad_(True)
 
 
+def exchange(model: nn.Module) -> None:
+    model.up.weight = nn.Parameter(model.get_parameter("up.weight").detach().clone())  # type: ignore[union-attr]
+
+
 def on_module(change: Callable[[nn.Module], None]) -> Callable[[Any], None]:
     return lambda engine: change(engine.module)
 
@@ -90,6 +94,7 @@ CHANGES: dict[str, Callable[[Any], None]] = {
     "other memory, same values": on_module(move),
     "frozen": on_module(freeze),
     "unfrozen": on_module(unfreeze),
+    "another one": on_module(exchange),
     "own state": lambda engine: engine.load_state_dict(engine.state_dict()),
 }
 
@@ -111,11 +116,27 @@ def outcome(form: str, change: str) -> dict[str, torch.Tensor] | str:
         engine.close()
 
 
+def strided(form: str) -> str:
+    """What comes of a parameter that is stored by columns: the refusal, or nothing after steps, a save and a load."""
+    model = make()
+    model.up.weight.data = model.up.weight.data.t().contiguous().t()
+    sch = slapo.create_schedule(model, mesh={"dp": 2})
+    try:
+        engine: Any = slapo.build(sch, target="megatron", optimizer=adamw, **FORMS[form][1])
+    except slapo.BuildError as error:
+        return str(error)
+    engine.train_step(batch(0).chunk(2)[dist.get_rank()])
+    engine.load_state_dict(engine.state_dict())
+    engine.close()
+    return ""
+
+
 def outcomes() -> dict[tuple[str, str], Any]:
     from tests.cpu_megatron import install
 
     install()
-    return {(form, change): outcome(form, change) for form in FORMS for change in CHANGES}
+    found = {(form, change): outcome(form, change) for form in FORMS for change in CHANGES}
+    return found | {(form, "strided"): strided(form) for form in ("plain", "distributed")}
 
 
 @functools.cache
@@ -165,6 +186,7 @@ SAYS = {
     "other memory": "'up.weight' ",
     "other memory, same values": "'up.weight' got other memory after the build (parameter.data = ...), and Megatron",
     "frozen": "'down.weight' was frozen after the build: Megatron would go on to step it",
+    "another one": "'up.weight' is another parameter now than at the build: Megatron would go on to train that one",
     "unfrozen": "'frozen.weight' was unfrozen after the build: Megatron has no state for it, and would never step it",
 }
 
@@ -177,3 +199,11 @@ def test_what_megatron_would_pass_over_is_refused(form: str, change: str) -> Non
     assert isinstance(text, str)
     assert text.startswith(SAYS[change]), text
     assert "\n  hint: " in text
+
+
+def test_a_parameter_that_could_not_be_saved_is_refused_before_it_is_trained() -> None:
+    assert found()["plain", "strided"] == (
+        "'up.weight' is not contiguous (strides (1, 8) of shape (8, 6)), and could not be saved from beside Megatron's "
+        "optimizer\n  hint: parameter.data = parameter.data.contiguous() for 'up.weight', before the schedule is made"
+    )
+    assert found()["distributed", "strided"] == ""

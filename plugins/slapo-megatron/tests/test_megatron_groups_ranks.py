@@ -65,8 +65,37 @@ def kept_and_let_go() -> dict[str, Any]:
             raise OSError("no space")
     except OSError as error:  # keeps the frames of the block
         found["a failed build"] = said(lambda: start(mesh_of(dp=4)).close()), str(error)
-    parallel_state.destroy_model_parallel()
+    found["half made"] = half_made()
     found["none are left"] = groups_of_megatron()
+    return found
+
+
+def half_made() -> list[Any]:
+    """Making the groups fails in the middle, on every rank; then nothing is left, and they can be made."""
+    from megatron.core import parallel_state
+
+    from slapo_megatron.groups.private import groups_of_megatron
+    from slapo_megatron.groups.starting import start
+
+    create, made = parallel_state.create_group, []
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        if len(made) == 5:
+            raise OSError("no more sockets")
+        made.append(create(*args, **kwargs))
+        return made[-1]
+
+    parallel_state.create_group = failing
+    try:
+        start(mesh_of(tp=2, dp=2))
+    except OSError as error:
+        found: list[Any] = [str(error)]
+    finally:
+        parallel_state.create_group = create
+    found += [len(made), groups_of_megatron(), parallel_state.model_parallel_is_initialized()]
+    found.append([group for group in made if group in dist.distributed_c10d._world.pg_map])
+    start(mesh_of(tp=2, dp=2)).close()
+    parallel_state.destroy_model_parallel()
     return found
 
 
@@ -92,6 +121,17 @@ def joined() -> dict[str, Any]:
     _, engine = tied_model.built({"tp": 2, "dp": 2}, target="megatron")
     found["after theirs"] = engine._lease.is_ours
     engine.close()
+
+    def failing(parameters: Any) -> Any:
+        raise ValueError("no optimizer today")
+
+    try:
+        tied_model.built({"dp": 4}, target="megatron", optimizer=failing)
+    except Exception as error:  # noqa: BLE001 - whose traceback keeps the build's frames
+        found["no engine"] = str(error)
+        _, engine = tied_model.built({"tp": 4}, target="megatron", steps=None)
+        engine.close()
+    found["alone"] = said(lambda: tied_model.built(None, target="megatron"))
     return found
 
 
@@ -150,6 +190,7 @@ def test_groups_stay_for_the_same_mesh_and_are_let_go_of_for_another(on_ranks: l
         assert found.pop("pp") == [number % 2, number % 2 + 2]
         assert found.pop("a failed build") == ("nothing", "no space")
         assert found.pop("none are left") == []
+        assert found.pop("half made") == ["no more sockets", 5, [], False, []]
         assert found == dict.fromkeys(found, True)
 
 
@@ -171,6 +212,8 @@ def test_groups_of_the_users_script_are_compared_rank_by_rank(on_ranks: list[dic
         )
         assert rank["joined"]["virtual, the same"] == "nothing"
         assert rank["joined"]["after theirs"]
+        assert "no optimizer today" in rank["joined"]["no engine"]
+        assert "the schedule has no mesh, and torch.distributed runs 4 processes" in rank["joined"]["alone"]
 
 
 def test_ranks_along_cp_and_ep_are_replicas_with_other_samples(on_ranks: list[dict[str, Any]]) -> None:

@@ -98,6 +98,9 @@ def test_what_cannot_train_says_why() -> None:
         assert rank["by position"] == pytest.approx(one, rel=1e-6)
         assert rank["closed"].startswith("BuildError: the engine is closed")
         assert rank["closed, evaluation"].startswith("BuildError: the engine is closed")
+        for what in ("detached", "frozen"):
+            assert rank[what].startswith("BuildError: the loss depends on nothing that is trained")
+        assert rank["detached, state"] == float(tied_model.make().head.weight.sum())
         assert "the model has parameters in float64" in rank["double"]
         assert "steps AdamW only, and the factory makes SGD" in rank["SGD, distributed"]
         assert "which acts on parameters that are marked as those of embeddings" in rank["decoupled"]

@@ -159,6 +159,13 @@ def refusals() -> dict[str, Any]:
     engine.close()
     found["closed"] = said(lambda: engine.train_step(batch))
     found["closed, evaluation"] = said(lambda: engine.eval_step(batch))
+    _, engine = built(DP, loss=lambda output, batch: output.detach())
+    found["detached"] = said(lambda: engine.train_step(batch))
+    found["detached, state"] = float(engine.state_dict()["head.weight"].sum())
+    engine.close()
+    _, engine = built(DP, model=tied_model.make().requires_grad_(False))
+    found["frozen"] = said(lambda: engine.train_step(batch))
+    engine.close()
     found["double"] = said(lambda: built(DP, model=tied_model.make().double()))
     found["SGD, distributed"] = said(lambda: built(DP, optimizer=lambda ps: torch.optim.SGD(ps, lr=0.1), **DISTRIBUTED))
     rates = {"optimizer": None, "optimizer_config": {"lr": 1e-2, "decoupled_lr": 1e-3}}

@@ -28,7 +28,8 @@ OVERLAP = {
 }
 LOW: dict[str, tuple[str, dict[str, Any], torch.dtype]] = {
     "main parameters": ("megatron dp2", BF16, torch.bfloat16),
-    "main parameters in float32": ("megatron dp2 distributed", {}, torch.float32),
+    "parts of the parameters themselves": ("megatron dp2 distributed", {}, torch.float32),
+    "main parameters of a model in float32": ("megatron dp2", BF16, torch.float32),
     "distributed": ("megatron dp2 distributed", BF16, torch.bfloat16),
     "distributed, gathered in the next forward": ("megatron dp2 distributed", OVERLAP, torch.bfloat16),
     "fp16, distributed": ("megatron dp2 distributed", FP16, torch.float16),

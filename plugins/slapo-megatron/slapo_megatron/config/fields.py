@@ -75,7 +75,7 @@ OPTIMIZER: dict[str, Field] = {
     **_passed("of SGD", "sgd_momentum"),
     **_filled("the same as in `ddp_config`", "use_distributed_optimizer", "overlap_param_gather"),
     **_filled("`build(max_grad_norm=...)`; 0 without it, which does not clip (Megatron's default is 1.0)", "clip_grad"),
-    **_passed("counted in each step", "log_num_zeros_in_grad"),
+    **_refused("nobody would see it; `engine.megatron.optimizer.count_zeros()` after a step", "log_num_zeros_in_grad"),
     **_passed("Megatron writes its configurations there", "config_logger_dir"),
     **_passed("needs parameters marked `is_embedding_or_output_parameter`", "decoupled_lr", "decoupled_min_lr"),
     **_refused(_FP8, "fp8_recipe", "reuse_grad_buf_for_mxfp8_param_ag"),

@@ -30,10 +30,13 @@ def optimizer_of(options: Mapping[str, Any], request: BuildRequest, chunks: Sequ
         chunks: the model as DistributedDataParallel has it.
 
     Raises:
-        BuildError: Megatron cannot wrap what the factory makes, or a setting has nothing to act on.
+        BuildError: Megatron cannot wrap what the factory makes, or a setting has nothing to act on; or a parameter is
+            not contiguous.
         OptimizerError: the factory made something that cannot be.
     """
     config = OptimizerConfig(**options["optimizer_config"])
+    if not config.use_distributed_optimizer:  # that one has them in buffers
+        _refuse_strided(request)
     if request.optimizer is None:
         _refuse_without_embeddings(request, config)
         return get_megatron_optimizer(config, list(chunks))
@@ -103,6 +106,17 @@ def _scaler(config: OptimizerConfig) -> Any:
 
 def _no_state(*_: Any) -> None:
     """The user's optimizer makes its state in its first step."""
+
+
+def _refuse_strided(request: BuildRequest) -> None:
+    """The optimizer's state lies as its parameter does, and is read and written as one row of elements."""
+    for live in request.state.tensors():
+        if live.is_parameter and live.is_here and live.tensor.requires_grad and not live.tensor.is_contiguous():
+            raise BuildError(
+                f"'{live.name}' is not contiguous (strides {live.tensor.stride()} of shape "
+                f"{tuple(live.tensor.shape)}), and could not be saved from beside Megatron's optimizer",
+                hint=f"parameter.data = parameter.data.contiguous() for '{live.name}', before the schedule is made",
+            )
 
 
 def _refuse_without_embeddings(request: BuildRequest, config: OptimizerConfig) -> None:

@@ -64,19 +64,8 @@ class ShardedDirectory:
                 _refuse_other(self._path)
                 shutil.rmtree(new, ignore_errors=True)
                 new.mkdir(parents=True)
-        state: dict[str, Any] = {
-            str(number): ShardedTensor(
-                _key(piece.kind, piece.name),
-                piece.value,
-                piece.value.dtype,
-                tuple(piece.value.shape),
-                piece.shape,
-                piece.offset,
-                None,  # ranks hold rectangles of any size
-            )
-            for number, piece in enumerate(pieces.own)
-        }
-        dist_checkpointing.save({"tensors": state, _OURS: json.dumps(pieces.description)}, str(new))
+        about = {_OURS: json.dumps(pieces.description)}
+        dist_checkpointing.save({**_sharded(pieces.own), **about}, str(new))
         with self._request.together(f"writing {self.label}"):
             if is_first:
                 _put(new, self._path)
@@ -105,19 +94,23 @@ class ShardedDirectory:
         return torch.empty(found.global_shape, dtype=found.dtype, device="meta")
 
     def read(self, wanted: Sequence[Piece]) -> None:
-        state = {
-            str(number): ShardedTensor(
-                _key(piece.kind, piece.name),
-                piece.value,
-                piece.value.dtype,
-                tuple(piece.value.shape),
-                piece.shape,
-                piece.offset,
-                None,
-            )
-            for number, piece in enumerate(wanted)
-        }
-        dist_checkpointing.load({"tensors": state}, str(self._path), validate_access_integrity=False)
+        dist_checkpointing.load(_sharded(wanted), str(self._path), validate_access_integrity=False)
+
+
+def _sharded(pieces: Sequence[Piece]) -> dict[str, Any]:
+    """In Megatron's form; rectangles of any size, so that there is no grid of them."""
+    return {
+        f"piece {number}": ShardedTensor(
+            _key(piece.kind, piece.name),
+            piece.value,
+            piece.value.dtype,
+            tuple(piece.value.shape),
+            piece.shape,
+            piece.offset,
+            axis_fragmentations=None,
+        )
+        for number, piece in enumerate(pieces)
+    }
 
 
 def _key(kind: str, name: str) -> str:
