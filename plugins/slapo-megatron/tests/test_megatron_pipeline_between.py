@@ -1,4 +1,4 @@
-"""What a user changes in one stage between two steps is refused on every rank, none waits, and the engine stays open."""
+"""What changed in one stage between two steps is refused on every rank: none waits, and the engine stays open."""
 
 from __future__ import annotations
 
