@@ -88,11 +88,18 @@ class MegatronEngine(StatefulEngine):
         Raises:
             BuildError: the engine is closed, or cannot train; or what Megatron trains was changed behind its back.
         """
+        self._require_trainable()
+        self._between.check()
+
+    def _require_trainable(self) -> None:
+        """
+        Raises:
+            BuildError: the engine is closed, or cannot train here.
+        """
         self._require_open()
         if self.megatron.optimizer is None:
             raise self._without_optimizer()
         self._refuse_without_gradients()
-        self._between.check()
 
     def _after_step(self) -> None:
         """At the end of a training step."""

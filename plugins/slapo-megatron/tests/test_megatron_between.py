@@ -116,6 +116,17 @@ def outcome(form: str, change: str) -> dict[str, torch.Tensor] | str:
         engine.close()
 
 
+def backward_by_hand() -> dict[str, torch.Tensor]:
+    """Steps with a backward pass of the user's own in between, while Megatron reduces beside the backward pass."""
+    sch = slapo.create_schedule(make(), mesh={"dp": 2})
+    options = {"ddp_config": {"overlap_grad_reduce": True, "bucket_size": 40}}
+    engine: Any = slapo.build(sch, target="megatron", optimizer=adamw, **options)
+    for step in range(3):
+        engine.train_step(batch(step).chunk(2)[dist.get_rank()])
+        engine.module(batch(9)).backward()
+    return dict(engine.state_dict())
+
+
 def strided(form: str) -> str:
     """What comes of a parameter that is stored by columns: the refusal, or nothing after steps, a save and a load."""
     model = make()
@@ -136,12 +147,13 @@ def outcomes() -> dict[tuple[str, str], Any]:
 
     install()
     found = {(form, change): outcome(form, change) for form in FORMS for change in CHANGES}
+    found["overlap", "by hand"] = backward_by_hand()
     return found | {(form, "strided"): strided(form) for form in ("plain", "distributed")}
 
 
 @functools.cache
 def found() -> dict[tuple[str, str], Any]:
-    mine, other = run_ranks(outcomes, world_size=2)
+    mine, other = run_ranks(outcomes, world_size=2, timeout=300)
     assert {key: isinstance(value, str) for key, value in mine.items()} == {
         key: isinstance(value, str) for key, value in other.items()
     }
@@ -207,3 +219,7 @@ def test_a_parameter_that_could_not_be_saved_is_refused_before_it_is_trained() -
         "optimizer\n  hint: parameter.data = parameter.data.contiguous() for 'up.weight', before the schedule is made"
     )
     assert found()["distributed", "strided"] == ""
+
+
+def test_a_backward_pass_by_hand_leaves_the_steps_as_they_are() -> None:
+    torch.testing.assert_close(found()["overlap", "by hand"], plain("nothing"), atol=1e-6, rtol=1e-5)

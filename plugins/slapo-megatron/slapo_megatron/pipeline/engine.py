@@ -81,8 +81,10 @@ class PipelineEngine(MegatronEngine):
 
     def train_step(self, batch: Any) -> StepResult:
         self._refuse_autocast()
-        self._before_step()
+        self._require_trainable()
         with self._request.training(batch), self._step():
+            with self._groups.together("looking at what changed since the last step", self._device):
+                self._between.check()
             form, works = self._works(batch, training=True)
             self._updates.begin(self._part)
             with own_random_state(self._device) as seed:

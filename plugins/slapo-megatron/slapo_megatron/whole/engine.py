@@ -77,7 +77,8 @@ class WholeEngine(MegatronEngine):
     def _passes(self, pieces: list[Any]) -> list[dict[str, Any]]:
         """Forward and backward of every micro-batch, and the reduction of the gradients.
 
-        They are accumulated from zero on, whatever an earlier step that failed has left.
+        They are accumulated from zero on, whatever an earlier step that failed, or a backward pass of the user's own,
+        has left.
         """
         from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
 
@@ -87,6 +88,7 @@ class WholeEngine(MegatronEngine):
         self._unused.step_begins()
         for group in self._replicas:
             send_buffers(self.module, group)
+        drop_started(chunks)
         for chunk in chunks:
             chunk.zero_grad_buffer()
         self.megatron.optimizer.zero_grad()
