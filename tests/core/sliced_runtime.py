@@ -42,7 +42,7 @@ class Slices:
                 self.parameters.append(live.tensor)
                 self.let_go(live.tensor)
         self.inner = torch.optim.AdamW(self.masters.values(), lr=0.01, eps=1e-4)
-        self.kind = "AdamW"
+        self.kind, self.scheduled = "AdamW", ()
 
     # -- slices -----------------------------------------------------------------------------------------------
 

@@ -70,7 +70,7 @@ def test_a_scheduler_goes_on_where_it_was(found: Found) -> None:
         assert longer.startswith("Megatron's scheduler goes on with lr_decay_steps = 9 (here 90), as the checkpoint")
         assert rank["schedulers"]["taken"] == 9
         assert without.endswith("because this engine has no such thing: megatron_scheduler")
-        assert strict.startswith("BuildError: the checkpoint's scheduler has max_lr = 0.01 (here 0.02)")
+        assert strict.startswith("BuildError: the checkpoint's scheduler has lr_decay_steps = 9 (here 90)")
 
 
 def test_the_scale_of_the_loss_goes_on_where_it_was(found: Found) -> None:

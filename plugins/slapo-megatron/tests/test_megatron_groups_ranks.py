@@ -138,18 +138,18 @@ def joined() -> dict[str, Any]:
 def replicas() -> dict[str, Any]:
     """Meshes with cp and ep: the same losses, gradients' norms and weights as those with dp."""
     found: dict[str, Any] = {}
-    for sizes in ({"dp": 4}, {"dp": 2, "cp": 2}, {"dp": 2, "ep": 2}):
-        for distributed in (False, True):
-            options = {"max_grad_norm": tied_model.CLIP, "ddp_config": {"use_distributed_optimizer": distributed}}
-            _, engine = tied_model.built(sizes, target="megatron", **options)
-            losses, norms = [], []
-            for step in range(2):
-                own = {name: one.chunk(4)[dist.get_rank()] for name, one in tied_model.batch(step, 8).items()}
-                result = engine.train_step(own)
-                losses.append(float(result.loss))
-                norms.append(float(result.grad_norm))
-            found[f"{sizes} {distributed}"] = (losses, norms, engine.state_dict())
-            engine.close()
+    forms = [({"dp": 4}, False), ({"dp": 2, "cp": 2}, False), ({"dp": 2, "cp": 2}, True), ({"dp": 2, "ep": 2}, True)]
+    for sizes, distributed in forms:
+        options = {"max_grad_norm": tied_model.CLIP, "ddp_config": {"use_distributed_optimizer": distributed}}
+        _, engine = tied_model.built(sizes, target="megatron", **options)
+        losses, norms = [], []
+        for step in range(2):
+            own = {name: one.chunk(4)[dist.get_rank()] for name, one in tied_model.batch(step, 8).items()}
+            result = engine.train_step(own)
+            losses.append(float(result.loss))
+            norms.append(float(result.grad_norm))
+        found[f"{sizes} {distributed}"] = (losses, norms, engine.state_dict())
+        engine.close()
     _, engine = tied_model.built({"pp": 2, "cp": 2}, target="megatron", steps=_cut)
     own = {name: one.chunk(2)[dist.get_rank() % 2] for name, one in tied_model.batch(0, 8).items()}
     engine.train_step(own)

@@ -40,10 +40,8 @@ CASES: dict[int, dict[str, tuple[dict[str, int], tuple[str, ...], dict[str, Any]
     },
     4: {
         "one stage a rank": ({"pp": 4}, FOUR, FREED),
-        "with tp": ({"pp": 2, "tp": 2}, TWO, ADAM),
-        "with tp, in another order, two stages a rank": ({"tp": 2, "pp": 2}, FOUR, PLAIN),
+        "with tp, two stages a rank": ({"tp": 2, "pp": 2}, FOUR, PLAIN),
         "with replicas": ({"dp": 2, "pp": 2}, TWO, ADAM),
-        "with replicas, distributed optimizer": ({"pp": 2, "dp": 2}, TWO, OF_EACH_REPLICA),
         "with replicas, distributed optimizer, two stages a rank": ({"dp": 2, "pp": 2}, FOUR, OF_EACH_REPLICA),
     },
 }

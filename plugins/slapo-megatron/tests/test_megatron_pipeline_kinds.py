@@ -103,6 +103,48 @@ def by_hand() -> bool:
     return same(trained("megatron", "three", 0.0), wanted)
 
 
+class Thrice(nn.Module):
+    """One weight in three stages, two of which are on the first rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.one, self.two, self.three, self.four = (nn.Linear(4, 4) for _ in range(4))
+        self.two.weight = self.three.weight = self.one.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.four(self.three(self.two(self.one(x).tanh()).tanh()).tanh())
+
+
+def tied_thrice(*, sharded: bool) -> list[str]:
+    """What is otherwise than in the untouched model, by the factory's optimizer or the distributed one."""
+    sch = slapo.create_schedule(Thrice(), mesh=TWO, example_inputs={"x": torch.ones(2, 4)})
+    for path in ("one", "two", "three"):
+        sch[path].pipeline_split()
+    options: dict[str, Any] = {"optimizer": adam}
+    if sharded:
+        settings = {"lr": 1e-2, "adam_eps": 1e-4, "adam_beta2": 0.999, "weight_decay": 0.0}
+        options = {"optimizer_config": settings, "ddp_config": {"use_distributed_optimizer": True}}
+    engine = slapo.build(sch, target="megatron", microbatches=4, loss=squares, max_grad_norm=0.1, **options)
+    model, found = Thrice(), []
+    optimizer = adam(model.parameters())
+    for step in range(3):
+        optimizer.zero_grad()
+        squares(model(batch(step)["x"]), batch(step)).backward()
+        norm = float(nn.utils.clip_grad_norm_(model.parameters(), 0.1))
+        optimizer.step()
+        own = float(engine.train_step(batch(step)).grad_norm)
+        found += [] if abs(own - norm) < 1e-5 else [f"norm {own} instead of {norm}"]
+    state = engine.state_dict()
+    engine.close()
+    wanted = model.state_dict().items()
+    return found + [name for name, one in wanted if not torch.allclose(state[name], one, rtol=1e-5, atol=1e-6)]
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-4, weight_decay=0.0)
+
+
 def changed(place: Any, name: str, value: Any, run: Callable[[], Any]) -> Any:
     """What happens with something replaced; an error as its message."""
     original = getattr(place, name)
@@ -176,13 +218,18 @@ def on_rank(*, guards: bool) -> Any:
 
     install()
     torch.set_num_threads(1)
-    return (without_guards(), over_megatrons_groups()) if guards else (drawn(), by_hand())
+    return (
+        (without_guards(), over_megatrons_groups())
+        if guards
+        else (drawn(), by_hand(), tied_thrice(sharded=False) + tied_thrice(sharded=True))
+    )
 
 
 def test_every_kind_of_stage_trains_as_the_torch_target_and_as_by_hand() -> None:
-    for draws, is_as_by_hand in run_ranks(on_rank, guards=False, world_size=2):
+    for draws, is_as_by_hand, thrice in run_ranks(on_rank, guards=False, world_size=2):
         assert draws == dict.fromkeys(CUTS, True)
         assert is_as_by_hand
+        assert thrice == []
 
 
 def test_the_guards_are_needed_and_megatrons_own_communication_is_right_with_them() -> None:

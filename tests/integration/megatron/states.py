@@ -127,7 +127,8 @@ def schedulers(directory: Path) -> dict[str, Any]:
     told = [said(again.load, directory / "warm")]
     resumed = rates(again, 2, 4)
     again.close()
-    longer = build("megatron dp2", **own(0.1, **{**warm, "lr_decay_steps": 90}))
+    longer_decay: dict[str, Any] = {**warm, "lr_decay_steps": 90}
+    longer = build("megatron dp2", **own(0.1, **longer_decay))
     told.append(said(longer.load, directory / "warm"))
     taken = longer.megatron.scheduler.lr_decay_steps
     longer.close()
@@ -135,7 +136,7 @@ def schedulers(directory: Path) -> dict[str, Any]:
     told.append(said(without.load, directory / "warm"))
     without.save(directory / "plain")
     without.close()
-    strict = build("megatron dp2", **own(0.1, **warm, use_checkpoint_opt_param_scheduler=False, max_lr=0.02))
+    strict = build("megatron dp2", **own(0.1, **longer_decay, use_checkpoint_opt_param_scheduler=False))
     told.append(said(strict.load, directory / "warm"))
     strict.close()
     return {"rates": [wanted, resumed], "taken": taken, "told": told}

@@ -17,6 +17,7 @@ from slapo_megatron.model.gathering import Gathering
 from slapo_megatron.model.optimizing import optimizer_of, scheduler_of
 from slapo_megatron.model.precision import lower_model, working_dtype
 from slapo_megatron.random.following import Following
+from slapo_megatron.model.storages import refuse_shared_memory
 from slapo_megatron.runtime import Megatron
 
 if TYPE_CHECKING:
@@ -49,7 +50,10 @@ def assemble(
     """
     options = plan.config
     _refuse_sums(request, config)
-    lower_model(request.schedule.model, working_dtype(config))
+    dtype = working_dtype(config)
+    if options["ddp_config"].get("use_distributed_optimizer") or dtype is not None:
+        refuse_shared_memory(request)
+    lower_model(request.schedule.model, dtype)
     # one object a chunk: Megatron writes the size of buckets into it
     wrapped = [
         DistributedDataParallel(

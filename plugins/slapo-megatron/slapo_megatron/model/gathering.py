@@ -31,14 +31,17 @@ class Gathering:
 
     @contextlib.contextmanager
     def around(self) -> Iterator[None]:
-        """Around a forward of the chunk."""
+        """Around a forward of the chunk; behind it no gather is under way, also of what no module waits for."""
         if self._early is None:
             with self._watched():
                 yield
-            return
-        for group in self._early:
-            group.finish_param_sync(skip_next_bucket_dispatch=True)
-        yield
+        else:
+            for group in self._early:
+                group.finish_param_sync(skip_next_bucket_dispatch=True)
+            yield
+        for group in _each_once(self._chunk.param_to_bucket_group.values()):
+            if group.param_gather_handle is not None:
+                group.finish_param_sync(skip_next_bucket_dispatch=True)
 
     @contextlib.contextmanager
     def _watched(self) -> Iterator[None]:
