@@ -16,8 +16,8 @@ from slapo_megatron.model.finalising import finaliser
 from slapo_megatron.model.gathering import Gathering
 from slapo_megatron.model.optimizing import optimizer_of, scheduler_of
 from slapo_megatron.model.precision import lower_model, working_dtype
-from slapo_megatron.random.following import Following
 from slapo_megatron.model.storages import refuse_shared_memory
+from slapo_megatron.random.following import Following
 from slapo_megatron.runtime import Megatron
 
 if TYPE_CHECKING:
