@@ -37,6 +37,10 @@ preload_modules(
     "slapo_deepspeed.pipeline.engine",
     "slapo_deepspeed.zero.engine",
     "tests.cpu_megatron",
+    "slapo_megatron.model.assembling",
+    "slapo_megatron.pipeline.engine",
+    "slapo_megatron.pipeline.making",
+    "slapo_megatron.pipeline.running",
     "slapo_megatron.whole.engine",
 )
 

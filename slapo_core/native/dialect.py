@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from slapo_core import BuildError, Dialect, Plan
 from slapo_core.native.pipeline.schedules import schedule_named, schedule_of
+from slapo_core.spec.planning import checked_axes
 
 if TYPE_CHECKING:
     from slapo_core import Engine
@@ -99,24 +100,17 @@ class TorchDialect(Dialect):
 
 def _pipeline_options(options: Mapping[str, Any], pp: int) -> dict[str, Any]:
     """Checked, with the number of micro-batches."""
-    name, axes, cap = options["pipeline_schedule"], options["batch_axes"] or {}, options["bucket_cap_mb"]
+    name, cap = options["pipeline_schedule"], options["bucket_cap_mb"]
     schedule = schedule_named("1f1b" if name is None else name)
     count = options["microbatches"]
     if name is None:  # what runs several stages a rank takes other numbers, and the stages are not known yet
         schedule_named("gpipe").check_micro_batches(schedule.default(pp) if count is None else count, pp)
     elif count is not None:
         schedule.check_micro_batches(count, pp)
-    is_right = isinstance(axes, Mapping) and all(
-        isinstance(key, str) and (axis is None or type(axis) is int) for key, axis in axes.items()
-    )
-    if not is_right:
-        raise BuildError(
-            f"batch_axes must be an axis, or None, for arguments of the forward (got {axes!r})",
-            hint='batch_axes={"bias": None, "x": 1}',
-        )
+    axes = checked_axes(options["batch_axes"])
     if type(cap) is not int or cap < 1:
         raise BuildError(f"bucket_cap_mb must be a positive number of MiB (got {cap!r})", hint="bucket_cap_mb=25")
-    return {"microbatches": schedule.default(pp) if count is None else count, "batch_axes": dict(axes)}
+    return {"microbatches": schedule.default(pp) if count is None else count, "batch_axes": axes}
 
 
 def _pipeline_steps(options: Mapping[str, Any], pp: int) -> list[str]:
