@@ -137,7 +137,10 @@ def test_a_load_that_fails_on_one_rank_changes_nothing_on_any(tmp_path: Path, fa
     engine.save(tmp_path)
     found = run_ranks(load_with_faults, str(tmp_path), 2, faulty_rank, world_size=2)
     assert found[faulty_rank] == [*FAULTS, MISSING]
-    reading, giving = f"reading the checkpoint '{tmp_path}'", f"giving the optimiser its state of '{tmp_path}'"
+    reading, giving = (
+        f"reading the checkpoint '{tmp_path}'",
+        f"giving the optimiser its state of the checkpoint '{tmp_path}'",
+    )
     assert found[1 - faulty_rank] == [
         *(f"BuildError: {reading} failed on rank {faulty_rank}: {fault}" for fault in FAULTS[:4]),
         f"BuildError: {giving} failed on rank {faulty_rank}: {FAULTS[4]}",

@@ -23,17 +23,18 @@ ON_TWO = ("megatron tp2", "megatron dp2 distributed")
 ON_FOUR = ("megatron pp2 dp2 distributed", "megatron pp2 tp2")
 FURTHER = ("megatron tp2 dp2 distributed",)
 READING: dict[int, list[Pair]] = {
-    2: [("megatron tp2", "megatron pp2 dp2 distributed"), ("megatron dp2 distributed", "megatron pp2 tp2")],
-    4: [
-        ("megatron pp2 tp2", "megatron dp2 distributed"),
-        ("megatron pp2 dp2 distributed", "megatron tp2"),
-        ("megatron pp2 dp2 distributed", "megatron pp2 tp2"),
-    ],
+    2: [("megatron tp2", "megatron pp2 dp2 distributed")],
+    4: [("megatron pp2 tp2", "megatron dp2 distributed"), ("megatron pp2 dp2 distributed", "megatron tp2")],
 }
 FURTHER_READING: dict[int, list[Pair]] = {
     1: [("megatron", "megatron pp2 tp2"), ("megatron", "megatron dp2 distributed")],
-    2: [("megatron dp2 distributed", "megatron tp2 dp2 distributed"), ("megatron tp2", "megatron dp2 distributed")],
+    2: [
+        ("megatron dp2 distributed", "megatron pp2 tp2"),
+        ("megatron dp2 distributed", "megatron tp2 dp2 distributed"),
+        ("megatron tp2", "megatron dp2 distributed"),
+    ],
     4: [
+        ("megatron pp2 dp2 distributed", "megatron pp2 tp2"),
         ("megatron pp2 tp2", "megatron"),
         ("megatron tp2 dp2 distributed", "megatron pp2 tp2"),
         ("megatron pp2 dp2 distributed", "megatron pp2 dp2 distributed"),

@@ -14,7 +14,6 @@ import torch
 from slapo_core.testing import DialectCase, parametrize_dialect_checks
 from slapo_core.testing.dialects.models import regression_steps
 from slapo_megatron.cases import adamw, cases, sgd
-from tests import cpu_megatron
 
 pytestmark = pytest.mark.ranks
 
@@ -29,7 +28,6 @@ ON_RANKS = {
 
 def on_cpus(name: str) -> list[DialectCase]:
     """The case of that name, for ranks that have the stand-in from the process that they are forked from."""
-    cpu_megatron.install()
     return [dataclasses.replace(case, unavailable=None) for case in cases() if case.name == name]
 
 

@@ -32,10 +32,15 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
 
 PLAIN: dict[str, Any] = {"optimizer": adam}
 FREED: dict[str, Any] = {**ADAM, "model_parallel_config": {"deallocate_pipeline_outputs": True}}
+OVERLAPPED: dict[str, Any] = {
+    **ADAM,
+    "model_parallel_config": {"overlap_p2p_comm": True, "deallocate_pipeline_outputs": True},
+}
 CASES: dict[int, dict[str, tuple[dict[str, int], tuple[str, ...], dict[str, Any]]]] = {
     2: {
         "two stages, a factory's optimizer": ({"pp": 2}, TWO, PLAIN),
         "four stages, two a rank, outputs deallocated": ({"pp": 2}, FOUR, FREED),
+        "four stages, two a rank, messages beside computation": ({"pp": 2}, FOUR, OVERLAPPED),
         "four stages, two a rank, distributed optimizer": ({"pp": 2}, FOUR, OF_EACH_REPLICA),
     },
     4: {
