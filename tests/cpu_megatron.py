@@ -92,10 +92,17 @@ def _patch_methods() -> None:
     torch.Tensor.cuda, torch.Tensor.type = cuda, type_  # type: ignore[method-assign, assignment]
 
 
+def take_back() -> None:
+    """Tensors have torch's own methods again: for a process that goes on with other tests."""
+    del torch.Tensor.cuda, torch.Tensor.type
+
+
 def install() -> None:
     """Once a process; forked ranks have it with what was imported before."""
     import megatron.core
 
+    if "type" not in vars(torch.Tensor):
+        _patch_methods()
     if isinstance(megatron.core.parallel_state.torch, _Module):
         return
     for package in _PACKAGES:
@@ -109,7 +116,6 @@ def install() -> None:
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron") and getattr(module, "torch", None) is torch:
             module.torch = stand_in  # type: ignore[attr-defined]
-    _patch_methods()
 
 
 install()

@@ -78,7 +78,7 @@ def test_a_field_of_another_version_says_so(monkeypatch: pytest.MonkeyPatch) -> 
         ({"ddp_config": {"bucket_size": 1.5}}, "must be a whole number, or None (got 1.5)"),
         ({"ddp_config": {3: 1.5}}, "the keys of ddp_config must be names of fields (got 3)"),
         ({"ddp_config": [1]}, "ddp_config must be a dictionary, or Megatron's DistributedDataParallelConfig (got [1])"),
-        ({"scheduler": 3}, "scheduler must be a dictionary (got a int)"),
+        ({"scheduler": 3}, "scheduler must be a dictionary (got 3)"),
         ({"optimizer": "adam"}, "target 'megatron' has no option 'optimizer'; it has optimizer_config, ddp_config"),
         ({"lr": 1.0}, 'hint: optimizer_config={"lr": 1.0}'),
         ({"config": {"zero_optimization": {}}}, "target 'megatron' has no option 'config'; it has optimizer_config"),

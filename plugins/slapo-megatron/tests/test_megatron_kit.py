@@ -6,6 +6,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,6 +18,17 @@ from slapo_megatron.cases import adamw, cases, sgd
 
 pytestmark = pytest.mark.ranks
 
+
+@pytest.fixture(autouse=True)
+def on_cpus_here() -> Iterator[None]:
+    """What a check runs in this process has the stand-in, too; other tests find torch's own methods again."""
+    from tests import cpu_megatron
+
+    cpu_megatron.install()
+    yield
+    cpu_megatron.take_back()
+
+
 ON_RANKS = {
     "split_model_trains_as_one_process",
     "parted_replicas_are_found",
@@ -27,7 +39,7 @@ ON_RANKS = {
 
 
 def on_cpus(name: str) -> list[DialectCase]:
-    """The case of that name, for ranks that have the stand-in from the process that they are forked from."""
+    """The case of that name, for ranks, which have the stand-in."""
     return [dataclasses.replace(case, unavailable=None) for case in cases() if case.name == name]
 
 
