@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from slapo_core.estimation.private import current_autograd_node, next_sequence_number
 
@@ -53,21 +52,30 @@ class Place:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """While it lasts, calls of modules are noticed."""
-        handles = (
-            register_module_forward_pre_hook(self._enter),
-            register_module_forward_hook(self._leave, always_call=True),
-        )
+        """While it lasts, calls of modules are noticed; not by hooks, in whose presence wrappers may do otherwise."""
+        call = nn.Module.__call__
+
+        def noticed(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            path = self._paths.get(id(module))
+            if path is None:
+                return call(module, *args, **kwargs)
+            self._stack.append(path)
+            self._note()
+            try:
+                return call(module, *args, **kwargs)
+            finally:
+                self._stack.pop()
+                self._note()
+
+        nn.Module.__call__ = noticed  # type: ignore[method-assign]
         try:
             yield
         finally:
-            for handle in handles:
-                handle.remove()
+            nn.Module.__call__ = call  # type: ignore[method-assign]
 
     def begin(self, step: str) -> None:
-        """Of a phase: ``"forward"`` (which forgets the pass before), ``"backward"`` or ``"optimizer"``."""
+        """``"forward"``, ``"backward"`` or ``"optimizer"``."""
         self.step = step
-        self._stack.clear()
 
     def forget(self) -> None:
         """What earlier forward passes did; their backward passes have run."""
@@ -98,16 +106,6 @@ class Place:
             return self._owners.get(id(getattr(node, "variable", None)), "")
         before = bisect_right(self._numbers, number)
         return self._since[before - 1] if before else ""
-
-    def _enter(self, module: nn.Module, args: Any) -> None:
-        path = self._paths.get(id(module))
-        self._stack.append(path if path is not None else self._stack[-1] if self._stack else "")
-        self._note()
-
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._stack:
-            self._stack.pop()
-        self._note()
 
     def _note(self) -> None:
         """From the next node on, nodes are of the module on top; recomputation's too, whose numbers go on."""
