@@ -11,14 +11,16 @@ import torch
 import torch.distributed as dist
 
 from slapo_core.estimation.memory import MemoryTracker
+from slapo_core.estimation.place import Place
 from slapo_core.estimation.private import FakeStore, FakeTensorMode
 from slapo_core.estimation.results import RankEstimate
 from slapo_core.estimation.source import Source
 from slapo_core.estimation.step import train
 from slapo_core.estimation.tensors import fake_batch, without_memory
+from slapo_core.estimation.watch import Observer
 from slapo_core.spec.device import DeviceSpec
 
-__all__ = ["Request", "estimate_rank"]
+__all__ = ["Request", "Trackers", "estimate_rank"]
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,37 @@ class Request:
     device: DeviceSpec | None = None
 
 
+@dataclass(frozen=True)
+class Trackers:
+    """All that watches the steps of a rank.
+
+    Args:
+        place: phase and module of what runs.
+        memory: bytes held.
+    """
+
+    place: Place
+    memory: MemoryTracker
+
+    @classmethod
+    def of(cls, model: torch.nn.Module, request: Request) -> Trackers:
+        place = Place.of(model)
+        return cls(place, MemoryTracker(place))
+
+    def observers(self) -> tuple[Observer, ...]:
+        """Who is told of every operation."""
+        return (self.memory,)
+
+    def begin_step(self) -> None:
+        """The second step is what counts."""
+        for observer in self.observers():
+            observer.begin()
+
+    def result(self, request: Request) -> RankEstimate:
+        """What the rank's steps needed."""
+        return RankEstimate(request.rank, request.ranks, self.memory.peak, 0, ())
+
+
 def estimate_rank(request: Request) -> RankEstimate:
     """Play the rank; the process must have no process group."""
     world_size = math.prod(request.mesh.values()) if request.mesh else 1
@@ -54,6 +87,6 @@ def estimate_rank(request: Request) -> RankEstimate:
     schedule = request.source.schedule(request.mesh, request.batch)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     without_memory(schedule, mode)
-    memory = MemoryTracker()
-    train(schedule.model, fake_batch(request.batch, mode), request, mode, memory)
-    return RankEstimate(request.rank, request.ranks, memory.peak, 0, ())
+    trackers = Trackers.of(schedule.model, request)
+    train(schedule.model, fake_batch(request.batch, mode), request, mode, trackers)
+    return trackers.result(request)

@@ -2,7 +2,29 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-__all__ = ["FakeStore", "FakeTensor", "FakeTensorMode"]
+__all__ = [
+    "FakeStore",
+    "FakeTensor",
+    "FakeTensorMode",
+    "current_autograd_node",
+    "is_traceable_wrapper_subclass",
+    "next_sequence_number",
+]
+
+
+def current_autograd_node() -> Any:
+    """The node whose backward runs; None outside of backward passes."""
+    return torch._C._current_autograd_node() if torch._C._current_graph_task_id() != -1 else None
+
+
+def next_sequence_number() -> int:
+    """What the next autograd node of this thread gets from ``_sequence_nr()``."""
+    number: int = torch._C._autograd._get_sequence_nr()
+    return number
