@@ -5,17 +5,28 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+    unset_fake_temporarily,
+)
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 __all__ = [
+    "DataDependentOutputException",
+    "DynamicOutputShapeException",
     "FakeStore",
     "FakeTensor",
     "FakeTensorMode",
+    "UnsupportedOperatorException",
     "current_autograd_node",
     "is_traceable_wrapper_subclass",
     "next_sequence_number",
+    "unset_fake_temporarily",
 ]
 
 
