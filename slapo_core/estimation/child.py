@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
+from slapo_core.estimation.causes import name_causes
+from slapo_core.estimation.communication import CollectiveTracker, MeshGroups
 from slapo_core.estimation.memory import MemoryTracker
 from slapo_core.estimation.place import Place
 from slapo_core.estimation.private import FakeStore, FakeTensorMode
@@ -20,6 +22,9 @@ from slapo_core.estimation.tensors import fake_batch, without_memory
 from slapo_core.estimation.values import Values
 from slapo_core.estimation.watch import Observer
 from slapo_core.spec.device import DeviceSpec
+
+if TYPE_CHECKING:
+    from slapo_core.schedule.schedule import Schedule
 
 __all__ = ["Request", "Trackers", "estimate_rank"]
 
@@ -56,19 +61,23 @@ class Trackers:
     Args:
         place: phase and module of what runs.
         memory: bytes held.
+        communication: collectives.
     """
 
     place: Place
     memory: MemoryTracker
+    communication: CollectiveTracker
 
     @classmethod
-    def of(cls, model: torch.nn.Module, request: Request) -> Trackers:
-        place = Place.of(model)
-        return cls(place, MemoryTracker(place))
+    def of(cls, schedule: Schedule, request: Request) -> Trackers:
+        place = Place.of(schedule.model)
+        name_causes(schedule, place)
+        groups = MeshGroups(request.mesh or {}, request.rank)
+        return cls(place, MemoryTracker(place), CollectiveTracker(place, groups))
 
     def observers(self) -> tuple[Observer, ...]:
         """Who is told of every operation."""
-        return (self.memory,)
+        return (self.memory, self.communication)
 
     def begin_step(self) -> None:
         """The second step is what counts."""
@@ -77,7 +86,7 @@ class Trackers:
 
     def result(self, request: Request) -> RankEstimate:
         """What the rank's steps needed."""
-        return RankEstimate(request.rank, request.ranks, self.memory.peak, 0, ())
+        return RankEstimate(request.rank, request.ranks, self.memory.peak, 0, self.communication.collectives)
 
 
 def estimate_rank(request: Request) -> RankEstimate:
@@ -89,6 +98,6 @@ def estimate_rank(request: Request) -> RankEstimate:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     values = Values(mode)
     without_memory(schedule, mode, values)
-    trackers = Trackers.of(schedule.model, request)
+    trackers = Trackers.of(schedule, request)
     train(schedule.model, fake_batch(request.batch, mode, values), request, mode, trackers, values)
     return trackers.result(request)

@@ -3,18 +3,33 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from slapo_core.estimation.private import current_autograd_node, next_sequence_number
 
-__all__ = ["Place"]
+__all__ = ["At", "Place"]
 
 _NO_SEQUENCE = 2**64 - 1  # of the nodes that add to a parameter's gradient
+
+
+class At(NamedTuple):
+    """Whose code runs.
+
+    Args:
+        module: path of the module.
+        record: the step of the schedule that put the code there, as in ``str(record)``; empty for the model's own.
+    """
+
+    module: str
+    record: str = ""
+
+
+_MODEL = At("")
 
 
 class Place:
@@ -33,10 +48,11 @@ class Place:
 
     def __init__(self, paths: Mapping[int, str], owners: Mapping[int, str]) -> None:
         self.step = "forward"
-        self._paths, self._owners = dict(paths), dict(owners)
-        self._stack: list[str] = []
+        self._modules = {module: At(path) for module, path in paths.items()}
+        self._owners = {parameter: At(path) for parameter, path in owners.items()}
+        self._stack: list[At] = []
         self._numbers: list[int] = []
-        self._since: list[str] = []
+        self._since: list[At] = []
 
     @classmethod
     def of(cls, model: nn.Module) -> Place:
@@ -56,22 +72,32 @@ class Place:
         call = nn.Module.__call__
 
         def noticed(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            path = self._paths.get(id(module))
-            if path is None:
-                return call(module, *args, **kwargs)
-            self._stack.append(path)
-            self._note()
-            try:
-                return call(module, *args, **kwargs)
-            finally:
-                self._stack.pop()
-                self._note()
+            at = self._modules.get(id(module))
+            return call(module, *args, **kwargs) if at is None else self.run(at, call, module, *args, **kwargs)
 
         nn.Module.__call__ = noticed  # type: ignore[method-assign]
         try:
             yield
         finally:
             nn.Module.__call__ = call  # type: ignore[method-assign]
+
+    def run(self, at: At, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """``function(*args, **kwargs)``, which is code of ``at``."""
+        self._stack.append(at)
+        self._note()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            self._stack.pop()
+            self._note()
+
+    def own_code(self, module: nn.Module) -> At:
+        """Where the forward of a module runs, without what steps put around it."""
+        return self._modules.get(id(module), _MODEL)
+
+    def came_by(self, module: nn.Module, record: str) -> None:
+        """The module's own forward is what a step put there."""
+        self._modules[id(module)] = At(self.own_code(module).module, record)
 
     def begin(self, step: str) -> None:
         """``"forward"``, ``"backward"`` or ``"optimizer"``."""
@@ -92,26 +118,30 @@ class Place:
     @property
     def module(self) -> str:
         """Path of the module that runs, or whose backward pass does; ``""`` for the model itself."""
-        if self.step == "optimizer":
-            return "optimizer"
-        if self._stack or self.step == "forward":
-            return self._stack[-1] if self._stack else ""
-        return self._of(current_autograd_node())
+        return "optimizer" if self.step == "optimizer" else self._now().module
 
-    def _of(self, node: Any) -> str:
+    @property
+    def record(self) -> str:
+        """The step whose code runs, or made what runs in the backward pass, as in ``str(record)``; empty for none."""
+        return "" if self.step == "optimizer" else self._now().record
+
+    def _now(self) -> At:
+        if self._stack:
+            return self._stack[-1]
+        node = current_autograd_node() if self.step == "backward" else None
         if node is None:
-            return ""
+            return _MODEL
         number = node._sequence_nr()
         if number == _NO_SEQUENCE:
-            return self._owners.get(id(getattr(node, "variable", None)), "")
+            return self._owners.get(id(getattr(node, "variable", None)), _MODEL)
         before = bisect_right(self._numbers, number)
-        return self._since[before - 1] if before else ""
+        return self._since[before - 1] if before else _MODEL
 
     def _note(self) -> None:
-        """From the next node on, nodes are of the module on top; recomputation's too, whose numbers go on."""
-        number, path = next_sequence_number(), self._stack[-1] if self._stack else ""
+        """From the next node on, nodes are of the code on top; recomputation's too, whose numbers go on."""
+        number, at = next_sequence_number(), self._stack[-1] if self._stack else _MODEL
         if self._numbers and self._numbers[-1] == number:
-            self._since[-1] = path
+            self._since[-1] = at
             return
         self._numbers.append(number)
-        self._since.append(path)
+        self._since.append(at)
