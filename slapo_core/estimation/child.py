@@ -99,5 +99,5 @@ def estimate_rank(request: Request) -> RankEstimate:
     values = Values(mode)
     without_memory(schedule, mode, values)
     trackers = Trackers.of(schedule, request)
-    train(schedule.model, fake_batch(request.batch, mode, values), request, mode, trackers, values)
+    train(schedule, fake_batch(request.batch, mode, values), request, mode, trackers, values)
     return trackers.result(request)

@@ -143,7 +143,7 @@ class MeshGroups:
         self._known: dict[Any, tuple[str, int]] = {}
         strides: dict[str, int] = {}
         stride = 1
-        for mesh_dim, size in reversed(mesh.items()):
+        for mesh_dim, size in reversed(list(mesh.items())):
             strides[mesh_dim] = stride
             stride *= size
         larger = [mesh_dim for mesh_dim, size in mesh.items() if size > 1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "UnsupportedOperatorException",
+    "bucket_assignment",
     "current_autograd_node",
     "is_traceable_wrapper_subclass",
     "next_sequence_number",
@@ -55,3 +57,18 @@ def ranks_of_group(group: Any) -> tuple[int, ...]:
     elif not isinstance(group, dist.ProcessGroup):
         group = dist.ProcessGroup.unbox(group)
     return tuple(dist.get_process_group_ranks(group))
+
+
+def bucket_assignment(tensors: Sequence[torch.Tensor], limit: int) -> list[list[int]]:
+    """Which gradients DistributedDataParallel exchanges at once.
+
+    Args:
+        tensors: in the order in which they are put into buckets; those of one type go together.
+        limit: bytes at which a bucket is full.
+
+    Returns:
+        the positions of each bucket's tensors, in the order in which buckets get full.
+    """
+    positions = list(range(len(tensors)))
+    buckets, _ = dist._compute_bucket_assignment_by_size(list(tensors), [limit], [False] * len(tensors), positions)
+    return [list(bucket) for bucket in buckets]

@@ -9,19 +9,22 @@ from torch.utils._pytree import tree_leaves
 
 from slapo_core.building.loss import LossCall
 from slapo_core.estimation.private import FakeTensorMode
+from slapo_core.estimation.replicas import replicas_of
 from slapo_core.estimation.values import Values, seen_as_plain
 from slapo_core.estimation.watch import Watch
 
 if TYPE_CHECKING:
     from slapo_core.estimation.child import Request, Trackers
+    from slapo_core.schedule.schedule import Schedule
 
 __all__ = ["train"]
 
 
 def train(
-    model: torch.nn.Module, batch: Any, request: Request, mode: FakeTensorMode, trackers: Trackers, values: Values
+    schedule: Schedule, batch: Any, request: Request, mode: FakeTensorMode, trackers: Trackers, values: Values
 ) -> None:
     """Run the steps; ``trackers`` know what the second needed afterwards."""
+    model = schedule.model
     compute_loss = LossCall(model, request.loss)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     place, memory = trackers.place, trackers.memory
@@ -31,6 +34,7 @@ def train(
         memory.hold(model.parameters(), "parameters")
         memory.hold(model.buffers(), "buffers")
         memory.hold((leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)), "inputs")
+        replicas = replicas_of(model, schedule.mesh, lambda tensors: memory.hold(tensors, "gradients"))
         for parameter in parameters:
             parameter.register_post_accumulate_grad_hook(lambda p: memory.hold([p.grad], "gradients"))
         with place.watching(), seen_as_plain(), Watch(trackers.observers(), values):
@@ -38,6 +42,8 @@ def train(
                 trackers.begin_step()
                 place.forget()
                 place.begin("forward")
+                if replicas is not None:
+                    replicas.before_forward(synchronise=True)
                 loss, output = compute_loss(batch)
                 if optimizer is not None:
                     optimizer.zero_grad(set_to_none=True)
