@@ -12,10 +12,12 @@ import torch.distributed as dist
 
 from slapo_core.estimation.causes import name_causes
 from slapo_core.estimation.communication import CollectiveTracker, MeshGroups
+from slapo_core.estimation.flops import FlopTracker
 from slapo_core.estimation.memory import MemoryTracker
 from slapo_core.estimation.place import Place
 from slapo_core.estimation.private import FakeStore, FakeTensorMode
 from slapo_core.estimation.results import RankEstimate
+from slapo_core.estimation.roofline import TimeTracker
 from slapo_core.estimation.source import Source
 from slapo_core.estimation.step import train
 from slapo_core.estimation.tensors import fake_batch, without_memory
@@ -62,22 +64,29 @@ class Trackers:
         place: phase and module of what runs.
         memory: bytes held.
         communication: collectives.
+        flops: of products.
+        time: by the roofline; None without a device.
     """
 
     place: Place
     memory: MemoryTracker
     communication: CollectiveTracker
+    flops: FlopTracker
+    time: TimeTracker | None
 
     @classmethod
     def of(cls, schedule: Schedule, request: Request) -> Trackers:
         place = Place.of(schedule.model)
         name_causes(schedule, place)
         groups = MeshGroups(request.mesh or {}, request.rank)
-        return cls(place, MemoryTracker(place), CollectiveTracker(place, groups))
+        communication, flops = CollectiveTracker(place, groups), FlopTracker()
+        time = None if request.device is None else TimeTracker(request.device, place, flops, communication)
+        return cls(place, MemoryTracker(place), communication, flops, time)
 
     def observers(self) -> tuple[Observer, ...]:
         """Who is told of every operation."""
-        return (self.memory, self.communication)
+        time = () if self.time is None else (self.time,)
+        return (self.memory, self.communication, self.flops, *time)
 
     def begin_step(self) -> None:
         """The second step is what counts."""
@@ -86,7 +95,9 @@ class Trackers:
 
     def result(self, request: Request) -> RankEstimate:
         """What the rank's steps needed."""
-        return RankEstimate(request.rank, request.ranks, self.memory.peak, 0, self.communication.collectives)
+        time = None if self.time is None else self.time.seconds
+        collectives = self.communication.collectives
+        return RankEstimate(request.rank, request.ranks, self.memory.peak, self.flops.total, collectives, time)
 
 
 def estimate_rank(request: Request) -> RankEstimate:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import (
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils.flop_counter import flop_registry
 
 __all__ = [
     "DataDependentOutputException",
@@ -28,6 +29,7 @@ __all__ = [
     "UnsupportedOperatorException",
     "bucket_assignment",
     "current_autograd_node",
+    "flop_formulas",
     "is_traceable_wrapper_subclass",
     "next_sequence_number",
     "ranks_of_group",
@@ -72,3 +74,8 @@ def bucket_assignment(tensors: Sequence[torch.Tensor], limit: int) -> list[list[
     positions = list(range(len(tensors)))
     buckets, _ = dist._compute_bucket_assignment_by_size(list(tensors), [limit], [False] * len(tensors), positions)
     return [list(bucket) for bucket in buckets]
+
+
+def flop_formulas() -> dict[Any, Callable[..., int]]:
+    """Operator, with all its overloads -> floating-point operations, by its arguments and ``out_val``, its result."""
+    return dict(flop_registry)
