@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,6 +42,7 @@ class Request:
         optimizer: as for ``build``.
         loss: as for ``build``.
         device: for the time.
+        observer: makes one more observer, told last of every operation, whose ``result()`` comes back with the estimate.
     """
 
     source: Source
@@ -52,6 +53,24 @@ class Request:
     optimizer: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer] | None = None
     loss: Callable[[Any, Any], torch.Tensor] | None = None
     device: DeviceSpec | None = None
+    observer: Callable[[Any, Trackers], Any] | None = None
+
+
+class FlopTracker:
+    """Stands in until communication and flops are counted."""
+
+    def __init__(self):
+        from torch.utils.flop_counter import flop_registry
+
+        self.total, self._registry = 0, flop_registry
+
+    def begin(self):
+        self.total = 0
+
+    def saw(self, func, args, kwargs, result):
+        count = self._registry.get(func._overloadpacket)
+        if count is not None:
+            self.total += count(*args, **kwargs, out_val=result)
 
 
 @dataclass(frozen=True)
@@ -67,17 +86,23 @@ class Trackers:
     place: Place
     memory: MemoryTracker
     communication: CollectiveTracker
+    flops: FlopTracker
+    others: list[Any] = field(default_factory=list)
 
     @classmethod
     def of(cls, schedule: Schedule, request: Request) -> Trackers:
         place = Place.of(schedule.model)
         name_causes(schedule, place)
         groups = MeshGroups(request.mesh or {}, request.rank)
-        return cls(place, MemoryTracker(place), CollectiveTracker(place, groups))
+        return cls(place, MemoryTracker(place), CollectiveTracker(place, groups), FlopTracker())
 
     def observers(self) -> tuple[Observer, ...]:
         """Who is told of every operation."""
-        return (self.memory, self.communication)
+        return (self.memory, self.communication, self.flops, *self.others)
+
+    def spent(self) -> tuple[int, float]:
+        """Floating-point operations and seconds of the step so far."""
+        return self.flops.total, 0.0
 
     def begin_step(self) -> None:
         """The second step is what counts."""
@@ -86,7 +111,15 @@ class Trackers:
 
     def result(self, request: Request) -> RankEstimate:
         """What the rank's steps needed."""
-        return RankEstimate(request.rank, request.ranks, self.memory.peak, 0, self.communication.collectives)
+        observed = next((one.result() for one in self.others), None)
+        return RankEstimate(
+            request.rank,
+            request.ranks,
+            self.memory.peak,
+            self.flops.total,
+            self.communication.collectives,
+            observed=observed,
+        )
 
 
 def estimate_rank(request: Request) -> RankEstimate:
@@ -99,5 +132,7 @@ def estimate_rank(request: Request) -> RankEstimate:
     values = Values(mode)
     without_memory(schedule, mode, values)
     trackers = Trackers.of(schedule, request)
+    if request.observer is not None:
+        trackers.others.append(request.observer(schedule, trackers))
     train(schedule.model, fake_batch(request.batch, mode, values), request, mode, trackers, values)
     return trackers.result(request)
