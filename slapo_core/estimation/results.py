@@ -53,7 +53,7 @@ class Collective:
     """One communication of a step.
 
     Args:
-        kind: ``"all_reduce"``, ``"all_gather"``, ``"reduce_scatter"``, ``"all_to_all"``, ``"broadcast"``, ``"send"``, ...
+        kind: ``"all_reduce"``, ``"all_gather"``, ``"reduce_scatter"``, ``"all_to_all"``, ``"broadcast"``, ...
         mesh_dim: the mesh dimension of its group; ``""`` for another group.
         ranks: the size of the group.
         bytes: of the tensor that this rank gives.
