@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from slapo_core import BuildError, StepResult
+from slapo_core import StepResult
 from slapo_core.spec.planning import device_of
 from slapo_core.spec.replicas import send_buffers
 from slapo_core.spec.unused import UnusedParameters
@@ -109,11 +109,6 @@ class WholeEngine(MegatronEngine):
     def _forward_step(self, pieces: Iterator[Any], chunk: Any) -> tuple[torch.Tensor, Any]:
         """What Megatron calls for each micro-batch."""
         loss, output = self._request.compute_loss(next(pieces), chunk)
-        if not loss.requires_grad:  # Megatron would leave the backward pass out, and step with gradients of zero
-            raise BuildError(
-                "the loss depends on nothing that is trained, so that there is no gradient",
-                hint="unfreeze parameters before build; give loss= a function that does not detach the output",
-            )
         return loss, functools.partial(_reduced, output=output)
 
     def _end_step(self) -> None:
