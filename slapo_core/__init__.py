@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from slapo_core.building.phases import (
         build as build,
     )
+    from slapo_core.estimation.estimating import (
+        estimate as estimate,
+    )
     from slapo_core.live.gradients import (
         clip_grad_norm_ as clip_grad_norm_,
     )
@@ -45,6 +48,10 @@ if TYPE_CHECKING:
     )
     from slapo_core.spec.compiler import (
         Compiler as Compiler,
+    )
+    from slapo_core.spec.device import (
+        DeviceSpec as DeviceSpec,
+        Link as Link,
     )
     from slapo_core.spec.dialect import (
         Dialect as Dialect,
@@ -88,6 +95,10 @@ if TYPE_CHECKING:
     from slapo_core.spec.record import (
         Record as Record,
     )
+    from slapo_core.spec.sampler import (
+        Sampler as Sampler,
+        Trial as Trial,
+    )
     from slapo_core.spec.suggestion import (
         Change as Change,
         Suggestion as Suggestion,
@@ -106,12 +117,14 @@ _PUBLIC = {
     "Change": "slapo_core.spec.suggestion",
     "Command": "slapo_core.spec.command",
     "Compiler": "slapo_core.spec.compiler",
+    "DeviceSpec": "slapo_core.spec.device",
     "Dialect": "slapo_core.spec.dialect",
     "Edit": "slapo_core.spec.edit",
     "Engine": "slapo_core.spec.engine",
     "Equivalence": "slapo_core.spec.equivalence",
     "Fact": "slapo_core.spec.doctor",
     "Layout": "slapo_core.spec.layout",
+    "Link": "slapo_core.spec.device",
     "Match": "slapo_core.spec.graph",
     "Mesh": "slapo_core.spec.mesh",
     "Node": "slapo_core.spec.node",
@@ -120,14 +133,17 @@ _PUBLIC = {
     "Primitive": "slapo_core.spec.primitive",
     "Problem": "slapo_core.spec.doctor",
     "Record": "slapo_core.spec.record",
+    "Sampler": "slapo_core.spec.sampler",
     "Schedule": "slapo_core.schedule.schedule",
     "StepResult": "slapo_core.spec.engine",
     "Suggestion": "slapo_core.spec.suggestion",
     "Tracer": "slapo_core.spec.tracer",
+    "Trial": "slapo_core.spec.sampler",
     "Violation": "slapo_core.spec.violation",
     "build": "slapo_core.building.phases",
     "clip_grad_norm_": "slapo_core.live.gradients",
     "create_schedule": "slapo_core.schedule.creation",
+    "estimate": "slapo_core.estimation.estimating",
     "hookimpl": "slapo_core.spec.hookspecs",
     "load_state_dict": "slapo_core.live.weights",
     "register_primitive": "slapo_core.plugins.local",

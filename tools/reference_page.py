@@ -96,7 +96,15 @@ _VALUES = {
     "hookimpl": "Decorator that marks a function as a plugin's answer to the hook of its name: [hooks.md](hooks.md)."
 }
 """What is neither a class nor a function has no docstring of its own."""
-_DISTRIBUTIONS = ("slapo-core", "slapo-deepspeed", "slapo-fusion", "slapo-megatron", "slapo-pipeline", "slapo-tp")
+_DISTRIBUTIONS = (
+    "slapo-core",
+    "slapo-deepspeed",
+    "slapo-fusion",
+    "slapo-megatron",
+    "slapo-pipeline",
+    "slapo-tp",
+    "slapo-tune",
+)
 
 
 def reference_page(note: str) -> str:

@@ -26,7 +26,7 @@ from slapo_core.errors import LaunchError, RankFailedError, RankTimeoutError
 from slapo_core.ranks.process import Job, describe, origin, run_rank, trace_file
 from slapo_core.ranks.script import MAIN_HINT, import_error, require_importable_script
 
-__all__ = ["preload_modules", "run_ranks"]
+__all__ = ["preload_modules", "run_process", "run_ranks"]
 
 T = TypeVar("T")
 
@@ -119,6 +119,18 @@ def run_ranks(
         finally:
             run.close()
     return run.results()
+
+
+def run_process(function: Callable[..., T], *args: Any, timeout: float = 120.0, **kwargs: Any) -> T:
+    """Call ``function(*args, **kwargs)`` in a fresh process, without a process group; as :func:`run_ranks` otherwise.
+
+    Args:
+        function: defined at the top level of a module.
+        args: positional arguments; anything that pickle can send.
+        timeout: seconds for the whole run.
+        kwargs: keyword arguments of ``function``.
+    """
+    return run_ranks(function, *args, world_size=1, timeout=timeout, backend="", **kwargs)[0]
 
 
 def _pickle_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bytes:

@@ -33,7 +33,7 @@ class Job:
         payload: the pickled ``(function, args, kwargs)``.
         origin: the name and the file of the module that defines the function; None where there is no file.
         world_size: the number of ranks.
-        backend: of ``torch.distributed.init_process_group``.
+        backend: of ``torch.distributed.init_process_group``; empty for no process group.
         timeout: seconds for the whole run.
         directory: private to the run; holds the store and the tracebacks.
         environment: the caller's environment variables.
@@ -105,14 +105,15 @@ def _prepare(rank: int, job: Job) -> tuple[Callable[..., Any], tuple[Any, ...], 
     torch.set_num_threads(1)
     if "nccl" in job.backend:
         torch.cuda.set_device(rank % torch.cuda.device_count())
-    dist.init_process_group(
-        job.backend,
-        init_method=Path(job.directory, "store").as_uri(),
-        rank=rank,
-        world_size=job.world_size,
-        # Longer than the run: the caller ends a hung rank and shows where it stood.
-        timeout=timedelta(seconds=job.timeout + 60),
-    )
+    if job.backend:
+        dist.init_process_group(
+            job.backend,
+            init_method=Path(job.directory, "store").as_uri(),
+            rank=rank,
+            world_size=job.world_size,
+            # Longer than the run: the caller ends a hung rank and shows where it stood.
+            timeout=timedelta(seconds=job.timeout + 60),
+        )
     if job.origin is not None:
         _make_importable(*job.origin)
     call: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]] = pickle.loads(job.payload)

@@ -32,6 +32,7 @@ from slapo_core.tree.render import render_tree
 from slapo_core.tree.tree import Tree
 
 if TYPE_CHECKING:
+    from slapo_core.estimation.results import Estimate
     from slapo_core.plugins.registry import Registry
     from slapo_core.spec.node import Node
 
@@ -212,6 +213,12 @@ class Schedule:
     def explain(self) -> str:
         """What each step changed, steps that did the same in repeated layers folded."""
         return explain_records(self.records)
+
+    def estimate(self, *args: Any, **kwargs: Any) -> Estimate:
+        """What a training step needs: :func:`slapo_core.estimate` of this schedule, with its arguments."""
+        import slapo_core
+
+        return slapo_core.estimate(self, *args, **kwargs)
 
     # -- what nodes and engines need --------------------------------------------------------------------------
 

@@ -31,10 +31,11 @@ KINDS: dict[str, Kind] = {
     "dialects": Kind("slapo_core.spec.dialect:Dialect", namespaced=False),
     "compilers": Kind("slapo_core.spec.compiler:Compiler", namespaced=False),
     "patterns": Kind("slapo_core.spec.pattern:Pattern", namespaced=True),
+    "samplers": Kind("slapo_core.spec.sampler:Sampler", namespaced=False),
     "tracers": Kind("slapo_core.spec.tracer:Tracer", namespaced=False),
     "commands": Kind("slapo_core.spec.command:Command", namespaced=False),
     "hooks": Kind(None, namespaced=False),
 }
 
-PLANNED_KINDS = ("samplers", "templates")
+PLANNED_KINDS = ("templates",)
 """Names kept for kinds that this version does not use: what a plugin provides of them is told and left alone."""

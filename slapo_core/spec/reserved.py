@@ -33,6 +33,7 @@ RESERVED_NAMESPACES: dict[str, str] = {
     "slapo": "slapo-core",
     "torch": "slapo-core",
     "tp": "slapo-tp",
+    "tune": "slapo-tune",
 }
 """Namespaces kept for the project's own distributions, whether or not this version has them."""
 
@@ -93,6 +94,10 @@ FIRST_PARTY_NAMES: dict[str, dict[str, tuple[str, ...]]] = {
     "slapo-megatron": {"dialects": ("megatron",)},
     "slapo-pipeline": {"primitives": ("pipeline_split",), "commands": ("pipeline",)},
     "slapo-tp": {"primitives": ("fork_rng", "shard", "shard_attribute", "sync", "sync_gradient")},
+    "slapo-tune": {
+        "commands": ("tune",),
+        "samplers": ("coordinate", "exhaustive", "frontier", "random"),
+    },
 }
 """The project's own distributions of this version and the bare names they provide, to tell a user what to install."""
 

@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from slapo_core.spec.primitive import Primitive
     from slapo_core.spec.record import Record
 
-__all__ = ["check_in_processes"]
+__all__ = ["Sent", "check_in_processes", "sent"]
 
 
 @dataclass(frozen=True)
-class _Sent:
+class Sent:
     """A schedule on its way: the untouched model, and the steps as values; one pickle keeps what they share."""
 
     model: nn.Module
@@ -39,6 +39,10 @@ class _Sent:
     plugins: tuple[str, ...]
     prefer: Mapping[str, str]
     example_inputs: Any = None
+
+    def schedule(self, mesh: Mapping[str, int] | None, example_inputs: Any) -> Schedule:
+        """The schedule once more, for the rank that torch.distributed says this process is."""
+        return _repeated(self, mesh)
 
 
 def check_in_processes(
@@ -65,16 +69,16 @@ def check_in_processes(
     launch = f"launch the script on every rank instead: `{mesh.launch_command()}`"
     why = f"verify has to repeat this schedule in {mesh.world_size} processes, because its mesh is only declared"
     try:
-        sent = [_sent(schedule) for schedule in schedules]
+        all_sent = [sent(schedule) for schedule in schedules]
     except SerializationError as error:
         hint = f"{error.hint}; or {launch}" if error.hint else launch
         raise SerializationError(f"{why}, but {error.message}", hint=hint) from error
-    for one in sent:
+    for one in all_sent:
         preload_modules(*_installed_modules(one.model))
     try:
         ranks = run_ranks(
             _check_on_rank,
-            sent,
+            all_sent,
             mesh.sizes,
             (inputs.args, dict(inputs.kwargs)),
             options,
@@ -87,7 +91,7 @@ def check_in_processes(
     return ranks[0]
 
 
-def _sent(schedule: Schedule) -> _Sent:
+def sent(schedule: Schedule) -> Sent:
     model, steps = untouched_with_steps(schedule, shares_memory=True)
     train_as_at_first(model, schedule)
     model._apply(lambda tensor: tensor if tensor.is_meta else tensor.cpu())
@@ -100,7 +104,7 @@ def _sent(schedule: Schedule) -> _Sent:
                 value._apply(lambda tensor: tensor if tensor.is_meta else tensor.cpu())
             _require_sendable(step, name, value)
         whole.append(step)
-    return _Sent(model, tuple(whole), schedule.plugins, schedule.prefer, schedule.example_inputs)
+    return Sent(model, tuple(whole), schedule.plugins, schedule.prefer, schedule.example_inputs)
 
 
 def _require_sendable(step: Record, name: str, value: Any) -> None:
@@ -132,7 +136,7 @@ def _installed_modules(model: nn.Module) -> list[str]:
 
 
 def _check_on_rank(
-    sent: Sequence[_Sent],
+    sent: Sequence[Sent],
     sizes: Mapping[str, int],
     inputs: tuple[tuple[Any, ...], dict[str, Any]],
     options: Options,
@@ -148,7 +152,7 @@ def _check_on_rank(
     return outcomes
 
 
-def _repeated(sent: _Sent, sizes: Mapping[str, int]) -> Schedule:
+def _repeated(sent: Sent, sizes: Mapping[str, int] | None) -> Schedule:
     _register({type(step.primitive): None for step in sent.steps})
     schedule = create_schedule(
         sent.model, mesh=sizes, plugins=sent.plugins, prefer=sent.prefer, example_inputs=sent.example_inputs

@@ -1,0 +1,36 @@
+"""Tuning for slapo: a symbolic space of schedules, memory predicted before anything runs, trials that survive anything.
+
+``tune(make_model, space, schedule, ...)`` searches from Python, ``slapo tune run STUDY.py`` from the command line.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from slapo_tune.search.tuning import Result, tune
+    from slapo_tune.space.space import Space
+    from slapo_tune.study import Study
+    from slapo_tune.trials.run import Run
+
+__all__ = ["Result", "Run", "Space", "Study", "tune"]
+
+_HOMES = {
+    "Result": "slapo_tune.search.tuning",
+    "Run": "slapo_tune.trials.run",
+    "Space": "slapo_tune.space.space",
+    "Study": "slapo_tune.study",
+    "tune": "slapo_tune.search.tuning",
+}
+
+
+def __getattr__(name: str) -> object:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(home), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

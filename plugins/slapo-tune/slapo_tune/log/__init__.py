@@ -1,0 +1,1 @@
+"""One line a trial, on disk before the next one starts."""

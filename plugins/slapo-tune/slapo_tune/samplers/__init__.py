@@ -1,0 +1,1 @@
+"""Which point is tried next: pure functions of the space, the history and a seed."""

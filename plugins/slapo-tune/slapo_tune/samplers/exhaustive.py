@@ -1,0 +1,20 @@
+"""Every point, one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from slapo_core import Sampler
+from slapo_core.spec.sampler import Point, SearchSpace, Trial
+
+__all__ = ["Exhaustive"]
+
+
+class Exhaustive(Sampler):
+    """Every point of the space, in the order of the candidates; finds the best of all."""
+
+    name = "exhaustive"
+
+    def suggest(self, space: SearchSpace, history: Sequence[Trial], seed: int) -> Point | None:
+        tried = [trial.point for trial in history]
+        return next((point for point in space.points() if point not in tried), None)

@@ -1,0 +1,1 @@
+"""The loop: propose, prune, run, log."""

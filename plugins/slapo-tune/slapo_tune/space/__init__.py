@@ -1,0 +1,1 @@
+"""A symbolic space, defined by running a function."""

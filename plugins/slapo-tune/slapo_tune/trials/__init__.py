@@ -1,0 +1,1 @@
+"""One trial, in processes of its own."""

@@ -1,0 +1,82 @@
+"""The base class of samplers: which point of a tuning space is tried next."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol
+
+__all__ = ["STATUSES", "Point", "Sampler", "SearchSpace", "Trial"]
+
+STATUSES = ("ok", "oom", "timeout", "crash", "wrong", "refused", "over_memory")
+"""How a trial can end. ``refused`` (a step, or the space, refuses the point) and ``over_memory`` (the estimate says
+that it does not fit) are never started."""
+
+Point = Mapping[str, Any]
+"""One choice for each symbol of the space, in the order in which they were chosen."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A point that was tried, or pruned.
+
+    Args:
+        number: from 0, in the order of the proposals.
+        point: what was chosen.
+        status: one of :data:`STATUSES`.
+        value: what is maximised, e.g. samples per second; None unless the status is ``"ok"``.
+        reason: why it was not ``"ok"``; empty otherwise.
+        predicted: what the estimate said: ``{"memory": bytes, "time": seconds}``, or a part of it.
+        measured: what the trial measured: ``{"memory": bytes, "time": seconds, ...}``.
+        seconds: how long it took.
+    """
+
+    number: int
+    point: Point
+    status: str
+    value: float | None = None
+    reason: str = ""
+    predicted: Mapping[str, float] = field(default_factory=dict)
+    measured: Mapping[str, float] = field(default_factory=dict)
+    seconds: float = 0.0
+
+
+class SearchSpace(Protocol):
+    """What a sampler sees of a space."""
+
+    def points(self) -> Sequence[Point]:
+        """Every point that the space allows, in the order of its candidates; the same at every call."""
+
+    def predicted_memory(self, point: Point) -> int | None:
+        """Bytes that the estimate says the fullest rank needs; None where nothing is estimated. Estimates are kept."""
+
+    @property
+    def memory(self) -> int | None:
+        """The limit of a rank's memory in bytes; None for none."""
+
+
+class Sampler(ABC):
+    """Proposes points; published by an entry point of the group ``slapo.v1.samplers``.
+
+    A sampler keeps nothing: what it proposes is a function of its arguments alone, so that a search that was killed
+    goes on where it was.
+
+    Attributes:
+        name: what ``tune(sampler=...)`` calls it, e.g. ``"coordinate"``.
+    """
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def suggest(self, space: SearchSpace, history: Sequence[Trial], seed: int) -> Point | None:
+        """The point to try next.
+
+        Args:
+            space: what may be chosen.
+            history: all trials so far, oldest first, the pruned ones among them.
+            seed: of the search.
+
+        Returns:
+            a point of the space that the history does not have; None to end the search.
+        """
