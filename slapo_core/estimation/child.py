@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,6 +44,7 @@ class Request:
         optimizer: as for ``build``.
         loss: as for ``build``.
         device: for the time.
+        observer: makes one more observer, told last of every operation, whose ``result()`` comes back with the estimate.
     """
 
     source: Source
@@ -54,6 +55,7 @@ class Request:
     optimizer: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer] | None = None
     loss: Callable[[Any, Any], torch.Tensor] | None = None
     device: DeviceSpec | None = None
+    observer: Callable[[Any, Trackers], Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,7 @@ class Trackers:
     communication: CollectiveTracker
     flops: FlopTracker
     time: TimeTracker | None
+    others: list[Any] = field(default_factory=list)
 
     @classmethod
     def of(cls, schedule: Schedule, request: Request) -> Trackers:
@@ -86,7 +89,11 @@ class Trackers:
     def observers(self) -> tuple[Observer, ...]:
         """Who is told of every operation."""
         time = () if self.time is None else (self.time,)
-        return (self.memory, self.communication, self.flops, *time)
+        return (self.memory, self.communication, self.flops, *time, *self.others)
+
+    def spent(self) -> tuple[int, float]:
+        """Floating-point operations and seconds of the step so far."""
+        return self.flops.total, 0.0 if self.time is None else self.time.seconds
 
     def begin_step(self) -> None:
         """The second step is what counts."""
@@ -95,9 +102,15 @@ class Trackers:
 
     def result(self, request: Request) -> RankEstimate:
         """What the rank's steps needed."""
-        time = None if self.time is None else self.time.seconds
-        collectives = self.communication.collectives
-        return RankEstimate(request.rank, request.ranks, self.memory.peak, self.flops.total, collectives, time)
+        return RankEstimate(
+            request.rank,
+            request.ranks,
+            self.memory.peak,
+            self.flops.total,
+            self.communication.collectives,
+            None if self.time is None else self.time.seconds,
+            observed=next((one.result() for one in self.others), None),
+        )
 
 
 def estimate_rank(request: Request) -> RankEstimate:
@@ -110,5 +123,7 @@ def estimate_rank(request: Request) -> RankEstimate:
     values = Values(mode)
     without_memory(schedule, mode, values)
     trackers = Trackers.of(schedule, request)
+    if request.observer is not None:
+        trackers.others.append(request.observer(schedule, trackers))
     train(schedule, fake_batch(request.batch, mode, values), request, mode, trackers, values)
     return trackers.result(request)

@@ -13,7 +13,7 @@ from slapo_core.estimation.private import flop_formulas
 __all__ = ["FlopTracker"]
 
 Formula = Callable[..., int]
-"""The arguments of an operation, and its result as ``out_val`` -> how many; a multiplication and its addition are two."""
+"""The arguments of an operation, and its result as ``out_val`` -> how many; multiplying and adding is two."""
 
 aten = torch.ops.aten
 
