@@ -53,6 +53,11 @@ class MemoryTracker:
         """The counts when most bytes were held."""
         return self._peak
 
+    @property
+    def total(self) -> int:
+        """Bytes held now."""
+        return self._total
+
     def begin(self) -> None:
         """The peak is that of all steps: nothing is forgotten."""
 
