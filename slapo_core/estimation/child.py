@@ -41,7 +41,7 @@ class Request:
         optimizer: as for ``build``.
         loss: as for ``build``.
         device: for the time.
-        observer: makes one more observer, told last of every operation, whose ``result()`` comes back with the estimate.
+        observer: makes one more observer, told last of every operation; its ``result()`` comes back with the estimate.
     """
 
     source: Source
