@@ -67,16 +67,13 @@ def name_causes(schedule: Schedule, place: Place) -> None:
 
 def _modules(model: nn.Module, entries: list[tuple[Record, Entry]], place: Place) -> None:
     """What steps put in is theirs, the latest's; what was there before stays the model's own."""
-    old = {
-        id(module)
-        for _, entry in entries
-        if isinstance(entry, ReplaceModule)
-        for module in entry.old.modules()
-    }
+    old = {id(module) for _, entry in entries if isinstance(entry, ReplaceModule) for module in entry.old.modules()}
     came: dict[int, str] = {}
     for record, entry in entries:
         if isinstance(entry, (ReplaceModule, AddModule)):
-            came.update((id(module), str(record)) for module in entry.new.modules() if id(module) not in old | came.keys())
+            came.update(
+                (id(module), str(record)) for module in entry.new.modules() if id(module) not in old | came.keys()
+            )
     for module in model.modules():
         if id(module) in came:
             place.came_by(module, came[id(module)])
@@ -111,7 +108,9 @@ class _Wrapper:
     beneath: At | None = None
 
     def __call__(self, forward: Forward) -> Forward:
-        return self._saying(self.at, self.function(forward if self.beneath is None else self._saying(self.beneath, forward)))
+        return self._saying(
+            self.at, self.function(forward if self.beneath is None else self._saying(self.beneath, forward))
+        )
 
     def _saying(self, at: At, forward: Forward) -> Forward:
         @functools.wraps(forward)

@@ -19,6 +19,7 @@ from slapo_core.estimation.results import RankEstimate
 from slapo_core.estimation.source import Source
 from slapo_core.estimation.step import train
 from slapo_core.estimation.tensors import fake_batch, without_memory
+from slapo_core.estimation.values import Values
 from slapo_core.estimation.watch import Observer
 from slapo_core.spec.device import DeviceSpec
 
@@ -128,9 +129,10 @@ def estimate_rank(request: Request) -> RankEstimate:
         dist.init_process_group("fake", rank=request.rank, world_size=world_size, store=FakeStore())
     schedule = request.source.schedule(request.mesh, request.batch)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    without_memory(schedule, mode)
+    values = Values(mode)
+    without_memory(schedule, mode, values)
     trackers = Trackers.of(schedule, request)
     if request.observer is not None:
         trackers.others.append(request.observer(schedule, trackers))
-    train(schedule.model, fake_batch(request.batch, mode), request, mode, trackers)
+    train(schedule.model, fake_batch(request.batch, mode, values), request, mode, trackers, values)
     return trackers.result(request)

@@ -127,9 +127,7 @@ def _reader(name: str, arguments: list[str]) -> Read:
 
 
 def _bytes(value: Any) -> int:
-    return sum(
-        leaf.numel() * leaf.element_size() for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)
-    )
+    return sum(leaf.numel() * leaf.element_size() for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
 
 
 class MeshGroups:

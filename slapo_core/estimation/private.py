@@ -6,19 +6,30 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+    unset_fake_temporarily,
+)
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 __all__ = [
+    "DataDependentOutputException",
+    "DynamicOutputShapeException",
     "FakeStore",
     "FakeTensor",
     "FakeTensorMode",
+    "UnsupportedOperatorException",
     "current_autograd_node",
     "is_traceable_wrapper_subclass",
     "next_sequence_number",
     "ranks_of_group",
+    "unset_fake_temporarily",
 ]
 
 

@@ -9,6 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 from slapo_core.building.loss import LossCall
 from slapo_core.estimation.private import FakeTensorMode
+from slapo_core.estimation.values import Values, seen_as_plain
 from slapo_core.estimation.watch import Watch
 
 if TYPE_CHECKING:
@@ -17,7 +18,9 @@ if TYPE_CHECKING:
 __all__ = ["train"]
 
 
-def train(model: torch.nn.Module, batch: Any, request: Request, mode: FakeTensorMode, trackers: Trackers) -> None:
+def train(
+    model: torch.nn.Module, batch: Any, request: Request, mode: FakeTensorMode, trackers: Trackers, values: Values
+) -> None:
     """Run the steps; ``trackers`` know what the second needed afterwards."""
     compute_loss = LossCall(model, request.loss)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -30,7 +33,7 @@ def train(model: torch.nn.Module, batch: Any, request: Request, mode: FakeTensor
         memory.hold((leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)), "inputs")
         for parameter in parameters:
             parameter.register_post_accumulate_grad_hook(lambda p: memory.hold([p.grad], "gradients"))
-        with place.watching(), Watch(trackers.observers()):
+        with place.watching(), seen_as_plain(), Watch(trackers.observers(), values):
             for _ in range(2):
                 trackers.begin_step()
                 place.forget()

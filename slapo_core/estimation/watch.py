@@ -9,6 +9,8 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from slapo_core.estimation.values import Values
+
 __all__ = ["Observer", "Watch"]
 
 
@@ -27,10 +29,12 @@ class Watch(TorchDispatchMode):
 
     Args:
         observers: told in this order.
+        values: who runs the operations.
     """
 
-    def __init__(self, observers: Sequence[Observer]) -> None:
+    def __init__(self, observers: Sequence[Observer], values: Values) -> None:
         super().__init__()
+        self._run = values.run
         self._saw = tuple(observer.saw for observer in observers)
         self._wait = torch.ops._c10d_functional.wait_tensor.default
 
@@ -39,7 +43,7 @@ class Watch(TorchDispatchMode):
             return NotImplemented  # what it does to the tensors of this rank comes by again
         kwargs = kwargs or {}
         # Waiting gives back the tensor that is waited for; without memory torch would make a new one.
-        result = args[0] if func is self._wait else func(*args, **kwargs)
+        result = args[0] if func is self._wait else self._run(func, args, kwargs)
         for saw in self._saw:
             saw(func, args, kwargs, result)
         return result
