@@ -139,7 +139,12 @@ class Trackers:
         """What the rank's steps needed."""
         observed = next((one.result() for one in self.others), None)
         return RankEstimate(
-            request.rank, request.ranks, self.memory.peak, self.flops.total, self.communication.collectives, observed=observed
+            request.rank,
+            request.ranks,
+            self.memory.peak,
+            self.flops.total,
+            self.communication.collectives,
+            observed=observed,
         )
 
 
