@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from slapo_core.estimation.results import Estimate
     from slapo_core.plugins.registry import Registry
     from slapo_core.spec.node import Node
+    from slapo_core.tree.journal import Entry
 
 __all__ = ["Schedule"]
 
@@ -329,6 +330,10 @@ class Schedule:
     def records_so_far(self) -> tuple[Record, ...]:
         """The records, and inside of a primitive those of the primitives that it applied itself."""
         return (*self.records, *self._inner) if self._inner else self.records
+
+    def entries(self) -> Iterator[tuple[Record, Entry]]:
+        """What each step changed, in order; nothing any more once the originals were dropped."""
+        return self._history.entries()
 
     def removal_of(self, path: str) -> Record | None:
         """The step that removed the module at ``path``; None if none did."""
