@@ -61,8 +61,9 @@ def estimate_source(
     loss: Callable[[Any, Any], torch.Tensor] | None = None,
     device: DeviceSpec | None = None,
     timeout: float = 600.0,
+    observer: Any = None,
 ) -> Estimate:
     """As :func:`slapo_core.estimate`, of a schedule that other processes make."""
-    request = Request(source, mesh, rank or 0, (rank or 0,), batch, optimizer, loss, device)
+    request = Request(source, mesh, rank or 0, (rank or 0,), batch, optimizer, loss, device, observer)
     kinds = (run_process(estimate_rank, request, timeout=timeout),)
     return Estimate(dict(mesh or {}), kinds)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 __all__ = ["Collective", "Estimate", "Memory", "RankEstimate"]
 
@@ -53,7 +54,7 @@ class Collective:
     """One communication of a step.
 
     Args:
-        kind: ``"all_reduce"``, ``"all_gather"``, ``"reduce_scatter"``, ``"all_to_all"``, ``"broadcast"``, ``"send"``, ...
+        kind: ``"all_reduce"``, ``"all_gather"``, ``"reduce_scatter"``, ``"all_to_all"``, ``"broadcast"``, ``"send"``
         mesh_dim: the mesh dimension of its group; ``""`` for another group.
         ranks: the size of the group.
         bytes: of the tensor that this rank gives.
@@ -82,6 +83,7 @@ class RankEstimate:
         flops: floating-point operations of a step.
         collectives: of a step, in order.
         time: seconds of a step, by the roofline; None without a device.
+        observed: what an observer of the request's own says.
     """
 
     rank: int
@@ -90,6 +92,7 @@ class RankEstimate:
     flops: int
     collectives: tuple[Collective, ...]
     time: float | None = None
+    observed: Any = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)

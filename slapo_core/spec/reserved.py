@@ -50,8 +50,10 @@ RESERVED_COMMANDS: dict[str, str] = {
         (
             "build",
             "check",
+            "device",
             "dialects",
             "doctor",
+            "estimate",
             "help",
             "patterns",
             "plugins",
@@ -133,6 +135,7 @@ RESERVED_NAMES: frozenset[str] = frozenset(
         "apply_at",
         "apply_each",
         "document",
+        "entries",
         "example_call_of",
         "example_inputs",
         "explain",
