@@ -97,7 +97,7 @@ class Trackers:
     memory: MemoryTracker
     communication: CollectiveTracker
     flops: FlopTracker
-    time: TimeTracker | None = None
+    time: TimeTracker | None
     others: list[Any] = field(default_factory=list)
 
     @classmethod
