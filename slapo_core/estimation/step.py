@@ -46,7 +46,7 @@ def train(
     with mode:
         optimizer = _optimizer(model, request)
         hold_all(model, pieces, trackers)
-        with place.watching(), seen_as_plain(), Watch(trackers.observers(), values):
+        with place.watching(), memory.watching(), seen_as_plain(), Watch(trackers.observers(), values):
             for _ in range(2):
                 trackers.begin_step()
                 place.forget()
