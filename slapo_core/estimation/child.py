@@ -154,6 +154,10 @@ def play(request: Request) -> Played | SlapoError:
         doing = "a training step"
         assumptions = Assumptions()
         assumptions.train(schedule.model)
+        if (request.mesh or {}).get("dp", 1) > 1:
+            assumptions.replicas()
+        if request.device is not None:
+            assumptions.seconds(request.device)
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         values = Values(mode)
         without_memory(schedule, mode, values)
