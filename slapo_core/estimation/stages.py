@@ -116,11 +116,11 @@ def train_stages(
     """
     assert schedule.mesh is not None
     place, memory, group = trackers.place, trackers.memory, schedule.mesh.group("pp")
+    assert group is not None
     correspondence, _ = Correspondence.of(schedule)
     here = [live.tensor for live in correspondence.live() if live.is_here]
-    own = [
-        stage for stage in pipeline.staged.partition.stages if pipeline.ranks[stage.index] == schedule.mesh.rank("pp")
-    ]
+    rank = schedule.mesh.rank("pp")
+    own = [stage for stage in pipeline.staged.partition.stages if pipeline.ranks[stage.index] == rank]
     parameters = [one for one in here if isinstance(one, nn.Parameter)]
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     call = LossCall(schedule.model, request.loss)
