@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -67,8 +68,11 @@ class _Known:
     def __init__(self, space: Space) -> None:
         self._space = space
 
-    def points(self) -> list[dict[str, Any]]:
+    def points(self) -> Iterator[dict[str, Any]]:
         return self._space.points()
+
+    def draw(self, pick: Callable[[str, tuple[Any, ...]], int]) -> dict[str, Any] | None:
+        return self._space.draw(pick)
 
     def predicted_memory(self, point: Any) -> int | None:
         return None
