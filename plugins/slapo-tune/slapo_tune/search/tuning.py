@@ -160,7 +160,7 @@ class _Search:
             trial = Trial(number, point, status, reason=reason, predicted=prediction.numbers())
             self._ended(replace(trial, seconds=time.monotonic() - before))
             return
-        if prediction.problem and self.study.batch is not None:
+        if prediction.problem:
             self.tell(Note(f"trial {number} is started without an estimate: {prediction.problem}"))
         self._ended(self._measured(number, point, prediction))
 
