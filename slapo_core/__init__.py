@@ -21,6 +21,9 @@ if TYPE_CHECKING:
         estimate as estimate,
         estimate_functions as estimate_functions,
     )
+    from slapo_core.estimation.fitting.fitting import (
+        fit as fit,
+    )
     from slapo_core.live.gradients import (
         clip_grad_norm_ as clip_grad_norm_,
     )
@@ -146,6 +149,7 @@ _PUBLIC = {
     "create_schedule": "slapo_core.schedule.creation",
     "estimate": "slapo_core.estimation.estimating",
     "estimate_functions": "slapo_core.estimation.estimating",
+    "fit": "slapo_core.estimation.fitting.fitting",
     "hookimpl": "slapo_core.spec.hookspecs",
     "load_state_dict": "slapo_core.live.weights",
     "register_primitive": "slapo_core.plugins.local",

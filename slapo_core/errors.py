@@ -22,6 +22,7 @@ __all__ = [
     "ConflictingPluginError",
     "DisabledPluginError",
     "EstimateError",
+    "FitError",
     "GuardError",
     "HookError",
     "IncompatiblePluginError",
@@ -232,6 +233,32 @@ class VerifyError(SlapoError):
         self.tolerance = tolerance
         self.rank = rank
         self.steps = tuple(steps)
+        super().__init__(message, path=path, plugin=plugin, hint=hint)
+
+
+class FitError(SlapoError):
+    """No choice of what to checkpoint lets a training step stay within the memory that `fit` was given.
+
+    What to do: the message says what holds the least peak: more ranks of ``tp`` or ``pp`` for parameters and optimiser,
+    a smaller batch or more micro-batches for activations.
+
+    Args:
+        target: bytes that were allowed.
+        least: bytes of the least peak that was found.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        target: int,
+        least: int,
+        path: str | None = None,
+        plugin: str | None = None,
+        hint: str | None = None,
+    ) -> None:
+        self.target = target
+        self.least = least
         super().__init__(message, path=path, plugin=plugin, hint=hint)
 
 

@@ -16,11 +16,13 @@ from slapo_core.estimation.assumptions import Assumptions
 from slapo_core.estimation.causes import name_causes
 from slapo_core.estimation.communication import CollectiveTracker, MeshGroups
 from slapo_core.estimation.faults import explained
+from slapo_core.estimation.flops import FlopTracker
 from slapo_core.estimation.kinds import kinds_of_ranks
 from slapo_core.estimation.memory import MemoryTracker
 from slapo_core.estimation.place import Place
 from slapo_core.estimation.private import FakeStore, FakeTensorMode
 from slapo_core.estimation.results import RankEstimate
+from slapo_core.estimation.roofline import TimeTracker
 from slapo_core.estimation.source import Source
 from slapo_core.estimation.step import train
 from slapo_core.estimation.tensors import fake_batch, without_memory
@@ -86,12 +88,16 @@ class Trackers:
         place: phase and module of what runs.
         memory: bytes held.
         communication: collectives.
+        flops: of products.
+        time: by the roofline; None without a device.
         others: those that the request asks for.
     """
 
     place: Place
     memory: MemoryTracker
     communication: CollectiveTracker
+    flops: FlopTracker
+    time: TimeTracker | None
     others: list[Any] = field(default_factory=list)
 
     @classmethod
@@ -99,14 +105,21 @@ class Trackers:
         place = Place.of(schedule.model)
         name_causes(schedule, place)
         groups = MeshGroups(request.mesh or {}, request.rank)
-        trackers = cls(place, MemoryTracker(place), CollectiveTracker(place, groups))
+        communication, flops = CollectiveTracker(place, groups), FlopTracker()
+        time = None if request.device is None else TimeTracker(request.device, place, flops, communication)
+        trackers = cls(place, MemoryTracker(place), communication, flops, time)
         if request.observer is not None:
             trackers.others.append(request.observer(schedule, trackers))
         return trackers
 
     def observers(self) -> tuple[Observer, ...]:
         """Who is told of every operation."""
-        return (self.memory, self.communication, *self.others)
+        time = () if self.time is None else (self.time,)
+        return (self.memory, self.communication, self.flops, *time, *self.others)
+
+    def spent(self) -> tuple[int, float]:
+        """Floating-point operations and seconds of the step so far."""
+        return self.flops.total, 0.0 if self.time is None else self.time.seconds
 
     def begin_step(self) -> None:
         """The second step is what counts."""
@@ -115,9 +128,14 @@ class Trackers:
 
     def result(self, request: Request) -> RankEstimate:
         """What the rank's steps needed."""
-        observed = next((one.result() for one in self.others), None)
         return RankEstimate(
-            request.rank, request.ranks, self.memory.peak, 0, self.communication.collectives, observed=observed
+            request.rank,
+            request.ranks,
+            self.memory.peak,
+            self.flops.total,
+            self.communication.collectives,
+            None if self.time is None else self.time.seconds,
+            observed=next((one.result() for one in self.others), None),
         )
 
 
@@ -141,7 +159,7 @@ def play(request: Request) -> Played | SlapoError:
         trackers = Trackers.of(schedule, request)
         place = trackers.place
         with assumptions.uncompiled(schedule.model):
-            train(schedule.model, fakes, request, mode, trackers, values)
+            train(schedule, fakes, request, mode, trackers, values)
         return Played(trackers.result(request), kinds_of_ranks(schedule, request.mesh), assumptions.found())
     except Exception as error:  # noqa: BLE001 - whatever the user's functions raise
         fault = explained(error, doing=doing, module=place.module if place is not None else None)

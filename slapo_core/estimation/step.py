@@ -10,17 +10,19 @@ from torch.utils._pytree import tree_leaves
 from slapo_core.building.loss import LossCall
 from slapo_core.errors import ArgumentError, EstimateError
 from slapo_core.estimation.private import FakeTensorMode
+from slapo_core.estimation.replicas import Replicas, replicas_of
 from slapo_core.estimation.values import Values, seen_as_plain
 from slapo_core.estimation.watch import Watch
 
 if TYPE_CHECKING:
     from slapo_core.estimation.child import Request, Trackers
+    from slapo_core.schedule.schedule import Schedule
 
 __all__ = ["train"]
 
 
 def train(
-    model: torch.nn.Module,
+    schedule: Schedule,
     pieces: list[Any],
     request: Request,
     mode: FakeTensorMode,
@@ -30,13 +32,14 @@ def train(
     """Run the steps as target ``"torch"`` does; ``trackers`` know what the second needed afterwards.
 
     Args:
-        model: with tensors without memory, in training mode.
+        schedule: of a model with tensors without memory, in training mode.
         pieces: the batch's micro-batches, without memory.
         request: what is asked.
         mode: of the tensors.
         trackers: told of every operation.
         values: who runs the operations.
     """
+    model = schedule.model
     place, memory = trackers.place, trackers.memory
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise EstimateError(
@@ -46,11 +49,12 @@ def train(
     with mode:
         optimizer = _optimizer(model, request)
         hold_all(model, pieces, trackers)
+        replicas = replicas_of(model, schedule.mesh, lambda tensors: memory.hold(tensors, "gradients"))
         with place.watching(), seen_as_plain(), Watch(trackers.observers(), values):
             for _ in range(2):
                 trackers.begin_step()
                 place.forget()
-                _step(model, pieces, request, optimizer, trackers)
+                _step(model, pieces, request, optimizer, trackers, replicas)
                 if optimizer is not None:
                     memory.hold(_state(optimizer), "optimizer")
 
@@ -72,6 +76,7 @@ def _step(
     request: Request,
     optimizer: torch.optim.Optimizer | None,
     trackers: Trackers,
+    replicas: Replicas | None,
 ) -> None:
     """As ``native/engine.py``: in its order, and holding what it holds."""
     place = trackers.place
@@ -79,6 +84,8 @@ def _step(
     losses, output = [], None
     for number, piece in enumerate(pieces):
         place.begin("forward")
+        if replicas is not None:
+            replicas.before_forward(synchronise=number == len(pieces) - 1)
         loss, output = compute_loss(piece)
         if number == 0:
             for parameter in model.parameters():

@@ -32,6 +32,7 @@ from slapo_core.tree.render import render_tree
 from slapo_core.tree.tree import Tree
 
 if TYPE_CHECKING:
+    from slapo_core.estimation.fitting.result import Fit
     from slapo_core.estimation.results import Estimate
     from slapo_core.plugins.registry import Registry
     from slapo_core.spec.node import Node
@@ -68,6 +69,7 @@ class Schedule:
         self._inner: list[Record] = []  # of the primitives that the one being applied has applied itself
         self._sealed_by: str | None = None
         self._example_calls: ExampleCalls | None = None
+        self.estimates: dict[bytes, Any] = {}  # that fit has asked for, by the steps and what was asked
         self.tree = Tree(model, mesh, self)
         for distribution in self.plugins:
             self.hooks.activate(distribution)
@@ -220,6 +222,12 @@ class Schedule:
         import slapo_core
 
         return slapo_core.estimate(self, *args, **kwargs)
+
+    def fit(self, memory: int | str, *args: Any, **kwargs: Any) -> Fit:
+        """Checkpoint what it takes to stay within ``memory``: :func:`slapo_core.fit` of this schedule."""
+        import slapo_core
+
+        return slapo_core.fit(self, memory, *args, **kwargs)
 
     # -- what nodes and engines need --------------------------------------------------------------------------
 
