@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_map_only
 
+from slapo_core.estimation.assumptions import Assumptions
 from slapo_core.estimation.private import FakeTensor, FakeTensorMode
 from slapo_core.estimation.values import Values
 from slapo_core.tree.edit import TreeEdit
@@ -35,9 +36,17 @@ def without_memory(schedule: Schedule, mode: FakeTensorMode, values: Values) -> 
                 module._buffers[name] = _fake(buffer, mode, values)
 
 
-def fake_batch(batch: Any, mode: FakeTensorMode, values: Values) -> Any:
-    """``batch`` with fake tensors."""
-    return tree_map_only(torch.Tensor, lambda tensor: _fake(tensor, mode, values), batch)
+def fake_batch(batch: Any, mode: FakeTensorMode, values: Values, assumptions: Assumptions) -> Any:
+    """``batch`` with fake tensors; integers that have no values get some."""
+
+    def made(tensor: torch.Tensor) -> torch.Tensor:
+        fake = _fake(tensor, mode, values)
+        if tensor.is_meta and not tensor.is_floating_point() and not tensor.is_complex():
+            assumptions.integers_are_one()
+            values.give(fake, torch.ones(tensor.shape, dtype=tensor.dtype))
+        return fake
+
+    return tree_map_only(torch.Tensor, made, batch)
 
 
 def _fake(tensor: torch.Tensor, mode: FakeTensorMode, values: Values) -> torch.Tensor:

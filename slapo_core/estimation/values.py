@@ -18,7 +18,7 @@ from slapo_core.estimation.private import (
     unset_fake_temporarily,
 )
 
-__all__ = ["Unknown", "Values", "seen_as_plain"]
+__all__ = ["Unknown", "Values", "is_followed", "seen_as_plain"]
 
 _LARGEST = 2**22  # elements of a tensor whose values are followed
 _VALUE = "_slapo_value"
@@ -26,6 +26,11 @@ _WHOLE = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int3
 _READS = frozenset(
     {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default, torch.ops.aten.is_nonzero.default}
 )
+
+
+def is_followed(tensor: torch.Tensor) -> bool:
+    """Whether the values of a real tensor are followed: small integers and booleans."""
+    return tensor.dtype in _WHOLE and tensor.numel() <= _LARGEST and not tensor.is_meta
 
 
 class Unknown(Exception):  # noqa: N818 - what a model asks, not a fault
@@ -45,7 +50,7 @@ class Values:
 
     def give(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
         """``tensor``, without memory, holds ``value``; of floating-point tensors that is not followed."""
-        if value.dtype in _WHOLE and value.numel() <= _LARGEST and not value.is_meta:
+        if is_followed(value):
             tensor.__dict__[_VALUE] = value
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -102,6 +102,11 @@ def fit(
         )
     sizes = mesh if mesh is not None else sch.mesh.sizes if sch.mesh is not None else None
     batch = sch.example_inputs if example_inputs is None else example_inputs
+    if batch is None:
+        raise ArgumentError(
+            "fit needs one batch to train on: none was given, and the schedule has no example_inputs",
+            hint="sch.fit('70GiB', {'input_ids': ids, 'labels': ids}, optimizer=...)",
+        )
     units = units_of(sch, layers)
     asked = {"mesh": sizes, "optimizer": optimizer, "loss": loss, "device": device, "timeout": timeout, **config}
     oracle = Oracle(sch, batch, units, asked)
