@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from slapo_core import DeviceSpec, Sampler, Schedule
     from slapo_core.spec.sampler import Point
     from slapo_tune.space.space import Space
-    from slapo_tune.space.symbols import Symbols
     from slapo_tune.trials.run import Run
 
 __all__ = ["Study"]
@@ -69,7 +68,7 @@ class Study:
     """
 
     make_model: Callable[[], nn.Module]
-    space: Callable[[Symbols], Any] | Space
+    space: Callable[[Any], Any] | Space
     schedule: Callable[[Schedule, Point], Any]
     evaluate: Callable[[Run], float] | None = None
     world_size: int = 1
@@ -125,6 +124,11 @@ class Study:
     def memory_limit(self) -> int | None:
         """``memory`` in bytes."""
         return None if self.memory is None else parse_bytes(self.memory)
+
+    @property
+    def process_memory_limit(self) -> int | None:
+        """``process_memory`` in bytes."""
+        return None if self.process_memory is None else parse_bytes(self.process_memory, name="process_memory")
 
     def mesh_of(self, point: Point) -> dict[str, int] | None:
         """The mesh of a point; None for one rank without a mesh.
