@@ -25,6 +25,12 @@ from transformers import BertForMaskedLM
 
 import slapo_core as slapo
 import slapo_tune
+from slapo_tune.commands.progress import Progress
+from slapo_tune.report.pictures.writing import write_pictures
+from slapo_tune.report.report import report
+from slapo_tune.search.tuning import search
+from slapo_tune.search.winner import best_file
+from slapo_tune.space.space import Space
 
 RANKS = 2
 LAYERS = 6
@@ -102,14 +108,21 @@ def parser() -> argparse.ArgumentParser:
 def main(options: argparse.Namespace) -> int:
     """Search, or go on where the last search ended; print, draw, verify, and give the exit status."""
     options.output.mkdir(parents=True, exist_ok=True)
+    print(f"text, tokenizer, log and results: {options.output}")
     rows(options)  # trains the tokenizer once, before the processes start
-    study = make_study(options)
-    result = search(study)
-    points = list(Space(space).points())
-    report(points, result.trials, refused=list(Space(space).refused())).print()
-    for picture in write_pictures(points, result.trials, options.output, axes=("batch", "checkpoint"), title="BERT"):
-        print(f"wrote {picture}")
-    ...
+    chosen = make_study(options)
+    searched = Space.of(space)
+    points = list(searched.points())
+    with Progress(unit="samples/s", points=len(points), limit=None, timeout=chosen.timeout) as progress:
+        result = search(chosen, tell=progress.tell)
+    report(points, result.trials, refused=list(searched.refused())).print()
+    for file in write_pictures(points, result.trials, options.output, axes=("batch", "checkpoint"), title="BERT"):
+        print(f"wrote {file}")
+    if result.winner is None or not result.winner.right:
+        print(f"FAILED: no verified schedule: {result.winner.reason if result.winner else 'no trial was ok'}")
+        return 1
+    print(f"\n{result.winner.text}")
+    print(f"\nthe best schedule, with its point: {best_file(chosen.log)}")
     return 0
 
 
