@@ -50,7 +50,7 @@ def train(
         optimizer = _optimizer(model, request)
         hold_all(model, pieces, trackers)
         replicas = replicas_of(model, schedule.mesh, lambda tensors: memory.hold(tensors, "gradients"))
-        with place.watching(), seen_as_plain(), Watch(trackers.observers(), values):
+        with place.watching(), memory.watching(), seen_as_plain(), Watch(trackers.observers(), values):
             for _ in range(2):
                 trackers.begin_step()
                 place.forget()
