@@ -157,7 +157,7 @@ def _settle_directory(directory: Path) -> None:
         os.close(descriptor)
 
 
-_TOLD_ONLY = ("versions", "started", "described", "sources")
+_TOLD_ONLY = ("versions", "started", "described", "sources", "timeout")
 """What a header tells its readers, and what may differ when a search goes on."""
 
 

@@ -82,7 +82,7 @@ class Guard:
             with Output(job["output"]) as output:
                 if self._nursery is None or self._nursery.poll() is not None:
                     self._start_nursery()
-                assert self._line is not None and self._nursery is not None
+                assert self._nursery is not None
                 self._order({"directory": directory, "ranks": job["ranks"]})
                 while len(codes) < len(ranks) and not lost:
                     self._wait(pipe)

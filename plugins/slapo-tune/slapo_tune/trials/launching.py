@@ -26,7 +26,7 @@ from slapo_tune.trials.outputs import TAIL
 from slapo_tune.trials.rank import is_in_trial
 from slapo_tune.trials.sending import packed
 
-__all__ = ["Trials"]
+__all__ = ["Trials", "libraries"]
 
 _LEAVING = 15.0  # seconds for the guard to end everything
 _SLACK = 60.0  # seconds beyond a job's own after which the guard is given up
@@ -50,7 +50,7 @@ class Trials:
             )
         self._study = study
         self.payload = packed(study.functions())
-        self._preload = _libraries(study)
+        self._preload = libraries(study)
         self._home: Path | None = None
         self._guard: subprocess.Popen[bytes] | None = None
         self._heard = b""
@@ -98,7 +98,7 @@ class Trials:
         self._jobs += 1
         directory.mkdir()
         output.parent.mkdir(exist_ok=True)
-        told = {"point": dict(point), "mesh": None if mesh is None else dict(mesh), "timeout": timeout}
+        told: dict[str, Any] = {"point": dict(point), "mesh": None if mesh is None else dict(mesh), "timeout": timeout}
         told |= {"study": _plain(self._study), "seed": self._study.seed, "accelerator": self._study.accelerator}
         job = Job(
             str(directory),
@@ -127,7 +127,8 @@ class Trials:
         return outcome
 
     def _ask(self, job: Job) -> Ended | None:
-        assert self._guard is not None and self._guard.stdin is not None
+        assert self._guard is not None
+        assert self._guard.stdin is not None
         try:
             self._guard.stdin.write(json.dumps(job.as_json()).encode() + b"\n")
             self._guard.stdin.flush()
@@ -138,7 +139,8 @@ class Trials:
 
     def _hear(self, timeout: float) -> dict[str, Any] | None:
         """What the guard says next; None if it has ended, or says nothing."""
-        assert self._guard is not None and self._guard.stdout is not None
+        assert self._guard is not None
+        assert self._guard.stdout is not None
         deadline = time.monotonic() + timeout
         with selectors.DefaultSelector() as selector:
             selector.register(self._guard.stdout, selectors.EVENT_READ)
@@ -204,7 +206,7 @@ def _data_parts(mesh: Mapping[str, int] | None, ranks: int) -> Sequence[Any]:
     return [tuple(place.rank(mesh_dim) for mesh_dim in DATA_DIMS) for place in places]
 
 
-def _libraries(study: Study) -> list[str]:
+def libraries(study: Study) -> list[str]:
     """Installed modules that the functions' own modules use, which each rank would import by itself.
 
     The user's own are not among them: they may do anything when they are imported.
