@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -49,6 +49,15 @@ class Assumptions:
             "replicas exchange gradients as DistributedDataParallel does: in buckets of 25 MiB that stay, beside the "
             "backward pass"
         ] = None
+
+    def without_gradients(self, names: Sequence[str]) -> None:
+        """Of parameters that replicas have."""
+        if names:
+            others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            self._found[
+                f"'{names[0]}'{others} gets no gradient: on replicas torch refuses the second step, unless build is "
+                "given find_unused_parameters=True, which sends zeros in its place"
+            ] = None
 
     def train(self, model: nn.Module) -> None:
         """Put a model into training mode that is in evaluation mode as a whole, as a training step does."""
