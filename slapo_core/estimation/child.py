@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -100,7 +101,7 @@ class Trackers:
     memory: MemoryTracker
     communication: CollectiveTracker
     flops: FlopTracker
-    time: TimeTracker | None = None
+    time: TimeTracker | None
     others: list[Any] = field(default_factory=list)
 
     @classmethod
@@ -144,7 +145,8 @@ class Trackers:
 
 def play(request: Request) -> Played | SlapoError:
     """Play the rank; the process must have no process group. What goes wrong is given back, as the user's error."""
-    doing, place = "making the schedule", None
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # it would print what is raised
+    doing, model = "making the schedule", None
     try:
         world_size = math.prod(request.mesh.values()) if request.mesh else 1
         if world_size > 1:
@@ -156,12 +158,16 @@ def play(request: Request) -> Played | SlapoError:
         doing = "a training step"
         assumptions = Assumptions()
         assumptions.train(schedule.model)
+        if (request.mesh or {}).get("dp", 1) > 1:
+            assumptions.replicas()
+        if request.device is not None:
+            assumptions.seconds(request.device)
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         values = Values(mode)
         without_memory(schedule, mode, values)
         fakes = [fake_batch(piece, mode, values, assumptions) for piece in pieces]
         trackers = Trackers.of(schedule, request)
-        place = trackers.place
+        model = schedule.model
         with assumptions.uncompiled(schedule.model):
             if pipeline is None:
                 train(schedule, fakes, request, mode, trackers, values)
@@ -169,7 +175,7 @@ def play(request: Request) -> Played | SlapoError:
                 train_stages(schedule, pipeline, fakes, request, mode, trackers, values)
         return Played(trackers.result(request), kinds_of_ranks(schedule, request.mesh), assumptions.found())
     except Exception as error:  # noqa: BLE001 - whatever the user's functions raise
-        fault = explained(error, doing=doing, module=place.module if place is not None else None)
+        fault = explained(error, doing=doing, model=model)
         fault.__cause__ = fault.__context__ = None  # it crosses to another process as it is
         return fault
 

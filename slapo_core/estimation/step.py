@@ -32,14 +32,15 @@ def train(
     """Run the steps as target ``"torch"`` does; ``trackers`` know what the second needed afterwards.
 
     Args:
-        schedule: its model has tensors without memory, and is in training mode.
+        schedule: of a model with tensors without memory, in training mode.
         pieces: the batch's micro-batches, without memory.
         request: what is asked.
         mode: of the tensors.
         trackers: told of every operation.
         values: who runs the operations.
     """
-    model, place, memory = schedule.model, trackers.place, trackers.memory
+    model = schedule.model
+    place, memory = trackers.place, trackers.memory
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise EstimateError(
             "no parameter of the model requires a gradient: there is no training step to estimate",
@@ -49,11 +50,11 @@ def train(
         optimizer = optimizer_of(list(model.parameters()), request)
         hold_all(model, pieces, trackers)
         replicas = replicas_of(model, schedule.mesh, lambda tensors: memory.hold(tensors, "gradients"))
-        with place.watching(), seen_as_plain(), Watch(trackers.observers(), values):
+        with place.watching(), memory.watching(), seen_as_plain(), Watch(trackers.observers(), values):
             for _ in range(2):
                 trackers.begin_step()
                 place.forget()
-                _step(model, pieces, request, optimizer, replicas, trackers)
+                _step(model, pieces, request, optimizer, trackers, replicas)
                 if optimizer is not None:
                     memory.hold(state_of(optimizer), "optimizer")
 
@@ -74,8 +75,8 @@ def _step(
     pieces: list[Any],
     request: Request,
     optimizer: torch.optim.Optimizer | None,
-    replicas: Replicas | None,
     trackers: Trackers,
+    replicas: Replicas | None,
 ) -> None:
     """As ``native/engine.py``: in its order, and holding what it holds."""
     place = trackers.place

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -83,10 +84,8 @@ def parse(data: bytes, path: Path) -> Log:
                 hint=f"take the line out (sed -i.bak {number}d {path}), and the search tries that point again",
             ) from error
     if torn:
-        try:
+        with contextlib.suppress(ValueError, KeyError, TypeError):  # half a line: nobody knows what it would have said
             log = replace(_with(log, from_line(torn)), is_unended=True)
-        except (ValueError, KeyError, TypeError):
-            pass  # half a line: what it would have said is not known
     return log
 
 
