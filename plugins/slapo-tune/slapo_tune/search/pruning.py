@@ -36,7 +36,7 @@ def margin(history: Sequence[Trial], memory: int | None) -> float:
             for trial in history
             if trial.status == "oom" and trial.predicted.get("memory")
         ]
-    return max(1.0, *ratios)
+    return max([1.0, *ratios])
 
 
 _PATIENCE = 120.0  # seconds at least for making a schedule, however short trials are
