@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -14,6 +14,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import slapo_core as slapo
+from slapo_core.building.micro_batches import micro_batches
 from slapo_core.estimation.child import Request, estimate_rank
 from slapo_core.estimation.results import Memory
 from slapo_core.estimation.source import Functions
@@ -78,7 +79,10 @@ class Case:
         length: tokens of a sample; pixels along an image's side.
         tied: whether input and output embeddings are one.
         mask: ``"none"``, ``"ones"`` or ``"padded"``.
-        train_all: whether no parameter is frozen.
+        kv_heads: of 8 heads; only LLaMA has others.
+        attention: ``"sdpa"`` or ``"eager"``.
+        accumulate: micro-batches of a step, each of ``batch`` samples.
+        frozen: whether input embeddings are (of images: the first convolution).
     """
 
     family: str
@@ -90,19 +94,27 @@ class Case:
     length: int = 64
     tied: bool = True
     mask: str = "none"
-    heads: int = field(default=8)
-    kv_heads: int = field(default=8)
+    kv_heads: int = 8
+    attention: str = "sdpa"
+    accumulate: int = 1
+    frozen: bool = False
 
     def model(self) -> nn.Module:
         """On the default device."""
-        return _MAKERS[self.family](self).to(getattr(torch, self.dtype)).train()
+        model = _MAKERS[self.family](self).to(getattr(torch, self.dtype)).train()
+        if self.frozen:
+            first: Any = model.stem if isinstance(model, ResNet) else model.get_input_embeddings()  # type: ignore[operator]
+            first.requires_grad_(False)
+        return model
 
     def inputs(self) -> Any:
+        """One batch."""
         torch.manual_seed(0)
+        samples = self.batch * self.accumulate
         if self.family == "resnet":
-            images = torch.randn(self.batch, 3, self.length, self.length, dtype=getattr(torch, self.dtype))
-            return {"x": images, "labels": torch.zeros(self.batch, dtype=torch.long)}
-        ids = torch.randint(3, 900, (self.batch, self.length))
+            images = torch.randn(samples, 3, self.length, self.length, dtype=getattr(torch, self.dtype))
+            return {"x": images, "labels": torch.zeros(samples, dtype=torch.long)}
+        ids = torch.randint(3, 900, (samples, self.length))
         batch = {"input_ids": ids, "labels": ids.clone()}
         if self.mask != "none":
             mask = torch.ones_like(ids)
@@ -114,7 +126,7 @@ class Case:
     def schedule(self, sch: slapo.Schedule) -> None:
         """Split over the ranks, and checkpoint."""
         if self.tp > 1:
-            split(sch)
+            split_convolutions(sch) if self.family == "resnet" else split(sch)
         layers = [path for pattern in _LAYERS[self.family] for path in _paths(sch, pattern)]
         share = {"none": 0, "some": len(layers) // 2, "all": len(layers)}[self.checkpointed]
         for path in layers[:share]:
@@ -123,6 +135,15 @@ class Case:
     @property
     def mesh(self) -> dict[str, int] | None:
         return {"tp": self.tp} if self.tp > 1 else None
+
+
+def split_convolutions(sch: slapo.Schedule) -> None:
+    """The first convolution of each block by its output, with its norm; the last by its input."""
+    for block in sch["blocks.*"]:
+        node: Any = block
+        node["first"].shard("weight", axis=0).sync("bwd_post", "all_reduce")
+        node["first_norm"].shard(["weight", "bias", "running_mean", "running_var"], axis=0)
+        node["last"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
 
 
 def _paths(sch: slapo.Schedule, pattern: str) -> list[str]:
@@ -138,12 +159,19 @@ _LAYERS = {
 }
 
 
+def _config(case: Case, config: Any, **settings: Any) -> Any:
+    made = config(**settings)
+    made._attn_implementation = case.attention
+    return made
+
+
 def _bert(case: Case) -> nn.Module:
     from transformers import BertConfig, BertForMaskedLM
 
     return BertForMaskedLM(
-        BertConfig(
-            hidden_size=128, intermediate_size=512, num_hidden_layers=4, num_attention_heads=case.heads,
+        _config(
+            case, BertConfig,
+            hidden_size=128, intermediate_size=512, num_hidden_layers=4, num_attention_heads=8,
             vocab_size=1000, tie_word_embeddings=case.tied,
         )
     )  # fmt: skip
@@ -153,8 +181,9 @@ def _gpt2(case: Case) -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     return GPT2LMHeadModel(
-        GPT2Config(
-            n_embd=128, n_layer=4, n_head=case.heads, vocab_size=1000, use_cache=False, tie_word_embeddings=case.tied,
+        _config(
+            case, GPT2Config,
+            n_embd=128, n_layer=4, n_head=8, vocab_size=1000, use_cache=False, tie_word_embeddings=case.tied,
             bos_token_id=0, eos_token_id=0,
         )
     )  # fmt: skip
@@ -164,8 +193,9 @@ def _llama(case: Case) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     return LlamaForCausalLM(
-        LlamaConfig(
-            hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=case.heads,
+        _config(
+            case, LlamaConfig,
+            hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=8,
             num_key_value_heads=case.kv_heads, vocab_size=1000, use_cache=False, tie_word_embeddings=case.tied,
         )
     )  # fmt: skip
@@ -175,8 +205,9 @@ def _t5(case: Case) -> nn.Module:
     from transformers import T5Config, T5ForConditionalGeneration
 
     return T5ForConditionalGeneration(
-        T5Config(
-            d_model=128, d_ff=512, d_kv=16, num_layers=3, num_heads=case.heads, vocab_size=1000, use_cache=False,
+        _config(
+            case, T5Config,
+            d_model=128, d_ff=512, d_kv=16, num_layers=3, num_heads=8, vocab_size=1000, use_cache=False,
             tie_word_embeddings=case.tied, decoder_start_token_id=0, pad_token_id=0,
         )
     )  # fmt: skip
@@ -186,7 +217,10 @@ _MAKERS = {"bert": _bert, "gpt2": _gpt2, "llama": _llama, "t5": _t5, "resnet": l
 
 
 class _NoModules:
-    """In place of MemTracker's hooks on modules: in their presence slapo-tp sums out of place, which no run does."""
+    """In place of MemTracker's hooks on modules: in their presence slapo-tp sums out of place, which no run does.
+
+    Without them it also takes frozen parameters, and several forward passes of a model in one step.
+    """
 
     parents = ("Global",)
 
@@ -217,22 +251,30 @@ def judged(case: Case) -> int:
     model, batch = schedule.model, case.inputs()
     optimizer = OPTIMIZERS[case.optimizer]([p for p in model.parameters() if p.requires_grad])
     tracker = MemTracker()
-    if case.tp > 1:
+    if case.tp > 1 or case.accumulate > 1 or case.frozen:
         tracker._mod_tracker = _NoModules()  # type: ignore[assignment]
     tracker.track_external(model, optimizer, *batch.values())
     # With the fake group ranks have nothing to compare: the look at a split model's first batch is left out.
     with mock.patch.object(FirstForward, "_look", return_value=None), tracker:
         for _ in range(2):
-            output = model(**batch)
-            loss = output if isinstance(output, torch.Tensor) else output.loss
-            optimizer.zero_grad(set_to_none=True)
-            loss.backward()
-            optimizer.step()
-            del loss, output
+            _step(model, micro_batches(batch, case.accumulate), optimizer)
             tracker.reset_mod_stats()
     peak: int = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
     _leave()
     return peak
+
+
+def _step(model: nn.Module, pieces: list[Any], optimizer: torch.optim.Optimizer) -> None:
+    """What the engine of target ``"torch"`` does."""
+    losses = []
+    for number, piece in enumerate(pieces):
+        output = model(**piece)
+        loss = output if isinstance(output, torch.Tensor) else output.loss
+        if number == 0:
+            optimizer.zero_grad(set_to_none=True)
+        (loss / len(pieces) if len(pieces) > 1 else loss).backward()
+        losses.append(loss.detach())
+    optimizer.step()
 
 
 def _apply(sch: slapo.Schedule, case: Case) -> None:
@@ -242,7 +284,13 @@ def _apply(sch: slapo.Schedule, case: Case) -> None:
 def predicted(case: Case) -> Memory:
     """The same peak, estimated in this process."""
     request = Request(
-        Functions(case.model, _apply, (case,)), case.mesh, 0, (0,), case.inputs(), OPTIMIZERS[case.optimizer]
+        Functions(case.model, _apply, (case,)),
+        case.mesh,
+        0,
+        (0,),
+        case.inputs(),
+        OPTIMIZERS[case.optimizer],
+        accumulate=case.accumulate,
     )
     found = estimate_rank(request).memory
     _leave()
@@ -261,12 +309,12 @@ def _leave() -> None:
 
 
 def _cases() -> list[Case]:
-    """A hundred, each setting with each other one somewhere."""
+    """A hundred: twenty of each family, through the settings at different paces."""
     found = []
     optimizers, lengths, batches = list(OPTIMIZERS), (64, 33, 128), (2, 1, 3)
     for family in FAMILIES:
         for number in range(20):
-            tp = (1, 2, 4, 8)[number % 4] if family != "resnet" else 1
+            tp = (1, 2, 4, 8)[number % 4]
             found.append(
                 Case(
                     family,
@@ -278,7 +326,10 @@ def _cases() -> list[Case]:
                     length=lengths[(number // 5) % 3] if family != "resnet" else (32, 17)[number % 2],
                     tied=number % 5 != 4,
                     mask=("none", "ones", "padded")[(number // 3) % 3],
-                    kv_heads=8,
+                    kv_heads=2 if family == "llama" and tp <= 2 else 8,
+                    attention="eager" if number % 6 == 5 else "sdpa",
+                    accumulate=2 if number % 7 == 3 else 1,
+                    frozen=number % 9 == 4,
                 )
             )
     return found

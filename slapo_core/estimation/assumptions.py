@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+
+if TYPE_CHECKING:
+    from slapo_core.spec.device import DeviceSpec
 
 __all__ = ["Assumptions"]
 
@@ -31,6 +35,20 @@ class Assumptions:
     def integers_are_one(self) -> None:
         """The batch is on the meta device."""
         self._found["integers of the batch, which has no values, are taken to be 1: masks mask nothing"] = None
+
+    def seconds(self, device: DeviceSpec) -> None:
+        """The time is predicted."""
+        self._found[
+            f"an operation takes as long as its products at the peak of {device.name}, or its bytes at its bandwidth, and "
+            "a launch; a collective as long as a ring does, and nothing else is on its links"
+        ] = None
+
+    def replicas(self) -> None:
+        """There are some."""
+        self._found[
+            "replicas exchange gradients as DistributedDataParallel does: in buckets of 25 MiB that stay, beside the "
+            "backward pass"
+        ] = None
 
     def train(self, model: nn.Module) -> None:
         """Put a model into training mode that is in evaluation mode as a whole, as a training step does."""

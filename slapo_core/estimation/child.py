@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from slapo_core.estimation.private import FakeStore, FakeTensorMode
 from slapo_core.estimation.results import RankEstimate
 from slapo_core.estimation.roofline import TimeTracker
 from slapo_core.estimation.source import Source
+from slapo_core.estimation.stages import pipeline_of, train_stages
 from slapo_core.estimation.step import train
 from slapo_core.estimation.tensors import fake_batch, without_memory
 from slapo_core.estimation.values import Values
@@ -51,6 +53,7 @@ class Request:
         device: for the time.
         accumulate: micro-batches of a step.
         observer: makes one more observer, told last of every operation; its ``result()`` comes back with the estimate.
+        config: options of target ``"torch"``, as for ``build``.
     """
 
     source: Source
@@ -63,6 +66,7 @@ class Request:
     device: DeviceSpec | None = None
     accumulate: int = 1
     observer: Callable[[Schedule, Trackers], Any] | None = None
+    config: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -141,28 +145,37 @@ class Trackers:
 
 def play(request: Request) -> Played | SlapoError:
     """Play the rank; the process must have no process group. What goes wrong is given back, as the user's error."""
-    doing, place = "making the schedule", None
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # it would print what is raised
+    doing, model = "making the schedule", None
     try:
         world_size = math.prod(request.mesh.values()) if request.mesh else 1
         if world_size > 1:
             dist.init_process_group("fake", rank=request.rank, world_size=world_size, store=FakeStore())
         schedule = request.source.schedule(request.mesh, request.batch)
         doing = "cutting the batch"
-        pieces = micro_batches(request.batch, request.accumulate)
+        pipeline = pipeline_of(schedule, request)
+        pieces = pipeline.pieces if pipeline is not None else micro_batches(request.batch, request.accumulate)
         doing = "a training step"
         assumptions = Assumptions()
         assumptions.train(schedule.model)
+        if (request.mesh or {}).get("dp", 1) > 1:
+            assumptions.replicas()
+        if request.device is not None:
+            assumptions.seconds(request.device)
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         values = Values(mode)
         without_memory(schedule, mode, values)
         fakes = [fake_batch(piece, mode, values, assumptions) for piece in pieces]
         trackers = Trackers.of(schedule, request)
-        place = trackers.place
+        model = schedule.model
         with assumptions.uncompiled(schedule.model):
-            train(schedule, fakes, request, mode, trackers, values)
+            if pipeline is None:
+                train(schedule, fakes, request, mode, trackers, values)
+            else:
+                train_stages(schedule, pipeline, fakes, request, mode, trackers, values)
         return Played(trackers.result(request), kinds_of_ranks(schedule, request.mesh), assumptions.found())
     except Exception as error:  # noqa: BLE001 - whatever the user's functions raise
-        fault = explained(error, doing=doing, module=place.module if place is not None else None)
+        fault = explained(error, doing=doing, model=model)
         fault.__cause__ = fault.__context__ = None  # it crosses to another process as it is
         return fault
 

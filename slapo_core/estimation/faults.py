@@ -7,6 +7,7 @@ import os
 import traceback
 
 import torch
+from torch import nn
 
 import slapo_core
 from slapo_core.errors import EstimateError, SlapoError
@@ -18,25 +19,27 @@ __all__ = ["explained"]
 _NOT_THE_USERS = tuple(os.path.dirname(os.path.abspath(str(each.__file__))) + os.sep for each in (torch, slapo_core))
 
 
-def explained(error: Exception, *, doing: str, module: str | None) -> SlapoError:
+def explained(error: Exception, *, doing: str, model: nn.Module | None) -> SlapoError:
     """What is told of an exception in the process that plays a rank.
 
     Args:
         error: of the model, of torch, or of the user's functions.
-        doing: what was being done, e.g. ``"the forward pass"``.
-        module: path of the module that ran; None outside of the model.
+        doing: what was being done, e.g. ``"a training step"``.
+        model: that is being trained; None before.
     """
     if isinstance(error, SlapoError):
         return error
     location, line = _where(error)
-    where = f" in module '{module}' ({line})" if module else f" ({line})" if line else ""
+    module = _module(error, model) if model is not None else None
+    where = f" in module '{module}'" if module else ""
+    where += f" (`{line}`)" if line else ""
     if isinstance(error, Unknown):
         return EstimateError(
             f"the model decides{where} by values that only a real run has: {error}",
             path=module,
-            hint="give a batch with values (not on the meta device) if it decides by its integers; if it decides by "
-            "what it computes (a router of experts), replace that module by one whose shapes do not depend on values: "
-            f"sch['{module or 'path'}'].replace(...)",
+            hint="integers are known where they follow from a batch with values, or from a buffer of a model with "
+            "values: give those, not on the meta device; what it computes is not known: let the module compute alike "
+            f"for all values, sch['{module or 'path'}'].replace(...)",
             location=location,
         )
     if isinstance(error, UnsupportedOperatorException):
@@ -49,10 +52,22 @@ def explained(error: Exception, *, doing: str, module: str | None) -> SlapoError
     return EstimateError(
         f"{doing} raised {type(error).__name__}{where}: {error}",
         path=module,
-        hint="run one step of the scheduled model on a real batch; slapo.verify(sch) tells which step of the schedule "
-        "is to blame",
+        hint="slapo_core.verify(sch, batch) tells whether the model as it is does the same, or which step of the "
+        "schedule is to blame"
+        if model is not None
+        else None,
         location=location,
     )
+
+
+def _module(error: Exception, model: nn.Module) -> str | None:
+    """Path of the innermost module that was being called."""
+    paths = {id(module): path for path, module in model.named_modules()}
+    found = None
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        path = paths.get(id(frame.f_locals.get("self")))
+        found = path if path is not None else found
+    return found
 
 
 def _where(error: Exception) -> tuple[tuple[str, int] | None, str]:

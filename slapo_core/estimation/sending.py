@@ -60,10 +60,10 @@ def require_sendable(name: str, value: Any, instead: str) -> None:
 
 
 def _without_values(tensor: torch.Tensor) -> torch.Tensor:
-    if is_followed(tensor):
-        return tensor.detach().cpu()
     if tensor.is_meta:
         return tensor
+    if is_followed(tensor):
+        return tensor.detach().cpu()
     with torch.no_grad():
         strided = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
         made = (

@@ -12,6 +12,7 @@ from torch import nn
 
 from slapo_core.errors import ArgumentError, SealedError, SerializationError
 from slapo_core.estimation.sending import sendable_batch, stripped
+from slapo_core.estimation.values import Following
 from slapo_core.schedule.creation import create_schedule
 from slapo_core.verification.dry import Sent, sent
 
@@ -43,7 +44,7 @@ class Functions:
     arguments: tuple[Any, ...] = ()
 
     def schedule(self, mesh: Mapping[str, int] | None, example_inputs: Any) -> Schedule:
-        with torch.device("meta"):
+        with torch.device("meta"), Following():
             model = self.make_model()
         if not isinstance(model, nn.Module):
             raise ArgumentError(

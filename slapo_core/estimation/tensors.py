@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_map_only
 
 from slapo_core.estimation.assumptions import Assumptions
 from slapo_core.estimation.private import FakeTensor, FakeTensorMode
-from slapo_core.estimation.values import Values
+from slapo_core.estimation.values import Values, is_followed
 from slapo_core.tree.edit import TreeEdit
 from slapo_core.weights.correspondence import Correspondence
 
@@ -29,7 +29,7 @@ def without_memory(schedule: Schedule, mode: FakeTensorMode, values: Values) -> 
     for live in correspondence.live():
         node = schedule.tree.node(live.path)
         install = edit.set_parameter if live.is_parameter else edit.set_buffer
-        install(node, live.own_name, _fake(live.tensor.detach(), mode, values))
+        install(node, live.own_name, _fake(live.tensor, mode, values))
     for module in schedule.model.modules():
         for name, buffer in module._buffers.items():  # those that no state dict has
             if buffer is not None and not isinstance(buffer, FakeTensor):
@@ -53,7 +53,9 @@ def _fake(tensor: torch.Tensor, mode: FakeTensorMode, values: Values) -> torch.T
     if isinstance(tensor, FakeTensor):
         return tensor
     if tensor.is_meta:
-        return FakeTensor(mode, tensor.detach(), _HOME)
-    fake = mode.from_tensor(tensor, static_shapes=True)
-    values.give(fake, tensor.detach().clone())
+        fake: torch.Tensor = FakeTensor(mode, tensor.detach(), _HOME)
+    else:
+        fake = mode.from_tensor(tensor.detach(), static_shapes=True)
+    if is_followed(tensor):
+        values.carry(tensor, fake)
     return fake

@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import os
 import sys
+import traceback
 from pathlib import Path
 
 from slapo_tune.errors import StudyError
@@ -69,7 +70,18 @@ def _imported(file: Path) -> object:
         module = importlib.util.module_from_spec(spec)
         sys.modules[name] = module
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # the user's file, which may end with sys.exit()
         sys.modules.pop(name, None)
-        raise StudyError(f"{file} cannot be imported: {type(error).__name__}: {error}") from error
+        raise StudyError(
+            f"{file} cannot be imported: {type(error).__name__}: {error}{_line(error, file)}",
+            hint=f"python {file} shows the whole traceback",
+        ) from error
     return module
+
+
+def _line(error: BaseException, file: Path) -> str:
+    """The last line of the file that was at work, where the message does not have it."""
+    if isinstance(error, SyntaxError):
+        return ""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
+    return f" (line {frames[-1].lineno}: {frames[-1].line})" if frames else ""
