@@ -62,6 +62,7 @@ class Study:
             no end.
         seed: of the sampler, and of what ranks draw.
         verify: whether the best schedule is verified.
+        predict: whether points are estimated before they are tried.
 
     Raises:
         StudyError: an argument makes no sense; with the corrected call.
@@ -91,6 +92,7 @@ class Study:
     budget: float | None = None
     seed: int = 0
     verify: bool = True
+    predict: bool = True
 
     def __post_init__(self) -> None:
         for name in ("make_model", "schedule"):
@@ -117,6 +119,11 @@ class Study:
             for name, call in calls.items():
                 if getattr(self, name) is None:
                     raise StudyError(f"without evaluate= a study trains, and needs {name}=", hint=call)
+        if self.memory is not None and not (self.predict and self.batch is not None):
+            raise StudyError(
+                f"memory={self.memory!r} is held against estimates, which need predict=True and batch=",
+                hint="batch=lambda p: torch.randn(p['batch'], 64), or process_memory=, which the kernel keeps",
+            )
         if self.mesh is None and self.world_size > 1:
             raise StudyError(f"{self.world_size} ranks need a mesh", hint=f'mesh=lambda p: {{"dp": {self.world_size}}}')
 

@@ -65,6 +65,8 @@ class Predictions:
 
     def of(self, point: Point) -> Prediction:
         """What the estimate says; estimates if that is not known yet."""
+        if self._study.batch is None or not self._study.predict:
+            return Prediction()
         key = _key(point)
         if key not in self._kept:
             self._kept[key] = self._estimate(point)
@@ -75,8 +77,7 @@ class Predictions:
 
     def _estimate(self, point: Point) -> Prediction:
         study = self._study
-        if study.batch is None:
-            return Prediction(problem="the study gives no batch")
+        assert study.batch is not None
         try:
             estimate = slapo_core.estimate_functions(
                 partial(_make_model, self._payload),
@@ -111,7 +112,7 @@ class Predictions:
                 whole.append(line)
             except (ValueError, KeyError, TypeError, AttributeError):
                 continue  # estimated again
-        beside = self._file.with_name(f"{self._file.name}.{os.getpid()}.part")
+        beside = self._file.with_name(f"{self._file.name}.part")
         beside.write_bytes(b"".join(line + b"\n" for line in [lines[0], *whole]))
         os.replace(beside, self._file)
 

@@ -26,7 +26,7 @@ def margin(history: Sequence[Trial], memory: int | None) -> float:
         memory: the limit in bytes.
     """
     ratios = [
-        trial.measured["memory"] / trial.predicted["memory"]
+        (trial.measured["memory"] - _ALLOWANCE) / trial.predicted["memory"]
         for trial in history
         if trial.status == "ok" and trial.predicted.get("memory") and trial.measured.get("memory")
     ]
@@ -36,7 +36,13 @@ def margin(history: Sequence[Trial], memory: int | None) -> float:
             for trial in history
             if trial.status == "oom" and trial.predicted.get("memory")
         ]
-    return max(1.0, *ratios)
+    return max([1.0, *ratios])
+
+
+_PATIENCE = 120.0  # seconds at least for making a schedule, however short trials are
+
+_ALLOWANCE = 1 << 20
+"""Bytes that are not held against an estimate: small tensors that ranks compare when they start."""
 
 
 class View:
@@ -111,7 +117,7 @@ class Pruning:
             mesh = self._study.mesh_of(point)
         except Exception as error:  # noqa: BLE001 - the user's function: the point is refused, and the reason shown
             return "refused", f"mesh: {type(error).__name__}: {error}"
-        timeout = self._study.timeout
+        timeout = max(_PATIENCE, self._study.timeout)
         outcome = self._trials.run("check", point, mesh, output=self._output, timeout=timeout)
         if outcome.phase == "model" and outcome.status == "refused":
             raise StudyError(f"make_model, which is the same at every point, raises\n  {outcome.reason}")
