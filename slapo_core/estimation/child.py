@@ -25,6 +25,7 @@ from slapo_core.estimation.private import FakeStore, FakeTensorMode
 from slapo_core.estimation.results import RankEstimate
 from slapo_core.estimation.roofline import TimeTracker
 from slapo_core.estimation.source import Source
+from slapo_core.estimation.stages import pipeline_of, train_stages
 from slapo_core.estimation.step import train
 from slapo_core.estimation.tensors import fake_batch, without_memory
 from slapo_core.estimation.values import Values
@@ -52,6 +53,7 @@ class Request:
         device: for the time.
         accumulate: micro-batches of a step.
         observer: makes one more observer, told last of every operation; its ``result()`` comes back with the estimate.
+        config: options of target ``"torch"``, as for ``build``.
     """
 
     source: Source
@@ -64,6 +66,7 @@ class Request:
     device: DeviceSpec | None = None
     accumulate: int = 1
     observer: Callable[[Schedule, Trackers], Any] | None = None
+    config: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -150,7 +153,8 @@ def play(request: Request) -> Played | SlapoError:
             dist.init_process_group("fake", rank=request.rank, world_size=world_size, store=FakeStore())
         schedule = request.source.schedule(request.mesh, request.batch)
         doing = "cutting the batch"
-        pieces = micro_batches(request.batch, request.accumulate)
+        pipeline = pipeline_of(schedule, request)
+        pieces = pipeline.pieces if pipeline is not None else micro_batches(request.batch, request.accumulate)
         doing = "a training step"
         assumptions = Assumptions()
         assumptions.train(schedule.model)
@@ -165,7 +169,10 @@ def play(request: Request) -> Played | SlapoError:
         trackers = Trackers.of(schedule, request)
         model = schedule.model
         with assumptions.uncompiled(schedule.model):
-            train(schedule, fakes, request, mode, trackers, values)
+            if pipeline is None:
+                train(schedule, fakes, request, mode, trackers, values)
+            else:
+                train_stages(schedule, pipeline, fakes, request, mode, trackers, values)
         return Played(trackers.result(request), kinds_of_ranks(schedule, request.mesh), assumptions.found())
     except Exception as error:  # noqa: BLE001 - whatever the user's functions raise
         fault = explained(error, doing=doing, model=model)

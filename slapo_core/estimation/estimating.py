@@ -41,6 +41,7 @@ def estimate(
     device: DeviceSpec | None = None,
     accumulate: int = 1,
     timeout: float = 600.0,
+    **config: Any,
 ) -> Estimate:
     """Predict memory, communication and time of a training step, for a declared mesh of any size, on one CPU process.
 
@@ -59,6 +60,8 @@ def estimate(
         device: whose numbers the time is predicted with; None predicts no time.
         accumulate: micro-batches of a step, as for :func:`slapo_core.build`.
         timeout: seconds for each kind of rank.
+        config: options of target ``"torch"`` as for :func:`slapo_core.build`: with several ranks along ``pp``, e.g.
+            ``microbatches=8``, ``pipeline_schedule="1f1b"``.
 
     Raises:
         ArgumentError: an argument makes no sense, or there is no batch.
@@ -91,6 +94,7 @@ def estimate(
         device=device,
         accumulate=accumulate,
         timeout=timeout,
+        **config,
     )
 
 
@@ -107,6 +111,7 @@ def estimate_functions(
     device: DeviceSpec | None = None,
     accumulate: int = 1,
     timeout: float = 600.0,
+    **config: Any,
 ) -> Estimate:
     """As :func:`estimate`, of a schedule that the other processes make from functions: nothing but names is sent.
 
@@ -122,6 +127,7 @@ def estimate_functions(
         device: see :func:`estimate`.
         accumulate: see :func:`estimate`.
         timeout: see :func:`estimate`.
+        config: see :func:`estimate`.
 
     Raises:
         ArgumentError: an argument makes no sense, or there is no batch.
@@ -144,6 +150,7 @@ def estimate_functions(
         device=device,
         accumulate=accumulate,
         timeout=timeout,
+        **config,
     )
 
 
@@ -159,6 +166,7 @@ def estimate_source(
     accumulate: int = 1,
     timeout: float = 600.0,
     observer: Callable[..., Any] | None = None,
+    **config: Any,
 ) -> Estimate:
     """As :func:`slapo_core.estimate`, of a schedule that other processes make.
 
@@ -173,11 +181,22 @@ def estimate_source(
         accumulate: see :func:`estimate`.
         timeout: see :func:`estimate`.
         observer: see :class:`~slapo_core.estimation.child.Request`.
+        config: see :func:`estimate`.
     """
     sizes = _sizes(mesh)
     _check(sizes, rank, optimizer, loss, accumulate)
     request = Request(
-        source, sizes, rank or 0, (rank or 0,), sendable_batch(batch), optimizer, loss, device, accumulate, observer
+        source,
+        sizes,
+        rank or 0,
+        (rank or 0,),
+        sendable_batch(batch),
+        optimizer,
+        loss,
+        device,
+        accumulate,
+        observer,
+        config,
     )
     played = _played(request, timeout)
     if rank is not None:

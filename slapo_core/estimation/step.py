@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from slapo_core.estimation.child import Request, Trackers
     from slapo_core.schedule.schedule import Schedule
 
-__all__ = ["train"]
+__all__ = ["hold_all", "optimizer_of", "state_of", "train"]
 
 
 def train(
@@ -47,7 +47,7 @@ def train(
             hint="model.requires_grad_(True), or set it on the parameters that are to be trained",
         )
     with mode:
-        optimizer = _optimizer(model, request)
+        optimizer = optimizer_of(list(model.parameters()), request)
         hold_all(model, pieces, trackers)
         replicas = replicas_of(model, schedule.mesh, lambda tensors: memory.hold(tensors, "gradients"))
         with place.watching(), memory.watching(), seen_as_plain(), Watch(trackers.observers(), values):
@@ -56,7 +56,7 @@ def train(
                 place.forget()
                 _step(model, pieces, request, optimizer, trackers, replicas)
                 if optimizer is not None:
-                    memory.hold(_state(optimizer), "optimizer")
+                    memory.hold(state_of(optimizer), "optimizer")
 
 
 def hold_all(model: torch.nn.Module, pieces: list[Any], trackers: Trackers) -> None:
@@ -99,10 +99,11 @@ def _step(
     del loss, output, losses
 
 
-def _optimizer(model: torch.nn.Module, request: Request) -> torch.optim.Optimizer | None:
+def optimizer_of(parameters: list[torch.nn.Parameter], request: Request) -> torch.optim.Optimizer | None:
+    """What the request's factory makes of parameters."""
     if request.optimizer is None:
         return None
-    optimizer = request.optimizer(list(model.parameters()))
+    optimizer = request.optimizer(parameters)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ArgumentError(
             f"the optimizer factory must return a torch.optim.Optimizer (got {type(optimizer).__name__})",
@@ -111,5 +112,6 @@ def _optimizer(model: torch.nn.Module, request: Request) -> torch.optim.Optimize
     return optimizer
 
 
-def _state(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+def state_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Its tensors."""
     return [leaf for leaf in tree_leaves(list(optimizer.state.values())) if isinstance(leaf, torch.Tensor)]

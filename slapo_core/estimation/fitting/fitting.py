@@ -82,7 +82,7 @@ def fit(
         loss: as for :func:`slapo_core.build`.
         device: whose time is saved; None counts floating-point operations instead.
         timeout: seconds for each kind of rank, at each estimate.
-        config: as for :func:`slapo_core.estimate`.
+        config: ``accumulate``, and options of target ``"torch"``, as for :func:`slapo_core.estimate`.
 
     Raises:
         FitError: nothing fits; it says what the least peak is, and what holds it.
