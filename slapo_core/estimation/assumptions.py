@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -58,6 +58,15 @@ class Assumptions:
             self._found[
                 "a rank of a pipeline waits for one turn of each other rank while the pipeline fills and drains; its "
                 "messages are on their way while nothing else is computed"
+            ] = None
+
+    def without_gradients(self, names: Sequence[str]) -> None:
+        """Of parameters that replicas have."""
+        if names:
+            others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            self._found[
+                f"'{names[0]}'{others} gets no gradient: on replicas torch refuses the second step, unless build is "
+                "given find_unused_parameters=True, which sends zeros in its place"
             ] = None
 
     def train(self, model: nn.Module) -> None:
