@@ -92,7 +92,6 @@ class Page:
         (directory / "page.py").write_text(program, encoding="utf-8")
         printed = run_program(directory / "page.py").split(f"{BORDER}\n")
         assert printed.pop() == ""
-        import sys; sys.stderr.write("\n=====\n".join(printed))
         for (block, expected), got in zip(parts, printed, strict=True):
             self.check(block, expected, got)
 
