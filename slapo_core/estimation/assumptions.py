@@ -39,8 +39,8 @@ class Assumptions:
     def seconds(self, device: DeviceSpec) -> None:
         """The time is predicted."""
         self._found[
-            f"an operation takes as long as its products at the peak of {device.name}, or its bytes at its bandwidth, and "
-            "a launch; a collective as long as a ring does, and nothing else is on its links"
+            f"an operation takes as long as its products at the peak of {device.name}, or its bytes at its bandwidth, "
+            "and a launch; a collective as long as a ring does, and nothing else is on its links"
         ] = None
 
     def replicas(self) -> None:

@@ -78,8 +78,8 @@ class LogFile:
         """A trial has ended, or was pruned."""
         self._append(trial_line(trial))
 
-    def verified(self, number: int, *, right: bool, reason: str = "") -> None:
-        """What the verification of a trial said; one that it refused is ``"wrong"`` from now on."""
+    def verified(self, number: int, *, right: bool | None, reason: str = "") -> None:
+        """What the verification of a trial said, None where it could not; one that it refused is ``"wrong"`` now."""
         self._append({"event": "verified", "number": number, "right": right, "reason": reason, "at": time.time()})
 
     def _append(self, record: Mapping[str, Any]) -> None:

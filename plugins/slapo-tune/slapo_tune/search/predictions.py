@@ -112,7 +112,7 @@ class Predictions:
                 whole.append(line)
             except (ValueError, KeyError, TypeError, AttributeError):
                 continue  # estimated again
-        beside = self._file.with_name(f"{self._file.name}.{os.getpid()}.part")
+        beside = self._file.with_name(f"{self._file.name}.part")
         beside.write_bytes(b"".join(line + b"\n" for line in [lines[0], *whole]))
         os.replace(beside, self._file)
 

@@ -203,7 +203,7 @@ class _Search:
             self.tell(Verified(trial, winner.right, winner.reason))
             if winner.right is not False:
                 save(winner, self.study.log)
-                self.log.verified(trial.number, right=True, reason=winner.reason)
+                self.log.verified(trial.number, right=winner.right, reason=winner.reason)
                 return winner
             self.log.verified(trial.number, right=False, reason=winner.reason)
             self.history[trial.number] = replace(trial, status="wrong", value=None, reason=winner.reason)
