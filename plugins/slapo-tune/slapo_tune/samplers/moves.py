@@ -26,15 +26,17 @@ DRAWS = 40
 
 
 def candidates_of(space: SearchSpace, point: Point) -> dict[str, tuple[Any, ...]]:
-    """What each symbol of a point was chosen from."""
+    """What each symbol of a point was chosen from; nothing of what is no point of the space."""
     found: dict[str, tuple[Any, ...]] = {}
+    is_there = True
 
     def pick(name: str, candidates: tuple[Any, ...]) -> int:
+        nonlocal is_there
         found[name] = candidates
-        return candidates.index(point[name])
+        is_there = is_there and name in point and point[name] in candidates
+        return candidates.index(point[name]) if is_there else 0
 
-    space.draw(pick)
-    return found
+    return found if space.draw(pick) == dict(point) and is_there else {}
 
 
 def exactly(space: SearchSpace, wanted: Mapping[str, Any]) -> Point | None:

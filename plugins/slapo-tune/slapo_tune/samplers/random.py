@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from slapo_core import Sampler
 from slapo_core.spec.sampler import Point, SearchSpace, Trial
 from slapo_tune.samplers.moves import drawn
-from slapo_tune.samplers.replaying import Asking, replayed
+from slapo_tune.samplers.replaying import Asking
 
 __all__ = ["Random"]
 
@@ -18,9 +18,8 @@ class Random(Sampler):
     name = "random"
 
     def suggest(self, space: SearchSpace, history: Sequence[Trial], seed: int) -> Point | None:
-        return replayed(_search, space, history, seed)
-
-
-def _search(ask: Asking) -> None:
-    while (point := drawn(ask)) is not None:
-        ask.value(point)
+        ask = Asking(space, history, seed)
+        for trial in ask.others():
+            ask.value(trial.point)
+        ask.random.seed(f"random {seed} {len(history)}")
+        return drawn(ask)
