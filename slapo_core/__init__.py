@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     )
     from slapo_core.estimation.estimating import (
         estimate as estimate,
+        estimate_functions as estimate_functions,
+    )
+    from slapo_core.estimation.fitting.fitting import (
+        fit as fit,
     )
     from slapo_core.live.gradients import (
         clip_grad_norm_ as clip_grad_norm_,
@@ -144,6 +148,8 @@ _PUBLIC = {
     "clip_grad_norm_": "slapo_core.live.gradients",
     "create_schedule": "slapo_core.schedule.creation",
     "estimate": "slapo_core.estimation.estimating",
+    "estimate_functions": "slapo_core.estimation.estimating",
+    "fit": "slapo_core.estimation.fitting.fitting",
     "hookimpl": "slapo_core.spec.hookspecs",
     "load_state_dict": "slapo_core.live.weights",
     "register_primitive": "slapo_core.plugins.local",

@@ -21,6 +21,8 @@ __all__ = [
     "BuildError",
     "ConflictingPluginError",
     "DisabledPluginError",
+    "EstimateError",
+    "FitError",
     "GuardError",
     "HookError",
     "IncompatiblePluginError",
@@ -234,6 +236,32 @@ class VerifyError(SlapoError):
         super().__init__(message, path=path, plugin=plugin, hint=hint)
 
 
+class FitError(SlapoError):
+    """No choice of what to checkpoint lets a training step stay within the memory that `fit` was given.
+
+    What to do: the message says what holds the least peak: more ranks of ``tp`` or ``pp`` for parameters and optimiser,
+    a smaller batch or more micro-batches for activations.
+
+    Args:
+        target: bytes that were allowed.
+        least: bytes of the least peak that was found.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        target: int,
+        least: int,
+        path: str | None = None,
+        plugin: str | None = None,
+        hint: str | None = None,
+    ) -> None:
+        self.target = target
+        self.least = least
+        super().__init__(message, path=path, plugin=plugin, hint=hint)
+
+
 class TraceError(SlapoError):
     """A module's forward does something that a static graph cannot say.
 
@@ -292,6 +320,30 @@ class RankMismatchError(SlapoError):
 
     What to do: make every rank run the same script on the same installation; the first difference is named.
     """
+
+
+class EstimateError(SlapoError):
+    """A training step cannot be estimated: the model asks for values that only a real run has, or its step raises.
+
+    What to do: give a batch that has values, or a model that does not decide by them; the message names the module and
+    the line of the model.
+
+    Args:
+        location: file and line of the model, or of the function that failed; None if it is not known.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        path: str | None = None,
+        plugin: str | None = None,
+        hint: str | None = None,
+        location: tuple[str, int] | None = None,
+    ) -> None:
+        at = f"\n  at {location[0]}:{location[1]}" if location is not None else ""
+        super().__init__(message + at, path=path, plugin=plugin, hint=hint)
+        self.location = location
 
 
 # -- processes ------------------------------------------------------------------------------------------------

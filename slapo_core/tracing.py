@@ -18,6 +18,7 @@ from torch import fx, nn
 from slapo_core.errors import GuardError
 from slapo_core.graph.buffers import buffers_kept
 from slapo_core.graph.checks import Checks
+from slapo_core.graph.copies import Kept, recordings_of_copies
 from slapo_core.graph.fake import FakeMode, with_own_values
 from slapo_core.graph.leaves import inlined_modules, walk
 from slapo_core.graph.mutations import refusing_changes
@@ -31,7 +32,7 @@ from slapo_core.graph.tokens import describe, token
 from slapo_core.graph.traced import TracedForward
 from slapo_core.graph.tracers.record import RecordTracer, record
 from slapo_core.spec.graph import Graph
-from slapo_core.spec.tracer import Flag, Guard, GuardViolation, Location, Recorded, Untraceable, check
+from slapo_core.spec.tracer import Guard, GuardViolation, Location, Recorded, Untraceable, check
 from slapo_core.tree.forward import ModuleForward
 
 __all__ = [
@@ -76,22 +77,20 @@ class FlatGraph:
     def __init__(
         self,
         module: nn.Module,
-        recorded: Recorded,
-        notes: Notes,
+        kept: Kept,
         *,
         inlined: Mapping[str, nn.Module],
-        surroundings: tuple[Flag, ...],
-        written: frozenset[str],
         stand_in_for: torch.device | None = None,
     ) -> None:
+        recorded, notes = kept.recorded, kept.notes
         self.module, self.graph, self.captured = module, recorded.graph, recorded.captured
         self.guards = list(recorded.guards)
         self.values, self.writes, self.storages = notes.values, notes.writes, notes.storages
-        self.written, self.inlined, self.state = written, dict(inlined), state()
+        self.written, self.inlined, self.state = kept.written, dict(inlined), state()
         index = {path: number for number, path in enumerate(self.inlined)}
         self._modules = list(self.inlined.values())
         self._tensors = list(_read_tensors(module, self.graph))
-        self._checks = Checks((*recorded.flags, *surroundings), index)
+        self._checks = Checks((*recorded.flags, *kept.surroundings), index)
         self._default = torch.get_default_dtype()
         self._stand_in_for = stand_in_for
 
@@ -181,6 +180,25 @@ def flat(
         TraceError: it cannot be recorded.
     """
     inlined = inlined_modules(module, leaves)
+    shared = recordings_of_copies()
+    asked = shared.asked(module, forward, arguments, inlined) if shared is not None else None
+    kept = asked.find() if asked is not None else None
+    made = _run(module, forward, arguments, leaves, inlined, path) if kept is None else kept
+    if kept is None and asked is not None:
+        kept = asked.add(made)
+    found = made if kept is None else kept.on(module)
+    return FlatGraph(module, found, inlined=inlined, stand_in_for=_device(module, arguments))
+
+
+def _run(
+    module: nn.Module,
+    forward: Callable[..., Any],
+    arguments: Mapping[str, Any],
+    leaves: Callable[[nn.Module, str], bool],
+    inlined: Mapping[str, nn.Module],
+    path: str,
+) -> Kept:
+    """Run the forward, and write down what it computes."""
     surroundings = Surroundings(forward, inlined.values())
     buffers = [
         (f"{path}.{name}" if path else name, buffer)
@@ -201,15 +219,7 @@ def flat(
             raise Untraceable(f"changes the global name {changed}")
     except Exception as error:
         raise refusal(error, RecordTracer(), path) from error
-    return FlatGraph(
-        module,
-        recorded,
-        notes,
-        inlined=inlined,
-        surroundings=surroundings.flags,
-        written=written,
-        stand_in_for=_device(module, arguments),
-    )
+    return Kept(recorded, notes, surroundings.flags, written)
 
 
 def _recorded(module: nn.Module, forward: Any, arguments: Any, leaves: Any) -> tuple[Recorded, Notes]:
@@ -221,6 +231,7 @@ def _recorded(module: nn.Module, forward: Any, arguments: Any, leaves: Any) -> t
         if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
             raise
         notes, real = Notes(), with_own_values(dict(arguments))
+        notes.is_real = True
         try:
             with torch.random.fork_rng():
                 return run(record, module, forward, real, leaves, fake=False, notes=notes), notes

@@ -11,7 +11,7 @@ from torch import nn
 
 from slapo_core.errors import BuildError
 
-__all__ = ["LossCall"]
+__all__ = ["LossCall", "trained"]
 
 
 class LossCall:
@@ -71,6 +71,23 @@ class LossCall:
             hint="build(sch, ..., loss=lambda output, batch: "
             'torch.nn.functional.cross_entropy(output, batch["labels"])), or give the labels to the model',
         )
+
+
+def trained(loss: torch.Tensor) -> torch.Tensor:
+    """The same loss, from which a training step goes back.
+
+    Without a gradient, torch would raise in other words in the backward pass of a whole model; a runtime may leave that
+    pass out, and one of stages gives what it was sent a gradient of zeros: both step, with zeros.
+
+    Raises:
+        BuildError: gradients are enabled, and it has none.
+    """
+    if torch.is_grad_enabled() and not loss.requires_grad:
+        raise BuildError(
+            "the loss depends on nothing that is trained, so that there is no gradient",
+            hint="unfreeze parameters before build; give loss= a function that does not detach the output",
+        )
+    return loss
 
 
 class _Signature:

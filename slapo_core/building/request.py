@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from slapo_core.building.first_steps import FirstSteps
-from slapo_core.building.loss import LossCall
+from slapo_core.building.loss import LossCall, trained
 from slapo_core.building.micro_batches import labels_left_out, micro_batches
 from slapo_core.building.modes import switch_to_training
 from slapo_core.building.optimizer import make_optimizer, same_groups
@@ -222,7 +222,8 @@ class Request:
         if torch.is_grad_enabled():
             switch_to_training(self._schedule.model)
         with self._first.watched(batch):
-            return self._loss_call(batch, forward)
+            loss, output = self._loss_call(batch, forward)
+        return trained(loss), output
 
     def evaluate(self, batch: Any) -> tuple[torch.Tensor, Any]:
         with self.evaluating(batch):
@@ -246,7 +247,7 @@ class Request:
                 module.training = training
 
     def loss_of(self, output: Any, batch: Any) -> torch.Tensor:
-        return self._loss_call.loss_of(output, batch)
+        return trained(self._loss_call.loss_of(output, batch))
 
     def sum_tied_gradients(self, attribute: str = "grad") -> None:
         if self._tied is None:

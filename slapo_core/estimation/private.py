@@ -2,7 +2,80 @@
 
 from __future__ import annotations
 
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.testing._internal.distributed.fake_pg import FakeStore
+from collections.abc import Callable, Sequence
+from typing import Any
 
-__all__ = ["FakeStore", "FakeTensor", "FakeTensorMode"]
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+    unset_fake_temporarily,
+)
+from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils.flop_counter import flop_registry
+
+__all__ = [
+    "DataDependentOutputException",
+    "DynamicOutputShapeException",
+    "FakeStore",
+    "FakeTensor",
+    "FakeTensorMode",
+    "UnsupportedOperatorException",
+    "bucket_assignment",
+    "current_autograd_node",
+    "flop_formulas",
+    "is_traceable_wrapper_subclass",
+    "next_sequence_number",
+    "ranks_of_group",
+    "unset_fake_temporarily",
+]
+
+
+def current_autograd_node() -> Any:
+    """The node whose backward runs; None outside of backward passes."""
+    return torch._C._current_autograd_node() if torch._C._current_graph_task_id() != -1 else None
+
+
+def next_sequence_number() -> int:
+    """What the next autograd node of this thread gets from ``_sequence_nr()``."""
+    number: int = torch._C._autograd._get_sequence_nr()
+    return number
+
+
+def ranks_of_group(group: Any) -> tuple[int, ...]:
+    """The global ranks of a process group, in its order.
+
+    Args:
+        group: as operations are given it: its name, the group itself, or the group boxed for an operator.
+    """
+    if isinstance(group, str):
+        group = _resolve_process_group(group)  # type: ignore[arg-type]
+    elif not isinstance(group, dist.ProcessGroup):
+        group = dist.ProcessGroup.unbox(group)
+    return tuple(dist.get_process_group_ranks(group))
+
+
+def bucket_assignment(tensors: Sequence[torch.Tensor], limit: int) -> list[list[int]]:
+    """Which gradients DistributedDataParallel exchanges at once.
+
+    Args:
+        tensors: in the order in which they are put into buckets; those of one type go together.
+        limit: bytes at which a bucket is full.
+
+    Returns:
+        the positions of each bucket's tensors, in the order in which buckets get full.
+    """
+    positions = list(range(len(tensors)))
+    buckets, _ = dist._compute_bucket_assignment_by_size(list(tensors), [limit], [False] * len(tensors), positions)
+    return [list(bucket) for bucket in buckets]
+
+
+def flop_formulas() -> dict[Any, Callable[..., int]]:
+    """Operator, with all its overloads -> floating-point operations, by its arguments and ``out_val``, its result."""
+    return dict(flop_registry)

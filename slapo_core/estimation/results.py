@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 __all__ = ["Collective", "Estimate", "Memory", "RankEstimate"]
 
@@ -11,6 +12,9 @@ __all__ = ["Collective", "Estimate", "Memory", "RankEstimate"]
 @dataclass(frozen=True)
 class Memory:
     """Bytes on one rank's device at the moment of the step when most are held.
+
+    They are those of tensors. A caching allocator rounds each up (CUDA's to 512 bytes) and keeps what is free;
+    libraries have work space of their own (cuBLAS, NCCL), and so does the process: leave room for that.
 
     Args:
         parameters: of the model.
@@ -21,7 +25,7 @@ class Memory:
         temporaries: made by the backward pass, or within the optimiser's step.
         inputs: the batch.
         module: path of the module that ran; ``""`` for the model itself, ``"optimizer"`` for the optimiser's step.
-        phase: ``"forward"``, ``"backward"`` or ``"optimizer"``.
+        phase: ``"forward"``, ``"backward"``, ``"recomputation"`` (of what is checkpointed) or ``"optimizer"``.
     """
 
     parameters: int = 0
@@ -53,7 +57,7 @@ class Collective:
     """One communication of a step.
 
     Args:
-        kind: ``"all_reduce"``, ``"all_gather"``, ``"reduce_scatter"``, ``"all_to_all"``, ``"broadcast"``, ``"send"``, ...
+        kind: ``"all_reduce"``, ``"all_gather"``, ``"reduce_scatter"``, ``"all_to_all"``, ``"broadcast"``, ``"send"``
         mesh_dim: the mesh dimension of its group; ``""`` for another group.
         ranks: the size of the group.
         bytes: of the tensor that this rank gives.
@@ -82,6 +86,7 @@ class RankEstimate:
         flops: floating-point operations of a step.
         collectives: of a step, in order.
         time: seconds of a step, by the roofline; None without a device.
+        observed: what the observer of a request found.
     """
 
     rank: int
@@ -90,6 +95,7 @@ class RankEstimate:
     flops: int
     collectives: tuple[Collective, ...]
     time: float | None = None
+    observed: Any = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)

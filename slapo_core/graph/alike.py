@@ -19,6 +19,7 @@ from slapo_core.graph.tokens import is_transparent
 
 if TYPE_CHECKING:
     from slapo_core.graph.flags import Flags
+    from slapo_core.graph.notes import Notes
     from slapo_core.spec.tracer import Flag
 
 __all__ = ["AlikeCalls"]
@@ -33,14 +34,16 @@ class AlikeCalls:
     That is proved, not guessed: both modules have the same structure, mode and hooks, the arguments have the same
     metadata and share memory alike, every attribute that the first run read is equal in the other module, and objects
     that it read are the very same. A call that changed anything - an argument, a buffer, an attribute - stands for no
-    other, nor does one whose result shares memory with what it was given; once an attribute was changed, none does.
+    other, nor does one that looked into the values of a tensor, or whose result shares memory with what it was given;
+    once an attribute was changed, none does.
 
     Args:
         flags: which attributes are read, and set.
+        notes: whether values are read.
     """
 
-    def __init__(self, flags: Flags) -> None:
-        self.flags = flags
+    def __init__(self, flags: Flags, notes: Notes) -> None:
+        self.flags, self.notes = flags, notes
         self._known: dict[Any, list[tuple[Checks, _Objects, Any]]] = {}
         self._is_off = False
 
@@ -65,10 +68,12 @@ class AlikeCalls:
                 return _like(result)
         given = [part for part in _tensors((args, kwargs), []) if part is not None]
         before = [(tensor, tensor._version) for tensor in (*given, *module.buffers())]
-        sets = self.flags.changes
+        sets, reads = self.flags.changes, self.notes.value_reads
         result = run(module, *args, **kwargs)
         if self.flags.changes != sets or not all(is_unchanged(*pair) for pair in self.flags.containers):
             self._is_off = True
+        elif reads != self.notes.value_reads:
+            return result
         elif all(tensor._version == version for tensor, version in before) and _is_new(result, given, module):
             self._remember(key, path, module, result)
         return result

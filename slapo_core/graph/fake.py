@@ -64,12 +64,38 @@ class FakeMode(FakeTensorMode):
             return self._home
         return value
 
+    def _all_fake(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Arguments in which fake tensors stand for real ones, where both are there.
+
+        torch does that, too, but only after it has looked for the call among those whose results it knows: every call
+        with a parameter would be computed anew.
+        """
+        kinds = {_kind(part) for value in (*args, *kwargs.values()) for part in _parts(value)}
+        if not kinds >= {"fake", "real"} or torch.Tag.inplace_view in func.tags:
+            return args, kwargs
+        return [self._fake_in(value) for value in args], {key: self._fake_in(value) for key, value in kwargs.items()}
+
+    def _fake_in(self, value: Any) -> Any:
+        if type(value) in (list, tuple):
+            return type(value)([self._fake_in(part) for part in value])
+        return self.fake_tensor_converter.from_real_tensor(self, value) if _kind(value) == "real" else value
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._home is not None:
             args, kwargs = self._placed(args), self._placed(kwargs or {})
         if func is torch.ops.aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:
             return _grouped_product(*args, **(kwargs or {}))
+        args, kwargs = self._all_fake(func, args, kwargs or {})
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def _parts(value: Any) -> Any:
+    return value if type(value) in (list, tuple) else (value,)
+
+
+def _kind(value: Any) -> str:
+    cls = type(value)
+    return "fake" if cls is FakeTensor else "real" if cls is torch.Tensor or cls is nn.Parameter else ""
 
 
 def home_of(module: nn.Module, arguments: Any) -> torch.device | None:

@@ -24,12 +24,16 @@ class Notes:
             an ``Opaque`` for any other object.
         writes: for nodes that changed some of their arguments in place: which.
         storages: for nodes that give tensors: a number that those share which lie in the same memory.
+        value_reads: how often the run looked into the values of a tensor that is there beside it: of a buffer, say.
+        is_real: whether the run was on values.
     """
 
     def __init__(self) -> None:
         self.values: dict[fx.Node, Any] = {}
         self.writes: dict[fx.Node, tuple[fx.Node, ...]] = {}
         self.storages: dict[fx.Node, int] = {}
+        self.value_reads = 0
+        self.is_real = False
 
     def versions(self, given: Any) -> list[tuple[torch.Tensor, int]]:
         """The tensors among the arguments of a call, each with how often it was written to."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses import FakeTensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.overrides import TorchFunctionMode
 
@@ -24,6 +25,20 @@ __all__ = ["NeedsValues", "Recorder"]
 
 _SWITCHES = (torch._C._set_grad_enabled,)
 """Seen through the state that they change."""
+
+_READS = frozenset(
+    getattr(torch.Tensor, name)
+    for name in (
+        "__array__", "__bool__", "__complex__", "__contains__", "__dlpack__", "__float__", "__format__", "__index__",
+        "__int__", "__repr__", "data_ptr", "item", "numpy", "storage", "tolist", "untyped_storage",
+    )
+)  # fmt: skip
+"""Give values of a tensor that has some, also where a run is on tensors without values."""
+
+
+def _has_values(tensor: torch.Tensor) -> bool:
+    """Whether it is real, or torch has computed it of real ones nevertheless, as it does for one element."""
+    return type(tensor) is not FakeTensor or tensor.constant is not None
 
 
 class NeedsValues(Untraceable):
@@ -50,6 +65,8 @@ class Recorder(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self.is_paused or func in _SWITCHES:
+            if func in _READS and self.recording.notes is not None and _has_values(args[0]):
+                self.recording.notes.value_reads += 1
             return func(*args, **kwargs)
         query = query_of(func)
         if query is not None:

@@ -15,7 +15,7 @@ from slapo_core.graph.tokens import real_type
 from slapo_core.graph.variant import Variant
 from slapo_core.spec.tracer import Recorded
 
-__all__ = ["HOOKS", "Pool", "exact_form", "structure"]
+__all__ = ["HOOKS", "Pool", "exact_form", "is_pure", "structure"]
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -38,7 +38,7 @@ class Pool:
     def add(self, key: Any, module: nn.Module, variant: Variant) -> None:
         """Remember a variant, if others can be proved to be like it."""
         recorded = variant.recorded
-        if recorded.read is None or not _is_pure(recorded):
+        if recorded.read is None or not is_pure(recorded):
             return
         index = {path: number for number, (path, _) in enumerate(walk(module))}
         self._entries.setdefault(key, []).append((Checks(recorded.read, index), variant))
@@ -89,7 +89,7 @@ def exact_form(value: Any) -> Any:
     return None if parts is None else tuple(exact_form(part) for _, _, part in parts)
 
 
-def _is_pure(recorded: Recorded) -> bool:
+def is_pure(recorded: Recorded) -> bool:
     """Whether the graph holds nothing of the module that it was recorded from."""
     if recorded.captured:
         return False

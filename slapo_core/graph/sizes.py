@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from slapo_core.graph.recording import Recording
 
-__all__ = ["SizeNode", "hint_of", "is_symbolic", "symbolic"]
+__all__ = ["SizeNode", "constant", "hint_of", "is_symbolic", "symbolic"]
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "abs": operator.abs,
@@ -70,16 +70,16 @@ class SizeNode:
     Arithmetic adds to the graph; whoever needs the plain number (a branch, a loop) leaves a guard there.
 
     Args:
-        recording: what is being recorded.
+        recording: what is being recorded; None where that is over.
         hint: the value in this recording.
         node: of the graph, giving the value at each call; None for a constant.
     """
 
     constant = None
 
-    def __init__(self, recording: Recording, hint: Any, node: fx.Node | None) -> None:
+    def __init__(self, recording: Recording | None, hint: Any, node: fx.Node | None) -> None:
         self.recording, self.hint, self.node = recording, hint, node
-        if node is not None and recording.notes is not None:
+        if node is not None and recording is not None and recording.notes is not None:
             recording.notes.values[node] = hint
 
     # What torch asks ------------------------------------------------------------------------------------------
@@ -132,12 +132,15 @@ class SizeNode:
         return lambda *others: self._compute(function, *others)
 
     def _decide(self, *_: Any) -> Any:
-        self.recording.guard(self.node, self.hint)
+        if self.recording is not None:
+            self.recording.guard(self.node, self.hint)
         return self.hint
 
     def _compute(self, function: Callable[..., Any], *others: Any) -> SizeNode:
         operands = (self, *others)
         hint = function(*(operand.hint if isinstance(operand, SizeNode) else operand for operand in operands))
+        if self.recording is None:
+            return SizeNode(None, hint, None)
         node = self.recording.size(
             function,
             tuple(
@@ -204,7 +207,15 @@ for _class in (_Whole, _Real):
 
 def symbolic(recording: Recording, hint: Any, node: fx.Node) -> Any:
     """``hint`` as a number that writes down what is computed with it."""
-    made = SizeNode(recording, hint, node)
+    return _number(SizeNode(recording, hint, node))
+
+
+def constant(hint: Any) -> Any:
+    """A number of :func:`symbolic` when the recording is over: nothing is written down any more."""
+    return _number(SizeNode(None, hint, None))
+
+
+def _number(made: SizeNode) -> Any:
     if made.is_int():
         return _Whole(made)
     return _Real(made) if made.is_float() else torch.SymBool(made)

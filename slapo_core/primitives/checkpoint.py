@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from slapo_core.spec.node import Node
 from slapo_core.spec.primitive import Primitive
 from slapo_core.spec.violation import Violation
 
-__all__ = ["Checkpoint"]
+__all__ = ["Checkpoint", "checkpoints"]
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Checkpoint(Primitive):
                 f"{type(node.module).__name__} has no forward of its own: it is never called",
                 f"checkpoint its children: sch['{node.path}.*'].checkpoint()",
             )
-        if any(_is_checkpointing(wrapper) for wrapper in node.wrappers):
+        if checkpoints(node):
             yield Violation("the module is checkpointed already", "remove this second call")
 
     def apply(self, node: Node, edit: Edit) -> None:
@@ -92,12 +92,13 @@ class Checkpoint(Primitive):
     def postconditions(self, node: Node) -> Iterator[Violation]:
         if self.match is not None:
             return
-        if "forward" not in node.module.__dict__ or not any(_is_checkpointing(wrapper) for wrapper in node.wrappers):
+        if "forward" not in node.module.__dict__ or not checkpoints(node):
             yield Violation("the module's forward is not wrapped")
 
 
-def _is_checkpointing(wrapper: Callable[..., Any]) -> bool:
-    return isinstance(wrapper, functools.partial) and wrapper.func is checkpointed
+def checkpoints(node: Node) -> bool:
+    """Whether a step put the whole forward of the module under activation checkpointing."""
+    return any(isinstance(wrapper, functools.partial) and wrapper.func is checkpointed for wrapper in node.wrappers)
 
 
 def checkpointed(forward: Forward, *, preserve_rng_state: bool, path: str) -> Forward:

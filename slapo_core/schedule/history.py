@@ -13,7 +13,7 @@ from slapo_core.schedule.scheduled_models import Claim, refuse_if_scheduled
 from slapo_core.schedule.transaction import Step
 from slapo_core.schedule.watching.watch import Watch
 from slapo_core.spec.record import Record
-from slapo_core.tree.journal import ReplaceModule, SetGraph
+from slapo_core.tree.journal import Entry, ReplaceModule, SetGraph
 
 __all__ = ["History"]
 
@@ -43,6 +43,10 @@ class History:
     def distributions(self) -> frozenset[str]:
         """Whose primitives took part."""
         return frozenset(name for step in self._steps for name in step.distributions)
+
+    def entries(self) -> Iterator[tuple[Record, Entry]]:
+        """What each step did, in order."""
+        return ((step.record, entry) for step in self._steps for entry in step.entries)
 
     def check_start(self) -> None:
         """Without steps, the model as it is now is taken for the untouched one.

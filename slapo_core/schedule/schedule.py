@@ -32,9 +32,11 @@ from slapo_core.tree.render import render_tree
 from slapo_core.tree.tree import Tree
 
 if TYPE_CHECKING:
+    from slapo_core.estimation.fitting.result import Fit
     from slapo_core.estimation.results import Estimate
     from slapo_core.plugins.registry import Registry
     from slapo_core.spec.node import Node
+    from slapo_core.tree.journal import Entry
 
 __all__ = ["Schedule"]
 
@@ -67,6 +69,7 @@ class Schedule:
         self._inner: list[Record] = []  # of the primitives that the one being applied has applied itself
         self._sealed_by: str | None = None
         self._example_calls: ExampleCalls | None = None
+        self.estimates: dict[bytes, Any] = {}  # that fit has asked for, by the steps and what was asked
         self.tree = Tree(model, mesh, self)
         for distribution in self.plugins:
             self.hooks.activate(distribution)
@@ -220,6 +223,12 @@ class Schedule:
 
         return slapo_core.estimate(self, *args, **kwargs)
 
+    def fit(self, memory: int | str, *args: Any, **kwargs: Any) -> Fit:
+        """Checkpoint what it takes to stay within ``memory``: :func:`slapo_core.fit` of this schedule."""
+        import slapo_core
+
+        return slapo_core.fit(self, memory, *args, **kwargs)
+
     # -- what nodes and engines need --------------------------------------------------------------------------
 
     @property
@@ -329,6 +338,10 @@ class Schedule:
     def records_so_far(self) -> tuple[Record, ...]:
         """The records, and inside of a primitive those of the primitives that it applied itself."""
         return (*self.records, *self._inner) if self._inner else self.records
+
+    def entries(self) -> Iterator[tuple[Record, Entry]]:
+        """What each step changed, in order; nothing any more once the originals were dropped."""
+        return self._history.entries()
 
     def removal_of(self, path: str) -> Record | None:
         """The step that removed the module at ``path``; None if none did."""

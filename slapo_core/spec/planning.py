@@ -9,7 +9,7 @@ from slapo_core.errors import ArgumentError, BuildError, HookError, TraceError
 from slapo_core.spec.mesh import Mesh
 
 if TYPE_CHECKING:
-    from slapo_core.spec.dialect import BuildArguments
+    from slapo_core.spec.dialect import BuildArguments, Dialect, Plan
     from slapo_core.spec.pipeline import Liveness, Partition, Value
     from slapo_core.spec.request import ScheduledModel
 
@@ -20,6 +20,7 @@ __all__ = [
     "checked_axes",
     "device_of",
     "parameter_types",
+    "plan_of",
     "samples_of",
     "topology",
 ]
@@ -44,6 +45,33 @@ def arguments_as_options(arguments: BuildArguments) -> dict[str, Any]:
         "has_optimizer": arguments.has_optimizer,
         "max_grad_norm": arguments.max_grad_norm,
     }
+
+
+def plan_of(dialect: Dialect, schedule: ScheduledModel, options: Mapping[str, Any], **given: Any) -> Plan:
+    """What ``build`` would do with a dialect; nothing is built, and no other rank has to run.
+
+    Args:
+        dialect: whose plan it is.
+        schedule: with a mesh that may be only declared.
+        options: of the dialect, as the user gave them.
+        given: ``optimizer``, ``loss``, ``max_grad_norm``, ``device`` and ``accumulate``, as for ``build``; of the first
+            two, whether they are there is all that is asked.
+
+    Raises:
+        BuildError: the options contradict the schedule or one of the arguments, or the runtime refuses them.
+    """
+    import torch
+
+    from slapo_core.spec.dialect import BuildArguments
+
+    device = given.pop("device", None)
+    arguments = BuildArguments(
+        has_optimizer=given.pop("optimizer", None) is not None,
+        has_loss=given.pop("loss", None) is not None,
+        device=None if device is None else torch.device(device),
+        **given,
+    )
+    return dialect.plan(schedule, dialect.options(options, arguments))
 
 
 def checked_axes(axes: Any) -> dict[str, int | None]:

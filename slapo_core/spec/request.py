@@ -381,7 +381,8 @@ class BuildRequest(Protocol):
             the loss, a scalar tensor, and the output.
 
         Raises:
-            BuildError: there is no loss in the output, or the user's function gives no scalar.
+            BuildError: there is no loss in the output, or the user's function gives no scalar; or torch computes
+                gradients, and the loss depends on nothing that is trained.
             RankMismatchError: in the first step, the ranks of one replica were given different batches.
         """
         ...
@@ -411,7 +412,7 @@ class BuildRequest(Protocol):
         """The loss of an output that was put together of stages', as :meth:`compute_loss` finds it, a scalar tensor.
 
         Raises:
-            BuildError: there is no loss in the output, or the user's function gives no scalar.
+            BuildError: as for :meth:`compute_loss`.
         """
         ...
 

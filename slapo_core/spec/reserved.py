@@ -51,8 +51,10 @@ RESERVED_COMMANDS: dict[str, str] = {
         (
             "build",
             "check",
+            "device",
             "dialects",
             "doctor",
+            "estimate",
             "help",
             "patterns",
             "plugins",
@@ -139,6 +141,7 @@ RESERVED_NAMES: frozenset[str] = frozenset(
         "apply_at",
         "apply_each",
         "document",
+        "entries",
         "example_call_of",
         "example_inputs",
         "explain",

@@ -121,6 +121,10 @@ class ModuleForward:
         """Take ``wrapping`` away, wherever it is; nothing happens if it is not here."""
         self._change([one for one in self._wrappings if one is not wrapping], self._base)
 
+    def exchange_wrappers(self, wrappers: Sequence[Callable[[Forward], Forward]]) -> None:
+        """Put other wrappers, innermost first, in the place of all; none of them is known to undo."""
+        self._change([Wrapping(wrapper) for wrapper in wrappers], self._base)
+
     def set_base(self, base: Callable[..., Any] | None) -> Callable[..., Any] | None:
         """Put the wrappings around another base.
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch import nn
 
 from slapo_core.errors import HookError, TraceError
+from slapo_core.graph.copies import CopiedRecordings, copies_share
 from slapo_core.pipeline.apart import ApartCalls
 from slapo_core.pipeline.binding import bound_call
 from slapo_core.pipeline.calls import Extents, StagedCalls
@@ -32,12 +33,14 @@ class Staging:
         refusals: class and text of the errors of plugins that were asked for stages, and of stages that are not as was
             said.
         extents: what was said of shapes with the number of samples left open.
+        recordings: which copies share.
     """
 
     def __init__(self) -> None:
         self.last: Staged | None = None
         self.refusals: set[tuple[str, str]] = set()
         self.extents = Extents()
+        self.recordings = CopiedRecordings()
 
     @property
     def is_needed(self) -> bool:
@@ -73,7 +76,8 @@ class _StagedCaller(Caller):
 
     def __call__(self, batch: Batch) -> Callable[[], Any]:
         inputs = bound_call(self.model, batch.args, batch.kwargs)
-        stages = self._staging.noting_refusals(lambda: self._calls.of(inputs))
+        with copies_share(self._staging.recordings):
+            stages = self._staging.noting_refusals(lambda: self._calls.of(inputs))
         if stages is None:
             return super().__call__(batch)
         self._staging.last = stages

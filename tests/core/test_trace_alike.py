@@ -187,3 +187,20 @@ def test_a_call_that_changes_something_stands_for_no_other(
         assert shared.calls in ([], 0), "and it is taken back"
     if what == "buffer":
         assert graph.written == {f"blocks.{number + elsewhere}.seen" for number in range(3)}
+
+
+class LooksIntoValues(nn.Module):
+    def __init__(self, count: int, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.register_buffer("count", torch.tensor(float(count)))
+        self.register_buffer("counts", torch.tensor([count, 0]))
+
+    def forward(self, x: Any) -> Any:
+        count = self.counts.tolist()[0] if self.how == "all values" else int(float(self.count + 1)) - 1
+        return x.repeat(count, 1) * 1.0
+
+
+@pytest.mark.parametrize("how", ["all values", "one value"])
+def test_a_call_that_looks_into_the_values_of_a_buffer_stands_for_no_other(how: str) -> None:
+    assert runs(Model(LooksIntoValues(1, how), LooksIntoValues(2, how)))[1] == [(2, 4), (4, 4)]

@@ -75,6 +75,22 @@ def test_a_step_without_gradients_is_refused(block: Any) -> None:
     )
 
 
+@pytest.mark.parametrize("what", ["detached", "frozen"])
+def test_a_loss_without_a_gradient_is_refused_and_can_be_evaluated(what: str) -> None:
+    def loss(output: torch.Tensor, batch: Any) -> torch.Tensor:
+        return output.detach() if what == "detached" else output
+
+    model = real("mlp").requires_grad_(what != "frozen")
+    engine = slapo.build(slapo.create_schedule(model), optimizer=sgd, loss=loss)
+    with pytest.raises(slapo.BuildError) as error:
+        engine.train_step(next(batches(1)))
+    assert str(error.value) == (
+        "the loss depends on nothing that is trained, so that there is no gradient\n"
+        "  hint: unfreeze parameters before build; give loss= a function that does not detach the output"
+    )
+    assert engine.eval_step(next(batches(1))).loss.isfinite()
+
+
 @pytest.mark.parametrize("count", [1, 2, 8])
 def test_accumulated_steps_are_those_of_the_whole_batch_also_under_a_schedule_of_the_learning_rate(count: int) -> None:
     model = real("mlp").double()

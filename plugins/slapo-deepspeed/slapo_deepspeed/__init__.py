@@ -46,17 +46,16 @@ def plan(
     Raises:
         BuildError: the configuration contradicts the schedule or one of the arguments, or DeepSpeed refuses it.
     """
-    import torch
-
-    from slapo_core.spec.dialect import BuildArguments
+    from slapo_core.spec.planning import plan_of
     from slapo_deepspeed.dialect import DeepSpeedDialect
 
-    arguments = BuildArguments(
-        has_optimizer=optimizer is not None,
-        has_loss=loss is not None,
+    return plan_of(
+        DeepSpeedDialect(),
+        sch,
+        {"config": config, "batch_axes": batch_axes},
+        optimizer=optimizer,
+        loss=loss,
         max_grad_norm=max_grad_norm,
+        device=device,
         accumulate=accumulate,
-        device=None if device is None else torch.device(device),
     )
-    dialect = DeepSpeedDialect()
-    return dialect.plan(sch, dialect.options({"config": config, "batch_axes": batch_axes}, arguments))

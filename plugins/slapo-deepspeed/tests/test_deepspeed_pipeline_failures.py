@@ -2,123 +2,37 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import nn
 
-import slapo_core as slapo
-from slapo_core.testing import preload_modules, run_ranks
+from slapo_core.testing import run_ranks
+from tests import failing_pipelines as failing
 
 pytestmark = pytest.mark.ranks
-preload_modules(
-    "deepspeed.pipe",
-    "deepspeed.runtime.zero.muon.muon_optimizer",
-    "slapo_deepspeed.pipeline.engine",
-    "slapo_pipeline.partition.hook",
-)
 
-GUILTY = {"forward": 1, "backward": 0, "loss": 2, "optimizer": 1}
-
-
-class Raising(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, module: Fails) -> torch.Tensor:
-        ctx.module = module
-        if type(x) is torch.Tensor and module.where == "forward":  # not while it is recorded
-            raise ValueError("no more forward")
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        if ctx.module.where == "backward":
-            raise KeyError("no way back")
-        return gradient, None
-
-
-class Fails(nn.Module):
-    where = ""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return Raising.apply(self.inner(x), self)  # type: ignore[no-any-return, no-untyped-call]
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.second, self.third = Fails(), Fails(), Fails()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.third(self.second(self.first(x)))  # type: ignore[no-any-return]
-
-
-def build(where: str, guilty: int) -> Any:
-    net = Net()
-    sch = slapo.create_schedule(net, mesh={"pp": 3}, example_inputs=(torch.ones(2, 4),))
-    for path in ("first", "second"):
-        sch[path].pipeline_split()
-
-    def loss(output: Any, piece: Any) -> torch.Tensor:
-        if where == "loss" and dist.get_rank() == guilty:
-            raise ZeroDivisionError("no samples")
-        return output.square().mean()
-
-    def optimizer(parameters: Any) -> torch.optim.Optimizer:
-        if where == "making the optimiser" and dist.get_rank() == guilty:
-            raise ArithmeticError("no numbers")
-        made = torch.optim.SGD(parameters, lr=0.1)
-        if where == "optimizer" and dist.get_rank() == guilty:
-            made.register_step_pre_hook(refuse)
-        return made
-
-    engine = slapo.build(
-        sch, target="deepspeed", optimizer=optimizer, loss=loss, config={"gradient_accumulation_steps": 3}
-    )
-    if dist.get_rank() == guilty:
-        for module in net.children():
-            module.where = where  # type: ignore[assignment]
-    return engine
-
-
-def refuse(*_: Any) -> None:
-    raise OverflowError("no step")
+GUILTY = {"forward": 1, "backward": 0, "loss": 2, "optimizer": 1, "detached": 2, "frozen": 2}
 
 
 def on_rank() -> dict[str, Any]:
     torch.set_num_threads(1)
+    config = {"gradient_accumulation_steps": 3}
+    make = functools.partial(
+        failing.build, cuts=("first", "second"), mesh={"pp": 3}, length=3, target="deepspeed", config=config
+    )
     told: dict[str, Any] = {}
-    batch = (torch.linspace(-1, 1, 24).reshape(6, 4),)
-    for where, rank in GUILTY.items():
-        engine = build(where, rank)
-        with pytest.raises(slapo.RankFailedError) as first:
-            engine.train_step(batch)
-        with pytest.raises(slapo.BuildError, match="the engine is closed, because ") as after:
-            engine.train_step(batch)
-        assert len(engine.state_dict()) == 6  # the state can still be read
-        told[where] = (str(first.value), type(first.value.__cause__).__name__, first.value.first, str(after.value))
-    with pytest.raises(slapo.SlapoError) as unmade:
-        build("making the optimiser", 1)
-    told["making"] = str(unmade.value)
-    engine = build("", 0)
-    engine.train_step(batch)  # the first one compares the batches
-    with pytest.raises(slapo.BuildError) as uncut:  # on every rank; and nothing is lost
-        engine.train_step((torch.ones(6 if dist.get_rank() else 5, 4),))
-    told["uncut"] = str(uncut.value)
-    told["then"] = float(engine.train_step(batch).loss)
-    engine.close()
-    return told
+    for where, guilty in GUILTY.items():
+        engine, _ = make(where, guilty)
+        told[where] = failing.tell(engine, failing.batch(6), blocks=3)
+    return {**told, **failing.tell_of_batches(make, 6)}
 
 
 def test_every_rank_ends_with_the_error_of_the_guilty_one() -> None:
     ranks = run_ranks(on_rank, world_size=3)
+    no_gradient = (f"stage 2 in the loss of micro-batch 0: {failing.NO_GRADIENT}", "BuildError")
     expected = {
         "forward": ("stage 1 in the forward of micro-batch 0: ValueError: no more forward", "ValueError"),
         "backward": ("stage 0 in the backward of micro-batch 0: KeyError: 'no way back'", "KeyError"),
@@ -127,15 +41,17 @@ def test_every_rank_ends_with_the_error_of_the_guilty_one() -> None:
             "DeepSpeed's exchange of gradients, or its optimiser's step: OverflowError: no step",
             "OverflowError",
         ),
+        "detached": no_gradient,
+        "frozen": no_gradient,
     }
     for where, guilty in GUILTY.items():
         text, cause = expected[where]
         for rank, told in enumerate(ranks):
-            message, own_cause, first, after = told[where]
-            assert f"a step failed on rank {guilty}, {text}" in message, (where, rank, message)
-            assert (own_cause == cause) is (rank == guilty)
-            assert first == guilty
-            assert text in after
+            one = told[where]
+            assert f"a step failed on rank {guilty}, {text}" in one.message, (where, rank, one.message)
+            assert (one.cause == cause) is (rank == guilty)
+            assert one.first == guilty
+            assert text in one.after
     for told in ranks:
         assert "no numbers" in told["making"]
         assert "5 samples do not divide into gradient_accumulation_steps=3" in told["uncut"]

@@ -178,6 +178,11 @@ def refusals() -> dict[str, Any]:
     engine.close()
     found["closed"] = said(lambda: engine.train_step(small.batch(0)))
     found["closed, evaluation"] = said(lambda: engine.eval_step(small.batch(0)))
+    for stage in (0, 3):
+        sch, engine = small.built(DP, zero(stage), loss=lambda output, batch: output.detach())
+        whole = small.share(small.batch(0), sch.mesh)
+        found[f"detached {stage}"] = said(lambda engine=engine, whole=whole: engine.train_step(whole))
+        engine.close()
     for stage in (0, 1):
         made = functools.partial(small.built, DP, zero(stage), optimizer=lambda ps: torch.optim.Adafactor(ps))
         found[f"Adafactor {stage}"] = said(made)
@@ -298,6 +303,8 @@ def test_what_cannot_train_says_why_and_evaluates() -> None:
         assert rank["odd"] == pytest.approx(float(small.make()(**small.batch(0, 1)).detach()), rel=1e-6)
         assert rank["closed"].startswith("BuildError: the engine is closed")
         assert rank["closed, evaluation"].startswith("BuildError: the engine is closed")
+        for stage in (0, 3):
+            assert rank[f"detached {stage}"].startswith("BuildError: the loss depends on nothing that is trained")
         assert rank["Adafactor 0"] == ""
         assert rank["Adafactor 1"].startswith("OptimizerError: Adafactor cannot train parameters that are split over")
 

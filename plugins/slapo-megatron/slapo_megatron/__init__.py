@@ -53,19 +53,10 @@ def plan(
     Raises:
         BuildError: the options contradict the schedule or one of the arguments, or Megatron refuses them.
     """
-    import torch
-
-    from slapo_core.spec.dialect import BuildArguments
+    from slapo_core.spec.planning import plan_of
     from slapo_megatron.dialect import MegatronDialect
 
-    arguments = BuildArguments(
-        has_optimizer=optimizer is not None,
-        has_loss=loss is not None,
-        max_grad_norm=max_grad_norm,
-        accumulate=accumulate,
-        device=None if device is None else torch.device(device),
-    )
-    given: dict[str, Any] = {
+    options: dict[str, Any] = {
         "optimizer_config": optimizer_config,
         "ddp_config": ddp_config,
         "model_parallel_config": model_parallel_config,
@@ -73,5 +64,13 @@ def plan(
         "microbatches": microbatches,
         "batch_axes": batch_axes,
     }
-    dialect = MegatronDialect()
-    return dialect.plan(sch, dialect.options(given, arguments))
+    return plan_of(
+        MegatronDialect(),
+        sch,
+        options,
+        optimizer=optimizer,
+        loss=loss,
+        max_grad_norm=max_grad_norm,
+        device=device,
+        accumulate=accumulate,
+    )

@@ -10,6 +10,7 @@ import torch
 
 from slapo_core.spec.replicas import send_buffers
 from slapo_core.spec.unused import UnusedParameters
+from slapo_megatron.model.buckets import drop_started
 
 if TYPE_CHECKING:
     from torch import nn
@@ -42,7 +43,10 @@ class Updates:
         self._has_stepped = False
 
     def begin(self, module: nn.Module) -> None:
-        """Before the passes; gradients are accumulated from zero on, whatever an earlier step that failed has left.
+        """Before the passes.
+
+        Gradients are accumulated from zero on, whatever an earlier step that failed, or a backward pass of the user's
+        own, has left.
 
         Args:
             module: of whose buffers replicas hold the same.
@@ -50,6 +54,7 @@ class Updates:
         self._unused.step_begins()
         for group in self._replicas:
             send_buffers(module, group)
+        drop_started(self._megatron.chunks)
         for chunk in self._megatron.chunks:
             chunk.zero_grad_buffer()
         self._megatron.optimizer.zero_grad()

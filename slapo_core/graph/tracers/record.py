@@ -98,7 +98,7 @@ def record(
     recorder = Recorder(recording)
     flags = Flags(recording.refusal, lambda: recorder.is_paused, first_line(forward))
     if notes is not None and fake:
-        recorder.alike = AlikeCalls(flags)
+        recorder.alike = AlikeCalls(flags, notes)
     mode = FakeMode(home) if fake else None
     signature = inspect.signature(forward)
     given: dict[str, Any] = {}

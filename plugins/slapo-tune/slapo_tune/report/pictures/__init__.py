@@ -1,0 +1,1 @@
+"""The search as pictures; they need matplotlib, which the extra ``draw`` installs."""

@@ -1,0 +1,190 @@
+"""What integer tensors without memory hold, where that follows from the batch: models ask masks about their values."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from slapo_core.estimation.private import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
+
+__all__ = ["Following", "Unknown", "Values", "is_followed", "seen_as_plain"]
+
+_LARGEST = 2**22  # elements of a tensor whose values are followed
+_VALUE = "_slapo_value"
+_WHOLE = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
+_READS = frozenset(
+    {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default, torch.ops.aten.is_nonzero.default}
+)
+
+
+def is_followed(tensor: torch.Tensor) -> bool:
+    """Whether values of a tensor like this one are followed, where it has some: small integers and booleans."""
+    return tensor.dtype in _WHOLE and tensor.numel() <= _LARGEST
+
+
+class Unknown(Exception):  # noqa: N818 - what a model asks, not a fault
+    """A model reads a value that nobody knows without running it."""
+
+
+class Values:
+    """Runs operations, and the same on true values beside it where all integers that go in are known.
+
+    Args:
+        mode: of the tensors without memory; None where they are on the meta device.
+    """
+
+    def __init__(self, mode: FakeTensorMode | None = None) -> None:
+        self._mode = mode
+        self._spoiled: dict[int, torch.UntypedStorage] = {}
+
+    def give(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
+        """``tensor``, without memory, holds ``value``; of floating-point tensors that is not followed."""
+        if is_followed(value) and not value.is_meta:
+            tensor.__dict__[_VALUE] = value
+
+    def carry(self, tensor: torch.Tensor, to: torch.Tensor) -> None:
+        """``to`` holds what ``tensor`` does."""
+        value = self._value(tensor)
+        if value is not None:
+            self.give(to, value.detach().clone())
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of an operation.
+
+        Raises:
+            Unknown: it needs values that nobody knows.
+        """
+        if func in _READS:
+            found = self._computed(func, args, kwargs)
+            if found is None:
+                return self._asked(func, args, kwargs)
+            return found[0]
+        try:
+            result = func(*args, **kwargs)
+        except (DynamicOutputShapeException, DataDependentOutputException):
+            return self._sized_by_values(func, args, kwargs)
+        if isinstance(result, torch.Tensor):
+            if result.dtype in _WHOLE and _is_hollow(result):
+                self._follow(func, args, kwargs, [result])
+        elif type(result) in (tuple, list):
+            whole = [leaf for leaf in result if isinstance(leaf, torch.Tensor) and _is_hollow(leaf)]
+            if whole and len(whole) == len(result) and all(leaf.dtype in _WHOLE for leaf in whole):
+                self._follow(func, args, kwargs, whole)
+        return result
+
+    def _asked(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The mode itself knows the value of constants."""
+        try:
+            return func(*args, **kwargs)
+        except (DynamicOutputShapeException, DataDependentOutputException):
+            raise Unknown(str(func)) from None
+
+    def _follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], results: list[torch.Tensor]) -> None:
+        found = None
+        if all(result.numel() <= _LARGEST for result in results):
+            found = self._computed(func, args, kwargs)
+        for position, result in enumerate(results):
+            if found is not None:
+                result.__dict__[_VALUE] = found[position]
+            elif _VALUE in result.__dict__:  # written to, with what is not known; so were those that share it
+                storage = result.__dict__.pop(_VALUE).untyped_storage()
+                self._spoiled[storage._cdata] = storage
+
+    def _sized_by_values(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """An operation the shape of whose result depends on values: on known ones it is computed."""
+        found = self._computed(func, args, kwargs)
+        if found is not None:
+            fakes = [self._fake(value) for value in found]
+            return fakes[0] if len(fakes) == 1 else tuple(fakes)
+        if func is torch.ops.aten.index.Tensor:
+            places: list[Any] = []
+            for index in args[1]:
+                if index is not None and index.dtype in (torch.bool, torch.uint8):
+                    known = self._value(index)
+                    if known is None:
+                        raise Unknown(str(func))
+                    with unset_fake_temporarily():
+                        where = known.nonzero(as_tuple=True)
+                    places.extend(self._fake(each) for each in where)
+                else:
+                    places.append(index)
+            return func(args[0], places)
+        raise Unknown(str(func))
+
+    def _fake(self, value: torch.Tensor) -> torch.Tensor:
+        assert self._mode is not None
+        tensor = self._mode.from_tensor(value, static_shapes=True)
+        self.give(tensor, value)
+        return tensor
+
+    def _value(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        if not _is_hollow(tensor):
+            return tensor if tensor.numel() <= _LARGEST else None
+        value: torch.Tensor | None = tensor.__dict__.get(_VALUE)
+        if value is None:
+            return tensor.constant if isinstance(tensor, FakeTensor) else None
+        return value if value.untyped_storage()._cdata not in self._spoiled else None
+
+    def _computed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
+        """The same on true values; None where one is not known, or the operation draws random numbers."""
+        if torch.Tag.nondeterministic_seeded in func.tags or func.namespace != "aten":
+            return None
+        leaves, form = tree_flatten((args, kwargs))
+        for position, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.Tensor):
+                value = self._value(leaf)
+                if value is None:
+                    return None
+                leaves[position] = value
+            elif isinstance(leaf, torch.device):
+                leaves[position] = torch.device("cpu")
+        with unset_fake_temporarily():
+            true_args, true_kwargs = tree_unflatten(leaves, form)
+            return tree_leaves(func(*true_args, **true_kwargs))
+
+
+class Following(TorchDispatchMode):
+    """While it lasts, integers that are made on the meta device (buffers of a model) are followed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._values = Values()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._values.run(func, args, kwargs or {})
+
+
+def _is_hollow(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, FakeTensor) or tensor.is_meta
+
+
+@contextmanager
+def seen_as_plain() -> Iterator[None]:
+    """While it lasts, libraries that are loaded see tensors without memory as plain ones.
+
+    Some ask ``is_fake_tensor(x)``, and take another way for tracing than a training step does (explicit masks).
+    """
+    asked = {
+        name: vars(module)["is_fake_tensor"]
+        for name, module in list(sys.modules.items())
+        if not name.startswith("torch.") and callable(getattr(module, "__dict__", {}).get("is_fake_tensor"))
+    }
+    for name in asked:
+        vars(sys.modules[name])["is_fake_tensor"] = lambda tensor: False
+    try:
+        yield
+    finally:
+        for name, function in asked.items():
+            vars(sys.modules[name])["is_fake_tensor"] = function
