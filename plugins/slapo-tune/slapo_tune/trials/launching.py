@@ -26,10 +26,10 @@ from slapo_tune.trials.outputs import TAIL
 from slapo_tune.trials.rank import is_in_trial
 from slapo_tune.trials.sending import packed
 
-__all__ = ["Trials", "libraries"]
+__all__ = ["Trials", "accelerator_of", "libraries"]
 
 _LEAVING = 15.0  # seconds for the guard to end everything
-_SLACK = 60.0  # seconds beyond a job's own after which the guard is given up
+_SLACK = 420.0  # seconds beyond a job's own after which the guard is given up
 
 
 class Trials:
@@ -99,7 +99,7 @@ class Trials:
         directory.mkdir()
         output.parent.mkdir(exist_ok=True)
         told: dict[str, Any] = {"point": dict(point), "mesh": None if mesh is None else dict(mesh), "timeout": timeout}
-        told |= {"study": _plain(self._study), "seed": self._study.seed, "accelerator": self._study.accelerator}
+        told |= {"study": _plain(self._study), "seed": self._study.seed, "accelerator": accelerator_of(self._study)}
         job = Job(
             str(directory),
             str(self._home / "payload"),
@@ -188,6 +188,15 @@ class Trials:
         if self._home is not None:
             shutil.rmtree(self._home, ignore_errors=True)
             self._home = None
+
+
+def accelerator_of(study: Study) -> str:
+    """``"cuda"`` or ``"cpu"``: what trials run on, here."""
+    if study.accelerator is not None:
+        return study.accelerator
+    import torch
+
+    return "cuda" if torch.cuda.device_count() >= study.world_size else "cpu"
 
 
 def _plain(study: Study) -> dict[str, Any]:
