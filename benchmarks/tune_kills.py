@@ -107,10 +107,7 @@ def one_search(directory: Path, counts: Counts, draw: random.Random, kills: int)
         )
         known: dict[int, psutil.Process] = {}
         while sum(counts.kills.values()) < kills:
-            until = time.monotonic() + draw.uniform(0.0, 12.0)
-            while time.monotonic() < until and tuner.poll() is None:
-                time.sleep(0.02)
-                known |= below(tuner.pid)
+            wait_for_a_moment(log, tuner, draw, known)
             if tuner.poll() is not None:
                 break
             role = kill(tuner.pid, draw)
@@ -137,6 +134,24 @@ def one_search(directory: Path, counts: Counts, draw: random.Random, kills: int)
     counts.ok += len(points) - len(crashed)
     started = sum(b'"event":"started"' in line for line in log.read_bytes().splitlines())
     counts.repeated += started - len(points)
+
+
+def wait_for_a_moment(log: Path, tuner: Any, draw: random.Random, known: dict[int, psutil.Process]) -> None:
+    """Until the log has some more lines, or none, and then a random while: also while the tuner starts."""
+    lines, more = lines_in(log), draw.choice((0, 1, 2, 3, 4, 5, 6))
+    pause = draw.uniform(0.0, 8.0 if more == 0 else 0.5)
+    while tuner.poll() is None and lines_in(log) < lines + more:
+        time.sleep(0.005)
+    until = time.monotonic() + pause
+    while tuner.poll() is None:
+        known |= below(tuner.pid)
+        if time.monotonic() > until:
+            break
+        time.sleep(0.005)
+
+
+def lines_in(log: Path) -> int:
+    return log.read_bytes().count(b"\n") if log.exists() else 0
 
 
 def below(pid: int) -> dict[int, psutil.Process]:
