@@ -134,7 +134,11 @@ class _Search:
             self.study, self.trials.payload, Path(self.study.log).with_suffix(".predictions.jsonl")
         )
         view = View(self.space, predictions, self.study.memory_limit)
-        checks = Path(self.study.log).with_suffix(".output") / "checks.txt"
+        checks = output_file(self.study.log, 0).with_name("checks.txt")
+        try:
+            checks.parent.mkdir(exist_ok=True)
+        except OSError as error:
+            raise LogError(f"what trials print cannot be kept in {checks.parent}: {error.strerror}") from error
         with self.trials:
             prune = Pruning(self.study, self.trials, predictions, checks)
             while True:

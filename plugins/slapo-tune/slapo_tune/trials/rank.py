@@ -39,28 +39,27 @@ def run_rank(directory: str, rank: int) -> int:
     job = files.read(Path(directory, "job.json"))
     assert job is not None
     own = os.getpid()
-    with files.trace(directory, rank).open("w") as trace:
-        faulthandler.enable(trace)
-        faulthandler.register(signal.SIGUSR1, trace, all_threads=False)
-        phase = ["prepare"]
-        try:
-            said = _run(job, rank, phase)
-        except BaseException as error:  # noqa: BLE001 - told in the file, SystemExit and the like too
-            said = described(error, phase[0])
-        if os.getpid() != own:
-            os._exit(1)  # a process that the user's code forked came back as well: it is not the rank
-        files.write(files.result(directory, rank), {**said, "rank": rank, "at": time.monotonic()})
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError, AttributeError):  # the user's code closed it
-                stream.flush()
-        if said["outcome"] == "raised":
-            return 1
-        patience = time.monotonic() + _WAITING
-        while time.monotonic() < patience and not all(
-            files.result(directory, other).exists() for other in range(job["ranks"])
-        ):
-            time.sleep(0.005)
-        return 0
+    trace = os.open(files.trace(directory, rank), os.O_WRONLY | os.O_CREAT)
+    faulthandler.enable(trace)
+    faulthandler.register(signal.SIGUSR1, trace, all_threads=False)
+    phase = ["prepare"]
+    try:
+        said = _run(job, rank, phase)
+    except BaseException as error:  # noqa: BLE001 - told in the file, SystemExit and the like too
+        said = described(error, phase[0])
+    if os.getpid() != own:
+        os._exit(1)  # a process that the user's code forked came back as well: it is not the rank
+    files.write(files.result(directory, rank), {**said, "rank": rank, "at": time.monotonic()})
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # the user's code closed it
+            stream.flush()
+    if said["outcome"] == "raised":
+        return 1
+    patience = time.monotonic() + _WAITING
+    others = [files.result(directory, other) for other in range(job["ranks"])]
+    while time.monotonic() < patience and not all(file.exists() for file in others):
+        time.sleep(0.005)
+    return 0
 
 
 def _run(job: Mapping[str, Any], rank: int, phase: list[str]) -> dict[str, Any]:
