@@ -29,6 +29,7 @@ from slapo_tune.trials.sending import packed
 __all__ = ["Trials", "accelerator_of", "libraries"]
 
 _LEAVING = 15.0  # seconds for the guard to end everything
+_ATTEMPTS = 3
 _SLACK = 420.0  # seconds beyond a job's own after which the guard is given up
 
 
@@ -156,21 +157,29 @@ class Trials:
         return dict(json.loads(line))
 
     def _start(self) -> None:
-        self._home = Path(tempfile.mkdtemp(prefix="slapo-tune-"))
-        Path(self._home, "payload").write_bytes(self.payload)
-        with Path(self._home, "guard.txt").open("wb") as errors:
-            self._guard = subprocess.Popen(
-                [sys.executable, "-m", "slapo_tune.trials.guard", str(self._home), *self._preload],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                start_new_session=True,
-            )
-        self._heard = b""
-        if self._hear(_SLACK) is None:
-            said = _text(Path(self._home, "guard.txt"))
+        """Start the guard; more than once, where it is killed at that.
+
+        Raises:
+            StudyError: it does not start.
+        """
+        for _ in range(_ATTEMPTS):
+            self._home = Path(tempfile.mkdtemp(prefix="slapo-tune-"))
+            Path(self._home, "payload").write_bytes(self.payload)
+            errors = Path(self._home, "guard.txt")
+            with errors.open("wb") as file:
+                self._guard = subprocess.Popen(
+                    [sys.executable, "-m", "slapo_tune.trials.guard", str(self._home), *self._preload],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=file,
+                    start_new_session=True,
+                )
+            self._heard = b""
+            if self._hear(_SLACK) is not None:
+                return
+            said = _text(errors)
             self._stop()
-            raise StudyError(f"the guard of the trials' processes does not start\n{said}")
+        raise StudyError(f"the guard of the trials' processes does not start\n{said}")
 
     def _stop(self) -> None:
         """Let the guard end everything, by closing what it listens to."""
