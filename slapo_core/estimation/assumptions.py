@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -39,8 +39,8 @@ class Assumptions:
     def seconds(self, device: DeviceSpec) -> None:
         """The time is predicted."""
         self._found[
-            f"an operation takes as long as its products at the peak of {device.name}, or its bytes at its bandwidth, and "
-            "a launch; a collective as long as a ring does, and nothing else is on its links"
+            f"an operation takes as long as its products at the peak of {device.name}, or its bytes at its bandwidth, "
+            "and a launch; a collective as long as a ring does, and nothing else is on its links"
         ] = None
 
     def replicas(self) -> None:
@@ -49,6 +49,16 @@ class Assumptions:
             "replicas exchange gradients as DistributedDataParallel does: in buckets of 25 MiB that stay, beside the "
             "backward pass"
         ] = None
+
+    def pipeline(self, mesh: Mapping[str, int], *, timed: bool) -> None:
+        """There are stages."""
+        if mesh.get("dp", 1) > 1:
+            self._found["replicas exchange gradients after the pipeline's schedule, in buckets"] = None
+        if timed:
+            self._found[
+                "a rank of a pipeline waits for one turn of each other rank while the pipeline fills and drains; its "
+                "messages are on their way while nothing else is computed"
+            ] = None
 
     def train(self, model: nn.Module) -> None:
         """Put a model into training mode that is in evaluation mode as a whole, as a training step does."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-import statistics
 import time
 from collections.abc import Callable, Sequence
 
@@ -19,7 +18,7 @@ __all__ = ["DTYPES", "measure_device"]
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 """Those whose products are measured."""
 
-_REPEATS = 5
+_REPEATS = 7
 _SMALL = 256  # operations in a row
 
 
@@ -81,7 +80,7 @@ def _memory(device: torch.device) -> int | None:
 
 
 def _seconds(device: torch.device, function: Callable[[], object]) -> float:
-    """The median of some runs, behind one that warms up."""
+    """The fastest of some runs, behind one that warms up: others on the machine only make it slower."""
     found = []
     for _ in range(_REPEATS + 1):
         _synchronise(device)
@@ -89,7 +88,7 @@ def _seconds(device: torch.device, function: Callable[[], object]) -> float:
         function()
         _synchronise(device)
         found.append(time.perf_counter() - begin)
-    return statistics.median(found[1:])
+    return min(found[1:])
 
 
 def _synchronise(device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""kill -9 at any moment: no trial that has ended is lost, none is there twice, and the search goes on as if unbroken."""
+"""kill -9 at any moment: no trial that has ended is lost, none is there twice, and the search goes on as it would."""
 
 from __future__ import annotations
 

@@ -68,7 +68,10 @@ def test_who_writes_it_is_named_to_the_second_one(path: Path) -> None:
 @pytest.mark.parametrize(
     ("header", "message"),
     [
-        ({**HEADER, "seed": 1}, "is the log of another study: its seed is 0, and this study's is 1; nothing was written"),
+        (
+            {**HEADER, "seed": 1},
+            "the log of another study: its seed is 0, and this study's is 1; nothing was written",
+        ),
         (
             {**HEADER, "fingerprint": "x", "described": "2 points\nbatch  1, 3"},
             "its space is another one\n  there: batch  1, 2\n  here:  batch  1, 3",
@@ -92,7 +95,14 @@ def test_other_versions_are_no_other_study(path: Path) -> None:
 
 @pytest.mark.parametrize(
     "content",
-    [b"my thesis\n", b"x", b'{"batch": 1}\n', b"\x00" * 100, b'{"slapo_tune_predictions":1}\n', b'{"slapo_tune_log":2}\n'],
+    [
+        b"my thesis\n",
+        b"x",
+        b'{"batch": 1}\n',
+        b"\x00" * 100,
+        b'{"slapo_tune_predictions":1}\n',
+        b'{"slapo_tune_log":2}\n',
+    ],
 )
 def test_a_foreign_file_is_left_alone(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "thesis.txt"
@@ -129,7 +139,7 @@ def test_damage_before_the_end_names_the_line(path: Path, line: bytes) -> None:
 def test_a_trial_twice_is_damage(path: Path) -> None:
     lines = path.read_bytes().split(b"\n")
     path.write_bytes(b"\n".join([*lines[:4], lines[3], *lines[4:]]))
-    with pytest.raises(LogError, match="line 5 of .* trial 0 stands where trial 1 should"):
+    with pytest.raises(LogError, match=r"line 5 of .* trial 0 stands where trial 1 should"):
         read_log(path)
 
 
