@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     )
     from slapo_core.estimation.estimating import (
         estimate as estimate,
+        estimate_functions as estimate_functions,
     )
     from slapo_core.estimation.fitting.fitting import (
         fit as fit,
@@ -147,6 +148,7 @@ _PUBLIC = {
     "clip_grad_norm_": "slapo_core.live.gradients",
     "create_schedule": "slapo_core.schedule.creation",
     "estimate": "slapo_core.estimation.estimating",
+    "estimate_functions": "slapo_core.estimation.estimating",
     "fit": "slapo_core.estimation.fitting.fitting",
     "hookimpl": "slapo_core.spec.hookspecs",
     "load_state_dict": "slapo_core.live.weights",

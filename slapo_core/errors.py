@@ -21,6 +21,7 @@ __all__ = [
     "BuildError",
     "ConflictingPluginError",
     "DisabledPluginError",
+    "EstimateError",
     "FitError",
     "GuardError",
     "HookError",
@@ -319,6 +320,30 @@ class RankMismatchError(SlapoError):
 
     What to do: make every rank run the same script on the same installation; the first difference is named.
     """
+
+
+class EstimateError(SlapoError):
+    """A training step cannot be estimated: the model asks for values that only a real run has, or its step raises.
+
+    What to do: give a batch that has values, or a model that does not decide by them; the message names the module and
+    the line of the model.
+
+    Args:
+        location: file and line of the model, or of the function that failed; None if it is not known.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        path: str | None = None,
+        plugin: str | None = None,
+        hint: str | None = None,
+        location: tuple[str, int] | None = None,
+    ) -> None:
+        at = f"\n  at {location[0]}:{location[1]}" if location is not None else ""
+        super().__init__(message + at, path=path, plugin=plugin, hint=hint)
+        self.location = location
 
 
 # -- processes ------------------------------------------------------------------------------------------------

@@ -53,15 +53,15 @@ def name_causes(schedule: Schedule, place: Place) -> None:
         for table in _TABLES:
             functions = getattr(module, table)
             for number, function in functions.items():
-                record = cause(function, module)
-                if record is not None:
-                    functions[number] = _Hook(place, At(own.module, record), function)
+                name = cause(function, module)
+                if name is not None:
+                    functions[number] = _Hook(place, At(own.module, name), function)
         forward = module.__dict__.get("forward")
         if isinstance(forward, ModuleForward) and forward.wrappers:
-            records = [cause(wrapper, module) or "" for wrapper in forward.wrappers]
+            names = [cause(wrapper, module) or "" for wrapper in forward.wrappers]
             innermost, *others = forward.wrappers
-            first = _Wrapper(place, At(own.module, records[0]), innermost, beneath=own)
-            rest = (_Wrapper(place, At(own.module, name), each) for name, each in zip(records[1:], others, strict=True))
+            first = _Wrapper(place, At(own.module, names[0]), innermost, beneath=own)
+            rest = (_Wrapper(place, At(own.module, name), each) for name, each in zip(names[1:], others, strict=True))
             forward.exchange_wrappers([first, *rest])
 
 

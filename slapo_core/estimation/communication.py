@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -64,10 +64,14 @@ class CollectiveTracker:
     Args:
         place: of the step.
         groups: of the mesh.
+
+    Attributes:
+        last: those of the operation that ran last.
     """
 
     def __init__(self, place: Place, groups: MeshGroups) -> None:
         self._place, self._groups = place, groups
+        self.last: Sequence[Collective] = ()
         self._found: list[Collective] = []
         self._operations = collective_operations()
 
@@ -84,11 +88,14 @@ class CollectiveTracker:
         """An operation ran."""
         read = self._operations.get(func)
         if read is None:
+            self.last = ()
             return
-        at = self._place
-        for kind, size, group in read(args, kwargs):
-            mesh_dim, ranks = self._groups.find(group)
-            self._found.append(Collective(kind, mesh_dim, ranks, size, at.module, at.step, at.record))
+        at, module, record = self._place, self._place.module, self._place.record
+        self.last = [
+            Collective(kind, *self._groups.find(group), size, module, at.step, record)
+            for kind, size, group in read(args, kwargs)
+        ]
+        self._found.extend(self.last)
 
 
 Read = Callable[[tuple[Any, ...], Mapping[str, Any]], Iterator[tuple[str, int, Any]]]
@@ -143,7 +150,7 @@ class MeshGroups:
         self._known: dict[Any, tuple[str, int]] = {}
         strides: dict[str, int] = {}
         stride = 1
-        for mesh_dim, size in reversed(mesh.items()):
+        for mesh_dim, size in reversed(list(mesh.items())):
             strides[mesh_dim] = stride
             stride *= size
         larger = [mesh_dim for mesh_dim, size in mesh.items() if size > 1]

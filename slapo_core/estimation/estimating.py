@@ -2,52 +2,156 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
+from torch import nn
 
-from slapo_core.estimation.child import Request, estimate_rank
+from slapo_core.errors import ArgumentError, LaunchError, SlapoError
+from slapo_core.estimation.child import Played, Request, play
 from slapo_core.estimation.results import Estimate
-from slapo_core.estimation.source import Source
-from slapo_core.ranks.launcher import run_process
+from slapo_core.estimation.sending import require_sendable, sendable_batch
+from slapo_core.estimation.source import Functions, Source, of_schedule
+from slapo_core.estimation.stages import with_waiting
+from slapo_core.ranks.launcher import preload_modules, run_process
 from slapo_core.spec.device import DeviceSpec
-from slapo_core.verification.dry import sent
+from slapo_core.spec.mesh import Mesh, check_sizes
+from slapo_core.verification.dry import installed_modules
 
 if TYPE_CHECKING:
     from slapo_core.schedule.schedule import Schedule
 
-__all__ = ["estimate", "estimate_source"]
+__all__ = ["estimate", "estimate_functions", "estimate_source"]
+
+Optimizer: TypeAlias = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+Loss: TypeAlias = Callable[[Any, Any], torch.Tensor]
+_FUNCTIONS = "estimate_functions(make_model, schedule, batch, optimizer=..., mesh=...)"
 
 
 def estimate(
     sch: Schedule,
     example_inputs: Any = None,
     *,
-    optimizer: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer] | None = None,
-    mesh: Mapping[str, int] | None = None,
+    optimizer: Optimizer | None = None,
+    mesh: Mapping[str, int] | Mesh | None = None,
     rank: int | None = None,
-    loss: Callable[[Any, Any], torch.Tensor] | None = None,
+    loss: Loss | None = None,
     device: DeviceSpec | None = None,
+    accumulate: int = 1,
     timeout: float = 600.0,
+    **config: Any,
 ) -> Estimate:
     """Predict memory, communication and time of a training step, for a declared mesh of any size, on one CPU process.
 
+    The steps of the schedule are repeated on the untouched model, without memory, in a process for each kind of rank,
+    which then trains two steps as target ``"torch"`` does. The schedule and its model stay as they are.
+
     Args:
-        sch: the schedule; it is only read.
-        example_inputs: one batch, as ``train_step`` takes it; its tensors may be on the meta device. Default: those of
-            the schedule.
-        optimizer: as for :func:`slapo_core.build`; None for none.
+        sch: the schedule, not sealed.
+        example_inputs: one batch, as ``train_step`` takes it; its tensors may be on the meta device. Models decide by
+            the integers of a batch (masks): where they have values, those count. Default: those of the schedule.
+        optimizer: as for :func:`slapo_core.build`, at the top level of a module or a ``functools.partial``; None for
+            none.
         mesh: sizes; default: the schedule's own.
         rank: one global rank; default: one of each kind of rank.
         loss: as for :func:`slapo_core.build`.
         device: whose numbers the time is predicted with; None predicts no time.
+        accumulate: micro-batches of a step, as for :func:`slapo_core.build`.
         timeout: seconds for each kind of rank.
+        config: options of target ``"torch"`` as for :func:`slapo_core.build`: with several ranks along ``pp``, e.g.
+            ``microbatches=8``, ``pipeline_schedule="1f1b"``.
+
+    Raises:
+        ArgumentError: an argument makes no sense, or there is no batch.
+        MeshError: sizes make no sense.
+        SealedError: the originals were dropped.
+        SerializationError: a step, the optimiser or the loss cannot be sent to another process.
+        LaunchError: the model cannot be.
+        ReplayError: a step is refused on the mesh.
+        EstimateError: the model decides by values, or the step raises.
     """
+    from slapo_core.schedule.schedule import Schedule
+
+    if not isinstance(sch, Schedule):
+        raise ArgumentError(
+            f"estimate takes a schedule (got {type(sch).__name__})",
+            hint="slapo_core.estimate(slapo_core.create_schedule(model), batch)",
+        )
     sizes = mesh if mesh is not None else sch.mesh.sizes if sch.mesh is not None else None
     batch = sch.example_inputs if example_inputs is None else example_inputs
+    _require_batch(batch, "sch.estimate({'input_ids': ids, 'labels': ids}, optimizer=...)")
+    source = of_schedule(sch)
+    preload_modules(*installed_modules(source.model))
     return estimate_source(
-        sent(sch), batch, mesh=sizes, rank=rank, optimizer=optimizer, loss=loss, device=device, timeout=timeout
+        source,
+        batch,
+        mesh=sizes,
+        rank=rank,
+        optimizer=optimizer,
+        loss=loss,
+        device=device,
+        accumulate=accumulate,
+        timeout=timeout,
+        **config,
+    )
+
+
+def estimate_functions(
+    make_model: Callable[[], nn.Module],
+    schedule: Callable[..., Any],
+    example_inputs: Any,
+    *,
+    arguments: tuple[Any, ...] = (),
+    mesh: Mapping[str, int] | Mesh | None = None,
+    rank: int | None = None,
+    optimizer: Optimizer | None = None,
+    loss: Loss | None = None,
+    device: DeviceSpec | None = None,
+    accumulate: int = 1,
+    timeout: float = 600.0,
+    **config: Any,
+) -> Estimate:
+    """As :func:`estimate`, of a schedule that the other processes make from functions: nothing but names is sent.
+
+    Args:
+        make_model: gives the model, at the top level of a module; called under ``torch.device("meta")``.
+        schedule: is given the default schedule and ``arguments``, and applies steps; at the top level of a module.
+        example_inputs: see :func:`estimate`.
+        arguments: what ``schedule`` is given beside the schedule.
+        mesh: see :func:`estimate`; None for one rank without a mesh.
+        rank: see :func:`estimate`.
+        optimizer: see :func:`estimate`.
+        loss: see :func:`estimate`.
+        device: see :func:`estimate`.
+        accumulate: see :func:`estimate`.
+        timeout: see :func:`estimate`.
+        config: see :func:`estimate`.
+
+    Raises:
+        ArgumentError: an argument makes no sense, or there is no batch.
+        SerializationError: a function cannot be sent by its name.
+        SlapoError: as :func:`estimate`, or what ``schedule`` raises.
+    """
+    for name, function in (("make_model", make_model), ("schedule", schedule)):
+        if not callable(function):
+            raise ArgumentError(f"{name} must be a function (got {type(function).__name__})", hint=_FUNCTIONS)
+        require_sendable(name, function, f"{name}=a function")
+    require_sendable("arguments", arguments, "arguments=plain values")
+    _require_batch(example_inputs, _FUNCTIONS)
+    return estimate_source(
+        Functions(make_model, schedule, tuple(arguments)),
+        example_inputs,
+        mesh=mesh,
+        rank=rank,
+        optimizer=optimizer,
+        loss=loss,
+        device=device,
+        accumulate=accumulate,
+        timeout=timeout,
+        **config,
     )
 
 
@@ -55,15 +159,108 @@ def estimate_source(
     source: Source,
     batch: Any,
     *,
-    mesh: Mapping[str, int] | None = None,
+    mesh: Mapping[str, int] | Mesh | None = None,
     rank: int | None = None,
-    optimizer: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer] | None = None,
-    loss: Callable[[Any, Any], torch.Tensor] | None = None,
+    optimizer: Optimizer | None = None,
+    loss: Loss | None = None,
     device: DeviceSpec | None = None,
+    accumulate: int = 1,
     timeout: float = 600.0,
-    observer: Any = None,
+    observer: Callable[..., Any] | None = None,
+    **config: Any,
 ) -> Estimate:
-    """As :func:`slapo_core.estimate`, of a schedule that other processes make."""
-    request = Request(source, mesh, rank or 0, (rank or 0,), batch, optimizer, loss, device, observer)
-    kinds = (run_process(estimate_rank, request, timeout=timeout),)
-    return Estimate(dict(mesh or {}), kinds)
+    """As :func:`slapo_core.estimate`, of a schedule that other processes make.
+
+    Args:
+        source: makes it.
+        batch: see :func:`estimate`.
+        mesh: see :func:`estimate`; None for one rank without a mesh.
+        rank: see :func:`estimate`.
+        optimizer: see :func:`estimate`.
+        loss: see :func:`estimate`.
+        device: see :func:`estimate`.
+        accumulate: see :func:`estimate`.
+        timeout: see :func:`estimate`.
+        observer: see :class:`~slapo_core.estimation.child.Request`.
+        config: see :func:`estimate`.
+    """
+    sizes = _sizes(mesh)
+    _check(sizes, rank, optimizer, loss, accumulate)
+    request = Request(
+        source,
+        sizes,
+        rank or 0,
+        (rank or 0,),
+        sendable_batch(batch),
+        optimizer,
+        loss,
+        device,
+        accumulate,
+        observer,
+        config,
+    )
+    played = _played(request, timeout)
+    if rank is not None:
+        alike = next(ranks for ranks in played.kinds if rank in ranks)
+        return Estimate(dict(sizes or {}), (dataclasses.replace(played.estimate, ranks=alike),), played.assumptions)
+    kinds = [dataclasses.replace(played.estimate, ranks=played.kinds[0])]
+    for ranks in played.kinds[1:]:
+        another = dataclasses.replace(request, rank=ranks[0], ranks=ranks)
+        kinds.append(_played(another, timeout).estimate)
+    return Estimate(dict(sizes or {}), with_waiting(kinds, played.waits), played.assumptions)
+
+
+def _played(request: Request, timeout: float) -> Played:
+    preload_modules("slapo_core.estimation.child")
+    try:
+        played = run_process(play, request, timeout=timeout)
+    except LaunchError as error:
+        raise LaunchError(
+            f"estimate plays each kind of rank in a process of its own, but {error.message}",
+            hint=f"{error.hint}; or {_FUNCTIONS}, which makes the model there" if error.hint else _FUNCTIONS,
+        ) from error
+    if isinstance(played, SlapoError):
+        raise played
+    return played
+
+
+def _sizes(mesh: Mapping[str, int] | Mesh | None) -> dict[str, int] | None:
+    if mesh is None:
+        return None
+    sizes = mesh.sizes if isinstance(mesh, Mesh) else mesh
+    if not isinstance(sizes, Mapping):
+        raise ArgumentError(
+            f"mesh must be a dictionary of sizes (got {type(mesh).__name__})", hint='mesh={"dp": 16, "tp": 8}'
+        )
+    check_sizes(sizes)
+    return dict(sizes)
+
+
+def _require_batch(batch: Any, call: str) -> None:
+    if batch is None:
+        raise ArgumentError(
+            "estimate needs one batch to train on: none was given, and the schedule has no example_inputs",
+            hint=f"{call}; tensors of the batch may be on the meta device",
+        )
+
+
+def _check(sizes: Mapping[str, int] | None, rank: int | None, optimizer: Any, loss: Any, accumulate: int) -> None:
+    world_size = math.prod((sizes or {}).values())
+    if rank is not None and (isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < world_size):
+        raise ArgumentError(
+            f"rank must be one of the ranks 0 to {world_size - 1} of the mesh {dict(sizes or {})} (got {rank!r})",
+            hint=f"rank={world_size - 1}, or leave it out to estimate one of each kind",
+        )
+    if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
+        raise ArgumentError(
+            f"accumulate must be a positive number of micro-batches (got {accumulate!r})", hint="accumulate=1"
+        )
+    adam = "optimizer=functools.partial(torch.optim.AdamW, lr=1e-4)"
+    if optimizer is not None and (isinstance(optimizer, torch.optim.Optimizer) or not callable(optimizer)):
+        raise ArgumentError(
+            f"optimizer must be a function of the parameters (got {type(optimizer).__name__})", hint=adam
+        )
+    if loss is not None and not callable(loss):
+        raise ArgumentError(f"loss must be a function of output and batch (got {type(loss).__name__})", hint="loss=f")
+    require_sendable("optimizer", optimizer, adam)
+    require_sendable("loss", loss, "loss=compute_loss")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -46,12 +47,12 @@ class MemoryTracker:
         self._storages: dict[int, _Held] = {}
         self._held: dict[str, int] = {}
         self._total = self._most = 0
-        self._peak = Memory()
+        self._peak = self._earlier = Memory()
 
     @property
     def peak(self) -> Memory:
-        """The counts when most bytes were held."""
-        return self._peak
+        """The counts when most bytes were held, in any step; the last such moment of several steps."""
+        return self._earlier if self._earlier.total > self._peak.total else self._peak
 
     @property
     def total(self) -> int:
@@ -59,7 +60,8 @@ class MemoryTracker:
         return self._total
 
     def begin(self) -> None:
-        """The peak is that of all steps: nothing is forgotten."""
+        """Of a training step: it has a peak of its own. In the first one the optimiser's state is not known as such."""
+        self._earlier, self._peak, self._most = self.peak, Memory(), 0
 
     def hold(self, tensors: Iterable[torch.Tensor | None], kind: str) -> None:
         """Count the storages of ``tensors`` as ``kind``, whatever they were counted as."""
@@ -87,12 +89,24 @@ class MemoryTracker:
                         self._change(held, storage.nbytes())
         self._look()
 
-    def resized(self, storage: torch.UntypedStorage) -> None:
-        """A storage was resized by its own method, of which no operation tells."""
-        held = self._storages.get(storage._cdata)
-        if held is not None:
-            self._change(held, storage.nbytes())
-            self._look()
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """While it lasts, storages that are resized by their own method are noticed; no operation tells of these."""
+        resize = torch.UntypedStorage.resize_
+
+        def noticed(storage: torch.UntypedStorage, size: int) -> Any:
+            result = resize(storage, size)
+            held = self._storages.get(storage._cdata)
+            if held is not None:
+                self._change(held, storage.nbytes())
+                self._look()
+            return result
+
+        torch.UntypedStorage.resize_ = noticed  # type: ignore[method-assign,assignment]
+        try:
+            yield
+        finally:
+            torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
 
     def _look(self) -> None:
         if self._total > self._most:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch._subclasses.fake_tensor import (
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils.flop_counter import flop_registry
 
 __all__ = [
     "DataDependentOutputException",
@@ -25,7 +27,9 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "UnsupportedOperatorException",
+    "bucket_assignment",
     "current_autograd_node",
+    "flop_formulas",
     "is_traceable_wrapper_subclass",
     "next_sequence_number",
     "ranks_of_group",
@@ -55,3 +59,23 @@ def ranks_of_group(group: Any) -> tuple[int, ...]:
     elif not isinstance(group, dist.ProcessGroup):
         group = dist.ProcessGroup.unbox(group)
     return tuple(dist.get_process_group_ranks(group))
+
+
+def bucket_assignment(tensors: Sequence[torch.Tensor], limit: int) -> list[list[int]]:
+    """Which gradients DistributedDataParallel exchanges at once.
+
+    Args:
+        tensors: in the order in which they are put into buckets; those of one type go together.
+        limit: bytes at which a bucket is full.
+
+    Returns:
+        the positions of each bucket's tensors, in the order in which buckets get full.
+    """
+    positions = list(range(len(tensors)))
+    buckets, _ = dist._compute_bucket_assignment_by_size(list(tensors), [limit], [False] * len(tensors), positions)
+    return [list(bucket) for bucket in buckets]
+
+
+def flop_formulas() -> dict[Any, Callable[..., int]]:
+    """Operator, with all its overloads -> floating-point operations, by its arguments and ``out_val``, its result."""
+    return dict(flop_registry)

@@ -13,6 +13,9 @@ __all__ = ["Collective", "Estimate", "Memory", "RankEstimate"]
 class Memory:
     """Bytes on one rank's device at the moment of the step when most are held.
 
+    They are those of tensors. A caching allocator rounds each up (CUDA's to 512 bytes) and keeps what is free;
+    libraries have work space of their own (cuBLAS, NCCL), and so does the process: leave room for that.
+
     Args:
         parameters: of the model.
         buffers: of the model.
@@ -22,7 +25,7 @@ class Memory:
         temporaries: made by the backward pass, or within the optimiser's step.
         inputs: the batch.
         module: path of the module that ran; ``""`` for the model itself, ``"optimizer"`` for the optimiser's step.
-        phase: ``"forward"``, ``"backward"`` or ``"optimizer"``.
+        phase: ``"forward"``, ``"backward"``, ``"recomputation"`` (of what is checkpointed) or ``"optimizer"``.
     """
 
     parameters: int = 0
@@ -83,7 +86,7 @@ class RankEstimate:
         flops: floating-point operations of a step.
         collectives: of a step, in order.
         time: seconds of a step, by the roofline; None without a device.
-        observed: what an observer of the request's own says.
+        observed: what the observer of a request found.
     """
 
     rank: int

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from slapo_core.estimation.private import (
@@ -18,7 +19,7 @@ from slapo_core.estimation.private import (
     unset_fake_temporarily,
 )
 
-__all__ = ["Unknown", "Values", "seen_as_plain"]
+__all__ = ["Following", "Unknown", "Values", "is_followed", "seen_as_plain"]
 
 _LARGEST = 2**22  # elements of a tensor whose values are followed
 _VALUE = "_slapo_value"
@@ -26,6 +27,11 @@ _WHOLE = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int3
 _READS = frozenset(
     {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default, torch.ops.aten.is_nonzero.default}
 )
+
+
+def is_followed(tensor: torch.Tensor) -> bool:
+    """Whether values of a tensor like this one are followed, where it has some: small integers and booleans."""
+    return tensor.dtype in _WHOLE and tensor.numel() <= _LARGEST
 
 
 class Unknown(Exception):  # noqa: N818 - what a model asks, not a fault
@@ -36,17 +42,23 @@ class Values:
     """Runs operations, and the same on true values beside it where all integers that go in are known.
 
     Args:
-        mode: of the tensors without memory.
+        mode: of the tensors without memory; None where they are on the meta device.
     """
 
-    def __init__(self, mode: FakeTensorMode) -> None:
+    def __init__(self, mode: FakeTensorMode | None = None) -> None:
         self._mode = mode
         self._spoiled: dict[int, torch.UntypedStorage] = {}
 
     def give(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
         """``tensor``, without memory, holds ``value``; of floating-point tensors that is not followed."""
-        if value.dtype in _WHOLE and value.numel() <= _LARGEST and not value.is_meta:
+        if is_followed(value) and not value.is_meta:
             tensor.__dict__[_VALUE] = value
+
+    def carry(self, tensor: torch.Tensor, to: torch.Tensor) -> None:
+        """``to`` holds what ``tensor`` does."""
+        value = self._value(tensor)
+        if value is not None:
+            self.give(to, value.detach().clone())
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of an operation.
@@ -63,11 +75,11 @@ class Values:
             result = func(*args, **kwargs)
         except (DynamicOutputShapeException, DataDependentOutputException):
             return self._sized_by_values(func, args, kwargs)
-        if isinstance(result, FakeTensor):
-            if result.dtype in _WHOLE:
+        if isinstance(result, torch.Tensor):
+            if result.dtype in _WHOLE and _is_hollow(result):
                 self._follow(func, args, kwargs, [result])
         elif type(result) in (tuple, list):
-            whole = [leaf for leaf in result if isinstance(leaf, FakeTensor)]
+            whole = [leaf for leaf in result if isinstance(leaf, torch.Tensor) and _is_hollow(leaf)]
             if whole and len(whole) == len(result) and all(leaf.dtype in _WHOLE for leaf in whole):
                 self._follow(func, args, kwargs, whole)
         return result
@@ -79,7 +91,7 @@ class Values:
         except (DynamicOutputShapeException, DataDependentOutputException):
             raise Unknown(str(func)) from None
 
-    def _follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], results: list[FakeTensor]) -> None:
+    def _follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], results: list[torch.Tensor]) -> None:
         found = None
         if all(result.numel() <= _LARGEST for result in results):
             found = self._computed(func, args, kwargs)
@@ -112,16 +124,17 @@ class Values:
         raise Unknown(str(func))
 
     def _fake(self, value: torch.Tensor) -> torch.Tensor:
+        assert self._mode is not None
         tensor = self._mode.from_tensor(value, static_shapes=True)
         self.give(tensor, value)
         return tensor
 
     def _value(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        if not isinstance(tensor, FakeTensor):
-            return tensor if tensor.numel() <= _LARGEST and not tensor.is_meta else None
+        if not _is_hollow(tensor):
+            return tensor if tensor.numel() <= _LARGEST else None
         value: torch.Tensor | None = tensor.__dict__.get(_VALUE)
         if value is None:
-            return tensor.constant
+            return tensor.constant if isinstance(tensor, FakeTensor) else None
         return value if value.untyped_storage()._cdata not in self._spoiled else None
 
     def _computed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
@@ -135,9 +148,26 @@ class Values:
                 if value is None:
                     return None
                 leaves[position] = value
+            elif isinstance(leaf, torch.device):
+                leaves[position] = torch.device("cpu")
         with unset_fake_temporarily():
             true_args, true_kwargs = tree_unflatten(leaves, form)
             return tree_leaves(func(*true_args, **true_kwargs))
+
+
+class Following(TorchDispatchMode):
+    """While it lasts, integers that are made on the meta device (buffers of a model) are followed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._values = Values()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._values.run(func, args, kwargs or {})
+
+
+def _is_hollow(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, FakeTensor) or tensor.is_meta
 
 
 @contextmanager

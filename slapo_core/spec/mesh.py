@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["DATA_DIMS", "MESH_DIMS", "Mesh", "declare_mesh"]
+__all__ = ["DATA_DIMS", "MESH_DIMS", "Mesh", "check_sizes", "declare_mesh"]
 
 MESH_DIMS = ("dp", "pp", "cp", "ep", "tp")
 """Names a mesh dimension may have: data, pipeline, context, expert and tensor parallelism."""
@@ -135,7 +135,7 @@ def declare_mesh(mesh: Mesh | DeviceMesh | Mapping[str, int] | None, *, rank: in
             f"mesh must be a dictionary of sizes or a DeviceMesh (got {mesh!r})",
             hint='create_schedule(model, mesh={"tp": 2})',
         )
-    _check_sizes(mesh)
+    check_sizes(mesh)
     return _realise(dict(mesh), rank)
 
 
@@ -150,7 +150,12 @@ def _adopt(device_mesh: DeviceMesh) -> Mesh:
     return Mesh(sizes, rank=device_mesh.get_rank(), device_mesh=device_mesh)
 
 
-def _check_sizes(sizes: Mapping[str, int]) -> None:
+def check_sizes(sizes: Mapping[str, int]) -> None:
+    """Refuse dimensions that slapo does not know, and sizes that are none.
+
+    Raises:
+        MeshError: the first one.
+    """
     for mesh_dim, size in sizes.items():
         if mesh_dim not in MESH_DIMS:
             raise MeshError(

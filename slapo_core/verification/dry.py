@@ -7,7 +7,7 @@ import os
 import pickle
 import sys
 import sysconfig
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from slapo_core.spec.primitive import Primitive
     from slapo_core.spec.record import Record
 
-__all__ = ["Sent", "check_in_processes", "sent"]
+__all__ = ["Sent", "check_in_processes", "installed_modules", "sent"]
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def check_in_processes(
         hint = f"{error.hint}; or {launch}" if error.hint else launch
         raise SerializationError(f"{why}, but {error.message}", hint=hint) from error
     for one in all_sent:
-        preload_modules(*_installed_modules(one.model))
+        preload_modules(*installed_modules(one.model))
     try:
         ranks = run_ranks(
             _check_on_rank,
@@ -91,19 +91,34 @@ def check_in_processes(
     return ranks[0]
 
 
-def sent(schedule: Schedule) -> Sent:
+def _on_cpu(modules: Iterable[nn.Module]) -> None:
+    for module in modules:
+        module._apply(lambda tensor: tensor if tensor.is_meta else tensor.cpu())
+
+
+def sent(schedule: Schedule, *, strip: Callable[[Iterable[nn.Module]], None] = _on_cpu) -> Sent:
+    """What another process needs to repeat a schedule.
+
+    Args:
+        schedule: not sealed; it is only read.
+        strip: is given the copies of the model and of the modules that steps hold, before anything is sent.
+
+    Raises:
+        SealedError: the originals were dropped.
+        SerializationError: a step cannot be sent to another process.
+    """
     model, steps = untouched_with_steps(schedule, shares_memory=True)
     train_as_at_first(model, schedule)
-    model._apply(lambda tensor: tensor if tensor.is_meta else tensor.cpu())
     whole = []
     for step in steps:
         if isinstance(step, SerializationError):
             raise step
-        for name, value in step.primitive.arguments().items():
-            if isinstance(value, nn.Module):
-                value._apply(lambda tensor: tensor if tensor.is_meta else tensor.cpu())
-            _require_sendable(step, name, value)
         whole.append(step)
+    values = [value for step in whole for value in step.primitive.arguments().values()]
+    strip([model, *(value for value in values if isinstance(value, nn.Module))])
+    for step in whole:
+        for name, value in step.primitive.arguments().items():
+            _require_sendable(step, name, value)
     return Sent(model, tuple(whole), schedule.plugins, schedule.prefer, schedule.example_inputs)
 
 
@@ -124,7 +139,7 @@ def _require_sendable(step: Record, name: str, value: Any) -> None:
         ) from error
 
 
-def _installed_modules(model: nn.Module) -> list[str]:
+def installed_modules(model: nn.Module) -> list[str]:
     """The modules of installed packages that define the model, which each process would import by itself.
 
     Those of the user's own are not among them: they may change while the server of the processes lives.

@@ -120,7 +120,7 @@ def judged(case: Case) -> dict[str, int]:
 
 
 class NoModules:
-    """In place of the tracker of modules; with a hook, as that one has, in whose presence nothing is summed in place."""
+    """In place of the tracker of modules; with a hook, as that one, in whose presence nothing is summed in place."""
 
     name, is_bw, activation_checkpointing = "Global", False, False
     module_parents_dict: ClassVar[dict[str, set[str]]] = {"Global": set()}

@@ -8,7 +8,7 @@ __all__ = ["LogError", "StudyError"]
 
 
 class StudyError(SlapoError):
-    """A study cannot be run as it is: an argument makes no sense, or its functions cannot be sent to other processes."""
+    """A study cannot be run: an argument makes no sense, or a function cannot be sent to other processes."""
 
 
 class LogError(SlapoError):

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from slapo_core.spec.sizes import parse_bytes
+from slapo_tune.errors import StudyError
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from slapo_core import DeviceSpec, Schedule
+    from slapo_core import DeviceSpec, Sampler, Schedule
     from slapo_core.spec.sampler import Point
-    from slapo_tune.space.symbols import Symbols
+    from slapo_tune.space.space import Space
     from slapo_tune.trials.run import Run
 
 __all__ = ["Study"]
@@ -23,34 +27,49 @@ __all__ = ["Study"]
 class Study:
     """A search; a file for ``slapo tune run`` has one at its top level, named ``study``.
 
-    All functions are defined at the top level of a module: trials run in processes of their own, and get them by name.
+    Trials run in processes of their own, and get the functions by name: they are defined at the top level of a module,
+    or are an argument of a ``Study`` there. Only ``mesh`` and ``space`` may be anything.
 
     Args:
         make_model: gives the model; called under ``torch.device("meta")``.
         space: is given :class:`~slapo_tune.space.symbols.Symbols`; its choices are the points.
         schedule: ``schedule(sch, p)`` applies the primitives of point ``p`` to the default schedule.
-        evaluate: ``evaluate(run)`` on every rank of a trial; gives what is maximised, e.g. samples per second. None
-            trains on ``batch`` with ``optimizer`` by ``target``, and maximises samples per second of all replicas.
+        evaluate: ``evaluate(run)`` on every rank of a trial; gives what is maximised, e.g. samples per second; of the
+            ranks' values the smallest counts. None trains on ``batch`` with ``optimizer`` by ``target``, and maximises
+            samples per second of all replicas.
         world_size: ranks of a trial.
         mesh: the mesh of a point, e.g. ``lambda p: {"dp": 4 // p["tp"], "tp": p["tp"]}``; None for one rank.
-        batch: one replica's batch at a point, as ``train_step`` takes it; what the estimate and the default
-            ``evaluate`` run on.
+        batch: one replica's batch at a point, as ``train_step`` takes it; what the estimate, the verification and the
+            default ``evaluate`` run on. Torch's seed is ``seed`` when it is called, on every rank.
         optimizer: as for ``slapo_core.build``.
         loss: as for ``slapo_core.build``.
         target: the dialect of the default ``evaluate``.
-        memory: of a rank: bytes, or as in ``"70GiB"``; None for no limit.
+        options: what the default ``evaluate`` gives ``slapo_core.build`` beside these, e.g. ``{"max_grad_norm": 1.0}``.
+        memory: of a rank: bytes, or as in ``"70GiB"``; points that need more by the estimate are not started. None for
+            no limit.
+        process_memory: what a trial's process on the CPU may take beyond what it has before the model is made, kept by
+            the kernel; more is ``"oom"``. Bytes, or as in ``"4GiB"``; None for no limit.
+        accelerator: ``"cpu"`` or ``"cuda"``; None for CUDA where there is a GPU for each rank, and the CPU elsewhere.
         device: what the predicted time goes by; None predicts none.
-        sampler: the name of an installed one.
-        log: one line a trial is written there.
+        sampler: the name of an installed one, or a :class:`slapo_core.Sampler`.
+        log: one line a trial is written there; predictions, outputs and the best schedule beside it.
         timeout: seconds of a trial.
-        warmup: steps of the default ``evaluate`` that are not measured.
-        steps: those that are.
+        warmup: steps of the default ``evaluate`` before those that are measured; two at least are run, in the second
+            of which the optimiser has its state.
+        steps: those that are measured.
         trials: at most as many are started; None for as many as the sampler proposes.
-        seed: of the sampler.
+        budget: seconds after which no further trial is started, those of earlier runs of the search included; None for
+            no end.
+        seed: of the sampler, and of what ranks draw.
+        verify: whether the best schedule is verified.
+        predict: whether points are estimated before they are tried.
+
+    Raises:
+        StudyError: an argument makes no sense; with the corrected call.
     """
 
     make_model: Callable[[], nn.Module]
-    space: Callable[[Symbols], Any]
+    space: Callable[[Any], Any] | Space
     schedule: Callable[[Schedule, Point], Any]
     evaluate: Callable[[Run], float] | None = None
     world_size: int = 1
@@ -59,12 +78,98 @@ class Study:
     optimizer: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer] | None = None
     loss: Callable[[Any, Any], torch.Tensor] | None = None
     target: str = "torch"
+    options: Mapping[str, Any] = field(default_factory=dict)
     memory: int | str | None = None
+    process_memory: int | str | None = None
+    accelerator: str | None = None
     device: DeviceSpec | None = None
-    sampler: str = "frontier"
+    sampler: str | Sampler | type[Sampler] = "frontier"
     log: str | Path = "study.jsonl"
     timeout: float = 300.0
     warmup: int = 2
     steps: int = 5
     trials: int | None = None
+    budget: float | None = None
     seed: int = 0
+    verify: bool = True
+    predict: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("make_model", "schedule"):
+            _check(callable(getattr(self, name)), name, "a function", getattr(self, name), f"{name}=my_function")
+        for name in ("evaluate", "mesh", "batch", "optimizer", "loss"):
+            value = getattr(self, name)
+            _check(value is None or callable(value), name, "a function or None", value, f"{name}=my_function")
+        for name, least in (("world_size", 1), ("warmup", 0), ("steps", 1), ("seed", 0)):
+            value = getattr(self, name)
+            fits = isinstance(value, int) and not isinstance(value, bool) and value >= least
+            _check(fits, name, f"an integer, at least {least}", value, f"{name}={max(least, 1)}")
+        fits = self.trials is None or (type(self.trials) is int and self.trials >= 1)
+        _check(fits, "trials", "an integer, at least 1, or None", self.trials, "trials=20")
+        _check(_is_seconds(self.timeout), "timeout", "a positive number of seconds", self.timeout, "timeout=300")
+        fits = self.budget is None or _is_seconds(self.budget)
+        _check(fits, "budget", "a positive number of seconds, or None", self.budget, "budget=3600")
+        _check(self.accelerator in (None, "cpu", "cuda"), "accelerator", "'cpu', 'cuda' or None", self.accelerator)
+        _check(isinstance(self.options, Mapping), "options", "a mapping", self.options, "options={}")
+        for name in ("memory", "process_memory"):
+            if getattr(self, name) is not None:
+                parse_bytes(getattr(self, name), name=name)
+        if self.evaluate is None:
+            calls = {"batch": "batch=lambda p: torch.randn(p['batch'], 64)", "optimizer": "optimizer=torch.optim.AdamW"}
+            for name, call in calls.items():
+                if getattr(self, name) is None:
+                    raise StudyError(f"without evaluate= a study trains, and needs {name}=", hint=call)
+        if self.memory is not None and not (self.predict and self.batch is not None):
+            raise StudyError(
+                f"memory={self.memory!r} is held against estimates, which need predict=True and batch=",
+                hint="batch=lambda p: torch.randn(p['batch'], 64), or process_memory=, which the kernel keeps",
+            )
+        if self.mesh is None and self.world_size > 1:
+            raise StudyError(f"{self.world_size} ranks need a mesh", hint=f'mesh=lambda p: {{"dp": {self.world_size}}}')
+
+    @property
+    def memory_limit(self) -> int | None:
+        """``memory`` in bytes."""
+        return None if self.memory is None else parse_bytes(self.memory)
+
+    @property
+    def process_memory_limit(self) -> int | None:
+        """``process_memory`` in bytes."""
+        return None if self.process_memory is None else parse_bytes(self.process_memory, name="process_memory")
+
+    def mesh_of(self, point: Point) -> dict[str, int] | None:
+        """The mesh of a point; None for one rank without a mesh.
+
+        Raises:
+            StudyError: its size is another one than ``world_size``.
+        """
+        if self.mesh is None:
+            return None
+        mesh = self.mesh(point)
+        if not isinstance(mesh, Mapping) or not all(type(size) is int and size >= 1 for size in mesh.values()):
+            raise StudyError(f"the mesh must be sizes by dimension (got {mesh!r})", hint='mesh=lambda p: {"dp": 2}')
+        size = math.prod(mesh.values())
+        if size != self.world_size:
+            raise StudyError(
+                f"the mesh {dict(mesh)} has {size} ranks, and world_size is {self.world_size}",
+                hint=f"s.require({size} == {self.world_size}, ...) in the space, or world_size={size}",
+            )
+        return dict(mesh)
+
+    def functions(self) -> dict[str, Any]:
+        """What trials are sent, by the argument's name."""
+        own = {item.name: getattr(self, item.name) for item in fields(self)}
+        return {name: own[name] for name in SENT}
+
+
+SENT = ("make_model", "schedule", "evaluate", "batch", "optimizer", "loss", "options")
+"""Arguments that trials are sent by name, because they hold functions; all others are plain."""
+
+
+def _is_seconds(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
+
+
+def _check(fits: bool, name: str, required: str, got: object, hint: str | None = None) -> None:
+    if not fits:
+        raise StudyError(f"{name} must be {required} (got {got!r})", hint=hint)

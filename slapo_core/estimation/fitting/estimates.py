@@ -8,16 +8,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch.utils._pytree import tree_map_only
-
 from slapo_core.estimation.estimating import estimate_source
-from slapo_core.estimation.fitting.units import structure_of
 from slapo_core.estimation.fitting.watching import Profile, WatchUnits
 from slapo_core.estimation.results import Estimate
-from slapo_core.estimation.source import Source
+from slapo_core.estimation.sending import require_sendable, sendable_batch
+from slapo_core.estimation.source import Source, of_schedule
 from slapo_core.primitives.checkpoint import Checkpoint
-from slapo_core.verification.dry import sent
 
 if TYPE_CHECKING:
     from slapo_core.schedule.schedule import Schedule
@@ -59,20 +55,13 @@ class Oracle:
     """
 
     def __init__(self, schedule: Schedule, batch: Any, units: tuple[str, ...], arguments: Mapping[str, Any]) -> None:
-        self._source = sent(schedule)
-        self._batch, self._units, self._arguments = batch, units, dict(arguments)
+        self._source = of_schedule(schedule)
+        self._batch, self._units, self._arguments = sendable_batch(batch), units, dict(arguments)
         self._known: dict[bytes, Estimate] = schedule.estimates
         about = {name: value for name, value in self._arguments.items() if name != "timeout"}
-        self._key = pickle.dumps(
-            (
-                [(step.path, step.primitive) for step in self._source.steps],
-                structure_of(schedule.model),
-                [module.training for module in schedule.model.modules()],
-                tree_map_only(torch.Tensor, lambda one: (tuple(one.shape), one.dtype, one.requires_grad), batch),
-                units,
-                about,
-            )
-        )
+        for name, value in about.items():
+            require_sendable(name, value, f"{name}=functools.partial(...)")
+        self._key = pickle.dumps((self._source, self._batch, units, about))
         self.played = 0
 
     def of(self, paths: tuple[str, ...]) -> Estimate:

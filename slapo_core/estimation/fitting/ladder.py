@@ -81,9 +81,7 @@ def _front(peaks: torch.Tensor, costs: torch.Tensor, counts: torch.Tensor) -> li
     return sorted(kept, key=lambda i: (peaks[i].item(), costs[i].item(), int(counts[i])))
 
 
-def _chain(
-    nodes: list[tuple[float, float, int]], best: tuple[torch.Tensor, torch.Tensor], whole: float
-) -> list[int]:
+def _chain(nodes: list[tuple[float, float, int]], best: tuple[torch.Tensor, torch.Tensor], whole: float) -> list[int]:
     """The chain from a least peak to the end whose worst loss is least, and then the sum of its losses."""
     sorted_peaks, least = best
     # The best set below each node's peak: what is lost until the chain gets there.

@@ -59,7 +59,9 @@ class PeakModel:
         """
         size = max(1, _CHUNK // max(1, len(self._bases)))
         chunks = [
-            (self._bases + chunk.to(torch.float64) @ self._rows.T).amax(dim=1) for chunk in sets.split(size) if len(chunk)
+            (self._bases + chunk.to(torch.float64) @ self._rows.T).amax(dim=1)
+            for chunk in sets.split(size)
+            if len(chunk)
         ]
         return torch.cat(chunks)
 

@@ -52,8 +52,11 @@ def units_of(schedule: Schedule, layers: str | Sequence[str] | None) -> tuple[st
     _refuse_nested(paths)
     free = [node for node in nodes if not _is_checkpointed(node)]
     for node in free:
-        for violation in Checkpoint().preconditions(node):
-            raise PreconditionError(f"fit cannot checkpoint '{node.path}': {violation.message}", hint=violation.hint)
+        violations = tuple(Checkpoint().preconditions(node))
+        if violations:
+            raise PreconditionError(
+                f"fit cannot checkpoint '{node.path}': {violations[0]}", violations=violations, path=node.path
+            )
     return tuple(node.path for node in free)
 
 

@@ -78,7 +78,7 @@ class UnitObserver:
 
     def __init__(self, modules: Sequence[torch.nn.Module], trackers: Trackers) -> None:
         self._trackers = trackers
-        self._count = len(modules)
+        self._count, self._most = len(modules), 0
         self.begin()
         for number, module in enumerate(modules):
             module.__dict__["forward"] = self._parting(module.forward, number)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -83,10 +84,8 @@ def parse(data: bytes, path: Path) -> Log:
                 hint=f"take the line out (sed -i.bak {number}d {path}), and the search tries that point again",
             ) from error
     if torn:
-        try:
+        with contextlib.suppress(ValueError, KeyError, TypeError):  # half a line: nobody knows what it would have said
             log = replace(_with(log, from_line(torn)), is_unended=True)
-        except (ValueError, KeyError, TypeError):
-            pass  # half a line: what it would have said is not known
     return log
 
 
@@ -128,8 +127,8 @@ def _with(log: Log, record: Mapping[str, Any]) -> Log:
         number = record["number"]
         if not 0 <= number < len(log.trials):
             raise ValueError(f"trial {number} was verified, and has not ended")
-        if record["right"]:
-            return replace(log, verified=number)
+        if record["right"] is not False:
+            return replace(log, verified=number) if record["right"] else log
         wrong = replace(log.trials[number], status="wrong", value=None, reason=str(record["reason"]))
         return replace(log, trials=(*log.trials[:number], wrong, *log.trials[number + 1 :]))
     raise ValueError(f"'event' is {kind!r}")

@@ -15,7 +15,7 @@ from typing import Any
 from slapo_core.spec.sampler import Point, Trial
 from slapo_tune.errors import LogError
 from slapo_tune.log.format import FORMAT, as_line, from_line, trial_line
-from slapo_tune.log.reading import Log, parse
+from slapo_tune.log.reading import parse
 
 __all__ = ["LogFile"]
 
@@ -78,8 +78,8 @@ class LogFile:
         """A trial has ended, or was pruned."""
         self._append(trial_line(trial))
 
-    def verified(self, number: int, *, right: bool, reason: str = "") -> None:
-        """What the verification of a trial said; one that it refused is ``"wrong"`` from now on."""
+    def verified(self, number: int, *, right: bool | None, reason: str = "") -> None:
+        """What the verification of a trial said, None where it could not; one that it refused is ``"wrong"`` now."""
         self._append({"event": "verified", "number": number, "right": right, "reason": reason, "at": time.time()})
 
     def _append(self, record: Mapping[str, Any]) -> None:
@@ -157,7 +157,7 @@ def _settle_directory(directory: Path) -> None:
         os.close(descriptor)
 
 
-_TOLD_ONLY = ("versions", "started", "described", "sources")
+_TOLD_ONLY = ("versions", "started", "described", "sources", "timeout")
 """What a header tells its readers, and what may differ when a search goes on."""
 
 

@@ -1,0 +1,100 @@
+"""What replicas exchange: an estimate against two real processes under DistributedDataParallel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import slapo_core as slapo
+from slapo_core.ranks.launcher import run_ranks
+
+MIB = 2**20
+
+
+class Model(nn.Module):
+    """Seven layers of 9 MiB, of which one has parameters of another type, one is used twice, and one is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(1536, 1536) for _ in range(7))
+        self.layers[2].to(torch.float64)
+        self.layers[4].requires_grad_(False)
+        self.register_buffer("scale", torch.ones(5))
+        self.register_buffer("count", torch.ones(3, dtype=torch.long))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for place in (3, 0, 1, 2, 4, 6, 5, 6):
+            layer = self.layers[place]
+            x = layer(x.to(layer.weight.dtype)).float()
+        return (x * self.scale[0] * self.count[0]).mean()
+
+
+def loss(output: torch.Tensor, batch: Any) -> torch.Tensor:
+    return output
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+class Seen(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.collectives: list[tuple[str, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            size = sum(leaf.nbytes for leaf in tree_leaves(args[0]) if isinstance(leaf, torch.Tensor))
+            self.collectives.append((func._schema.name, size))
+        return func(*args, **(kwargs or {}))
+
+
+def schedule() -> slapo.Schedule:
+    torch.manual_seed(0)
+    return slapo.create_schedule(Model(), mesh={"dp": 2}, example_inputs=torch.ones(2, 1536))
+
+
+def trained() -> dict[int, tuple[list[tuple[str, int]], list[list[int]]]]:
+    """By micro-batches: collectives of the second step, and the bytes of storages of gradients after each step."""
+    found = {}
+    for accumulate in (1, 2):
+        engine = slapo.build(schedule(), target="torch", optimizer=sgd, loss=loss, accumulate=accumulate)
+        held = []
+        for _ in range(2):
+            with Seen() as seen:
+                engine.train_step(torch.ones(2, 1536))
+            gradients = [p.grad.untyped_storage() for p in engine.module.parameters() if p.grad is not None]
+            held.append(sorted({storage.data_ptr(): storage.nbytes() for storage in gradients}.values()))
+        found[accumulate] = (seen.collectives, held)
+        engine.close()
+    return found
+
+
+KINDS = {"all_reduce": "c10d::allreduce_", "broadcast": "c10d::broadcast_"}
+LAYER = (1536 * 1536 + 1536) * 4
+
+
+def test_buckets_are_those_of_two_real_replicas() -> None:
+    real = run_ranks(trained, world_size=2)[0]
+    for accumulate in (1, 2):
+        estimate = slapo.estimate(schedule(), torch.ones(2, 1536), optimizer=sgd, loss=loss, accumulate=accumulate)
+        found = estimate.kinds[0].collectives
+        collectives, held = real[accumulate]
+        assert [(KINDS[each.kind], each.bytes) for each in found] == collectives
+        assert [(each.kind, each.bytes, each.phase) for each in found] == [
+            ("broadcast", 20, "forward"),
+            ("broadcast", 24, "forward"),
+            ("all_reduce", 3 * LAYER, "backward"),
+            ("all_reduce", 2 * LAYER, "backward"),
+            ("all_reduce", 2 * LAYER, "backward"),  # one layer of twice the bytes an element
+        ]
+        assert {(each.mesh_dim, each.ranks, each.record) for each in found} == {("dp", 2, "")}
+        # One bucket for each type in the first step, those of 25 MiB afterwards; gradients are views of them.
+        assert held == [[2 * LAYER, 5 * LAYER], [2 * LAYER, 2 * LAYER, 3 * LAYER]]
+        # Buckets are there all the time, and at the end of the second forward the first step's gradients as well; of
+        # micro-batches before the last one gradients lie beside the buckets.
+        assert estimate.memory.gradients == 14 * LAYER

@@ -1,0 +1,92 @@
+"""The names of torch that are not public mean what estimates take them for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from slapo_core.estimation.child import Request, estimate_rank
+from slapo_core.estimation.private import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeStore,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+    current_autograd_node,
+    next_sequence_number,
+    unset_fake_temporarily,
+)
+from slapo_core.estimation.source import Functions
+from slapo_core.ranks.launcher import run_process
+from tests.estimation.models import adam, make_net, split
+
+
+def test_autograd_nodes_are_numbered_in_the_order_in_which_they_are_made() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    number = next_sequence_number()
+    y = weight * 2
+    assert y.grad_fn is not None
+    assert (y.grad_fn._sequence_nr(), next_sequence_number()) == (number, number + 1)
+    leaf = y.grad_fn.next_functions[0][0]
+    assert leaf._sequence_nr() == 2**64 - 1
+    assert leaf.variable is weight
+    seen = []
+    y.register_hook(lambda grad: seen.append(current_autograd_node()))
+    y.sum().backward()
+    assert current_autograd_node() is None
+    assert seen[0] is not None
+
+
+def test_tensors_without_memory_raise_where_values_are_asked_for() -> None:
+    with FakeTensorMode() as mode:
+        x = torch.ones(4)
+        assert type(x) is FakeTensor
+        with pytest.raises(DataDependentOutputException):
+            x.sum().item()
+        with pytest.raises(DynamicOutputShapeException):
+            x.nonzero()
+        with unset_fake_temporarily():
+            assert type(torch.ones(1)) is torch.Tensor
+        assert mode.from_tensor(torch.ones(3)).untyped_storage().nbytes() == 12
+
+        @torch.library.custom_op("slapo_tests::without_shape", mutates_args=())
+        def without_shape(x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        with pytest.raises((UnsupportedOperatorException, RuntimeError), match="without_shape"):
+            without_shape(x)
+
+
+def test_the_fake_group_has_ranks_that_do_not_answer() -> None:
+    assert run_process(_sum_of_nobody, timeout=60.0) == (3, 8, [1.0, 1.0])
+
+
+def _sum_of_nobody() -> tuple[int, int, list[float]]:
+    dist.init_process_group("fake", rank=3, world_size=8, store=FakeStore())
+    x = torch.ones(2)
+    dist.all_reduce(x)
+    return dist.get_rank(), dist.get_world_size(), x.tolist()
+
+
+def test_the_peak_of_a_step_is_this_number() -> None:
+    """Pinned: 8320 + 8256 + 4096 parameters of a rank, their gradients, AdamW's two moments and five counts."""
+    memory = run_process(_net_on_two_ranks, timeout=60.0)
+    assert memory == {
+        "parameters": 82688,
+        "buffers": 40,
+        "gradients": 82688,
+        "optimizer": 165396,
+        "activations": 4,
+        "temporaries": 66048,
+        "inputs": 4096,
+        "module": "optimizer",
+        "phase": "optimizer",
+    }
+
+
+def _net_on_two_ranks() -> dict[str, object]:
+    request = Request(Functions(make_net, split), {"tp": 2}, 1, (0, 1), torch.empty(16, 64), adam)
+    return dict(vars(estimate_rank(request).memory))
