@@ -16,7 +16,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from slapo_core.estimation.results import Memory
 from slapo_core.ranks.launcher import run_process
-from tests.estimate_judge import CASES, FAMILIES, Case, compare
+from tests.estimate_cases import CASES, FAMILIES, Case
+from tests.estimate_judge import compare
 
 LIMIT = 0.02
 _HEAD = """# Predicted and counted peaks of memory

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -50,6 +50,16 @@ class Assumptions:
             "backward pass"
         ] = None
 
+    def pipeline(self, mesh: Mapping[str, int], *, timed: bool) -> None:
+        """There are stages."""
+        if mesh.get("dp", 1) > 1:
+            self._found["replicas exchange gradients after the pipeline's schedule, in buckets"] = None
+        if timed:
+            self._found[
+                "a rank of a pipeline waits for one turn of each other rank while the pipeline fills and drains; its "
+                "messages are on their way while nothing else is computed"
+            ] = None
+
     def without_gradients(self, names: Sequence[str]) -> None:
         """Of parameters that replicas have."""
         if names:
@@ -61,6 +71,8 @@ class Assumptions:
 
     def train(self, model: nn.Module) -> None:
         """Put a model into training mode that is in evaluation mode as a whole, as a training step does."""
+        if any(isinstance(module, nn.RNNBase) for module in model.modules()):
+            self._found["recurrent layers run step by step: fused kernels (MKL-DNN, cuDNN) keep other bytes"] = None
         if not any(module.training for module in model.modules()):
             model.train()
             self._found["the model, which is in evaluation mode as a whole, is put into training mode"] = None

@@ -77,11 +77,13 @@ class Played:
         estimate: of the rank that was played.
         kinds: the ranks of the mesh, those that are alike together.
         assumptions: what was taken for granted, in words.
+        waits: of the time of each other rank along ``pp``, the share that this one waits.
     """
 
     estimate: RankEstimate
     kinds: tuple[tuple[int, ...], ...]
     assumptions: tuple[str, ...]
+    waits: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -160,7 +162,9 @@ def play(request: Request) -> Played | SlapoError:
         doing = "a training step"
         assumptions = Assumptions()
         assumptions.train(schedule.model)
-        if (request.mesh or {}).get("dp", 1) > 1:
+        if pipeline is not None:
+            assumptions.pipeline(request.mesh or {}, timed=request.device is not None)
+        elif (request.mesh or {}).get("dp", 1) > 1:
             assumptions.replicas()
         if request.device is not None:
             assumptions.seconds(request.device)
@@ -176,7 +180,8 @@ def play(request: Request) -> Played | SlapoError:
             else:
                 train_stages(schedule, pipeline, fakes, request, mode, trackers, values)
         assumptions.without_gradients(trackers.without_gradients)
-        return Played(trackers.result(request), kinds_of_ranks(schedule, request.mesh), assumptions.found())
+        waits = pipeline.share if pipeline is not None else 0.0
+        return Played(trackers.result(request), kinds_of_ranks(schedule, request.mesh), assumptions.found(), waits)
     except Exception as error:  # noqa: BLE001 - whatever the user's functions raise
         fault = explained(error, doing=doing, model=model)
         fault.__cause__ = fault.__context__ = None  # it crosses to another process as it is

@@ -15,6 +15,7 @@ from slapo_core.estimation.child import Played, Request, play
 from slapo_core.estimation.results import Estimate
 from slapo_core.estimation.sending import require_sendable, sendable_batch
 from slapo_core.estimation.source import Functions, Source, of_schedule
+from slapo_core.estimation.stages import with_waiting
 from slapo_core.ranks.launcher import preload_modules, run_process
 from slapo_core.spec.device import DeviceSpec
 from slapo_core.spec.mesh import Mesh, check_sizes
@@ -206,7 +207,7 @@ def estimate_source(
     for ranks in played.kinds[1:]:
         another = dataclasses.replace(request, rank=ranks[0], ranks=ranks)
         kinds.append(_played(another, timeout).estimate)
-    return Estimate(dict(sizes or {}), tuple(kinds), played.assumptions)
+    return Estimate(dict(sizes or {}), with_waiting(kinds, played.waits), played.assumptions)
 
 
 def _played(request: Request, timeout: float) -> Played:

@@ -8,8 +8,8 @@ are tensors like any other.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +21,7 @@ from slapo_core.building.loss import LossCall
 from slapo_core.building.micro_batches import micro_batches
 from slapo_core.building.stages import stages_of_build
 from slapo_core.building.target import Target
-from slapo_core.errors import BuildError
+from slapo_core.errors import ArgumentError, BuildError
 from slapo_core.estimation.private import FakeTensorMode
 from slapo_core.estimation.step import optimizer_of, state_of
 from slapo_core.estimation.values import Values
@@ -34,10 +34,11 @@ from slapo_core.weights.tied import TiedGradients
 
 if TYPE_CHECKING:
     from slapo_core.estimation.child import Request, Trackers
+    from slapo_core.estimation.results import RankEstimate
     from slapo_core.schedule.schedule import Schedule
     from slapo_core.spec.dialect import Plan
 
-__all__ = ["Pipeline", "pipeline_of", "train_stages"]
+__all__ = ["Pipeline", "pipeline_of", "train_stages", "with_waiting"]
 
 
 @dataclass(frozen=True)
@@ -58,22 +59,48 @@ class Pipeline:
     dialect: Any
     plan: Plan
 
+    @property
+    def share(self) -> float:
+        """Of another rank's time, what a rank waits while the pipeline fills and drains.
+
+        With ``v`` stages a rank and ``m`` micro-batches, it waits for one of ``v * m`` turns of each other rank.
+        """
+        turns = len(self.ranks) // len(set(self.ranks)) * len(self.pieces)
+        return 1 / turns
+
+
+def with_waiting(kinds: Sequence[RankEstimate], share: float) -> tuple[RankEstimate, ...]:
+    """Ranks with the time that they wait for those of other stages.
+
+    Args:
+        kinds: one for each place along ``pp``; without a device they have no time.
+        share: see :attr:`Pipeline.share`; 0 where there is no pipeline.
+    """
+    busy = sum(kind.time or 0.0 for kind in kinds)
+    return tuple(
+        kind if kind.time is None else replace(kind, time=kind.time + share * (busy - kind.time)) for kind in kinds
+    )
+
 
 def pipeline_of(schedule: Schedule, request: Request) -> Pipeline | None:
-    """The pipeline of a schedule; None where it has one rank along ``pp`` and no option is given.
+    """The pipeline of a schedule; None where it has one rank along ``pp``.
 
     Raises:
+        ArgumentError: there is one rank, and options.
         BuildError: as :func:`slapo_core.build` would: stages and mesh, the options, or the batch do not go together.
         TraceError: the model cannot be cut there.
     """
     pp = schedule.mesh.size("pp") if schedule.mesh is not None else 1
-    if pp == 1 and not request.config:
+    if pp == 1:
+        if request.config:
+            raise ArgumentError(
+                f"estimate takes no option {', '.join(map(repr, request.config))} where there is one rank along 'pp'",
+                hint='mesh={"pp": 4}, microbatches=8 for a pipeline; accumulate=8 for micro-batches on one rank',
+            )
         return None
     arguments = Arguments(request.optimizer, None, request.loss, None, None, 0, request.accumulate)
     target = Target.named("torch", schedule)
     plan = target.plan(schedule, request.config, arguments.for_plan())
-    if pp == 1:
-        return None
     count, axes = plan.config["microbatches"], plan.config["batch_axes"]
     if request.accumulate > 1:
         raise BuildError(
@@ -165,7 +192,7 @@ def train_stages(
                 del work
                 if schedule.mesh.size("dp") > 1:
                     pipeline.dialect.average_gradients(pipeline.plan, trained, schedule.mesh.group("dp"))
-                tied.sum()
+                tied.sum_all()
                 place.begin("optimizer")
                 if optimizer is not None:
                     optimizer.step()

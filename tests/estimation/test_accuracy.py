@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from slapo_core.ranks.launcher import run_process
-from tests.estimate_judge import CASES, FAMILIES, Case, compare
+from tests.estimate_cases import CASES, FAMILIES, Case
+from tests.estimate_judge import compare
 
 SAMPLE = [
     Case("bert", tp=2, checkpointed="some", mask="padded", attention="eager", batch=3, length=33),

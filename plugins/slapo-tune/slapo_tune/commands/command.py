@@ -14,6 +14,7 @@ __all__ = ["TuneCommands"]
 StudyFile = Annotated[Path, typer.Argument(metavar="STUDY.py", help="A file with a Study named `study` in it.")]
 LogFile = Annotated[Path | None, typer.Option("--log", help="Another log than the study's own.")]
 Limit = Annotated[int | None, typer.Option(min=1, help="Start at most so many trials, earlier ones among them.")]
+Chosen = Annotated[str | None, typer.Option("--sampler", help="Another sampler than the study's own, e.g. random.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, keys sorted.")]
 
 
@@ -34,6 +35,7 @@ def run(
     study: StudyFile,
     log: LogFile = None,
     trials: Limit = None,
+    sampler: Chosen = None,
     as_json: AsJson = False,
 ) -> None:
     """Run a study from its beginning; one that has a log already goes on by `slapo tune resume`.
@@ -42,21 +44,20 @@ def run(
     """
     from slapo_tune.commands.searching import run_study
 
-    run_study(study, log=log, trials=trials, as_json=as_json, resume=False)
+    run_study(study, log=log, trials=trials, sampler=sampler, as_json=as_json, resume=False)
 
 
 def resume(
     study: StudyFile,
     log: LogFile = None,
-    trials: Annotated[
-        int | None, typer.Option(min=1, help="Start at most so many trials, earlier ones among them.")
-    ] = None,
+    trials: Limit = None,
+    sampler: Chosen = None,
     as_json: AsJson = False,
 ) -> None:
     """Go on with a study where its log ends: no finished trial is repeated."""
     from slapo_tune.commands.searching import run_study
 
-    run_study(study, log=log, trials=trials, as_json=as_json, resume=True)
+    run_study(study, log=log, trials=trials, sampler=sampler, as_json=as_json, resume=True)
 
 
 def report(

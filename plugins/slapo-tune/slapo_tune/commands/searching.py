@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from pathlib import Path
 
@@ -24,19 +25,25 @@ INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells have it."""
 
 
-def run_study(file: Path, *, log: Path | None, trials: int | None, as_json: bool, resume: bool) -> None:
+def run_study(
+    file: Path, *, log: Path | None, trials: int | None, sampler: str | None, as_json: bool, resume: bool
+) -> None:
     """Run a study to its end.
 
     Args:
         file: of the study.
         log: replaces the study's own.
         trials: replaces the study's own.
+        sampler: replaces the study's own.
         as_json: the report as JSON.
         resume: go on with the log that is there; else there must be none.
     """
-    study = load(file, log=log, trials=trials)
+    study = load(file, log=log, trials=trials, sampler=sampler)
     option = f" --log {log}" if log is not None else ""
-    past = _past(study, file, option, resume=resume)
+    again = option + (f" --sampler {sampler}" if sampler is not None else "")
+    past = _past(study, file, again, resume=resume)
+    with contextlib.suppress(OSError):  # the search says that the log cannot be written
+        Path(study.log).parent.mkdir(parents=True, exist_ok=True)
     space = space_of(study)
     points = some(space.points())
     unit = unit_of(study)
@@ -46,7 +53,7 @@ def run_study(file: Path, *, log: Path | None, trials: int | None, as_json: bool
             result = search(study, resume=resume, tell=progress.tell)
     except KeyboardInterrupt:
         print(f"interrupted: all finished trials are in {study.log}; go on by", file=sys.stderr)
-        print(f"  slapo tune resume {file}{option}", file=sys.stderr)
+        print(f"  slapo tune resume {file}{again}", file=sys.stderr)
         raise typer.Exit(INTERRUPTED) from None
     found = report(points, result.trials, refused=some(space.refused()), unit=unit)
     if as_json:

@@ -36,7 +36,7 @@ def margin(history: Sequence[Trial], memory: int | None) -> float:
             for trial in history
             if trial.status == "oom" and trial.predicted.get("memory")
         ]
-    return max(1.0, *ratios)
+    return max([1.0, *ratios])
 
 
 _PATIENCE = 120.0  # seconds at least for making a schedule, however short trials are
@@ -119,6 +119,8 @@ class Pruning:
             return "refused", f"mesh: {type(error).__name__}: {error}"
         timeout = max(_PATIENCE, self._study.timeout)
         outcome = self._trials.run("check", point, mesh, output=self._output, timeout=timeout)
+        if outcome.status in ("crash", "oom"):  # once more: its process may have been killed for no fault of the point
+            outcome = self._trials.run("check", point, mesh, output=self._output, timeout=timeout)
         if outcome.phase == "model" and outcome.status == "refused":
             raise StudyError(f"make_model, which is the same at every point, raises\n  {outcome.reason}")
         if outcome.status == "ok":

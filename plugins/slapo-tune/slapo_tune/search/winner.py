@@ -152,7 +152,7 @@ def save(winner: Winner, log: str | os.PathLike[str]) -> Path:
     """Keep the best schedule beside the log; another one is replaced as a whole."""
     path = best_file(log)
     data = {"slapo_tune_best": _FORMAT, "saved": time.time(), **vars(winner), "point": encode(winner.point)}
-    beside = path.with_name(f"{path.name}.{os.getpid()}.part")
+    beside = path.with_name(f"{path.name}.part")
     with beside.open("w") as file:
         json.dump(data, file, indent=2)
         file.flush()
