@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 from torch import nn
 
@@ -15,6 +12,7 @@ _ALWAYS = (
     "(attention with dropout keeps its matrix)",
     "bytes are those of tensors, without what an allocator, cuBLAS or NCCL take beside them",
     "the output of a step is dropped before the next one",
+    "what is compiled is estimated as it runs without: the compiler fuses, and keeps less",
 )
 
 
@@ -40,14 +38,17 @@ class Assumptions:
             model.train()
             self._found["the model, which is in evaluation mode as a whole, is put into training mode"] = None
 
-    @contextmanager
-    def uncompiled(self, model: nn.Module) -> Iterator[None]:
-        """While it lasts, what is compiled runs as it is written."""
-        compiled = any(
-            module._compiled_call_impl is not None or isinstance(module, torch._dynamo.OptimizedModule)
-            for module in model.modules()
-        )
-        if compiled:
-            self._found["what is compiled is estimated as it runs without: the compiler fuses, and keeps less"] = None
-        with torch.compiler.set_stance("force_eager"):
-            yield
+    def optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """It is going to make steps."""
+        if any(
+            "foreach" in group and group["foreach"] is None and not group.get("fused")
+            for group in optimizer.param_groups
+        ):
+            self._found[
+                "the optimiser takes parameters one by one, as on the CPU; on a GPU its default takes all at once, "
+                "with temporaries of their size: optimizer=functools.partial(..., foreach=True) counts them"
+            ] = None
+
+    def optimizer_reads(self) -> None:
+        """A number, such as the norm of an update."""
+        self._found["numbers that the optimiser reads are taken to be 1"] = None

@@ -9,6 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 from slapo_core.building.loss import LossCall
 from slapo_core.errors import ArgumentError, EstimateError
+from slapo_core.estimation.assumptions import Assumptions
 from slapo_core.estimation.private import FakeTensorMode
 from slapo_core.estimation.replicas import Replicas, replicas_of
 from slapo_core.estimation.values import Values, seen_as_plain
@@ -28,6 +29,7 @@ def train(
     mode: FakeTensorMode,
     trackers: Trackers,
     values: Values,
+    assumptions: Assumptions,
 ) -> None:
     """Run the steps as target ``"torch"`` does; ``trackers`` know what the second needed afterwards.
 
@@ -38,6 +40,7 @@ def train(
         mode: of the tensors.
         trackers: told of every operation.
         values: who runs the operations.
+        assumptions: gathers them.
     """
     model = schedule.model
     place, memory = trackers.place, trackers.memory
@@ -48,6 +51,9 @@ def train(
         )
     with mode:
         optimizer = _optimizer(model, request)
+        if optimizer is not None:
+            assumptions.optimizer(optimizer)
+        values.otherwise = lambda: _number(trackers, assumptions)
         hold_all(model, pieces, trackers)
         replicas = replicas_of(model, schedule.mesh, lambda tensors: memory.hold(tensors, "gradients"))
         with place.watching(), memory.watching(), seen_as_plain(), Watch(trackers.observers(), values):
@@ -97,6 +103,14 @@ def _step(
     if optimizer is not None:
         optimizer.step()
     del loss, output, losses
+
+
+def _number(trackers: Trackers, assumptions: Assumptions) -> float | None:
+    """In place of one that nobody knows: an optimiser only multiplies by what it reads."""
+    if trackers.place.step != "optimizer":
+        return None
+    assumptions.optimizer_reads()
+    return 1.0
 
 
 def _optimizer(model: torch.nn.Module, request: Request) -> torch.optim.Optimizer | None:

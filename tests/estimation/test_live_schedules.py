@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -67,6 +68,20 @@ def test_parameters_that_are_frozen_have_no_gradient_and_modes_stay() -> None:
     assert not model.training
 
 
+def test_what_an_optimiser_does_on_another_device_or_reads_is_said() -> None:
+    sch = scheduled()
+    said = {
+        name: " ".join(sch.estimate(X, optimizer=partial(factory, lr=1e-3, **settings)).assumptions)
+        for name, factory, settings in (
+            ("default", torch.optim.AdamW, {}),
+            ("foreach", torch.optim.AdamW, {"foreach": True}),
+            ("reads", torch.optim.Adafactor, {"foreach": False}),
+        )
+    }
+    assert {name for name, text in said.items() if "foreach=True" in text} == {"default"}
+    assert {name for name, text in said.items() if "taken to be 1" in text} == {"reads"}
+
+
 def test_a_model_of_gigabytes_is_sent_without_its_values(monkeypatch: pytest.MonkeyPatch) -> None:
     from slapo_core.estimation import sending, source
 
@@ -117,6 +132,7 @@ def test_what_is_refused_says_what_to_write() -> None:
     class Local(Net):
         pass
 
+    lazy = slapo.create_schedule(nn.Sequential(nn.LazyLinear(4)))
     local = slapo.create_schedule(Local())
     calls: dict[str, Callable[[], Any]] = {
         "ArgumentError: estimate needs one batch to train on": lambda: sch.estimate(optimizer=adam),
@@ -139,6 +155,7 @@ def test_what_is_refused_says_what_to_write() -> None:
             X, mesh={"tp": 7}
         ),
         "SealedError: estimate repeats the steps on the untouched model": lambda: sealed.estimate(X),
+        "EstimateError: '0.weight' of a lazy module has no shape": lambda: lazy.estimate(X),
         "EstimateError: no parameter of the model requires a gradient": lambda: frozen.estimate(X),
         "LaunchError: estimate plays each kind of rank in a process of its own, but cannot send": lambda: (
             local.estimate(X)
