@@ -45,7 +45,7 @@ def make_model(vocab_size: int, attention: str | None = None) -> BertForMaskedLM
     )
 
 
-def schedule_bert(sch: slapo.Schedule) -> None:
+def split_layers(sch: slapo.Schedule) -> None:
     """Tensor parallelism as in Megatron-LM: heads and MLP columns split, one all-reduce behind each half of a layer."""
     for layer in sch["bert.encoder.layer.*"]:
         attention = layer["attention.self"]
@@ -56,6 +56,11 @@ def schedule_bert(sch: slapo.Schedule) -> None:
         layer["attention.output.dense"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
         layer["intermediate.dense"].shard(["weight", "bias"], axis=0).sync("bwd_post", "all_reduce")
         layer["output.dense"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
+
+
+def schedule_bert(sch: slapo.Schedule) -> None:
+    """Every layer split over the ranks; two of them are recomputed in the backward pass."""
+    split_layers(sch)
     sch["bert.encoder.layer.[01]"].checkpoint()
 
 

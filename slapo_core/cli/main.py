@@ -12,13 +12,13 @@ from typing import Annotated, Literal
 
 import typer
 
-from slapo_core.cli import check, dialects, doctor, new, patterns, plugins, primitives, stubs
+from slapo_core.cli import check, device, dialects, doctor, estimate, new, patterns, plugins, primitives, stubs
 from slapo_core.cli.contributed import RootGroup
 from slapo_core.errors import SlapoError
 
 __all__ = ["main", "make_app"]
 
-_FAMILIES = (plugins, check, new, primitives, dialects, patterns, stubs, doctor)
+_FAMILIES = (plugins, check, new, primitives, dialects, patterns, stubs, doctor, estimate, device)
 
 
 def make_app() -> typer.Typer:

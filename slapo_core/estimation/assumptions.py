@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, TypeAlias
+
 import torch
 from torch import nn
 
+if TYPE_CHECKING:
+    from slapo_core.spec.device import DeviceSpec
+
 __all__ = ["Assumptions"]
+
+Factory: TypeAlias = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 _ALWAYS = (
     "operations are those of torch on the CPU: on another device a kernel may keep more or less for the backward pass "
@@ -30,6 +38,39 @@ class Assumptions:
         """The batch is on the meta device."""
         self._found["integers of the batch, which has no values, are taken to be 1: masks mask nothing"] = None
 
+    def seconds(self, device: DeviceSpec) -> None:
+        """The time is predicted."""
+        self._found[
+            f"an operation takes as long as its products at the peak of {device.name}, or its bytes at its bandwidth, "
+            "and a launch; a collective as long as a ring does, and nothing else is on its links"
+        ] = None
+
+    def replicas(self) -> None:
+        """There are some."""
+        self._found[
+            "replicas exchange gradients as DistributedDataParallel does: in buckets of 25 MiB that stay, beside the "
+            "backward pass"
+        ] = None
+
+    def pipeline(self, mesh: Mapping[str, int], *, timed: bool) -> None:
+        """There are stages."""
+        if mesh.get("dp", 1) > 1:
+            self._found["replicas exchange gradients after the pipeline's schedule, in buckets"] = None
+        if timed:
+            self._found[
+                "a rank of a pipeline waits for one turn of each other rank while the pipeline fills and drains; its "
+                "messages are on their way while nothing else is computed"
+            ] = None
+
+    def without_gradients(self, names: Sequence[str]) -> None:
+        """Of parameters that replicas have."""
+        if names:
+            others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            self._found[
+                f"'{names[0]}'{others} gets no gradient: on replicas torch refuses the second step, unless build is "
+                "given find_unused_parameters=True, which sends zeros in its place"
+            ] = None
+
     def train(self, model: nn.Module) -> None:
         """Put a model into training mode that is in evaluation mode as a whole, as a training step does."""
         if any(isinstance(module, nn.RNNBase) for module in model.modules()):
@@ -38,17 +79,24 @@ class Assumptions:
             model.train()
             self._found["the model, which is in evaluation mode as a whole, is put into training mode"] = None
 
-    def optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """It is going to make steps."""
-        if any(
-            "foreach" in group and group["foreach"] is None and not group.get("fused")
-            for group in optimizer.param_groups
-        ):
-            self._found[
-                "the optimiser takes parameters one by one, as on the CPU; on a GPU its default takes all at once, "
-                "with temporaries of their size: optimizer=functools.partial(..., foreach=True) counts them"
-            ] = None
+    def told_of(self, factory: Factory | None) -> Factory | None:
+        """The optimiser's factory, with a look at what it makes."""
+        if factory is None:
+            return None
 
-    def optimizer_reads(self) -> None:
-        """A number, such as the norm of an update."""
+        def made(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+            optimizer = factory(parameters)
+            groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else []
+            if any("foreach" in each and each["foreach"] is None and not each.get("fused") for each in groups):
+                self._found[
+                    "the optimiser takes parameters one by one, as on the CPU; on a GPU its default takes all at once, "
+                    "with temporaries of their size: optimizer=functools.partial(..., foreach=True) counts them"
+                ] = None
+            return optimizer
+
+        return made
+
+    def number(self) -> float:
+        """In place of one that an optimiser reads and nobody knows, such as the norm of an update: it is a factor."""
         self._found["numbers that the optimiser reads are taken to be 1"] = None
+        return 1.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 from collections.abc import Callable, Mapping
@@ -25,6 +26,7 @@ from slapo_core.estimation.private import FakeStore, FakeTensorMode
 from slapo_core.estimation.results import RankEstimate
 from slapo_core.estimation.roofline import TimeTracker
 from slapo_core.estimation.source import Source
+from slapo_core.estimation.stages import pipeline_of, train_stages
 from slapo_core.estimation.step import train
 from slapo_core.estimation.tensors import fake_batch, without_memory
 from slapo_core.estimation.values import Values
@@ -52,6 +54,7 @@ class Request:
         device: for the time.
         accumulate: micro-batches of a step.
         observer: makes one more observer, told last of every operation; its ``result()`` comes back with the estimate.
+        config: options of target ``"torch"``, as for ``build``.
     """
 
     source: Source
@@ -64,6 +67,7 @@ class Request:
     device: DeviceSpec | None = None
     accumulate: int = 1
     observer: Callable[[Schedule, Trackers], Any] | None = None
+    config: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -74,11 +78,13 @@ class Played:
         estimate: of the rank that was played.
         kinds: the ranks of the mesh, those that are alike together.
         assumptions: what was taken for granted, in words.
+        waits: of the time of each other rank along ``pp``, the share that this one waits.
     """
 
     estimate: RankEstimate
     kinds: tuple[tuple[int, ...], ...]
     assumptions: tuple[str, ...]
+    waits: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -92,6 +98,7 @@ class Trackers:
         flops: of products.
         time: by the roofline; None without a device.
         others: those that the request asks for.
+        without_gradients: names of parameters that got none, though replicas exchange them.
     """
 
     place: Place
@@ -100,6 +107,7 @@ class Trackers:
     flops: FlopTracker
     time: TimeTracker | None
     others: list[Any] = field(default_factory=list)
+    without_gradients: list[str] = field(default_factory=list)
 
     @classmethod
     def of(cls, schedule: Schedule, request: Request) -> Trackers:
@@ -150,19 +158,33 @@ def play(request: Request) -> Played | SlapoError:
             dist.init_process_group("fake", rank=request.rank, world_size=world_size, store=FakeStore())
         schedule = request.source.schedule(request.mesh, request.batch)
         doing = "cutting the batch"
-        pieces = micro_batches(request.batch, request.accumulate)
+        pipeline = pipeline_of(schedule, request)
+        pieces = pipeline.pieces if pipeline is not None else micro_batches(request.batch, request.accumulate)
         doing = "a training step"
         assumptions = Assumptions()
         assumptions.train(schedule.model)
+        if pipeline is not None:
+            assumptions.pipeline(request.mesh or {}, timed=request.device is not None)
+        elif (request.mesh or {}).get("dp", 1) > 1:
+            assumptions.replicas()
+        if request.device is not None:
+            assumptions.seconds(request.device)
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         values = Values(mode)
         without_memory(schedule, mode, values)
         fakes = [fake_batch(piece, mode, values, assumptions) for piece in pieces]
         trackers = Trackers.of(schedule, request)
         model = schedule.model
+        values.otherwise = lambda: assumptions.number() if trackers.place.step == "optimizer" else None
+        watched = dataclasses.replace(request, optimizer=assumptions.told_of(request.optimizer))
         with torch.compiler.set_stance("force_eager"):
-            train(schedule, fakes, request, mode, trackers, values, assumptions)
-        return Played(trackers.result(request), kinds_of_ranks(schedule, request.mesh), assumptions.found())
+            if pipeline is None:
+                train(schedule, fakes, watched, mode, trackers, values)
+            else:
+                train_stages(schedule, pipeline, fakes, watched, mode, trackers, values)
+        assumptions.without_gradients(trackers.without_gradients)
+        waits = pipeline.share if pipeline is not None else 0.0
+        return Played(trackers.result(request), kinds_of_ranks(schedule, request.mesh), assumptions.found(), waits)
     except Exception as error:  # noqa: BLE001 - whatever the user's functions raise
         fault = explained(error, doing=doing, model=model)
         fault.__cause__ = fault.__context__ = None  # it crosses to another process as it is

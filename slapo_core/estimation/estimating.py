@@ -15,6 +15,7 @@ from slapo_core.estimation.child import Played, Request, play
 from slapo_core.estimation.results import Estimate
 from slapo_core.estimation.sending import require_sendable, sendable_batch
 from slapo_core.estimation.source import Functions, Source, of_schedule
+from slapo_core.estimation.stages import with_waiting
 from slapo_core.ranks.launcher import preload_modules, run_process
 from slapo_core.spec.device import DeviceSpec
 from slapo_core.spec.mesh import Mesh, check_sizes
@@ -41,6 +42,7 @@ def estimate(
     device: DeviceSpec | None = None,
     accumulate: int = 1,
     timeout: float = 600.0,
+    **config: Any,
 ) -> Estimate:
     """Predict memory, communication and time of a training step, for a declared mesh of any size, on one CPU process.
 
@@ -59,6 +61,8 @@ def estimate(
         device: whose numbers the time is predicted with; None predicts no time.
         accumulate: micro-batches of a step, as for :func:`slapo_core.build`.
         timeout: seconds for each kind of rank.
+        config: options of target ``"torch"`` as for :func:`slapo_core.build`: with several ranks along ``pp``, e.g.
+            ``microbatches=8``, ``pipeline_schedule="1f1b"``.
 
     Raises:
         ArgumentError: an argument makes no sense, or there is no batch.
@@ -91,6 +95,7 @@ def estimate(
         device=device,
         accumulate=accumulate,
         timeout=timeout,
+        **config,
     )
 
 
@@ -107,6 +112,7 @@ def estimate_functions(
     device: DeviceSpec | None = None,
     accumulate: int = 1,
     timeout: float = 600.0,
+    **config: Any,
 ) -> Estimate:
     """As :func:`estimate`, of a schedule that the other processes make from functions: nothing but names is sent.
 
@@ -122,6 +128,7 @@ def estimate_functions(
         device: see :func:`estimate`.
         accumulate: see :func:`estimate`.
         timeout: see :func:`estimate`.
+        config: see :func:`estimate`.
 
     Raises:
         ArgumentError: an argument makes no sense, or there is no batch.
@@ -144,6 +151,7 @@ def estimate_functions(
         device=device,
         accumulate=accumulate,
         timeout=timeout,
+        **config,
     )
 
 
@@ -159,6 +167,7 @@ def estimate_source(
     accumulate: int = 1,
     timeout: float = 600.0,
     observer: Callable[..., Any] | None = None,
+    **config: Any,
 ) -> Estimate:
     """As :func:`slapo_core.estimate`, of a schedule that other processes make.
 
@@ -173,11 +182,22 @@ def estimate_source(
         accumulate: see :func:`estimate`.
         timeout: see :func:`estimate`.
         observer: see :class:`~slapo_core.estimation.child.Request`.
+        config: see :func:`estimate`.
     """
     sizes = _sizes(mesh)
     _check(sizes, rank, optimizer, loss, accumulate)
     request = Request(
-        source, sizes, rank or 0, (rank or 0,), sendable_batch(batch), optimizer, loss, device, accumulate, observer
+        source,
+        sizes,
+        rank or 0,
+        (rank or 0,),
+        sendable_batch(batch),
+        optimizer,
+        loss,
+        device,
+        accumulate,
+        observer,
+        config,
     )
     played = _played(request, timeout)
     if rank is not None:
@@ -187,7 +207,7 @@ def estimate_source(
     for ranks in played.kinds[1:]:
         another = dataclasses.replace(request, rank=ranks[0], ranks=ranks)
         kinds.append(_played(another, timeout).estimate)
-    return Estimate(dict(sizes or {}), tuple(kinds), played.assumptions)
+    return Estimate(dict(sizes or {}), with_waiting(kinds, played.waits), played.assumptions)
 
 
 def _played(request: Request, timeout: float) -> Played:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -192,14 +191,16 @@ def _picked(args: Any, kwargs: Any, result: Any) -> float:
     return _bytes(args[1:]) + _bytes(kwargs) + 2 * _bytes(result)
 
 
-def _bytes(value: Any) -> float:
+def _bytes(value: Any) -> int:
     """Of all tensors; one that repeats its elements counts as what it holds."""
     if isinstance(value, torch.Tensor):
         return _size(value)
-    return math.fsum(_size(leaf) for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
+    if isinstance(value, (tuple, list)):
+        return sum(map(_bytes, value))
+    return sum(map(_bytes, value.values())) if isinstance(value, dict) else 0
 
 
 def _size(tensor: torch.Tensor) -> int:
-    if tensor.layout is not torch.strided:
-        return sum(_size(each) for each in (tensor._indices(), tensor._values()))
+    if tensor.layout is torch.sparse_coo:
+        return _size(tensor._indices()) + _size(tensor._values())
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())

@@ -9,7 +9,6 @@ from torch.utils._pytree import tree_leaves
 
 from slapo_core.building.loss import LossCall
 from slapo_core.errors import ArgumentError, EstimateError
-from slapo_core.estimation.assumptions import Assumptions
 from slapo_core.estimation.private import FakeTensorMode
 from slapo_core.estimation.replicas import Replicas, replicas_of
 from slapo_core.estimation.values import Values, seen_as_plain
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
     from slapo_core.estimation.child import Request, Trackers
     from slapo_core.schedule.schedule import Schedule
 
-__all__ = ["train"]
+__all__ = ["hold_all", "optimizer_of", "state_of", "train"]
 
 
 def train(
@@ -29,7 +28,6 @@ def train(
     mode: FakeTensorMode,
     trackers: Trackers,
     values: Values,
-    assumptions: Assumptions,
 ) -> None:
     """Run the steps as target ``"torch"`` does; ``trackers`` know what the second needed afterwards.
 
@@ -40,7 +38,6 @@ def train(
         mode: of the tensors.
         trackers: told of every operation.
         values: who runs the operations.
-        assumptions: gathers them.
     """
     model = schedule.model
     place, memory = trackers.place, trackers.memory
@@ -50,10 +47,7 @@ def train(
             hint="model.requires_grad_(True), or set it on the parameters that are to be trained",
         )
     with mode:
-        optimizer = _optimizer(model, request)
-        if optimizer is not None:
-            assumptions.optimizer(optimizer)
-        values.otherwise = lambda: _number(trackers, assumptions)
+        optimizer = optimizer_of(list(model.parameters()), request)
         hold_all(model, pieces, trackers)
         replicas = replicas_of(model, schedule.mesh, lambda tensors: memory.hold(tensors, "gradients"))
         with place.watching(), memory.watching(), seen_as_plain(), Watch(trackers.observers(), values):
@@ -62,7 +56,10 @@ def train(
                 place.forget()
                 _step(model, pieces, request, optimizer, trackers, replicas)
                 if optimizer is not None:
-                    memory.hold(_state(optimizer), "optimizer")
+                    memory.hold(state_of(optimizer), "optimizer")
+    if replicas is not None:
+        missing = set(replicas.without_gradients)
+        trackers.without_gradients.extend(name for name, each in model.named_parameters() if each in missing)
 
 
 def hold_all(model: torch.nn.Module, pieces: list[Any], trackers: Trackers) -> None:
@@ -105,18 +102,11 @@ def _step(
     del loss, output, losses
 
 
-def _number(trackers: Trackers, assumptions: Assumptions) -> float | None:
-    """In place of one that nobody knows: an optimiser only multiplies by what it reads."""
-    if trackers.place.step != "optimizer":
-        return None
-    assumptions.optimizer_reads()
-    return 1.0
-
-
-def _optimizer(model: torch.nn.Module, request: Request) -> torch.optim.Optimizer | None:
+def optimizer_of(parameters: list[torch.nn.Parameter], request: Request) -> torch.optim.Optimizer | None:
+    """What the request's factory makes of parameters."""
     if request.optimizer is None:
         return None
-    optimizer = request.optimizer(list(model.parameters()))
+    optimizer = request.optimizer(parameters)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ArgumentError(
             f"the optimizer factory must return a torch.optim.Optimizer (got {type(optimizer).__name__})",
@@ -125,5 +115,6 @@ def _optimizer(model: torch.nn.Module, request: Request) -> torch.optim.Optimize
     return optimizer
 
 
-def _state(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+def state_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Its tensors."""
     return [leaf for leaf in tree_leaves(list(optimizer.state.values())) if isinstance(leaf, torch.Tensor)]

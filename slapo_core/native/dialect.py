@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from slapo_core import BuildError, Dialect, Plan
@@ -10,8 +10,11 @@ from slapo_core.native.pipeline.schedules import schedule_named, schedule_of
 from slapo_core.spec.planning import checked_axes
 
 if TYPE_CHECKING:
+    import torch
+
     from slapo_core import Engine
-    from slapo_core.spec.request import BuildRequest, ScheduledModel
+    from slapo_core.native.pipeline.runner import Runner
+    from slapo_core.spec.request import BuildRequest, ScheduledModel, StagedModel
 
 __all__ = ["TorchDialect"]
 
@@ -87,6 +90,31 @@ class TorchDialect(Dialect):
             BuildError: the schedule does not run so many stages, or micro-batches.
         """
         return schedule_of(plan.config, stages, pp).stage_ranks(stages, pp)
+
+    def stage_runner(
+        self, plan: Plan, stages: StagedModel, ranks: Sequence[int], rank: int, *, group: Any, device: torch.device
+    ) -> Runner:
+        """What runs this rank's stages in a step; an estimate runs it too.
+
+        Args:
+            plan: with the options of the pipeline.
+            stages: of a micro-batch.
+            ranks: which rank along ``pp`` runs each stage.
+            rank: this one.
+            group: of the ranks along ``pp``.
+            device: where stages compute.
+        """
+        from slapo_core.native.pipeline.runner import Runner
+
+        schedule = schedule_of(plan.config, len(ranks), len(set(ranks)))
+        count = plan.config["microbatches"]
+        return Runner(stages.partition, stages.liveness, schedule, ranks, rank, group=group, device=device, count=count)
+
+    def average_gradients(self, plan: Plan, parameters: Sequence[torch.Tensor], group: Any) -> None:
+        """Give replicas the mean of the gradients of a pipeline, after its schedule; a collective."""
+        from slapo_core.native.pipeline.replicas import average_gradients
+
+        average_gradients(parameters, group, bucket_bytes=plan.config["bucket_cap_mb"] << 20)
 
     def build(self, plan: Plan, request: BuildRequest) -> Engine:
         if request.stage_ranks:

@@ -13,6 +13,7 @@ from slapo_core.errors import (
     PluginError,
     RejectedPluginError,
 )
+from slapo_core.spec.kinds import KINDS
 
 __all__ = ["LOCAL_VERSION", "Entry", "Plugin", "State", "core_label", "noun"]
 
@@ -61,12 +62,16 @@ class Entry:
     @property
     def bare(self) -> str:
         """``"shard"`` of ``"tp.shard"``; for kinds without namespaces the name itself."""
-        return self.name.rpartition(".")[2]
+        return self.name if self._is_whole else self.name.rpartition(".")[2]
 
     @property
     def namespace(self) -> str | None:
         """``"tp"`` of ``"tp.shard"``; None for kinds without namespaces."""
-        return self.name.partition(".")[0] if "." in self.name else None
+        return self.name.partition(".")[0] if "." in self.name and not self._is_whole else None
+
+    @property
+    def _is_whole(self) -> bool:
+        return self.kind in KINDS and KINDS[self.kind].dotted
 
     @property
     def label(self) -> str:

@@ -22,6 +22,7 @@ from slapo_core.spec.reserved import (
     RESERVED_DIALECTS,
     RESERVED_NAMES,
     RESERVED_NAMESPACES,
+    RESERVED_SAMPLERS,
     RESERVED_TRACERS,
     is_identifier,
     split_name,
@@ -47,15 +48,18 @@ def name_violation(entry: Entry) -> str | None:
     if kind is None:
         return None
     if not kind.namespaced:
-        if not is_identifier(entry.name):
-            return f"{noun(entry.kind)} name {entry.name!r} must be a lowercase identifier"
+        family = split_name(entry.name) if kind.dotted else None
+        if family is None and not is_identifier(entry.name):
+            dotted = ", or '<family>.<name>' of two of them" if kind.dotted else ""
+            return f"{noun(entry.kind)} name {entry.name!r} must be a lowercase identifier{dotted}"
         reserved = {
             "commands": RESERVED_COMMANDS,
             "dialects": RESERVED_DIALECTS,
             "hooks": RESERVED_NAMESPACES,
+            "samplers": RESERVED_SAMPLERS,
             "tracers": RESERVED_TRACERS,
         }
-        owner = reserved.get(entry.kind, {}).get(entry.name)
+        owner = reserved.get(entry.kind, {}).get(family[0] if family else entry.name)
         if owner not in (None, entry.distribution):
             return f"{noun(entry.kind)} name '{entry.name}' is reserved for {owner}"
         return None

@@ -20,10 +20,12 @@ class Kind:
     Args:
         base: ``"module:Class"`` that the object must derive from; None for hooks, which are a module.
         namespaced: whether names must be ``<namespace>.<name>``.
+        dotted: whether names may be ``<family>.<name>``, which is used as a whole: it has no short form.
     """
 
     base: str | None
     namespaced: bool
+    dotted: bool = False
 
 
 KINDS: dict[str, Kind] = {
@@ -31,7 +33,7 @@ KINDS: dict[str, Kind] = {
     "dialects": Kind("slapo_core.spec.dialect:Dialect", namespaced=False),
     "compilers": Kind("slapo_core.spec.compiler:Compiler", namespaced=False),
     "patterns": Kind("slapo_core.spec.pattern:Pattern", namespaced=True),
-    "samplers": Kind("slapo_core.spec.sampler:Sampler", namespaced=False),
+    "samplers": Kind("slapo_core.spec.sampler:Sampler", namespaced=False, dotted=True),
     "tracers": Kind("slapo_core.spec.tracer:Tracer", namespaced=False),
     "commands": Kind("slapo_core.spec.command:Command", namespaced=False),
     "hooks": Kind(None, namespaced=False),

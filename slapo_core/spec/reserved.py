@@ -17,6 +17,7 @@ __all__ = [
     "RESERVED_DIALECTS",
     "RESERVED_NAMES",
     "RESERVED_NAMESPACES",
+    "RESERVED_SAMPLERS",
     "RESERVED_TRACERS",
     "is_identifier",
     "split_name",
@@ -70,6 +71,11 @@ RESERVED_COMMANDS: dict[str, str] = {
 RESERVED_TRACERS: dict[str, str] = dict.fromkeys(("auto", "export", "fx", "record"), "slapo-core")
 """Names of tracers kept for the project's own distributions; ``"auto"`` stands for the choice between them."""
 
+RESERVED_SAMPLERS: dict[str, str] = dict.fromkeys(
+    ("coordinate", "exhaustive", "frontier", "optuna", "random"), "slapo-tune"
+)
+"""Names and families of samplers kept for the project's own distributions."""
+
 FIRST_PARTY_NAMES: dict[str, dict[str, tuple[str, ...]]] = {
     "slapo-core": {
         "primitives": ("annotate", "checkpoint", "merge", "replace", "trace"),
@@ -98,7 +104,7 @@ FIRST_PARTY_NAMES: dict[str, dict[str, tuple[str, ...]]] = {
     "slapo-tp": {"primitives": ("fork_rng", "shard", "shard_attribute", "sync", "sync_gradient")},
     "slapo-tune": {
         "commands": ("tune",),
-        "samplers": ("coordinate", "exhaustive", "frontier", "random"),
+        "samplers": ("coordinate", "exhaustive", "frontier", "optuna.random", "optuna.tpe", "random"),
     },
 }
 """The project's own distributions of this version and the bare names they provide, to tell a user what to install."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
@@ -43,13 +43,31 @@ class Trial:
 
 
 class SearchSpace(Protocol):
-    """What a sampler sees of a space."""
+    """What a sampler sees of a space.
 
-    def points(self) -> Sequence[Point]:
-        """Every point that the space allows, in the order of its candidates; the same at every call."""
+    Values are plain data: None, booleans, numbers, strings, tuples of these. Points that are equal are the same point.
+    """
+
+    def points(self) -> Iterable[Point]:
+        """Every point that the space allows, in the order of its candidates; the same at every call.
+
+        They are made one after the other, and there may be millions: take as many as needed.
+        """
+
+    def draw(self, pick: Callable[[str, tuple[Any, ...]], int]) -> Point | None:
+        """The point of one run of the user's function, which chooses symbol by symbol.
+
+        Args:
+            pick: is given a symbol's name and its candidates, in their natural order, and gives the index of one.
+
+        Returns:
+            the point; None if the space refuses the choices.
+        """
 
     def predicted_memory(self, point: Point) -> int | None:
-        """Bytes that the estimate says the fullest rank needs; None where nothing is estimated. Estimates are kept."""
+        """Bytes that the estimate says the fullest rank needs; None where nothing is estimated, e.g. since a step is
+        refused at this point. Takes seconds at first, and nothing when asked again.
+        """
 
     @property
     def memory(self) -> int | None:
@@ -60,7 +78,7 @@ class Sampler(ABC):
     """Proposes points; published by an entry point of the group ``slapo.v1.samplers``.
 
     A sampler keeps nothing: what it proposes is a function of its arguments alone, so that a search that was killed
-    goes on where it was.
+    goes on where it was. Its class takes no arguments. ``slapo plugins check`` holds it to that.
 
     Attributes:
         name: what ``tune(sampler=...)`` calls it, e.g. ``"coordinate"``.
@@ -74,7 +92,7 @@ class Sampler(ABC):
 
         Args:
             space: what may be chosen.
-            history: all trials so far, oldest first, the pruned ones among them.
+            history: all trials so far, oldest first, the pruned ones and those that failed among them.
             seed: of the search.
 
         Returns:

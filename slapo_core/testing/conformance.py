@@ -30,6 +30,7 @@ from slapo_core.testing.dialects.case import DialectCase
 from slapo_core.testing.dialects.checks import DIALECT_CHECKS
 from slapo_core.testing.parametrize import case_labels
 from slapo_core.testing.probe import MODULE_LIMIT, probe
+from slapo_core.testing.samplers import sampler_checks
 from slapo_core.testing.stages import STAGES_HOOKS, check_stages_hooks
 
 __all__ = ["CASES_FUNCTION", "Finding", "check_plugin"]
@@ -122,6 +123,9 @@ def _check_entry(entry: Entry, registry: Registry, report: Callable[..., Finding
         yield _from_violations(report, entry.name, "documentation", documentation_violations(loaded))
         if all(_has_default(field) for field in dataclasses.fields(loaded)):
             yield _run(report, entry.name, "json_of_defaults", lambda: round_trip_value(loaded()))
+    elif entry.kind == "samplers":
+        for name, check in sampler_checks(loaded):
+            yield _run(report, entry.name, name, check)
 
 
 def _check_cases(

@@ -41,6 +41,9 @@ def slapo(*arguments: str) -> str:
         pytest.param("import slapo_core.ranks.launcher", id="import slapo_core.ranks.launcher"),
         pytest.param(slapo("plugins", "list"), id="slapo plugins list"),
         pytest.param(slapo("plugins", "list", "--json"), id="slapo plugins list --json"),
+        pytest.param(slapo("--help"), id="slapo --help"),
+        pytest.param(slapo("estimate", "--help"), id="slapo estimate --help"),
+        pytest.param(slapo("device", "show", "h100"), id="slapo device show"),
     ],
 )
 def test_nothing_heavy_is_imported(code: str) -> None:

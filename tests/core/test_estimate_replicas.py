@@ -58,37 +58,61 @@ def schedule() -> slapo.Schedule:
     return slapo.create_schedule(Model(), mesh={"dp": 2}, example_inputs=torch.ones(2, 1536))
 
 
-def trained(accumulate: int) -> tuple[list[tuple[str, int]], list[int]]:
-    """Collectives of the third step, and the bytes of storage that gradients lie in after each step."""
-    engine = slapo.build(schedule(), target="torch", optimizer=sgd, loss=loss, accumulate=accumulate)
-    held = []
-    for _ in range(3):
-        with Seen() as seen:
-            engine.train_step(torch.ones(2, 1536))
-        storages = {
-            p.grad.untyped_storage().data_ptr(): p.grad.untyped_storage()
-            for p in engine.module.parameters()
-            if p.grad is not None
-        }
-        held.append(sorted(storage.nbytes() for storage in storages.values()))
-    return seen.collectives, held
+def trained() -> dict[int, tuple[list[tuple[str, int]], list[list[int]]]]:
+    """By micro-batches: collectives of the second step, and the bytes of storages of gradients after each step."""
+    found = {}
+    for accumulate in (1, 2):
+        engine = slapo.build(schedule(), target="torch", optimizer=sgd, loss=loss, accumulate=accumulate)
+        held = []
+        for _ in range(2):
+            with Seen() as seen:
+                engine.train_step(torch.ones(2, 1536))
+            gradients = [p.grad.untyped_storage() for p in engine.module.parameters() if p.grad is not None]
+            held.append(sorted({storage.data_ptr(): storage.nbytes() for storage in gradients}.values()))
+        found[accumulate] = (seen.collectives, held)
+        engine.close()
+    return found
 
 
 KINDS = {"all_reduce": "c10d::allreduce_", "broadcast": "c10d::broadcast_"}
+LAYER = (1536 * 1536 + 1536) * 4
 
 
 def test_buckets_are_those_of_two_real_replicas() -> None:
-    real, held = run_ranks(trained, 1, world_size=2)[0]
-    found = slapo.estimate(schedule(), torch.ones(2, 1536), optimizer=sgd, loss=loss).kinds[0].collectives
-    assert [(KINDS[each.kind], each.bytes) for each in found] == real
-    layer = (1536 * 1536 + 1536) * 4
-    assert [(each.kind, each.bytes, each.phase) for each in found] == [
-        ("broadcast", 20, "forward"),
-        ("broadcast", 24, "forward"),
-        ("all_reduce", 3 * layer, "backward"),
-        ("all_reduce", 2 * layer, "backward"),
-        ("all_reduce", 2 * layer, "backward"),
-    ]
-    assert {(each.mesh_dim, each.ranks, each.record) for each in found} == {("dp", 2, "")}
-    assert held[0] == [2 * layer, 5 * layer]
-    assert held[2] == [2 * layer, 2 * layer, 3 * layer]
+    real = run_ranks(trained, world_size=2)[0]
+    for accumulate in (1, 2):
+        estimate = slapo.estimate(schedule(), torch.ones(2, 1536), optimizer=sgd, loss=loss, accumulate=accumulate)
+        found = estimate.kinds[0].collectives
+        collectives, held = real[accumulate]
+        assert [(KINDS[each.kind], each.bytes) for each in found] == collectives
+        assert [(each.kind, each.bytes, each.phase) for each in found] == [
+            ("broadcast", 20, "forward"),
+            ("broadcast", 24, "forward"),
+            ("all_reduce", 3 * LAYER, "backward"),
+            ("all_reduce", 2 * LAYER, "backward"),
+            ("all_reduce", 2 * LAYER, "backward"),  # one layer of twice the bytes an element
+        ]
+        assert {(each.mesh_dim, each.ranks, each.record) for each in found} == {("dp", 2, "")}
+        # One bucket for each type in the first step, those of 25 MiB afterwards; gradients are views of them.
+        assert held == [[2 * LAYER, 5 * LAYER], [2 * LAYER, 2 * LAYER, 3 * LAYER]]
+        # Buckets are there all the time, and at the end of the second forward the first step's gradients as well; of
+        # micro-batches before the last one gradients lie beside the buckets.
+        assert estimate.memory.gradients == 14 * LAYER
+
+
+class HalfUsed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.used(x).sum()
+
+
+def test_a_parameter_without_gradient_is_named_because_real_replicas_refuse_the_second_step() -> None:
+    sch = slapo.create_schedule(HalfUsed(), mesh={"dp": 2})
+    found = slapo.estimate(sch, torch.ones(2, 4), optimizer=sgd, loss=loss)
+    assert (
+        "'unused.weight' and 1 more gets no gradient: on replicas torch refuses the second step, unless build is given "
+        "find_unused_parameters=True, which sends zeros in its place"
+    ) in found.assumptions

@@ -47,3 +47,16 @@ def crowd(count: int, sentinel: Path) -> list[FakeDistribution]:
         acme(f"crowd-{number:03}", namespace=f"crowd{number:03}", bare="thing", requires=("slapo-core",), before=before)
         for number in range(count)
     ]
+
+
+def with_sampler(suggest: str, *, name: str = "acme.last", before: str = "") -> FakeDistribution:
+    """A distribution with one sampler, whose ``suggest(self, space, history, seed)`` has this body."""
+    body = "".join(f"        {line}\n" for line in suggest.splitlines())
+    source = (
+        f"import slapo_core as slapo\n{before}\n"
+        f"class Thing(slapo.Sampler):\n    name = {name!r}\n"
+        f"    def suggest(self, space, history, seed):\n{body}"
+    )
+    return FakeDistribution(
+        "acme-slapo", "1.0", {"slapo.v1.samplers": {name: "acme_slapo:Thing"}}, {"acme_slapo": source}
+    )

@@ -119,6 +119,9 @@ def _bad_names() -> list[Hostile]:
         rejected(
             "name-dialect", {"torch": "x:Y"}, "dialect name 'torch' is reserved for slapo-core", "slapo.v1.dialects"
         ),
+        rejected("name-sampler", {"random": "x:Y"}, "is reserved for slapo-tune", "slapo.v1.samplers"),
+        rejected("name-family", {"optuna.mine": "x:Y"}, "is reserved for slapo-tune", "slapo.v1.samplers"),
+        rejected("name-sampler-deep", {"a.b.c": "x:Y"}, "or '<family>.<name>' of two of them", "slapo.v1.samplers"),
         rejected("name-kind", {"x.y": "x:Y"}, "there is no kind 'primitive'; did you mean", "slapo.v1.primitive"),
         rejected("name-group", {"x.y": "x:Y"}, "group 'slapo.primitives' is not of the form", "slapo.primitives"),
         rejected("name-hooks", {"a": "x", "b": "y"}, "more than one hooks module", "slapo.v1.hooks"),

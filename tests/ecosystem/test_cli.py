@@ -49,6 +49,7 @@ def test_the_json_has_one_object_a_distribution_and_sorted_keys(one: FakeEnviron
         "primitives": ["acme.pad"],
         "reason": None,
         "remedy": None,
+        "samplers": [],
         "shadows": [],
         "source": str(one.directory / "acme_slapo-1.0.dist-info"),
         "state": "ok",
@@ -108,10 +109,10 @@ def test_show_tells_everything_about_one_plugin(one: FakeEnvironment) -> None:
 
 
 def test_what_a_plugin_provides_and_this_version_does_not_use_is_shown(fake_distributions: FakeEnvironment) -> None:
-    points = {"slapo.v1.samplers": {"fast": "fast_slapo:Fast"}}
+    points = {"slapo.v1.templates": {"fast": "fast_slapo:Fast"}}
     fake_distributions.install(FakeDistribution("fast-slapo", entry_points=points))
-    remark = f"provides samplers, which slapo-core {core_version()} does not use yet"
-    listed = fake_distributions.slapo("plugins", "list", "--strict", "--kind", "samplers")
+    remark = f"provides templates, which slapo-core {core_version()} does not use yet"
+    listed = fake_distributions.slapo("plugins", "list", "--strict", "--kind", "templates")
     assert listed.returncode == 0, listed.stderr
     assert listed.stdout.splitlines()[1] == f"fast-slapo  1.0      ok     fast      {remark}"
     shown = fake_distributions.slapo("plugins", "show", "fast-slapo")

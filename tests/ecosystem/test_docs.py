@@ -7,8 +7,6 @@ import inspect
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -17,6 +15,7 @@ import slapo_core as slapo
 from slapo_core import errors, testing
 from slapo_core.spec import hookspecs
 from tests.ecosystem.overlay import Overlay
+from tests.ecosystem.pages import blocks, matches, steps
 
 ROOT = Path(__file__).parents[2]
 TUTORIALS = {"writing-a-plugin.md": 15, "writing-a-dialect.md": 7}
@@ -34,36 +33,6 @@ OFFLINE = {
     "PIP_DISABLE_PIP_VERSION_CHECK": "1",
     "OMP_NUM_THREADS": "1",
 }
-
-
-@dataclass(frozen=True)
-class Block:
-    """A fenced block: its language, its ``key=value``, and its text."""
-
-    language: str
-    key: str
-    value: str
-    text: str
-    line: int
-
-
-def blocks(page: str) -> Iterator[Block]:
-    for match in re.finditer(r"^```(\w+)(?: (\w+)=(\S+))?\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL):
-        line = page.count("\n", 0, match.start()) + 1
-        yield Block(match[1], match[2] or "", match[3] or "", match[4], line)
-
-
-def steps(console: str) -> Iterator[tuple[str, str]]:
-    """The commands of a console block, each with the output shown below it."""
-    for part in re.split(r"^\$ ", console, flags=re.MULTILINE)[1:]:
-        command, _, output = part.partition("\n")
-        yield command, output
-
-
-def matches(expected: str, got: str) -> bool:
-    """Whether ``got`` is ``expected``, where ``...`` stands for anything, line breaks included."""
-    pattern = ".*?".join(map(re.escape, re.split(r"\.\.\.\n?", expected)))
-    return re.fullmatch(pattern, got, flags=re.DOTALL) is not None
 
 
 class Shell:

@@ -152,7 +152,7 @@ def test_what_this_version_does_not_use_is_no_failure(
 ) -> None:
     monkeypatch.setattr(hookspecs, "NOT_ASKED", ("slapo_place",))
     kinds = FakeDistribution(
-        "fast-slapo", "1.0", {"slapo.v1.samplers": {"fast": "fast_slapo:Fast"}}, {"fast_slapo": "1 / 0"}
+        "fast-slapo", "1.0", {"slapo.v1.templates": {"fast": "fast_slapo:Fast"}}, {"fast_slapo": "1 / 0"}
     )
     hooks = with_hooks("stage-slapo", "@hookimpl\ndef slapo_place(schedule):\n    pass\n")
     found = findings(fake_distributions, kinds, hooks)
@@ -160,8 +160,8 @@ def test_what_this_version_does_not_use_is_no_failure(
     assert [
         (item.subject, item.check, item.outcome, item.message) for item in found if item.check != "light_import"
     ] == [
-        ("fast-slapo", "state", "passed", f"provides samplers, which {core} does not use yet"),
-        ("fast", "load", "skipped", f"{core} does not use samplers yet"),
+        ("fast-slapo", "state", "passed", f"provides templates, which {core} does not use yet"),
+        ("fast", "load", "skipped", f"{core} does not use templates yet"),
         ("stage-slapo", "state", "passed", ""),
         ("stage_slapo", "load", "passed", ""),
         ("stage_slapo", "hooks", "passed", ""),

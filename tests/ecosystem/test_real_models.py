@@ -16,7 +16,7 @@ import pytest
 
 import slapo_core as slapo
 from slapo_core.testing import preload_modules, run_ranks
-from tests.ecosystem.test_docs import Block, blocks, matches, steps
+from tests.ecosystem.pages import Block, blocks, matches, steps
 
 PAGE = (Path(__file__).parents[2] / "docs" / "real-models.md").read_text(encoding="utf-8")
 FILES = {block.value: block.text for block in blocks(PAGE) if block.key == "file"}

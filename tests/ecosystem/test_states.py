@@ -152,7 +152,6 @@ def test_a_broken_import_changes_the_state_and_spares_the_other_names(fake_distr
 
 
 NOT_USED = {
-    "samplers": ("samplers, which slapo-core 0.1.0 does not use yet", None),
     "templates": ("templates, which slapo-core 0.1.0 does not use yet", None),
     "gizmos": ("gizmos, which slapo-core 0.1.0 does not use yet", "pip install --upgrade slapo-core"),
 }
@@ -173,41 +172,41 @@ def test_what_a_plugin_provides_of_a_kind_not_in_use_is_told_and_the_rest_works(
 
 
 def test_an_object_of_a_kind_not_in_use_cannot_be_had(fake_distributions: FakeEnvironment) -> None:
-    points = {"slapo.v1.samplers": {"fast": "acme_fast:Fast"}, "slapo.v1.gizmos": {"x": "acme_fast:Fast"}}
+    points = {"slapo.v1.templates": {"fast": "acme_fast:Fast"}, "slapo.v1.gizmos": {"x": "acme_fast:Fast"}}
     modules = {"acme_fast": "raise SystemExit('was imported')\n"}
     fake_distributions.install(FakeDistribution("acme-fast", "1.0", points, modules))
     registry = fake_distributions.registry(core="0.1.0")
     (plugin,) = registry.plugins
-    gizmo, sampler = plugin.entries
+    gizmo, template = plugin.entries
     uses: list[Callable[[], object]] = [
-        lambda: registry.load("fast", "samplers"),
-        lambda: registry.load(sampler),
-        lambda: registry.resolve("samplers", "fast"),
+        lambda: registry.load("fast", "templates"),
+        lambda: registry.load(template),
+        lambda: registry.resolve("templates", "fast"),
     ]
     for use in uses:
         with pytest.raises(UnknownNameError) as caught:
             use()
         assert str(caught.value) == (
-            "slapo-core 0.1.0 does not use plugins of kind 'samplers' yet\n"
-            "  hint: it uses primitives, dialects, compilers, patterns, tracers, commands and hooks"
+            "slapo-core 0.1.0 does not use plugins of kind 'templates' yet\n"
+            "  hint: it uses primitives, dialects, compilers, patterns, samplers, tracers, commands and hooks"
         )
     with pytest.raises(UnknownNameError, match="there is no kind of plugin object 'gizmos'"):
         registry.load(gizmo)
-    assert registry.names("samplers") == registry.bare_names("samplers") == ()
-    with pytest.raises(RejectedPluginError, match=r"nothing of kind 'samplers' can be registered in process"):
-        registry.register(object, kind="samplers")
+    assert registry.names("templates") == registry.bare_names("templates") == ()
+    with pytest.raises(RejectedPluginError, match=r"nothing of kind 'templates' can be registered in process"):
+        registry.register(object, kind="templates")
 
 
 def test_two_plugins_may_provide_one_name_of_a_kind_not_in_use(fake_distributions: FakeEnvironment) -> None:
-    points = {"slapo.v1.samplers": {"fast": "x:Y"}}
+    points = {"slapo.v1.templates": {"fast": "x:Y"}}
     fake_distributions.install(FakeDistribution("one", "1", points), FakeDistribution("two", "1", points))
     assert [plugin.state for plugin in fake_distributions.registry().plugins] == ["ok", "ok"]
 
 
 def test_a_misspelt_kind_not_in_use_is_still_misspelt(fake_distributions: FakeEnvironment) -> None:
-    fake_distributions.install(FakeDistribution("one", "1", {"slapo.v1.sampler": {"fast": "x:Y"}}))
+    fake_distributions.install(FakeDistribution("one", "1", {"slapo.v1.template": {"fast": "x:Y"}}))
     (plugin,) = fake_distributions.registry().plugins
-    assert (plugin.state, plugin.reason) == ("rejected", "there is no kind 'sampler'; did you mean 'samplers'?")
+    assert (plugin.state, plugin.reason) == ("rejected", "there is no kind 'template'; did you mean 'templates'?")
 
 
 def test_nobody_can_take_a_name_of_core() -> None:

@@ -9,18 +9,42 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from slapo_tune.errors import LogError, StudyError
+    from slapo_tune.loading import load_study
+    from slapo_tune.log.reading import Log, read_log
     from slapo_tune.search.tuning import Result, tune
+    from slapo_tune.search.winner import Winner, best
     from slapo_tune.space.space import Space
     from slapo_tune.study import Study
     from slapo_tune.trials.run import Run
 
-__all__ = ["Result", "Run", "Space", "Study", "tune"]
+__all__ = [
+    "Log",
+    "LogError",
+    "Result",
+    "Run",
+    "Space",
+    "Study",
+    "StudyError",
+    "Winner",
+    "best",
+    "load_study",
+    "read_log",
+    "tune",
+]
 
 _HOMES = {
+    "Log": "slapo_tune.log.reading",
+    "LogError": "slapo_tune.errors",
     "Result": "slapo_tune.search.tuning",
     "Run": "slapo_tune.trials.run",
     "Space": "slapo_tune.space.space",
     "Study": "slapo_tune.study",
+    "StudyError": "slapo_tune.errors",
+    "Winner": "slapo_tune.search.winner",
+    "best": "slapo_tune.search.winner",
+    "load_study": "slapo_tune.loading",
+    "read_log": "slapo_tune.log.reading",
     "tune": "slapo_tune.search.tuning",
 }
 

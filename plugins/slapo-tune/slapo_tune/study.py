@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from slapo_core import DeviceSpec, Sampler, Schedule
     from slapo_core.spec.sampler import Point
     from slapo_tune.space.space import Space
-    from slapo_tune.space.symbols import Symbols
     from slapo_tune.trials.run import Run
 
 __all__ = ["Study"]
@@ -63,13 +62,14 @@ class Study:
             no end.
         seed: of the sampler, and of what ranks draw.
         verify: whether the best schedule is verified.
+        predict: whether points are estimated before they are tried.
 
     Raises:
         StudyError: an argument makes no sense; with the corrected call.
     """
 
     make_model: Callable[[], nn.Module]
-    space: Callable[[Symbols], Any] | Space
+    space: Callable[[Any], Any] | Space
     schedule: Callable[[Schedule, Point], Any]
     evaluate: Callable[[Run], float] | None = None
     world_size: int = 1
@@ -92,6 +92,7 @@ class Study:
     budget: float | None = None
     seed: int = 0
     verify: bool = True
+    predict: bool = True
 
     def __post_init__(self) -> None:
         for name in ("make_model", "schedule"):
@@ -110,6 +111,9 @@ class Study:
         _check(fits, "budget", "a positive number of seconds, or None", self.budget, "budget=3600")
         _check(self.accelerator in (None, "cpu", "cuda"), "accelerator", "'cpu', 'cuda' or None", self.accelerator)
         _check(isinstance(self.options, Mapping), "options", "a mapping", self.options, "options={}")
+        for name in ("target", "optimizer", "loss", "device"):
+            if name in self.options:
+                raise StudyError(f"options has {name!r}, which is an argument of its own", hint=f"{name}=")
         for name in ("memory", "process_memory"):
             if getattr(self, name) is not None:
                 parse_bytes(getattr(self, name), name=name)
@@ -118,6 +122,11 @@ class Study:
             for name, call in calls.items():
                 if getattr(self, name) is None:
                     raise StudyError(f"without evaluate= a study trains, and needs {name}=", hint=call)
+        if self.memory is not None and not (self.predict and self.batch is not None):
+            raise StudyError(
+                f"memory={self.memory!r} is held against estimates, which need predict=True and batch=",
+                hint="batch=lambda p: torch.randn(p['batch'], 64), or process_memory=, which the kernel keeps",
+            )
         if self.mesh is None and self.world_size > 1:
             raise StudyError(f"{self.world_size} ranks need a mesh", hint=f'mesh=lambda p: {{"dp": {self.world_size}}}')
 
@@ -125,6 +134,11 @@ class Study:
     def memory_limit(self) -> int | None:
         """``memory`` in bytes."""
         return None if self.memory is None else parse_bytes(self.memory)
+
+    @property
+    def process_memory_limit(self) -> int | None:
+        """``process_memory`` in bytes."""
+        return None if self.process_memory is None else parse_bytes(self.process_memory, name="process_memory")
 
     def mesh_of(self, point: Point) -> dict[str, int] | None:
         """The mesh of a point; None for one rank without a mesh.

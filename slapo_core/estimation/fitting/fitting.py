@@ -42,6 +42,7 @@ from slapo_core.spec.sizes import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from slapo_core.estimation.fitting.ladder import Rung
+    from slapo_core.estimation.fitting.watching import Profile
     from slapo_core.estimation.results import Estimate
     from slapo_core.schedule.schedule import Schedule
 
@@ -82,7 +83,7 @@ def fit(
         loss: as for :func:`slapo_core.build`.
         device: whose time is saved; None counts floating-point operations instead.
         timeout: seconds for each kind of rank, at each estimate.
-        config: as for :func:`slapo_core.estimate`.
+        config: ``accumulate``, and options of target ``"torch"``, as for :func:`slapo_core.estimate`.
 
     Raises:
         FitError: nothing fits; it says what the least peak is, and what holds it.
@@ -115,12 +116,7 @@ def fit(
         return Fit((), target, before, before, estimates=oracle.played)
     if not units:
         raise nothing_fits(target, before, before, units)
-    chain = chain_of(
-        [structure_of(sch.tree.node(path).module) for path in units],
-        oracle.profiles(()),
-        oracle.profiles(units),
-        by_time=device is not None,
-    )
+    chain = chain_for(sch, units, oracle.profiles(()), oracle.profiles(units), by_time=device is not None)
     confirmed: dict[int, Estimate] = {len(chain) - 1: before}
     chosen = _walk(chain, target, lambda rung: oracle.of(_paths(rung, units)), confirmed)
     if chosen is None:
@@ -139,6 +135,13 @@ def fit(
         for number, rung in enumerate(chain)
     )
     return Fit(paths, target, confirmed[chosen], before, curve, oracle.played)
+
+
+def chain_for(
+    sch: Schedule, units: Sequence[str], none: Sequence[Profile], all_: Sequence[Profile], *, by_time: bool
+) -> list[Rung]:
+    """What there is to choose from; see :func:`~slapo_core.estimation.fitting.chain.chain_of`."""
+    return chain_of([structure_of(sch.tree.node(path).module) for path in units], none, all_, by_time=by_time)
 
 
 def _walk(

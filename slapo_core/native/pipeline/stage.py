@@ -161,7 +161,7 @@ class RunningStage(StageBase):
     def _own(self, tensor: torch.Tensor) -> torch.Tensor:
         """What can be sent while the stage goes on: contiguous, and nothing that the stage writes to."""
         one = tensor.detach()
-        if one.untyped_storage().data_ptr() in self._kept:
+        if one.untyped_storage()._cdata in self._kept:
             return one.clone(memory_format=torch.contiguous_format)
         return one.contiguous()
 
@@ -292,4 +292,4 @@ class RunningStage(StageBase):
 def _storages(module: nn.Module) -> frozenset[int]:
     """Where the tensors of a module are, which a sent value may be a view of."""
     tensors = [*module.parameters(), *module.buffers()]
-    return frozenset(one.untyped_storage().data_ptr() for one in tensors if one.numel() and not one.is_meta)
+    return frozenset(one.untyped_storage()._cdata for one in tensors if one.numel() and not one.is_meta)

@@ -11,6 +11,12 @@ from slapo_core import Command
 
 __all__ = ["TuneCommands"]
 
+StudyFile = Annotated[Path, typer.Argument(metavar="STUDY.py", help="A file with a Study named `study` in it.")]
+LogFile = Annotated[Path | None, typer.Option("--log", help="Another log than the study's own.")]
+Limit = Annotated[int | None, typer.Option(min=1, help="Start at most so many trials, earlier ones among them.")]
+Chosen = Annotated[str | None, typer.Option("--sampler", help="Another sampler than the study's own, e.g. random.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, keys sorted.")]
+
 
 class TuneCommands(Command):
     """``slapo tune run|resume|report|show|best``."""
@@ -20,10 +26,81 @@ class TuneCommands(Command):
     def app(self) -> typer.Typer:
         app = typer.Typer(help="Search the best schedule of a space.", no_args_is_help=True)
         app.callback()(lambda: None)
-        app.command()(run)
+        for command in (run, resume, report, show, best):
+            app.command()(command)
         return app
 
 
-def run(study: Annotated[Path, typer.Argument(help="A file with a Study named `study` at its top level.")]) -> None:
-    """Run a study to its end."""
-    raise NotImplementedError(study)
+def run(
+    study: StudyFile,
+    log: LogFile = None,
+    trials: Limit = None,
+    sampler: Chosen = None,
+    as_json: AsJson = False,
+) -> None:
+    """Run a study from its beginning; one that has a log already goes on by `slapo tune resume`.
+
+    Progress goes to stderr, what was found to stdout. Ctrl-C ends the running trial and keeps all finished ones.
+    """
+    from slapo_tune.commands.searching import run_study
+
+    run_study(study, log=log, trials=trials, sampler=sampler, as_json=as_json, resume=False)
+
+
+def resume(
+    study: StudyFile,
+    log: LogFile = None,
+    trials: Limit = None,
+    sampler: Chosen = None,
+    as_json: AsJson = False,
+) -> None:
+    """Go on with a study where its log ends: no finished trial is repeated."""
+    from slapo_tune.commands.searching import run_study
+
+    run_study(study, log=log, trials=trials, sampler=sampler, as_json=as_json, resume=True)
+
+
+def report(
+    study: StudyFile,
+    log: LogFile = None,
+    plots: Annotated[Path | None, typer.Option(help="Directory for pictures (PNG); needs matplotlib.")] = None,
+    axes: Annotated[str | None, typer.Option(help="Symbols on their axes, e.g. batch,checkpoint.")] = None,
+    top: Annotated[int, typer.Option(min=1, help="So many of the best trials.")] = 10,
+    as_json: AsJson = False,
+) -> None:
+    """Say what a search found: the best, how trials ended and why, predictions, what each symbol does.
+
+    Works while the search runs, too.
+    """
+    from slapo_tune.commands.reporting import report_study
+
+    report_study(study, log=log, plots=plots, axes=axes, top=top, as_json=as_json)
+
+
+def show(
+    study: StudyFile,
+    trial: Annotated[int | None, typer.Argument(min=0, help="Number of a trial. Default: the space itself.")] = None,
+    log: LogFile = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show one trial: its point, how it ended and why, numbers, and the end of what it printed; or the space."""
+    from slapo_tune.commands.showing import show_study
+
+    show_study(study, trial, log=log, as_json=as_json)
+
+
+def best(
+    study: StudyFile,
+    log: LogFile = None,
+    out: Annotated[Path | None, typer.Option(help="Write the winner's schedule document, e.g. schedule.json.")] = None,
+    trial: Annotated[int | None, typer.Option(min=0, help="This trial in place of the best one.")] = None,
+    again: Annotated[bool, typer.Option("--again", help="Verify once more what the search has verified.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show the best schedule: verified on real ranks, applied to the model from its document, written where wanted.
+
+    Exits with status 1 if the schedule does not agree with the untouched model, or that could not be found out.
+    """
+    from slapo_tune.commands.winning import best_of_study
+
+    best_of_study(study, log=log, out=out, trial=trial, again=again, as_json=as_json)

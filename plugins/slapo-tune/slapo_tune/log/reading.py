@@ -127,8 +127,8 @@ def _with(log: Log, record: Mapping[str, Any]) -> Log:
         number = record["number"]
         if not 0 <= number < len(log.trials):
             raise ValueError(f"trial {number} was verified, and has not ended")
-        if record["right"]:
-            return replace(log, verified=number)
+        if record["right"] is not False:
+            return replace(log, verified=number) if record["right"] else log
         wrong = replace(log.trials[number], status="wrong", value=None, reason=str(record["reason"]))
         return replace(log, trials=(*log.trials[:number], wrong, *log.trials[number + 1 :]))
     raise ValueError(f"'event' is {kind!r}")

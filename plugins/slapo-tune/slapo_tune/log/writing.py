@@ -78,12 +78,13 @@ class LogFile:
         """A trial has ended, or was pruned."""
         self._append(trial_line(trial))
 
-    def verified(self, number: int, *, right: bool, reason: str = "") -> None:
-        """What the verification of a trial said; one that it refused is ``"wrong"`` from now on."""
+    def verified(self, number: int, *, right: bool | None, reason: str = "") -> None:
+        """What the verification of a trial said, None where it could not; one that it refused is ``"wrong"`` now."""
         self._append({"event": "verified", "number": number, "right": right, "reason": reason, "at": time.time()})
 
     def _append(self, record: Mapping[str, Any]) -> None:
         data = as_line(record)
+        self._require_file()
         begin = os.fstat(self._file).st_size
         try:
             while data:
@@ -93,6 +94,18 @@ class LogFile:
             with contextlib.suppress(OSError):  # what could be written of the line is no line
                 os.ftruncate(self._file, begin)
             raise LogError(f"the log {self._path} cannot be written: {error.strerror}") from error
+
+    def _require_file(self) -> None:
+        """
+        Raises:
+            LogError: what is written would be in no file.
+        """
+        try:
+            is_there = os.path.samestat(os.stat(self._path), os.fstat(self._file))
+        except OSError:
+            is_there = False
+        if not is_there:
+            raise LogError(f"the log {self._path} was removed or replaced while the search ran; no more is written")
 
     def _lock(self) -> None:
         try:
@@ -157,7 +170,7 @@ def _settle_directory(directory: Path) -> None:
         os.close(descriptor)
 
 
-_TOLD_ONLY = ("versions", "started", "described", "sources")
+_TOLD_ONLY = ("versions", "started", "described", "sources", "timeout")
 """What a header tells its readers, and what may differ when a search goes on."""
 
 

@@ -27,7 +27,7 @@ class Replay:
         self._calls = 0
         self._ended = False
         self._failed: BaseException | None = None
-        self._candidates: dict[str, tuple[Any, ...]] = {}
+        self.candidates: dict[str, tuple[Any, ...]] = {}
         self.point: dict[str, Any] = {}
         self.reason = ""
 
@@ -81,16 +81,16 @@ class Replay:
         except SpaceError as error:
             raise self._wrong(error.message, error.hint) from None
         if name in self.point:
-            if values != self._candidates[name]:
+            if values != self.candidates[name]:
                 raise self._wrong(
-                    f"{name!r} is chosen twice, from {_few(self._candidates[name])} and then from {_few(values)}",
+                    f"{name!r} is chosen twice, from {_few(self.candidates[name])} and then from {_few(values)}",
                     f"another name for the second one, e.g. {name + '_2'!r}",
                 )
             return self.point[name]
         if not values:
             self._refuse(f"{name!r} has no candidates")
         index = picked(self._pick, name, values)
-        self._candidates[name] = values
+        self.candidates[name] = values
         self.point[name] = values[index]
         return values[index]
 

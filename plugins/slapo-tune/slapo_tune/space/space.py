@@ -35,11 +35,13 @@ class Leaf:
         point: what was chosen.
         reason: why it is refused; empty for a point of the space.
         indices: of the candidates chosen.
+        candidates: what each symbol was chosen from.
     """
 
     point: dict[str, Any]
     reason: str
     indices: tuple[int, ...]
+    candidates: dict[str, tuple[Any, ...]]
 
 
 @dataclass(frozen=True)
@@ -165,10 +167,9 @@ class Space:
         """The end of every run, the refused ones too, in the order of the candidates."""
         prefix: tuple[int, ...] | None = ()
         while prefix is not None:
-            counts: list[int] = []
-            leaf = self.leaf(_first_after(prefix, counts))
+            leaf = self.leaf(_first_after(prefix))
             yield leaf
-            prefix = _next(leaf.indices, counts)
+            prefix = _next(leaf)
 
     def leaf(self, pick: Callable[[str, tuple[Any, ...]], int]) -> Leaf:
         """One run, from what is known of the tree as far as that goes.
@@ -178,13 +179,14 @@ class Space:
         """
         indices: tuple[int, ...] = ()
         point: dict[str, Any] = {}
-        while not isinstance(node := self._nodes.get(indices, ""), str):
+        candidates: dict[str, tuple[Any, ...]] = {}
+        while (node := self._nodes.get(indices)) is not None:
+            if isinstance(node, str):
+                return Leaf(point, node, indices, candidates)
             name, values = node
             index = picked(pick, name, values)
-            point[name] = values[index]
+            point[name], candidates[name] = values[index], values
             indices = (*indices, index)
-        if indices in self._nodes:
-            return Leaf(point, str(node), indices)
         return self._run(indices, pick)
 
     def _run(self, known: tuple[int, ...], pick: Callable[[str, tuple[Any, ...]], int]) -> Leaf:
@@ -199,7 +201,7 @@ class Space:
         run = Replay(take)
         run.run(self._function)
         self._keep(tuple(taken), run.reason)
-        return Leaf(run.point, run.reason, tuple(taken))
+        return Leaf(run.point, run.reason, tuple(taken), run.candidates)
 
     def _keep(self, indices: tuple[int, ...], node: tuple[str, tuple[Any, ...]] | str) -> None:
         before = self._nodes.get(indices)
@@ -209,12 +211,13 @@ class Space:
         elif before != node:
             chosen = {}
             for depth, index in enumerate(indices):
-                name, values = self._nodes[indices[:depth]]
-                chosen[name] = values[index]
+                node_before = self._nodes[indices[:depth]]
+                if not isinstance(node_before, str):
+                    chosen[node_before[0]] = node_before[1][index]
             raise SpaceError(
                 f"the space function is not the same at every run: after choosing {shown(chosen)} it "
                 f"{_did(before)}, and now it {_did(node)}",
-                hint="let candidates and conditions depend on earlier choices alone: no random numbers, no clock, no state",
+                hint="let candidates and conditions depend on earlier choices alone: no random numbers, clock or state",
             )
 
     def _raise_empty(self) -> None:
@@ -229,15 +232,10 @@ class Space:
         )
 
 
-def _first_after(prefix: tuple[int, ...], counts: list[int]) -> Callable[[str, tuple[Any, ...]], int]:
-    """Picks the prefix, then always the first; ``counts`` is told how many candidates there were."""
-
-    def pick(name: str, candidates: tuple[Any, ...]) -> int:
-        depth = len(counts)
-        counts.append(len(candidates))
-        return prefix[depth] if depth < len(prefix) else 0
-
-    return pick
+def _first_after(prefix: tuple[int, ...]) -> Callable[[str, tuple[Any, ...]], int]:
+    """Picks the prefix, then always the first."""
+    rest = iter(prefix)
+    return lambda name, candidates: next(rest, 0)
 
 
 def _spread(number: int) -> Callable[[str, tuple[Any, ...]], int]:
@@ -250,10 +248,11 @@ def _spread(number: int) -> Callable[[str, tuple[Any, ...]], int]:
     return pick
 
 
-def _next(indices: tuple[int, ...], counts: list[int]) -> tuple[int, ...] | None:
-    for depth in reversed(range(len(indices))):
-        if indices[depth] + 1 < counts[depth]:
-            return (*indices[:depth], indices[depth] + 1)
+def _next(leaf: Leaf) -> tuple[int, ...] | None:
+    counts = [len(values) for values in leaf.candidates.values()]
+    for depth in reversed(range(len(counts))):
+        if leaf.indices[depth] + 1 < counts[depth]:
+            return (*leaf.indices[:depth], leaf.indices[depth] + 1)
     return None
 
 

@@ -48,15 +48,10 @@ def table(space: Space, limit: int = COUNTED) -> list[Row]:
     seen: dict[str, set[tuple[Any, ...]]] = {}
     points: dict[str, int] = {}
 
-    def first(name: str, values: tuple[Any, ...]) -> int:
-        seen.setdefault(name, set()).add(values)
-        candidates.setdefault(name, {}).update(dict.fromkeys(values))
-        return values.index(wanted[name])
-
     for leaf in islice(space.leaves(), limit):
-        wanted = leaf.point
-        space.leaf(lambda name, values: first(name, values) if name in wanted else 0)
-        for name in leaf.point:
+        for name, values in leaf.candidates.items():
+            seen.setdefault(name, set()).add(values)
+            candidates.setdefault(name, {}).update(dict.fromkeys(values))
             points[name] = points.get(name, 0) + (not leaf.reason)
     return [Row(name, tuple(candidates[name]), len(seen[name]) > 1, points[name]) for name in points]
 

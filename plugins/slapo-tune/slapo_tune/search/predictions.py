@@ -1,0 +1,179 @@
+"""What the estimate says of points; kept beside the log, so that nothing is estimated twice."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import slapo_core
+from slapo_core.spec.sampler import Point
+from slapo_core.testing import preload_modules
+from slapo_tune.errors import LogError
+from slapo_tune.log.format import as_line, from_line
+from slapo_tune.space.plain import encode
+from slapo_tune.study import Study
+from slapo_tune.trials.launching import libraries
+from slapo_tune.trials.sending import opened
+
+__all__ = ["Prediction", "Predictions", "sources"]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What the estimate says of a point.
+
+    Args:
+        memory: bytes of the fullest rank; None where nothing could be estimated.
+        time: seconds of a step; None without a device.
+        problem: why nothing could be estimated; empty where it could.
+    """
+
+    memory: int | None = None
+    time: float | None = None
+    problem: str = ""
+
+    def numbers(self) -> dict[str, float]:
+        """As a trial has it."""
+        found = {"memory": self.memory, "time": self.time}
+        return {name: value for name, value in found.items() if value is not None}
+
+
+class Predictions:
+    """Estimates of the points of a study.
+
+    Args:
+        study: whose functions the estimates are of.
+        payload: these functions, packed for other processes.
+        file: where estimates are kept; those of other functions, or of other versions, are not used.
+
+    Raises:
+        LogError: the file cannot be read and written.
+    """
+
+    def __init__(self, study: Study, payload: bytes, file: Path) -> None:
+        self._study = study
+        self._payload = payload
+        self._file = file
+        self._kept: dict[str, Prediction] = {}
+        self._header = {"slapo_tune_predictions": 1, "sources": sources(study), "of": _versions(), **_settings(study)}
+        preload_modules(*libraries(study))
+        try:
+            self._read()
+        except OSError as error:
+            raise LogError(
+                f"the predictions {file} cannot be kept: {error.strerror}", hint="give another log="
+            ) from error
+
+    def of(self, point: Point) -> Prediction:
+        """What the estimate says; estimates if that is not known yet."""
+        if self._study.batch is None or not self._study.predict:
+            return Prediction()
+        key = _key(point)
+        if key not in self._kept:
+            self._kept[key] = self._estimate(point)
+            record = {"point": encode(point), **vars(self._kept[key])}
+            with self._file.open("ab") as file:
+                file.write(as_line(record))
+        return self._kept[key]
+
+    def _estimate(self, point: Point) -> Prediction:
+        study = self._study
+        try:
+            estimate = slapo_core.estimate_functions(
+                partial(_make_model, self._payload),
+                partial(_apply, self._payload),
+                _batch(study, point),
+                arguments=(dict(point),),
+                mesh=study.mesh_of(point),
+                optimizer=None if study.optimizer is None else partial(_optimizer, self._payload),
+                loss=None if study.loss is None else partial(_loss, self._payload),
+                device=study.device,
+                timeout=max(600.0, study.timeout),
+            )
+        except Exception as error:  # noqa: BLE001 - the user's functions run in it: what they raise is told, and no estimate
+            return Prediction(problem=f"{type(error).__name__}: {error}"[:2000])
+        return Prediction(estimate.memory.total, estimate.time)
+
+    def _read(self) -> None:
+        """Take over what is kept; a last line that is not whole is left out."""
+        lines = self._file.read_bytes().split(b"\n")[:-1] if self._file.exists() else []
+        try:
+            fits = bool(lines) and from_line(lines[0]) == from_line(as_line(self._header))
+        except ValueError:
+            fits = False
+        if not fits:
+            self._file.write_bytes(as_line(self._header))
+            return
+        whole = []
+        for line in lines[1:]:
+            try:
+                record = from_line(line)
+                self._kept[_key(record.pop("point"))] = Prediction(**record)
+                whole.append(line)
+            except (ValueError, KeyError, TypeError, AttributeError):
+                continue  # estimated again
+        beside = self._file.with_name(f"{self._file.name}.part")
+        beside.write_bytes(b"".join(line + b"\n" for line in [lines[0], *whole]))
+        os.replace(beside, self._file)
+
+
+def sources(study: Study) -> str:
+    """A hash of the files that the study's functions are in: it changes when they are edited."""
+    digest = hashlib.sha256()
+    names = {getattr(function, "__module__", None) for function in study.functions().values()}
+    for name in sorted(str(name) for name in names if name is not None):
+        file = getattr(sys.modules.get(name), "__file__", None)
+        if file is not None and os.path.exists(file):
+            digest.update(Path(file).read_bytes())
+    return digest.hexdigest()
+
+
+def _key(point: Mapping[str, Any]) -> str:
+    return json.dumps(encode(point))
+
+
+def _settings(study: Study) -> dict[str, Any]:
+    device = None if study.device is None else str(study.device)
+    return {"seed": study.seed, "world_size": study.world_size, "device": device}
+
+
+def _versions() -> dict[str, str]:
+    return {name: version(name) for name in ("slapo-core", "torch")}
+
+
+def _function(payload: bytes, name: str) -> Callable[..., Any]:
+    return opened(payload)[name]  # type: ignore[no-any-return]
+
+
+def _batch(study: Study, point: Point) -> Any:
+    """As ranks draw it."""
+    assert study.batch is not None
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(study.seed)
+        return study.batch(point)
+
+
+def _make_model(payload: bytes) -> Any:
+    return _function(payload, "make_model")()
+
+
+def _apply(payload: bytes, schedule: Any, point: dict[str, Any]) -> None:
+    _function(payload, "schedule")(schedule, point)
+
+
+def _optimizer(payload: bytes, parameters: Any) -> Any:
+    return _function(payload, "optimizer")(parameters)
+
+
+def _loss(payload: bytes, output: Any, batch: Any) -> Any:
+    return _function(payload, "loss")(output, batch)

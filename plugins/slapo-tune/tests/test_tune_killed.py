@@ -1,0 +1,54 @@
+"""kill -9 at any moment: no trial that has ended is lost, none is there twice, and the search goes on as it would."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from slapo_core import RankFailedError
+from slapo_core.testing import run_ranks
+from slapo_tune import best, read_log
+
+from . import killed
+
+pytestmark = pytest.mark.ranks
+
+
+def test_a_search_that_is_killed_again_and_again_is_the_unbroken_one(tmp_path: Path) -> None:
+    (tmp_path / "whole").mkdir()
+    whole = tmp_path / "whole" / "run.jsonl"
+    (unbroken,) = run_ranks(killed.without_processes, str(whole), None, world_size=1)
+    assert len(unbroken) == 15
+    log = tmp_path / "run.jsonl"
+    ended: list[object] = []
+    for kill in killed.KILLS:
+        with pytest.raises(RankFailedError, match="SIGKILL"):
+            run_ranks(killed.without_processes, str(log), kill, world_size=1)
+        if log.exists():
+            now = list(read_log(log).trials)
+            assert now[: len(ended)] == ended or "verified" in log.read_text()
+            ended = now
+    (broken,) = run_ranks(killed.without_processes, str(log), None, world_size=1)
+    assert broken == unbroken
+    lines = log.read_text().splitlines()
+    assert sum('"event":"ended"' in line for line in lines) == len(unbroken)
+    assert sum('"event":"started"' in line for line in lines) <= len(unbroken) + len(killed.KILLS)
+    kept, other = best(log), best(whole)
+    assert (kept.number, kept.point, kept.right) == (other.number, other.point, True)
+    assert not list(tmp_path.glob("*.part"))
+
+
+def test_trials_end_with_the_search_and_the_next_goes_on(tmp_path: Path) -> None:
+    log, pids = tmp_path / "run.jsonl", tmp_path / "pids"
+    for variable, ended in (("KILL_IN_TRIAL", 0), ("KILL_IN_VERIFICATION", 2)):
+        with pytest.raises(RankFailedError, match="SIGKILL"):
+            run_ranks(killed.with_processes, str(log), {variable: str(log), "PIDS": str(pids)}, world_size=1)
+        left = [int(pid) for pid in pids.read_text().split()]
+        while any(psutil.pid_exists(pid) for pid in left):  # ends by itself, or the test never does
+            time.sleep(0.01)
+        assert len(read_log(log).trials) == ended
+    (trials,) = run_ranks(killed.with_processes, str(log), {}, world_size=1)
+    assert trials == [(1, 1.0, True), (2, 2.0, True)]

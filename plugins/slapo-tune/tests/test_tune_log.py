@@ -1,0 +1,199 @@
+"""The log: a line is there as a whole or not at all, and nobody writes into what is not theirs."""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+from pathlib import Path
+
+import pytest
+
+from slapo_core import Trial
+from slapo_tune import LogError, read_log
+from slapo_tune.log.writing import LogFile
+
+HEADER = {"fingerprint": "abc", "described": "2 points\nbatch  1, 2", "seed": 0, "versions": {"torch": "1"}}
+FIRST = Trial(0, {"batch": 1, "cut": (1, (2, None)), "ratio": 0.1}, "ok", 2.5, "", {"memory": 7}, {"spread": 0.5}, 1.5)
+SECOND = Trial(1, {"batch": 2, "cut": (), "ratio": 1.0}, "crash", None, "rank 0: é \n", {}, {"loss": math.inf}, 0.5)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "run.jsonl"
+    with LogFile(path, HEADER) as log:
+        log.started(0, FIRST.point)
+        log.ended(FIRST)
+        log.started(1, SECOND.point)
+        log.ended(SECOND)
+    return path
+
+
+def test_trials_come_back_as_they_were(path: Path) -> None:
+    log = read_log(path)
+    assert log.trials == (FIRST, SECOND)
+    assert type(log.trials[0].point["cut"]) is tuple
+    assert log.header["seed"] == 0
+    assert log.running is None
+    assert b"NaN" not in path.read_bytes()
+    assert b"Infinity" not in path.read_bytes()
+
+
+def test_cut_off_anywhere_it_loses_no_whole_line_and_goes_on(path: Path) -> None:
+    data = path.read_bytes()
+    ends = [end + 1 for end in range(len(data)) if data[end : end + 1] == b"\n"]
+    for length in range(len(data) + 1):
+        path.write_bytes(data[:length])
+        with LogFile(path, HEADER) as log:
+            whole = data[:length].count(b"\n") + (length + 1 in ends)  # all of a line but its end is a line
+            assert len(log.log.trials) == (whole >= 4) + (whole >= 6)
+            assert (log.log.running is not None) == (whole in (3, 5))
+            assert bool(log.repaired) == (length not in (0, *ends))
+            log.verified(0, right=True) if whole >= 4 else None
+        again = read_log(path)
+        assert again.trials == (FIRST, SECOND)[: (whole >= 4) + (whole >= 6)]
+        assert not again.torn
+
+
+def test_who_writes_it_is_named_to_the_second_one(path: Path) -> None:
+    with LogFile(path, HEADER):
+        before = path.read_bytes()
+        with pytest.raises(LogError) as refused:
+            LogFile(path, HEADER)
+        assert f"process {os.getpid()} on {os.uname().nodename} writes the log {path}" in str(refused.value)
+        assert path.read_bytes() == before
+    LogFile(path, HEADER).__exit__(None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        (
+            {**HEADER, "seed": 1},
+            "the log of another study: its seed is 0, and this study's is 1; nothing was written",
+        ),
+        (
+            {**HEADER, "fingerprint": "x", "described": "2 points\nbatch  1, 3"},
+            "its space is another one\n  there: batch  1, 2\n  here:  batch  1, 3",
+        ),
+        ({**HEADER, "target": "megatron"}, "its target is None, and this study's is 'megatron'"),
+    ],
+)
+def test_the_log_of_another_study_is_refused(path: Path, header: dict[str, object], message: str) -> None:
+    before = path.read_bytes()
+    with pytest.raises(LogError) as refused:
+        LogFile(path, header)
+    assert message in str(refused.value)
+    assert 'hint: log="' in str(refused.value)
+    assert path.read_bytes() == before
+
+
+def test_other_versions_are_no_other_study(path: Path) -> None:
+    with LogFile(path, {**HEADER, "versions": {"torch": "2"}}) as log:
+        assert len(log.log.trials) == 2
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"my thesis\n",
+        b"x",
+        b'{"batch": 1}\n',
+        b"\x00" * 100,
+        b'{"slapo_tune_predictions":1}\n',
+        b'{"slapo_tune_log":2}\n',
+    ],
+)
+def test_a_foreign_file_is_left_alone(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "thesis.txt"
+    path.write_bytes(content)
+    with pytest.raises(LogError):
+        LogFile(path, HEADER)
+    with pytest.raises(LogError):
+        read_log(path)
+    assert path.read_bytes() == content
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"garbage",
+        b"",
+        b"[1]",
+        b'{"event":"ended"}',
+        b'{"event":"ended","number":1,"point":{},"status":"fine"}',
+        b'{"event":"verified","number":9,"right":true}',
+        b'{"event":"other"}',
+    ],
+)
+def test_damage_before_the_end_names_the_line(path: Path, line: bytes) -> None:
+    lines = path.read_bytes().split(b"\n")
+    damaged = b"\n".join([*lines[:4], line, *lines[4:]])
+    path.write_bytes(damaged)
+    for read in (read_log, lambda path: LogFile(path, HEADER)):
+        with pytest.raises(LogError, match=f"^line 5 of {path} is damaged: "):
+            read(path)
+    assert path.read_bytes() == damaged
+
+
+def test_a_trial_twice_is_damage(path: Path) -> None:
+    lines = path.read_bytes().split(b"\n")
+    path.write_bytes(b"\n".join([*lines[:4], lines[3], *lines[4:]]))
+    with pytest.raises(LogError, match=r"line 5 of .* trial 0 stands where trial 1 should"):
+        read_log(path)
+
+
+def test_a_trial_that_the_verification_refuses_is_wrong(path: Path) -> None:
+    with LogFile(path, HEADER) as log:
+        log.verified(0, right=False, reason="gradients differ")
+    trial = read_log(path).trials[0]
+    assert (trial.status, trial.value, trial.reason) == ("wrong", None, "gradients differ")
+
+
+def test_what_cannot_be_written_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for path, message in (
+        (tmp_path, "is a directory"),
+        (tmp_path / "no" / "run.jsonl", "there is no directory"),
+        (Path("/proc/run.jsonl"), "cannot be written"),
+        (Path("/dev/null"), "is no ordinary file"),
+    ):
+        with pytest.raises(LogError, match=message):
+            LogFile(path, HEADER)
+
+    def refuse(*_: object) -> int:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr("slapo_tune.log.writing.os.open", refuse)
+    with pytest.raises(LogError, match=r"run\.jsonl cannot be written: Permission denied\n  hint: "):
+        LogFile(tmp_path / "run.jsonl", HEADER)
+
+
+def test_a_full_disk_leaves_whole_lines(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = path.read_bytes()
+    write = os.write
+    with LogFile(path, HEADER) as log:
+        opened = path.read_bytes()
+
+        def full(descriptor: int, data: bytes) -> int:
+            if len(data) > 20:
+                return write(descriptor, data[:20])
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr("slapo_tune.log.writing.os.write", full)
+        with pytest.raises(LogError, match="No space left on device"):
+            log.started(2, {"batch": 3})
+        monkeypatch.undo()
+    assert path.read_bytes() == opened
+    assert opened.startswith(before)
+
+
+def test_a_log_that_is_taken_away_ends_the_search(path: Path) -> None:
+    with LogFile(path, HEADER) as log:
+        path.rename(path.with_name("moved.jsonl"))
+        with pytest.raises(LogError, match="was removed or replaced while the search ran"):
+            log.started(2, {"batch": 3})
+        path.write_text("")
+        with pytest.raises(LogError, match="was removed or replaced while the search ran"):
+            log.ended(FIRST)
+    assert len(read_log(path.with_name("moved.jsonl")).trials) == 2
+    assert path.read_bytes() == b""

@@ -1,0 +1,127 @@
+"""Whatever a trial does, it gets the right status with its reason, and the next one starts clean."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from slapo_core.spec.sampler import Trial
+from slapo_tune import Result, Study, read_log
+from slapo_tune.search.tuning import search
+
+from . import odd_trials
+
+pytestmark = pytest.mark.ranks
+
+EXPECTED = {
+    "train": ("ok", ""),
+    "loss_is_infinite": ("wrong", ": the loss of step 1 is nan"),
+    "loss_differs": ("wrong", "ranks 0 and 1 saw the same samples, and the first loss is 1 and 2"),
+    "nan": ("wrong", "rank 0: evaluate gave nan, and must give a finite number to maximise"),
+    "none": ("wrong", "rank 0: evaluate gave None, and must"),
+    "text": ("wrong", "rank 0: evaluate gave '12.5', and must"),
+    "only_rank_0": ("wrong", "rank 1: evaluate gave None, and must"),
+    "disagree": ("wrong", "the ranks disagree about the value: rank 0 1, rank 1 10"),
+    "rank_1_raises": ("crash", "rank 1: ValueError: the kernel does not take 7 heads\n  at "),
+    "rank_1_leaves": ("crash", "rank 1 ended with exit code 0, and without a result"),
+    "exits": ("crash", "SystemExit: 0"),
+    "segfault": ("crash", " was ended by SIGSEGV\n"),
+    "killed": ("crash", "rank 1 was ended by SIGKILL"),
+    "kills_its_group": ("crash", " was ended by SIGKILL"),
+    "no_memory": ("oom", "RuntimeError: "),
+    "typed_no_memory": ("oom", "OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 GiB"),
+    "eats_memory": ("oom", "can't allocate memory"),
+    "prints": ("ok", ""),
+    "closes_its_streams": ("ok", ""),
+    "leaves_processes": ("ok", ""),
+    "thread_without_end": ("ok", ""),
+    "fork_and_both_go_on": ("ok", ""),
+    "kills_the_nursery": ("crash", "the process that ranks are forked from was ended by SIGKILL"),
+    "batch_raises": ("refused", "ValueError: no such batch\n  at "),
+    "is_refused": ("refused", "PreconditionError: cannot apply "),
+    "schedule_raises": ("refused", "KeyError: 'there is no such ratio'"),
+    "only_rank_1_is_refused": ("refused", "ValueError: not on rank 1"),
+}
+
+
+def space_of_all(s: Any) -> None:
+    s.choose("does", list(EXPECTED))
+
+
+def space_of_hanging(s: Any) -> None:
+    s.choose("does", ["hang"])
+
+
+@pytest.fixture
+def left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where trials write what they leave behind."""
+    put = tmp_path / "left"
+    put.mkdir()
+    monkeypatch.setenv("ODD_TRIALS_PUT", str(put))
+    return put
+
+
+def searched(tmp_path: Path, space: Any, **settings: Any) -> Result:
+    study = Study(
+        odd_trials.Net,
+        space,
+        odd_trials.schedule,
+        odd_trials.evaluate,
+        world_size=2,
+        mesh=lambda p: {"tp": 2},
+        batch=odd_trials.batch,
+        optimizer=odd_trials.optimizer,
+        sampler="exhaustive",
+        log=tmp_path / "run.jsonl",
+        process_memory="600MiB",
+        verify=False,
+        predict=False,
+        **settings,
+    )
+    before = psutil.Process().children(recursive=True)
+    files = set(os.listdir(tempfile.gettempdir()))
+    result = search(study)
+    started = [process for process in psutil.Process().children(recursive=True) if process not in before]
+    assert not [process for process in started if "slapo_tune" in " ".join(process.cmdline())]
+    assert not [name for name in set(os.listdir(tempfile.gettempdir())) - files if name.startswith("slapo-tune-")]
+    return result
+
+
+def assert_clean(left: Path, processes: int) -> None:
+    pids = [int(file.stem) for file in left.glob("*.pid")]
+    assert len(pids) >= processes
+    assert not [pid for pid in pids if psutil.pid_exists(pid)]
+    for file in left.glob("*.shm"):
+        assert not Path("/dev/shm", file.read_text().lstrip("/")).exists()
+    for file in left.glob("*.tmp"):
+        assert not Path(file.read_text()).exists()
+
+
+def test_every_trial_gets_its_status_and_leaves_nothing(tmp_path: Path, left: Path) -> None:
+    result = searched(tmp_path, space_of_all, timeout=100.0)
+    trials: dict[str, Trial] = {trial.point["does"]: trial for trial in result.trials}
+    for does, (status, reason) in EXPECTED.items():
+        assert (does, trials[does].status) == (does, status), trials[does].reason
+        assert reason in trials[does].reason
+        assert (trials[does].value is not None) == (status == "ok")
+    assert trials["fork_and_both_go_on"].value == 6.0
+    assert trials["closes_its_streams"].value == 3.0
+    assert read_log(tmp_path / "run.jsonl").trials == result.trials
+    printed = tmp_path / "run.output" / f"{trials['prints'].number:04d}.txt"
+    assert 500_000 < printed.stat().st_size < 600_000
+    assert b"bytes left out" in printed.read_bytes()
+    assert_clean(left, 2)
+
+
+def test_a_trial_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path, left: Path) -> None:
+    result = searched(tmp_path, space_of_hanging, timeout=4.0)
+    (trial,) = result.trials
+    assert trial.status == "timeout"
+    assert trial.reason.startswith("did not end within 4 s")
+    assert result.winner is None
+    assert_clean(left, 0)

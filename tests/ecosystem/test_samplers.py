@@ -1,0 +1,93 @@
+"""Samplers as a kind of plugin object: names, and what the kit holds every sampler to."""
+
+from __future__ import annotations
+
+import pytest
+
+from slapo_core.testing.fixtures import FakeEnvironment
+from slapo_core.testing.samplers import sampler_checks
+from tests.dists.healthy import acme, with_sampler
+
+LAST = "tried = [trial.point for trial in history]\nleft = [point for point in space.points() if point not in tried]\n"
+HEALTHY = LAST + "return left[-1] if left else None"
+
+
+def outcomes(environment: FakeEnvironment) -> dict[str, str]:
+    """The violation that each check of the sampler found; empty where it passed."""
+    registry = environment.registry()
+    cls = registry.load(registry.names("samplers")[0], "samplers")
+    found = {}
+    for name, check in sampler_checks(cls):
+        try:
+            check()
+        except AssertionError as error:
+            found[name] = str(error).partition("\n")[0]
+        else:
+            found[name] = ""
+    return found
+
+
+def test_a_sampler_is_listed_shown_and_checked_like_any_plugin(fake_distributions: FakeEnvironment) -> None:
+    fake_distributions.install(with_sampler(HEALTHY))
+    listed = fake_distributions.slapo("plugins", "list", "--strict", "--kind", "samplers")
+    assert listed.returncode == 0, listed.stderr
+    assert listed.stdout.splitlines()[1].split() == ["acme-slapo", "1.0", "ok", "acme.last"]
+    assert "samplers  acme.last  acme_slapo:Thing" in fake_distributions.slapo("plugins", "show", "acme-slapo").stdout
+    checked = fake_distributions.slapo("plugins", "check", "acme-slapo")
+    assert checked.returncode == 0, checked.stdout
+    lines = [line.split()[3:] for line in checked.stdout.splitlines() if "acme.last" in line]
+    assert lines == [
+        ["load", "passed"],
+        ["proposes_points_of_the_space_once", "passed"],
+        ["same_arguments_same_proposal", "passed"],
+    ]
+
+
+def test_a_name_with_a_family_is_a_whole_and_makes_no_namespace(fake_distributions: FakeEnvironment) -> None:
+    fake_distributions.install(with_sampler(HEALTHY, name="acme.last"), acme("other-slapo", namespace="other"))
+    registry = fake_distributions.registry()
+    assert registry.bare_names("samplers") == registry.names("samplers") == ("acme.last",)
+    assert registry.namespaces() == ("other",)
+    assert registry.ambiguous == {}
+    assert registry.load("acme.last", "samplers").name == "acme.last"
+    with pytest.raises(AttributeError, match="no installed plugin provides sampler 'last'"):
+        registry.resolve("samplers", "last")
+
+
+FAULTS = {
+    "repeats": ("return next(iter(space.points()))", "proposes a point that the history has"),
+    "elsewhere": ("return {'batch': 7}", "proposes what is no point of the space"),
+    "half": (LAST + "return dict([*left[0].items()][:1]) if left else None", "what is no point of the space"),
+    "failures forgotten": (
+        "tried = [trial.point for trial in history if trial.status == 'ok']\n"
+        "left = [point for point in space.points() if point not in tried]\nreturn left[0] if left else None",
+        "proposes a point that the history has",
+    ),
+    "counts itself": (
+        LAST + "self.calls = getattr(self, 'calls', 0) + 1\nreturn left[self.calls % len(left)] if left else None",
+        "is no function of its arguments",
+    ),
+    "global random": (
+        "import random\n" + LAST + "return random.choice(left) if left else None",
+        "is no function of its arguments",
+    ),
+    "changes history": (
+        LAST + "history.pop() if len(history) > 1 else None\nreturn left[0] if left else None",
+        "is no function of its arguments",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_kit_catches(fake_distributions: FakeEnvironment, fault: str) -> None:
+    body, says = FAULTS[fault]
+    fake_distributions.install(with_sampler(body))
+    found = [message for message in outcomes(fake_distributions).values() if message]
+    assert any(says in message for message in found), found
+
+
+def test_a_sampler_whose_library_is_not_installed_is_skipped(fake_distributions: FakeEnvironment) -> None:
+    fake_distributions.install(with_sampler("import a_library_that_is_not_there"))
+    checked = fake_distributions.slapo("plugins", "check", "acme-slapo")
+    assert checked.returncode == 0, checked.stdout
+    assert checked.stdout.count("skipped  No module named 'a_library_that_is_not_there'") == 2
