@@ -35,8 +35,8 @@ class Assumptions:
         return tuple(self._found)
 
     def integers_are_one(self) -> None:
-        """The batch is on the meta device."""
-        self._found["integers of the batch, which has no values, are taken to be 1: masks mask nothing"] = None
+        """The batch is on the meta device, or too large to be sent."""
+        self._found["integers of the batch, which has no values here, are taken to be 1: masks mask nothing"] = None
 
     def seconds(self, device: DeviceSpec) -> None:
         """The time is predicted."""

@@ -21,7 +21,7 @@ from slapo_core.estimation.private import (
 
 __all__ = ["Following", "Unknown", "Values", "is_followed", "seen_as_plain"]
 
-_LARGEST = 2**22  # elements of a tensor whose values are followed
+_LARGEST = 2**24  # elements of a tensor whose values are followed
 _VALUE = "_slapo_value"
 _WHOLE = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 _READS = frozenset(
@@ -55,7 +55,7 @@ class Values:
 
     def give(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
         """``tensor``, without memory, holds ``value``; of floating-point tensors that is not followed."""
-        if is_followed(value) and not value.is_meta:
+        if value.dtype in _WHOLE and not value.is_meta:
             tensor.__dict__[_VALUE] = value
 
     def carry(self, tensor: torch.Tensor, to: torch.Tensor) -> None:
