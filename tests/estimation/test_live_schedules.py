@@ -117,7 +117,7 @@ def test_models_that_decide_by_what_they_compute_are_named() -> None:
     x = torch.ones(2, 8)
     for read, line in (("item", 'if self.read == "item" and y.sum() > 0:'), ("index", "return y[y > 0]")):
         text = raised(lambda read=read: slapo.create_schedule(DecidesBy(read)).estimate(x, optimizer=adam))
-        assert text.startswith(f"EstimateError: the model decides in module 'inner.0' (`{line}`) by values that only")
+        assert text.startswith(f"EstimateError: the model asks in module 'inner.0' (`{line}`) for values that only")
         assert re.search(r"\n  at .*models\.py:\d+\n  hint: ", text)
     text = raised(lambda: slapo.create_schedule(DecidesBy("shape")).estimate(x, optimizer=adam))
     assert text.startswith("EstimateError: a training step raised RuntimeError in module 'inner.0'")
