@@ -149,6 +149,7 @@ def test_what_is_refused_says_what_to_write() -> None:
         "SerializationError: estimate plays each kind of rank in a process of its own, but optimizer cannot": lambda: (
             sch.estimate(X, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1.0))
         ),
+        "ArgumentError: device must be a DeviceSpec (got str)": lambda: sch.estimate(X, device="H100"),  # type: ignore[arg-type]
         "MeshError: unknown mesh dimension 'tq'": lambda: sch.estimate(X, mesh={"tq": 2}),
         "ArgumentError: mesh must be a dictionary of sizes (got list)": lambda: sch.estimate(X, mesh=[2]),  # type: ignore[arg-type]
         "ReplayError: #1 shard(('weight', 'bias'), axis=0) at 'first' was refused on rank 0": lambda: sch.estimate(
