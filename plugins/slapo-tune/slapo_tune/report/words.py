@@ -19,7 +19,7 @@ def number(value: float) -> str:
 
 def choice(value: Any) -> str:
     """A candidate, e.g. ``0.5``, ``flash``, ``(1, 2)``."""
-    return value if isinstance(value, str) else f"{value:g}" if isinstance(value, float) else str(value)
+    return value if isinstance(value, str) else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def point_words(point: Mapping[str, Any]) -> str:

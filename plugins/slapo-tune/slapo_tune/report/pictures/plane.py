@@ -114,7 +114,7 @@ class Plane:
             axis.set_ticks([spot for spot, _ in ticks], [text for _, text in ticks])
             (axes.set_xlabel if which == 0 else axes.set_ylabel)(name)
             where = [spot for _, spot in spots.values()]
-            margin = 0.7 * (max(where) - min(where)) / max(1, len(where) - 1)
+            margin = 0.7 * (max(where) - min(where)) / max(1, len(where) - 1) or 1.0
             (axes.set_xlim if which == 0 else axes.set_ylim)(min(where) - margin, max(where) + margin)
 
     def _place(self, point: Point) -> Place:
