@@ -40,7 +40,8 @@ def run(
 ) -> None:
     """Run a study from its beginning; one that has a log already goes on by `slapo tune resume`.
 
-    Progress goes to stderr, what was found to stdout. Ctrl-C ends the running trial and keeps all finished ones.
+    Progress goes to stderr, what was found to stdout. Ctrl-C ends the running trial and keeps all finished ones (exit
+    status 130). Exits with status 1 if no trial was ok.
     """
     from slapo_tune.commands.searching import run_study
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ def best_of_study(
     Raises:
         ArgumentError: no trial was ok, or not this one; there is no document, or it cannot be written.
     """
-    study = load(file, log=log)
+    study = replace(load(file, log=log), verify=True)
     chosen = _chosen(study, file, trial)
     winner = (None if again else _kept(study, chosen)) or prove(study, chosen)
     schedule = _applied(study, chosen, winner)
