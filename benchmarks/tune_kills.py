@@ -13,12 +13,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import multiprocessing
 import os
 import platform
 import random
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -54,8 +53,9 @@ def value(point: Any) -> float:
     return float(point["width"] * 10 + point["depth"])
 
 
-def search(log: str) -> None:
-    """One run of the tuner, to its end."""
+def search(log: str, temporary: str) -> None:
+    """One run of the tuner, to its end; what it imports has been imported."""
+    os.environ["TMPDIR"] = tempfile.tempdir = temporary
     slapo_tune.tune(
         nn.Identity,
         space,
@@ -99,19 +99,13 @@ def one_search(directory: Path, counts: Counts, draw: random.Random, kills: int)
     counts.searches += 1
     while True:
         counts.runs += 1
-        tuner = subprocess.Popen(
-            [sys.executable, __file__, "--search", str(log)],
-            env={**os.environ, "TMPDIR": str(own)},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
+        tuner = multiprocessing.get_context("fork").Process(target=search, args=(str(log), str(own)))
+        tuner.start()
+        assert tuner.pid is not None
         known: dict[int, psutil.Process] = {}
         while sum(counts.kills.values()) < kills:
-            until = time.monotonic() + draw.uniform(0.0, 12.0)
-            while time.monotonic() < until and tuner.poll() is None:
-                time.sleep(0.02)
-                known |= below(tuner.pid)
-            if tuner.poll() is not None:
+            wait_for_a_moment(log, tuner, draw, known)
+            if not tuner.is_alive():
                 break
             role = kill(tuner.pid, draw)
             counts.kills[role] += 1
@@ -119,7 +113,8 @@ def one_search(directory: Path, counts: Counts, draw: random.Random, kills: int)
             before = check(log, before, counts)
             if role == "tuner":
                 break
-        code = tuner.wait()
+        tuner.join()
+        code = tuner.exitcode
         gone = psutil.wait_procs(known.values(), timeout=60)[1]
         counts.processes_left += len(gone)
         before = check(log, before, counts)
@@ -137,6 +132,25 @@ def one_search(directory: Path, counts: Counts, draw: random.Random, kills: int)
     counts.ok += len(points) - len(crashed)
     started = sum(b'"event":"started"' in line for line in log.read_bytes().splitlines())
     counts.repeated += started - len(points)
+
+
+def wait_for_a_moment(log: Path, tuner: Any, draw: random.Random, known: dict[int, psutil.Process]) -> None:
+    """Until the log has some more lines, or none, and then a random while: also while the tuner starts."""
+    lines, more = lines_in(log), draw.choice((0, 1, 2, 3, 4, 5, 6))
+    pause = draw.uniform(0.0, 8.0 if more == 0 else 0.5)
+    while tuner.is_alive() and lines_in(log) < lines + more:
+        time.sleep(0.02)
+    until = time.monotonic() + pause
+    while tuner.is_alive():
+        known |= below(tuner.pid)  # the last thing before it may be killed
+        left = until - time.monotonic()
+        if left <= 0:
+            break
+        time.sleep(min(left, 0.2))
+
+
+def lines_in(log: Path) -> int:
+    return log.read_bytes().count(b"\n") if log.exists() else 0
 
 
 def below(pid: int) -> dict[int, psutil.Process]:
@@ -185,32 +199,31 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--write", action="store_true", help=f"write {RESULT.name}")
-    parser.add_argument("--search", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.search:
-        search(arguments.search)
-        return
     counts, draw = Counts(), random.Random(arguments.seed)
     began = time.monotonic()
     while sum(counts.kills.values()) < arguments.kills:
         with tempfile.TemporaryDirectory() as directory:
             one_search(Path(directory), counts, draw, arguments.kills)
-        print(counts, flush=True)
-    result = {
-        "seed": arguments.seed,
-        "points_of_a_search": POINTS,
-        **asdict(counts),
-        "kills": dict(counts.kills),
-        "seconds": round(time.monotonic() - began),
-        "python": platform.python_version(),
-    }
-    print(json.dumps(result, indent=2))
-    if arguments.write:
-        RESULT.write_text(json.dumps(result, indent=2) + "\n")
+        say(counts, arguments.seed, time.monotonic() - began, RESULT if arguments.write else None)
     assert not any(
-        result[name]
+        getattr(counts, name)
         for name in ("lost", "doubled", "unreadable", "crashed_without_a_kill", "wrong_values", "processes_left")
     )
+
+
+def say(counts: Counts, seed: int, seconds: float, file: Path | None) -> None:
+    result = {
+        "seed": seed,
+        "points_of_a_search": POINTS,
+        **asdict(counts),
+        "kills": {"all": sum(counts.kills.values()), **counts.kills},
+        "seconds": round(seconds),
+        "python": platform.python_version(),
+    }
+    print(json.dumps(result), flush=True)
+    if file is not None:
+        file.write_text(json.dumps(result, indent=2) + "\n")
 
 
 if __name__ == "__main__":

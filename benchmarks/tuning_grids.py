@@ -146,9 +146,7 @@ def _random_grid(number: int, prefix: str) -> Grid:
         sizes = [chance.randint(2, 14) for _ in range(chance.choice((2, 3, 4)))]
         size = math.prod(sizes)
     effects = [_effect(chance, length) for length in sizes]
-    pairs = {
-        pair: chance.uniform(-0.12, 0.12) for pair in itertools.combinations(range(len(sizes)), 2)
-    }
+    pairs = {pair: chance.uniform(-0.12, 0.12) for pair in itertools.combinations(range(len(sizes)), 2)}
     slopes = [chance.choice((-1, 1)) * chance.uniform(0.2, 1.5) for _ in sizes]
     bump = [chance.random() for _ in sizes]
     height = chance.uniform(0.0, 0.08)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -60,8 +60,19 @@ class Assumptions:
                 "messages are on their way while nothing else is computed"
             ] = None
 
+    def without_gradients(self, names: Sequence[str]) -> None:
+        """Of parameters that replicas have."""
+        if names:
+            others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            self._found[
+                f"'{names[0]}'{others} gets no gradient: on replicas torch refuses the second step, unless build is "
+                "given find_unused_parameters=True, which sends zeros in its place"
+            ] = None
+
     def train(self, model: nn.Module) -> None:
         """Put a model into training mode that is in evaluation mode as a whole, as a training step does."""
+        if any(isinstance(module, nn.RNNBase) for module in model.modules()):
+            self._found["recurrent layers run step by step: fused kernels (MKL-DNN, cuDNN) keep other bytes"] = None
         if not any(module.training for module in model.modules()):
             model.train()
             self._found["the model, which is in evaluation mode as a whole, is put into training mode"] = None

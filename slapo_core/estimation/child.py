@@ -97,6 +97,7 @@ class Trackers:
         flops: of products.
         time: by the roofline; None without a device.
         others: those that the request asks for.
+        without_gradients: names of parameters that got none, though replicas exchange them.
     """
 
     place: Place
@@ -105,6 +106,7 @@ class Trackers:
     flops: FlopTracker
     time: TimeTracker | None
     others: list[Any] = field(default_factory=list)
+    without_gradients: list[str] = field(default_factory=list)
 
     @classmethod
     def of(cls, schedule: Schedule, request: Request) -> Trackers:
@@ -177,6 +179,7 @@ def play(request: Request) -> Played | SlapoError:
                 train(schedule, fakes, request, mode, trackers, values)
             else:
                 train_stages(schedule, pipeline, fakes, request, mode, trackers, values)
+        assumptions.without_gradients(trackers.without_gradients)
         waits = pipeline.share if pipeline is not None else 0.0
         return Played(trackers.result(request), kinds_of_ranks(schedule, request.mesh), assumptions.found(), waits)
     except Exception as error:  # noqa: BLE001 - whatever the user's functions raise

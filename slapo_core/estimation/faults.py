@@ -53,7 +53,8 @@ def explained(error: Exception, *, doing: str, model: nn.Module | None) -> Slapo
         f"{doing} raised {type(error).__name__}{where}: {error}",
         path=module,
         hint="slapo_core.verify(sch, batch) tells whether the model as it is does the same, or which step of the "
-        "schedule is to blame"
+        "schedule is to blame; if it trains on this batch, an operation of torch takes less without memory (grouped "
+        "products, as of experts: bfloat16 only)"
         if model is not None
         else None,
         location=location,

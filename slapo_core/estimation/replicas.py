@@ -66,6 +66,12 @@ class Replicas:
         for parameter in self._parameters:
             parameter.register_post_accumulate_grad_hook(self._ready)
 
+    @property
+    def without_gradients(self) -> list[nn.Parameter]:
+        """Parameters that got none in the first step; torch refuses the next one, unless it is told of them."""
+        came = set(self._came)
+        return [parameter for parameter in self._parameters if parameter not in came]
+
     def before_forward(self, *, synchronise: bool) -> None:
         """Of a micro-batch; ``synchronise`` for the last one of a step."""
         if not self._is_rebuilt and self._came:

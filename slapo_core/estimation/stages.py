@@ -192,7 +192,7 @@ def train_stages(
                 del work
                 if schedule.mesh.size("dp") > 1:
                     pipeline.dialect.average_gradients(pipeline.plan, trained, schedule.mesh.group("dp"))
-                tied.sum()
+                tied.sum_all()
                 place.begin("optimizer")
                 if optimizer is not None:
                     optimizer.step()

@@ -57,6 +57,9 @@ def train(
                 _step(model, pieces, request, optimizer, trackers, replicas)
                 if optimizer is not None:
                     memory.hold(state_of(optimizer), "optimizer")
+    if replicas is not None:
+        missing = set(replicas.without_gradients)
+        trackers.without_gradients.extend(name for name, each in model.named_parameters() if each in missing)
 
 
 def hold_all(model: torch.nn.Module, pieces: list[Any], trackers: Trackers) -> None:

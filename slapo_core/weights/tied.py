@@ -73,6 +73,17 @@ class TiedGradients:
             if ties:
                 self._sum(ties, places, attribute)
 
+    @torch.no_grad()
+    def sum_all(self) -> None:
+        """Sum those of all of them, as if every rank had one: without asking, where no rank is there to answer."""
+        for places in sorted(self._ties):
+            for tie in self._ties[places]:
+                if tie.parameter.requires_grad and tie.parameter.grad is None:
+                    tie.parameter.grad = torch.zeros_like(tie.parameter)
+            gradients = [tie.parameter.grad for tie in self._ties[places] if tie.parameter.grad is not None]
+            for bucket in _buckets(gradients):
+                self._sum_bucket(bucket, places)
+
     def _sum(self, ties: list[_Tie], places: tuple[int, ...], attribute: str) -> None:
         assert self._mesh is not None
         gradients = [getattr(tie.parameter, attribute, None) for tie in ties]

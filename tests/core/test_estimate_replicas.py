@@ -98,3 +98,21 @@ def test_buckets_are_those_of_two_real_replicas() -> None:
         # Buckets are there all the time, and at the end of the second forward the first step's gradients as well; of
         # micro-batches before the last one gradients lie beside the buckets.
         assert estimate.memory.gradients == 14 * LAYER
+
+
+class HalfUsed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.used(x).sum()
+
+
+def test_a_parameter_without_gradient_is_named_because_real_replicas_refuse_the_second_step() -> None:
+    sch = slapo.create_schedule(HalfUsed(), mesh={"dp": 2})
+    found = slapo.estimate(sch, torch.ones(2, 4), optimizer=sgd, loss=loss)
+    assert (
+        "'unused.weight' and 1 more gets no gradient: on replicas torch refuses the second step, unless build is given "
+        "find_unused_parameters=True, which sends zeros in its place"
+    ) in found.assumptions

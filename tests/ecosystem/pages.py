@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,16 +76,19 @@ class Page:
                 found[-1] = (found[-1][0], block.text)
         return found
 
-    def prints_what_it_shows(self, directory: Path, *, at_least: int) -> None:
+    def prints_what_it_shows(self, directory: Path, *, at_least: int, guarded: bool = False) -> None:
         """Run its blocks of Python one after another, as one program.
 
         Args:
             directory: an empty one.
             at_least: how many blocks there are.
+            guarded: whether they stand under ``if __name__ == "__main__":``, as what starts processes has to.
         """
         parts = self.shown()
         assert len(parts) >= at_least
         program = "".join(f"{block.text}\nprint({BORDER!r})\n" for block, _ in parts)
+        if guarded:
+            program = f'if __name__ == "__main__":\n{textwrap.indent(program, "    ")}'
         (directory / "page.py").write_text(program, encoding="utf-8")
         printed = run_program(directory / "page.py").split(f"{BORDER}\n")
         assert printed.pop() == ""

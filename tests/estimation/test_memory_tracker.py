@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import slapo_core as slapo
+from slapo_core.estimation.kinds import kinds_of_ranks
 from slapo_core.estimation.memory import MemoryTracker
 from slapo_core.estimation.place import Place
 from slapo_core.estimation.private import FakeTensorMode
@@ -149,3 +151,13 @@ def test_waiting_for_a_collective_makes_no_tensor() -> None:
         x = torch.empty(256)
         assert isinstance(mode, FakeTensorMode)
         assert wait(x).untyped_storage()._cdata != x.untyped_storage()._cdata
+
+
+def test_ranks_are_alike_but_for_stages_and_what_one_keeps_alone() -> None:
+    schedule = slapo.create_schedule(Two())
+    assert kinds_of_ranks(schedule, None) == ((0,),)
+    assert kinds_of_ranks(schedule, {"dp": 2, "tp": 4}) == (tuple(range(8)),)
+    assert kinds_of_ranks(schedule, {"pp": 2, "dp": 2, "tp": 2}) == ((0, 1, 2, 3), (4, 5, 6, 7))
+    assert kinds_of_ranks(schedule, {"dp": 2, "pp": 2}) == ((0, 2), (1, 3))
+    schedule.tree.tensors.kept_on["once.bias"] = ("tp", 1)
+    assert kinds_of_ranks(schedule, {"dp": 2, "tp": 4}) == ((0, 2, 3, 4, 6, 7), (1, 5))

@@ -111,6 +111,9 @@ class Study:
         _check(fits, "budget", "a positive number of seconds, or None", self.budget, "budget=3600")
         _check(self.accelerator in (None, "cpu", "cuda"), "accelerator", "'cpu', 'cuda' or None", self.accelerator)
         _check(isinstance(self.options, Mapping), "options", "a mapping", self.options, "options={}")
+        for name in ("target", "optimizer", "loss", "device"):
+            if name in self.options:
+                raise StudyError(f"options has {name!r}, which is an argument of its own", hint=f"{name}=")
         for name in ("memory", "process_memory"):
             if getattr(self, name) is not None:
                 parse_bytes(getattr(self, name), name=name)

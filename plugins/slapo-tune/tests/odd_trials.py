@@ -181,3 +181,18 @@ def left_behind(run: Run) -> None:
     subprocess.Popen([sys.executable, "-c", script, str(where)])
     while len(list(where.glob("*.pid"))) < 2:
         time.sleep(0.01)
+
+
+def does_fork_and_both_go_on(run: Run) -> float:
+    os.fork()
+    time.sleep(0.2)
+    return 6.0 if os.getppid() == PARENT else 7.0
+
+
+def does_kills_the_nursery(run: Run) -> float:
+    os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(1000)
+    return 1.0
+
+
+PARENT = os.getppid()

@@ -185,3 +185,15 @@ def test_a_full_disk_leaves_whole_lines(path: Path, monkeypatch: pytest.MonkeyPa
         monkeypatch.undo()
     assert path.read_bytes() == opened
     assert opened.startswith(before)
+
+
+def test_a_log_that_is_taken_away_ends_the_search(path: Path) -> None:
+    with LogFile(path, HEADER) as log:
+        path.rename(path.with_name("moved.jsonl"))
+        with pytest.raises(LogError, match="was removed or replaced while the search ran"):
+            log.started(2, {"batch": 3})
+        path.write_text("")
+        with pytest.raises(LogError, match="was removed or replaced while the search ran"):
+            log.ended(FIRST)
+    assert len(read_log(path.with_name("moved.jsonl")).trials) == 2
+    assert path.read_bytes() == b""

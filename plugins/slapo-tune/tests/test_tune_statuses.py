@@ -40,6 +40,8 @@ EXPECTED = {
     "closes_its_streams": ("ok", ""),
     "leaves_processes": ("ok", ""),
     "thread_without_end": ("ok", ""),
+    "fork_and_both_go_on": ("ok", ""),
+    "kills_the_nursery": ("crash", "the process that ranks are forked from was ended by SIGKILL"),
     "batch_raises": ("refused", "ValueError: no such batch\n  at "),
     "is_refused": ("refused", "PreconditionError: cannot apply "),
     "schedule_raises": ("refused", "KeyError: 'there is no such ratio'"),
@@ -107,6 +109,7 @@ def test_every_trial_gets_its_status_and_leaves_nothing(tmp_path: Path, left: Pa
         assert (does, trials[does].status) == (does, status), trials[does].reason
         assert reason in trials[does].reason
         assert (trials[does].value is not None) == (status == "ok")
+    assert trials["fork_and_both_go_on"].value == 6.0
     assert trials["closes_its_streams"].value == 3.0
     assert read_log(tmp_path / "run.jsonl").trials == result.trials
     printed = tmp_path / "run.output" / f"{trials['prints'].number:04d}.txt"

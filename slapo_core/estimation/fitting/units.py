@@ -51,13 +51,20 @@ def units_of(schedule: Schedule, layers: str | Sequence[str] | None) -> tuple[st
     nodes = [schedule.tree.node(path) for path in paths]
     _refuse_nested(paths)
     free = [node for node in nodes if not _is_checkpointed(node)]
-    for node in free:
-        violations = tuple(Checkpoint().preconditions(node))
-        if violations:
-            raise PreconditionError(
-                f"fit cannot checkpoint '{node.path}': {violations[0]}", violations=violations, path=node.path
-            )
-    return tuple(node.path for node in free)
+    return tuple(node.path for node in free if _may_be_checkpointed(schedule, node, named=layers is not None))
+
+
+def _may_be_checkpointed(schedule: Schedule, node: TreeNode, *, named: bool) -> bool:
+    """Whether nothing refuses it: tried, and taken back. What the user names must not be refused."""
+    before = len(schedule.records)
+    try:
+        schedule.apply_at(node, Checkpoint())
+    except PreconditionError:
+        if named:
+            raise
+        return False
+    schedule.undo(to=before)
+    return True
 
 
 def _is_checkpointed(node: TreeNode) -> bool:

@@ -84,6 +84,7 @@ class LogFile:
 
     def _append(self, record: Mapping[str, Any]) -> None:
         data = as_line(record)
+        self._require_file()
         begin = os.fstat(self._file).st_size
         try:
             while data:
@@ -93,6 +94,18 @@ class LogFile:
             with contextlib.suppress(OSError):  # what could be written of the line is no line
                 os.ftruncate(self._file, begin)
             raise LogError(f"the log {self._path} cannot be written: {error.strerror}") from error
+
+    def _require_file(self) -> None:
+        """
+        Raises:
+            LogError: what is written would be in no file.
+        """
+        try:
+            is_there = os.path.samestat(os.stat(self._path), os.fstat(self._file))
+        except OSError:
+            is_there = False
+        if not is_there:
+            raise LogError(f"the log {self._path} was removed or replaced while the search ran; no more is written")
 
     def _lock(self) -> None:
         try:

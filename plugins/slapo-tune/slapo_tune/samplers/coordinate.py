@@ -1,4 +1,4 @@
-"""The paper's randomised coordinate descent, with several starts."""
+"""Randomised coordinate descent, the paper's, with several starts."""
 
 from __future__ import annotations
 
@@ -6,19 +6,31 @@ from collections.abc import Sequence
 
 from slapo_core import Sampler
 from slapo_core.spec.sampler import Point, SearchSpace, Trial
-from slapo_tune.samplers.descent import ascend
-from slapo_tune.samplers.moves import drawn
+from slapo_tune.samplers.descent import ascend, started
+from slapo_tune.samplers.moves import FEW
 from slapo_tune.samplers.replaying import Asking, replayed
 
 __all__ = ["Coordinate"]
 
 STARTS = 4
+"""Points that are tried first."""
+
 TAKEN = 2
-POLISH = (2, 1)
+"""Of these, the best ones: a descent starts at each."""
+
+LAST = (2, 1)
+"""By how many candidates the symbols of the best point are moved at last."""
 
 
 class Coordinate(Sampler):
-    """Randomised coordinate descent."""
+    """Randomised coordinate descent (Nesterov, 2012), as in the paper (section 3.5), with several starts.
+
+    Four points spread over the space are tried; from the best two of them one symbol after the other is moved to its
+    next candidates, in random order, while that helps, and farther while it goes on helping. At last the best point's
+    symbols are moved by two candidates and by one, and those with at most four candidates to each of them; the search
+    ends where none of it helps. A move to what does not fit into memory, or is refused, changes the other symbols as
+    little as possible, so it follows the edge of the space.
+    """
 
     name = "coordinate"
 
@@ -27,11 +39,7 @@ class Coordinate(Sampler):
 
 
 def _search(ask: Asking) -> None:
-    starts: list[tuple[float, Point]] = []
-    while len(starts) < STARTS and (point := drawn(ask, len(starts))) is not None:
-        starts.append((ask.value(point), point))
-    starts.sort(key=lambda start: -start[0])  # the sort keeps the order of equals
-    for _, point in starts[:TAKEN]:
+    for point in started(ask, STARTS)[:TAKEN]:
         ascend(ask, point)
     if ask.best is not None:
-        ascend(ask, ask.best[0], POLISH, few=4)
+        ascend(ask, ask.best[0], LAST, few=FEW)

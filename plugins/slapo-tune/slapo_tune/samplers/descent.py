@@ -1,26 +1,45 @@
-"""Coordinate ascent of throughput: one symbol at a time, by steps that grow while they help."""
+"""Coordinate ascent of the value: one symbol at a time, by steps that grow while they help."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
 from slapo_core.spec.sampler import Point
-from slapo_tune.samplers.moves import candidates_of, moved
-from slapo_tune.samplers.replaying import Asking
+from slapo_tune.samplers.moves import candidates_of, drawn, moved
+from slapo_tune.samplers.replaying import FAILED, Asking
 
-__all__ = ["ascend"]
+__all__ = ["ascend", "started"]
 
-FEW = 1
-"""Candidates of a symbol that are all tried: few of them may well have no order, e.g. the names of kernels."""
+Lift = Callable[[Asking, Point], Point]
 
 
-def ascend(
-    ask: Asking,
-    start: Point,
-    steps: Iterable[int] = (1,),
-    few: int = FEW,
-    lift: Callable[[Point], Point] = lambda point: point,
-) -> Point:
+def as_it_is(ask: Asking, point: Point) -> Point:
+    """The lift that changes nothing."""
+    return point
+
+
+def started(ask: Asking, count: int, lift: Lift = as_it_is) -> list[Point]:
+    """Ask for points spread over the space until so many gave a value; the best first.
+
+    Args:
+        ask: of the search.
+        count: how many.
+        lift: done to each point first.
+    """
+    values: list[tuple[float, Point]] = []
+    number = 0
+    while len(values) < count and (point := drawn(ask, number)) is not None:
+        number += 1
+        better = lift(ask, point)
+        point = point if ask.is_known(better) else better
+        value = ask.value(point)
+        if value > FAILED:
+            values.append((value, point))
+    values.sort(key=lambda each: -each[0])  # those of one value stay in order
+    return [point for _, point in values]
+
+
+def ascend(ask: Asking, start: Point, steps: Iterable[int] = (1,), *, few: int = 1, lift: Lift = as_it_is) -> Point:
     """Move one symbol after the other, in random order, until no move helps.
 
     A move that helps is made again, twice as far each time, while it goes on helping.
@@ -30,6 +49,7 @@ def ascend(
         start: where from; its value is asked for.
         steps: by how many candidates a symbol is moved at first; each one is tried until none of its moves helps.
         few: symbols with at most so many candidates are tried at each of them.
+        lift: done to each point first.
 
     Returns:
         a point that no move by the last of the steps makes better.
@@ -46,15 +66,12 @@ def ascend(
     return point
 
 
-def _farthest(ask: Asking, point: Point, symbol: str, by: int, best: float, lift: Callable[[Point], Point]) -> tuple[Point | None, float]:
+def _farthest(ask: Asking, point: Point, symbol: str, by: int, best: float, lift: Lift) -> tuple[Point | None, float]:
     """The last of the growing moves that helps, and its value; None if the first one does not."""
     reached = None
-    while symbol in point and (other := moved(ask, point, symbol, by)) is not None:
-        other = lift(other)
-        if other == point:
-            break
-        value = ask.value(other)
-        if value <= best:
+    while symbol in point and (target := moved(ask, point, symbol, by)) is not None:
+        other = lift(ask, target)
+        if other == point or (value := ask.value(other)) <= best:
             break
         point, reached, best = other, other, value
         by *= 2

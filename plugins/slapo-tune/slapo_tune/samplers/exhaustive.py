@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from slapo_core import Sampler
 from slapo_core.spec.sampler import Point, SearchSpace, Trial
+from slapo_tune.samplers.replaying import key
 
 __all__ = ["Exhaustive"]
 
@@ -16,5 +17,5 @@ class Exhaustive(Sampler):
     name = "exhaustive"
 
     def suggest(self, space: SearchSpace, history: Sequence[Trial], seed: int) -> Point | None:
-        tried = [trial.point for trial in history]
-        return next((point for point in space.points() if point not in tried), None)
+        tried = {key(trial.point) for trial in history}
+        return next((point for point in space.points() if key(point) not in tried), None)

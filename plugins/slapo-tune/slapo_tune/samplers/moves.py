@@ -10,7 +10,7 @@ from typing import Any
 from slapo_core.spec.sampler import Point, SearchSpace
 from slapo_tune.samplers.replaying import Asking
 
-__all__ = ["candidates_of", "drawn", "moved", "nearest"]
+__all__ = ["FEW", "candidates_of", "drawn", "exactly", "moved", "nearest", "neighbours"]
 
 FEW = 4
 """Candidates of a symbol that may well have no order, e.g. the names of kernels."""
@@ -26,30 +26,47 @@ DRAWS = 40
 
 
 def candidates_of(space: SearchSpace, point: Point) -> dict[str, tuple[Any, ...]]:
-    """What each symbol of a point was chosen from."""
+    """What each symbol of a point was chosen from; nothing of what is no point of the space."""
     found: dict[str, tuple[Any, ...]] = {}
+    is_there = True
 
     def pick(name: str, candidates: tuple[Any, ...]) -> int:
+        nonlocal is_there
         found[name] = candidates
-        return candidates.index(point[name])
+        is_there = is_there and name in point and point[name] in candidates
+        return candidates.index(point[name]) if is_there else 0
 
-    space.draw(pick)
-    return found
+    return found if space.draw(pick) == dict(point) and is_there else {}
 
 
-def drawn(ask: Asking, number: int) -> Point | None:
+def exactly(space: SearchSpace, wanted: Mapping[str, Any]) -> Point | None:
+    """The point with these values; None if the space has none."""
+    is_there = True
+
+    def pick(name: str, candidates: tuple[Any, ...]) -> int:
+        nonlocal is_there
+        if name in wanted and wanted[name] in candidates:
+            return candidates.index(wanted[name])
+        is_there = False
+        return 0
+
+    point = space.draw(pick)
+    return point if is_there and point == dict(wanted) else None
+
+
+def drawn(ask: Asking, number: int | None = None) -> Point | None:
     """A point that fits and was not asked for, at random; None if there is none.
 
     Args:
         ask: of the search.
-        number: of the start: starts in a row differ in every symbol, so that a few of them see all of its candidates,
-            or all parts of their order.
+        number: of the start: starts in a row differ in every symbol with few candidates, so that some of them see all
+            of these; None for a point without regard to others.
     """
     for attempt in range(DRAWS):
-        spread = number if attempt < DRAWS // 2 else ask.random.randrange(10**6)
+        spread = number if attempt < DRAWS // 2 else None
 
-        def pick(name: str, candidates: tuple[Any, ...], spread: int = spread) -> int:
-            if len(candidates) > FEW:
+        def pick(name: str, candidates: tuple[Any, ...], spread: int | None = spread) -> int:
+            if spread is None or len(candidates) > FEW:
                 return ask.random.randrange(len(candidates))
             return (spread + random.Random(f"{ask.seed} {name}").randrange(len(candidates))) % len(candidates)
 
@@ -57,6 +74,15 @@ def drawn(ask: Asking, number: int) -> Point | None:
         if point is not None and not ask.is_known(point) and ask.fits(point):
             return point
     return next((point for point in ask.space.points() if not ask.is_known(point) and ask.fits(point)), None)
+
+
+def neighbours(ask: Asking, point: Point) -> Iterator[Point]:
+    """The nearest points that fit with one symbol moved to the candidate before or after."""
+    for symbol in point:
+        for step in (1, -1):
+            other = moved(ask, point, symbol, step)
+            if other is not None:
+                yield other
 
 
 def moved(ask: Asking, point: Point, symbol: str, step: int) -> Point | None:

@@ -40,8 +40,10 @@ class Asking:
 
     Attributes:
         space: of the search.
+        seed: of the search.
         random: the program's only source of chance.
-        best: the best point that was asked for, with its value; None before there is one.
+        best: the best point that was asked for, with its value; None before one gave a value.
+        asked: the values that were asked for.
     """
 
     def __init__(self, space: SearchSpace, history: Sequence[Trial], seed: int) -> None:
@@ -65,6 +67,14 @@ class Asking:
             if value > (FAILED if self.best is None else self.best[1]):
                 self.best = (trial.point, value)
         return value
+
+    def points(self) -> list[tuple[Point, float]]:
+        """What was asked for, in that order, with its value."""
+        return [(self._history[each].point, value) for each, value in self.asked.items()]
+
+    def others(self) -> list[Trial]:
+        """Trials that were not asked for, oldest first."""
+        return [trial for each, trial in self._history.items() if each not in self.asked]
 
     def is_known(self, point: Point) -> bool:
         """Whether the program has asked for the value of the point."""

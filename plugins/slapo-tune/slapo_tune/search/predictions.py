@@ -13,9 +13,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import slapo_core
 from slapo_core.spec.sampler import Point
 from slapo_core.testing import preload_modules
+from slapo_tune.errors import LogError
 from slapo_tune.log.format import as_line, from_line
 from slapo_tune.space.plain import encode
 from slapo_tune.study import Study
@@ -52,6 +55,9 @@ class Predictions:
         study: whose functions the estimates are of.
         payload: these functions, packed for other processes.
         file: where estimates are kept; those of other functions, or of other versions, are not used.
+
+    Raises:
+        LogError: the file cannot be read and written.
     """
 
     def __init__(self, study: Study, payload: bytes, file: Path) -> None:
@@ -61,7 +67,12 @@ class Predictions:
         self._kept: dict[str, Prediction] = {}
         self._header = {"slapo_tune_predictions": 1, "sources": sources(study), "of": _versions(), **_settings(study)}
         preload_modules(*libraries(study))
-        self._read()
+        try:
+            self._read()
+        except OSError as error:
+            raise LogError(
+                f"the predictions {file} cannot be kept: {error.strerror}", hint="give another log="
+            ) from error
 
     def of(self, point: Point) -> Prediction:
         """What the estimate says; estimates if that is not known yet."""
@@ -77,12 +88,11 @@ class Predictions:
 
     def _estimate(self, point: Point) -> Prediction:
         study = self._study
-        assert study.batch is not None
         try:
             estimate = slapo_core.estimate_functions(
                 partial(_make_model, self._payload),
                 partial(_apply, self._payload),
-                study.batch(point),
+                _batch(study, point),
                 arguments=(dict(point),),
                 mesh=study.mesh_of(point),
                 optimizer=None if study.optimizer is None else partial(_optimizer, self._payload),
@@ -143,6 +153,14 @@ def _versions() -> dict[str, str]:
 
 def _function(payload: bytes, name: str) -> Callable[..., Any]:
     return opened(payload)[name]  # type: ignore[no-any-return]
+
+
+def _batch(study: Study, point: Point) -> Any:
+    """As ranks draw it."""
+    assert study.batch is not None
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(study.seed)
+        return study.batch(point)
 
 
 def _make_model(payload: bytes) -> Any:

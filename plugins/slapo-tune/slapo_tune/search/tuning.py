@@ -6,7 +6,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +16,11 @@ from slapo_core.spec.sampler import Point, Sampler, Trial
 from slapo_tune.errors import LogError, StudyError
 from slapo_tune.log.writing import LogFile
 from slapo_tune.search.events import Event, Finished, Note, Started, Verified
-from slapo_tune.search.predictions import Prediction, Predictions, sources
+from slapo_tune.search.predictions import Prediction, Predictions
 from slapo_tune.search.pruning import Pruning, View
+from slapo_tune.search.settings import header_of, require_trials, sampler_of
 from slapo_tune.search.winner import Winner, best, prove, save
 from slapo_tune.space.space import Space
-from slapo_tune.space.table import describe, table
 from slapo_tune.study import Study
 from slapo_tune.trials.launching import Trials
 from slapo_tune.trials.outputs import output_file
@@ -93,13 +92,23 @@ def search(study: Study, *, resume: bool | None = None, tell: Callable[[Event], 
         StudyError, LogError, SpaceError: see :func:`tune`.
         KeyboardInterrupt: nothing runs any more, and the log is whole: called again, the search goes on.
     """
-    space = Space.of(study.space)
-    sampler = _sampler(study)
-    header = _header(study, space, sampler)
-    _require_trials(Path(study.log), resume)
+    space = study.space if isinstance(study.space, Space) else Space(study.space)
+    sampler = sampler_of(study)
+    header = header_of(study, space, sampler)
+    require_trials(Path(study.log), resume)
     trials = Trials(study)
+    tell = tell or _nobody
     with LogFile(study.log, header) as log:
-        return _Search(study, space, sampler, log, trials, tell or _nobody).run()
+        for name, what in (("sources", "files of the study have"), ("versions", "versions of the packages have")):
+            if log.log.header and log.log.header.get(name) != header[name]:
+                tell(
+                    Note(f"the {what} changed since the log {study.log} was begun: its trials may differ from new ones")
+                )
+        try:
+            return _Search(study, space, sampler, log, trials, tell).run()
+        except KeyboardInterrupt:
+            tell(Note(f"interrupted; the log {study.log} is whole, and the same search goes on where it was"))
+            raise
 
 
 @dataclass
@@ -125,7 +134,11 @@ class _Search:
             self.study, self.trials.payload, Path(self.study.log).with_suffix(".predictions.jsonl")
         )
         view = View(self.space, predictions, self.study.memory_limit)
-        checks = Path(self.study.log).with_suffix(".output") / "checks.txt"
+        checks = output_file(self.study.log, 0).with_name("checks.txt")
+        try:
+            checks.parent.mkdir(exist_ok=True)
+        except OSError as error:
+            raise LogError(f"what trials print cannot be kept in {checks.parent}: {error.strerror}") from error
         with self.trials:
             prune = Pruning(self.study, self.trials, predictions, checks)
             while True:
@@ -223,69 +236,6 @@ class _Search:
 def _best(trials: Any) -> Trial | None:
     fine = [trial for trial in trials if trial.value is not None]
     return max(fine, key=lambda trial: trial.value) if fine else None
-
-
-def _sampler(study: Study) -> Sampler:
-    """
-    Raises:
-        UnknownNameError: none of that name is installed.
-        StudyError: it is no sampler.
-    """
-    chosen: Any = study.sampler
-    if isinstance(chosen, str):
-        chosen = slapo_core.create_schedule(nn.Identity()).plugin_named("samplers", chosen)
-    if isinstance(chosen, type) and issubclass(chosen, Sampler):
-        chosen = chosen()
-    if not isinstance(chosen, Sampler):
-        raise StudyError(
-            f"sampler must be the name of an installed one, or a slapo_core.Sampler (got {chosen!r})",
-            hint='sampler="frontier"',
-        )
-    return chosen
-
-
-def _header(study: Study, space: Space, sampler: Sampler) -> dict[str, Any]:
-    """What the log is of: a search with another one is another search."""
-    functions = {name: _named(function) for name, function in study.functions().items() if callable(function)}
-    return {
-        "fingerprint": space.fingerprint(),
-        "described": describe(space),
-        "symbols": [row.name for row in table(space)],
-        **functions,
-        "sampler": sampler.name,
-        "seed": study.seed,
-        "world_size": study.world_size,
-        "target": study.target,
-        "memory": study.memory_limit,
-        "process_memory": study.process_memory_limit,
-        "accelerator": study.accelerator,
-        "warmup": study.warmup,
-        "steps": study.steps,
-        "timeout": study.timeout,
-        "sources": sources(study),
-        "versions": {name: version(name) for name in ("slapo-core", "slapo-tune", "torch")},
-        "started": time.time(),
-    }
-
-
-def _named(function: Any) -> str:
-    return str(getattr(function, "__qualname__", type(function).__qualname__))
-
-
-def _require_trials(log: Path, resume: bool | None) -> None:
-    """
-    Raises:
-        LogError: the log has trials and should have none, or the other way round.
-    """
-    from slapo_tune.log.reading import parse
-
-    if resume is None:
-        return
-    has_some = log.is_file() and bool(parse(log.read_bytes(), log).trials)
-    if resume and not has_some:
-        raise LogError(f"there is nothing to go on with: the log {log} has no trial", hint="slapo tune run STUDY.py")
-    if not resume and has_some:
-        raise LogError(f"the log {log} has trials already", hint="slapo tune resume STUDY.py, or give another log=")
 
 
 def _nobody(event: Event) -> None:

@@ -11,13 +11,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import selectors
+import select
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
+from dataclasses import dataclass, field
 from typing import Any
 
 from slapo_tune.trials import job as files
@@ -28,8 +29,23 @@ __all__ = ["main"]
 
 _GRACE = 3.0  # seconds that the other ranks get to say what they saw, after the first one has failed
 _LAST_WORDS = 0.5  # seconds for writing where a rank stands
+_STARTING = 300.0  # seconds for importing torch, which are not the trial's
 _TICK = 0.05
+_IDLE = 1.0
 _AT_ONCE = 64
+
+
+@dataclass
+class _Ranks:
+    """What is known of the ranks of a job."""
+
+    began: float = field(default_factory=time.monotonic)
+    pids: list[int] = field(default_factory=list)
+    codes: dict[int, tuple[int, float]] = field(default_factory=dict)
+    stopped: tuple[int, ...] = ()
+    failed: bool = False
+    timed_out: bool = False
+    lost: str = ""
 
 
 class Guard:
@@ -45,97 +61,95 @@ class Guard:
         self._line: socket.socket | None = None
         self._unread = b""
         self._asked = b""
+        self._search = os.getppid()
 
     def serve(self) -> None:
         """Run jobs until there is nobody to run them for."""
         self._start_nursery()
         tell({"ready": os.getpid()})
-        while (job := self._next_job()) is not None:
-            tell({"ended": self._run(job)})
+        while True:
+            tell({"ended": self._run(self._next_job())})
 
     def close(self) -> None:
         end_all(())
 
-    def _next_job(self) -> dict[str, Any] | None:
+    def _next_job(self) -> dict[str, Any]:
         while b"\n" not in self._asked:
-            data = os.read(0, 1 << 16)
-            if not data:
-                return None
-            self._asked += data
+            self._listen([0])
         line, _, self._asked = self._asked.partition(b"\n")
         return dict(json.loads(line))
 
     def _run(self, job: dict[str, Any]) -> dict[str, Any]:
-        directory, ranks = job["directory"], range(job["ranks"])
-        before, kills = time.monotonic(), kills_for_memory()
-        codes: dict[int, tuple[int, float]] = {}
-        pids: list[int] = []
-        stopped: tuple[int, ...] = ()
-        timed_out, lost = False, ""
-        deadline = before + job["timeout"]
+        directory = job["directory"]
         os.mkfifo(files.output(directory))
-        pipe = os.open(
-            files.output(directory), os.O_RDWR | os.O_NONBLOCK
-        )  # it writes too: without a writer it is at its end
+        pipe = os.open(files.output(directory), os.O_RDWR | os.O_NONBLOCK)  # without any writer it would be at its end
         files.write(files.Path(directory, "job.json"), job)
+        kills = kills_for_memory()
         try:
             with Output(job["output"]) as output:
                 if self._nursery is None or self._nursery.poll() is not None:
                     self._start_nursery()
-                assert self._nursery is not None
                 self._order({"directory": directory, "ranks": job["ranks"]})
-                while len(codes) < len(ranks) and not lost:
-                    self._wait(pipe)
-                    _drain(pipe, output)
-                    for message in self._messages():
-                        if message is None:
-                            lost = f"the process that ranks are forked from {how(self._nursery.wait())}"
-                        elif "pids" in message:
-                            pids = message["pids"]
-                        else:
-                            rank, code = message["rank"], message["code"]
-                            codes[rank] = (code, time.monotonic())
-                            if code != 0 or files.read(files.result(directory, rank)) is None:
-                                deadline = min(deadline, time.monotonic() + _GRACE)
-                    if time.monotonic() > deadline:
-                        stopped = tuple(rank for rank in ranks if rank not in codes)
-                        timed_out = not codes or all(code == 0 for code, _ in codes.values())
-                        timed_out = timed_out and time.monotonic() > before + job["timeout"]
-                        self._ask_where([pids[rank] for rank in stopped if rank < len(pids)])
-                        break
-                nursery = self._nursery.pid
-                strays, stuck = end_all({nursery})
-                if lost:
+                ranks = self._watched(job, pipe, output)
+                assert self._nursery is not None
+                strays, stuck = end_all({self._nursery.pid})
+                if ranks.lost:
                     self._forget_nursery()
                 else:
-                    self._settle(stopped)
+                    self._settle(ranks.stopped)
                 _drain(pipe, output)
         finally:
             os.close(pipe)
         return {
-            "codes": codes,
-            "stopped": stopped,
-            "timed_out": timed_out,
+            "codes": ranks.codes,
+            "stopped": ranks.stopped,
+            "timed_out": ranks.timed_out,
             "killed_for_memory": kills_for_memory() > kills,
-            "strays": [] if stopped or lost else strays,
+            "strays": [] if ranks.stopped or ranks.lost else strays,
             "stuck": stuck,
-            "seconds": time.monotonic() - before,
-            "lost": lost,
+            "seconds": time.monotonic() - ranks.began,
+            "lost": ranks.lost,
         }
 
+    def _watched(self, job: dict[str, Any], pipe: int, output: Output) -> _Ranks:
+        """Watch the ranks of a job until all have ended, or some have to be."""
+        ranks = _Ranks()
+        deadline = ranks.began + _STARTING
+        while len(ranks.codes) < job["ranks"] and not ranks.lost:
+            self._wait(pipe)
+            _drain(pipe, output)
+            for message in self._messages():
+                if message is None:
+                    assert self._nursery is not None
+                    ranks.lost = f"the process that ranks are forked from {how(self._nursery.wait())}"
+                elif "pids" in message:
+                    ranks.pids, ranks.began = message["pids"], time.monotonic()
+                    deadline = ranks.began + job["timeout"]
+                else:
+                    rank, code = message["rank"], message["code"]
+                    ranks.codes[rank] = (code, time.monotonic())
+                    if code != 0 or files.read(files.result(job["directory"], rank)) is None:
+                        deadline = min(deadline, time.monotonic() + _GRACE)
+                        ranks.failed = True
+            if time.monotonic() > deadline:
+                ranks.stopped = tuple(rank for rank in range(job["ranks"]) if rank not in ranks.codes)
+                ranks.timed_out = not ranks.failed
+                self._ask_where([ranks.pids[rank] for rank in ranks.stopped if rank < len(ranks.pids)])
+                break
+        return ranks
+
     def _wait(self, pipe: int) -> None:
-        """Until something happens; ends everything when the search has ended."""
-        with selectors.DefaultSelector() as selector:
-            selector.register(0, selectors.EVENT_READ)
-            assert self._line is not None
-            selector.register(self._line, selectors.EVENT_READ)
-            selector.register(pipe, selectors.EVENT_READ)
-            ready = [key.fd for key, _ in selector.select(_TICK)]
-        if 0 in ready:
-            data = os.read(0, 1 << 16)
-            if not data:
-                raise SystemExit(0)
-            self._asked += data
+        """Until something happens, or a moment has passed."""
+        assert self._line is not None
+        self._listen([0, self._line.fileno(), pipe])
+
+    def _listen(self, descriptors: list[int]) -> None:
+        """Wait for any of these, and read what is asked; ends everything when the search has ended."""
+        ready = select.select(descriptors, [], [], _TICK if len(descriptors) > 1 else _IDLE)[0]
+        data = os.read(0, 1 << 16) if 0 in ready else None
+        if data == b"" or os.getppid() != self._search:  # or a process that the search forked holds the pipe open
+            raise SystemExit(0)
+        self._asked += data or b""
 
     def _ask_where(self, pids: list[int]) -> None:
         for pid in pids:

@@ -26,10 +26,11 @@ from slapo_tune.trials.outputs import TAIL
 from slapo_tune.trials.rank import is_in_trial
 from slapo_tune.trials.sending import packed
 
-__all__ = ["Trials", "libraries"]
+__all__ = ["Trials", "accelerator_of", "libraries"]
 
 _LEAVING = 15.0  # seconds for the guard to end everything
-_SLACK = 60.0  # seconds beyond a job's own after which the guard is given up
+_ATTEMPTS = 3
+_SLACK = 420.0  # seconds beyond a job's own after which the guard is given up
 
 
 class Trials:
@@ -99,7 +100,7 @@ class Trials:
         directory.mkdir()
         output.parent.mkdir(exist_ok=True)
         told: dict[str, Any] = {"point": dict(point), "mesh": None if mesh is None else dict(mesh), "timeout": timeout}
-        told |= {"study": _plain(self._study), "seed": self._study.seed, "accelerator": self._study.accelerator}
+        told |= {"study": _plain(self._study), "seed": self._study.seed, "accelerator": accelerator_of(self._study)}
         job = Job(
             str(directory),
             str(self._home / "payload"),
@@ -156,21 +157,29 @@ class Trials:
         return dict(json.loads(line))
 
     def _start(self) -> None:
-        self._home = Path(tempfile.mkdtemp(prefix="slapo-tune-"))
-        Path(self._home, "payload").write_bytes(self.payload)
-        with Path(self._home, "guard.txt").open("wb") as errors:
-            self._guard = subprocess.Popen(
-                [sys.executable, "-m", "slapo_tune.trials.guard", str(self._home), *self._preload],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                start_new_session=True,
-            )
-        self._heard = b""
-        if self._hear(_SLACK) is None:
-            said = _text(Path(self._home, "guard.txt"))
+        """Start the guard; more than once, where it is killed at that.
+
+        Raises:
+            StudyError: it does not start.
+        """
+        for _ in range(_ATTEMPTS):
+            self._home = Path(tempfile.mkdtemp(prefix="slapo-tune-"))
+            Path(self._home, "payload").write_bytes(self.payload)
+            errors = Path(self._home, "guard.txt")
+            with errors.open("wb") as file:
+                self._guard = subprocess.Popen(
+                    [sys.executable, "-m", "slapo_tune.trials.guard", str(self._home), *self._preload],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=file,
+                    start_new_session=True,
+                )
+            self._heard = b""
+            if self._hear(_SLACK) is not None:
+                return
+            said = _text(errors)
             self._stop()
-            raise StudyError(f"the guard of the trials' processes does not start\n{said}")
+        raise StudyError(f"the guard of the trials' processes does not start\n{said}")
 
     def _stop(self) -> None:
         """Let the guard end everything, by closing what it listens to."""
@@ -188,6 +197,15 @@ class Trials:
         if self._home is not None:
             shutil.rmtree(self._home, ignore_errors=True)
             self._home = None
+
+
+def accelerator_of(study: Study) -> str:
+    """``"cuda"`` or ``"cpu"``: what trials run on, here."""
+    if study.accelerator is not None:
+        return study.accelerator
+    import torch
+
+    return "cuda" if torch.cuda.device_count() >= study.world_size else "cpu"
 
 
 def _plain(study: Study) -> dict[str, Any]:

@@ -42,7 +42,7 @@ def main() -> None:
     end_with(guard)
     line = socket.socket(fileno=descriptor)
     for name in (*_PRELOAD, *sys.argv[3:]):
-        with contextlib.suppress(ImportError):  # ranks say so, if it matters
+        with contextlib.suppress(Exception):  # whatever it raises: the ranks that import it again say so
             importlib.import_module(name)
     for name in _NAMES:
         getattr(slapo_core, name)

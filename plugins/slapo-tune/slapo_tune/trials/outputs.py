@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from types import TracebackType
 
@@ -33,7 +34,7 @@ class Output:
 
     def __init__(self, path: str | Path) -> None:
         self._path = Path(path)
-        self._file = self._path.open("wb")
+        self._file = self._path.open("wb", buffering=0)
         self._room = HEAD
         self._tail = bytearray()
         self._left_out = 0
@@ -41,8 +42,8 @@ class Output:
     def write(self, data: bytes) -> None:
         head, rest = data[: self._room], data[self._room :]
         if head:
-            self._file.write(head)
-            self._file.flush()
+            with contextlib.suppress(OSError):  # the disk is full: what is printed is not what a trial is made for
+                self._file.write(head)
             self._room -= len(head)
         self._tail += rest
         if len(self._tail) > 2 * TAIL:
@@ -60,7 +61,8 @@ class Output:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._cut()
-        if self._left_out:
-            self._file.write(f"\n... {self._left_out} bytes left out ...\n".encode())
-        self._file.write(self._tail)
-        self._file.close()
+        with contextlib.suppress(OSError):
+            if self._left_out:
+                self._file.write(f"\n... {self._left_out} bytes left out ...\n".encode())
+            self._file.write(self._tail)
+            self._file.close()

@@ -38,26 +38,28 @@ def run_rank(directory: str, rank: int) -> int:
     """
     job = files.read(Path(directory, "job.json"))
     assert job is not None
-    with files.trace(directory, rank).open("w") as trace:
-        faulthandler.enable(trace)
-        faulthandler.register(signal.SIGUSR1, trace, all_threads=False)
-        phase = ["prepare"]
-        try:
-            said = _run(job, rank, phase)
-        except BaseException as error:  # noqa: BLE001 - told in the file, SystemExit and the like too
-            said = described(error, phase[0])
-        files.write(files.result(directory, rank), {**said, "rank": rank, "at": time.monotonic()})
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError, AttributeError):  # the user's code closed it
-                stream.flush()
-        if said["outcome"] == "raised":
-            return 1
-        patience = time.monotonic() + _WAITING
-        while time.monotonic() < patience and not all(
-            files.result(directory, other).exists() for other in range(job["ranks"])
-        ):
-            time.sleep(0.005)
-        return 0
+    own = os.getpid()
+    trace = os.open(files.trace(directory, rank), os.O_WRONLY | os.O_CREAT)
+    faulthandler.enable(trace)
+    faulthandler.register(signal.SIGUSR1, trace, all_threads=False)
+    phase = ["prepare"]
+    try:
+        said = _run(job, rank, phase)
+    except BaseException as error:  # noqa: BLE001 - told in the file, SystemExit and the like too
+        said = described(error, phase[0])
+    if os.getpid() != own:
+        os._exit(1)  # a process that the user's code forked came back as well: it is not the rank
+    files.write(files.result(directory, rank), {**said, "rank": rank, "at": time.monotonic()})
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # the user's code closed it
+            stream.flush()
+    if said["outcome"] == "raised":
+        return 1
+    patience = time.monotonic() + _WAITING
+    others = [files.result(directory, other) for other in range(job["ranks"])]
+    while time.monotonic() < patience and not all(file.exists() for file in others):
+        time.sleep(0.005)
+    return 0
 
 
 def _run(job: Mapping[str, Any], rank: int, phase: list[str]) -> dict[str, Any]:
@@ -69,11 +71,12 @@ def _run(job: Mapping[str, Any], rank: int, phase: list[str]) -> dict[str, Any]:
     from slapo_tune.trials.sending import opened
     from slapo_tune.trials.tasks import TASKS, Task
 
-    torch.set_num_threads(1)
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     functions = opened(Path(job["payload"]).read_bytes())
     device = None
     if job["task"] != "check":
-        device = _device(job["settings"], job["ranks"], rank)
+        device = _device(job["settings"]["accelerator"], job["ranks"], rank)
+        phase[0] = "join"
         _join(job, rank, device)
     limit = job["settings"].get("process_memory")
     if limit is not None:
@@ -86,7 +89,8 @@ def _run(job: Mapping[str, Any], rank: int, phase: list[str]) -> dict[str, Any]:
 def _set_environment(job: Mapping[str, Any], rank: int) -> None:
     os.environ.clear()
     os.environ.update({key: value for key, value in job["environment"].items() if not key.startswith("TORCHELASTIC_")})
-    os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1", _IN_TRIAL: str(rank)})
+    os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), _IN_TRIAL: str(rank)})
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.update({"WORLD_SIZE": str(job["ranks"]), "LOCAL_WORLD_SIZE": str(job["ranks"])})
     os.environ["TMPDIR"] = str(Path(job["directory"], "tmp"))
     loopback = {name for _, name in socket.if_nameindex()} & {"lo", "lo0"}
@@ -94,13 +98,14 @@ def _set_environment(job: Mapping[str, Any], rank: int) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", min(loopback))
 
 
-def _device(settings: Mapping[str, Any], ranks: int, rank: int) -> str:
+def _device(accelerator: str, ranks: int, rank: int) -> str:
+    if accelerator == "cpu":
+        return "cpu"
     import torch
 
-    count = torch.cuda.device_count() if settings["accelerator"] != "cpu" and torch.cuda.is_available() else 0
-    if settings["accelerator"] == "cuda" and count < ranks:
+    if (count := torch.cuda.device_count()) < ranks:
         raise RuntimeError(f"{ranks} ranks need as many GPUs, and there are {count}; accelerator='cpu' takes the CPU")
-    return f"cuda:{rank}" if count >= ranks else "cpu"
+    return f"cuda:{rank}"
 
 
 def _join(job: Mapping[str, Any], rank: int, device: str) -> None:

@@ -1,0 +1,25 @@
+"""Points at random."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from slapo_core import Sampler
+from slapo_core.spec.sampler import Point, SearchSpace, Trial
+from slapo_tune.samplers.moves import drawn
+from slapo_tune.samplers.replaying import Asking
+
+__all__ = ["Random"]
+
+
+class Random(Sampler):
+    """Points that fit, at random: each symbol's candidates are equally likely; ends when all were tried."""
+
+    name = "random"
+
+    def suggest(self, space: SearchSpace, history: Sequence[Trial], seed: int) -> Point | None:
+        ask = Asking(space, history, seed)
+        for trial in ask.others():
+            ask.value(trial.point)
+        ask.random.seed(f"random {seed} {len(history)}")
+        return drawn(ask)
