@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from slapo_tune.loading import load_study
 from slapo_tune.study import Study
@@ -23,5 +24,5 @@ def load(file: Path, *, log: Path | None = None, trials: int | None = None, samp
     Raises:
         StudyError: there is no such file, it cannot be imported, or it has no such study.
     """
-    changes = {"log": log, "trials": trials, "sampler": sampler}
+    changes: dict[str, Any] = {"log": log, "trials": trials, "sampler": sampler}
     return replace(load_study(file), **{name: value for name, value in changes.items() if value is not None})
