@@ -1,4 +1,4 @@
-"""examples/tune_bert.py: a search over real ranks, small; only what fits is started, and the best is verified."""
+"""examples/tune_bert.py: a small search over real ranks; what does not fit is never started, the best is verified."""
 
 from __future__ import annotations
 

@@ -12,8 +12,7 @@ import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from slapo_core import Sampler
-from slapo_core.errors import SlapoError
+from slapo_core import Sampler, SlapoError
 from slapo_core.spec.sampler import Point, SearchSpace, Trial
 from slapo_tune.samplers.moves import candidates_of, drawn
 from slapo_tune.samplers.replaying import Asking

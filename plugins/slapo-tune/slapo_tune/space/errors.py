@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slapo_core.errors import SlapoError
+from slapo_core import SlapoError
 
 __all__ = ["SpaceError"]
 
