@@ -113,7 +113,11 @@ def test_a_missing_file_and_a_wrong_option_end_with_1_and_2(tmp_path: Path, stud
     assert slapo_tune("report", tmp_path / "none.py").exit_code == 1
     assert slapo_tune("report", study, "--tops", "3").exit_code == 2
     assert slapo_tune("report").exit_code == 2
-    assert "cannot be read: No such file or directory" in message("report", study)
+    for command in ("report", "best"):
+        assert re.fullmatch(
+            rf"there is no log {tmp_path}/run.jsonl yet \(in .*\)\n  hint: slapo tune run {study}",
+            message(command, study),
+        )
 
 
 def test_the_report_says_what_the_log_says(searched: Path) -> None:
