@@ -114,10 +114,9 @@ def test_a_missing_file_and_a_wrong_option_end_with_1_and_2(tmp_path: Path, stud
     assert slapo_tune("report", study, "--tops", "3").exit_code == 2
     assert slapo_tune("report").exit_code == 2
     for command in ("report", "best"):
-        assert re.fullmatch(
-            rf"there is no log {tmp_path}/run.jsonl yet \(in .*\)\n  hint: slapo tune run {study}",
-            message(command, study),
-        )
+        said = message(command, study)
+        assert said.startswith(f"there is no log {tmp_path}/run.jsonl yet (in ")
+        assert said.endswith(f")\n  hint: slapo tune run {study}")
 
 
 def test_the_report_says_what_the_log_says(searched: Path) -> None:

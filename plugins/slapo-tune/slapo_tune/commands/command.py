@@ -40,8 +40,8 @@ def run(
 ) -> None:
     """Search a study from its beginning.
 
-    One that has a log already goes on by `slapo tune resume`. Progress goes to stderr, what was found to stdout. Ctrl-C ends the running trial and keeps all finished ones (exit
-    status 130). Exits with status 1 if no trial was ok.
+    One that has a log already goes on by `slapo tune resume`. Progress goes to stderr, what was found to stdout. Ctrl-C
+    ends the running trial and keeps all finished ones (exit status 130). Exits with status 1 if no trial was ok.
     """
     from slapo_tune.commands.searching import run_study
 
@@ -107,7 +107,8 @@ def best(
 ) -> None:
     """Verify, apply and save the best schedule.
 
-    It is verified on real ranks, unless the search has done so, and applied to the model from its document. Exits with status 1 if the schedule does not agree with the untouched model, or that could not be found out.
+    It is verified on real ranks, unless the search has done so, and applied to the model from its document. Exits with
+    status 1 if the schedule does not agree with the untouched model, or that could not be found out.
     """
     from slapo_tune.commands.winning import best_of_study
 
