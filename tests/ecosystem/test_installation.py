@@ -160,7 +160,7 @@ def test_nothing_undeclared_is_there(clean: CleanEnvironment) -> None:
 def test_every_plugin_is_listed_as_ok(clean: CleanEnvironment) -> None:
     listed = clean.python("-m", "slapo_core.cli.main", "plugins", "list")
     rows = [line.split()[:3] for line in listed.splitlines() if line.startswith("slapo-")]
-    names = ("core", "deepspeed", "fusion", "hello", "loop", "megatron", "pipeline", "tp")
+    names = ("core", "deepspeed", "fusion", "hello", "loop", "megatron", "pipeline", "tp", "tune")
     assert {row[0]: row[2] for row in rows} == {f"slapo-{name}": "ok" for name in names}
 
 

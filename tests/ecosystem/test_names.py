@@ -11,6 +11,7 @@ from torch import nn
 import slapo_core as slapo
 from slapo_core.errors import AmbiguousNameError, DisabledPluginError, UnknownNameError
 from slapo_core.schedule.sugar import bound_primitive
+from slapo_core.spec.kinds import KINDS
 from slapo_core.spec.reserved import FIRST_PARTY_NAMES, PLANNED_PRIMITIVES, RESERVED_NAMES
 from slapo_core.testing.distributions import FakeDistribution, FakeEnvironment
 from tests.dists.healthy import acme
@@ -180,9 +181,9 @@ def test_what_a_user_is_told_to_install_is_what_this_repository_has() -> None:
     projects = [tomllib.loads(file.read_text())["project"] for file in files]
     assert {
         project["name"]: {
-            group.removeprefix("slapo.v1."): tuple(sorted(name.rpartition(".")[2] for name in points))
+            kind: tuple(sorted(name.rpartition(".")[2] if KINDS[kind].namespaced else name for name in points))
             for group, points in project["entry-points"].items()
-            if group != "slapo.v1.hooks"
+            if (kind := group.removeprefix("slapo.v1.")) != "hooks"
         }
         for project in projects
     } == FIRST_PARTY_NAMES

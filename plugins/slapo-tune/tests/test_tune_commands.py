@@ -1,24 +1,23 @@
-"""``slapo tune``: study files that cannot be used, tables and JSON of a log, progress; nothing is trained here."""
+"""``slapo tune``: study files that cannot be used, tables and JSON of a log, exit codes; nothing is trained here."""
 
 from __future__ import annotations
 
-import io
 import json
 import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
 
 from slapo_core import SlapoError
-from slapo_core.spec.sampler import Trial
 from slapo_tune.commands.command import TuneCommands
 from slapo_tune.commands.loading import load
-from slapo_tune.commands.progress import Progress
 from slapo_tune.log.writing import LogFile
+from slapo_tune.search.events import Finished
 
 from .searched import POINTS, TRIALS
 
@@ -114,7 +113,10 @@ def test_a_missing_file_and_a_wrong_option_end_with_1_and_2(tmp_path: Path, stud
     assert slapo_tune("report", tmp_path / "none.py").exit_code == 1
     assert slapo_tune("report", study, "--tops", "3").exit_code == 2
     assert slapo_tune("report").exit_code == 2
-    assert "cannot be read: No such file or directory" in message("report", study)
+    for command in ("report", "best"):
+        said = message(command, study)
+        assert said.startswith(f"there is no log {tmp_path}/run.jsonl yet (in ")
+        assert said.endswith(f")\n  hint: slapo tune run {study}")
 
 
 def test_the_report_says_what_the_log_says(searched: Path) -> None:
@@ -161,55 +163,84 @@ def test_the_space_is_shown_without_a_log(study: Path) -> None:
     assert answer["refused"] == [{"point": {"batch": 1}, "reason": "a batch has at least 2 samples"}]
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
+def test_a_search_that_is_interrupted_says_how_to_go_on(
+    study: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from slapo_tune.commands import searching
 
+    def interrupted(chosen: Any, *, resume: bool, tell: Any) -> None:
+        tell(Finished(TRIALS[0]))
+        raise KeyboardInterrupt
 
-def progress(file: io.StringIO, now: list[float], **more: Any) -> Progress:
-    settings: dict[str, Any] = {"unit": "samples/s", "points": 16, "limit": None, "timeout": 300.0}
-    return Progress(**{**settings, **more}, file=file, clock=lambda: now[0])
-
-
-def test_progress_without_a_terminal_is_one_line_a_trial() -> None:
-    file = io.StringIO()
-    with progress(file, [0.0]) as shown:
-        for trial in TRIALS[:5]:
-            shown.started(trial.number, trial.point)
-            shown.finished(trial)
-    lines = file.getvalue().splitlines()
-    assert lines[0] == (
-        "trial 0 (1 of 16)  ok  10 samples/s  batch=2 checkpoint=0 kernel=plain  4.0 s  1000B  best so far  "
-        "at most 1 min 0 s left"
-    )
-    assert lines[2].startswith(
-        "trial 2 (3 of 16)  over_memory  batch=2 checkpoint=0.5 kernel=plain  needs 3.2GiB of 3GiB"
-    )
-    assert "Traceback" not in file.getvalue()
-    assert len(lines) == 5
-
-
-def test_the_time_left_is_that_of_the_trials_still_allowed() -> None:
-    now = [0.0]
-    shown = progress(io.StringIO(), now, limit=4, trials=TRIALS[:2])
-    assert shown.left() == 2 * 4.0  # two of four, four seconds each
-    shown.started(2, POINTS[2])
-    now[0] = 3.0
-    assert shown.left() == 5.0
-    assert progress(io.StringIO(), now).left() is None
-
-
-def test_progress_on_a_terminal_shows_the_best_and_the_running_trial() -> None:
-    file, now = Terminal(), [0.0]
-    with progress(file, now, trials=TRIALS[:2]) as shown:
-        shown.started(2, POINTS[2])
-        now[0] = 8.0
-        picture = str(shown._picture())
-        shown.finished(Trial(2, POINTS[2], "timeout", reason="not finished within 300 s [bold]", seconds=8.0))
-    assert picture.splitlines() == [
-        "2 of 16 points  ok 2",
-        "best  30 samples/s  batch=2 checkpoint=0 kernel=flash",
-        "now   trial 2  batch=2 checkpoint=0.5 kernel=plain  8.0 s of 5 min 0 s at most",
-        "left  48 s at most",
+    monkeypatch.setattr(searching, "search", interrupted)
+    other = study.parent / "deep" / "other.jsonl"
+    done = slapo_tune("run", study, "--log", other, "--sampler", "random")
+    assert done.exit_code == 130
+    assert done.stdout == ""
+    assert done.stderr.splitlines()[0].startswith("trial 0 (1 of 16)  ok  10 samples/s")
+    assert done.stderr.splitlines()[1:] == [
+        f"interrupted: all finished trials are in {other}; go on by",
+        f"  slapo tune resume {study} --log {other} --sampler random",
     ]
-    assert "[bold]" in file.getvalue()
+    assert other.parent.is_dir()  # the log's directory is made
+
+
+def test_a_search_begins_once_and_goes_on_from_what_is_there(searched: Path, study: Path) -> None:
+    log = searched.parent / "run.jsonl"
+    before = log.read_bytes()
+    assert message("run", searched) == (
+        f"the log {log} has 11 trials already\n"
+        f"  hint: slapo tune resume {searched}, or slapo tune run {searched} --log ANOTHER.jsonl"
+    )
+    assert message("resume", searched, "--log", "none.jsonl") == (
+        f"there is no log none.jsonl to go on with\n  hint: slapo tune run {searched} --log none.jsonl"
+    )
+    assert "is the log of another study" in message("resume", searched)
+    assert log.read_bytes() == before
+
+
+def test_a_search_without_a_verified_schedule_ends_with_1(study: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from slapo_tune.commands import searching
+
+    def ended(winner: Any, trials: Any) -> Any:
+        monkeypatch.setattr(
+            searching, "search", lambda *_, **__: SimpleNamespace(trials=trials, winner=winner, ended="space")
+        )
+        return slapo_tune("run", study)
+
+    right = ended(SimpleNamespace(right=True, reason=""), TRIALS)
+    assert (right.exit_code, "the best schedule is verified" in right.output) == (0, True)
+    unknown = ended(SimpleNamespace(right=None, reason="timeout"), TRIALS)
+    assert (unknown.exit_code, "not verified: timeout" in unknown.output) == (0, True)
+    none = ended(None, TRIALS[2:6])
+    assert none.exit_code == 1
+    assert "no trial was ok\nthe search ended: the sampler proposes nothing more\n  1 oom: rank 1 ran" in none.output
+
+
+def test_the_best_schedule_is_that_of_an_ok_trial(searched: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from slapo_tune.commands import winning
+
+    def proved(right: bool | None) -> Any:
+        document = {"slapo_schedule": 1, "records": []}
+        winner = SimpleNamespace(
+            number=1, point=POINTS[1], value=30.0, document=document, right=right, reason="differs", text="checked",
+            versions={}, apply=lambda model, example_inputs: SimpleNamespace(records=[], explain=lambda: ""),
+        )  # fmt: skip
+        monkeypatch.setattr(winning, "prove", lambda study, trial: winner)
+        return winner
+
+    out = searched.parent / "new" / "schedule.json"
+    proved(None)
+    done = slapo_tune("best", searched, "--out", out)
+    assert (done.exit_code, "not verified: differs" in done.output) == (1, True)
+    out.unlink()
+    proved(False)
+    done = slapo_tune("best", searched, "--out", out)
+    assert (done.exit_code, out.exists(), "WRONG: differs" in done.output) == (1, False, True)
+    proved(True)
+    assert slapo_tune("best", searched, "--out", out).exit_code == 0
+    kept = json.loads(out.read_text())
+    assert (kept["records"], kept["tuned"]["point"]) == ([], POINTS[1])
+    assert json.loads(slapo_tune("best", searched, "--json").output)["trial"]["number"] == 1
+    assert message("best", searched, "--trial", 4) == "trial 4 was not ok: oom: rank 1 ran out of memory\nTraceback ..."
+    assert "the schedule cannot be written: " in message("best", searched, "--out", searched / "no" / "x.json")

@@ -38,9 +38,10 @@ def run(
     sampler: Chosen = None,
     as_json: AsJson = False,
 ) -> None:
-    """Run a study from its beginning; one that has a log already goes on by `slapo tune resume`.
+    """Search a study from its beginning.
 
-    Progress goes to stderr, what was found to stdout. Ctrl-C ends the running trial and keeps all finished ones.
+    One that has a log already goes on by `slapo tune resume`. Progress goes to stderr, what was found to stdout. Ctrl-C
+    ends the running trial and keeps all finished ones (exit status 130). Exits with status 1 if no trial was ok.
     """
     from slapo_tune.commands.searching import run_study
 
@@ -54,7 +55,10 @@ def resume(
     sampler: Chosen = None,
     as_json: AsJson = False,
 ) -> None:
-    """Go on with a study where its log ends: no finished trial is repeated."""
+    """Go on with a study where its log ends.
+
+    No finished trial is repeated; all else is as for `slapo tune run`.
+    """
     from slapo_tune.commands.searching import run_study
 
     run_study(study, log=log, trials=trials, sampler=sampler, as_json=as_json, resume=True)
@@ -68,9 +72,10 @@ def report(
     top: Annotated[int, typer.Option(min=1, help="So many of the best trials.")] = 10,
     as_json: AsJson = False,
 ) -> None:
-    """Say what a search found: the best, how trials ended and why, predictions, what each symbol does.
+    """Say what a search found.
 
-    Works while the search runs, too.
+    The best, how trials ended and why, predicted against measured, what each symbol does; works while the search runs,
+    too.
     """
     from slapo_tune.commands.reporting import report_study
 
@@ -83,7 +88,10 @@ def show(
     log: LogFile = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show one trial: its point, how it ended and why, numbers, and the end of what it printed; or the space."""
+    """Show one trial, or the space.
+
+    Of a trial: its point, how it ended and why, numbers, and the end of what its ranks printed.
+    """
     from slapo_tune.commands.showing import show_study
 
     show_study(study, trial, log=log, as_json=as_json)
@@ -97,9 +105,10 @@ def best(
     again: Annotated[bool, typer.Option("--again", help="Verify once more what the search has verified.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show the best schedule: verified on real ranks, applied to the model from its document, written where wanted.
+    """Verify, apply and save the best schedule.
 
-    Exits with status 1 if the schedule does not agree with the untouched model, or that could not be found out.
+    It is verified on real ranks, unless the search has done so, and applied to the model from its document. Exits with
+    status 1 if the schedule does not agree with the untouched model, or that could not be found out.
     """
     from slapo_tune.commands.winning import best_of_study
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from slapo_core import ArgumentError
 from slapo_core.spec.sampler import Trial
+from slapo_tune.log.reading import Log, read_log
 from slapo_tune.space.space import Space
 from slapo_tune.study import Study
 
-__all__ = ["print_json", "some", "space_of", "trial_of", "unit_of"]
+__all__ = ["print_json", "read", "some", "space_of", "trial_of", "unit_of"]
 
 _MANY = 100_000
 """Points of which tables and pictures are made; of a larger space, the first ones."""
@@ -36,6 +38,23 @@ def space_of(study: Study) -> Space:
 def some(points: Iterable[Any]) -> list[Any]:
     """The first ones of a space, which may have any number."""
     return list(islice(points, _MANY))
+
+
+def read(study: Study, file: Path) -> Log:
+    """The study's log.
+
+    Args:
+        study: that has it.
+        file: of the study, for the message.
+
+    Raises:
+        ArgumentError: there is none yet.
+        LogError: it is damaged, or no log.
+    """
+    log = Path(study.log)
+    if not log.exists():
+        raise ArgumentError(f"there is no log {log} yet (in {Path.cwd()})", hint=f"slapo tune run {file}")
+    return read_log(log)
 
 
 def trial_of(trials: Iterable[Trial], number: int) -> Trial:

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from slapo_core import ArgumentError
 from slapo_tune.commands.loading import load
-from slapo_tune.commands.output import print_json, some, space_of, unit_of
-from slapo_tune.log.reading import read_log
+from slapo_tune.commands.output import print_json, read, some, space_of, unit_of
 from slapo_tune.report.pictures.writing import write_pictures
 from slapo_tune.report.report import report
 
@@ -33,7 +32,7 @@ def report_study(
     """
     chosen = _axes(axes)
     study = load(file, log=log)
-    trials = read_log(Path(study.log)).trials
+    trials = read(study, file).trials
     space = space_of(study)
     points, unit = some(space.points()), unit_of(study)
     found = report(points, trials, refused=some(space.refused()), unit=unit)

@@ -79,7 +79,7 @@ def _past(study: Study, file: Path, option: str, *, resume: bool) -> tuple[Trial
     if trials and not resume:
         raise ArgumentError(
             f"the log {log} has {len(trials)} trials already",
-            hint=f"slapo tune resume {file}{option}, or --log ANOTHER",
+            hint=f"slapo tune resume {file}{option}, or slapo tune run {file} --log ANOTHER.jsonl",
         )
     if resume and not log.exists():
         raise ArgumentError(f"there is no log {log} to go on with", hint=f"slapo tune run {file}{option}")

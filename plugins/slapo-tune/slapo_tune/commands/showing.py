@@ -7,8 +7,7 @@ from pathlib import Path
 from slapo_core.spec.sampler import Trial
 from slapo_core.spec.sizes import format_bytes
 from slapo_tune.commands.loading import load
-from slapo_tune.commands.output import print_json, some, space_of, trial_of, unit_of
-from slapo_tune.log.reading import read_log
+from slapo_tune.commands.output import print_json, read, some, space_of, trial_of, unit_of
 from slapo_tune.report.facts import as_json as trial_as_json, reasons
 from slapo_tune.report.symbols import candidates, symbols
 from slapo_tune.report.tables import print_table
@@ -37,7 +36,7 @@ def show_study(file: Path, which: int | None, *, log: Path | None, as_json: bool
     if which is None:
         _show_space(study, as_json=as_json)
         return
-    trial = trial_of(read_log(Path(study.log)).trials, which)
+    trial = trial_of(read(study, file).trials, which)
     printed = output_file(Path(study.log), which)
     tail = printed.read_text(encoding="utf-8", errors="replace").splitlines() if printed.is_file() else []
     if as_json:

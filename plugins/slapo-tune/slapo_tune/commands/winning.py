@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,8 @@ import typer
 from slapo_core import ArgumentError, Schedule
 from slapo_core.spec.sampler import Trial
 from slapo_tune.commands.loading import load
-from slapo_tune.commands.output import print_json, trial_of, unit_of
+from slapo_tune.commands.output import print_json, read, trial_of, unit_of
 from slapo_tune.errors import LogError
-from slapo_tune.log.reading import read_log
 from slapo_tune.report.facts import as_json as trial_as_json, best_trial
 from slapo_tune.report.words import number, point_words
 from slapo_tune.search.winner import Winner, apply, best, prove
@@ -40,7 +40,7 @@ def best_of_study(
     Raises:
         ArgumentError: no trial was ok, or not this one; there is no document, or it cannot be written.
     """
-    study = load(file, log=log)
+    study = replace(load(file, log=log), verify=True)
     chosen = _chosen(study, file, trial)
     winner = (None if again else _kept(study, chosen)) or prove(study, chosen)
     schedule = _applied(study, chosen, winner)
@@ -57,7 +57,7 @@ def best_of_study(
 
 
 def _chosen(study: Study, file: Path, which: int | None) -> Trial:
-    trials = read_log(Path(study.log)).trials
+    trials = read(study, file).trials
     if which is None:
         found = best_trial(trials)
         if found is None:
