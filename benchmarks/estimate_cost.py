@@ -3,7 +3,9 @@
 126 layers, tp 8 x dp 16, every layer checkpointed, bfloat16, one sequence of 8192 tokens: the model, the schedule, two
 training steps under all trackers.
 
-    OMP_NUM_THREADS=1 python benchmarks/estimate_cost.py [--layers 126] [--write]
+    OMP_NUM_THREADS=1 python benchmarks/estimate_cost.py [--layers 126] [--pp 9] [--write]
+
+With pp the first of its ranks is played, with as many micro-batches as stages.
 """
 
 from __future__ import annotations
@@ -59,24 +61,36 @@ def schedule(sch: slapo.Schedule) -> None:
         node.checkpoint()
 
 
+def cut(sch: slapo.Schedule, layers: int, pp: int) -> None:
+    """The same, in stages of equally many layers."""
+    schedule(sch)
+    for last in range(layers // pp - 1, layers - 1, layers // pp):
+        sch[f"model.layers.{last}"].pipeline_split()
+
+
 def main() -> None:
     """Run it in this process, and say what it took."""
     arguments = argparse.ArgumentParser(description=__doc__)
     arguments.add_argument("--layers", type=int, default=126)
+    arguments.add_argument("--pp", type=int, default=1)
     arguments.add_argument("--write", action="store_true", help=f"to {RESULT.name}")
     given = arguments.parse_args()
     torch.set_num_threads(1)
-    ids = torch.empty(1, 8192, dtype=torch.long, device="meta")
-    source = Functions(partial(model, given.layers), schedule)
+    pp = given.pp
+    mesh = {"dp": 2, "pp": pp, "tp": 8} if pp > 1 else MESH
+    ids = torch.empty(pp, 8192, dtype=torch.long, device="meta")
+    steps = partial(cut, layers=given.layers, pp=pp) if pp > 1 else schedule
+    source = Functions(partial(model, given.layers), steps)
     batch = {"input_ids": ids, "labels": ids}
-    request = Request(source, MESH, 0, (0,), batch, partial(torch.optim.AdamW, lr=1e-4))
+    config = {"microbatches": pp} if pp > 1 else {}
+    request = Request(source, mesh, 0, (0,), batch, partial(torch.optim.AdamW, lr=1e-4), config=config)
     begun = time.process_time()
     found = estimate_rank(request)
     seconds = time.process_time() - begun
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     result = {
         "layers": given.layers,
-        "mesh": MESH,
+        "mesh": mesh,
         "cpu_seconds": round(seconds, 1),
         "resident_gib": round(resident / 2**30, 2),
         "peak_gib": round(found.memory.total / 2**30, 2),
@@ -87,7 +101,7 @@ def main() -> None:
         "processor": platform.processor() or platform.machine(),
     }
     print(json.dumps(result, indent=1))
-    if given.write:
+    if given.write and pp == 1:
         RESULT.write_text(json.dumps(result, indent=1) + "\n")
 
 
