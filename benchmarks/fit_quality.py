@@ -159,6 +159,7 @@ def main() -> None:
     for name, (make, sample) in MODELS.items():
         row = compare(name, *make(), options.sample or sample)
         found.append(row)
+        save("fit_quality", found)
         print(
             f"{name:<24} {row['subsets_estimated']} of {2 ** row['units']} subsets estimated, {row['rungs']} to choose "
             f"from; step at most {100 * row['step_longer_than_best_at_most']:.2f} % longer than with the best "
@@ -166,7 +167,6 @@ def main() -> None:
             f"by at most {100 * row['model_of_peaks_off_at_most']:.2f} %; monotone: {row['monotone']}",
             flush=True,
         )
-    save("fit_quality", found)
 
 
 if __name__ == "__main__":

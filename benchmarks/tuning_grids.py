@@ -8,18 +8,25 @@ best at half the layers checkpointed, 30 % above the worst) with made-up numbers
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from slapo_core.spec.sampler import Point
 from slapo_tune.space.space import Space
 
-__all__ = ["Grid", "four_knobs", "held_out", "paper_grid"]
+__all__ = ["Grid", "four_knobs", "held_out", "measured", "paper_grid"]
 
 Key = tuple[Any, ...]
+
+MEASURED = Path(__file__).parent / "results" / "tuning_grid.json"
+
+ABSENT = "-"
+"""In a key, for a symbol that a point does not have."""
 
 
 @dataclass(frozen=True)
@@ -42,16 +49,23 @@ class Grid:
 
     def space(self) -> Space:
         """All of the grid, the points that do not fit among them."""
+        paths = [
+            [(name, value) for name, value in zip(self.symbols, key, strict=True) if value is not ABSENT]
+            for key in self.value
+        ]
 
         def choose(s: Any) -> None:
-            for name, candidates in self.symbols.items():
-                s.choose(name, candidates)
+            left, depth = paths, 0
+            while len(left[0]) > depth:
+                name = left[0][depth][0]
+                value = s.choose(name, dict.fromkeys(path[depth][1] for path in left))
+                left, depth = [path for path in left if path[depth] == (name, value)], depth + 1
 
         return Space(choose)
 
     def key(self, point: Point) -> Key:
         """The values of a point."""
-        return tuple(point[name] for name in self.symbols)
+        return tuple(point.get(name, ABSENT) for name in self.symbols)
 
     def fitting(self) -> list[Key]:
         """What fits."""
@@ -126,6 +140,23 @@ def four_knobs(seed: int = 0) -> Grid:
         "kernel": ("eager", "flash"),
     }
     return made("four knobs", symbols, throughput, needs, without_memory=120, noise=0.01, seed=seed)
+
+
+def measured(file: Path = MEASURED) -> Grid:
+    """The grid that `tuning_grid.py` measured: the bytes are those that were predicted, a quarter of it does not fit.
+
+    Args:
+        file: as it is written there.
+    """
+    record = json.loads(file.read_text())
+    names = record["symbols"]
+    value, needs = {}, {}
+    for trial in record["trials"]:
+        key = tuple(trial["point"].get(name, ABSENT) for name in names)
+        if trial["status"] == "ok":
+            value[key], needs[key] = trial["value"], int(trial["predicted"]["memory"])
+    order = sorted(needs.values())
+    return Grid("measured", {name: tuple(names[name]) for name in names}, value, needs, order[len(order) * 3 // 4])
 
 
 def held_out(count: int = 20, prefix: str = "held out") -> Iterator[Grid]:

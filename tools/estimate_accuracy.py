@@ -83,6 +83,9 @@ def _off(memory: Memory, peak: int) -> float:
 
 
 def _more(case: Case) -> str:
+    if case.family == "resnet":  # it has no masks, heads or embeddings
+        found = [f"accumulate={case.accumulate}"] if case.accumulate > 1 else []
+        return ", ".join([*found, "frozen first convolution"] if case.frozen else found)
     found = [f"mask: {case.mask}"] if case.mask != "none" else []
     found += ["untied"] if not case.tied else []
     found += [f"{case.kv_heads} kv heads"] if case.kv_heads != 8 else []

@@ -20,6 +20,7 @@ from slapo_core.native.engine import TorchEngine
 from slapo_core.plugins.process import current_registry
 from slapo_core.spec.preconditions import After, Distributed, Divisible
 from slapo_core.spec.request import BuildRequest, ScheduledModel
+from slapo_core.spec.sampler import SearchSpace
 from slapo_core.spec.state import LiveTensor, ModelState
 from slapo_core.spec.tracer import Flag, Guard, Recorded, Untraceable, check
 from slapo_core.tree.group import NodeGroup
@@ -66,6 +67,7 @@ _PARTS: dict[str, tuple[str, ...]] = {
         "Fact",
         "Problem",
     ),
+    "Writing samplers": ("Sampler", "SearchSpace", "Trial"),
     "Writing tracers": ("Tracer", "Recorded", "Guard", "Flag", "Untraceable", "check"),
 }
 _HOMES = {
@@ -80,13 +82,13 @@ _BESIDE = {
     cls.__name__: cls
     for cls in (
         After, BuildRequest, Distributed, Divisible, Flag, Guard, Largest, LiveTensor, ModelState, NodeGroup, Recorded,
-        ScheduledModel, TorchDialect, TorchEngine, Untraceable, VerifyReport, check,
+        ScheduledModel, SearchSpace, TorchDialect, TorchEngine, Untraceable, VerifyReport, check,
     )
 }  # fmt: skip
 """Classes that users or plugin authors meet, and that are no names of ``slapo_core`` itself."""
 _NOT_MADE_BY_HAND = (
     "Schedule", "NodeGroup", "VerifyReport", "Largest", "TorchDialect", "TorchEngine", "Edit", "Mesh", "Record",
-    "LiveTensor",
+    "LiveTensor", "SearchSpace",
 )  # fmt: skip
 # class -> another class of which it is the implementation: what that documents is not said again, and what only the
 # implementation has is described with it.

@@ -57,7 +57,7 @@ def estimate(
         str | None, typer.Option("--memory", help="Exit with 1 if a rank needs more, e.g. 70GiB.")
     ] = None,
     each: Annotated[bool, typer.Option("--each", help="List every collective by itself.")] = False,
-    timeout: Annotated[float, typer.Option("--timeout", help="Seconds for each kind of rank.")] = 600.0,
+    timeout: Annotated[float, typer.Option("--timeout", min=1.0, help="Seconds for each kind of rank.")] = 600.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, keys sorted.")] = False,
 ) -> None:
     """Predict peak memory, collectives, operations and time of a training step, for a mesh of any size.
@@ -74,16 +74,22 @@ def estimate(
     from slapo_core.cli.device import find_device, progress
     from slapo_core.cli.estimate_tables import as_plain, print_estimate
     from slapo_core.cli.output import print_json
+    from slapo_core.errors import ArgumentError
     from slapo_core.spec.sizes import format_bytes, parse_bytes
 
     sizes = mesh_of(mesh)
-    limit = None if memory is None else parse_bytes(memory, name="--memory")
+    try:
+        limit = None if memory is None else parse_bytes(memory)
+    except ArgumentError as error:
+        raise typer.BadParameter(f"{error.message}; e.g. {error.hint}", param_hint="--memory") from error
     spec = None if device is None else find_device(device)
     if not batch:
         raise typer.BadParameter("needed, e.g. --batch input_ids=4x512:int64", param_hint="--batch")
     sys.path.insert(0, str(Path.cwd()))
     make_model = find(model, "MODULE:MODEL_FN")
     apply = _no_steps if schedule is None else find(schedule, "--schedule")
+    compute_loss = None if loss is None else find(loss, "--loss")
+    inputs, factory = batch_of(batch), optimizer_of(optimizer)
     from slapo_core.estimation.estimating import estimate_functions
 
     with progress(None, "estimating") as tell:
@@ -91,11 +97,11 @@ def estimate(
         found = estimate_functions(
             make_model,
             apply,
-            batch_of(batch),
+            inputs,
             mesh=sizes,
             rank=rank,
-            optimizer=optimizer_of(optimizer),
-            loss=None if loss is None else find(loss, "--loss"),
+            optimizer=factory,
+            loss=compute_loss,
             device=spec,
             accumulate=accumulate,
             timeout=timeout,

@@ -40,7 +40,7 @@ def mesh_of(text: str | None) -> dict[str, int] | None:
     sizes: dict[str, int] = {}
     for part in text.split(","):
         mesh_dim, equals, size = part.strip().partition("=")
-        if not equals or not size.isascii() or not size.isdecimal() or mesh_dim in sizes:
+        if not equals or not size.isascii() or not size.isdecimal() or mesh_dim in sizes or int(size) < 1:
             raise typer.BadParameter(f"{text!r} is not of the form dp=8,tp=8", param_hint="--mesh")
         sizes[mesh_dim] = int(size)
     return sizes
@@ -64,7 +64,10 @@ def optimizer_of(name: str) -> Callable[..., Any] | None:
 def batch_of(words: Sequence[str]) -> Any:
     """The batch: what a function gives; or a dictionary of tensors, or a tuple of those without a name."""
     if len(words) == 1 and _FUNCTION.fullmatch(words[0]) and _TENSOR.fullmatch(words[0]) is None:
-        return find(words[0], "--batch")()
+        made = find(words[0], "--batch")()
+        if made is None:
+            raise typer.BadParameter(f"{words[0]} gives None, and no batch", param_hint="--batch")
+        return made
     named: dict[str, Any] = {}
     positional: list[Any] = []
     for word in words:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import nn
@@ -14,11 +13,14 @@ if TYPE_CHECKING:
 
 __all__ = ["Assumptions"]
 
+Factory: TypeAlias = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
 _ALWAYS = (
     "operations are those of torch on the CPU: on another device a kernel may keep more or less for the backward pass "
     "(attention with dropout keeps its matrix)",
     "bytes are those of tensors, without what an allocator, cuBLAS or NCCL take beside them",
     "the output of a step is dropped before the next one",
+    "what is compiled is estimated as it runs without: the compiler fuses, and keeps less",
 )
 
 
@@ -33,8 +35,8 @@ class Assumptions:
         return tuple(self._found)
 
     def integers_are_one(self) -> None:
-        """The batch is on the meta device."""
-        self._found["integers of the batch, which has no values, are taken to be 1: masks mask nothing"] = None
+        """The batch is on the meta device, or too large to be sent."""
+        self._found["integers of the batch, which has no values here, are taken to be 1: masks mask nothing"] = None
 
     def seconds(self, device: DeviceSpec) -> None:
         """The time is predicted."""
@@ -77,14 +79,24 @@ class Assumptions:
             model.train()
             self._found["the model, which is in evaluation mode as a whole, is put into training mode"] = None
 
-    @contextmanager
-    def uncompiled(self, model: nn.Module) -> Iterator[None]:
-        """While it lasts, what is compiled runs as it is written."""
-        compiled = any(
-            module._compiled_call_impl is not None or isinstance(module, torch._dynamo.OptimizedModule)
-            for module in model.modules()
-        )
-        if compiled:
-            self._found["what is compiled is estimated as it runs without: the compiler fuses, and keeps less"] = None
-        with torch.compiler.set_stance("force_eager"):
-            yield
+    def told_of(self, factory: Factory | None) -> Factory | None:
+        """The optimiser's factory, with a look at what it makes."""
+        if factory is None:
+            return None
+
+        def made(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+            optimizer = factory(parameters)
+            groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else []
+            if any("foreach" in each and each["foreach"] is None and not each.get("fused") for each in groups):
+                self._found[
+                    "the optimiser takes parameters one by one, as on the CPU; on a GPU its default takes all at once, "
+                    "with temporaries of their size: optimizer=functools.partial(..., foreach=True) counts them"
+                ] = None
+            return optimizer
+
+        return made
+
+    def number(self) -> float:
+        """In place of one that an optimiser reads and nobody knows, such as the norm of an update: it is a factor."""
+        self._found["numbers that the optimiser reads are taken to be 1"] = None
+        return 1.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 from collections.abc import Callable, Mapping
@@ -174,11 +175,13 @@ def play(request: Request) -> Played | SlapoError:
         fakes = [fake_batch(piece, mode, values, assumptions) for piece in pieces]
         trackers = Trackers.of(schedule, request)
         model = schedule.model
-        with assumptions.uncompiled(schedule.model):
+        values.otherwise = lambda: assumptions.number() if trackers.place.step == "optimizer" else None
+        watched = dataclasses.replace(request, optimizer=assumptions.told_of(request.optimizer))
+        with torch.compiler.set_stance("force_eager"):
             if pipeline is None:
-                train(schedule, fakes, request, mode, trackers, values)
+                train(schedule, fakes, watched, mode, trackers, values)
             else:
-                train_stages(schedule, pipeline, fakes, request, mode, trackers, values)
+                train_stages(schedule, pipeline, fakes, watched, mode, trackers, values)
         assumptions.without_gradients(trackers.without_gradients)
         waits = pipeline.share if pipeline is not None else 0.0
         return Played(trackers.result(request), kinds_of_ranks(schedule, request.mesh), assumptions.found(), waits)

@@ -185,6 +185,12 @@ def estimate_source(
         config: see :func:`estimate`.
     """
     sizes = _sizes(mesh)
+    if device is not None and not isinstance(device, DeviceSpec):
+        raise ArgumentError(
+            f"device must be a DeviceSpec (got {type(device).__name__})",
+            hint="device=slapo_core.DeviceSpec(name, flops=..., bandwidth=..., launch=...), as `slapo device measure` "
+            "makes one; without it no time is predicted",
+        )
     _check(sizes, rank, optimizer, loss, accumulate)
     request = Request(
         source,

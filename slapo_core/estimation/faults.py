@@ -35,11 +35,11 @@ def explained(error: Exception, *, doing: str, model: nn.Module | None) -> Slapo
     where += f" (`{line}`)" if line else ""
     if isinstance(error, Unknown):
         return EstimateError(
-            f"the model decides{where} by values that only a real run has: {error}",
+            f"the model asks{where} for values that only a real run has: {error}",
             path=module,
             hint="integers are known where they follow from a batch with values, or from a buffer of a model with "
-            "values: give those, not on the meta device; what it computes is not known: let the module compute alike "
-            f"for all values, sch['{module or 'path'}'].replace(...)",
+            "values: give those, not on the meta device; what it computes is not known: leave out what only logs, or "
+            f"let the module compute alike for all values, sch['{module or 'path'}'].replace(...)",
             location=location,
         )
     if isinstance(error, UnsupportedOperatorException):

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from slapo_core.errors import EstimateError
 from slapo_core.estimation.place import Place
 from slapo_core.estimation.private import FakeTensor, is_traceable_wrapper_subclass
 from slapo_core.estimation.results import Memory
@@ -138,8 +139,8 @@ def _storages(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
             yield from _storages(getattr(tensor, name))
     elif tensor.layout is torch.strided:
         yield tensor.untyped_storage()
-    elif tensor.layout is torch.sparse_coo:
-        yield from _storages(tensor._indices())
-        yield from _storages(tensor._values())
     else:
-        raise NotImplementedError(f"memory of tensors of layout {tensor.layout}")
+        raise EstimateError(
+            f"a tensor of layout {tensor.layout} does not say how much it holds before it has values",
+            hint="nn.Embedding(..., sparse=False), or whatever makes it dense",
+        )

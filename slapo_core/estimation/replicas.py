@@ -54,7 +54,7 @@ class Replicas:
     def __init__(
         self, model: nn.Module, group: dist.ProcessGroup, hold: Callable[[Iterable[torch.Tensor]], None]
     ) -> None:
-        self._group, self._size, self._hold = group, group.size(), hold
+        self._group, self._hold = group, hold
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._buffers = list(model.buffers())
         self._of: dict[nn.Parameter, _Bucket] = {}
@@ -93,10 +93,8 @@ class Replicas:
                 sum(parameter.numel() for parameter in chosen), dtype=chosen[0].dtype, device=chosen[0].device
             )
             self._hold([flat])
-            views, start = {}, 0
-            for parameter in chosen:
-                views[parameter] = flat[start : start + parameter.numel()].view(parameter.shape)
-                start += parameter.numel()
+            parts = flat.split([parameter.numel() for parameter in chosen])
+            views = {parameter: part.view(parameter.shape) for parameter, part in zip(chosen, parts, strict=True)}
             bucket = _Bucket(flat, views)
             self._of.update(dict.fromkeys(chosen, bucket))
 
@@ -105,8 +103,7 @@ class Replicas:
             return
         bucket, gradient = self._of[parameter], parameter.grad
         assert gradient is not None
-        with torch.no_grad():
-            torch.mul(gradient, 1 / self._size, out=bucket.views[parameter])
+        bucket.views[parameter].copy_(gradient)  # divided by the number of replicas on the way
         parameter.grad = bucket.views[parameter]
         if not self._is_rebuilt:
             self._came.append(parameter)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import nn
 
-from slapo_core.errors import ArgumentError, SealedError, SerializationError
+from slapo_core.errors import ArgumentError, EstimateError, SealedError, SerializationError
 from slapo_core.estimation.sending import sendable_batch, stripped
 from slapo_core.estimation.values import Following
 from slapo_core.schedule.creation import create_schedule
@@ -62,8 +62,15 @@ def of_schedule(schedule: Schedule) -> Sent:
     Raises:
         SealedError: the originals were dropped.
         SerializationError: a step cannot be sent to another process.
+        EstimateError: a lazy module has not been run yet.
     """
     instead = "estimate_functions(make_model, schedule, batch), with functions at the top level of a module"
+    lazy = [name for name, parameter in schedule.model.named_parameters() if nn.parameter.is_lazy(parameter)]
+    if lazy:
+        raise EstimateError(
+            f"'{lazy[0]}' of a lazy module has no shape before the model has been called once",
+            hint="model(batch) before sch.estimate(...)",
+        )
     try:
         found = sent(schedule, strip=stripped)
     except SealedError as error:

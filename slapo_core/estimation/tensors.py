@@ -43,7 +43,10 @@ def fake_batch(batch: Any, mode: FakeTensorMode, values: Values, assumptions: As
         fake = _fake(tensor, mode, values)
         if tensor.is_meta and not tensor.is_floating_point() and not tensor.is_complex():
             assumptions.integers_are_one()
-            values.give(fake, torch.ones(tensor.shape, dtype=tensor.dtype))
+            one = torch.ones((), dtype=tensor.dtype)
+            values.give(
+                fake, torch.ones_like(tensor, device="cpu") if is_followed(tensor) else one.expand(tensor.shape)
+            )
         return fake
 
     return tree_map_only(torch.Tensor, made, batch)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,7 +21,7 @@ from slapo_core.estimation.private import (
 
 __all__ = ["Following", "Unknown", "Values", "is_followed", "seen_as_plain"]
 
-_LARGEST = 2**22  # elements of a tensor whose values are followed
+_LARGEST = 2**24  # elements of a tensor whose values are followed
 _VALUE = "_slapo_value"
 _WHOLE = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 _READS = frozenset(
@@ -43,15 +43,19 @@ class Values:
 
     Args:
         mode: of the tensors without memory; None where they are on the meta device.
+
+    Attributes:
+        otherwise: gives a number in the place of one that is read and not known, or None to refuse.
     """
 
     def __init__(self, mode: FakeTensorMode | None = None) -> None:
         self._mode = mode
+        self.otherwise: Callable[[], float | None] = lambda: None
         self._spoiled: dict[int, torch.UntypedStorage] = {}
 
     def give(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
         """``tensor``, without memory, holds ``value``; of floating-point tensors that is not followed."""
-        if is_followed(value) and not value.is_meta:
+        if value.dtype in _WHOLE and not value.is_meta:
             tensor.__dict__[_VALUE] = value
 
     def carry(self, tensor: torch.Tensor, to: torch.Tensor) -> None:
@@ -89,7 +93,10 @@ class Values:
         try:
             return func(*args, **kwargs)
         except (DynamicOutputShapeException, DataDependentOutputException):
-            raise Unknown(str(func)) from None
+            number = self.otherwise() if func is torch.ops.aten._local_scalar_dense.default else None
+            if number is None:
+                raise Unknown(str(func)) from None
+            return number
 
     def _follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], results: list[torch.Tensor]) -> None:
         found = None

@@ -109,7 +109,9 @@ def test_what_makes_no_sense_is_refused_before_anything_runs() -> None:
     cases: list[tuple[type[Exception], str, dict[str, Any]]] = [
         (ArgumentError, "no installed primitive moves activations to the host", {"offload": True}),
         (ArgumentError, "memory must be", {"memory": "much"}),
+        (ArgumentError, "fit takes no rank: it keeps every kind of rank within memory", {"rank": 0}),
         (PathError, "matches no module", {"layers": "encoder.*"}),
+        (ArgumentError, "layers names nothing", {"layers": []}),
         (ArgumentError, "'deep.1' lies within 'deep'", {"layers": ["deep", "deep.1"]}),
         (PreconditionError, "ModuleList has no forward of its own", {"layers": "deep"}),
         (slapo.SerializationError, "optimizer cannot be sent", {"optimizer": lambda params: torch.optim.SGD(params)}),
@@ -119,6 +121,8 @@ def test_what_makes_no_sense_is_refused_before_anything_runs() -> None:
             sch.fit(**{"memory": "1GiB", **arguments})
     with pytest.raises(ArgumentError, match="no blocks of Deep repeat"):
         slapo.create_schedule(Deep(), example_inputs=torch.zeros(1, 32)).fit("1GiB")
+    with pytest.raises(ArgumentError, match=r"fit takes a schedule \(got Net\)"):
+        slapo.fit(Net(), "1GiB")  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="fit needs one batch"):
         slapo.create_schedule(Net()).fit("1GiB")
     sch.seal()

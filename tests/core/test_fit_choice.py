@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -125,3 +125,16 @@ def test_stages_of_a_pipeline_are_chosen_for_each_by_itself() -> None:
         assert max(map(peak, played(set(rung.units)))) == rung.peak
     assert all(rung.units in ((), (0,), (0, 1), (0, 1, 2)) for rung in chain if rung.peak > 1123)
     assert chain[-1].units == ()
+
+
+def test_units_that_take_the_same_time_are_alike_whatever_the_last_digit() -> None:
+    units = [Unit(0, 10, 100, 0, 100)] * 4
+
+    def timed(chosen: set[int]) -> Profile:
+        played = step(units, chosen, head=0)
+        spent = [1e-3 * part.flops + 1e-13 * number for number, part in enumerate(played.parts)]
+        parts = tuple(replace(part, seconds=seconds) for part, seconds in zip(played.parts, spent, strict=True))
+        return replace(played, parts=parts)
+
+    chain = chain_of([(0,)] * 4, [timed(set())], [timed({0, 1, 2, 3})], by_time=True)
+    assert [rung.units for rung in chain] == [(0, 1, 2), (0, 1), (0,), ()]

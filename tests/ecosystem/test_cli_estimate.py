@@ -41,6 +41,9 @@ def schedule(sch):
 def loss(output, batch):
     return output
 
+def nothing_made():
+    return None
+
 def batch():
     return {"x": torch.ones(4, 16), "mask": torch.ones(4, dtype=torch.long)}
 """
@@ -104,6 +107,10 @@ def test_a_step_that_does_not_fit_is_a_failure(here: Path) -> None:
         ((*ESTIMATE, "--batch", "x=4,16"), "'x=4,16' is neither MODULE:FUNCTION nor of the form"),
         ((*ESTIMATE, "--batch", "x=4x16:float31"), "torch has no dtype 'float31'"),
         ((*ESTIMATE, *BATCH, "--optimizer", "Adem"), "torch.optim has no optimiser 'Adem'"),
+        ((*ESTIMATE, *BATCH, "--mesh", "dp=0"), "'dp=0' is not of the form dp=8,tp=8"),
+        ((*ESTIMATE, *BATCH, "--memory", "70G"), 'memory="70GiB"'),
+        ((*ESTIMATE, *BATCH, "--timeout", "0"), "Input should be greater than or equal to 1"),
+        ((*ESTIMATE, "--batch", "tiny_estimated:nothing_made"), "gives None, and no batch"),
         (ESTIMATE, "needed, e.g. --batch input_ids=4x512:int64"),
     ],
 )

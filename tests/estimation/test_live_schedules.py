@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -67,6 +68,20 @@ def test_parameters_that_are_frozen_have_no_gradient_and_modes_stay() -> None:
     assert not model.training
 
 
+def test_what_an_optimiser_does_on_another_device_or_reads_is_said() -> None:
+    sch = scheduled()
+    said = {
+        name: " ".join(sch.estimate(X, optimizer=partial(factory, lr=1e-3, **settings)).assumptions)
+        for name, factory, settings in (
+            ("default", torch.optim.AdamW, {}),
+            ("foreach", torch.optim.AdamW, {"foreach": True}),
+            ("reads", torch.optim.Adafactor, {"foreach": False}),
+        )
+    }
+    assert {name for name, text in said.items() if "foreach=True" in text} == {"default"}
+    assert {name for name, text in said.items() if "taken to be 1" in text} == {"reads"}
+
+
 def test_a_model_of_gigabytes_is_sent_without_its_values(monkeypatch: pytest.MonkeyPatch) -> None:
     from slapo_core.estimation import sending, source
 
@@ -102,7 +117,7 @@ def test_models_that_decide_by_what_they_compute_are_named() -> None:
     x = torch.ones(2, 8)
     for read, line in (("item", 'if self.read == "item" and y.sum() > 0:'), ("index", "return y[y > 0]")):
         text = raised(lambda read=read: slapo.create_schedule(DecidesBy(read)).estimate(x, optimizer=adam))
-        assert text.startswith(f"EstimateError: the model decides in module 'inner.0' (`{line}`) by values that only")
+        assert text.startswith(f"EstimateError: the model asks in module 'inner.0' (`{line}`) for values that only")
         assert re.search(r"\n  at .*models\.py:\d+\n  hint: ", text)
     text = raised(lambda: slapo.create_schedule(DecidesBy("shape")).estimate(x, optimizer=adam))
     assert text.startswith("EstimateError: a training step raised RuntimeError in module 'inner.0'")
@@ -117,6 +132,7 @@ def test_what_is_refused_says_what_to_write() -> None:
     class Local(Net):
         pass
 
+    lazy = slapo.create_schedule(nn.Sequential(nn.LazyLinear(4)))
     local = slapo.create_schedule(Local())
     calls: dict[str, Callable[[], Any]] = {
         "ArgumentError: estimate needs one batch to train on": lambda: sch.estimate(optimizer=adam),
@@ -133,12 +149,14 @@ def test_what_is_refused_says_what_to_write() -> None:
         "SerializationError: estimate plays each kind of rank in a process of its own, but optimizer cannot": lambda: (
             sch.estimate(X, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1.0))
         ),
+        "ArgumentError: device must be a DeviceSpec (got str)": lambda: sch.estimate(X, device="H100"),  # type: ignore[arg-type]
         "MeshError: unknown mesh dimension 'tq'": lambda: sch.estimate(X, mesh={"tq": 2}),
         "ArgumentError: mesh must be a dictionary of sizes (got list)": lambda: sch.estimate(X, mesh=[2]),  # type: ignore[arg-type]
         "ReplayError: #1 shard(('weight', 'bias'), axis=0) at 'first' was refused on rank 0": lambda: sch.estimate(
             X, mesh={"tp": 7}
         ),
         "SealedError: estimate repeats the steps on the untouched model": lambda: sealed.estimate(X),
+        "EstimateError: '0.weight' of a lazy module has no shape": lambda: lazy.estimate(X),
         "EstimateError: no parameter of the model requires a gradient": lambda: frozen.estimate(X),
         "LaunchError: estimate plays each kind of rank in a process of its own, but cannot send": lambda: (
             local.estimate(X)

@@ -15,6 +15,7 @@ from slapo_core.estimation.fitting.watching import Profile
 
 __all__ = ["chain_of"]
 
+_NOISE = 1e-6
 _SAME = 0.02  # units of one structure that free amounts this near to each other are alike
 
 
@@ -37,13 +38,19 @@ def chain_of(
         if not units:
             floor = max(floor, *(part.most for profile in own for part in profile.parts))
             continue
-        cost = model.seconds if by_time else model.flops
+        cost = _seconds(model.seconds) if by_time else model.flops
         alike = _alike([structures[unit] for unit in units], cost.tolist(), model.saved)
         sets = candidate_sets(alike, cost, model.saved.amin(dim=0))
         whole = sum(part.seconds if by_time else part.flops for profile in own for part in profile.parts)
         rungs = ladder(sets, model.peaks(sets), cost, whole=whole)
         chains.append([_named(rung, units, model) for rung in rungs])
     return _merged(chains, floor)
+
+
+def _seconds(seconds: torch.Tensor) -> torch.Tensor:
+    """Without the last digits, in which sums of the same differ."""
+    unit = seconds.abs().amax() * _NOISE
+    return (seconds / unit).round() * unit if unit > 0 else seconds
 
 
 def _together(profiles: Sequence[Profile]) -> list[tuple[list[int], list[int]]]:

@@ -38,6 +38,7 @@ from slapo_core.estimation.fitting.units import structure_of, units_of
 from slapo_core.primitives.checkpoint import Checkpoint
 from slapo_core.schedule.location import caller_location
 from slapo_core.spec.device import DeviceSpec
+from slapo_core.spec.mesh import Mesh
 from slapo_core.spec.sizes import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ def fit(
     example_inputs: Any = None,
     *,
     optimizer: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer] | None = None,
-    mesh: Mapping[str, int] | None = None,
+    mesh: Mapping[str, int] | Mesh | None = None,
     offload: bool = False,
     layers: str | Sequence[str] | None = None,
     loss: Callable[[Any, Any], torch.Tensor] | None = None,
@@ -90,7 +91,11 @@ def fit(
         ArgumentError: a number that is none, ``offload=True``, nothing that could be checkpointed.
         PathError: a path or glob of ``layers`` matches nothing.
     """
+    _require_schedule(sch)
     target = parse_bytes(memory)
+    for name in ("rank", "observer"):
+        if name in config:
+            raise ArgumentError(f"fit takes no {name}: it keeps every kind of rank within memory", hint="leave it out")
     if offload:
         raise ArgumentError(
             "offload=True: no installed primitive moves activations to the host",
@@ -101,7 +106,8 @@ def fit(
             "cannot fit: the schedule was built or sealed before",
             hint="fit before build(), or create a new schedule of a fresh model",
         )
-    sizes = mesh if mesh is not None else sch.mesh.sizes if sch.mesh is not None else None
+    own = mesh if mesh is not None else sch.mesh
+    sizes = own.sizes if isinstance(own, Mesh) else own
     batch = sch.example_inputs if example_inputs is None else example_inputs
     if batch is None:
         raise ArgumentError(
@@ -135,6 +141,16 @@ def fit(
         for number, rung in enumerate(chain)
     )
     return Fit(paths, target, confirmed[chosen], before, curve, oracle.played)
+
+
+def _require_schedule(sch: object) -> None:
+    from slapo_core.schedule.schedule import Schedule
+
+    if not isinstance(sch, Schedule):
+        raise ArgumentError(
+            f"fit takes a schedule (got {type(sch).__name__})",
+            hint="slapo_core.fit(slapo_core.create_schedule(model), '70GiB', batch)",
+        )
 
 
 def chain_for(

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["Structure", "repeated_blocks", "structure_of", "units_of"]
 
 Structure = tuple[object, ...]
+_NAMED = 'layers=["encoder", "decoder"], paths or globs of modules that may be computed again'
 
 
 def units_of(schedule: Schedule, layers: str | Sequence[str] | None) -> tuple[str, ...]:
@@ -39,7 +40,7 @@ def units_of(schedule: Schedule, layers: str | Sequence[str] | None) -> tuple[st
         if not paths:
             raise ArgumentError(
                 f"no blocks of {type(schedule.model).__name__} repeat, so that fit does not know what to checkpoint",
-                hint='layers=["encoder", "decoder"], paths or globs of modules that may be computed again',
+                hint=_NAMED,
             )
     else:
         patterns = (layers,) if isinstance(layers, str) else tuple(layers)
@@ -48,6 +49,8 @@ def units_of(schedule: Schedule, layers: str | Sequence[str] | None) -> tuple[st
             selected = schedule[pattern]
             found.update((node.path, None) for node in (selected if isinstance(selected, NodeGroup) else (selected,)))
         paths = [path for path in index.modules if path in found]
+        if not paths:
+            raise ArgumentError("layers names nothing that could be checkpointed (got an empty list)", hint=_NAMED)
     nodes = [schedule.tree.node(path) for path in paths]
     _refuse_nested(paths)
     free = [node for node in nodes if not _is_checkpointed(node)]

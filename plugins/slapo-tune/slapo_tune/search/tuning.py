@@ -208,9 +208,11 @@ class _Search:
 
     def _winner(self) -> Winner | None:
         """Verify the best trial; one that is wrong leaves its place to the next."""
-        kept = self._kept()
         while (trial := _best(self.history)) is not None:
-            if kept is not None and kept.number == trial.number:
+            kept = self._kept(trial)
+            if kept is not None:
+                if kept.right and self.log.log.verified != kept.number:
+                    self.log.verified(kept.number, right=True)
                 return kept
             winner = prove(self.study, trial, trials=self.trials)
             self.tell(Verified(trial, winner.right, winner.reason))
@@ -222,15 +224,15 @@ class _Search:
             self.history[trial.number] = replace(trial, status="wrong", value=None, reason=winner.reason)
         return None
 
-    def _kept(self) -> Winner | None:
-        """What an earlier run of this search has verified and kept."""
-        if self.log.log.verified is None:
-            return None
+    def _kept(self, trial: Trial) -> Winner | None:
+        """What an earlier run of this search has kept, if that is all that could be found out about this trial."""
         try:
             winner = best(self.study.log)
         except LogError:
-            return None  # it is gone: verified again
-        return winner if winner.number == self.log.log.verified and (winner.right or not self.study.verify) else None
+            return None  # there is none yet, or it is gone
+        is_it = (winner.number, winner.point, winner.value) == (trial.number, dict(trial.point), trial.value)
+        verifiable = self.study.verify and self.study.batch is not None
+        return winner if is_it and (winner.right or not verifiable) else None
 
 
 def _best(trials: Any) -> Trial | None:

@@ -81,7 +81,7 @@ class Space:
         self._nodes: dict[tuple[int, ...], tuple[str, tuple[Any, ...]] | str] = {}
 
     @classmethod
-    def of(cls, function: Callable[[Any], Any]) -> Space:
+    def of(cls, function: Callable[[Any], Any] | Space) -> Space:
         """The space of a function; a space is its own."""
         return function if isinstance(function, Space) else cls(function)
 

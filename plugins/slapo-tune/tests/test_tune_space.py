@@ -1,0 +1,208 @@
+"""Spaces: what a space function may do, what is refused, and what stays the same."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from slapo_tune.space.errors import SpaceError
+from slapo_tune.space.plain import decode, encode
+from slapo_tune.space.space import Space
+from slapo_tune.space.table import describe
+
+
+def polygon(s: Any) -> None:
+    batch = s.choose("batch", range(8, 41, 8))
+    s.choose("checkpoint", (ratio / 4 for ratio in range(5) if batch * (4 - ratio) <= 96))
+    s.require(batch % 3 != 1, "the batch divides over dp")
+    if batch > 24:
+        s.choose("kernel", ["eager", "flash"])
+
+
+def test_later_candidates_depend_on_earlier_choices() -> None:
+    space = Space.of(polygon)
+    points = list(space.points())
+    assert points[:2] == [{"batch": 8, "checkpoint": 0.0}, {"batch": 8, "checkpoint": 0.25}]
+    assert points[-1] == {"batch": 32, "checkpoint": 1.0, "kernel": "flash"}
+    assert len(points) == 5 + 5 + 2 * 4
+    assert all(point in space for point in points)
+    assert {"batch": 32, "checkpoint": 0.0, "kernel": "flash"} not in space
+    assert {"batch": 8} not in space
+    assert {**points[0], "kernel": "flash"} not in space
+    assert {reason for _, reason in space.refused()} == {"the batch divides over dp"}
+    assert describe(space) == (
+        "18 points, 8 refused\n"
+        "SYMBOL      CANDIDATES      NOTES\n"
+        "batch       8 .. 40 (5)\n"
+        "checkpoint  0.0 .. 1.0 (5)  depends on earlier choices\n"
+        "kernel      eager, flash    of 8 points only\n"
+        "refused 8: the batch divides over dp"
+    )
+    assert Space.of(space) is space
+
+
+def test_a_large_space_is_walked_no_further_than_asked() -> None:
+    runs = 0
+
+    def large(s: Any) -> None:
+        nonlocal runs
+        runs += 1
+        for digit in range(9):
+            s.choose(f"x{digit}", range(10))
+
+    space = Space(large)
+    first = list(itertools.islice(space.points(), 100))
+    assert runs == 100
+    assert list(itertools.islice(space.points(), 100)) == first
+    assert runs == 100  # kept
+    last = dict.fromkeys((f"x{digit}" for digit in range(9)), 9)
+    assert last in space
+    assert space.draw(lambda name, candidates: 9) == last
+    assert runs == 101
+    assert space.counted(50).complete is False
+
+
+def refusing(reason: str) -> Callable[[Any], None]:
+    def space(s: Any) -> None:
+        with contextlib.suppress(Exception):  # what a user may write
+            s.require(s.choose("batch", [1, 2]) > 5, reason)
+        s.choose("more", [1])
+
+    return space
+
+
+def bad_type(s: Any) -> None:
+    s.choose("dtype", [torch.float32])
+
+
+CASES: dict[str, tuple[Callable[[Any], Any], str, str | None]] = {
+    "no candidates": (
+        lambda s: s.choose("a", []),
+        "the space has no point; refused: 1 x \"'a' has no candidates\"",
+        "widen",
+    ),
+    "all refused": (refusing("too large"), "refused: 2 x 'too large', e.g. batch=1", "require less"),
+    "twice": (
+        lambda s: (s.choose("a", [1, 2]), s.choose("a", [1, 3])),
+        "'a' is chosen twice, from [1, 2] and then from [1, 3] (after choosing a=1)",
+        "another name",
+    ),
+    "double": (lambda s: s.choose("a", [1, 2, 1]), "1, a candidate of 'a', is there twice", "dict.fromkeys"),
+    "equal": (lambda s: s.choose("a", [1, True]), "True, a candidate of 'a', equals 1, another one", None),
+    "nan": (lambda s: s.choose("a", [float("nan")]), "is no number that JSON has", None),
+    "infinite": (lambda s: s.choose("a", [float("inf")]), "is no number that JSON has", None),
+    "list": (lambda s: s.choose("a", [[1, 2]]), "can be changed later; tuples cannot", "(1, 2)"),
+    "dtype": (bad_type, "torch.float32, a candidate of 'dtype', is a dtype, not plain data", "'float32'"),
+    "tensor": (lambda s: s.choose("a", torch.arange(3)), "is a Tensor, not plain data", "[0, ...]"),
+    "set": (lambda s: s.choose("a", {1, 2}), "are a set: each process has another order of it", "sorted"),
+    "string": (lambda s: s.choose("a", "abc"), "the candidates of 'a' are one string, 'abc'", "['abc']"),
+    "number": (lambda s: s.choose("a", 7), "must be a list, a range or another iterable (got 7)", "[7]"),
+    "endless": (lambda s: s.choose("a", itertools.count()), "'a' has more than 100000 candidates", "range"),
+    "endless loop": (
+        lambda s: [s.choose("a", [1]) for _ in itertools.count()],
+        "calls choose more than 10000 times",
+        None,
+    ),
+    "name": (lambda s: s.choose(3, [1]), "the name of a symbol must be a string (got 3)", None),
+    "swapped": (lambda s: s.require("small", s.choose("a", [1]) > 0), "require takes a condition and the reason", None),
+    "raises": (
+        lambda s: 1 // (s.choose("a", [5]) - 5),
+        "the space function raised ZeroDivisionError: integer division or modulo by zero (after choosing a=5)",
+        None,
+    ),
+    "random": (
+        lambda s: (s.choose("a", [1, 2]), s.choose("b", [random.random()])),
+        "the space function is not the same at every run: after choosing a=1 it chose 'b' from",
+        "no random numbers",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_a_space_cannot_be_made_of_is_told(case: str) -> None:
+    function, says, hint = CASES[case]
+    space = Space(function)
+    with pytest.raises(SpaceError) as caught:
+        (list(space.points()), space.fingerprint())
+    assert says in caught.value.message
+    assert hint is None or hint in (caught.value.hint or "")
+
+
+def test_a_function_that_catches_our_errors_gets_no_point_through() -> None:
+    def catching(s: Any) -> None:
+        try:
+            s.choose("a", [float("nan")])
+        except Exception:  # noqa: BLE001
+            s.choose("a", [1])
+
+    with pytest.raises(SpaceError, match="is no number that JSON has"):
+        next(Space(catching).points())
+
+
+def test_a_space_without_symbols_is_one_point() -> None:
+    assert list(Space(lambda s: None).points()) == [{}]
+    assert describe(Space(lambda s: None)) == "1 point, 0 refused"
+
+
+def test_branches_may_have_other_symbols_and_another_order() -> None:
+    def branches(s: Any) -> None:
+        if s.choose("tp", [1, 2]) == 1:
+            s.choose("a", [1]), s.choose("b", [2])
+        else:
+            s.choose("b", [2]), s.choose("a", [1])
+
+    assert [list(point) for point in Space(branches).points()] == [["tp", "a", "b"], ["tp", "b", "a"]]
+
+
+def test_values_keep_their_types_through_json() -> None:
+    point = {"a": (1, (2.0, "x"), ()), "b": True, "c": 1, "d": 1.0, "e": None, "f": "é\ud800", "g": 2**70}
+    again = decode(json.loads(json.dumps(encode(point))))
+    assert again == point
+    assert [type(value) for value in again.values()] == [type(value) for value in point.values()]
+
+
+FINGERPRINT = """
+from slapo_tune.space.space import Space
+def space(s):
+    batch = s.choose("batch", range(8, 41, 8))
+    s.choose("kernel", {"eager": 0, "flash": 1} if batch > 8 else ("é", None, (1, True)))
+    s.require(batch < 40, "small")
+print(Space(space).fingerprint())
+"""
+
+
+def test_the_fingerprint_is_the_same_in_every_process_and_another_for_another_space() -> None:
+    found = set()
+    for seed in ("1", "2"):
+        environ = {**os.environ, "PYTHONHASHSEED": seed}
+        done = subprocess.run(
+            [sys.executable, "-c", FINGERPRINT], capture_output=True, text=True, env=environ, check=True
+        )
+        found.add(done.stdout.strip())
+    assert len(found) == 1
+
+    def space(*values: Any, limit: int = 9, name: str = "a") -> Callable[[Any], None]:
+        return lambda s: s.require(s.choose(name, values) < limit, "limit")
+
+    others = [
+        space(1, 2),
+        space(2, 1),
+        space(1, 2, 3),
+        space(1, 2.0),
+        space(1, 2, limit=2),
+        space(1, 2, name="b"),
+        polygon,
+    ]
+    prints = [Space(other).fingerprint() for other in others]
+    assert len(set(prints)) == len(prints)
+    assert Space(space(1, 2)).fingerprint() == prints[0]
