@@ -16,6 +16,7 @@ from typer.testing import CliRunner, Result
 from slapo_core import SlapoError
 from slapo_tune.commands.command import TuneCommands
 from slapo_tune.commands.loading import load
+from slapo_tune.commands.output import space_of
 from slapo_tune.log.writing import LogFile
 from slapo_tune.search.events import Finished
 
@@ -66,7 +67,7 @@ def study(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def searched(study: Path) -> Path:
-    with LogFile(study.parent / "run.jsonl", {"fingerprint": "f"}) as log:
+    with LogFile(study.parent / "run.jsonl", {"fingerprint": space_of(load(study)).fingerprint()}) as log:
         for trial in TRIALS:
             log.ended(trial)
     return study
@@ -129,6 +130,16 @@ def test_the_report_says_what_the_log_says(searched: Path) -> None:
     assert answer["statuses"]["over_memory"] == 2
     assert answer["log"] == str(searched.parent / "run.jsonl")
     assert message("report", searched, "--axes", "batch").startswith("--axes must be two symbols (got 'batch')")
+
+
+@pytest.mark.parametrize("command", [("report",), ("show", "1"), ("best",)])
+def test_the_log_of_another_space_is_refused(searched: Path, command: tuple[str, ...]) -> None:
+    other = searched.with_name(f"other_{searched.name}")
+    other.write_text(searched.read_text().replace("(1, 2, 4, 8)", "(1, 2, 4, 16)"))
+    assert message(command[0], other, *command[1:]) == (
+        f"{searched.parent / 'run.jsonl'} is the log of another space than {other} has now\n"
+        "  hint: --log, or the study as it was then"
+    )
 
 
 def test_pictures_are_written_where_they_are_asked_for(searched: Path) -> None:

@@ -48,13 +48,18 @@ def read(study: Study, file: Path) -> Log:
         file: of the study, for the message.
 
     Raises:
-        ArgumentError: there is none yet.
+        ArgumentError: there is none yet, or it is of another space.
         LogError: it is damaged, or no log.
     """
     log = Path(study.log)
     if not log.exists():
         raise ArgumentError(f"there is no log {log} yet (in {Path.cwd()})", hint=f"slapo tune run {file}")
-    return read_log(log)
+    found = read_log(log)
+    if found.header.get("fingerprint") != space_of(study).fingerprint():
+        raise ArgumentError(
+            f"{log} is the log of another space than {file} has now", hint="--log, or the study as it was then"
+        )
+    return found
 
 
 def trial_of(trials: Iterable[Trial], number: int) -> Trial:

@@ -141,6 +141,8 @@ class Progress:
             which, point, since = self._running
             spent = f"{duration(self._clock() - since)} of {duration(self._timeout)} at most"
             lines.append(f"now   trial {which}  {point_words(point)}  {spent}")
+        else:
+            lines.append("now   the next points are checked and estimated, or the best one is verified")
         left = self.left()
         if left:
             lines.append(f"left  {duration(left)} at most")

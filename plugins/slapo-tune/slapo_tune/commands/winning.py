@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from slapo_tune.commands.output import print_json, read, trial_of, unit_of
 from slapo_tune.errors import LogError
 from slapo_tune.report.facts import as_json as trial_as_json, best_trial
 from slapo_tune.report.words import number, point_words
+from slapo_tune.search.predictions import sources
 from slapo_tune.search.winner import Winner, apply, best, prove
 from slapo_tune.study import Study
 
@@ -41,8 +43,10 @@ def best_of_study(
         ArgumentError: no trial was ok, or not this one; there is no document, or it cannot be written.
     """
     study = replace(load(file, log=log), verify=True)
-    chosen = _chosen(study, file, trial)
-    winner = (None if again else _kept(study, chosen)) or prove(study, chosen)
+    known = read(study, file)
+    chosen = _chosen(study, file, known.trials, trial)
+    edited = known.header.get("sources") != sources(study)
+    winner = (None if again or edited else _kept(study, chosen)) or prove(study, chosen)
     schedule = _applied(study, chosen, winner)
     wrote = None
     if out is not None and winner.right is not False:
@@ -56,8 +60,7 @@ def best_of_study(
         raise typer.Exit(1)
 
 
-def _chosen(study: Study, file: Path, which: int | None) -> Trial:
-    trials = read(study, file).trials
+def _chosen(study: Study, file: Path, trials: Sequence[Trial], which: int | None) -> Trial:
     if which is None:
         found = best_trial(trials)
         if found is None:
