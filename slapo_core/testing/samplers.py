@@ -120,7 +120,7 @@ def _searched(cls: type[Sampler], space: ListedSpace, seed: int) -> Iterator[tup
     while point is not None and len(history) <= len(space.listed):  # one that repeats itself must not go on for ever
         state = random.getstate()
         try:
-            point = cls().suggest(space, history, seed)
+            point = cls().suggest(space, copy.deepcopy(history), seed)
             yield list(history), point
         finally:
             random.setstate(state)

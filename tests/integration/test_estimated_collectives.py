@@ -14,10 +14,12 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.modules.module import register_module_forward_hook
 
 import slapo_core as slapo
+from slapo_core.estimation.assumptions import Assumptions
 from slapo_core.estimation.child import Request, estimate_rank
 from slapo_core.estimation.private import FakeStore, FakeTensorMode
 from slapo_core.estimation.results import Collective
 from slapo_core.estimation.tensors import fake_batch, without_memory
+from slapo_core.estimation.values import Values
 from slapo_core.ranks.launcher import run_process
 from tests.integration.bank.models import LENGTH, MODELS, batch_of
 from tests.integration.bank.right import base
@@ -109,8 +111,9 @@ def judged(case: Case) -> dict[str, int]:
     dist.init_process_group("fake", rank=1, world_size=case.tp, store=FakeStore())
     schedule = case.schedule()
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    without_memory(schedule, mode)
-    batch, judge = fake_batch(case.batch, mode), CommDebugMode()
+    values = Values(mode)
+    without_memory(schedule, mode, values)
+    batch, judge = fake_batch(case.batch, mode, values, Assumptions()), CommDebugMode()
     if case.model in ("t5", "vit"):  # its tracker of modules fails on a module that is held twice
         judge.advanced_module_tracker = NoModules()
     with mode, judge:

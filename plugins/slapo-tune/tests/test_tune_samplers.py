@@ -143,6 +143,23 @@ def test_what_trials_need_beyond_the_estimate_is_learned(cls: type[Sampler], is_
         assert best(history) > 0.9 * max(paper(**point) for point in plane(60).listed if (needed(point) * 1.2) <= 60)
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -3.0, 0.0])
+def test_a_search_ends_whatever_trials_give(value: float) -> None:
+    for cls in (Frontier, Coordinate, OptunaTpe):
+        history = [Trial(number, point, "ok", value) for number, point in enumerate(plane(60).listed[:10])]
+        assert cls().suggest(plane(60), history, 0) not in [trial.point for trial in history]
+    history = search(Frontier, plane(60), lambda batch, ratio: value)
+    assert 0 < len(history) <= 62
+
+
+def test_one_that_ran_out_of_memory_below_others_that_fitted_stands_alone() -> None:
+    view = plane(60)
+    odd = Trial(0, {"batch": 1, "ratio": 6}, "oom", predicted={"memory": 4})
+    fine = Trial(1, {"batch": 6, "ratio": 0}, "ok", 1.0, predicted={"memory": 60})
+    assert Random().suggest(view, [odd], 0) is None
+    assert Random().suggest(view, [odd, fine], 0) is not None
+
+
 def test_a_move_along_what_does_not_fit_follows_the_edge() -> None:
     ask = Asking(plane(60), [], 0)
     assert moved(ask, {"batch": 6, "ratio": 0}, "batch", 1) == {"batch": 7, "ratio": 2}

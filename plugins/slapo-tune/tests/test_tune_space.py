@@ -120,6 +120,12 @@ CASES: dict[str, tuple[Callable[[Any], Any], str, str | None]] = {
         "the space function raised ZeroDivisionError: integer division or modulo by zero (after choosing a=5)",
         None,
     ),
+    "exits": (
+        lambda s: sys.exit(s.choose("a", [3])),
+        "the space function raised SystemExit: 3 (after choosing a=3)",
+        None,
+    ),
+    "generator": (lambda s: (s.choose(name, [1]) for name in "ab"), "has `yield` or `async`", "def space(s)"),
     "random": (
         lambda s: (s.choose("a", [1, 2]), s.choose("b", [random.random()])),
         "the space function is not the same at every run: after choosing a=1 it chose 'b' from",

@@ -8,6 +8,7 @@ candidates, over their indices, because Optuna takes no distribution that change
 from __future__ import annotations
 
 import hashlib
+import math
 import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -103,7 +104,7 @@ def _distribution(optuna: Any, candidates: tuple[Any, ...]) -> Any:
 
 
 def _is_told(ask: Asking, trial: Trial) -> bool:
-    """What the space does not have any more is left out, and a value that is no number."""
+    """A trial of what is no point of the space is left out."""
     found = candidates_of(ask.space, trial.point)
     return found.keys() == trial.point.keys()
 
@@ -114,7 +115,7 @@ def _told(optuna: Any, space: SearchSpace, trial: Trial) -> optuna.trial.FrozenT
         label = _label(name, candidates)
         parameters[label] = candidates.index(trial.point[name])
         distributions[label] = _distribution(optuna, candidates)
-    failed = trial.value is None
+    failed = trial.value is None or not math.isfinite(trial.value)
     return optuna.trial.create_trial(
         params=parameters,
         distributions=distributions,

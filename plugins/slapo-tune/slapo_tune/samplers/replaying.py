@@ -53,14 +53,16 @@ class Asking:
         self.best: tuple[Point, float] | None = None
         self.asked: dict[Key, float] = {}
         self._history = {key(trial.point): trial for trial in history}
-        self._margin = 1.0
+        self._margin = 1.0  # what trials needed, in parts of what was predicted
+        self._fitted = 0.0  # the most that was predicted for one that fitted
+        self._failed: list[float] = []  # what was predicted for those that did not
 
     def value(self, point: Point) -> float:
         """What a trial of the point gave; `FAILED` if it gave nothing. Ends the program if there is no trial yet."""
         trial = self._history.get(key(point))
         if trial is None:
             raise _Unknown(point)
-        value = FAILED if trial.value is None or math.isnan(trial.value) else float(trial.value)
+        value = FAILED if trial.value is None or not math.isfinite(trial.value) else float(trial.value)
         if key(point) not in self.asked:
             self.asked[key(point)] = value
             self._learn(trial)
@@ -85,17 +87,22 @@ class Asking:
         if key(point) in self.asked:
             return self.asked[key(point)] > FAILED
         limit, predicted = self.space.memory, self.space.predicted_memory(point)
-        return limit is None or predicted is None or predicted * self._margin <= limit
+        if limit is None or predicted is None:
+            return True
+        # one that ran out of memory below others that fitted says nothing about the rest
+        ceiling = min((failed for failed in self._failed if failed > self._fitted), default=math.inf)
+        return predicted * self._margin <= limit and predicted < ceiling
 
     def _learn(self, trial: Trial) -> None:
         predicted = trial.predicted.get("memory")
         limit = self.space.memory
         if not predicted or limit is None:
             return
-        if trial.status == "ok" and trial.measured.get("memory"):
-            self._margin = max(self._margin, trial.measured["memory"] / predicted)
-        elif trial.status == "oom" and predicted <= limit:
-            self._margin = max(self._margin, math.nextafter(limit / predicted, math.inf))
+        if trial.status == "ok":
+            self._fitted = max(self._fitted, predicted)
+            self._margin = max(self._margin, trial.measured.get("memory", 0.0) / predicted)
+        elif trial.status == "oom":
+            self._failed.append(predicted)
 
 
 def replayed(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
@@ -58,10 +59,16 @@ class Replay:
             SpaceError: the function does what a space cannot be made of, or raised.
         """
         try:
-            function(self)
+            result = function(self)
+            if inspect.isgenerator(result) or inspect.iscoroutine(result):
+                result.close()
+                self._failed = self._wrong(
+                    "the space function has `yield` or `async`: calling it chooses nothing",
+                    'def space(s): s.choose("batch", [8, 16])',
+                )
         except RefusedError:
             pass
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             if self._failed is None:
                 raise self._wrong(f"the space function raised {type(error).__name__}: {error}", None) from error
         finally:
