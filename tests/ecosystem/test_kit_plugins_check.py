@@ -230,7 +230,7 @@ def test_the_command_prints_a_table_and_the_failures_and_exits_1(fake_distributi
 def test_the_command_gives_json_for_all_plugins(fake_distributions: FakeEnvironment) -> None:
     broken = acme("bust-slapo", namespace="bust", before=("1 / 0",))
     fake_distributions.install(acme(), broken)
-    ours = ("slapo-deepspeed", "slapo-fusion", "slapo-megatron", "slapo-pipeline", "slapo-tp")
+    ours = ("slapo-deepspeed", "slapo-fusion", "slapo-megatron", "slapo-pipeline", "slapo-tp", "slapo-tune")
     environ = {"SLAPO_STRICT_PLUGINS": "1", "SLAPO_DISABLE_PLUGINS": ",".join(ours)}
     done = fake_distributions.slapo("plugins", "check", "--json", environ=environ)
     assert done.returncode == 1, done.stderr
