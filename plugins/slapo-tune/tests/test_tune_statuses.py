@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -58,12 +59,14 @@ def space_of_hanging(s: Any) -> None:
 
 
 @pytest.fixture
-def left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Where trials write what they leave behind."""
     put = tmp_path / "left"
     put.mkdir()
     monkeypatch.setenv("ODD_TRIALS_PUT", str(put))
-    return put
+    with tempfile.TemporaryDirectory(prefix="odd-") as own:  # where no other test's search has directories
+        monkeypatch.setattr(tempfile, "tempdir", own)
+        yield put
 
 
 def searched(tmp_path: Path, space: Any, **settings: Any) -> Result:
@@ -84,11 +87,10 @@ def searched(tmp_path: Path, space: Any, **settings: Any) -> Result:
         **settings,
     )
     before = psutil.Process().children(recursive=True)
-    files = set(os.listdir(tempfile.gettempdir()))
     result = search(study)
     started = [process for process in psutil.Process().children(recursive=True) if process not in before]
     assert not [process for process in started if "slapo_tune" in " ".join(process.cmdline())]
-    assert not [name for name in set(os.listdir(tempfile.gettempdir())) - files if name.startswith("slapo-tune-")]
+    assert not [name for name in os.listdir(tempfile.gettempdir()) if name.startswith("slapo-tune-")]
     return result
 
 
