@@ -38,9 +38,9 @@ class Replicas:
     """Keeps gradients in buckets, and exchanges each bucket when its last gradient has come.
 
     As ``torch.nn.parallel.DistributedDataParallel(gradient_as_bucket_view=True, bucket_cap_mb=25)`` does: one bucket in
-    the first step; from the second on buckets of 25 MiB in the order in which gradients came in the first. They hold
-    memory from the start, and gradients are views of them; while nothing is exchanged, gradients have memory of their
-    own beside. Buffers are sent from the first replica before a step's first forward. The class itself reads tensors in
+    the first step; from the second on buckets of 25 MiB in the order in which gradients came in the first, into which
+    gradients are moved before its forward. They hold memory from the start, and gradients are views of them; while
+    nothing is exchanged, gradients have memory of their own beside. Buffers are sent from the first replica before a step's first forward. The class itself reads tensors in
     C++, which those without memory do not bear.
 
     Args:
@@ -97,6 +97,10 @@ class Replicas:
             views = {parameter: part.view(parameter.shape) for parameter, part in zip(chosen, parts, strict=True)}
             bucket = _Bucket(flat, views)
             self._of.update(dict.fromkeys(chosen, bucket))
+            for parameter in chosen:  # gradients move, bucket by bucket; old buckets go with the last of theirs
+                if parameter.grad is not None:
+                    views[parameter].copy_(parameter.grad)
+                    parameter.grad = views[parameter]
 
     def _ready(self, parameter: nn.Parameter) -> None:
         if not self._synchronises:
