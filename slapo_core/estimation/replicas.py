@@ -40,8 +40,8 @@ class Replicas:
     As ``torch.nn.parallel.DistributedDataParallel(gradient_as_bucket_view=True, bucket_cap_mb=25)`` does: one bucket in
     the first step; from the second on buckets of 25 MiB in the order in which gradients came in the first, into which
     gradients are moved before its forward. They hold memory from the start, and gradients are views of them; while
-    nothing is exchanged, gradients have memory of their own beside. Buffers are sent from the first replica before a step's first forward. The class itself reads tensors in
-    C++, which those without memory do not bear.
+    nothing is exchanged, gradients have memory of their own beside. Buffers are sent from the first replica before a
+    step's first forward. The class itself reads tensors in C++, which those without memory do not bear.
 
     Args:
         model: whose parameters get hooks.
