@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 from collections.abc import Iterator
 from typing import Any
@@ -54,13 +55,56 @@ class MemoryMeter:
 
 
 def _peak(profiler: Any) -> int:
-    """The largest sum of what was taken and not yet given back, while the steps ran."""
-    events = sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns())
-    held = peak = 0
-    begin = next(event.start_ns() for event in events if event.name() == _STEPS)
-    for event in events:
-        if event.name() == "[memory]":
-            held += event.nbytes()
-            if event.start_ns() >= begin:
-                peak = max(peak, held)
+    """The most bytes given out at one time while the steps ran."""
+    blocks, begin, peak = _Blocks(), 0, 0
+    taken = []
+    waiting = list(profiler.profiler.kineto_results.experimental_event_tree())
+    while waiting:
+        event = waiting.pop()
+        waiting.extend(event.children)
+        if event.name == "[memory]":
+            taken.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
+        elif event.name == _STEPS:
+            begin = event.start_time_ns
+    for when, address, size in sorted(taken, key=lambda each: each[0]):
+        if size > 0:
+            blocks.give(address, size)
+        else:
+            blocks.take_back(address)
+        if when >= begin:
+            peak = max(peak, blocks.held)
     return peak
+
+
+class _Blocks:
+    """Blocks of memory that are given out.
+
+    The profiler hears nothing of a block that another thread gives back, as those of gloo do with messages. Such a
+    block is known to be free when one that overlaps it is given out.
+
+    Attributes:
+        held: their bytes.
+    """
+
+    def __init__(self) -> None:
+        self.held = 0
+        self._addresses: list[int] = []  # ascending
+        self._sizes: dict[int, int] = {}
+
+    def give(self, address: int, size: int) -> None:
+        place = bisect.bisect_left(self._addresses, address)
+        if place and self._addresses[place - 1] + self._sizes[self._addresses[place - 1]] > address:
+            place -= 1
+            self._drop(place)
+        while place < len(self._addresses) and self._addresses[place] < address + size:
+            self._drop(place)
+        self._addresses.insert(place, address)
+        self._sizes[address] = size
+        self.held += size
+
+    def take_back(self, address: int) -> None:
+        if address in self._sizes:  # others were given out before the profiler listened
+            self._drop(bisect.bisect_left(self._addresses, address))
+
+    def _drop(self, place: int) -> None:
+        self.held -= self._sizes.pop(self._addresses.pop(place))
