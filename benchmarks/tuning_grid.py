@@ -7,7 +7,7 @@
 Four knobs of a small BERT on two processes: the batch of a replica, how many layers are recomputed, two replicas or
 layers split over both processes, and which part of a layer is split. It is slapo-tune's own search,
 by the sampler ``exhaustive`` and its log: killed at any time, it goes on where it was. Measured on a quiet machine the
-grid takes about a quarter of an hour.
+grid takes about 20 minutes.
 """
 
 from __future__ import annotations

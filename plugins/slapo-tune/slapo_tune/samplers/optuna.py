@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 import warnings
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -58,8 +59,9 @@ class _Optuna(Sampler):
         ask.random.seed(f"optuna {seed} {len(history)}")
         return drawn(ask)
 
+    @abstractmethod
     def _made(self, optuna: Any, seed: int) -> optuna.samplers.BaseSampler:
-        raise NotImplementedError
+        """Optuna's sampler."""
 
 
 class OptunaTpe(_Optuna):
