@@ -11,6 +11,8 @@ import pytest
 
 from slapo_core.testing import preload_modules
 
+pytest_plugins = ["tests.messages"]
+
 # What ranks would import one by one, in every launch of them: found by what they have that their server had not.
 preload_modules(
     "pytest",

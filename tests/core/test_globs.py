@@ -9,6 +9,7 @@ import slapo_core as slapo
 from slapo_core.errors import PathError
 from slapo_core.tree.select import matching
 from tests.core.small_models import MLP, Tied, bert
+from tests.messages import Messages
 
 PATHS = ["", "a", "a.b", "a.b.c", "a.b1", "a.0", "a.1", "a.10", "x", "x.b", "x.b.c"]
 
@@ -65,27 +66,23 @@ def test_range_of_numbers_is_refused_because_a_glob_has_none(pattern: str, hint:
     assert str(caught.value).endswith(f"  hint: {hint}") or "!" in pattern
 
 
-def test_glob_that_matches_nothing_is_an_error_with_close_matches() -> None:
+def test_glob_that_matches_nothing_is_an_error_with_close_matches(message: Messages) -> None:
     sch = slapo.create_schedule(bert())
     with pytest.raises(PathError) as caught:
         sch["bert.encoder.layers.*"]
-    assert str(caught.value) == (
-        "the pattern 'bert.encoder.layers.*' matches no module\n  hint: did you mean sch['bert.encoder.layer']?"
-    )
-    with pytest.raises(PathError, match=r"the pattern 'zzz\.\*' matches no module"):
+    message(caught, "matches no module", "sch['bert.encoder.layer']")
+    with pytest.raises(PathError, match="matches no module"):
         sch["zzz.*"]
     with pytest.raises(PathError):
         sch["bert.encoder.layer.*"]["nothing"]
     with pytest.raises(PathError) as caught:
         sch["bert.encoder.layer.*"]["nothing.*"]
-    assert str(caught.value) == (
-        "the pattern 'nothing.*' matches no module below the 3 nodes of 'bert.encoder.layer.*'"
-    )
+    message(caught, "'nothing.*'", "3 nodes")
     with pytest.raises(PathError, match="not a range of numbers"):
         sch["**"]["[0-11]"]
 
 
-def test_group_iterates_indexes_and_goes_down() -> None:
+def test_group_iterates_indexes_and_goes_down(message: Messages) -> None:
     sch = slapo.create_schedule(MLP())
     group = sch["layers.*"]
     assert len(group) == 4
@@ -97,7 +94,7 @@ def test_group_iterates_indexes_and_goes_down() -> None:
     assert repr(group[1:]) == "<Group 'layers.*[1:None]': 3 nodes>"
     with pytest.raises(PathError) as caught:
         group[9:]
-    assert str(caught.value) == "slice(9, None, None) selects none of the 4 nodes of 'layers.*'"
+    message(caught, "selects none")
     with pytest.raises(IndexError):
         group[4]
 

@@ -14,7 +14,7 @@ from slapo_core.native.dialect import TorchDialect
 from slapo_core.native.pipeline.runner import Runner
 from slapo_core.native.pipeline.schedules import SCHEDULES, schedule_named, schedule_of
 from slapo_core.native.pipeline.stage import RunningStage
-from slapo_core.native.pipeline.torch_pipelining import schedule_class
+from slapo_core.native.pipeline.torch_pipelining import make_schedule
 from tests.core.hand_stages import Net, liveness_of, partition_of
 
 
@@ -60,7 +60,7 @@ def _torch_takes(schedule: Any, stages: int, count: int, pp: int) -> bool:
         super(RunningStage, one).__init__(nn.Linear(1, 1), index, stages, torch.device("cpu"), group)
         own.append(one)
     try:
-        made = schedule_class(schedule.class_name)(own[0] if schedule.is_single else own, count, loss_fn=len)
+        made = make_schedule(schedule.class_name, own[0] if schedule.is_single else own, count, loss_fn=len)
     except ValueError:
         return False
     if not schedule.is_single:

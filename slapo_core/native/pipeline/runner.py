@@ -9,7 +9,7 @@ import torch
 
 from slapo_core import BuildError
 from slapo_core.native.pipeline.stage import RunningStage, Work
-from slapo_core.native.pipeline.torch_pipelining import schedule_class, step
+from slapo_core.native.pipeline.torch_pipelining import make_schedule, step
 
 if TYPE_CHECKING:
     from slapo_core.native.pipeline.schedules import Schedule
@@ -62,7 +62,7 @@ class Runner:
         ]
         stages: Any = self.stages[0] if schedule.is_single else self.stages
         try:
-            self._schedule = schedule_class(schedule.class_name)(stages, count, loss_fn=_as_it_is, scale_grads=False)
+            self._schedule = make_schedule(schedule.class_name, stages, count, loss_fn=_as_it_is, scale_grads=False)
         except RuntimeError as error:  # of zero-bubble schedules, and modules in torch.compile's wrapper
             raise BuildError(
                 f"pipeline_schedule='{schedule.name}' does not run these stages: {error}",

@@ -1,7 +1,7 @@
-"""Everything that is taken of ``torch.distributed.pipelining`` beyond its public names; nothing else imports those.
+"""What the schedules of ``torch.distributed.pipelining`` ask of a stage, and how a step of them runs.
 
-A test holds what is said here against the installed torch: the classes are there, the schedules call these methods of
-a stage with these arguments, and a step takes the target that numbers the micro-batches.
+A test holds what is said here against the installed torch: the schedules are there, and call these methods of a stage
+with these arguments.
 """
 
 from __future__ import annotations
@@ -12,18 +12,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import pipelining
-from torch.distributed.pipelining.stage import _PipelineStageBase
 
-__all__ = ["CALLED", "Operation", "StageBase", "recomputes", "schedule_class", "step"]
-
-
-_Base: Any = _PipelineStageBase
+__all__ = ["CALLED", "Operation", "StageBase", "make_schedule", "recomputes", "step"]
 
 
-class StageBase(_Base):  # type: ignore[misc]
-    """What the schedules take for a stage, with what they read of it; its methods are the subclass's.
+class StageBase:
+    """What torch's schedules call and read of a stage; what a subclass does not define does nothing.
 
-    Torch's own constructor is not called: it looks the group up in a list, where ours is not.
+    Not a subclass of torch's own stage, whose constructor and internals change with every release: schedules take any
+    object with these members. One of their calls that is unknown here is an AttributeError at the first step.
 
     Args:
         module: that the stage runs.
@@ -35,31 +32,21 @@ class StageBase(_Base):  # type: ignore[misc]
 
     def __init__(self, module: nn.Module, index: int, count: int, device: torch.device, group: Any) -> None:
         self.submod, self.stage_index, self.num_stages = module, index, count
+        self.is_first, self.is_last = index == 0, index == count - 1
         self.device, self.group = device, group
         self.group_rank, self.group_size = group.rank(), group.size()
         self.stage_index_to_group_rank: dict[int, int] = {}  # the schedule's
         self.has_backward = False
-        self.args_recv_info: dict[int, tuple[()]] = {0: ()}
-        self.act_send_info: dict[int, list[int]] = {}
         self.output_chunks: list[Any] = []
-
-    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing: shapes are known."""
-
-    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing."""
-
-    def _create_grad_recv_info(self, act_send_info: Any) -> tuple[()]:
-        return ()
-
-    def _get_init_p2p_neighbors_ops(self) -> list[Any]:
-        return []
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """Nothing: losses are divided before they go back, and replicas exchange gradients after the schedule."""
 
     def scale_grads(self, grad_scale_factor: int) -> None:
         """Nothing, likewise."""
+
+    def release_fwd_send_outputs(self, fwd_chunk_id: int) -> None:
+        """Nothing: what was sent is kept for the backward pass."""
 
 
 class Operation(dist.P2POp):
@@ -82,19 +69,30 @@ CALLED = (
     "get_fwd_send_ops",
     "get_local_bwd_output",
     "perform_reduce_grad",
+    "release_fwd_send_outputs",  # since torch 2.15
     "scale_grads",
     "set_local_bwd_input",
     "set_local_fwd_input",
-    "_get_init_p2p_neighbors_ops",
-    "_prepare_backward_infra",
-    "_prepare_forward_infra",
 )
-"""Methods of a stage that schedules call; ours are all our own."""
+"""Methods of a stage that schedules call."""
 
 
-def schedule_class(name: str) -> Any:
-    """A schedule by the name of its class, e.g. ``"Schedule1F1B"``."""
-    return getattr(pipelining, name)
+def make_schedule(name: str, stages: Any, count: int, **options: Any) -> Any:
+    """Make a schedule that runs at once: shapes are known, so its stages infer and exchange nothing before a step.
+
+    Args:
+        name: of a class in ``torch.distributed.pipelining``, e.g. ``"Schedule1F1B"``.
+        stages: this rank's: one for a schedule of single stages, else a list.
+        count: of micro-batches.
+        options: further arguments of the class.
+    """
+    schedule = getattr(pipelining, name)(stages, count, **options)
+    setattr(schedule, "_initialize_stages" if isinstance(stages, list) else "_initialize_stage", _infer_nothing)
+    return schedule
+
+
+def _infer_nothing(*args: Any, **kwargs: Any) -> None:
+    """Leave the stages as they are."""
 
 
 def step(schedule: Any, count: int, *, backward: bool) -> None:
