@@ -2,7 +2,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format install clean
+.PHONY: help demo test test-all check lint format messages durations install clean
 
 VENV := .venv
 PYTHON := $(VENV)/bin/python
@@ -10,9 +10,14 @@ STAMP := $(VENV)/.installed
 PROJECTS := pyproject.toml $(sort $(wildcard plugins/*/pyproject.toml))
 EDITABLES := -e '.[dev]' $(foreach project,$(sort $(wildcard plugins/*/pyproject.toml)),-e $(patsubst %/pyproject.toml,%,$(project)))
 PYTEST_ARGS ?=
-# SLAPO_TEST_WHOLE=1 runs what is otherwise a sample.
+# D=slapo-tp: the tests of one distribution.
+D ?=
+TESTS = $(if $(D),$(shell $(PYTHON) tools/distributions.py $(D)))
+# The commit that `make check` compares with.
+BASE ?= HEAD~1
 # On two cores: one process more than cores, because tests that start ranks wait for much of their time.
 TEST_PROCESSES ?= 3
+PYTEST = $(PYTHON) -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export TOKENIZERS_PARALLELISM := false
@@ -21,19 +26,34 @@ export OMP_NUM_THREADS := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 help:  ## list the targets
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1#\2/p' $(MAKEFILE_LIST) | awk -F'#' '{ printf "%-14s %s\n", $$1, $$2 }'
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1 #\2/p' $(MAKEFILE_LIST) | awk -F'#' '{ printf "%-15s %s\n", $$1, $$2 }'
 
 demo: $(STAMP)  ## train a BERT on two processes and compare it with one
 	$(PYTHON) examples/bert_tp.py
 
-test: $(STAMP)  ## style, types, import contracts and all tests (PYTEST_ARGS=... is passed on)
-	$(PYTHON) -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+test: $(STAMP)  ## style, types, import contracts and the tests, of long tables a sample (D=slapo-tp: of one distribution)
+	@set -e; tests="$(TESTS)"; [ -z "$(D)" ] || [ -n "$$tests" ]; \
+	$(PYTEST) --durations=20 --durations-min=1 $(PYTEST_ARGS) $$tests
+
+test-all: $(STAMP)  ## every test, and the whole tables
+	SLAPO_TEST_WHOLE=1 $(PYTEST) --durations=20 --durations-min=1 $(PYTEST_ARGS)
+
+check: lint  ## style, types, import contracts, and unit tests of what changed since BASE (default HEAD~1)
+	@set -e; tests="$$($(PYTHON) tools/distributions.py --since $(BASE))"; \
+	if [ -z "$$tests" ]; then echo "no distribution changed since $(BASE)"; else \
+	    echo "unit tests: $$tests"; $(PYTEST) -q -m 'not ranks and not slow' $(PYTEST_ARGS) $$tests; fi
 
 lint: $(STAMP)  ## style, types and import contracts only
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m mypy
-	$(VENV)/bin/lint-imports --no-cache
+	$(VENV)/bin/lint-imports
+
+messages: $(STAMP)  ## write the golden files of error messages again, as the tests find them (D=...)
+	$(PYTEST) --update-messages $(PYTEST_ARGS) $(TESTS)
+
+durations: $(STAMP)  ## record how long the tests of each file take, by which `make test` sorts them
+	$(PYTEST) --record-durations $(PYTEST_ARGS)
 
 format: $(STAMP)  ## rewrite the sources in the project's style
 	$(PYTHON) -m ruff check --fix .

@@ -1,0 +1,94 @@
+"""The tiers of the tests, their order, and what a whole run leaves out.
+
+Unit tests start no process. Those marked ``ranks`` do; those marked ``slow`` take long: documentation, examples, tables.
+What is marked ``breadth`` goes over further models, sizes and forms of a behavior that another test holds: it runs in
+``make test-all`` only (``SLAPO_TEST_WHOLE=1``), or where it is asked for by its name.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slapo_core.ranks import launcher
+
+ROOT = Path(__file__).parent.parent
+DURATIONS = ROOT / "tests" / "durations.json"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--record-durations", action="store_true", help=f"write {DURATIONS.relative_to(ROOT)} again")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(_Processes(), "processes")
+    if config.getoption("--record-durations") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(_Durations(), "durations")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark tests by their directory, sort files by recorded durations, and leave breadth out."""
+    for item in items:
+        if "tests/integration" in item.path.as_posix():
+            item.add_marker(pytest.mark.slow)
+    recorded: dict[str, float] = json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}
+    items.sort(key=lambda item: -recorded.get(_file(item.nodeid), 0.0))  # a long file at the end leaves workers idle
+    if os.environ.get("SLAPO_TEST_WHOLE"):
+        return
+    broad = {item for item in items if item.get_closest_marker("breadth")}
+    if broad and len(broad) < len(items):
+        config.hook.pytest_deselected(items=[item for item in items if item in broad])
+        items[:] = [item for item in items if item not in broad]
+
+
+def _file(nodeid: str) -> str:
+    return nodeid.partition("::")[0]
+
+
+class _Processes:
+    """Refuses processes in a test that is not marked as one that starts some."""
+
+    def __init__(self) -> None:
+        self._unit: str | None = None
+        for owner, name in ((launcher._Run, "start"), (subprocess.Popen, "__init__")):
+            self._hold(owner, name)
+
+    def _hold(self, owner: Any, name: str) -> None:
+        original = getattr(owner, name)
+
+        def refusing(*args: Any, **kwargs: Any) -> Any:
+            if self._unit is not None:
+                pytest.fail(f"a unit test starts no process: mark {self._unit} with pytest.mark.ranks or .slow")
+            return original(*args, **kwargs)
+
+        setattr(owner, name, refusing)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        marked = item.get_closest_marker("ranks") or item.get_closest_marker("slow")
+        self._unit = None if marked else item.nodeid
+        try:
+            return (yield)
+        finally:
+            self._unit = None
+
+
+class _Durations:
+    """Sums what the tests of each file take."""
+
+    def __init__(self) -> None:
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._seconds[_file(report.nodeid)] += report.duration
+
+    def pytest_sessionfinish(self) -> None:
+        seconds = {name: round(took, 1) for name, took in sorted(self._seconds.items())}
+        DURATIONS.write_text(json.dumps(seconds, indent=0) + "\n")
