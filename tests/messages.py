@@ -126,7 +126,8 @@ def pytest_testnodedown(node: Any, error: object) -> None:
 def _is_test(directory: Path, key: str) -> bool:
     module, _, name = key.partition("::")
     path = directory / module
-    return path.exists() and f"def {re.split(r'[\[ ]', name)[0]}(" in path.read_text(encoding="utf-8")
+    function = re.split(r"[\[ ]", name)[0]
+    return path.exists() and f"def {function}(" in path.read_text(encoding="utf-8")
 
 
 def _merge(updated: Mapping[str, Mapping[str, str]]) -> None:
