@@ -1,7 +1,7 @@
 """Say which tests belong to a distribution, or to what has changed.
 
 python tools/distributions.py slapo-tp            # its directories of tests
-python tools/distributions.py --since HEAD~1      # those of the distributions changed since, and of those that need them
+python tools/distributions.py --since HEAD~1      # those of what has changed since, and of what needs it
 """
 
 from __future__ import annotations
