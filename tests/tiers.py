@@ -1,8 +1,8 @@
 """The tiers of the tests, their order, and what a whole run leaves out.
 
-Unit tests start no process. Those marked ``ranks`` do; those marked ``slow`` take long: documentation, examples, tables.
-What is marked ``breadth`` goes over further models, sizes and forms of a behavior that another test holds: it runs in
-``make test-all`` only (``SLAPO_TEST_WHOLE=1``), or where it is asked for by its name.
+Unit tests start no process. Those marked ``ranks`` do; those marked ``slow`` take long: documentation, examples and
+tables. What is marked ``breadth`` goes over further models, sizes and forms of a behavior that another test holds: it
+runs in ``make test-all`` only (``SLAPO_TEST_WHOLE=1``), or where it is asked for by its name.
 """
 
 from __future__ import annotations

@@ -237,7 +237,7 @@ def round_trips(directory: str) -> list[str]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.breadth)])
 def test_state_dicts_and_exports_are_the_untouched_model_s(tmp_path: Path, world_size: int) -> None:
     from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 

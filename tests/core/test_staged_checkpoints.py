@@ -75,6 +75,7 @@ def contents(directory: Path) -> tuple[dict[str, Any], Any]:
     return tensors, json.loads((directory / "checkpoint.json").read_text())["optimizer"]
 
 
+@pytest.mark.breadth
 @pytest.mark.ranks
 def test_a_checkpoint_goes_from_any_mesh_to_any_other_bit_for_bit(tmp_path: Path) -> None:
     engine = engine_on(None)

@@ -227,6 +227,7 @@ def on_ranks(directory: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.breadth
 @pytest.mark.ranks
 def test_slices_over_replicas_of_a_split_model(tmp_path: Path) -> None:
     plain = engine_on("torch")

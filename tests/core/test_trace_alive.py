@@ -87,6 +87,7 @@ def assert_same(mine: list[Any], other: list[Any], *, exact: bool = True) -> Non
             torch.testing.assert_close(one, two)
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize(("backend", "flatten"), [("eager", True), ("aot_eager", False)])
 def test_a_compiled_model_runs_its_graphs_in_one_piece(backend: str, flatten: bool) -> None:
     torch._dynamo.reset()

@@ -55,6 +55,7 @@ def break_again_and_again(sizes: dict[str, int], renewals: int) -> list[tuple[in
     return seen
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize(("sizes", "renewals"), [({"tp": 2}, 300), ({"dp": 2, "tp": 2}, 60)], ids=str)
 def test_groups_are_made_anew_again_and_again_and_nothing_of_the_old_ones_stays(
     sizes: dict[str, int], renewals: int

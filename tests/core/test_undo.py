@@ -68,6 +68,7 @@ def _tensor_parallel() -> list[Callable[[], slapo.Primitive]]:
     ]
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize("name", MODELS)
 def test_random_sequences_end_bit_identical_after_undoing_all(name: str) -> None:
     model = MODELS[name]().double()

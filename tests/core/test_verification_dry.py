@@ -136,7 +136,10 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize(
     ("factor", "text"),
-    [("1", "verified: Net with 5 steps agrees"), ("2", "tried on fresh copies of the model:\n    #1 replace(")],
+    [
+        pytest.param("1", "verified: Net with 5 steps agrees", marks=pytest.mark.breadth),
+        ("2", "tried on fresh copies of the model:\n    #1 replace("),
+    ],
     ids=["right", "wrong"],
 )
 def test_a_class_of_the_users_script_takes_the_weights_over(factor: str, text: str, tmp_path: Path) -> None:

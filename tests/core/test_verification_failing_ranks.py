@@ -99,6 +99,7 @@ def test_every_rank_names_the_rank_that_raised_and_the_step(case: str, step: str
     require_named(found, case, step)
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize("case", ["forward", "backward"])
 def test_every_rank_of_a_mesh_with_two_dimensions_names_it_too(case: str, found_wide: Found) -> None:
     require_named(found_wide, case, f"phase='{case}') at 'down'")

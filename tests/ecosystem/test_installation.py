@@ -182,6 +182,7 @@ def test_the_first_program_verifies_on_two_ranks(clean: CleanEnvironment) -> Non
     assert "verified: BertForMaskedLM with 42 steps agrees with the untouched model (2 ranks, float64)" in printed
 
 
+@pytest.mark.breadth
 @pytest.mark.ranks
 def test_the_program_of_slapo_tp_runs_on_two_ranks(clean: CleanEnvironment) -> None:
     (clean.directory / "this_file.py").write_text(program(ROOT / "plugins/slapo-tp/README.md") + END_AT_ONCE)
@@ -189,12 +190,14 @@ def test_the_program_of_slapo_tp_runs_on_two_ranks(clean: CleanEnvironment) -> N
     assert "Linear(in_features=64, out_features=128, bias=True)" in clean.python(*run)
 
 
+@pytest.mark.breadth
 def test_the_program_of_slapo_fusion_runs(clean: CleanEnvironment) -> None:
     printed = clean.script("fusion.py", program(ROOT / "plugins/slapo-fusion/README.md"))
     assert "bias_gelu(" in printed
     assert "verified: Sequential with 10 steps agrees with the untouched model" in printed
 
 
+@pytest.mark.breadth
 def test_the_program_of_slapo_pipeline_runs(clean: CleanEnvironment) -> None:
     printed = clean.script("pipeline.py", program(ROOT / "plugins/slapo-pipeline/README.md"))
     assert "* tied: embed.weight, in the stages 0 and 2" in printed

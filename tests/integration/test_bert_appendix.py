@@ -24,6 +24,7 @@ def run(*arguments: str) -> tuple[int, str]:
         return example("bert_appendix").main(arguments), printed.getvalue()
 
 
+@pytest.mark.breadth
 @pytest.mark.ranks
 def test_the_appendix_trains_as_the_untouched_model_does(tmp_path: Path) -> None:
     """Each part as the script runs it, in processes that have imported everything: ``bert_tp.py`` starts its own."""

@@ -14,6 +14,7 @@ preload_modules("deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer", "slap
 preload_modules("transformers.models.bert.modeling_bert", "slapo_deepspeed.pipeline.engine")
 
 
+@pytest.mark.breadth
 def test_deepspeed_trains_as_one_process_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     printed, shares = assert_trains_as_one_process("bert_deepspeed", ["--quick"], tmp_path, capsys, world_size=2)
     assert "checkpoint() at 'bert.encoder.layer.{0,2,4}' (x 3)" in printed

@@ -82,7 +82,7 @@ def all_of(forms: dict[str, list[str]], directory: Path) -> list[dict[str, Any]]
     ("forms", "world_size"),
     [
         ({"ZeRO-1 tp2": ["ZeRO-1 tp2", "ZeRO-1 dp2"], "ZeRO-1 dp2": ["ZeRO-1 tp2"]}, 2),
-        ({"ZeRO-1 pp2 tp2": ["ZeRO-1 pp2 tp2"]}, 4),
+        pytest.param({"ZeRO-1 pp2 tp2": ["ZeRO-1 pp2 tp2"]}, 4, marks=pytest.mark.breadth),
     ],
     ids=["two ranks", "a pipeline"],
 )

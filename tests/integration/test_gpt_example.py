@@ -15,6 +15,7 @@ preload_modules("transformers.models.gpt2.modeling_gpt2", "slapo_tp", "slapo_pip
 SMALL = ["--steps", "3", "--batch-size", "8", "--length", "16", "--vocab-size", "600", "--layers", "2"]
 
 
+@pytest.mark.breadth
 def test_four_processes_train_as_one_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     printed, shares = assert_trains_as_one_process("gpt_3d", SMALL, tmp_path, capsys, world_size=4)
     assert "pipeline_split(2, balance='flops', after=('h.0',)) at 'transformer'" in printed

@@ -14,7 +14,7 @@ from torch import nn
 import slapo_core as slapo
 from slapo_core.testing import preload_modules, run_ranks
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.breadth]
 preload_modules("transformers.models.bert.modeling_bert")
 
 SYNCS = 11

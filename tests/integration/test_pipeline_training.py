@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import pytest
 import torch
 
 import slapo_core as slapo
@@ -88,11 +89,13 @@ def of_families() -> list[str]:
     return [text for differing, _ in run_cells(chosen) for text in differing]
 
 
+@pytest.mark.breadth
 def test_models_of_every_kind_train_in_stages() -> None:
     for found in run_ranks(of_families, world_size=2):
         assert found == []
 
 
+@pytest.mark.breadth
 def test_stages_go_together_with_replicas_and_tensor_parallelism() -> None:
     for found in run_ranks(on_rank, 4, world_size=4):
         assert found == []

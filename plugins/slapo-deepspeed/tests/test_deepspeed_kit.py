@@ -28,6 +28,7 @@ def test_with_partitioned_weights(check: Any) -> None:
     check()
 
 
+@pytest.mark.breadth
 @parametrize_dialect_checks([case for case in cases() if case.name == "zero-1"], checks=ON_RANKS)
 def test_with_a_partitioned_optimiser(check: Any) -> None:
     check()
@@ -51,6 +52,7 @@ PIPELINE = DialectCase(
 )
 
 
+@pytest.mark.breadth
 @parametrize_dialect_checks([PIPELINE], checks=ON_RANKS)
 def test_with_a_pipeline_of_split_stages(check: Any) -> None:
     check()

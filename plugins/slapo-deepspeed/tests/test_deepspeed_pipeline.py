@@ -35,6 +35,7 @@ def on_three_ranks() -> dict[str, list[str]]:
     return {name: differences(run) for name, run in RUNS.items()}
 
 
+@pytest.mark.breadth
 def test_every_value_crosses_and_every_gradient_comes_back() -> None:
     for found in run_ranks(on_three_ranks, world_size=3):
         assert found == {name: [] for name in RUNS}

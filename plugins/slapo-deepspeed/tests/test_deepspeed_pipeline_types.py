@@ -11,7 +11,7 @@ import slapo_core as slapo
 from slapo_core.testing import preload_modules, run_ranks
 from tests.words_model import IDS, Words, adamw, by_hand, loss_of
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.breadth]
 preload_modules(
     "deepspeed.pipe",
     "deepspeed.runtime.zero.muon.muon_optimizer",

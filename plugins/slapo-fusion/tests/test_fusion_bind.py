@@ -92,6 +92,7 @@ def test_a_kernel_in_the_place_of_a_forward(step: Bind) -> None:
     assert "forward" not in sch.model[1].__dict__
 
 
+@pytest.mark.breadth
 def test_cpp_source_is_built_and_bound_with_its_backward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     with pytest.raises(slapo.PreconditionError, match=r"no operator 'slapo_fusion_test::scaled' is registered; import"):

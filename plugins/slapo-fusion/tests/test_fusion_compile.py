@@ -62,6 +62,7 @@ def test_names_stay_and_undo_copy_and_pickle_work() -> None:
     assert all(torch.equal(one, other) for one, other in zip(gradients(model, x), expected, strict=True))
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize("first", ["compile", "checkpoint"])
 def test_checkpoint_around_and_inside(first: str) -> None:
     model, x = layers(), torch.randn(2, 6)

@@ -145,11 +145,13 @@ def test_what_is_compiled_around_collectives_agrees_with_the_untouched_model() -
     run_ranks(check_compile, world_size=2, timeout=600)  # compiling: minutes on a busy machine
 
 
+@pytest.mark.breadth
 @pytest.mark.ranks
 def test_what_is_decomposed_and_fused_beside_collectives_agrees_with_the_untouched_model() -> None:
     run_ranks(check_graphs, world_size=2)
 
 
+@pytest.mark.breadth
 @pytest.mark.ranks
 def test_a_bert_layer_is_split_compiled_and_fused() -> None:
     run_ranks(bert_layer, world_size=2)

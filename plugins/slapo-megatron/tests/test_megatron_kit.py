@@ -48,6 +48,7 @@ def test_with_a_plain_optimiser(check: Any) -> None:
     check()
 
 
+@pytest.mark.breadth
 @parametrize_dialect_checks(
     on_cpus("distributed-optimizer"), checks={*ON_RANKS, "replicas_train_as_one_process", "loaded_state_is_trained_on"}
 )

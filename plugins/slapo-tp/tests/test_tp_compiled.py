@@ -72,6 +72,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return (own.parent if own.name.startswith("popen-") else own) / "inductor"
 
 
+@pytest.mark.breadth
 @pytest.mark.ranks
 def test_a_split_mlp_and_a_split_bert_layer_compile_into_one_graph(cache: Path) -> None:
     run_ranks(functools.partial(check, str(cache)), world_size=2)

@@ -124,6 +124,7 @@ def everything() -> Any:
     return verified(), wrongly_split(), refused()
 
 
+@pytest.mark.breadth
 def test_traced_and_split_modules_agree_with_the_untouched_model_in_any_order() -> None:
     for found, wrong, (message, graph) in run_ranks(everything, world_size=2):
         assert found == [(f"{way.__name__} {flatten}", 0) for way in WAYS for flatten in (False, True)]
