@@ -15,6 +15,7 @@ import slapo_core as slapo
 from slapo_core.plugins.process import current_registry, use_registry
 from slapo_core.plugins.registry import Registry
 from slapo_core.spec.tracer import Flag, Guard, Recorded, Untraceable, check
+from tests.messages import Messages
 
 X = torch.randn(4, 5, 8, generator=torch.Generator().manual_seed(0))
 
@@ -69,7 +70,7 @@ def results(model: nn.Module, *args: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("tracer", ["record", "fx", "export"])
-def test_every_tracer_gives_what_the_forward_gives_and_holds_to_what_it_assumed(tracer: str) -> None:
+def test_every_tracer_gives_what_the_forward_gives_and_holds_to_what_it_assumed(tracer: str, message: Messages) -> None:
     plain, model, sch = traced(Plain(), tracer=tracer, flatten=True)
     for mode in (True, False):
         plain.train(mode), model.train(mode)
@@ -78,16 +79,18 @@ def test_every_tracer_gives_what_the_forward_gives_and_holds_to_what_it_assumed(
                 assert torch.equal(one, other)
     assert ("self.fc(x)" in str(sch["0"].graph)) == (tracer != "export")
     model[0].gain = 3.0
-    with pytest.raises(slapo.GuardError, match=r"self\.gain == 2\.0, and now it is 3\.0"):
+    with pytest.raises(slapo.GuardError) as caught:
         model(X)
+    message(caught, "self.gain == 2.0", "3.0")
     model[0].gain = 2.0
     model(X)
 
 
-def test_export_takes_what_record_refuses_without_values_and_its_guards_hold() -> None:
+def test_export_takes_what_record_refuses_without_values_and_its_guards_hold(message: Messages) -> None:
     without = slapo.create_schedule(nn.Sequential(Sparse()).to("meta"), example_inputs=(X,))
-    with pytest.raises(slapo.TraceError, match=r"tracer 'record'\): it makes a tensor whose shape depends on values"):
+    with pytest.raises(slapo.TraceError) as caught:
         without["0"].trace(tracer="record")
+    message(caught, "tracer 'record'", "shape depends on values")
     plain, model, _ = traced(Sparse(), tracer="export", flatten=True)
     for x in (X, torch.cat([X, X]), -X):
         for one, other in zip(results(model, x), results(plain, x), strict=True):
@@ -95,15 +98,15 @@ def test_export_takes_what_record_refuses_without_values_and_its_guards_hold() -
     with pytest.raises(slapo.GuardError, match=r"torch\.export"):
         model(X[:, :2])
     model[0].fc.register_forward_hook(lambda module, args, out: out * 2)
-    with pytest.raises(slapo.TraceError, match=r"holds 'fc', which is hooked"):
+    with pytest.raises(slapo.TraceError) as caught:
         model(X)
+    message(caught, "'fc'", "hooked")
 
 
-def test_export_refuses_calls_autocast_and_what_it_would_not_guard() -> None:
-    with pytest.raises(
-        slapo.PreconditionError, match=r"looks into every module below.*trace\(flatten=True, tracer='exp"
-    ):
+def test_export_refuses_calls_autocast_and_what_it_would_not_guard(message: Messages) -> None:
+    with pytest.raises(slapo.PreconditionError) as caught:
         traced(Plain(), tracer="export")
+    message(caught, "flatten=True, tracer='export'")
     _, model, _ = traced(Plain(), tracer="export", flatten=True)
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(slapo.TraceError, match="autocast"):
         model(X)
@@ -112,32 +115,34 @@ def test_export_refuses_calls_autocast_and_what_it_would_not_guard() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.fc(x) * (3 if x.is_contiguous() else 1)
 
-    with pytest.raises(slapo.TraceError, match=r"asks for \.is_contiguous of a tensor") as refused:
+    with pytest.raises(slapo.TraceError) as refused:
         traced(Asks(), tracer="export", flatten=True)
+    message(refused, ".is_contiguous")
     assert refused.value.location == (__file__, Asks.forward.__code__.co_firstlineno + 1)
 
 
 @pytest.mark.parametrize(
     ("forward", "problem"),
     [
-        (lambda self, x: x if x.dtype is torch.float32 else -x, r"reads \.dtype of a tensor"),
-        (lambda self, x: x if x.shape[0] > 2 else -x, "branches on a tensor, a size or a result"),
-        (lambda self, x: sum(x), "iterates over a tensor"),
-        (lambda self, x: x * len(x), "needs the value"),
-        (lambda self, x: x * {3: 2}.get(x.dim(), 1), "needs the value"),
-        (lambda self, x: x if isinstance(self.fc(x), tuple) else -x, "asks for the class of a result"),
-        (lambda self, x: x * float(x.sum()), "needs the value"),
+        (lambda self, x: x if x.dtype is torch.float32 else -x, ".dtype"),
+        (lambda self, x: x if x.shape[0] > 2 else -x, "branches"),
+        (lambda self, x: sum(x), "iterates"),
+        (lambda self, x: x * len(x), "value"),
+        (lambda self, x: x * {3: 2}.get(x.dim(), 1), "value"),
+        (lambda self, x: x if isinstance(self.fc(x), tuple) else -x, "class"),
+        (lambda self, x: x * float(x.sum()), "value"),
         (lambda self, x: torch.ops.aten.add(x, 1), None),
     ],
 )
-def test_fx_refuses_whatever_it_would_have_to_know(forward: Any, problem: str | None) -> None:
+def test_fx_refuses_whatever_it_would_have_to_know(forward: Any, problem: str | None, message: Messages) -> None:
     module = type("Asks", (Sparse,), {"forward": forward})()
     if problem is None:
         _, model, _ = traced(module, tracer="fx")
         assert torch.equal(model(X), X + 1)
         return
-    with pytest.raises(slapo.TraceError, match=problem) as refused:
+    with pytest.raises(slapo.TraceError) as refused:
         traced(module, tracer="fx")
+    message(refused, problem)
     assert refused.value.location == (__file__, forward.__code__.co_firstlineno)
     assert "forward" not in module.__dict__
 
@@ -175,7 +180,7 @@ def registry() -> Iterator[Registry]:
         yield one
 
 
-def test_a_tracer_of_a_plugin_is_used_by_its_name(registry: Registry) -> None:
+def test_a_tracer_of_a_plugin_is_used_by_its_name(registry: Registry, message: Messages) -> None:
     registry.register(ByHand, kind="tracers")
     model = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(3, 3))
     sch = slapo.create_schedule(model, example_inputs=X)
@@ -183,33 +188,38 @@ def test_a_tracer_of_a_plugin_is_used_by_its_name(registry: Registry) -> None:
     sch["0"].trace(tracer="byhand")
     assert "F.linear(input_1, self.weight, self.bias)" in str(sch["0"].graph)
     assert torch.equal(model[0](X), expected)
-    with pytest.raises(slapo.GuardError, match="recorded with the width == 8, and this call has 7"):
+    with pytest.raises(slapo.GuardError) as caught:
         model[0](X[..., :7])
+    message(caught, "width == 8", "7")
     model[0].out_features = 5
-    with pytest.raises(slapo.GuardError, match=r"self\.out_features == 4, and now it is 5"):
+    with pytest.raises(slapo.GuardError) as caught:
         model[0](X)
-    with pytest.raises(slapo.TraceError, match=r"'1' cannot be traced \(tracer 'byhand'\): it is no Linear") as refused:
+    message(caught, "self.out_features == 4", "5")
+    with pytest.raises(slapo.TraceError) as refused:
         sch["1"].trace(tracer="byhand", example_inputs=X)
+    message(refused, "'1'", "'byhand'")
     assert (refused.value.location, refused.value.hint) == ((__file__, 7), "trace a Linear")
-    with pytest.raises(slapo.TraceError, match=r"by tracer 'byhand', .* it raises ValueError: three"):
+    with pytest.raises(slapo.TraceError) as caught:
         sch["2"].trace(tracer="byhand", example_inputs=X[..., :3])
+    message(caught, "'byhand'", "ValueError: three")
     assert sch.undo() != ()
     assert "forward" not in model[0].__dict__
 
 
-def test_names_of_tracers_are_resolved_like_all_others(registry: Registry) -> None:
+def test_names_of_tracers_are_resolved_like_all_others(registry: Registry, message: Messages) -> None:
     assert current_registry() is registry
     assert set(registry.names("tracers")) >= {"export", "fx", "record"}
     sch = slapo.create_schedule(nn.Sequential(Plain()), example_inputs=X)
-    with pytest.raises(slapo.UnknownNameError, match=r"no installed plugin provides tracer 'recrod'(?s:.)*'record'"):
+    with pytest.raises(slapo.UnknownNameError, match=r"'recrod'(?s:.)*'record'"):
         sch["0"].trace(tracer="recrod")
-    with pytest.raises(slapo.RejectedPluginError, match="tracer name 'auto' is reserved for slapo-core"):
+    with pytest.raises(slapo.RejectedPluginError) as caught:
         registry.register(type("Auto", (ByHand,), {"name": "auto"}), kind="tracers")
+    message(caught, "'auto'")
     assert sch.records == ()
     assert sch["0"].plugin("tracers", "fx").needs_inputs is False
 
 
-def test_without_inputs_auto_takes_fx_and_says_so_where_that_refuses() -> None:
+def test_without_inputs_auto_takes_fx_and_says_so_where_that_refuses(message: Messages) -> None:
     plain = nn.Sequential(Plain())
     model = copy.deepcopy(plain)
     sch = slapo.create_schedule(model)
@@ -218,8 +228,9 @@ def test_without_inputs_auto_takes_fx_and_says_so_where_that_refuses() -> None:
     for one, other in zip(results(model, X), results(plain, X), strict=True):
         assert torch.equal(one, other)
     sch = slapo.create_schedule(nn.Sequential(Sparse()))
-    with pytest.raises(slapo.TraceError, match=r"tracer 'fx'.*; tracer 'record' was not tried: (?s:.)*example_inputs="):
+    with pytest.raises(slapo.TraceError) as caught:
         sch["0"].trace()
+    message(caught, "tracer 'fx'", "'record' was not tried", "example_inputs=")
     for tracer in ("record", "export"):
         with pytest.raises(slapo.ArgumentError, match="has no example inputs"):
             sch["0"].trace(tracer=tracer, flatten=True)

@@ -16,6 +16,7 @@ from slapo_core.spec.layout import Layout
 from slapo_core.spec.mesh import Mesh
 from slapo_core.weights.sources import MappingSource, SafetensorsSource
 from tests.core.building_support import on_meta, real, split
+from tests.messages import Messages
 
 
 def saved(directory: Path, name: str) -> dict[str, torch.Tensor]:
@@ -103,16 +104,14 @@ def test_a_slice_read_from_a_file_is_the_piece_that_the_layout_cuts(tmp_path: Pa
     assert torch.equal(read, MappingSource({"w": full}).read("w", layout, mesh))
 
 
-def test_shards_with_an_index_are_read_by_the_index(tmp_path: Path) -> None:
+def test_shards_with_an_index_are_read_by_the_index(tmp_path: Path, message: Messages) -> None:
     state = saved(tmp_path, "mlp")
     (tmp_path / "model.safetensors").unlink()
     save_file({"fc1.weight": state["fc1.weight"], "fc2.weight": state["fc2.weight"]}, tmp_path / "a.safetensors")
     save_file({"fc1.bias": state["fc1.bias"]}, tmp_path / "b.safetensors")
     with pytest.raises(slapo.WeightsError) as error:
         SafetensorsSource(tmp_path)
-    assert error.value.message == (
-        f"'{tmp_path}' holds 2 safetensors files and no model.safetensors.index.json: a.safetensors, b.safetensors"
-    )
+    message(error, "2 safetensors files")
     weight_map = {"fc1.weight": "a.safetensors", "fc2.weight": "a.safetensors", "fc1.bias": "b.safetensors"}
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": weight_map}))
@@ -123,11 +122,11 @@ def test_shards_with_an_index_are_read_by_the_index(tmp_path: Path) -> None:
     index.write_text(json.dumps({"weight_map": {**weight_map, "fc1.bias": "../b.safetensors"}}))
     with pytest.raises(slapo.WeightsError) as error:
         SafetensorsSource(tmp_path)
-    assert error.value.message == f"{index} places 'fc1.bias' in '../b.safetensors', outside of its directory"
+    message(error, "'fc1.bias'", "'../b.safetensors'")
     index.write_text(json.dumps({"weight_map": {**weight_map, "fc3.bias": "b.safetensors"}}))
     with pytest.raises(slapo.WeightsError) as error:
         SafetensorsSource(tmp_path)
-    assert error.value.message == f"{tmp_path / 'b.safetensors'} lacks tensors that {index.name} lists: fc3.bias"
+    message(error, "b.safetensors", "fc3.bias")
 
 
 def test_one_of_several_tied_names_is_enough() -> None:
@@ -148,7 +147,7 @@ def test_weights_are_cast_to_the_parameters_dtype() -> None:
 
 
 @pytest.mark.parametrize("make", [on_meta, real], ids=["meta", "real"])
-def test_everything_wrong_with_weights_is_listed_and_nothing_changes(make: object) -> None:
+def test_everything_wrong_with_weights_is_listed_and_nothing_changes(make: object, message: Messages) -> None:
     state = real("mlp", seed=5).state_dict()
     state["fc3.weight"] = state.pop("fc1.bias")
     state["fc2.weight"] = torch.ones(4, 7)
@@ -158,13 +157,7 @@ def test_everything_wrong_with_weights_is_listed_and_nothing_changes(make: objec
     schedule = slapo.create_schedule(model)
     with pytest.raises(slapo.WeightsError) as error:
         slapo.build(schedule, weights=state)
-    assert str(error.value) == (
-        "the weights given do not fit the model:\n"
-        "  - missing: fc1.bias (8,)\n"
-        "  - wrong shape: fc2.weight must be (4, 8) (got (4, 7))\n"
-        "  - unexpected: fc3.weight (8,)\n"
-        "  hint: names and shapes are those of the untouched model's state_dict(), whatever the schedule"
-    )
+    message(error, "missing: fc1.bias", "wrong shape: fc2.weight", "unexpected: fc3.weight")
     assert not schedule.is_sealed
     for name, tensor in model.named_parameters():
         assert tensor is tensors[name]
@@ -186,27 +179,24 @@ def failing_factory(parameters: object) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize(
-    ("weights", "expected"),
+    ("weights", "word"),
     [
-        ("nowhere/at/all", "there are no weights at 'nowhere/at/all': no such file or directory"),
-        (3, "weights must be a directory, a .safetensors file or a mapping of tensors (got int)"),
-        ({"fc1.weight": [1]}, "the weights given: 'fc1.weight' must be tensors (got other objects)"),
-        (
-            {"fc1.weight": torch.empty(8, 6, device="meta")},
-            "the weights given hold no values, they are on the meta device: fc1.weight",
-        ),
+        ("nowhere/at/all", "no such file"),
+        (3, "int"),
+        ({"fc1.weight": [1]}, "other objects"),
+        ({"fc1.weight": torch.empty(8, 6, device="meta")}, "meta device"),
     ],
 )
-def test_what_is_no_weights_is_refused(weights: object, expected: str) -> None:
+def test_what_is_no_weights_is_refused(weights: object, word: str, message: Messages) -> None:
     with pytest.raises(slapo.WeightsError) as error:
         slapo.build(slapo.create_schedule(on_meta("mlp")), weights=weights)  # type: ignore[arg-type]
-    assert error.value.message == expected
+    message(error, word)
 
 
-def test_an_empty_directory_and_a_damaged_file_are_refused(tmp_path: Path) -> None:
+def test_an_empty_directory_and_a_damaged_file_are_refused(tmp_path: Path, message: Messages) -> None:
     with pytest.raises(slapo.WeightsError) as error:
         SafetensorsSource(tmp_path)
-    assert error.value.message == f"there are no weights in '{tmp_path}': no *.safetensors file"
+    message(error, "no *.safetensors file")
     (tmp_path / "model.safetensors").write_bytes(b"not at all")
-    with pytest.raises(slapo.WeightsError, match=r"model\.safetensors cannot be read as safetensors: "):
+    with pytest.raises(slapo.WeightsError, match="cannot be read"):
         SafetensorsSource(tmp_path)
