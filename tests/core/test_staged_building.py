@@ -237,7 +237,7 @@ def test_optimisers_that_do_not_go_with_stages_are_refused(results: list[dict[st
     for rank, result in enumerate(results):
         own, at_once, by_norm, groups, settings, left_out = result["lost"]
         foreign = ("'0.weight'", "'1.weight'")[1 - rank]
-        assert f"{foreign} of another pipeline stage" in own or "failed on rank" in own
+        assert f"{foreign} of another pipeline stage" in own
         message(at_once, "LBFGS", "from the others")
         message(by_norm, "ByNorm", "depends on the others")
         message(groups, "number of groups", "rank 0: 2\n  rank 1: 4")
