@@ -59,6 +59,7 @@ def schedule() -> slapo.Schedule:
     return slapo.create_schedule(Net(), example_inputs=torch.zeros(64, 32))
 
 
+@pytest.mark.ranks
 def test_no_target_is_exceeded_and_more_memory_never_costs_more() -> None:
     sch = schedule()
     sch["deep.0"].checkpoint()  # the user's own
@@ -93,6 +94,7 @@ def slapo_size(size: int) -> str:
     return format_bytes(size)
 
 
+@pytest.mark.ranks
 def test_where_nothing_fits_the_message_says_what_holds_the_memory() -> None:
     sch = schedule()
     with pytest.raises(FitError, match=r"fits 1KiB.*least peak.*KiB") as error:
