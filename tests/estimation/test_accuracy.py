@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from slapo_core.ranks.launcher import run_process
 from tests.estimate_cases import CASES, FAMILIES, Case
 from tests.estimate_judge import compare
@@ -16,6 +18,7 @@ SAMPLE = [
 ]
 
 
+@pytest.mark.ranks
 def test_predicted_peaks_are_those_of_real_tensors() -> None:
     found = run_process(compare, SAMPLE, timeout=600.0)
     off = {str(case): (memory.total, peak) for case, (memory, peak) in zip(SAMPLE, found, strict=True)}

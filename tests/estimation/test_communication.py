@@ -98,6 +98,7 @@ def communicate() -> dict[str, list[tuple[str, str, int, int]]]:
     return found
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("call", "expected"),
     [
@@ -126,6 +127,7 @@ def test_each_call_is_one_collective_of_its_bytes(listed: Any, call: str, expect
     assert listed[call] == expected
 
 
+@pytest.mark.ranks
 def test_names_of_torch_that_are_not_public_mean_this(listed: Any) -> None:
     assert listed["ranks"] == [(4, 5, 6, 7)] * 3
     tensors = [torch.empty(size, dtype=dtype) for size in (60, 50, 30) for dtype in (torch.float32, torch.float64)]

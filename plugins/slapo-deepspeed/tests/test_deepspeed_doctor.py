@@ -93,6 +93,7 @@ def test_a_build_that_was_killed_is_a_problem(tmp_path: Path, message: Messages)
     assert problem.hint.startswith(f"rm {lock} ")
 
 
+@pytest.mark.ranks
 def test_the_command_prints_it_without_importing_deepspeed() -> None:
     code = (
         "import sys; from typer.testing import CliRunner; from slapo_core.cli.main import make_app\n"

@@ -85,6 +85,7 @@ def test_without_a_gpu_it_says_what_can_be_done(monkeypatch: pytest.MonkeyPatch,
     message(problem.message, "no GPU", "plans")
 
 
+@pytest.mark.ranks
 def test_the_command_prints_it_without_importing_megatron() -> None:
     code = (
         "import sys; from typer.testing import CliRunner; from slapo_core.cli.main import make_app\n"

@@ -145,6 +145,7 @@ def test_options_do_not_go_together_with_so_many_stages() -> None:
         dialect.stage_ranks(plan({"pp": 2}, model_parallel_config={"overlap_p2p_comm": True}), 2, 2)
 
 
+@pytest.mark.ranks
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, and Megatron runs")
 def test_without_cuda_build_says_so_before_megatron_does() -> None:
     code = (
