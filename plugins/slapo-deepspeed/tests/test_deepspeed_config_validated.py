@@ -73,6 +73,13 @@ def test_params_that_a_scheduler_does_not_take_are_refused(name: str, params: di
     assert word in text
 
 
+@pytest.mark.parametrize(("dtype", "other"), [("fp16", "bf16"), ("bf16", "fp16")])
+def test_a_type_that_the_processor_lacks_is_refused(dtype: str, other: str, message: Messages) -> None:
+    config = {dtype: {"enabled": True}}
+    message(refusal(config, processor=[other]), f"'{dtype}.enabled' of config", "'cpu'", f'"{other}"')
+    planned(config, processor=[dtype])
+
+
 def test_a_scheduler_needs_something_to_schedule(message: Messages) -> None:
     config: dict[str, Any] = {"scheduler": {"type": "WarmupLR"}}
     message(refusal(config, arguments=BuildArguments()), "'scheduler'", "'WarmupLR'", "no optimiser")
