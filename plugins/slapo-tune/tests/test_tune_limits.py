@@ -13,6 +13,7 @@ from slapo_tune.search import tuning
 from slapo_tune.search.events import Event, Finished, Note, Started
 from slapo_tune.search.tuning import search
 from slapo_tune.trials.judging import Outcome
+from tests.messages import Messages
 
 from . import killed
 
@@ -43,7 +44,9 @@ def test_nothing_is_started_when_the_time_is_over(settings: dict[str, Any], monk
     assert 0 < len(result.trials) < 10
 
 
-def test_an_interrupted_search_says_how_to_go_on(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_search_says_how_to_go_on(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch, message: Messages
+) -> None:
     events: list[Event] = []
 
     def interrupt(self: Any) -> None:
@@ -55,16 +58,18 @@ def test_an_interrupted_search_says_how_to_go_on(settings: dict[str, Any], monke
         with pytest.raises(KeyboardInterrupt):
             search(study(settings), tell=events.append)
     log = settings["log"]
-    assert events[-1] == Note(f"interrupted; the log {log} is whole, and the same search goes on where it was")
+    assert isinstance(events[-1], Note)
+    assert str(log) in events[-1].text
+    message(events[-1].text, "interrupted")
     assert len(read_log(log).trials) == 2
     events.clear()
     assert len(search(study(settings), resume=True, tell=events.append).trials) == 15
     assert isinstance(events[0], Note)
-    assert events[0].text.startswith("trial 2 was running when the search ended, and runs again: ")
+    message(events[0].text, "trial 2", "again")
     assert isinstance(events[1], Started)
 
 
-def test_a_sampler_that_proposes_nonsense_is_named(settings: dict[str, Any]) -> None:
+def test_a_sampler_that_proposes_nonsense_is_named(settings: dict[str, Any], message: Messages) -> None:
     class Again(Sampler):
         name = "again"
 
@@ -77,54 +82,62 @@ def test_a_sampler_that_proposes_nonsense_is_named(settings: dict[str, Any]) -> 
         def suggest(self, space: Any, history: Any, seed: int) -> Any:
             return {"batch": 77}
 
-    with pytest.raises(StudyError, match=r"the sampler 'again' proposes .*, which the history has"):
+    with pytest.raises(StudyError) as caught:
         search(study(settings, sampler=Again()))
-    with pytest.raises(LogError, match=r"its sampler is 'again', and this study's is 'beside'"):
+    message(caught, "'again' proposes", "the history has")
+    with pytest.raises(LogError) as other:
         search(study(settings, sampler=Beside))
+    message(other, "'again'", "'beside'")
     settings["log"].unlink()
-    with pytest.raises(StudyError, match=r"proposes {'batch': 77}, which the space does not have"):
+    with pytest.raises(StudyError) as caught:
         search(study(settings, sampler=Beside))
-    with pytest.raises(StudyError, match=r"sampler must be the name of an installed one, or a .* \(got 7\)"):
+    message(caught, "{'batch': 77}", "the space does not have")
+    with pytest.raises(StudyError) as caught:
         search(study(settings, sampler=7))
-    with pytest.raises(UnknownNameError, match="no installed plugin provides sampler 'exhaustve'"):
+    message(caught, "sampler", "got 7")
+    with pytest.raises(UnknownNameError, match="'exhaustve'"):
         search(study(settings, sampler="exhaustve"))
 
 
-def test_a_model_that_cannot_be_made_ends_the_search(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_cannot_be_made_ends_the_search(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch, message: Messages
+) -> None:
     monkeypatch.setattr(
         killed.NoTrials, "run", lambda *_, **__: Outcome("refused", "ValueError: no weights", phase="model")
     )
-    with pytest.raises(StudyError, match=r"^make_model, .* raises\n  ValueError: no weights"):
+    with pytest.raises(StudyError) as caught:
         search(study(settings))
+    message(caught, "make_model", "\n  ValueError: no weights")
     assert not read_log(settings["log"]).trials
 
 
 @pytest.mark.parametrize(
-    ("wrong", "message"),
+    ("wrong", "word"),
     [
-        ({"world_size": 0}, r"world_size must be an integer, at least 1 \(got 0\)\n  hint: world_size=1"),
-        ({"world_size": 2}, r"2 ranks need a mesh\n  hint: mesh="),
-        ({"timeout": float("nan")}, "timeout must be a positive number of seconds"),
-        ({"trials": 0}, "trials must be an integer, at least 1, or None"),
-        ({"evaluate": None}, r"without evaluate= a study trains, and needs batch=\n  hint: batch="),
-        ({"memory": "70 GiBs"}, "memory"),
-        ({"memory": "1GiB", "predict": False}, r"memory='1GiB' is held against estimates"),
-        ({"schedule": "fast"}, r"schedule must be a function \(got 'fast'\)"),
-        ({"accelerator": "tpu"}, "accelerator must be 'cpu', 'cuda' or None"),
+        ({"world_size": 0}, "got 0"),
+        ({"world_size": 2}, "2 ranks need a mesh"),
+        ({"timeout": float("nan")}, "timeout"),
+        ({"trials": 0}, "trials"),
+        ({"evaluate": None}, "needs batch="),
+        ({"memory": "70 GiBs"}, "'70 GiBs'"),
+        ({"memory": "1GiB", "predict": False}, "estimates"),
+        ({"schedule": "fast"}, "got 'fast'"),
+        ({"accelerator": "tpu"}, "'cpu', 'cuda' or None"),
     ],
 )
-def test_arguments_that_make_no_sense_are_refused(wrong: dict[str, Any], message: str) -> None:
+def test_arguments_that_make_no_sense_are_refused(wrong: dict[str, Any], word: str, message: Messages) -> None:
     fine = {"make_model": killed.Net, "space": killed.space, "schedule": killed.schedule, "evaluate": killed.evaluate}
     Study(**fine)
-    with pytest.raises((StudyError, ArgumentError), match=message):
+    with pytest.raises((StudyError, ArgumentError)) as caught:
         Study(**{**fine, **wrong})
+    message(caught, word)
 
 
-def test_a_mesh_of_another_size_is_refused_where_it_is(settings: dict[str, Any]) -> None:
+def test_a_mesh_of_another_size_is_refused_where_it_is(settings: dict[str, Any], message: Messages) -> None:
     result = search(study(settings, world_size=2, mesh=lambda p: {"dp": p["cut"]}))
     assert {trial.point["cut"]: trial.status for trial in result.trials if trial.point["batch"] == 1} == {
         1: "refused",
         2: "ok",
         3: "refused",
     }
-    assert "the mesh {'dp': 1} has 1 ranks, and world_size is 2" in result.trials[0].reason
+    message(result.trials[0].reason, "{'dp': 1}", "world_size is 2")

@@ -12,6 +12,7 @@ import pytest
 from slapo_core import Trial
 from slapo_tune import LogError, read_log
 from slapo_tune.log.writing import LogFile
+from tests.messages import Messages
 
 HEADER = {"fingerprint": "abc", "described": "2 points\nbatch  1, 2", "seed": 0, "versions": {"torch": "1"}}
 FIRST = Trial(0, {"batch": 1, "cut": (1, (2, None)), "ratio": 0.1}, "ok", 2.5, "", {"memory": 7}, {"spread": 0.5}, 1.5)
@@ -60,31 +61,30 @@ def test_who_writes_it_is_named_to_the_second_one(path: Path) -> None:
         before = path.read_bytes()
         with pytest.raises(LogError) as refused:
             LogFile(path, HEADER)
-        assert f"process {os.getpid()} on {os.uname().nodename} writes the log {path}" in str(refused.value)
+        assert f"process {os.getpid()} on {os.uname().nodename} " in str(refused.value)
+        assert str(path) in str(refused.value)
         assert path.read_bytes() == before
     LogFile(path, HEADER).__exit__(None, None, None)
 
 
 @pytest.mark.parametrize(
-    ("header", "message"),
+    ("header", "words"),
     [
-        (
-            {**HEADER, "seed": 1},
-            "the log of another study: its seed is 0, and this study's is 1; nothing was written",
-        ),
+        ({**HEADER, "seed": 1}, ("seed is 0", "is 1;")),
         (
             {**HEADER, "fingerprint": "x", "described": "2 points\nbatch  1, 3"},
-            "its space is another one\n  there: batch  1, 2\n  here:  batch  1, 3",
+            ("space", "\n  there: batch  1, 2\n  here:  batch  1, 3"),
         ),
-        ({**HEADER, "target": "megatron"}, "its target is None, and this study's is 'megatron'"),
+        ({**HEADER, "target": "megatron"}, ("target is None", "'megatron'")),
     ],
 )
-def test_the_log_of_another_study_is_refused(path: Path, header: dict[str, object], message: str) -> None:
+def test_the_log_of_another_study_is_refused(
+    path: Path, header: dict[str, object], words: tuple[str, ...], message: Messages
+) -> None:
     before = path.read_bytes()
     with pytest.raises(LogError) as refused:
         LogFile(path, header)
-    assert message in str(refused.value)
-    assert 'hint: log="' in str(refused.value)
+    message(refused, *words, 'hint: log="')
     assert path.read_bytes() == before
 
 
@@ -131,7 +131,7 @@ def test_damage_before_the_end_names_the_line(path: Path, line: bytes) -> None:
     damaged = b"\n".join([*lines[:4], line, *lines[4:]])
     path.write_bytes(damaged)
     for read in (read_log, lambda path: LogFile(path, HEADER)):
-        with pytest.raises(LogError, match=f"^line 5 of {path} is damaged: "):
+        with pytest.raises(LogError, match=f"^line 5 of {path} "):
             read(path)
     assert path.read_bytes() == damaged
 
@@ -139,7 +139,7 @@ def test_damage_before_the_end_names_the_line(path: Path, line: bytes) -> None:
 def test_a_trial_twice_is_damage(path: Path) -> None:
     lines = path.read_bytes().split(b"\n")
     path.write_bytes(b"\n".join([*lines[:4], lines[3], *lines[4:]]))
-    with pytest.raises(LogError, match=r"line 5 of .* trial 0 stands where trial 1 should"):
+    with pytest.raises(LogError, match=r"line 5 .* trial 0 "):
         read_log(path)
 
 
@@ -150,22 +150,23 @@ def test_a_trial_that_the_verification_refuses_is_wrong(path: Path) -> None:
     assert (trial.status, trial.value, trial.reason) == ("wrong", None, "gradients differ")
 
 
-def test_what_cannot_be_written_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for path, message in (
+def test_what_cannot_be_written_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, message: Messages) -> None:
+    for path, word in (
         (tmp_path, "is a directory"),
         (tmp_path / "no" / "run.jsonl", "there is no directory"),
         (Path("/proc/run.jsonl"), "cannot be written"),
         (Path("/dev/null"), "is no ordinary file"),
     ):
-        with pytest.raises(LogError, match=message):
+        with pytest.raises(LogError, match=word):
             LogFile(path, HEADER)
 
     def refuse(*_: object) -> int:
         raise PermissionError(errno.EACCES, "Permission denied")
 
     monkeypatch.setattr("slapo_tune.log.writing.os.open", refuse)
-    with pytest.raises(LogError, match=r"run\.jsonl cannot be written: Permission denied\n  hint: "):
+    with pytest.raises(LogError) as caught:
         LogFile(tmp_path / "run.jsonl", HEADER)
+    message(caught, "TMP/run.jsonl", "Permission denied\n  hint: ")
 
 
 def test_a_full_disk_leaves_whole_lines(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,13 +188,14 @@ def test_a_full_disk_leaves_whole_lines(path: Path, monkeypatch: pytest.MonkeyPa
     assert opened.startswith(before)
 
 
-def test_a_log_that_is_taken_away_ends_the_search(path: Path) -> None:
+def test_a_log_that_is_taken_away_ends_the_search(path: Path, message: Messages) -> None:
     with LogFile(path, HEADER) as log:
         path.rename(path.with_name("moved.jsonl"))
-        with pytest.raises(LogError, match="was removed or replaced while the search ran"):
+        with pytest.raises(LogError) as caught:
             log.started(2, {"batch": 3})
+        message(caught, "removed or replaced")
         path.write_text("")
-        with pytest.raises(LogError, match="was removed or replaced while the search ran"):
+        with pytest.raises(LogError, match="removed or replaced"):
             log.ended(FIRST)
     assert len(read_log(path.with_name("moved.jsonl")).trials) == 2
     assert path.read_bytes() == b""

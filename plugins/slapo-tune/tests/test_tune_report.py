@@ -16,6 +16,7 @@ from slapo_tune.report.pictures.writing import write_pictures
 from slapo_tune.report.prediction import agreement, rank_correlation
 from slapo_tune.report.report import report
 from slapo_tune.report.words import duration, number, point_words
+from tests.messages import Messages
 
 from .searched import POINTS, TRIALS
 
@@ -135,20 +136,15 @@ def test_pictures_are_written(tmp_path: Path) -> None:
 
 
 def test_pictures_without_matplotlib_or_of_no_symbol_say_what_to_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, message: Messages
 ) -> None:
     with pytest.raises(ArgumentError) as caught:
         write_pictures(POINTS, TRIALS, tmp_path, axes=("batch", "tp"))
-    assert str(caught.value) == (
-        "a picture of the space needs two symbols (got batch, tp; the space has batch, checkpoint, kernel)\n"
-        "  hint: --axes batch,checkpoint"
-    )
+    message(caught, "got batch, tp", "--axes batch,checkpoint")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ArgumentError) as caught:
         write_pictures(POINTS, TRIALS, tmp_path)
-    assert str(caught.value) == (
-        "plots need matplotlib, which is not installed\n  hint: pip install 'slapo-tune[draw]'"
-    )
+    message(caught, "matplotlib", "pip install 'slapo-tune[draw]'")
     assert list(tmp_path.iterdir()) == []
 
 

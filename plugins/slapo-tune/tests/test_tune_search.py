@@ -17,6 +17,7 @@ from slapo_tune import Study, StudyError, best, load_study, read_log
 from slapo_tune.search.events import Finished, Note, Started, Verified
 from slapo_tune.search.pruning import margin
 from slapo_tune.search.tuning import search
+from tests.messages import Messages
 
 pytestmark = pytest.mark.ranks
 
@@ -94,7 +95,9 @@ def test_margin_is_learned_from_what_was_measured() -> None:
     assert margin([trial("crash", 80 * mib, 400 * mib)], 100 * mib) == 1
 
 
-def test_a_study_of_a_file_is_pruned_run_verified_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_study_of_a_file_is_pruned_run_verified_and_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, message: Messages
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "STUDY.py").write_text(STUDY)
@@ -129,13 +132,14 @@ def test_a_study_of_a_file_is_pruned_run_verified_and_kept(tmp_path: Path, monke
 
     again = search(study, resume=True, tell=events.append)
     assert again == result
-    with pytest.raises(slapo_core.SlapoError, match=r"has trials already\n  hint: slapo tune resume STUDY\.py"):
+    with pytest.raises(slapo_core.SlapoError) as caught:
         search(study, resume=False)
+    message(caught, "trials already", "slapo tune resume STUDY.py")
     assert not [event for event in events if isinstance(event, Note)]
 
 
 @pytest.mark.parametrize("is_guarded", [True, False])
-def test_a_script_tunes_its_own_functions(tmp_path: Path, is_guarded: bool) -> None:
+def test_a_script_tunes_its_own_functions(tmp_path: Path, is_guarded: bool, message: Messages) -> None:
     guard = 'if __name__ == "__main__":' if is_guarded else "if True:"
     lines = SCRIPT.format(guard=guard, arguments="lambda: nn.Linear(2, 2), space, schedule, evaluate").splitlines()
     at = lines.index(guard)
@@ -148,11 +152,11 @@ def test_a_script_tunes_its_own_functions(tmp_path: Path, is_guarded: bool) -> N
     (tmp_path / "script.py").write_text("\n".join([*lines[: at + 1], *(f"    {line}" for line in lines[at + 1 :])]))
     ran = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=600)
     if is_guarded:
-        assert ran.stdout.strip() == "2.0 None it was not verified: the study gives no batch"
+        message(ran.stdout, "2.0 None ", "no batch")
         assert ran.returncode == 0
     else:
         assert "the script started a search again" in ran.stderr
-        assert """write `if __name__ == '__main__':` above the call of tune""" in ran.stderr
+        assert "if __name__ == '__main__':" in ran.stderr
         assert not read_log(tmp_path / "run.jsonl").trials
 
 
@@ -160,6 +164,7 @@ def test_a_function_without_a_name_is_refused_before_anything_runs(tmp_path: Pat
     log = tmp_path / "run.jsonl"
     functions = lambda: nn.Identity(), lambda s: s.choose("n", [1]), lambda sch, p: None, lambda run: 1.0
     study = Study(*functions, log=log, sampler="exhaustive")
-    with pytest.raises(StudyError, match=r"^make_model=.* cannot be sent .*\n  hint: define it at the top level"):
+    with pytest.raises(StudyError, match=r"^make_model=.* cannot be sent ") as caught:
         search(study)
+    assert "top level" in str(caught.value.hint)
     assert not log.exists()

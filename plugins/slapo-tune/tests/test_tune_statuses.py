@@ -14,6 +14,7 @@ import pytest
 from slapo_core.spec.sampler import Trial
 from slapo_tune import Result, Study, read_log
 from slapo_tune.search.tuning import search
+from tests.messages import Messages
 
 from . import odd_trials
 
@@ -21,28 +22,28 @@ pytestmark = pytest.mark.ranks
 
 EXPECTED = {
     "train": ("ok", ""),
-    "loss_is_infinite": ("wrong", ": the loss of step 1 is nan"),
-    "loss_differs": ("wrong", "ranks 0 and 1 saw the same samples, and the first loss is 1 and 2"),
-    "nan": ("wrong", "rank 0: evaluate gave nan, and must give a finite number to maximise"),
-    "none": ("wrong", "rank 0: evaluate gave None, and must"),
-    "text": ("wrong", "rank 0: evaluate gave '12.5', and must"),
-    "only_rank_0": ("wrong", "rank 1: evaluate gave None, and must"),
-    "disagree": ("wrong", "the ranks disagree about the value: rank 0 1, rank 1 10"),
+    "loss_is_infinite": ("wrong", "loss of step 1 is nan"),
+    "loss_differs": ("wrong", "first loss is 1 and 2"),
+    "nan": ("wrong", "rank 0: evaluate gave nan"),
+    "none": ("wrong", "rank 0: evaluate gave None"),
+    "text": ("wrong", "rank 0: evaluate gave '12.5'"),
+    "only_rank_0": ("wrong", "rank 1: evaluate gave None"),
+    "disagree": ("wrong", "rank 0 1, rank 1 10"),
     "rank_1_raises": ("crash", "rank 1: ValueError: the kernel does not take 7 heads\n  at "),
-    "rank_1_leaves": ("crash", "rank 1 ended with exit code 0, and without a result"),
+    "rank_1_leaves": ("crash", "rank 1 ended with exit code 0"),
     "exits": ("crash", "SystemExit: 0"),
     "segfault": ("crash", " was ended by SIGSEGV\n"),
     "killed": ("crash", "rank 1 was ended by SIGKILL"),
     "kills_its_group": ("crash", " was ended by SIGKILL"),
     "no_memory": ("oom", "RuntimeError: "),
-    "typed_no_memory": ("oom", "OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 GiB"),
+    "typed_no_memory": ("oom", "OutOfMemoryError: CUDA out of memory."),
     "eats_memory": ("oom", "can't allocate memory"),
     "prints": ("ok", ""),
     "closes_its_streams": ("ok", ""),
     "leaves_processes": ("ok", ""),
     "thread_without_end": ("ok", ""),
     "fork_and_both_go_on": ("ok", ""),
-    "kills_the_nursery": ("crash", "the process that ranks are forked from was ended by SIGKILL"),
+    "kills_the_nursery": ("crash", "forked from was ended by SIGKILL"),
     "batch_raises": ("refused", "ValueError: no such batch\n  at "),
     "is_refused": ("refused", "PreconditionError: cannot apply "),
     "schedule_raises": ("refused", "KeyError: 'there is no such ratio'"),
@@ -104,12 +105,14 @@ def assert_clean(left: Path, processes: int) -> None:
         assert not Path(file.read_text()).exists()
 
 
-def test_every_trial_gets_its_status_and_leaves_nothing(tmp_path: Path, left: Path) -> None:
+def test_every_trial_gets_its_status_and_leaves_nothing(tmp_path: Path, left: Path, message: Messages) -> None:
     result = searched(tmp_path, space_of_all, timeout=100.0)
     trials: dict[str, Trial] = {trial.point["does"]: trial for trial in result.trials}
     for does, (status, reason) in EXPECTED.items():
         assert (does, trials[does].status) == (does, status), trials[does].reason
         assert reason in trials[does].reason
+        if status == "wrong" and does != "loss_is_infinite":  # which either rank may say first
+            message(trials[does].reason, reason)
         assert (trials[does].value is not None) == (status == "ok")
     assert trials["fork_and_both_go_on"].value == 6.0
     assert trials["closes_its_streams"].value == 3.0
@@ -124,6 +127,6 @@ def test_a_trial_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path, le
     result = searched(tmp_path, space_of_hanging, timeout=4.0)
     (trial,) = result.trials
     assert trial.status == "timeout"
-    assert trial.reason.startswith("did not end within 4 s")
+    assert "within 4 s" in trial.reason
     assert result.winner is None
     assert_clean(left, 0)
