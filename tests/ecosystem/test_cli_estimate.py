@@ -16,6 +16,7 @@ from slapo_core.cli.main import make_app
 from slapo_core.errors import ArgumentError
 from slapo_core.estimation.measuring import measure_device
 from slapo_core.spec.device import DEVICES, DeviceSpec, Link
+from tests.messages import Messages
 
 MODULE = """
 import torch
@@ -100,58 +101,59 @@ def test_a_step_that_does_not_fit_is_a_failure(here: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("words", "word"),
     [
-        (("estimate", "nowhere:make_model", *BATCH), "there is no module 'nowhere' here"),
-        (("estimate", "tiny_estimated:nothing", *BATCH), "the module 'tiny_estimated' has no function 'nothing'"),
-        (("estimate", "tiny_estimated", *BATCH), "'tiny_estimated' is not of the form MODULE:FUNCTION"),
-        ((*ESTIMATE, "--mesh", "dp8", *BATCH), "'dp8' is not of the form dp=8,tp=8"),
-        ((*ESTIMATE, "--batch", "x=4,16"), "'x=4,16' is neither MODULE:FUNCTION nor of the form"),
-        ((*ESTIMATE, "--batch", "x=4x16:float31"), "torch has no dtype 'float31'"),
-        ((*ESTIMATE, *BATCH, "--optimizer", "Adem"), "torch.optim has no optimiser 'Adem'"),
-        ((*ESTIMATE, *BATCH, "--mesh", "dp=0"), "'dp=0' is not of the form dp=8,tp=8"),
+        (("estimate", "nowhere:make_model", *BATCH), "no module 'nowhere'"),
+        (("estimate", "tiny_estimated:nothing", *BATCH), "'tiny_estimated' has no function 'nothing'"),
+        (("estimate", "tiny_estimated", *BATCH), "MODULE:FUNCTION"),
+        ((*ESTIMATE, "--mesh", "dp8", *BATCH), "'dp8' is not of the form"),
+        ((*ESTIMATE, "--batch", "x=4,16"), "'x=4,16' is neither"),
+        ((*ESTIMATE, "--batch", "x=4x16:float31"), "no dtype 'float31'"),
+        ((*ESTIMATE, *BATCH, "--optimizer", "Adem"), "no optimiser 'Adem'"),
+        ((*ESTIMATE, *BATCH, "--mesh", "dp=0"), "'dp=0' is not of the form"),
         ((*ESTIMATE, *BATCH, "--memory", "70G"), 'memory="70GiB"'),
-        ((*ESTIMATE, *BATCH, "--timeout", "0"), "Input should be greater than or equal to 1"),
-        ((*ESTIMATE, "--batch", "tiny_estimated:nothing_made"), "gives None, and no batch"),
-        (ESTIMATE, "needed, e.g. --batch input_ids=4x512:int64"),
+        ((*ESTIMATE, *BATCH, "--timeout", "0"), "equal to 1"),
+        ((*ESTIMATE, "--batch", "tiny_estimated:nothing_made"), "gives None"),
+        (ESTIMATE, "e.g. --batch input_ids=4x512:int64"),
     ],
 )
-def test_a_wrong_call_is_said_so(here: Path, words: tuple[str, ...], message: str) -> None:
+def test_a_wrong_call_is_said_so(here: Path, words: tuple[str, ...], word: str) -> None:
+    """In a frame that typer draws, as wide as the terminal."""
     done = run(*words)
     assert done.exit_code == 2
-    assert message in " ".join(done.stderr.replace("│", " ").split())
+    assert word in " ".join(done.stderr.replace("│", " ").split())
 
 
-def test_a_device_survives_its_file_and_every_fault_in_it_is_named(tmp_path: Path) -> None:
+def test_a_device_survives_its_file_and_every_fault_in_it_is_named(tmp_path: Path, message: Messages) -> None:
     file = tmp_path / "device.json"
     whole = DEVICES["h100"].to_json()
     file.write_text(json.dumps(whole))
     assert DeviceSpec.from_json(file) == DEVICES["h100"]
     assert json.loads(run("device", "show", str(file), "--json").stdout) == whole
     assert "links of tp" in run("device", "show", "h100").stdout
-    for change, message in (
-        ({"bandwidth": 0}, "'bandwidth' of the device must be a positive number (got 0)"),
-        ({"bandwidth": True}, "'bandwidth' of the device must be a positive number (got True)"),
-        ({"launch": float("nan")}, "'launch' of the device must be a number of at least 0 (got nan)"),
-        ({"flops": {"float32": "fast"}}, "'flops.float32' of the device must be a positive number (got 'fast')"),
-        ({"links": {"tp": {"bandwidth": 1}}}, "the device has no 'links.tp.latency'"),
-        ({"memory": "80GiB"}, "'memory' of the device must be a number of bytes, or null (got '80GiB')"),
-        ({"speed": 1}, "the device has an unknown key 'speed'"),
+    for change, *words in (
+        ({"bandwidth": 0}, "'bandwidth'", "got 0"),
+        ({"bandwidth": True}, "'bandwidth'", "got True"),
+        ({"launch": float("nan")}, "'launch'", "got nan"),
+        ({"flops": {"float32": "fast"}}, "'flops.float32'", "got 'fast'"),
+        ({"links": {"tp": {"bandwidth": 1}}}, "no 'links.tp.latency'"),
+        ({"memory": "80GiB"}, "'memory'", "got '80GiB'"),
+        ({"speed": 1}, "unknown key 'speed'"),
     ):
         with pytest.raises(ArgumentError) as caught:
             DeviceSpec.from_json({**whole, **change})
-        assert caught.value.message == message
+        message(caught, *words)
     file.write_text("{")
     with pytest.raises(ArgumentError, match="is no device"):
         DeviceSpec.from_json(file)
     del whole["flops"]
     with pytest.raises(ArgumentError) as caught:
         DeviceSpec.from_json(whole)
-    assert caught.value.message == "the device has no 'flops'"
+    message(caught, "no 'flops'")
 
 
 @pytest.mark.slow
-def test_this_machine_is_measured() -> None:
+def test_this_machine_is_measured(message: Messages) -> None:
     told: list[str] = []
     device = measure_device(ranks=2, dtypes=("float32",), size=64, tell=told.append)
     assert told == ["products in float32", "memory", "launches", "links of 2 ranks"]
@@ -162,4 +164,4 @@ def test_this_machine_is_measured() -> None:
     assert DeviceSpec.from_json(json.loads(json.dumps(device.to_json()))) == device
     with pytest.raises(ArgumentError) as caught:
         measure_device(dtypes=("float31",))
-    assert caught.value.message == "dtypes must be names such as 'float32' (got float31)"
+    message(caught, "dtypes", "got float31")

@@ -10,6 +10,7 @@ from slapo_core.errors import DisabledPluginError, PluginConfigError
 from slapo_core.plugins.config import nearest_pyproject, read_settings
 from slapo_core.testing.distributions import FakeEnvironment
 from tests.dists.healthy import acme
+from tests.messages import Messages
 
 
 @pytest.fixture
@@ -18,14 +19,12 @@ def two(fake_distributions: FakeEnvironment) -> FakeEnvironment:
     return fake_distributions
 
 
-def test_the_allow_list_switches_off_everything_else(two: FakeEnvironment) -> None:
+def test_the_allow_list_switches_off_everything_else(two: FakeEnvironment, message: Messages) -> None:
     registry = two.registry({"SLAPO_PLUGINS": "beta-slapo"})
     assert registry.names("primitives") == ("beta.cut",)
     with pytest.raises(DisabledPluginError) as caught:
         registry.resolve("primitives", "pad")
-    assert caught.value.message == (
-        "primitive 'acme.pad' of acme-slapo 1.0 is installed but disabled: SLAPO_PLUGINS does not name it"
-    )
+    message(caught, "'acme.pad' of acme-slapo 1.0", "SLAPO_PLUGINS")
     assert caught.value.hint == "add acme-slapo to SLAPO_PLUGINS"
 
 
@@ -42,73 +41,70 @@ def test_an_empty_variable_is_an_unset_one(two: FakeEnvironment) -> None:
 
 
 @pytest.mark.parametrize(
-    ("environ", "message"),
+    ("environ", "word", "hint"),
     [
-        (
-            {"SLAPO_PLUGINS": "acme-slapo, beta-slpo"},
-            "SLAPO_PLUGINS names 'beta-slpo', but no plugin of that name is installed\n"
-            "  hint: did you mean beta-slapo or acme-slapo?",
-        ),
-        (
-            {"SLAPO_DISABLE_PLUGINS": "acme"},
-            "SLAPO_DISABLE_PLUGINS names 'acme', but no plugin of that name is installed\n"
-            "  hint: did you mean acme-slapo?",
-        ),
-        (
-            {"SLAPO_DISABLE_PLUGINS": "zzz"},
-            "SLAPO_DISABLE_PLUGINS names 'zzz', but no plugin of that name is installed\n"
-            "  hint: `slapo plugins list` shows what is",
-        ),
-        (
-            {"SLAPO_DISABLE_PLUGINS": "slapo-core"},
-            "SLAPO_DISABLE_PLUGINS names slapo-core, which cannot be disabled\n"
-            "  hint: remove it; SLAPO_PLUGINS=slapo-core switches off everything else",
-        ),
-        (
-            {"SLAPO_STRICT_PLUGINS": "yes"},
-            "SLAPO_STRICT_PLUGINS must be 0 or 1 (got 'yes')\n  hint: SLAPO_STRICT_PLUGINS=1",
-        ),
+        ({"SLAPO_PLUGINS": "acme-slapo, beta-slpo"}, "'beta-slpo'", "did you mean beta-slapo or acme-slapo?"),
+        ({"SLAPO_DISABLE_PLUGINS": "acme"}, "'acme'", "did you mean acme-slapo?"),
+        ({"SLAPO_DISABLE_PLUGINS": "zzz"}, "'zzz'", "`slapo plugins list`"),
+        ({"SLAPO_DISABLE_PLUGINS": "slapo-core"}, "slapo-core", "SLAPO_PLUGINS=slapo-core"),
+        ({"SLAPO_STRICT_PLUGINS": "yes"}, "got 'yes'", "SLAPO_STRICT_PLUGINS=1"),
     ],
 )
-def test_a_wrong_variable_is_an_error_at_first_use(two: FakeEnvironment, environ: dict[str, str], message: str) -> None:
+def test_a_wrong_variable_is_an_error_at_first_use(
+    two: FakeEnvironment, environ: dict[str, str], word: str, hint: str, message: Messages
+) -> None:
     registry = two.registry(environ)
     assert len(registry.plugins) == 2
+    texts = set()
     for use in (lambda: registry.resolve("primitives", "pad"), lambda: registry.load("pad"), registry.check_settings):
         with pytest.raises(PluginConfigError) as caught:
             use()
-        assert str(caught.value) == message
+        assert hint in str(caught.value.hint)
+        texts.add(str(caught.value))
+    (text,) = texts
+    message(text, next(iter(environ)), word)
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "word"),
     [
-        ('require = ["acme-slapo>=2"]', "needs acme-slapo>=2; installed is acme-slapo 1.0"),
-        ('require = ["gamma-slapo"]', "needs gamma-slapo, which is not installed"),
-        ('require = ["what is this"]', "'what is this' is not a requirement"),
-        ('require = "acme-slapo"', "must be a list of distributions (got 'acme-slapo')"),
-        ('prefer = ["acme-slpo"]', "names 'acme-slpo', but no plugin of that name is installed"),
-        ("prefer = [1]", "must be a list of distributions (got [1])"),
-        ("prefers = []", "has no key 'prefers'"),
-        ("require = [", "cannot be read"),
+        ('require = ["acme-slapo>=2"]', "acme-slapo>=2; installed is acme-slapo 1.0"),
+        ('require = ["gamma-slapo"]', "gamma-slapo"),
+        ('require = ["what is this"]', "'what is this'"),
+        ('require = "acme-slapo"', "got 'acme-slapo'"),
+        ('prefer = ["acme-slpo"]', "'acme-slpo'"),
+        ("prefer = [1]", "got [1]"),
+        ("prefers = []", "no key 'prefers'"),
     ],
 )
-def test_a_wrong_table_is_an_error_that_names_the_file(two: FakeEnvironment, text: str, message: str) -> None:
+def test_a_wrong_table_is_an_error_that_names_the_file(
+    two: FakeEnvironment, text: str, word: str, message: Messages
+) -> None:
     file = two.directory / "pyproject.toml"
     file.write_text(f"[tool.slapo]\n{text}\n")
     with pytest.raises(PluginConfigError) as caught:
         two.registry(project=two.directory).check_settings()
-    assert message in caught.value.message
+    message(caught, word)
     assert str(file) in caught.value.message
     assert caught.value.hint
 
 
-def test_a_required_plugin_that_is_disabled_is_an_error(two: FakeEnvironment) -> None:
+def test_a_file_that_is_no_toml_is_an_error_that_names_it(two: FakeEnvironment) -> None:
+    """With a reason in words of Python's, which differ from version to version."""
+    file = two.directory / "pyproject.toml"
+    file.write_text("[tool.slapo]\nrequire = [\n")
+    with pytest.raises(PluginConfigError, match="cannot be read") as caught:
+        two.registry(project=two.directory).check_settings()
+    assert str(file) in caught.value.message
+    assert caught.value.hint
+
+
+def test_a_required_plugin_that_is_disabled_is_an_error(two: FakeEnvironment, message: Messages) -> None:
     (two.directory / "pyproject.toml").write_text('[tool.slapo]\nrequire = ["acme-slapo>=1"]\n')
     two.registry(project=two.directory).check_settings()
-    with pytest.raises(
-        PluginConfigError, match="needs acme-slapo>=1, which is disabled: SLAPO_DISABLE_PLUGINS names it"
-    ):
+    with pytest.raises(PluginConfigError) as caught:
         two.registry({"SLAPO_DISABLE_PLUGINS": "acme-slapo"}, project=two.directory).check_settings()
+    message(caught, "acme-slapo>=1", "SLAPO_DISABLE_PLUGINS")
 
 
 def test_the_nearest_pyproject_above_counts(tmp_path: Path) -> None:

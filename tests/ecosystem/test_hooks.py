@@ -18,6 +18,7 @@ from slapo_core.plugins.process import use_registry
 from slapo_core.spec import hookspecs
 from slapo_core.testing.distributions import FakeDistribution, FakeEnvironment
 from tests.dists.healthy import acme, with_hooks
+from tests.messages import Messages
 
 DOCTOR = "@hookimpl\ndef slapo_doctor():\n    return ['{}']\n"
 MATERIALIZE = "@hookimpl\ndef slapo_materialize(path):\n    return {}\n"
@@ -110,33 +111,33 @@ def test_a_plugin_without_hooks_and_code_of_this_process_are_only_remembered(
     assert "acme_slapo" not in sys.modules
 
 
-def test_activating_what_is_not_installed_or_disabled_is_an_error(fake_distributions: FakeEnvironment) -> None:
+def test_activating_what_is_not_installed_or_disabled_is_an_error(
+    fake_distributions: FakeEnvironment, message: Messages
+) -> None:
     fake_distributions.install(with_hooks("acme-hooks", DOCTOR.format("acme")))
     with pytest.raises(HookError) as caught:
         HookManager(fake_distributions.registry()).activate("acme-hoks")
-    assert str(caught.value) == (
-        "cannot activate plugin 'acme-hoks': it is not installed\n  hint: did you mean acme-hooks?"
-    )
+    message(caught, "'acme-hoks'", "not installed", "did you mean acme-hooks?")
     disabled = HookManager(fake_distributions.registry({"SLAPO_DISABLE_PLUGINS": "acme-hooks"}))
-    with pytest.raises(DisabledPluginError, match=r"plugin acme-hooks 1.0 is installed but disabled"):
+    with pytest.raises(DisabledPluginError) as off:
         disabled.activate("acme-hooks")
+    message(off, "acme-hooks 1.0", "disabled")
     assert "acme_hooks_hooks" not in sys.modules
 
 
-def test_a_rejected_plugin_cannot_be_named_although_it_has_no_hooks(fake_distributions: FakeEnvironment) -> None:
+def test_a_rejected_plugin_cannot_be_named_although_it_has_no_hooks(
+    fake_distributions: FakeEnvironment, message: Messages
+) -> None:
     fake_distributions.install(acme(bare="undo"))
     manager = HookManager(fake_distributions.registry())
     with pytest.raises(RejectedPluginError) as caught:
         manager.activate("acme-slapo")
-    assert str(caught.value) == (
-        "plugin acme-slapo 1.0 was rejected: 'acme.undo' is refused: 'undo' would hide a member of nodes or schedules\n"
-        "  hint: report it to the author of acme-slapo; pip uninstall acme-slapo"
-    )
+    message(caught, "acme-slapo 1.0", "'acme.undo'", "pip uninstall acme-slapo")
     assert manager.active == ()
 
 
 def test_a_hook_that_this_version_does_not_ask_is_told_and_the_others_work(
-    fake_distributions: FakeEnvironment, monkeypatch: pytest.MonkeyPatch
+    fake_distributions: FakeEnvironment, monkeypatch: pytest.MonkeyPatch, message: Messages
 ) -> None:
     monkeypatch.setattr(hookspecs, "NOT_ASKED", ("slapo_place",))
     source = DOCTOR.format("x") + "@hookimpl\ndef slapo_place(schedule, anything): return 1 / 0\n"
@@ -144,13 +145,12 @@ def test_a_hook_that_this_version_does_not_ask_is_told_and_the_others_work(
     manager = HookManager(fake_distributions.registry(core="0.1.0"))
     with pytest.warns(PluginWarning) as caught:
         manager.activate("acme-hooks")
-    assert [str(item.message) for item in caught] == [
-        "plugin acme-hooks 1.0 has 'slapo_place', which slapo-core 0.1.0 does not ask yet"
-    ]
+    (warning,) = caught
+    message(warning.message, "acme-hooks 1.0", "'slapo_place'", "slapo-core 0.1.0")
     assert manager.call("slapo_doctor") == [["x"]]
     with pytest.raises(HookError) as error:
         manager.call("slapo_place", schedule=None)
-    assert str(error.value) == "slapo-core 0.1.0 does not ask hook 'slapo_place' yet"
+    message(error, "'slapo_place'", "slapo-core 0.1.0")
 
 
 def test_one_hooks_module_of_two_distributions_is_refused_for_the_second(fake_distributions: FakeEnvironment) -> None:
@@ -158,7 +158,7 @@ def test_one_hooks_module_of_two_distributions_is_refused_for_the_second(fake_di
     fake_distributions.install(one, FakeDistribution("beta-hooks", "1.0", one.entry_points))
     manager = HookManager(fake_distributions.registry())
     manager.activate("acme-hooks")
-    with pytest.raises(HookError, match=r"the hooks of beta-hooks 1\.0 \(acme_hooks_hooks\) are refused: ") as caught:
+    with pytest.raises(HookError, match=r"beta-hooks 1\.0 \(acme_hooks_hooks\)") as caught:
         manager.activate("beta-hooks")
     assert caught.value.plugin == "beta-hooks 1.0"
     assert manager.active == ("acme-hooks",)
@@ -166,39 +166,30 @@ def test_one_hooks_module_of_two_distributions_is_refused_for_the_second(fake_di
 
 
 @pytest.mark.parametrize(
-    ("source", "violation"),
+    ("source", "words"),
     [
-        (
-            "@hookimpl\ndef slapo_aplied(node, record): pass\n",
-            "there is no hook 'slapo_aplied'; did you mean 'slapo_applied'?",
-        ),
-        ("@hookimpl\ndef doctor(): pass\n", "there is no hook 'doctor'; did you mean 'slapo_doctor'?"),
-        ("def slapo_doctor(): pass\n", "'slapo_doctor' is not decorated with @hookimpl"),
+        ("@hookimpl\ndef slapo_aplied(node, record): pass\n", ("'slapo_aplied'", "did you mean 'slapo_applied'?")),
+        ("@hookimpl\ndef doctor(): pass\n", ("'doctor'", "did you mean 'slapo_doctor'?")),
+        ("def slapo_doctor(): pass\n", ("'slapo_doctor'", "not decorated")),
         (
             "@hookimpl\ndef slapo_applied(node, records): pass\n",
-            "'slapo_applied' takes 'records', but the arguments of this hook are (node, record); "
-            "did you mean 'record'?",
+            ("'slapo_applied'", "'records'", "did you mean 'record'?"),
         ),
-        (
-            "@hookimpl(tryfirst=True)\ndef slapo_doctor(): pass\n",
-            "'slapo_doctor' uses @hookimpl(tryfirst=True); the order of calls has no meaning here",
-        ),
-        (
-            "@hookimpl\ndef slapo_doctor(node): pass\n",
-            "'slapo_doctor' takes 'node', but the arguments of this hook are ()",
-        ),
+        ("@hookimpl(tryfirst=True)\ndef slapo_doctor(): pass\n", ("'slapo_doctor'", "@hookimpl(tryfirst=True)")),
+        ("@hookimpl\ndef slapo_doctor(node): pass\n", ("'slapo_doctor'", "'node'", "()")),
         (
             f"{MATERIALIZE.format(1)}@hookimpl(specname='slapo_materialize')\ndef more(name): return 2\n",
-            "'slapo_materialize' is implemented 2 times; it may have one answer",
+            ("'slapo_materialize'", "2 times"),
         ),
     ],
+    ids=("misspelt", "no prefix", "not decorated", "misspelt argument", "order", "another argument", "twice"),
 )
 def test_a_hook_that_would_never_be_called_is_refused(
-    fake_distributions: FakeEnvironment, source: str, violation: str
+    fake_distributions: FakeEnvironment, source: str, words: tuple[str, ...], message: Messages
 ) -> None:
     with pytest.raises(HookError) as caught:
         hooks_of(fake_distributions, source)
-    assert caught.value.message == f"the hooks of acme-hooks 1.0 (acme_hooks_hooks) are refused: {violation}"
+    message(caught, "acme-hooks 1.0 (acme_hooks_hooks)", *words)
     assert caught.value.plugin == "acme-hooks 1.0"
 
 
@@ -214,15 +205,14 @@ def test_an_implementation_may_take_fewer_arguments_and_another_function_name(
 @pytest.mark.parametrize(
     "body", ["raise ValueError('no')", "raise SystemExit('no')", "yield 1; raise ValueError('no')"]
 )
-def test_an_exception_carries_the_hook_and_the_plugin(fake_distributions: FakeEnvironment, body: str) -> None:
+def test_an_exception_carries_the_hook_and_the_plugin(
+    fake_distributions: FakeEnvironment, body: str, message: Messages
+) -> None:
     manager = hooks_of(fake_distributions, f"@hookimpl\ndef slapo_doctor():\n    {body}\n")
     with pytest.raises(HookError) as caught:
         manager.call("slapo_doctor")
     kind = "SystemExit" if "Exit" in body else "ValueError"
-    assert str(caught.value) == (
-        f"hook slapo_doctor of acme-hooks 1.0 raised {kind}: no\n"
-        "  hint: report it to acme-hooks, or SLAPO_DISABLE_PLUGINS=acme-hooks"
-    )
+    message(caught, "slapo_doctor", "acme-hooks 1.0", f"{kind}: no", "SLAPO_DISABLE_PLUGINS=acme-hooks")
     assert type(caught.value.__cause__).__name__ == kind
 
 
@@ -235,7 +225,9 @@ def test_an_answer_belongs_to_its_plugin_whatever_its_function_is_called(fake_di
     assert manager.call_each("slapo_doctor") == [("acme-hooks", ["acme"]), ("beta-hooks", ["beta"])]
 
 
-def test_an_exception_in_rolled_back_never_masks_the_original_error(fake_distributions: FakeEnvironment) -> None:
+def test_an_exception_in_rolled_back_never_masks_the_original_error(
+    fake_distributions: FakeEnvironment, message: Messages
+) -> None:
     bad = "@hookimpl\ndef slapo_rolled_back(error):\n    raise ValueError('mine')\n"
     good = "seen = []\n@hookimpl\ndef slapo_rolled_back(error):\n    seen.append(error)\n"
     manager = hooks_of(fake_distributions, bad)
@@ -246,13 +238,14 @@ def test_an_exception_in_rolled_back_never_masks_the_original_error(fake_distrib
     original = RuntimeError("theirs")
     with pytest.warns(PluginWarning) as caught:
         assert manager.call("slapo_rolled_back", node=None, primitive=None, error=original) == []
-    assert [str(item.message) for item in caught] == [
-        "hook slapo_rolled_back of acme-hooks 1.0 raised ValueError: mine; the original error stands"
-    ]
+    (warning,) = caught
+    message(warning.message, "slapo_rolled_back", "acme-hooks 1.0", "ValueError: mine")
     assert sys.modules["zeta_hooks_hooks"].seen == [original]
 
 
-def test_two_answers_to_a_first_result_hook_are_an_error_naming_both(fake_distributions: FakeEnvironment) -> None:
+def test_two_answers_to_a_first_result_hook_are_an_error_naming_both(
+    fake_distributions: FakeEnvironment, message: Messages
+) -> None:
     for name, answer in (("acme-hooks", "1"), ("beta-hooks", "2"), ("gamma-hooks", "None")):
         fake_distributions.install(with_hooks(name, MATERIALIZE.format(answer)))
     manager = HookManager(fake_distributions.registry())
@@ -263,12 +256,8 @@ def test_two_answers_to_a_first_result_hook_are_an_error_naming_both(fake_distri
     manager.activate("acme-hooks")
     with pytest.raises(HookError) as caught:
         manager.call("slapo_materialize", **TENSOR)
-    assert str(caught.value) == (
-        "hook slapo_materialize(path='fc', name='weight', shape=(2, 3), dtype=None) was answered by "
-        "acme-hooks 1.0 and by beta-hooks 1.0; one answer is allowed\n"
-        '  hint: create_schedule(..., prefer={"slapo_materialize": "acme-hooks"}), or name only one of them in this '
-        "schedule"
-    )
+    call = "slapo_materialize(path='fc', name='weight', shape=(2, 3), dtype=None)"
+    message(caught, call, "acme-hooks 1.0", "beta-hooks 1.0", 'prefer={"slapo_materialize": "acme-hooks"}')
 
 
 def test_a_false_answer_is_an_answer(fake_distributions: FakeEnvironment) -> None:
@@ -288,15 +277,15 @@ def test_the_order_of_activation_has_no_meaning(fake_distributions: FakeEnvironm
     assert answers[0] == answers[1] == [(name, [name]) for name in names]
 
 
-def test_calling_a_hook_wrongly_is_an_error(fake_distributions: FakeEnvironment) -> None:
+def test_calling_a_hook_wrongly_is_an_error(fake_distributions: FakeEnvironment, message: Messages) -> None:
     idle = HookManager(fake_distributions.registry())
     with pytest.raises(HookError) as caught:
         idle.call("slapo_doktor")
-    assert str(caught.value) == "there is no hook 'slapo_doktor'\n  hint: did you mean 'slapo_doctor'?"
+    message(caught, "'slapo_doktor'", "did you mean 'slapo_doctor'?")
     for manager in (idle, hooks_of(fake_distributions, DOCTOR.format("x"))):
         with pytest.raises(HookError) as caught:
             manager.call("slapo_applied", node=None)
-        assert str(caught.value) == "hook slapo_applied takes (node, record), got (node)"
+        message(caught, "slapo_applied", "(node, record)", "got (node)")
 
 
 @pytest.mark.parametrize("trace", ["1", "0"])
@@ -323,24 +312,25 @@ def complaining(fake_distributions: FakeEnvironment) -> Callable[[str], slapo.Sc
     return schedule
 
 
-def test_build_refuses_what_plugins_say_is_missing(complaining: Callable[[str], slapo.Schedule]) -> None:
+def test_build_refuses_what_plugins_say_is_missing(
+    complaining: Callable[[str], slapo.Schedule], message: Messages
+) -> None:
     sch = complaining("yield Violation('the sum is not reduced', 'add sum()'); yield Violation('no bias')")
     with pytest.raises(slapo.BuildError) as refused:
         slapo.build(sch)
-    assert str(refused.value) == ("the schedule is incomplete:\n  - the sum is not reduced; add sum()\n  - no bias")
+    message(refused, ":\n  - the sum is not reduced; add sum()\n  - no bias")
     assert not sch.is_sealed
 
 
-def test_a_check_that_gives_no_violations_is_blamed(complaining: Callable[[str], slapo.Schedule]) -> None:
+def test_a_check_that_gives_no_violations_is_blamed(
+    complaining: Callable[[str], slapo.Schedule], message: Messages
+) -> None:
     with pytest.raises(HookError) as refused:
         slapo.build(complaining("return ['the sum is not reduced']"))
-    assert str(refused.value) == (
-        "hook slapo_check of acme-hooks must yield Violation objects (got 'the sum is not reduced')\n"
-        '  hint: yield slapo_core.Violation("what is missing", hint="the call to add")'
-    )
+    message(refused, "slapo_check of acme-hooks", "Violation", "got 'the sum is not reduced'")
 
 
-def test_suggestions_that_are_none_are_blamed(fake_distributions: FakeEnvironment) -> None:
+def test_suggestions_that_are_none_are_blamed(fake_distributions: FakeEnvironment, message: Messages) -> None:
     body = "from slapo_core import Violation\n@hookimpl\ndef slapo_suggest(schedule):\n    return ['sum it']\n"
     fake_distributions.install(with_hooks("acme-hooks", body))
     with use_registry(fake_distributions.registry(with_installed=True)):
@@ -348,7 +338,4 @@ def test_suggestions_that_are_none_are_blamed(fake_distributions: FakeEnvironmen
     sch["0"].replace(torch.nn.Linear(2, 2).requires_grad_(False), drop=("weight", "bias"))
     with pytest.raises(HookError) as refused:
         slapo.verify(sch, torch.ones(1, 2))
-    assert str(refused.value) == (
-        "hook slapo_suggest of acme-hooks must yield Suggestion objects (got 'sum it')\n"
-        "  hint: yield Suggestion((Change(path, primitive),))"
-    )
+    message(refused, "slapo_suggest of acme-hooks", "Suggestion", "got 'sum it'")

@@ -13,18 +13,18 @@ from slapo_core.plugins import PluginWarning
 from slapo_core.plugins.tampering import ImportGuard
 from slapo_core.testing.distributions import FakeDistribution, FakeEnvironment
 from tests.dists.healthy import acme
+from tests.messages import Messages
 
 
 def test_what_a_plugin_prints_becomes_a_warning_with_its_name(
-    fake_distributions: FakeEnvironment, capsys: pytest.CaptureFixture[str]
+    fake_distributions: FakeEnvironment, capsys: pytest.CaptureFixture[str], message: Messages
 ) -> None:
     fake_distributions.install(acme(before=("import sys", "print('buy now')", "print('!', file=sys.stderr)")))
     with pytest.warns(PluginWarning) as caught:
         fake_distributions.registry().load("pad")
-    assert [str(item.message) for item in caught] == [
-        "plugin acme-slapo 1.0 printed while 'acme_slapo:Thing' was imported: 'buy now\\n!'"
-    ]
-    assert caught[0].filename == __file__
+    (warning,) = caught
+    message(warning.message, "acme-slapo 1.0", "'acme_slapo:Thing'", "'buy now\\n!'")
+    assert warning.filename == __file__
     assert capsys.readouterr() == ("", "")
 
 
@@ -43,20 +43,16 @@ def test_the_users_interrupt_is_not_contained(fake_distributions: FakeEnvironmen
     assert [plugin.state for plugin in registry.plugins] == ["ok"]
 
 
-def test_the_cause_of_a_failed_import_is_chained(fake_distributions: FakeEnvironment) -> None:
+def test_the_cause_of_a_failed_import_is_chained(fake_distributions: FakeEnvironment, message: Messages) -> None:
     fake_distributions.install(acme(before=("import nothing_of_that_name",)))
     with pytest.raises(BrokenPluginError) as caught:
         fake_distributions.registry().load("pad")
-    assert str(caught.value) == (
-        "primitive 'acme.pad' of acme-slapo 1.0 (acme_slapo:Thing) could not be imported: "
-        "ModuleNotFoundError: No module named 'nothing_of_that_name'\n"
-        "  hint: pip install --upgrade --force-reinstall acme-slapo, or SLAPO_DISABLE_PLUGINS=acme-slapo"
-    )
+    message(caught, "'acme.pad' of acme-slapo 1.0 (acme_slapo:Thing)", "'nothing_of_that_name'", "--force-reinstall")
     assert isinstance(caught.value.__cause__, ModuleNotFoundError)
 
 
 def test_a_patched_module_forward_is_put_back_and_the_whole_distribution_refused(
-    fake_distributions: FakeEnvironment,
+    fake_distributions: FakeEnvironment, message: Messages
 ) -> None:
     call, points = torch.nn.Module.__call__, {"acme.pad": "acme_slapo:Thing", "acme.cut": "acme_cut:Thing"}
     patch = ("import torch", "torch.nn.Module.__call__ = None", "torch.nn.Module.spy = 1")
@@ -69,10 +65,7 @@ def test_a_patched_module_forward_is_put_back_and_the_whole_distribution_refused
     assert registry.load("cut").name == "acme.cut"
     with pytest.raises(RejectedPluginError) as caught:
         registry.load("pad")
-    assert (
-        "its import changed slapo: torch.nn.Module.__call__ was replaced; torch.nn.Module.spy was added (put back)"
-        in caught.value.message
-    )
+    message(caught, "torch.nn.Module.__call__ was replaced", "torch.nn.Module.spy was added")
     assert torch.nn.Module.__call__ is call
     assert not hasattr(torch.nn.Module, "spy")
     with pytest.raises(RejectedPluginError):
@@ -87,7 +80,7 @@ def test_an_import_that_asks_for_input_or_replaces_a_builtin_is_contained(fake_d
     registry, own, stdin = fake_distributions.registry(), print, sys.stdin
     with pytest.raises(BrokenPluginError, match="EOFError"), pytest.warns(PluginWarning, match="licence key"):
         registry.load("ask.pad")
-    with pytest.raises(RejectedPluginError, match=r"builtins\.print was replaced \(put back\)"):
+    with pytest.raises(RejectedPluginError, match=r"builtins\.print was replaced"):
         registry.load("take.pad")
     assert print is own
     assert sys.stdin is stdin
@@ -140,19 +133,18 @@ def test_strict_mode_raises_at_the_first_use_of_any_name(fake_distributions: Fak
     assert relaxed.load("pad").name == "acme.pad"
     strict = fake_distributions.registry({"SLAPO_STRICT_PLUGINS": "1"})
     for _ in range(2):
-        with pytest.raises(PluginError, match=r"'sick.cut' of sick-slapo 1.0 .*ZeroDivisionError"):
+        with pytest.raises(PluginError, match=r"'sick.cut' .*ZeroDivisionError"):
             strict.load("pad")
         strict = fake_distributions.registry({"SLAPO_STRICT_PLUGINS": "1"})
     both = {"SLAPO_STRICT_PLUGINS": "1", "SLAPO_DISABLE_PLUGINS": "sick-slapo"}
     assert fake_distributions.registry(both).load("pad").name == "acme.pad"
 
 
-def test_strict_mode_raises_for_a_state_known_without_import(fake_distributions: FakeEnvironment) -> None:
+def test_strict_mode_raises_for_a_state_known_without_import(
+    fake_distributions: FakeEnvironment, message: Messages
+) -> None:
     fake_distributions.install(acme(), acme("sick-slapo", namespace="tp", bare="cut"))
     with pytest.raises(RejectedPluginError) as caught:
         fake_distributions.registry({"SLAPO_STRICT_PLUGINS": "1"}).resolve("primitives", "pad")
-    assert caught.value.message == (
-        "SLAPO_STRICT_PLUGINS=1: plugin sick-slapo 1.0 was rejected: "
-        "namespace 'tp' of 'tp.cut' is reserved for slapo-tp"
-    )
+    message(caught, "SLAPO_STRICT_PLUGINS=1", "sick-slapo 1.0", "namespace 'tp' of 'tp.cut'")
     assert "sick_slapo" not in sys.modules

@@ -13,6 +13,7 @@ from torch import nn
 from slapo_core import ArgumentError
 from slapo_core.testing import CHECKS, Case, parametrize_checks
 from tests.ecosystem import kit_primitives as kit
+from tests.messages import Messages
 
 FILE = '''
 from dataclasses import dataclass
@@ -86,7 +87,7 @@ def test_there_is_one_test_id_for_each_check_of_each_case(tmp_path: Path) -> Non
 def test_a_good_primitive_of_a_test_file_passes(tmp_path: Path) -> None:
     done = run_pytest(tmp_path, "-q", "-rs", "-k", "not light_import and not 2_ranks")
     assert "15 passed, 5 skipped" in done.stdout, done.stdout
-    assert "the case has no rejects=[...]: values that must be refused" in done.stdout
+    assert "the case has no rejects=" in done.stdout
     assert "'mine.mark' was registered in this process" in done.stdout
 
 
@@ -102,9 +103,9 @@ def test_a_failure_says_what_is_wrong_and_names_the_check(tmp_path: Path) -> Non
     done = run_pytest(tmp_path, "-q", "-k", "mark-undo or mark-faults", extra="node.module.weight.data[0, 1] = 2.0")
     assert done.returncode == 1
     assert "FAILED test_mark.py::test_mark[mark-undo_is_exact]" in done.stdout, done.stdout
-    assert "mark('a') at 'fc' fails undo_is_exact: undo() does not give back the model of before" in done.stdout
-    assert "fc.weight (tensor): 1 of 16 elements differ, first [0, 1]: " in done.stdout
-    assert "way out:  make every change through `edit`, which knows how to take it back" in done.stdout
+    assert "mark('a') at 'fc' fails undo_is_exact: " in done.stdout
+    assert "fc.weight (tensor): 1 of 16 elements differ" in done.stdout
+    assert "way out:  make every change through `edit`" in done.stdout
 
 
 @pytest.mark.slow
@@ -121,52 +122,40 @@ GOOD = {"model": kit.Net, "inputs": kit.batch}
 
 
 @pytest.mark.parametrize(
-    ("primitive", "options", "says"),
+    ("primitive", "options", "word", "hint"),
     [
-        (kit.Good, {}, "Case: primitive must be a value (got the class Good)\n  hint: Good(...)"),
-        ("good", {}, "Case: primitive must be a primitive, or a function that makes one (got 'good')"),
-        (
-            kit.Good(),
-            {"model": nn.GELU()},
-            "Case: model must be a function that makes a fresh one (got a GELU)\n  hint: model=lambda: ...",
-        ),
-        (
-            kit.Good(),
-            {"inputs": (1, 2)},
-            "Case: inputs must be a function that makes a fresh one (got a tuple)\n  hint: inputs=lambda: ...",
-        ),
-        (
-            kit.Good(),
-            {"mesh": "tp"},
-            "Case: mesh must be a tuple of mesh dimensions (got 'tp')\n  hint: mesh=(\"tp\",)",
-        ),
-        (kit.Good(), {"mesh": ("xp",)}, "Case: unknown mesh dimension 'xp'\n  hint: use dp, pp, cp, ep, tp"),
+        (kit.Good, {}, "the class Good", "Good(...)"),
+        ("good", {}, "got 'good'", None),
+        (kit.Good(), {"model": nn.GELU()}, "got a GELU", "model=lambda: ..."),
+        (kit.Good(), {"inputs": (1, 2)}, "got a tuple", "inputs=lambda: ..."),
+        (kit.Good(), {"mesh": "tp"}, "got 'tp'", 'mesh=("tp",)'),
+        (kit.Good(), {"mesh": ("xp",)}, "'xp'", "use dp, pp, cp, ep, tp"),
         (
             kit.Good(),
             {"before": [kit.Good()]},
-            "Case: before must hold (path, primitive) pairs (got Good(parameter='weight'))\n"
-            '  hint: before=[("fc1", Shard("weight", axis=0))]',
+            "got Good(parameter='weight')",
+            'before=[("fc1", Shard("weight", axis=0))]',
         ),
-        (
-            kit.Good(),
-            {"rejects": kit.Good("x")},
-            "Case: rejects must be a list (got Good(parameter='x'))\n  hint: rejects=[...]",
-        ),
+        (kit.Good(), {"rejects": kit.Good("x")}, "got Good(parameter='x')", "rejects=[...]"),
     ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_mistake_in_a_case_gives_the_call_to_write(primitive: object, options: dict[str, object], says: str) -> None:
+def test_a_mistake_in_a_case_gives_the_call_to_write(
+    primitive: object, options: dict[str, object], word: str, hint: str | None, message: Messages
+) -> None:
     with pytest.raises(ArgumentError) as caught:
         Case(primitive, **{**GOOD, **options})  # type: ignore[arg-type]
-    assert str(caught.value) == says
+    message(caught, "Case: ", next(iter(options), "primitive"), word)
+    assert hint is None or caught.value.hint == hint
 
 
 def test_parametrize_checks_refuses_what_it_cannot_run() -> None:
     good = Case(kit.Good(), model=kit.Net, inputs=kit.batch)
-    with pytest.raises(ArgumentError, match="parametrize_checks needs at least one Case"):
+    with pytest.raises(ArgumentError, match="at least one Case"):
         parametrize_checks([])
-    with pytest.raises(ArgumentError, match="parametrize_checks takes Case objects"):
+    with pytest.raises(ArgumentError, match="takes Case objects"):
         parametrize_checks([kit.Good()])  # type: ignore[list-item]
-    with pytest.raises(ArgumentError, match="there is no check 'undo'"):
+    with pytest.raises(ArgumentError, match="no check 'undo'"):
         parametrize_checks([good], checks=["undo"])
     chosen = parametrize_checks([good, good], checks=["undo_is_exact"])
     assert [parameter.id for parameter in chosen.args[1]] == ["good-undo_is_exact", "good-2-undo_is_exact"]

@@ -12,6 +12,7 @@ from torch import nn
 import slapo_core as slapo
 from slapo_core.plugins.process import use_registry
 from slapo_core.testing.distributions import FakeDistribution, FakeEnvironment, primitive_source
+from tests.messages import Messages
 
 DIALECT = """
 from slapo_core.native.dialect import TorchDialect
@@ -95,12 +96,12 @@ def test_another_target_leaves_them_alone(schedule: slapo.Schedule) -> None:
 
 
 def test_a_build_that_failed_switches_the_hooks_of_its_target_off(
-    environment: FakeEnvironment, schedule: slapo.Schedule
+    environment: FakeEnvironment, schedule: slapo.Schedule, message: Messages
 ) -> None:
     (environment.directory / "acme_dialect.py").write_text(DIALECT.format("raise OSError('no cluster')"))
     with pytest.raises(slapo.BuildError) as caught:
         slapo.build(schedule, target="acme")
-    assert str(caught.value) == "target 'acme' of acme-slapo 1.0 failed in build(): OSError: no cluster"
+    message(caught, "target 'acme' of acme-slapo 1.0", "build()", "OSError: no cluster")
     assert schedule.hooks.active == ()
     schedule["0"].checkpoint()
     assert heard() == ["materialize 0.weight", "materialize 0.bias"]
@@ -133,7 +134,7 @@ def test_a_disabled_primitive_does_not_run_inside_of_another(
     ("answer", "shown"), [("'no good'", "'no good'"), ("5", "5"), ("[None]", "None"), ("True", "True")]
 )
 def test_a_refusal_that_is_no_violation_names_the_plugin(
-    fake_distributions: FakeEnvironment, answer: str, shown: str
+    fake_distributions: FakeEnvironment, answer: str, shown: str, message: Messages
 ) -> None:
     source = f"from slapo_core import hookimpl\n@hookimpl\ndef slapo_preconditions():\n    return {answer}\n"
     points = {"slapo.v1.hooks": {"odd": "odd_hooks"}}
@@ -142,10 +143,7 @@ def test_a_refusal_that_is_no_violation_names_the_plugin(
         schedule = slapo.create_schedule(nn.Sequential(nn.Linear(2, 2)), plugins=["odd-slapo"])
     with pytest.raises(slapo.HookError) as caught:
         schedule["0"].checkpoint()
-    assert str(caught.value) == (
-        f"hook slapo_preconditions of odd-slapo must yield Violation objects (got {shown})\n"
-        '  hint: yield slapo_core.Violation("what is wrong", hint="what to do")'
-    )
+    message(caught, "slapo_preconditions of odd-slapo", "Violation", f"got {shown}")
 
 
 def test_one_violation_needs_no_list(fake_distributions: FakeEnvironment) -> None:
@@ -159,12 +157,11 @@ def test_one_violation_needs_no_list(fake_distributions: FakeEnvironment) -> Non
         schedule["0"].checkpoint()
 
 
-def test_plugins_are_a_list_of_distributions(environment: FakeEnvironment) -> None:
+def test_plugins_are_a_list_of_distributions(environment: FakeEnvironment, message: Messages) -> None:
     with use_registry(environment.registry(with_installed=True)):
         with pytest.raises(slapo.ArgumentError) as caught:
             slapo.create_schedule(nn.Linear(2, 2), plugins="acme-slapo")
-        assert str(caught.value) == (
-            "plugins must be a sequence of distributions (got 'acme-slapo')\n  hint: plugins=['acme-slapo']"
-        )
-        with pytest.raises(slapo.HookError, match=r"hint: did you mean acme-slapo\?"):
+        message(caught, "got 'acme-slapo'", "plugins=['acme-slapo']")
+        with pytest.raises(slapo.HookError) as unknown:
             slapo.create_schedule(nn.Linear(2, 2), plugins=["acme"])
+        assert unknown.value.hint == "did you mean acme-slapo?"

@@ -18,6 +18,7 @@ from slapo_core.testing.conformance import check_plugin
 from slapo_core.testing.distributions import FakeEnvironment
 from tests.dists.cutting import LIVENESS, batch, cutter, liveness, reader
 from tests.dists.healthy import with_hooks
+from tests.messages import Messages
 
 COUNTING = LIVENESS.replace("    last =", "    ASKED.append(partition)\n    last =") + "ASKED = []\n"
 CHOICE = {"slapo_liveness": "acme-slapo"}
@@ -56,14 +57,12 @@ def test_each_of_the_two_hooks_can_be_a_third_partys() -> None:
     assert verified(own) > 0
 
 
-def test_two_answers_are_an_error_with_the_call_that_chooses() -> None:
+def test_two_answers_are_an_error_with_the_call_that_chooses(message: Messages) -> None:
     schedule = cut(plugins=["cut-slapo", "acme-slapo", "slapo-pipeline"])
     with pytest.raises(HookError) as caught:
         slapo.verify(schedule, batch())
-    assert " was answered by acme-slapo 1.0 and by slapo-pipeline 0.1.0; one answer is allowed" in caught.value.message
-    assert caught.value.hint == (
-        'create_schedule(..., prefer={"slapo_liveness": "acme-slapo"}), or name only one of them in this schedule'
-    )
+    assert "acme-slapo 1.0 and by slapo-pipeline 0.1.0" in caught.value.message  # and the call, which is long
+    message(caught.value.hint, 'prefer={"slapo_liveness": "acme-slapo"}')
     for other, asked in (("acme-slapo", True), ("slapo-pipeline", False)):
         chosen = cut(plugins=["acme-slapo", "slapo-pipeline"], prefer={"slapo_liveness": other})
         assert (verified(chosen) > 0) is asked
@@ -84,7 +83,7 @@ def test_the_choice_is_saved_replayed_and_agreed_about() -> None:
     assert facts[0]["the preferred answers to hooks"] == "slapo_liveness: acme-slapo"
     assert facts[1]["the preferred answers to hooks"] == "none"
     document = json.loads(schedule.to_json()) | {"prefer": ["acme-slapo"]}
-    with pytest.raises(ReplayError, match="the schedule has no valid 'prefer'"):
+    with pytest.raises(ReplayError, match="no valid 'prefer'"):
         slapo.replay(reader(), document)
 
 
@@ -95,36 +94,27 @@ def test_the_chosen_plugin_stays_active_when_all_steps_are_undone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("prefer", "message", "hint"),
+    ("prefer", "word", "hint"),
     [
-        ({"slapo_livenes": "acme-slapo"}, "there is no hook 'slapo_livenes'", "did you mean 'slapo_liveness'?"),
-        (
-            {"slapo_liveness": "acme-slap"},
-            "cannot activate plugin 'acme-slap': it is not installed",
-            "did you mean acme-slapo or mute-slapo or cut-slapo?",
-        ),
-        (
-            {"slapo_check": "acme-slapo"},
-            "slapo_check collects the answers of all plugins, so none of them is preferred (got 'acme-slapo')",
-            "prefer is for the hooks with one answer: slapo_from_reference, slapo_gather_output, slapo_liveness, "
-            "slapo_materialize, slapo_partition, slapo_to_reference",
-        ),
-        (
-            {"slapo_liveness": "mute-slapo"},
-            "mute-slapo 1.0 has no slapo_liveness, so its answer cannot be preferred",
-            'create_schedule(..., prefer={"slapo_liveness": "slapo-pipeline"})',
-        ),
+        ({"slapo_livenes": "acme-slapo"}, "'slapo_livenes'", "did you mean 'slapo_liveness'?"),
+        ({"slapo_liveness": "acme-slap"}, "'acme-slap'", "did you mean acme-slapo or mute-slapo or cut-slapo?"),
+        ({"slapo_check": "acme-slapo"}, "slapo_check collects", "slapo_materialize, slapo_partition"),
+        ({"slapo_liveness": "mute-slapo"}, "mute-slapo 1.0", 'prefer={"slapo_liveness": "slapo-pipeline"})'),
     ],
 )
-def test_a_choice_that_means_nothing_is_refused(prefer: dict[str, str], message: str, hint: str) -> None:
+def test_a_choice_that_means_nothing_is_refused(
+    prefer: dict[str, str], word: str, hint: str, message: Messages
+) -> None:
     with pytest.raises(HookError) as caught:
         cut(prefer=prefer)
-    assert (caught.value.message, caught.value.hint) == (message, hint)
+    message(caught, word)
+    assert hint in str(caught.value.hint)
 
 
-def test_a_choice_is_a_mapping() -> None:
-    with pytest.raises(ArgumentError, match="prefer must say for hooks whose answer stands"):
+def test_a_choice_is_a_mapping(message: Messages) -> None:
+    with pytest.raises(ArgumentError) as caught:
         cut(prefer=["acme-slapo"])
+    message(caught, "prefer")
 
 
 @pytest.mark.slow
@@ -151,5 +141,5 @@ def test_plugins_check_holds_the_two_hooks_to_what_they_say(fake_distributions: 
         ("slapo-pipeline", "slapo_partition"): "passed",
         ("wrong-slapo", "slapo_liveness"): "failed",
     }
-    assert "stage 2 reads 'mask', which it is not sent" in found["wrong-slapo", "slapo_liveness"].message
-    assert "it cuts a model that no step asks to cut" in found["always-slapo", "slapo_partition"].message
+    assert "stage 2 reads 'mask'" in found["wrong-slapo", "slapo_liveness"].message
+    assert "cuts a model" in found["always-slapo", "slapo_partition"].message

@@ -20,6 +20,7 @@ from slapo_core.plugins.model import Entry, Plugin
 from slapo_core.plugins.rules import name_violation
 from slapo_core.testing.distributions import FakeDistribution, FakeEnvironment
 from tests.dists.healthy import acme
+from tests.messages import Messages
 
 
 def only(environment: FakeEnvironment, **options: object) -> Plugin:
@@ -51,19 +52,16 @@ def test_a_plugin_for_two_apis_is_read_in_the_newest_that_core_reads(fake_distri
     assert [entry.value for entry in only(fake_distributions, api_major=1).entries] == ["acme_v1:Pad"]
 
 
-def test_the_remedy_upgrades_whichever_side_is_old() -> None:
-    newer = check_majors([2], plugin="acme", api_major=1, core="0.1")
-    older = check_majors([1], plugin="acme", api_major=3, core="3.0")
-    assert newer == (
-        "incompatible",
-        "written for plugin API v2; slapo-core 0.1 reads v1",
-        "pip install --upgrade slapo-core",
-    )
-    assert older == (
-        "incompatible",
-        "written for plugin API v1; slapo-core 3.0 reads v3 and v2",
-        "pip install --upgrade acme",
-    )
+def test_the_remedy_upgrades_whichever_side_is_old(message: Messages) -> None:
+    for majors, api_major, core, words, remedy in (
+        ([2], 1, "0.1", ("API v2", "slapo-core 0.1 reads v1"), "pip install --upgrade slapo-core"),
+        ([1], 3, "3.0", ("API v1", "slapo-core 3.0 reads v3 and v2"), "pip install --upgrade acme"),
+    ):
+        found = check_majors(majors, plugin="acme", api_major=api_major, core=core)
+        assert found is not None
+        state, reason, told = found
+        message(reason, *words)
+        assert (state, told) == ("incompatible", remedy)
 
 
 @pytest.mark.parametrize(
@@ -94,39 +92,33 @@ def test_a_prerelease_of_core_satisfies_the_range() -> None:
     assert check_requirement(["slapo-core>=0.1"], plugin="acme", core="0.2.0rc1") is None
 
 
-def test_an_incompatible_plugin_says_what_it_needs_when_it_is_used(fake_distributions: FakeEnvironment) -> None:
+def test_an_incompatible_plugin_says_what_it_needs_when_it_is_used(
+    fake_distributions: FakeEnvironment, message: Messages
+) -> None:
     fake_distributions.install(acme(requires=("slapo-core>=2",), before=("raise SystemExit('was imported')",)))
     registry = fake_distributions.registry(core="0.1.0")
     with pytest.raises(IncompatiblePluginError) as caught:
         registry.load("pad")
-    assert str(caught.value) == (
-        "primitive 'acme.pad' of acme-slapo 1.0 is incompatible: needs slapo-core>=2; installed is slapo-core 0.1.0\n"
-        '  hint: pip install "slapo-core>=2", or a release of acme-slapo for this version'
-    )
+    message(caught, "'acme.pad' of acme-slapo 1.0", "slapo-core 0.1.0", 'pip install "slapo-core>=2"')
 
 
-def test_a_disabled_plugin_says_which_setting_disabled_it(fake_distributions: FakeEnvironment) -> None:
+def test_a_disabled_plugin_says_which_setting_disabled_it(
+    fake_distributions: FakeEnvironment, message: Messages
+) -> None:
     fake_distributions.install(acme())
     registry = fake_distributions.registry({"SLAPO_DISABLE_PLUGINS": "Acme_Slapo"})
     with pytest.raises(DisabledPluginError) as caught:
         registry.resolve("primitives", "pad")
-    assert str(caught.value) == (
-        "primitive 'acme.pad' of acme-slapo 1.0 is installed but disabled: SLAPO_DISABLE_PLUGINS names it\n"
-        "  hint: remove acme-slapo from SLAPO_DISABLE_PLUGINS"
-    )
+    message(caught, "'acme.pad' of acme-slapo 1.0", "disabled", "remove acme-slapo from SLAPO_DISABLE_PLUGINS")
     assert registry.names("primitives") == ()
     assert registry.namespaces() == ()
 
 
-def test_a_rejected_plugin_says_which_rule_it_breaks(fake_distributions: FakeEnvironment) -> None:
+def test_a_rejected_plugin_says_which_rule_it_breaks(fake_distributions: FakeEnvironment, message: Messages) -> None:
     fake_distributions.install(acme(bare="undo"))
     with pytest.raises(RejectedPluginError) as caught:
         fake_distributions.registry().resolve("primitives", "acme.undo")
-    assert str(caught.value) == (
-        "primitive 'acme.undo' of acme-slapo 1.0 was rejected: "
-        "'acme.undo' is refused: 'undo' would hide a member of nodes or schedules\n"
-        "  hint: report it to the author of acme-slapo; pip uninstall acme-slapo"
-    )
+    message(caught, "'acme.undo' of acme-slapo 1.0", "'undo' would hide", "pip uninstall acme-slapo")
 
 
 def test_disabling_silences_a_broken_plugin(fake_distributions: FakeEnvironment) -> None:
@@ -146,32 +138,30 @@ def test_a_broken_import_changes_the_state_and_spares_the_other_names(fake_distr
         registry.load("cut")
     (plugin,) = registry.plugins
     assert plugin.state == "broken"
-    assert plugin.reason == "primitive 'acme.cut': ModuleNotFoundError: No module named 'acme_nothing'"
+    assert plugin.reason.startswith("primitive 'acme.cut': ModuleNotFoundError: ")
     assert registry.names("primitives") == ("acme.pad",)
     assert registry.load("pad").name == "acme.pad"
 
 
-NOT_USED = {
-    "templates": ("templates, which slapo-core 0.1.0 does not use yet", None),
-    "gizmos": ("gizmos, which slapo-core 0.1.0 does not use yet", "pip install --upgrade slapo-core"),
-}
+NOT_USED = {"templates": None, "gizmos": "pip install --upgrade slapo-core"}
 
 
 @pytest.mark.parametrize("kind", NOT_USED)
 def test_what_a_plugin_provides_of_a_kind_not_in_use_is_told_and_the_rest_works(
-    fake_distributions: FakeEnvironment, kind: str
+    fake_distributions: FakeEnvironment, kind: str, message: Messages
 ) -> None:
     points = {"slapo.v1.primitives": {"acme.pad": "acme_slapo:Thing"}, f"slapo.v1.{kind}": {"x": "acme_slapo:X"}}
     fake_distributions.install(FakeDistribution("acme-slapo", "1.0", points, acme().modules))
     registry = fake_distributions.registry(core="0.1.0")
     (plugin,) = registry.plugins
-    assert (plugin.state, plugin.reason, plugin.remedy) == ("ok", f"provides {NOT_USED[kind][0]}", NOT_USED[kind][1])
+    assert (plugin.state, plugin.remedy) == ("ok", NOT_USED[kind])
+    message(plugin.reason, kind, "slapo-core 0.1.0")
     assert plugin.provides(kind) == ("x",)
     assert registry.load("pad").name == "acme.pad"
     assert fake_distributions.registry({"SLAPO_STRICT_PLUGINS": "1"}).load("pad").name == "acme.pad"
 
 
-def test_an_object_of_a_kind_not_in_use_cannot_be_had(fake_distributions: FakeEnvironment) -> None:
+def test_an_object_of_a_kind_not_in_use_cannot_be_had(fake_distributions: FakeEnvironment, message: Messages) -> None:
     points = {"slapo.v1.templates": {"fast": "acme_fast:Fast"}, "slapo.v1.gizmos": {"x": "acme_fast:Fast"}}
     modules = {"acme_fast": "raise SystemExit('was imported')\n"}
     fake_distributions.install(FakeDistribution("acme-fast", "1.0", points, modules))
@@ -186,15 +176,13 @@ def test_an_object_of_a_kind_not_in_use_cannot_be_had(fake_distributions: FakeEn
     for use in uses:
         with pytest.raises(UnknownNameError) as caught:
             use()
-        assert str(caught.value) == (
-            "slapo-core 0.1.0 does not use plugins of kind 'templates' yet\n"
-            "  hint: it uses primitives, dialects, compilers, patterns, samplers, tracers, commands and hooks"
-        )
-    with pytest.raises(UnknownNameError, match="there is no kind of plugin object 'gizmos'"):
+        message(caught, "slapo-core 0.1.0", "kind 'templates'", "primitives, dialects")
+    with pytest.raises(UnknownNameError, match="'gizmos'"):
         registry.load(gizmo)
     assert registry.names("templates") == registry.bare_names("templates") == ()
-    with pytest.raises(RejectedPluginError, match=r"nothing of kind 'templates' can be registered in process"):
+    with pytest.raises(RejectedPluginError) as rejected:
         registry.register(object, kind="templates")
+    message(rejected, "kind 'templates'")
 
 
 def test_two_plugins_may_provide_one_name_of_a_kind_not_in_use(fake_distributions: FakeEnvironment) -> None:
@@ -203,10 +191,11 @@ def test_two_plugins_may_provide_one_name_of_a_kind_not_in_use(fake_distribution
     assert [plugin.state for plugin in fake_distributions.registry().plugins] == ["ok", "ok"]
 
 
-def test_a_misspelt_kind_not_in_use_is_still_misspelt(fake_distributions: FakeEnvironment) -> None:
+def test_a_misspelt_kind_not_in_use_is_still_misspelt(fake_distributions: FakeEnvironment, message: Messages) -> None:
     fake_distributions.install(FakeDistribution("one", "1", {"slapo.v1.template": {"fast": "x:Y"}}))
     (plugin,) = fake_distributions.registry().plugins
-    assert (plugin.state, plugin.reason) == ("rejected", "there is no kind 'template'; did you mean 'templates'?")
+    assert plugin.state == "rejected"
+    message(plugin.reason, "'template'", "did you mean 'templates'?")
 
 
 def test_nobody_can_take_a_name_of_core() -> None:

@@ -13,6 +13,7 @@ import slapo_core as slapo
 from slapo_core.plugins.process import use_registry
 from slapo_core.ranks.launcher import run_ranks
 from slapo_core.testing.distributions import FakeDistribution, FakeEnvironment
+from tests.messages import Messages
 from tests.pieces_support import InMemory
 
 PRIMITIVES = '''
@@ -191,7 +192,7 @@ def test_the_optimiser_state_of_a_translated_weight_never_enters_another_schedul
     engine.save(tmp_path / "saved")
     plain = slapo.build(slapo.create_schedule(model()), optimizer=adam, loss=loss)
     before = plain.state_dict()
-    with pytest.raises(slapo.BuildError, match=r"only in the checkpoint: .*square\.weight as \(6, 6\) of its own"):
+    with pytest.raises(slapo.BuildError, match=r"checkpoint: .*square\.weight as \(6, 6\)"):
         plain.load(tmp_path / "saved")
     assert same(plain.state_dict(), before)
     trained = engine.state_dict()
@@ -231,7 +232,9 @@ def test_pieces_of_a_translated_weight_are_gathered_and_cut(fake_distributions: 
     assert run_ranks(on_two_ranks, str(fake_distributions.directory), world_size=2) == [(True, True, (6, 3))] * 2
 
 
-def test_a_weight_that_its_layout_does_not_describe_is_refused(fake_distributions: FakeEnvironment) -> None:
+def test_a_weight_that_its_layout_does_not_describe_is_refused(
+    fake_distributions: FakeEnvironment, message: Messages
+) -> None:
     silent = odd(HOOKS.replace('if name == "weight"', "if False"))
     fake_distributions.install(silent)
     with use_registry(fake_distributions.registry(with_installed=True)):
@@ -239,31 +242,22 @@ def test_a_weight_that_its_layout_does_not_describe_is_refused(fake_distribution
         schedule["out"].columns(honest=False)
     with pytest.raises(slapo.WeightsError) as caught:
         slapo.build(schedule)
-    assert str(caught.value) == (
-        "'out.weight' of shape (4, 2) is to stand for 'out.weight' (2, 4) of the untouched model, but no "
-        "layout says how\n"
-        '  hint: the primitive that made it must record that: edit.set_parameter(node, "weight", value, '
-        'layout=Layout("", (4, 2))), and its plugin answer slapo_to_reference and slapo_from_reference'
-    )
+    message(caught, "'out.weight' of shape (4, 2)", "'out.weight' (2, 4)", 'layout=Layout("", (4, 2))')
 
 
 WRONG = [
-    ("tensor.t()}", "3}", "must give a mapping of tensors for 'square.weight' (got {'square.weight': 3})"),
-    ("tensor.t()}", "tensor[:1]}", "for 'square.weight' gives 'square.weight' the shape (1, 6), not (6, 6)"),
-    ('{f"{node.path}.weight": t', '{"nowhere": t', "names 'nowhere': the untouched model has no such tensor"),
-    ('{f"{node.path}.weight": t', '{"out.bias": t', "names 'out.bias', which 'out.bias' carries"),
-    ("def slapo_from", "def _from", "no plugin answers slapo_from_reference for"),
-    (
-        '.weight"].t()',
-        '.weight"][:1]',
-        "of odd-slapo 1.0 must give a tensor of shape (6, 6) for 'square.weight' (got a",
-    ),
+    ("tensor.t()}", "3}", "got {'square.weight': 3}"),
+    ("tensor.t()}", "tensor[:1]}", "(1, 6), not (6, 6)"),
+    ('{f"{node.path}.weight": t', '{"nowhere": t', "names 'nowhere'"),
+    ('{f"{node.path}.weight": t', '{"out.bias": t', "names 'out.bias', which 'out.bias'"),
+    ("def slapo_from", "def _from", "no plugin answers slapo_from_reference"),
+    ('.weight"].t()', '.weight"][:1]', "tensor of shape (6, 6)"),
 ]
 
 
-@pytest.mark.parametrize(("old", "new", "message"), WRONG)
+@pytest.mark.parametrize(("old", "new", "word"), WRONG)
 def test_a_wrong_answer_names_the_plugin_and_changes_nothing(
-    scheduled: Callable[..., slapo.Schedule], old: str, new: str, message: str
+    scheduled: Callable[..., slapo.Schedule], old: str, new: str, word: str, message: Messages
 ) -> None:
     hooks = HOOKS.replace(old, new)
     if new == "def _from":
@@ -271,6 +265,6 @@ def test_a_wrong_answer_names_the_plugin_and_changes_nothing(
     schedule = scheduled(model("meta"), hooks=hooks)
     with pytest.raises(slapo.HookError) as caught:
         slapo.build(schedule)
-    assert message in str(caught.value)
+    message(caught, "odd-slapo" if new != "def _from" else "square.weight", word)
     assert all(parameter.is_meta for parameter in schedule.model.parameters())
     schedule.undo(to=0)
