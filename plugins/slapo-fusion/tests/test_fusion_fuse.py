@@ -111,7 +111,7 @@ def test_verify_finds_a_compiler_whose_code_is_wrong(monkeypatch: pytest.MonkeyP
     sch = traced()
     installed(sch, monkeypatch, Wrong)
     sch["1"].apply(Fuse(bias_gelu, "wrong"))
-    with pytest.raises(slapo.VerifyError, match="it differs by up to"):
+    with pytest.raises(slapo.VerifyError, match="differs by up to"):
         slapo.verify(sch, torch.randn(2, 6))
 
 
@@ -169,14 +169,14 @@ def test_what_it_refuses(message: Messages) -> None:
         with pytest.raises(slapo.PreconditionError) as refused:
             sch["0"].apply(step)
         message(refused, word)
-    with pytest.raises(slapo.ApplyError, match=r"inductor has no option 'max_autotun'"):
+    with pytest.raises(slapo.ApplyError, match="no option 'max_autotun'"):
         sch["0"].apply(Fuse(bias_gelu, "inductor", options={"max_autotun": True}))
-    with pytest.raises(slapo.PreconditionError, match="nearest to it comes this"):
+    with pytest.raises(slapo.PreconditionError, match="nearest to it"):
         sch["0"].apply(Fuse(lambda x, bias: F.relu(x + bias), "eager"))
 
 
 def test_torchscript_says_that_it_is_deprecated() -> None:
-    with pytest.warns(DeprecationWarning, match="PyTorch deprecates TorchScript: take 'inductor'"):
+    with pytest.warns(DeprecationWarning, match="TorchScript: take 'inductor'"):
         traced()["0"].apply(Fuse(bias_gelu, "torchscript"))
 
 

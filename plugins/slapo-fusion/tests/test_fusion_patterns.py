@@ -58,7 +58,7 @@ def test_what_is_only_close_to_a_pattern_is_not_found(case: str) -> None:
     sch = traced(function, inputs)
     assert list(sch["op"].find(name)) == []
     before = copy.deepcopy(sch.model)
-    with pytest.raises(slapo.PreconditionError, match="nothing there matches the pattern"):
+    with pytest.raises(slapo.PreconditionError, match="nothing there matches"):
         sch["op"].checkpoint(match=name)
     assert torch.equal(sch.model.eval()(*inputs), before.eval()(*inputs))
 
@@ -88,7 +88,7 @@ def test_attention_weights_that_are_returned_keep_the_attention_as_it_is() -> No
     sch = traced(both, (Q, K, V))
     (match,) = sch["op"].find("fusion.sdpa")
     assert len(match.outputs) == 2
-    with pytest.raises(slapo.PreconditionError, match="the match gives 2 values"):
+    with pytest.raises(slapo.PreconditionError, match="gives 2 values"):
         sch["op"].replace(match="fusion.sdpa")
     assert len(sch.records) == 1
 

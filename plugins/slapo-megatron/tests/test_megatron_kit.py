@@ -91,4 +91,4 @@ def test_the_command_checks_what_it_can_and_says_that_megatron_needs_cuda() -> N
         assert found[f"megatron [{case}]", "bad_options_are_refused"]["outcome"] == "passed"
         if not torch.cuda.is_available():
             told = found[f"megatron [{case}]", "training_is_that_of_the_plain_model"]
-            assert told["message"] == "Megatron-core runs on CUDA, and this machine has none"
+            assert told["message"].startswith("Megatron-core runs on CUDA")

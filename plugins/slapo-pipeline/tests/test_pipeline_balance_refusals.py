@@ -79,7 +79,7 @@ def test_numbers_that_make_no_sense(message: Messages):
     sch = slapo.create_schedule(Stack())
     with pytest.raises(slapo.ArgumentError, match="argument 'balance' must be"):
         sch.pipeline_split(stages=2, balance="memory")
-    with pytest.raises(slapo.PreconditionError, match=r"balance= and after= belong to stages="):
+    with pytest.raises(slapo.PreconditionError, match="belong to stages="):
         sch["layer.0"].pipeline_split(balance="flops")
     sch.pipeline_split(stages=1)
     assert sch.records[-1].primitive.after == ()

@@ -163,7 +163,7 @@ def test_without_a_batch_or_a_cut_it_says_what_to_write(message: Messages):
     with pytest.raises(slapo.ArgumentError) as caught:
         slapo_pipeline.stages(schedule())
     message(caught, "no step cuts")
-    with pytest.raises(slapo.ArgumentError, match="does not take this batch"):
+    with pytest.raises(slapo.ArgumentError, match="not take this batch"):
         slapo_pipeline.stages(schedule(), {"words": BATCH["ids"]})
 
 

@@ -49,7 +49,7 @@ def sequence_parallel(axis: int) -> Any:
 def check_sequence_parallelism() -> str:
     for axis in (0, 1, -2):
         same_as_untouched(mlp, sequence_parallel(axis), (rand(4, 6, 6),), piece_axis=axis)
-    with pytest.raises(slapo.RankMismatchError, match="ranks disagree about the batch"):  # a pair without gathers
+    with pytest.raises(slapo.RankMismatchError, match="disagree about the batch"):  # a pair without gathers
         same_as_untouched(mlp, split_mlp, (rand(4, 6, 6),), piece_axis=1)
     sch = slapo.create_schedule(mlp(), mesh={"tp": 2})
     sequence_parallel(1)(sch)
