@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 
@@ -9,7 +10,9 @@ import pytest
 
 from slapo_core.testing import preload_modules
 
-pytest_plugins = ["tests.messages", "tests.tiers"]
+os.environ["OMP_NUM_THREADS"] = "1"  # as on ranks: with more threads, sums are rounded in another order
+
+pytest_plugins = ["tests.deadlines", "tests.messages", "tests.processor", "tests.tiers"]
 
 # What ranks would import one by one, in every launch of them: found by what they have that their server had not.
 preload_modules(
@@ -30,6 +33,8 @@ preload_modules(
     "slapo_tp.hooks",
     "slapo_tp.shard",
     "slapo_tp.sync",
+    "tests.deadlines",  # for what ranks launch
+    "tests.processor",
 )
 
 

@@ -201,7 +201,9 @@ def write_result(
 
 
 def compare(options: argparse.Namespace, scheduled_runs: Sequence[str], title: str) -> int:
-    """Print the runs side by side, plot them, and give the exit status: 1 if the loss curves part.
+    """Print the runs side by side, plot them where matplotlib is installed, and give the exit status.
+
+    The status is 1 if the loss curves part.
 
     Args:
         options: of the command line.
@@ -234,13 +236,24 @@ def compare(options: argparse.Namespace, scheduled_runs: Sequence[str], title: s
         print(f"{name}: median step {step:.0f} ms on {len(run['memory'])} processes, one thread each")
         for rank, memory in enumerate(run["memory"]):
             print(f"    memory of rank {rank}: " + ", ".join(f"{what} {mb:.0f} MB" for what, mb in memory.items()))
-    print(f"loss curves: {plot(options, runs, title)}")
+    if can_plot():
+        print(f"loss curves: {plot(options, runs, title)}")
     worst_gap = max(max(gap) for gap in gaps)
     if worst_gap > TOLERANCE:
         print(f"FAILED: the loss curves part by {worst_gap:.2e}, more than {TOLERANCE:g}")
         return 1
     print(f"the loss curves agree: largest difference {worst_gap:.2e}, allowed {TOLERANCE:g}")
     return 0
+
+
+def can_plot() -> bool:
+    """Tell whether matplotlib is installed; where it is not, print a line that says so."""
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError:
+        print("no plot: matplotlib is not installed (hint: pip install matplotlib)")
+        return False
+    return True
 
 
 def plot(options: argparse.Namespace, runs: list[tuple[str, dict[str, Any]]], title: str) -> Path:

@@ -116,8 +116,9 @@ def main(options: argparse.Namespace) -> int:
     with Progress(unit="samples/s", points=len(points), limit=None, timeout=chosen.timeout) as progress:
         result = search(chosen, tell=progress.tell)
     report(points, result.trials, refused=list(searched.refused())).print()
-    for file in write_pictures(points, result.trials, options.output, axes=("batch", "checkpoint"), title="BERT"):
-        print(f"wrote {file}")
+    if common.can_plot():
+        for file in write_pictures(points, result.trials, options.output, axes=("batch", "checkpoint"), title="BERT"):
+            print(f"wrote {file}")
     if result.winner is None or not result.winner.right:
         print(f"FAILED: no verified schedule: {result.winner.reason if result.winner else 'no trial was ok'}")
         return 1

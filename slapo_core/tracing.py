@@ -18,6 +18,7 @@ from torch import fx, nn
 from slapo_core.errors import GuardError
 from slapo_core.graph.buffers import buffers_kept
 from slapo_core.graph.checks import Checks
+from slapo_core.graph.code import compiled
 from slapo_core.graph.copies import Kept, recordings_of_copies
 from slapo_core.graph.fake import FakeMode, with_own_values
 from slapo_core.graph.leaves import inlined_modules, walk
@@ -281,13 +282,3 @@ def _by_own_forwards(modules: Iterable[nn.Module]) -> Iterator[None]:
         for module, own in before:  # in their order
             module.__dict__.clear()
             module.__dict__.update(own)
-
-
-def compiled(graph: fx.Graph, module: nn.Module) -> Callable[..., Any]:
-    """A function of ``module`` and the graph's placeholders, in order; names in it are looked up in the module.
-
-    Args:
-        graph: its calls of modules and reads of parameters are named relative to ``module``.
-        module: has them.
-    """
-    return type(fx.GraphModule(module, graph)).forward

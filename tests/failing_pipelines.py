@@ -13,7 +13,7 @@ from torch import nn
 
 import slapo_core as slapo
 
-__all__ = ["NO_GRADIENT", "Told", "batch", "build", "fail", "refuse", "tell", "tell_of_batches"]
+__all__ = ["NO_GRADIENT", "Told", "batch", "build", "fail", "refuse", "tell", "tell_of_batches", "without_line"]
 
 NO_GRADIENT = "BuildError: the loss depends on nothing that is trained, so that there is no gradient"
 
@@ -134,6 +134,11 @@ class Told(NamedTuple):
     first: int
     seconds: float
     after: str
+
+
+def without_line(text: str) -> str:
+    """The message of an error, without the line of which file it is from."""
+    return text.partition(" (")[0]
 
 
 def tell(engine: Any, given: Any, *, steps: int = 0, blocks: int = 4) -> Told:

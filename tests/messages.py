@@ -1,8 +1,8 @@
 """Full texts of errors, kept in one file for each distribution, so that a wording is changed in one place.
 
-A test asserts the class of an error, its fields and a key word; the fixture :func:`message` compares the whole text with
-``tests/messages.txt`` or ``plugins/slapo-x/tests/messages.txt``. After a wording was changed, ``make messages`` writes
-the files again: read their diff.
+A test asserts the class of an error, its fields and a key word; the fixture :func:`message` compares the whole text
+with ``tests/messages.txt`` or ``plugins/slapo-x/tests/messages.txt``. After a wording was changed, ``make messages``
+writes the files again: read their diff.
 """
 
 from __future__ import annotations

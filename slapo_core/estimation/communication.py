@@ -13,7 +13,7 @@ from slapo_core.estimation.place import Place
 from slapo_core.estimation.private import ranks_of_group
 from slapo_core.estimation.results import Collective
 
-__all__ = ["CollectiveTracker", "MeshGroups", "collective_operations"]
+__all__ = ["CollectiveTracker", "MeshGroups", "collective_operations", "wait_operations"]
 
 _OPERATIONS: dict[str, tuple[str, int | None]] = {
     # operator: kind, and which argument this rank gives; None where it gives none
@@ -47,6 +47,7 @@ _OPERATIONS: dict[str, tuple[str, int | None]] = {
     "c10d::broadcast_": ("broadcast", 0),
     "c10d::reduce_": ("reduce", 0),
     "c10d::gather_": ("gather", 1),
+    "c10d::gather_into_tensor_": ("gather", 1),
     "c10d::scatter_": ("scatter", 0),
     "c10d::send": ("send", 0),
     "c10d::recv_": ("recv", 0),
@@ -55,6 +56,7 @@ _OPERATIONS: dict[str, tuple[str, int | None]] = {
     "c10d::monitored_barrier_": ("barrier", None),
 }
 _SEVERAL = "_c10d_functional::batch_p2p_ops"  # names of the operations, peers, tags, tensors, group
+_WAITS = ("_c10d_functional::wait_tensor", "_c10d_functional::wait_tensors")
 _GROUP_ARGUMENTS = ("group_name", "process_group")
 
 
@@ -106,12 +108,21 @@ def collective_operations() -> dict[Any, Read]:
     """Every operation of torch that communicates."""
     found: dict[Any, Read] = {}
     for name in (*_OPERATIONS, _SEVERAL):
-        namespace, _, own = name.partition("::")
-        packet = getattr(getattr(torch.ops, namespace), own)
-        for overload in packet.overloads():
-            operation = getattr(packet, overload)
+        for operation in _overloads(name):
             found[operation] = _reader(name, [argument.name for argument in operation._schema.arguments])
     return found
+
+
+def wait_operations() -> frozenset[Any]:
+    """Give every operation of torch that waits for a collective, and returns what it was given."""
+    return frozenset(operation for name in _WAITS for operation in _overloads(name))
+
+
+def _overloads(name: str) -> list[Any]:
+    """The overloads of an operator; none in a version of torch without it."""
+    namespace, _, own = name.partition("::")
+    packet = getattr(getattr(torch.ops, namespace), own, None)
+    return [] if packet is None else [getattr(packet, overload) for overload in packet.overloads()]
 
 
 def _reader(name: str, arguments: list[str]) -> Read:

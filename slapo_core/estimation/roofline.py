@@ -9,7 +9,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from slapo_core.errors import ArgumentError
-from slapo_core.estimation.communication import CollectiveTracker
+from slapo_core.estimation.communication import CollectiveTracker, wait_operations
 from slapo_core.estimation.flops import FlopTracker
 from slapo_core.estimation.place import Place
 from slapo_core.estimation.results import Collective
@@ -28,7 +28,6 @@ _FREE = frozenset(
         "aten::lift_fresh",
         "aten::set_",
         "aten::resize_",
-        "_c10d_functional::wait_tensor",
     }
 )
 """They touch no elements, as views do."""
@@ -57,7 +56,7 @@ class TimeTracker:
         self._free_at: dict[str, float] = {}
         self._step = ""
         self._costs: dict[Any, Callable[[Any, Any, Any], float] | None] = {}
-        self._wait = torch.ops._c10d_functional.wait_tensor.default
+        self._waits = wait_operations()
 
     @property
     def seconds(self) -> float:
@@ -74,7 +73,7 @@ class TimeTracker:
         if self._place.step != self._step:
             self._step = self._place.step
             self._clock = self.seconds
-        if func is self._wait:
+        if func in self._waits:
             self._clock = self.seconds
             return
         started = self._communication.last

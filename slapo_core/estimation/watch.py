@@ -9,6 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from slapo_core.estimation.communication import wait_operations
 from slapo_core.estimation.values import Values
 
 __all__ = ["Observer", "Watch"]
@@ -37,7 +38,7 @@ class Watch(TorchDispatchMode):
         self._run = values.run
         self._saw = tuple(observer.saw for observer in observers)
         self._device = torch.ops.prim.device.default
-        self._wait = torch.ops._c10d_functional.wait_tensor.default
+        self._waits = wait_operations()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is self._device:  # a question, the most frequent one
@@ -45,8 +46,8 @@ class Watch(TorchDispatchMode):
         if DTensor in types:
             return NotImplemented  # what it does to the tensors of this rank comes by again
         kwargs = kwargs or {}
-        # Waiting gives back the tensor that is waited for; without memory torch would make a new one.
-        result = args[0] if func is self._wait else self._run(func, args, kwargs)
+        # Waiting gives back the tensors that are waited for; without memory torch would make new ones.
+        result = args[0] if func in self._waits else self._run(func, args, kwargs)
         for saw in self._saw:
             saw(func, args, kwargs, result)
         return result

@@ -236,7 +236,7 @@ class TracedForward:
         if made is None:
             recorded, swallowed = applied(self.rewrite, variant.recorded, module, self._where, self.path, first=first)
             all_swallowed = tuple(dict.fromkeys((*variant.swallowed, *swallowed)))
-            made = Variant(recorded, module, variant.plan, variant.surroundings, all_swallowed)
+            made = Variant(recorded, variant.plan, variant.surroundings, all_swallowed)
             variant.keep_rewritten(self.rewrite, module, made)
         return made
 
@@ -288,7 +288,7 @@ class TracedForward:
                 raise Untraceable(f"changes the global name {changed}")
         except Exception as error:
             raise refusal(error, self.tracer, self.path) from error
-        return Variant(recorded, module, plan, surroundings=surroundings.flags)
+        return Variant(recorded, plan, surroundings=surroundings.flags)
 
     @property
     def _where(self) -> str:

@@ -6,10 +6,11 @@ import contextlib
 from collections.abc import Hashable
 from typing import Any
 
-from torch import fx, nn
+from torch import nn
 
 from slapo_core.graph import regions
 from slapo_core.graph.checks import Checks
+from slapo_core.graph.code import compiled
 from slapo_core.graph.leaves import is_changed
 from slapo_core.graph.plan import Plan
 from slapo_core.graph.rewriting.swallowing import Swallowed
@@ -24,7 +25,6 @@ class Variant:
 
     Args:
         recorded: the graph and what it holds for.
-        module: the traced one, or one with the same names in it.
         plan: its structure.
         surroundings: global names that the recorded code reads.
         swallowed: modules that rewrites took out, which are called no more.
@@ -33,14 +33,13 @@ class Variant:
     def __init__(
         self,
         recorded: Recorded,
-        module: nn.Module,
         plan: Plan,
         surroundings: tuple[Flag, ...] = (),
         swallowed: tuple[Swallowed, ...] = (),
     ) -> None:
         self.recorded, self.plan, self.surroundings, self.swallowed = recorded, plan, surroundings, swallowed
         self.checks = Checks((*recorded.flags, *surroundings), plan.index)
-        self.code = type(fx.GraphModule(module, recorded.graph)).forward
+        self.code = compiled(recorded.graph)
         self._rewritten: dict[Any, Variant] = {}
         self.has_regions = any(node.target is regions.set_state for node in recorded.graph.nodes)
 

@@ -58,17 +58,21 @@ def refuse_number_ranges(pattern: str) -> None:
     Raises:
         PathError: a set of characters that is a range of numbers, or runs backwards.
     """
-    for characters in re.findall(r"\[!?([^\]]+)\]", pattern):
+    for negation, characters in re.findall(r"\[(!?)([^\]]+)\]", pattern):
         numbers = re.fullmatch(r"(\d+)-(\d+)", characters)
         if numbers is None:
             continue
         first, last = (int(number) for number in numbers.groups())
         if len(numbers[1]) > 1 or len(numbers[2]) > 1 or first > last:
-            before = pattern.partition(f"[{characters}]")[0]
+            before = pattern.partition(f"[{negation}{characters}]")[0]
+            nodes = f"sch['{before}*']"
+            low, end = min(first, last), max(first, last) + 1
+            others = [f"{nodes}[:{low}]"] * (low > 0) + [f"{nodes}[{end}:]"]
             raise PathError(
-                f"'[{characters}]' in the pattern '{pattern}' is a set of single characters, not a range of numbers",
+                f"'[{negation}{characters}]' in the pattern '{pattern}' is a set of single characters, "
+                "not a range of numbers",
                 path=pattern,
-                hint=f"sch['{before}*'][{min(first, last)}:{max(first, last) + 1}]",
+                hint=" and ".join(others) if negation else f"{nodes}[{low}:{end}]",
             )
 
 

@@ -11,6 +11,7 @@ from slapo_core.errors import PreconditionError
 from slapo_core.testing import ModelSnapshot, assert_bit_identical
 from tests.core.edits import Halve
 from tests.core.small_models import MLP, Tied
+from tests.messages import Messages
 
 
 def test_mark_survives_sharding_replacing_and_tying() -> None:
@@ -66,40 +67,32 @@ def test_lists_become_tuples_and_dictionaries_are_the_records_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "arguments", "message"),
+    ("path", "arguments", "word"),
     [
-        ("head", ("w", "k", 1), "the module has no parameter 'w'; it has 'weight', 'bias'"),
-        ("layers.0", ("w", "k", 1), "the module has no parameter 'w'; it has none of its own"),
-        (
-            "head",
-            ("weight", "a b", 1),
-            "key must be a Python identifier (got 'a b'); for example key=\"no_weight_decay\"",
-        ),
-        ("head", ("weight", "class", 1), "key must be a Python identifier (got 'class'); for example "),
-        ("head", ("weight", "grad", 1), "'grad' is an attribute of every tensor; use another key, such as 'my_grad'"),
-        ("head", ("weight", "__dict__", 1), "'__dict__' is an attribute of every tensor; use another key, such as "),
-        ("head", ("weight", "data", 1), "'data' is an attribute of every tensor; use another key, such as 'my_data'"),
+        ("head", ("w", "k", 1), "it has 'weight', 'bias'"),
+        ("layers.0", ("w", "k", 1), "none of its own"),
+        ("head", ("weight", "a b", 1), "got 'a b'"),
+        ("head", ("weight", "class", 1), "got 'class'"),
+        ("head", ("weight", "grad", 1), "'my_grad'"),
+        ("head", ("weight", "__dict__", 1), "'__dict__'"),
+        ("head", ("weight", "data", 1), "'my_data'"),
     ],
 )
-def test_refused_marks(path: str, arguments: tuple[str, str, int], message: str) -> None:
+def test_refused_marks(path: str, arguments: tuple[str, str, int], word: str, message: Messages) -> None:
     model = MLP()
     sch = slapo.create_schedule(model)
     before = ModelSnapshot(model)
     with pytest.raises(PreconditionError) as caught:
         sch[path].annotate(*arguments)
-    assert message in str(caught.value)
+    message(caught, word)
     assert_bit_identical(before, model)
 
 
-def test_every_violation_is_listed() -> None:
+def test_every_violation_is_listed(message: Messages) -> None:
     sch = slapo.create_schedule(MLP())
     with pytest.raises(PreconditionError) as caught:
         sch["head"].annotate("w", "grad", 1)
-    assert str(caught.value) == (
-        "cannot apply annotate('w', key='grad', value=1) at 'head':\n"
-        "  - the module has no parameter 'w'; it has 'weight', 'bias'\n"
-        "  - 'grad' is an attribute of every tensor; use another key, such as 'my_grad'"
-    )
+    message(caught, "'w'", "'my_grad'")
     assert len(caught.value.violations) == 2
 
 

@@ -20,6 +20,7 @@ from slapo_core.testing import ModelSnapshot, assert_bit_identical
 from slapo_core.testing.distributions import FakeDistribution, FakeEnvironment, primitive_source
 from tests.core.edits import Call, Everything, Fault, Halve, HookAll, fault_after, pre_hook
 from tests.core.small_models import CNN, MLP, Frozen, Odd, Tied, bert
+from tests.messages import Messages
 
 
 def odd() -> nn.Module:
@@ -102,11 +103,11 @@ def test_every_edit_is_reached_by_the_injected_faults() -> None:
     assert counts == list(range(1, 1 + 2 + 1 + 4 * 4 + 4 + 1))
 
 
-def test_apply_error_chains_the_cause_and_names_the_place() -> None:
+def test_apply_error_chains_the_cause_and_names_the_place(message: Messages) -> None:
     sch = slapo.create_schedule(MLP())
     with pytest.raises(ApplyError) as caught:
         sch.apply_at(sch["layers.0"], Checkpoint(), after_edit=fault_after(1))
-    assert str(caught.value) == "checkpoint() failed at 'layers.0' and was rolled back: Fault: after edit 1"
+    message(caught, "'layers.0'", "Fault: after edit 1")
     assert isinstance(caught.value.__cause__, Fault)
     assert caught.value.path == "layers.0"
     assert caught.value.plugin is not None
@@ -126,16 +127,14 @@ def _refused(primitive: slapo.Primitive, error: type[BaseException], model: nn.M
     return caught.value
 
 
-def test_broken_postcondition_rolls_back_and_lists_every_violation() -> None:
+def test_broken_postcondition_rolls_back_and_lists_every_violation(message: Messages) -> None:
     def after(node: slapo.Node) -> Iterator[slapo.Violation]:
         yield slapo.Violation("first thing", "do this")
         yield slapo.Violation("second thing")
 
     primitive = Call(lambda node, edit: edit.set_parameter(node, "weight", torch.zeros(1)), after)
     error = _refused(primitive, PostconditionError, MLP(), "head")
-    assert str(error).endswith(
-        " at 'head' did not take effect and was rolled back:\n  - first thing; do this\n  - second thing"
-    )
+    message(error, "'head' did not take effect", "  - first thing; do this\n  - second thing")
 
 
 def test_postcondition_that_raises_rolls_back() -> None:
@@ -150,12 +149,12 @@ def test_postcondition_that_raises_rolls_back() -> None:
 def test_postcondition_that_yields_something_else_rolls_back() -> None:
     primitive = Call(lambda node, edit: edit.set_attribute(node, "a", 1), lambda node: ["not a violation"])
     error = _refused(primitive, ApplyError, MLP(), "head")
-    assert "must yield Violation objects (got 'not a violation')" in str(error)
+    assert "(got 'not a violation')" in str(error)
 
 
-def test_primitive_without_effect_is_refused() -> None:
+def test_primitive_without_effect_is_refused(message: Messages) -> None:
     error = _refused(Call(lambda node, edit: None), PostconditionError, MLP(), "head")
-    assert "it changed nothing and gave no reason; call edit.note(reason) if that is right" in str(error)
+    message(error, "changed nothing", "edit.note(reason)")
 
 
 def test_primitive_that_raises_after_a_nested_one_takes_that_back_too() -> None:
@@ -168,13 +167,13 @@ def test_primitive_that_raises_after_a_nested_one_takes_that_back_too() -> None:
     assert "Fault: after the nested ones" in str(error)
 
 
-def test_refused_nested_primitive_refuses_the_outer_one() -> None:
+def test_refused_nested_primitive_refuses_the_outer_one(message: Messages) -> None:
     def twice(node: slapo.Node, edit: slapo.Edit) -> None:
         edit.apply(node["layers.0"], Everything())
         edit.apply(node["head"], Annotate("nothing", "mark", 1))
 
     error = _refused(Call(twice), PreconditionError, MLP(), "")
-    assert "the module has no parameter 'nothing'" in str(error)
+    message(error, "'nothing'")
 
 
 def test_failed_nested_primitive_leaves_nothing_when_the_outer_one_goes_on() -> None:
@@ -198,53 +197,42 @@ def test_failed_nested_primitive_leaves_nothing_when_the_outer_one_goes_on() -> 
     assert sch.records[0].effects == ("tried (none) -> True",)
 
 
-def test_edit_is_closed_after_the_primitive() -> None:
+def test_edit_is_closed_after_the_primitive(message: Messages) -> None:
     kept: list[slapo.Edit] = []
     sch = slapo.create_schedule(MLP())
     sch["head"].apply(Call(lambda node, edit: (kept.append(edit), edit.set_attribute(node, "a", 1))[2:] or None))
     with pytest.raises(ApplyError) as caught:
         kept[0].set_attribute(sch["head"], "b", 2)
-    assert str(caught.value) == (
-        "this edit is over: its primitive has been applied or rolled back\n"
-        "  hint: change the model only inside Primitive.apply"
-    )
+    message(caught, "over", "Primitive.apply")
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "word"),
     [
-        (lambda n, e: e.set_parameter(n, "nope", None), "'head' has no parameter 'nope'\n  hint: it has weight, bias"),
-        (lambda n, e: e.set_buffer(n, "nope", None), "'head' has no buffer 'nope'\n  hint: it has none"),
-        (
-            lambda n, e: e.set_attribute(n, "weight", 3),
-            "'weight' of 'head' is no plain attribute, or int no plain value\n"
-            "  hint: use edit.set_parameter, edit.set_buffer or edit.replace_module",
-        ),
-        (
-            lambda n, e: e.set_attribute(n, "child", nn.ReLU()),
-            "'child' of 'head' is no plain attribute, or ReLU no plain value\n"
-            "  hint: use edit.set_parameter, edit.set_buffer or edit.replace_module",
-        ),
-        (lambda n, e: e.annotate(n, "nope", "k", 1), "'head' has no parameter 'nope'\n  hint: it has weight, bias"),
+        (lambda n, e: e.set_parameter(n, "nope", None), "no parameter 'nope'"),
+        (lambda n, e: e.set_buffer(n, "nope", None), "no buffer 'nope'"),
+        (lambda n, e: e.set_attribute(n, "weight", 3), "'weight' of 'head'"),
+        (lambda n, e: e.set_attribute(n, "child", nn.ReLU()), "'child' of 'head'"),
+        (lambda n, e: e.annotate(n, "nope", "k", 1), "no parameter 'nope'"),
         (lambda n, e: e.add_hook(n, "sideways", pre_hook), "KeyError: 'sideways'"),
         (lambda n, e: e.wrap_forward(n, lambda forward: None), "TypeError"),
     ],
 )
-def test_edit_refuses_what_it_could_not_take_back(change: Callable[..., Any], message: str) -> None:
+def test_edit_refuses_what_it_could_not_take_back(change: Callable[..., Any], word: str, message: Messages) -> None:
     error = _refused(Call(change), ApplyError, MLP(), "head")
-    assert message in str(error)
+    message(error, word)
 
 
-def test_root_cannot_be_replaced_by_an_edit() -> None:
+def test_root_cannot_be_replaced_by_an_edit(message: Messages) -> None:
     error = _refused(Call(lambda n, e: e.replace_module(n, nn.ReLU())), ApplyError, MLP(), "")
-    assert "the root of the model cannot be replaced" in str(error)
+    message(error, "the root")
 
 
-def test_buffer_never_becomes_a_parameter() -> None:
+def test_buffer_never_becomes_a_parameter(message: Messages) -> None:
     model = CNN()
     change = Call(lambda n, e: e.set_buffer(n, "running_mean", nn.Parameter(torch.zeros(4))))
     error = _refused(change, ApplyError, model, "blocks.0.bn1")
-    assert "buffer 'running_mean' of 'blocks.0.bn1' was to become a parameter" in str(error)
+    message(error, "'running_mean' of 'blocks.0.bn1'")
 
 
 def test_module_that_refuses_assignments_stays_as_it_is() -> None:
@@ -254,7 +242,7 @@ def test_module_that_refuses_assignments_stays_as_it_is() -> None:
     assert "RuntimeError: frozen: a stays as it is" in str(error)
 
 
-def test_group_is_applied_everywhere_or_nowhere() -> None:
+def test_group_is_applied_everywhere_or_nowhere(message: Messages) -> None:
     model = MLP()
     sch = slapo.create_schedule(model)
     sch["layers.2"].checkpoint()
@@ -262,14 +250,12 @@ def test_group_is_applied_everywhere_or_nowhere() -> None:
     records = sch.records
     with pytest.raises(PreconditionError) as caught:
         sch["layers.*"].checkpoint()
-    assert str(caught.value) == (
-        "cannot apply checkpoint() at 'layers.2': the module is checkpointed already; remove this second call"
-    )
+    message(caught, "'layers.2'", "checkpointed already")
     assert_bit_identical(before, model)
     assert sch.records == records
 
 
-def test_failing_hook_of_a_plugin_rolls_back(tmp_path: Path) -> None:
+def test_failing_hook_of_a_plugin_rolls_back(tmp_path: Path, message: Messages) -> None:
     environment = FakeEnvironment(tmp_path)
     hooks = "\n".join(
         [
@@ -297,9 +283,7 @@ def test_failing_hook_of_a_plugin_rolls_back(tmp_path: Path) -> None:
         before = ModelSnapshot(model)
         with pytest.raises(HookError) as caught:
             sch["layers.0"].checkpoint()
-        assert "hook slapo_applied of acme-slapo 1.0 raised ValueError: I do not like core.checkpoint" in str(
-            caught.value
-        )
+        message(caught, "slapo_applied of acme-slapo 1.0", "ValueError: I do not like core.checkpoint")
         assert_bit_identical(before, model)
         assert sch.records == ()
         assert __import__("acme_hooks").told == [("layers.0", "core.checkpoint", False)]
@@ -326,11 +310,9 @@ def test_refused_primitive_touches_nothing_of_bert() -> None:
 
 
 @pytest.mark.parametrize("value", [Checkpoint, None, "checkpoint", lambda node: node])
-def test_only_primitive_values_are_applied(value: Any) -> None:
+def test_only_primitive_values_are_applied(value: Any, message: Messages) -> None:
     sch = slapo.create_schedule(MLP())
     with pytest.raises(slapo.ArgumentError) as caught:
         sch["head"].apply(value)
-    got = "the class Checkpoint, not called" if value is Checkpoint else repr(value)
-    assert str(caught.value) == (
-        f'apply takes a primitive value (got {got})\n  hint: sch["fc"].apply(Shard("weight", axis=0))'
-    )
+    got = "class Checkpoint" if value is Checkpoint else "<lambda>" if callable(value) else repr(value)
+    message(caught, got)

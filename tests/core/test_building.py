@@ -12,6 +12,7 @@ import slapo_core as slapo
 from slapo_core.native.dialect import TorchDialect
 from slapo_core.plugins import use_registry
 from tests.core.building_support import Split, batches, on_meta, real, sgd, split
+from tests.messages import Messages
 
 
 def refused(schedule: slapo.Schedule, expected: type[slapo.SlapoError], **options: Any) -> str:
@@ -27,7 +28,7 @@ def refused(schedule: slapo.Schedule, expected: type[slapo.SlapoError], **option
     return str(error.value)
 
 
-def test_building_seals_the_schedule_and_keeps_its_records() -> None:
+def test_building_seals_the_schedule_and_keeps_its_records(message: Messages) -> None:
     schedule = split(slapo.create_schedule(on_meta("mlp"), mesh={"tp": 1}), "mlp")
     records = schedule.records
     engine = slapo.build(schedule, optimizer=sgd)
@@ -35,24 +36,16 @@ def test_building_seals_the_schedule_and_keeps_its_records() -> None:
     assert engine.module is schedule.model
     assert schedule.is_sealed
     assert schedule.records == records
-    with pytest.raises(slapo.SealedError, match="cannot undo: the schedule was sealed by build"):
+    with pytest.raises(slapo.SealedError, match="cannot undo"):
         schedule.undo()
     with pytest.raises(slapo.SealedError) as error:
         slapo.build(schedule)
-    assert str(error.value) == (
-        "cannot build: the schedule was built or sealed before, and the originals are gone\n"
-        "  hint: create a new schedule of a fresh model; sch.to_json() and replay() repeat the steps"
-    )
+    message(error, "cannot build", "sch.to_json()")
 
 
-def test_a_dry_schedule_says_what_to_launch() -> None:
+def test_a_dry_schedule_says_what_to_launch(message: Messages) -> None:
     schedule = split(slapo.create_schedule(real("mlp"), mesh={"dp": 2, "tp": 2}), "mlp")
-    assert refused(schedule, slapo.BuildError) == (
-        "the mesh {'dp': 2, 'tp': 2} is only declared: it needs 4 processes, and this is one without "
-        "torch.distributed\n"
-        "  hint: call torch.distributed.init_process_group() first and launch with "
-        "`torchrun --nproc-per-node 4 your_script.py`"
-    )
+    message(refused(schedule, slapo.BuildError), "4 processes", "`torchrun --nproc-per-node 4 your_script.py`")
 
 
 def test_an_unknown_target_is_named() -> None:
@@ -80,22 +73,22 @@ class Fragile(Picky):
         return iter(())
 
 
-def test_every_reason_of_a_dialect_is_given() -> None:
+def test_every_reason_of_a_dialect_is_given(message: Messages) -> None:
     schedule = slapo.create_schedule(real("mlp"))
     schedule.registry.register(Picky, kind="dialects")
-    assert refused(schedule, slapo.BuildError, target="picky") == (
-        "target 'picky' cannot run this schedule:\n  - the moon is full; wait\n  - it is Monday"
+    message(
+        refused(schedule, slapo.BuildError, target="picky"), "'picky'", "  - the moon is full; wait\n  - it is Monday"
     )
 
 
-def test_a_dialect_that_fails_after_the_model_got_its_values_leaves_it_as_scheduled() -> None:
+def test_a_dialect_that_fails_after_the_model_got_its_values_leaves_it_as_scheduled(message: Messages) -> None:
     for model in (on_meta("mlp"), real("mlp")):
         schedule = split(slapo.create_schedule(model, mesh={"tp": 1}), "mlp")
         schedule.registry.register(Fragile, kind="dialects")
         parameters = list(model.parameters())
         with pytest.raises(slapo.BuildError) as caught:
             slapo.build(schedule, target="fragile", weights=real("mlp", seed=5).state_dict())
-        assert str(caught.value) == "target 'fragile' of tests local failed in build(): RuntimeError: the runtime broke"
+        message(caught, "'fragile'", "RuntimeError: the runtime broke")
         assert isinstance(caught.value.__cause__, RuntimeError)
         assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
         assert not schedule.is_sealed
@@ -110,11 +103,9 @@ def test_mesh_dimensions_of_one_rank_need_no_support() -> None:
     slapo.build(schedule)
 
 
-def test_an_unknown_option_is_named() -> None:
-    assert refused(slapo.create_schedule(real("mlp")), slapo.BuildError, bucket_cap=3) == (
-        "target 'torch' has no option 'bucket_cap'; it has find_unused_parameters, gradient_as_bucket_view, "
-        "bucket_cap_mb"
-    )
+def test_an_unknown_option_is_named(message: Messages) -> None:
+    text = refused(slapo.create_schedule(real("mlp")), slapo.BuildError, bucket_cap=3)
+    message(text, "'bucket_cap'", "bucket_cap_mb")
 
 
 def test_the_plan_says_what_will_be_done() -> None:
@@ -128,53 +119,39 @@ def test_the_plan_says_what_will_be_done() -> None:
     )
 
 
-def test_an_optimizer_made_before_the_schedule_is_refused_with_the_call() -> None:
+def test_an_optimizer_made_before_the_schedule_is_refused_with_the_call(message: Messages) -> None:
     model = real("mlp")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    assert refused(slapo.create_schedule(model), slapo.OptimizerError, optimizer=optimizer) == (
-        "optimizer must be a factory (got a SGD made before the schedule was built, which holds the untouched "
-        "model's parameters)\n"
-        "  hint: build(sch, optimizer=lambda params: torch.optim.SGD(params, lr=0.5))"
-    )
+    text = refused(slapo.create_schedule(model), slapo.OptimizerError, optimizer=optimizer)
+    message(text, "got a SGD", "build(sch, optimizer=lambda params: torch.optim.SGD(params, lr=0.5))")
 
 
-def test_an_optimizer_with_foreign_parameters_is_refused_and_names_them() -> None:
+def test_an_optimizer_with_foreign_parameters_is_refused_and_names_them(message: Messages) -> None:
     model = real("mlp")
     untouched = list(model.parameters())
     schedule = split(slapo.create_schedule(model, mesh={"tp": 1}), "mlp")
     extra = torch.nn.Parameter(torch.ones(3))
-    message = refused(
-        schedule, slapo.OptimizerError, optimizer=lambda parameters: sgd([*parameters, untouched[0], extra])
-    )
-    assert message == (
-        "the optimiser holds 2 parameters that are not the engine's: 'fc1.weight' of the untouched model, one of shape "
-        "(3,)\n"
-        "  hint: use the parameters that the factory is given: "
-        "build(sch, optimizer=lambda params: torch.optim.AdamW(params, lr=1e-4))"
-    )
+    text = refused(schedule, slapo.OptimizerError, optimizer=lambda parameters: sgd([*parameters, untouched[0], extra]))
+    message(text, "2 parameters", "'fc1.weight' of the untouched model", "one of shape (3,)")
 
 
-def test_an_optimizer_that_leaves_out_trainable_parameters_is_refused() -> None:
+def test_an_optimizer_that_leaves_out_trainable_parameters_is_refused(message: Messages) -> None:
     model = real("mlp")
     schedule = slapo.create_schedule(model)
-    assert refused(schedule, slapo.OptimizerError, optimizer=lambda parameters: sgd(parameters[:1])) == (
-        "the optimiser does not hold 2 parameters that require a gradient: fc1.bias, fc2.weight\n"
-        "  hint: give it all that the factory is given, or set requires_grad=False on those to freeze"
-    )
+    text = refused(schedule, slapo.OptimizerError, optimizer=lambda parameters: sgd(parameters[:1]))
+    message(text, "2 parameters", "fc1.bias, fc2.weight")
     for parameter in list(model.parameters())[1:]:
         parameter.requires_grad_(False)
     slapo.build(schedule, optimizer=lambda parameters: sgd(parameters[:1]))
 
 
-def test_wrong_arguments_are_refused() -> None:
+def test_wrong_arguments_are_refused(message: Messages) -> None:
     schedule = slapo.create_schedule(real("mlp"))
-    assert refused(schedule, slapo.OptimizerError, optimizer="adam").startswith(
-        "optimizer must be a factory (got 'adam')"
-    )
-    assert refused(schedule, slapo.BuildError, max_grad_norm=0.0).startswith("max_grad_norm must be positive (got 0.0)")
+    message(refused(schedule, slapo.OptimizerError, optimizer="adam"), "got 'adam'")
+    message(refused(schedule, slapo.BuildError, max_grad_norm=0.0), "max_grad_norm", "got 0.0")
     with pytest.raises(slapo.ArgumentError) as error:
         slapo.build(real("mlp"))  # type: ignore[arg-type]
-    assert error.value.message == "build takes a schedule (got Mlp)"
+    message(error, "got Mlp")
 
 
 @pytest.fixture(autouse=True)

@@ -12,6 +12,7 @@ import slapo_core as slapo
 from slapo_core.native.dialect import TorchDialect
 from slapo_core.spec.dialect import BuildArguments
 from tests.core.building_support import real, sgd
+from tests.messages import Messages
 
 
 class Folding(TorchDialect):
@@ -92,14 +93,11 @@ def test_the_options_are_those_of_the_user_by_default() -> None:
     assert TorchDialect().options(config, BuildArguments(accumulate=2)) is config
 
 
-def test_what_is_no_mapping_of_options_and_what_fails_names_the_plugin() -> None:
+def test_what_is_no_mapping_of_options_and_what_fails_names_the_plugin(message: Messages) -> None:
     schedule = schedule_with(Mute, Failing)
     with pytest.raises(slapo.BuildError) as caught:
         slapo.build(schedule, target="mute")
-    assert str(caught.value) == (
-        "target 'mute' of tests local must give a mapping of options (got None)\n"
-        "  hint: options(config, arguments) returns {**config, ...}"
-    )
+    message(caught, "'mute'", "got None")
     with pytest.raises(slapo.BuildError) as caught:
         slapo.build(schedule, target="failing")
-    assert str(caught.value) == "target 'failing' of tests local failed in options(): RuntimeError: no idea"
+    message(caught, "'failing'", "options()", "RuntimeError: no idea")

@@ -14,6 +14,7 @@ from torch import nn
 import slapo_core as slapo
 from slapo_core.errors import ApplyError, PreconditionError
 from tests.core.small_models import MLP, bert, cnn, gpt2
+from tests.messages import Messages
 
 
 @dataclasses.dataclass
@@ -209,16 +210,12 @@ def _refusal(call: Callable[[], Any], error: type[Exception] = PreconditionError
     return str(caught.value)
 
 
-def test_checkpoint_of_a_module_list_or_twice_is_refused() -> None:
+def test_checkpoint_of_a_module_list_or_twice_is_refused(message: Messages) -> None:
     sch = slapo.create_schedule(MLP())
-    assert _refusal(sch["layers"].checkpoint) == (
-        "cannot apply checkpoint() at 'layers': ModuleList has no forward of its own: it is never called; "
-        "checkpoint its children: sch['layers.*'].checkpoint()"
-    )
+    message(_refusal(sch["layers"].checkpoint), "ModuleList", "sch['layers.*'].checkpoint()")
     sch["layers.0"].checkpoint()
-    assert _refusal(lambda: sch["layers.0"].checkpoint(preserve_rng_state=False)) == (
-        "cannot apply checkpoint(preserve_rng_state=False) at 'layers.0': the module is checkpointed already; "
-        "remove this second call"
+    message(
+        _refusal(lambda: sch["layers.0"].checkpoint(preserve_rng_state=False)), "'layers.0'", "checkpointed already"
     )
     sch.undo()
     sch["layers.0"].checkpoint()
@@ -234,7 +231,7 @@ def test_root_can_be_checkpointed() -> None:
     _assert_same(_gradients(model, model(x).sum()), expected)
 
 
-def test_key_value_cache_is_refused_with_the_way_out() -> None:
+def test_key_value_cache_is_refused_with_the_way_out(message: Messages) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -251,10 +248,7 @@ def test_key_value_cache_is_refused_with_the_way_out() -> None:
     expected = _gradients(model, model(input_ids=ids, labels=ids, use_cache=False).loss)
     sch = slapo.create_schedule(model)
     sch["model.layers.*"].checkpoint()
-    assert _refusal(lambda: model(input_ids=ids, labels=ids), ApplyError) == (
-        "checkpoint at 'model.layers.0': the forward is given a DynamicCache, which running it twice would fill twice\n"
-        "  hint: call the model with use_cache=False while training (or set model.config.use_cache = False)"
-    )
+    message(_refusal(lambda: model(input_ids=ids, labels=ids), ApplyError), "DynamicCache", "use_cache=False")
     _assert_same(_gradients(model, model(input_ids=ids, labels=ids, use_cache=False).loss), expected)
     model.config.use_cache = False
     _assert_same(_gradients(model, model(input_ids=ids, labels=ids).loss), expected)

@@ -16,6 +16,7 @@ import slapo_core as slapo
 from slapo_core.ranks.launcher import run_ranks
 from slapo_core.weights.sources import SafetensorsSource
 from tests.core.building_support import adam, batches, real, split
+from tests.messages import Messages
 
 MESHES: dict[int, dict[str, int] | None] = {1: None, 2: {"tp": 2}}
 
@@ -119,34 +120,33 @@ FAULTS = [
     "OSError: the disk is gone at fc1.weight::exp_avg",
     "RuntimeError: not this state",
 ]
-MISSING = "WeightsError: the weights given do not fit the model:\n  - missing: fc2.weight (4, 8)"
 
 
-def test_a_load_that_fails_anywhere_changes_nothing(tmp_path: Path) -> None:
+def test_a_load_that_fails_anywhere_changes_nothing(tmp_path: Path, message: Messages) -> None:
     engine = engine_on(1)
     train(engine, 3)
     engine.save(tmp_path)
-    assert load_with_faults(str(tmp_path), 1, 0) == [*FAULTS, MISSING]
+    *faults, missing = load_with_faults(str(tmp_path), 1, 0)
+    assert faults == FAULTS
+    message(missing, "WeightsError", "missing: fc2.weight (4, 8)")
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("faulty_rank", [0, 1])
-def test_a_load_that_fails_on_one_rank_changes_nothing_on_any(tmp_path: Path, faulty_rank: int) -> None:
+def test_a_load_that_fails_on_one_rank_changes_nothing_on_any(
+    tmp_path: Path, faulty_rank: int, message: Messages
+) -> None:
     engine = engine_on(1)
     train(engine, 3)
     engine.save(tmp_path)
     found = run_ranks(load_with_faults, str(tmp_path), 2, faulty_rank, world_size=2)
-    assert found[faulty_rank] == [*FAULTS, MISSING]
-    reading, giving = (
-        f"reading the checkpoint '{tmp_path}'",
-        f"giving the optimiser its state of the checkpoint '{tmp_path}'",
-    )
-    assert found[1 - faulty_rank] == [
-        *(f"BuildError: {reading} failed on rank {faulty_rank}: {fault}" for fault in FAULTS[:4]),
-        f"BuildError: {giving} failed on rank {faulty_rank}: {FAULTS[4]}",
-        f"BuildError: reading the state dict failed on rank {faulty_rank}: {MISSING}\n"
-        "  hint: names and shapes are those of the untouched model's state_dict(), whatever the schedule",
-    ]
+    *faults, missing = found[faulty_rank]
+    assert faults == FAULTS
+    assert missing.startswith("WeightsError: ")
+    assert missing.endswith("  - missing: fc2.weight (4, 8)")
+    for text, fault in zip(found[1 - faulty_rank], [*faults, missing], strict=True):
+        assert text.startswith("BuildError: ")
+        message(text, f" failed on rank {faulty_rank}: {fault}")
 
 
 @contextmanager
@@ -202,8 +202,7 @@ def test_a_save_interrupted_anywhere_leaves_the_checkpoint_before_or_the_new_one
         try:
             probe.load(state)
         except slapo.WeightsError as error:
-            is_none = error.message.startswith(f"'{state}' is not a checkpoint written by engine.save()")
-            outcomes.append("none" if is_none else error.message)
+            outcomes.append("none" if f"'{state}' is not a checkpoint" in error.message else error.message)
             continue
         outcomes.append("old" if same(own_state(probe), old) else "new" if same(own_state(probe), new) else "mixed")
         weights = slapo.build(slapo.create_schedule(real("mlp", seed=3)), weights=state).state_dict()

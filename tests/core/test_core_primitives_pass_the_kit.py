@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -75,6 +76,7 @@ NAMES = {"weight": "matrix", "bias": "offset"}
 ONE_PROCESS = [check.name for check in CHECKS if check.name != "forward_and_gradients_on_2_ranks"]
 
 
+@pytest.mark.ranks
 @parametrize_checks(
     [
         Case(
@@ -110,6 +112,7 @@ def test_each_primitive_of_the_core(check: Any) -> None:
     check()
 
 
+@pytest.mark.ranks
 @parametrize_checks(
     [
         Case(

@@ -11,6 +11,7 @@ from torch import nn
 import slapo_core as slapo
 from slapo_core.ranks.launcher import run_ranks
 from tests.core.building_support import Cnn, Mlp, adam, batches, bert, real, sgd, split
+from tests.messages import Messages
 
 
 def plain_run(count: int, *, size: int = 8, max_grad_norm: float | None = None) -> tuple[list[float], Any, list[float]]:
@@ -141,37 +142,19 @@ def test_labels_that_the_forward_does_not_take_are_left_to_the_loss() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "loss", "batch", "expected"),
+    ("loss", "word"),
     [
-        (
-            nn.Linear(2, 3),
-            None,
-            torch.ones(4, 2),
-            "the output of Linear holds no loss: it is a tensor of shape (4, 3)\n"
-            "  hint: build(sch, ..., loss=lambda output, batch: "
-            'torch.nn.functional.cross_entropy(output, batch["labels"])), or give the labels to the model',
-        ),
-        (
-            nn.Linear(2, 3),
-            lambda output, batch: output,
-            torch.ones(4, 2),
-            "loss(output, batch) must return a scalar tensor (got a tensor of shape (4, 3))\n"
-            "  hint: reduce it, for instance with .mean()",
-        ),
-        (
-            nn.Linear(2, 3),
-            lambda output, batch: None,
-            torch.ones(4, 2),
-            "loss(output, batch) must return a scalar tensor (got None)\n  hint: reduce it, for instance with .mean()",
-        ),
+        (None, "the output of Linear"),
+        (lambda output, batch: output, "got a tensor of shape (4, 3)"),
+        (lambda output, batch: None, "got None"),
     ],
 )
-def test_a_step_without_a_scalar_loss_is_refused(model: nn.Module, loss: Any, batch: Any, expected: str) -> None:
-    engine = slapo.build(slapo.create_schedule(model), optimizer=sgd, loss=loss)
+def test_a_step_without_a_scalar_loss_is_refused(loss: Any, word: str, message: Messages) -> None:
+    engine = slapo.build(slapo.create_schedule(nn.Linear(2, 3)), optimizer=sgd, loss=loss)
     before = engine.state_dict()
     with pytest.raises(slapo.BuildError) as error:
-        engine.train_step(batch)
-    assert str(error.value) == expected
+        engine.train_step(torch.ones(4, 2))
+    message(error, word)
     assert all(torch.equal(tensor, before[key]) for key, tensor in engine.state_dict().items())
 
 
@@ -195,16 +178,13 @@ def test_evaluating_computes_no_gradients_and_restores_the_mode_of_every_module(
     assert all(module.training for module in model.modules())
 
 
-def test_training_without_an_optimizer_and_after_close_is_refused() -> None:
+def test_training_without_an_optimizer_and_after_close_is_refused(message: Messages) -> None:
     engine = slapo.build(slapo.create_schedule(real("mlp")))
     with pytest.raises(slapo.BuildError) as error:
         engine.train_step(next(batches(1)))
-    assert str(error.value) == (
-        "this engine cannot train: it was built without an optimizer\n"
-        "  hint: build(sch, optimizer=lambda params: torch.optim.AdamW(params, lr=1e-4))"
-    )
+    message(error, "without an optimizer", "build(sch, optimizer=")
     engine.close()
     for step in (engine.train_step, engine.eval_step):
         with pytest.raises(slapo.BuildError) as error:
             step(next(batches(1)))
-        assert error.value.message == "the engine is closed"
+        message(error, "closed")

@@ -14,6 +14,7 @@ from torch import nn
 import slapo_core as slapo
 from slapo_core.ranks.launcher import run_ranks
 from tests.core.building_support import adam, batches, on_meta, real, sgd, split
+from tests.messages import Messages
 
 
 def grouped_adam(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -121,7 +122,7 @@ def test_a_tied_model_is_saved_with_all_its_names(tmp_path: Path) -> None:
     assert all(torch.equal(tensor, state[key]) for key, tensor in plain.state_dict().items())
 
 
-def test_what_a_replacement_added_is_saved_beside_the_model(tmp_path: Path) -> None:
+def test_what_a_replacement_added_is_saved_beside_the_model(tmp_path: Path, message: Messages) -> None:
     from tests.core.test_weights_reference import gated
 
     engine = slapo.build(gated(real("mlp")), optimizer=adam)
@@ -137,13 +138,12 @@ def test_what_a_replacement_added_is_saved_beside_the_model(tmp_path: Path) -> N
     assert torch.equal(again.module.fc1.gate, gate)
 
     plain = slapo.build(slapo.create_schedule(real("mlp")))
-    with pytest.warns(
-        UserWarning, match="^tensors added by replacements, in the checkpoint, but nowhere in this .*: fc1.gate$"
-    ):
+    with pytest.warns(UserWarning, match=r"fc1\.gate$") as caught:
         plain.load(tmp_path)
+    message(caught[0].message, "added by replacements", "fc1.gate")
 
 
-def test_files_of_two_saves_are_not_mixed(tmp_path: Path) -> None:
+def test_files_of_two_saves_are_not_mixed(tmp_path: Path, message: Messages) -> None:
     engine = engine_on(None, sgd)
     train(engine, 0, 1)
     engine.save(tmp_path)
@@ -154,14 +154,13 @@ def test_files_of_two_saves_are_not_mixed(tmp_path: Path) -> None:
     (tmp_path / "optimizer.safetensors").write_bytes(first)
     with pytest.raises(slapo.WeightsError) as error:
         engine.load(tmp_path)
-    assert error.value.message == (
-        f"the files in '{tmp_path}' are of two different saves (optimizer.safetensors does not belong to "
-        "checkpoint.json)"
-    )
+    message(error, "two different saves", "optimizer.safetensors")
     assert all(torch.equal(tensor, before[key]) for key, tensor in engine.state_dict().items())
 
 
-def test_another_optimizer_or_other_groups_are_refused_before_anything_changes(tmp_path: Path) -> None:
+def test_another_optimizer_or_other_groups_are_refused_before_anything_changes(
+    tmp_path: Path, message: Messages
+) -> None:
     engine = engine_on(None)
     train(engine, 0, 1)
     engine.save(tmp_path)
@@ -169,23 +168,21 @@ def test_another_optimizer_or_other_groups_are_refused_before_anything_changes(t
     before = other.state_dict()
     with pytest.raises(slapo.BuildError) as error:
         other.load(tmp_path)
-    assert error.value.message == "the checkpoint holds the state of AdamW, and this engine's optimiser is SGD"
+    message(error, "AdamW", "SGD")
     assert all(torch.equal(tensor, before[key]) for key, tensor in other.state_dict().items())
     with pytest.raises(slapo.BuildError) as error:
         engine_on(None, adam).load(tmp_path)
-    assert error.value.message == (
-        "group 0 of this optimiser holds 'fc1.weight' and 'fc1.bias', and the checkpoint has 'betas' = [0.8, 0.9] for "
-        "the one and [0.9, 0.999] for the other"
-    )
+    message(error, "group 0", "'betas'")
 
 
-def test_a_directory_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(slapo.WeightsError, match=r"is not a checkpoint written by engine\.save"):
+def test_a_directory_that_is_no_checkpoint_is_refused(tmp_path: Path, message: Messages) -> None:
+    with pytest.raises(slapo.WeightsError, match="is not a checkpoint"):
         engine_on(None).load(tmp_path)
     evaluating = slapo.build(slapo.create_schedule(real("mlp")))
     evaluating.save(tmp_path)
-    with pytest.raises(slapo.BuildError, match="holds no optimiser state, and this engine has an optimiser"):
+    with pytest.raises(slapo.BuildError) as caught:
         slapo.build(slapo.create_schedule(real("mlp")), optimizer=sgd).load(tmp_path)
+    message(caught, "no optimiser state")
 
 
 def save_with_rows(mesh: dict[str, int] | None, directory: str) -> str:
@@ -203,12 +200,10 @@ def save_with_rows(mesh: dict[str, int] | None, directory: str) -> str:
 
 
 @pytest.mark.ranks
-def test_state_whose_place_in_the_full_tensor_is_unknown_is_refused(tmp_path: Path) -> None:
-    refused = (
-        "AdamW keeps 'row' of shape (4, 1) for 'fc1.weight', whose piece here has shape (4, 6): how it lies in the "
-        "full tensor is not known, so it cannot be saved"
-    )
-    assert run_ranks(save_with_rows, {"tp": 2}, str(tmp_path), world_size=2) == [refused, refused]
+def test_state_whose_place_in_the_full_tensor_is_unknown_is_refused(tmp_path: Path, message: Messages) -> None:
+    first, second = run_ranks(save_with_rows, {"tp": 2}, str(tmp_path), world_size=2)
+    assert first == second
+    message(first, "'row' of shape (4, 1)", "'fc1.weight'", "(4, 6)")
     assert list(tmp_path.iterdir()) == []
     for mesh in (None, {"tp": 1}):  # a whole tensor
         assert save_with_rows(mesh, str(tmp_path)) == "(8, 1)"

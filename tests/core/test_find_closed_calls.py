@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import slapo_core as slapo
+from tests.messages import Messages
 
 
 class Activation(nn.Module):
@@ -24,21 +25,21 @@ class Layer(nn.Module):
         return self.last(self.act(self.fc(x)))
 
 
-SAID = "not looked into: 'act', 'last'; each is one call in the graph, and trace(flatten=True) shows what it computes"
+SAID = "not looked into: 'act', 'last'; "
 
 
 def added_gelu(x: torch.Tensor) -> torch.Tensor:
     return F.gelu(x + 1)
 
 
-def test_find_and_the_error_name_the_modules_that_were_not_looked_into() -> None:
+def test_find_and_the_error_name_the_modules_that_were_not_looked_into(message: Messages) -> None:
     sch = slapo.create_schedule(Layer(), example_inputs=torch.randn(2, 4))
     sch.trace()
     assert SAID in repr(sch.find(added_gelu))
     assert sch.find(added_gelu).closed == ("act", "last")
-    with pytest.raises(slapo.PreconditionError, match="nothing there matches the pattern") as caught:
+    with pytest.raises(slapo.PreconditionError) as caught:
         sch.checkpoint(match=added_gelu)
-    assert SAID in str(caught.value)
+    message(caught, "nothing there matches", SAID, "trace(flatten=True)")
     assert SAID not in repr(sch.find("linear"))  # something was found
 
 

@@ -16,6 +16,7 @@ from slapo_core.graph.patterns import matching
 from slapo_core.graph.patterns.index import Indexed
 from slapo_core.graph.patterns.making import pattern_of
 from slapo_core.graph.patterns.searching import embeddings
+from tests.messages import Messages
 
 NODES = 300
 
@@ -156,11 +157,11 @@ def test_random_near_misses_are_cheap() -> None:
     assert tried(near, built(tangle))[1] < 12 * 12 * NODES
 
 
-def test_what_takes_too_long_is_an_error_and_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_takes_too_long_is_an_error_and_no_hang(monkeypatch: pytest.MonkeyPatch, message: Messages) -> None:
     monkeypatch.setattr(matching, "MOST_STEPS", 100)
-    with pytest.raises(ArgumentError, match="the pattern can stand in too many ways in this graph") as error:
+    with pytest.raises(ArgumentError) as error:
         tried(twelve_sums, built(chain))
-    assert error.value.hint == "make it smaller, or say more of what its arguments are"
+    message(error, "too many ways", "\n  hint: ")
 
 
 def test_the_count_sees_a_search_that_forgets_what_failed(monkeypatch: pytest.MonkeyPatch) -> None:

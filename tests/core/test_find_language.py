@@ -17,6 +17,7 @@ from slapo_core.errors import ArgumentError, UnknownNameError
 from slapo_core.graph.patterns.making import pattern_of
 from slapo_core.patterns import any_constant, any_of, any_op, call_module, capture, optional, where
 from tests.core.finding import found, total, traced
+from tests.messages import Messages
 
 ANY = any_constant()
 X, Y = torch.randn(2, 4), torch.randn(2, 4)
@@ -184,13 +185,10 @@ class Renamed(Activation):
         yield nn.SiLU()
 
 
-def test_forms_of_one_pattern_have_the_same_captures() -> None:
+def test_forms_of_one_pattern_have_the_same_captures(message: Messages) -> None:
     with pytest.raises(ArgumentError) as error:
         pattern_of("mine.uneven", load)
-    assert error.value.message == (
-        "the forms of 'mine.uneven' must have the same captures: form 2 has x and y, form 1 has x"
-    )
-    assert error.value.hint == "give the parameters and captures of every form the same names"
+    message(error, "'mine.uneven'", "form 2 has x and y, form 1 has x", "\n  hint: ")
 
 
 def test_a_name_of_a_plugin_that_is_not_there_is_no_glob(schedule: slapo.Schedule) -> None:

@@ -14,6 +14,7 @@ from slapo_core.errors import ArgumentError, FitError, PathError, PreconditionEr
 from slapo_core.estimation.fitting.result import Fit
 from slapo_core.estimation.fitting.units import repeated_blocks
 from slapo_core.testing import preload_modules
+from tests.messages import Messages
 
 preload_modules("tests.core.test_fit")
 
@@ -58,6 +59,7 @@ def schedule() -> slapo.Schedule:
     return slapo.create_schedule(Net(), example_inputs=torch.zeros(64, 32))
 
 
+@pytest.mark.ranks
 def test_no_target_is_exceeded_and_more_memory_never_costs_more() -> None:
     sch = schedule()
     sch["deep.0"].checkpoint()  # the user's own
@@ -92,36 +94,36 @@ def slapo_size(size: int) -> str:
     return format_bytes(size)
 
 
+@pytest.mark.ranks
 def test_where_nothing_fits_the_message_says_what_holds_the_memory() -> None:
     sch = schedule()
-    with pytest.raises(
-        FitError, match=r"no choice of checkpoints fits 1KiB: the least peak of a step is .*KiB"
-    ) as error:
+    with pytest.raises(FitError, match=r"fits 1KiB.*least peak.*KiB") as error:
         sch.fit("1KiB", layers=["wide.*", "deep.1"])
-    assert "4 modules could be checkpointed" in str(error.value)
-    assert "of parameters" in str(error.value)
-    assert "shard them over more ranks of tp or pp" in str(error.value)
+    for word in ("4 modules", "of parameters", "tp or pp"):
+        assert word in str(error.value)
     assert sch.records == ()
 
 
-def test_what_makes_no_sense_is_refused_before_anything_runs() -> None:
+def test_what_makes_no_sense_is_refused_before_anything_runs(message: Messages) -> None:
     sch = schedule()
     cases: list[tuple[type[Exception], str, dict[str, Any]]] = [
-        (ArgumentError, "no installed primitive moves activations to the host", {"offload": True}),
+        (ArgumentError, "moves activations to the host", {"offload": True}),
         (ArgumentError, "memory must be", {"memory": "much"}),
-        (ArgumentError, "fit takes no rank: it keeps every kind of rank within memory", {"rank": 0}),
+        (ArgumentError, "no rank", {"rank": 0}),
         (PathError, "matches no module", {"layers": "encoder.*"}),
         (ArgumentError, "layers names nothing", {"layers": []}),
         (ArgumentError, "'deep.1' lies within 'deep'", {"layers": ["deep", "deep.1"]}),
-        (PreconditionError, "ModuleList has no forward of its own", {"layers": "deep"}),
-        (slapo.SerializationError, "optimizer cannot be sent", {"optimizer": lambda params: torch.optim.SGD(params)}),
+        (PreconditionError, "ModuleList", {"layers": "deep"}),
     ]
-    for kind, message, arguments in cases:
-        with pytest.raises(kind, match=message):
+    for kind, word, arguments in cases:
+        with pytest.raises(kind) as caught:
             sch.fit(**{"memory": "1GiB", **arguments})
+        message(caught, word)
+    with pytest.raises(slapo.SerializationError, match="optimizer cannot be sent"):
+        sch.fit("1GiB", optimizer=lambda params: torch.optim.SGD(params))
     with pytest.raises(ArgumentError, match="no blocks of Deep repeat"):
         slapo.create_schedule(Deep(), example_inputs=torch.zeros(1, 32)).fit("1GiB")
-    with pytest.raises(ArgumentError, match=r"fit takes a schedule \(got Net\)"):
+    with pytest.raises(ArgumentError, match=r"\(got Net\)"):
         slapo.fit(Net(), "1GiB")  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="fit needs one batch"):
         slapo.create_schedule(Net()).fit("1GiB")

@@ -16,6 +16,7 @@ from slapo_core.ranks.launcher import run_ranks
 from slapo_core.spec.layout import Layout
 from slapo_core.spec.mesh import Mesh, declare_mesh
 from slapo_core.weights.sources import SafetensorsSource
+from tests.messages import Messages
 
 TP0, TP1 = (("tp", Shard(0)),), (("tp", Shard(1)),)
 LAYOUTS: dict[str, Layout] = {
@@ -126,12 +127,9 @@ def test_trivial_and_missing_meshes_hold_the_whole_tensor() -> None:
             assert torch.equal(layout.full(local, mesh), full), name
 
 
-def test_indivisible_axis_never_loses_elements() -> None:
+def test_indivisible_axis_never_loses_elements(message: Messages) -> None:
     layout = Layout("fc.weight", (7, 3), TP0)
-    message = (
-        "axis 0 of 'fc.weight', in pieces of [7] elements, does not divide over mesh_dim 'tp' of size 2\n"
-        "  hint: pad it first, or split another axis"
-    )
+    told = set()
     for call in (
         lambda: layout.local(torch.zeros(7, 3), Mesh({"tp": 2})),
         lambda: layout.local_shape(Mesh({"tp": 2})),
@@ -139,16 +137,17 @@ def test_indivisible_axis_never_loses_elements() -> None:
     ):
         with pytest.raises(MeshError) as caught:
             call()
-        assert str(caught.value) == message
+        told.add(str(caught.value))
+    message(*told, "axis 0 of 'fc.weight'", "[7]", "'tp' of size 2")
     packed = Layout("qkv", (6, 3), TP0, packing=((0, (3, 3)),))
-    with pytest.raises(MeshError, match=r"in pieces of \[3, 3\] elements"):
+    with pytest.raises(MeshError, match=r"\[3, 3\]"):
         packed.local_shape(Mesh({"tp": 2}))
 
 
-def test_full_of_a_dry_mesh_names_the_launch_command() -> None:
+def test_full_of_a_dry_mesh_names_the_launch_command(message: Messages) -> None:
     with pytest.raises(MeshError) as caught:
         LAYOUTS["rows"].full(torch.zeros(2, 6), Mesh({"tp": 2}))
-    assert str(caught.value).endswith("  hint: torchrun --nproc-per-node 2 your_script.py")
+    message(caught, "torchrun --nproc-per-node 2 your_script.py")
 
 
 def test_local_piece_is_new_memory_without_history() -> None:
@@ -182,19 +181,13 @@ def test_full_of_a_partial_sum_adds_up_what_the_ranks_have() -> None:
     assert run_ranks(_sum_of_summands, world_size=2) == [[[3, 30], [1, 10]], [[3, 30], [2, 20]]]
 
 
-def test_a_placement_that_no_function_here_knows_is_refused() -> None:
+def test_a_placement_that_no_function_here_knows_is_refused(message: Messages) -> None:
     with pytest.raises(MeshError) as caught:
         Layout("fc.weight", (4,), (("tp", Partial("max")),))
-    assert str(caught.value) == (
-        "'fc.weight' cannot lie as Partial(max) along mesh_dim 'tp'\n"
-        "  hint: a tensor is Shard(axis), Replicate() or Partial('sum') along a mesh dimension"
-    )
+    message(caught, "'fc.weight'", "Partial(max)")
     with pytest.raises(MeshError) as caught:
         Layout("fc.weight", (4,), (("tp", Partial()), ("tp", Shard(0))))
-    assert str(caught.value) == (
-        "'fc.weight' is a partial sum along mesh_dim 'tp', and cannot be tp: P(sum), tp: S(0) at the same time\n"
-        "  hint: reduce it before it is split"
-    )
+    message(caught, "'fc.weight'", "tp: P(sum), tp: S(0)")
 
 
 def test_a_partial_sum_read_from_a_file_is_read_once(tmp_path: Path) -> None:

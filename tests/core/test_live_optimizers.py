@@ -16,6 +16,7 @@ import slapo_core as slapo
 from slapo_core.testing import ModelSnapshot, assert_bit_identical
 from tests.core.building_support import Split, batches, real, split
 from tests.core.edits import Call
+from tests.messages import Messages
 
 
 def scheduled(model: nn.Module) -> slapo.Schedule:
@@ -34,7 +35,9 @@ def trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
 
 
-def test_the_first_step_of_an_optimiser_made_before_the_schedule_is_refused_and_names_the_call() -> None:
+def test_the_first_step_of_an_optimiser_made_before_the_schedule_is_refused_and_names_the_call(
+    message: Messages,
+) -> None:
     model = real("mlp")
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     sch = scheduled(model)
@@ -42,13 +45,7 @@ def test_the_first_step_of_an_optimiser_made_before_the_schedule_is_refused_and_
     for _ in range(2):  # it is not forgotten by being caught
         with pytest.raises(slapo.OptimizerError) as refused:
             trained(model, optimizer)
-    assert str(refused.value) == (
-        "this AdamW holds 2 parameters that are no longer in the Mlp, and none of what stands there now: 'fc1.weight' "
-        "of shape (8, 6) was taken out by a step of its schedule, or came back by undo, and what is trained there now "
-        "of shape (4, 6) is not in the optimiser: it would never change\n"
-        "  hint: make the optimiser after the last step: torch.optim.AdamW(sch.model.parameters(), ...); or pass a "
-        "factory: slapo_core.build(sch, optimizer=lambda params: torch.optim.AdamW(params, ...))"
-    )
+    message(refused, "this AdamW", "'fc1.weight' of shape (8, 6)", "torch.optim.AdamW(sch.model.parameters(), ...)")
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     trained(model, torch.optim.AdamW(sch.model.parameters(), lr=0.1))  # the way out
     assert not torch.equal(before[0], model.fc1.weight)
@@ -170,14 +167,15 @@ def test_a_compiled_step_is_left_alone() -> None:
     assert not torch.equal(before, model.fc1.weight)
 
 
-def test_an_optimiser_that_needs_whole_tensors_warns_once_of_pieces() -> None:
+def test_an_optimiser_that_needs_whole_tensors_warns_once_of_pieces(message: Messages) -> None:
     model = real("mlp")
     whole = torch.optim.Adafactor(model.parameters())
     trained(model, whole)
     scheduled(model)
     optimizer = torch.optim.Adafactor(model.parameters())
-    with pytest.warns(UserWarning, match="Adafactor computes its steps from whole tensors, and 2 of its parameters"):
+    with pytest.warns(UserWarning, match="whole tensors") as caught:
         trained(model, optimizer)
+    message(caught[0].message, "Adafactor", "2 of its parameters")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         trained(model, optimizer)
@@ -192,7 +190,7 @@ def test_a_step_that_the_user_built_upon_stays_in_force_when_it_cannot_be_taken_
     nn.utils.parametrizations.weight_norm(model.fc1)
     before = ModelSnapshot(model)
     for use in (lambda: slapo.state_dict(sch), lambda: sch.undo(to=0), lambda: sch.untouched().__enter__()):
-        with pytest.raises(slapo.UndoError, match=r"step #2 .* cannot be taken back, and is in force as before"):
+        with pytest.raises(slapo.UndoError, match=r"step #2 .* cannot be taken back"):
             use()
         assert_bit_identical(before, model)
         assert len(sch.records) == 2

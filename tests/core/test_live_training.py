@@ -16,6 +16,7 @@ from torch import nn
 import slapo_core as slapo
 from slapo_core.ranks.launcher import run_ranks
 from tests.core.building_support import Split, SumOutput, bert, gpt2, llama, real, split
+from tests.messages import Messages
 
 NORMS = (2.0, 1.0, 3.0, math.inf)
 
@@ -72,9 +73,6 @@ def scheduled(mesh: dict[str, int]) -> slapo.Schedule:
         group = sch.mesh.group("tp")
         bias = sch.model.fc2.bias  # added once, not on every rank
 
-        def row(module: Any, args: Any) -> Any:
-            return args
-
         def forward(x: torch.Tensor) -> torch.Tensor:
             y = nn.functional.linear(x, sch.model.fc2.weight)
             y = _Sum.apply(y, group)
@@ -82,7 +80,6 @@ def scheduled(mesh: dict[str, int]) -> slapo.Schedule:
 
         sch.model.fc2.forward = forward  # type: ignore[method-assign]
         sch.model.fc1.register_forward_pre_hook(lambda module, args: (_Copy.apply(args[0], group),))
-        sch.model.fc2.register_forward_pre_hook(row)
     return sch
 
 
@@ -178,18 +175,14 @@ def odd_gradients() -> tuple[list[str], float, list[torch.dtype]]:
 
 
 @pytest.mark.ranks
-def test_what_cannot_be_clipped_is_refused_on_every_rank() -> None:
-    for messages, norm, dtypes in run_ranks(odd_gradients, world_size=2):
+def test_what_cannot_be_clipped_is_refused_on_every_rank(message: Messages) -> None:
+    results = run_ranks(odd_gradients, world_size=2)
+    for _, norm, dtypes in results:
         assert norm == 0.0
-        assert messages == [
-            "the 2.0-norm of all gradients over all ranks is inf, so they cannot be clipped; error_if_nonfinite=False "
-            "scales them nevertheless",
-            "max_norm must not be negative (got -1.0)\n  hint: clip_grad_norm_(sch, 1.0)",
-            "norm_type must be positive (got 0.0)\n  hint: norm_type=2.0, or math.inf for the largest value",
-            "clip_grad_norm_ takes the schedule (got Mlp)\n  hint: sch = slapo_core.create_schedule(model, mesh=...); "
-            "slapo_core.clip_grad_norm_(sch, ...)",
-        ]
         assert dtypes == [torch.float32] * 3
+    words = ("is inf", "got -1.0", "got 0.0", "got Mlp")
+    for told, word in zip(zip(*(messages for messages, *_ in results), strict=True), words, strict=True):
+        message(*set(told), word)
 
 
 def kept_on_one_rank() -> float:
@@ -217,8 +210,7 @@ def round_trips(directory: str) -> list[str]:
     size = dist.get_world_size()
     wrong = []
     for name in ("gpt2", "bert", "llama"):
-        sch = split(slapo.create_schedule(real(name), mesh={"tp": size}), name) if name != "x" else None
-        assert sch is not None
+        sch = split(slapo.create_schedule(real(name), mesh={"tp": size}), name)
         other = real(name, seed=4).state_dict()
         parameters = list(sch.model.parameters())
         slapo.load_state_dict(sch, other)
@@ -263,7 +255,7 @@ def export_plain(directory: str) -> None:
     slapo.save_pretrained(sch, f"{directory}/one")
     with pytest.raises((slapo.ArgumentError, slapo.BuildError)) as error:
         slapo.save_pretrained(sch, f"{directory}/none", max_shard_size="much")
-    assert "max_shard_size must be a number of bytes (got 'much')" in str(error.value)
+    assert "(got 'much')" in str(error.value)
 
 
 @pytest.mark.ranks
@@ -280,7 +272,7 @@ def test_a_plain_module_is_exported_as_safetensors_that_every_way_of_loading_rea
             assert torch.equal(tensor, expected[key] + 1)
 
 
-def test_the_tools_work_without_any_mesh_and_say_what_a_built_model_has_instead() -> None:
+def test_the_tools_work_without_any_mesh_and_say_what_a_built_model_has_instead(message: Messages) -> None:
     sch = slapo.create_schedule(real("mlp"))
     sch["fc1"].checkpoint()
     assert list(slapo.state_dict(sch)) == ["fc1.weight", "fc1.bias", "fc2.weight"]
@@ -292,11 +284,7 @@ def test_the_tools_work_without_any_mesh_and_say_what_a_built_model_has_instead(
     slapo.build(built)
     with pytest.raises(slapo.SealedError) as error:
         slapo.state_dict(built)
-    assert str(error.value) == (
-        "cannot call state_dict: the schedule was built or sealed, and what its tensors stand for went to its engine\n"
-        "  hint: of a built model: engine.state_dict(), engine.load_state_dict(), build(..., max_grad_norm=1.0); of "
-        "one that is trained without build: call state_dict once before sch.seal()"
-    )
+    message(error, "cannot call state_dict", "engine.state_dict()")
 
 
 def test_what_is_found_out_about_a_model_is_forgotten_when_a_step_comes_or_goes() -> None:
@@ -316,16 +304,12 @@ def dry(name: str = "mlp") -> slapo.Schedule:
     return split(slapo.create_schedule(real(name), mesh={"tp": 2}), name)
 
 
-def test_torch_s_own_state_dict_of_a_split_model_warns_once() -> None:
+def test_torch_s_own_state_dict_of_a_split_model_warns_once(message: Messages) -> None:
     model = dry().model
-    with pytest.warns(UserWarning, match="a part of the untouched model only") as caught:
+    with pytest.warns(UserWarning, match="untouched model") as caught:
         pieces = model.state_dict()
-    assert [str(one.message) for one in caught] == [
-        "state_dict() of this Mlp gives what this rank holds, and that is a part of the untouched model only: 3 "
-        "tensors, such as 'fc1.weight', here (4, 6) of (8, 6); the untouched model's names and shapes come from "
-        "slapo_core.state_dict(sch), slapo_core.save_pretrained(sch, directory), or, of a built model, from "
-        "engine.state_dict()"
-    ]
+    assert len(caught) == 1
+    message(caught[0].message, "3 tensors, such as 'fc1.weight', here (4, 6) of (8, 6)", "slapo_core.state_dict(sch)")
     assert caught[0].filename == __file__
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -333,23 +317,21 @@ def test_torch_s_own_state_dict_of_a_split_model_warns_once() -> None:
         model.state_dict()
 
 
-def test_whole_weights_for_a_split_model_are_told_where_to_go() -> None:
+def test_whole_weights_for_a_split_model_are_told_where_to_go(message: Messages) -> None:
     model = dry().model
+    told = set()
     for strict in (True, False):
         with pytest.raises(RuntimeError) as error:
             model.load_state_dict(real("mlp").state_dict(), strict=strict)
-        assert (
-            "this Mlp holds pieces (3 tensors, such as 'fc1.weight', here (4, 6) of (8, 6)), and the state dict is the "
-            "untouched model's: slapo_core.load_state_dict(sch, state) gives every rank its own, or, of a built model, "
-            "engine.load_state_dict(state)" in str(error.value)
-        )
+        told.update(line.strip() for line in str(error.value).splitlines() if "slapo_core" in line)
+    message(*told, "3 tensors, such as 'fc1.weight', here (4, 6) of (8, 6)", "slapo_core.load_state_dict(sch, state)")
 
 
 def test_models_save_pretrained_and_copies_warn_too_and_what_is_whole_does_not(tmp_path: Path) -> None:
     import copy
     import pickle
 
-    with pytest.warns(UserWarning, match="gives what this rank holds"):
+    with pytest.warns(UserWarning, match="what this rank holds"):
         dry("bert").model.save_pretrained(tmp_path)
     for copied in (copy.deepcopy(dry().model), pickle.loads(pickle.dumps(dry().model))):
         with pytest.warns(UserWarning, match="'fc1.weight', here"):

@@ -15,6 +15,7 @@ from slapo_core.errors import MeshError
 from slapo_core.ranks.launcher import run_ranks
 from slapo_core.spec.mesh import Mesh, declare_mesh
 from tests.core.small_models import MLP
+from tests.messages import Messages
 
 
 def _error(call: Callable[[], Any]) -> str:
@@ -24,54 +25,33 @@ def _error(call: Callable[[], Any]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("mesh", "message"),
+    ("mesh", "word"),
     [
-        (
-            2,
-            "mesh must be a dictionary of sizes or a DeviceMesh (got 2)\n"
-            '  hint: create_schedule(model, mesh={"tp": 2})',
-        ),
-        (
-            [("tp", 2)],
-            "mesh must be a dictionary of sizes or a DeviceMesh (got [('tp', 2)])\n"
-            '  hint: create_schedule(model, mesh={"tp": 2})',
-        ),
-        (
-            {"mp": 2},
-            "unknown mesh dimension 'mp'; the known ones are dp, pp, cp, ep, tp\n"
-            '  hint: create_schedule(model, mesh={"dp": 1, "tp": 2})',
-        ),
-        (
-            {"tp": 0},
-            "the size of mesh dimension 'tp' must be a positive integer (got 0)\n"
-            '  hint: create_schedule(model, mesh={"tp": 2})',
-        ),
-        ({"dp": -1}, "the size of mesh dimension 'dp' must be a positive integer (got -1)\n"),
-        ({"tp": True}, "the size of mesh dimension 'tp' must be a positive integer (got True)\n"),
-        ({"tp": 2.0}, "the size of mesh dimension 'tp' must be a positive integer (got 2.0)\n"),
-        ({"tp": "2"}, "the size of mesh dimension 'tp' must be a positive integer (got '2')\n"),
+        (2, "got 2"),
+        ([("tp", 2)], "got [('tp', 2)]"),
+        ({"mp": 2}, "'mp'"),
+        ({"tp": 0}, "got 0"),
+        ({"dp": -1}, "got -1"),
+        ({"tp": True}, "got True"),
+        ({"tp": 2.0}, "got 2.0"),
+        ({"tp": "2"}, "got '2'"),
     ],
 )
-def test_bad_declarations(mesh: Any, message: str) -> None:
-    assert _error(lambda: slapo.create_schedule(MLP(), mesh=mesh)).startswith(message)
+def test_bad_declarations(mesh: Any, word: str, message: Messages) -> None:
+    message(_error(lambda: slapo.create_schedule(MLP(), mesh=mesh)), word)
 
 
 @pytest.mark.parametrize("rank", [-1, 4, 100])
-def test_rank_outside_of_a_dry_mesh(rank: int) -> None:
-    assert _error(lambda: slapo.create_schedule(MLP(), mesh={"dp": 2, "tp": 2}, rank=rank)) == (
-        f"rank {rank} is outside of the mesh {{'dp': 2, 'tp': 2}}, which has ranks 0 to 3\n"
-        "  hint: create_schedule(model, mesh={'dp': 2, 'tp': 2}, rank=0)"
-    )
+def test_rank_outside_of_a_dry_mesh(rank: int, message: Messages) -> None:
+    message(_error(lambda: slapo.create_schedule(MLP(), mesh={"dp": 2, "tp": 2}, rank=rank)), f"rank {rank}", "0 to 3")
 
 
 @pytest.mark.parametrize("rank", ["1", 1.0, None, True])
-def test_rank_that_is_no_number(rank: Any) -> None:
-    assert _error(lambda: declare_mesh({"tp": 2}, rank=rank)) == (
-        f"rank must be an integer (got {rank!r})\n  hint: create_schedule(model, mesh={{'tp': 2}}, rank=0)"
-    )
+def test_rank_that_is_no_number(rank: Any, message: Messages) -> None:
+    message(_error(lambda: declare_mesh({"tp": 2}, rank=rank)), f"got {rank!r}")
 
 
-def test_dry_mesh_plays_one_rank() -> None:
+def test_dry_mesh_plays_one_rank(message: Messages) -> None:
     places = []
     for rank in range(4):
         mesh = declare_mesh({"dp": 2, "tp": 2}, rank=rank)
@@ -87,10 +67,7 @@ def test_dry_mesh_plays_one_rank() -> None:
     assert mesh.group("pp") is None
     assert repr(mesh) == "Mesh({'dp': 2, 'tp': 2}, dry, rank=3)"
     assert copy.deepcopy(mesh) is mesh
-    assert _error(lambda: mesh.group("tp")) == (
-        "the mesh {'dp': 2, 'tp': 2} is only declared in this process, so mesh_dim 'tp' has no process group\n"
-        "  hint: torchrun --nproc-per-node 4 your_script.py"
-    )
+    message(_error(lambda: mesh.group("tp")), "mesh_dim 'tp'", "torchrun --nproc-per-node 4")
     mesh.sizes["tp"] = 9
     assert mesh.size("tp") == 2
 
@@ -137,20 +114,14 @@ def _message(mesh: Any) -> str:
 
 
 @pytest.mark.ranks
-def test_mesh_of_running_processes() -> None:
+def test_mesh_of_running_processes(message: Messages) -> None:
     results = run_ranks(_on_two_ranks, world_size=2)
     for rank, found in enumerate(results):
         assert found["real"] == (False, rank, 0, rank, 2, "{'tp': 2}")
-        assert found["too many"] == (
-            "the mesh {'dp': 2, 'tp': 2} needs 4 processes, but torch.distributed runs 2\n"
-            "  hint: launch with `torchrun --nproc-per-node 4 your_script.py`, or declare sizes whose product is 2"
-        )
-        assert found["too few"].startswith("the mesh {'tp': 1} needs 1 processes, but torch.distributed runs 2\n")
-        assert found["unnamed"] == (
-            "the DeviceMesh has no dimension names\n"
-            '  hint: init_device_mesh(device_type, shape, mesh_dim_names=("dp", "tp"))'
-        )
         assert found["adopted"] == ({"dp": 1, "tp": 2}, rank, False, True)
+    for case, word in (("too many", "4 processes"), ("too few", "1 processes"), ("unnamed", "mesh_dim_names")):
+        [text] = {found[case] for found in results}
+        message(text, word)
 
 
 def test_mesh_text() -> None:

@@ -10,6 +10,7 @@ import torch
 import slapo_core as slapo
 from slapo_core.spec.packing import Parcel, attached
 from slapo_core.spec.pipeline import Value
+from tests.messages import Messages
 
 CPU = torch.device("cpu")
 
@@ -176,15 +177,15 @@ def test_without_gradients_nothing_goes_back() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tensor", "expected"),
+    ("tensor", "word"),
     [
-        (torch.ones(3), "stage 0 made 'h' as (3,) of torch.float32, and the next stage waits for (2,)"),
-        (torch.ones(2).double(), "as (2,) of torch.float64, and the next stage waits for (2,) of torch.float32"),
-        (torch.ones(2, requires_grad=True) * 1, "'h', which stage 0 sends, has a gradient now"),
+        (torch.ones(3), "'h' as (3,)"),
+        (torch.ones(2).double(), "torch.float64"),
+        (torch.ones(2, requires_grad=True) * 1, "a gradient"),
     ],
 )
-def test_what_is_not_as_it_was_said_is_refused(tensor: Any, expected: str) -> None:
+def test_what_is_not_as_it_was_said_is_refused(tensor: Any, word: str, message: Messages) -> None:
     parcel = Parcel([described("h", torch.ones(2))], backward=False)
     with pytest.raises(slapo.BuildError) as error:
         parcel.pack({"h": tensor}, None, sender="stage 0", device=CPU)
-    assert expected in str(error.value)
+    message(error, "stage 0", word)

@@ -88,13 +88,13 @@ def test_what_does_not_fit_is_refused_before_anything_is_read() -> None:
     description, source = saved(engine)
     before = engine.state_dict()
     del source.whole["optimizer", "both::exp_avg"]
-    with pytest.raises(slapo.WeightsError, match="the pieces in memory lacks 'both::exp_avg', which its"):
+    with pytest.raises(slapo.WeightsError, match="lacks 'both::exp_avg'"):
         engine._state.load_pieces(description, source, optimizer=engine.optimizer)
     wrong = {**description, "weights": {**description["weights"], "both": [3, 3]}}
     with pytest.raises(slapo.WeightsError, match=r"wrong shape: both must be \(4, 6\) \(got \(3, 3\)\)"):
         engine._state.load_pieces(wrong, source, optimizer=engine.optimizer)
     newer = {**description, "format": 9}
-    with pytest.raises(slapo.WeightsError, match="the pieces in memory is in format 9"):
+    with pytest.raises(slapo.WeightsError, match="in format 9"):
         engine._state.load_pieces(newer, source, optimizer=engine.optimizer)
     assert source.asked == 0
     assert all(torch.equal(value, before[name]) for name, value in engine.state_dict().items())

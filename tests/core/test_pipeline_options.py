@@ -16,6 +16,7 @@ from slapo_core.native.pipeline.schedules import SCHEDULES, schedule_named, sche
 from slapo_core.native.pipeline.stage import RunningStage
 from slapo_core.native.pipeline.torch_pipelining import make_schedule
 from tests.core.hand_stages import Net, liveness_of, partition_of
+from tests.messages import Messages
 
 
 def plan(mesh: dict[str, int], **config: Any) -> slapo.Plan:
@@ -85,11 +86,8 @@ def test_modules_in_the_wrapper_of_compile_are_refused_by_zero_bubble() -> None:
             device=torch.device("cpu"),
             count=2,
         )
-    assert str(error.value) == (
-        "pipeline_schedule='zbv_zero_bubble' does not run these stages: The ScheduleZBVZeroBubble schedule is not "
-        "supported with stage modules that have used torch.compile. Found OptimizedModule in OptimizedModule\n"
-        '  hint: compile modules in place, module.compile(), or pipeline_schedule="1f1b"'
-    )
+    assert error.value.message.startswith("pipeline_schedule='zbv_zero_bubble' does not run these stages: ")  # by torch
+    assert 'module.compile(), or pipeline_schedule="1f1b"' in (error.value.hint or "")
 
 
 def test_a_plan_says_what_happens_and_gives_itself_again() -> None:
@@ -116,81 +114,36 @@ def test_a_plan_says_what_happens_and_gives_itself_again() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mesh", "config", "message"),
+    ("mesh", "config", "word"),
     [
-        (
-            {"pp": 4},
-            {"pipeline_schedule": "1f1b", "microbatches": 3},
-            "pipeline_schedule='1f1b' does not run microbatches=3 on pp=4 ranks: at least one for each stage; allowed "
-            "near it: 4, 5, 6, 7, 8, 9\n  hint: microbatches=4",
-        ),
-        (
-            {"pp": 2},
-            {"pipeline_schedule": "interleaved_1f1b", "microbatches": 5},
-            "pipeline_schedule='interleaved_1f1b' does not run microbatches=5 on pp=2 ranks: they must be a multiple "
-            "of the rounds, microbatches // pp; allowed near it: 1, 2, 3, 4, 6, 8\n  hint: microbatches=6",
-        ),
-        (
-            {"pp": 2},
-            {"pipeline_schedule": "dualpipe_v", "microbatches": 3},
-            "pipeline_schedule='dualpipe_v' does not run microbatches=3 on pp=2 ranks: at least one for each of the "
-            "2 * pp stages; allowed near it: 4, 5, 6, 7, 8\n  hint: microbatches=4",
-        ),
-        (
-            {"pp": 2},
-            {"microbatches": 0},
-            "microbatches must be a positive number (got 0)\n  hint: microbatches=2",
-        ),
-        (
-            {"pp": 2},
-            {"pipeline_schedule": "zero"},
-            "there is no pipeline_schedule 'zero'; there are gpipe, 1f1b, interleaved_1f1b, looped_bfs, "
-            "interleaved_zero_bubble, zbv_zero_bubble, dualpipe_v\n"
-            '  hint: build(sch, pipeline_schedule="1f1b", microbatches=8)',
-        ),
-        (
-            {"pp": 2},
-            {"batch_axes": {"x": "first"}},
-            "batch_axes must be an axis, or None, for arguments of the forward (got {'x': 'first'})\n"
-            '  hint: batch_axes={"bias": None, "x": 1}',
-        ),
-        (
-            {"pp": 2},
-            {"find_unused_parameters": True},
-            "option 'find_unused_parameters' of target 'torch' is for a mesh with one rank along 'pp' (got {'pp': 2})\n"
-            "  hint: leave it out; the options here are pipeline_schedule, microbatches, batch_axes, bucket_cap_mb",
-        ),
-        (
-            {"dp": 2},
-            {"microbatches": 4},
-            "option 'microbatches' of target 'torch' is for a mesh with several ranks along 'pp' (got {'dp': 2})\n"
-            "  hint: leave it out; the options here are find_unused_parameters, gradient_as_bucket_view, bucket_cap_mb",
-        ),
-        (
-            {"pp": 2},
-            {"bucket_cap_mb": 0},
-            "bucket_cap_mb must be a positive number of MiB (got 0)\n  hint: bucket_cap_mb=25",
-        ),
+        ({"pp": 4}, {"pipeline_schedule": "1f1b", "microbatches": 3}, "microbatches=3 on pp=4"),
+        ({"pp": 2}, {"pipeline_schedule": "interleaved_1f1b", "microbatches": 5}, "a multiple of the rounds"),
+        ({"pp": 2}, {"pipeline_schedule": "dualpipe_v", "microbatches": 3}, "2 * pp stages"),
+        ({"pp": 2}, {"microbatches": 0}, "got 0"),
+        ({"pp": 2}, {"pipeline_schedule": "zero"}, "'zero'"),
+        ({"pp": 2}, {"batch_axes": {"x": "first"}}, "got {'x': 'first'}"),
+        ({"pp": 2}, {"find_unused_parameters": True}, "'find_unused_parameters'"),
+        ({"dp": 2}, {"microbatches": 4}, "'microbatches'"),
+        ({"pp": 2}, {"bucket_cap_mb": 0}, "bucket_cap_mb"),
     ],
 )
-def test_options_that_cannot_be_are_refused(mesh: dict[str, int], config: dict[str, Any], message: str) -> None:
+def test_options_that_cannot_be_are_refused(
+    mesh: dict[str, int], config: dict[str, Any], word: str, message: Messages
+) -> None:
     with pytest.raises(slapo.BuildError) as error:
         plan(mesh, **config)
-    assert str(error.value) == message
+    message(error, word)
 
 
-def test_stages_that_a_schedule_cannot_run_are_refused_with_those_that_can() -> None:
+def test_stages_that_a_schedule_cannot_run_are_refused_with_those_that_can(message: Messages) -> None:
     with pytest.raises(slapo.BuildError) as error:
         schedule_named("gpipe").stage_ranks(4, 2)
-    assert str(error.value) == (
-        "pipeline_schedule='gpipe' on pp=2 ranks needs 2 stages (got 4, by 3 cuts)\n  hint: pipeline_schedule= one of "
-        "'interleaved_1f1b', 'looped_bfs', 'interleaved_zero_bubble', 'zbv_zero_bubble', 'dualpipe_v'"
-    )
+    message(error, "'gpipe' on pp=2", "got 4, by 3 cuts")
     assert schedule_named("zbv_zero_bubble").stage_ranks(6, 3) == (0, 1, 2, 2, 1, 0)
     assert schedule_named("looped_bfs").stage_ranks(6, 3) == (0, 1, 2, 0, 1, 2)
 
 
-def test_batches_are_cut_along_the_axes_that_are_said() -> None:
+def test_batches_are_cut_along_the_axes_that_are_said(message: Messages) -> None:
     x, time_first, bias = torch.arange(8).reshape(4, 2), torch.arange(12).reshape(3, 4), torch.ones(1, 2)
     batch = {"x": x, "deep": [time_first], "bias": bias, "flag": True}
     axes: dict[Any, int | None] = {"deep": 1, "bias": None}
@@ -202,13 +155,10 @@ def test_batches_are_cut_along_the_axes_that_are_said() -> None:
     assert [part.shape for part in (*one, *two)] == [(2, 2), (3, 2), (2, 2), (3, 2)]
     with pytest.raises(slapo.BuildError) as error:
         micro_batches(batch, 2, option="microbatches", axes={"deep": 1})
-    assert str(error.value) == (
-        "microbatches=2 cuts every tensor of the batch along its first axis, or the one that batch_axes names, which "
-        "must count the samples in all of them (got batch['x']: 4, batch['deep'][0]: 4, batch['bias']: 1)\n"
-        '  hint: batch_axes={"bias": None, "x": 1}: no tensor of "bias" is cut, those of "x" along their second axis'
-    )
+    message(error, "batch['deep'][0]: 4, batch['bias']: 1")
     with pytest.raises(slapo.BuildError) as error:
         micro_batches(batch, 3, option="microbatches", axes=axes)
-    assert str(error.value).startswith("4 samples do not divide into microbatches=3 micro-batches of one size")
-    with pytest.raises(slapo.BuildError, match=r"batch_axes names axis 2 of batch\['x'\], which has 2 axes"):
+    message(error, "4 samples", "microbatches=3")
+    with pytest.raises(slapo.BuildError) as caught:
         micro_batches(batch, 2, option="microbatches", axes={**axes, "x": 2})
+    message(caught, "axis 2 of batch['x']")

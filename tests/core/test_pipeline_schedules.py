@@ -90,6 +90,7 @@ def _has_checkpoint(stage: Any) -> bool:
     return any(block.checkpoints for block in stage.submod.blocks.values())
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("pp", [2, 4])
 def test_every_schedule_gives_the_gradients_of_the_untouched_model(pp: int) -> None:
     assert len({schedule.name for schedule, _, _ in cases(pp)}) == 7
@@ -97,6 +98,7 @@ def test_every_schedule_gives_the_gradients_of_the_untouched_model(pp: int) -> N
         assert differing == []
 
 
+@pytest.mark.ranks
 def test_checkpointed_and_hooked_modules_are_exact_under_every_schedule() -> None:
     for differing in run_ranks(on_rank, 2, world_size=2, checkpoints=True, hooks=True):
         assert differing == []

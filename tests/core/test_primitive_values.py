@@ -17,6 +17,7 @@ from slapo_core.primitives.checkpoint import Checkpoint
 from slapo_core.primitives.replace import Replace
 from tests.core.edits import TestPrimitive
 from tests.core.small_models import MLP
+from tests.messages import Messages
 
 
 @dataclass(frozen=True)
@@ -35,23 +36,25 @@ class Typed(TestPrimitive):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "words"),
     [
-        ({"names": 3}, "argument 'names' must be str | tuple[str, ...] (got 3)"),
-        ({"names": ["a", 1]}, "argument 'names' must be str | tuple[str, ...] (got ['a', 1])"),
-        ({"names": "a", "axis": "0"}, "argument 'axis' must be int (got '0')"),
-        ({"names": "a", "axis": 1.0}, "argument 'axis' must be int (got 1.0)"),
-        ({"names": "a", "axis": None}, "argument 'axis' must be int (got None)"),
-        ({"names": "a", "mode": "c"}, "argument 'mode' must be Literal['a', 'b'] (got 'c')"),
-        ({"names": "a", "rate": "fast"}, "argument 'rate' must be float (got 'fast')"),
-        ({"names": "a", "pairs": [["x"]]}, "argument 'pairs' must be tuple[tuple[str, int], ...] (got [['x']])"),
-        ({"names": "a", "extra": {"x": "y"}}, "argument 'extra' must be dict[str, int] | None (got {'x': 'y'})"),
+        ({"names": 3}, "'names' must be str | tuple[str, ...] (got 3)"),
+        ({"names": ["a", 1]}, "'names' must be str | tuple[str, ...] (got ['a', 1])"),
+        ({"names": "a", "axis": "0"}, "'axis' must be int (got '0')"),
+        ({"names": "a", "axis": 1.0}, "'axis' must be int (got 1.0)"),
+        ({"names": "a", "axis": None}, "'axis' must be int (got None)"),
+        ({"names": "a", "mode": "c"}, "'mode' must be Literal['a', 'b'] (got 'c')"),
+        ({"names": "a", "rate": "fast"}, "'rate' must be float (got 'fast')"),
+        ({"names": "a", "pairs": [["x"]]}, "'pairs' must be tuple[tuple[str, int], ...] (got [['x']])"),
+        ({"names": "a", "extra": {"x": "y"}}, "'extra' must be dict[str, int] | None (got {'x': 'y'})"),
     ],
 )
-def test_argument_of_a_wrong_type_is_refused_when_the_value_is_made(arguments: dict[str, Any], message: str) -> None:
+def test_argument_of_a_wrong_type_is_refused_when_the_value_is_made(
+    arguments: dict[str, Any], words: str, message: Messages
+) -> None:
     with pytest.raises(ArgumentError) as caught:
         Typed(**arguments)
-    assert str(caught.value) == f"test.typed: {message}"
+    message(caught, "test.typed", words)
     assert isinstance(caught.value, TypeError)
 
 
@@ -59,7 +62,8 @@ def test_lists_become_tuples_at_any_depth() -> None:
     value = Typed(["a", "b"], pairs=[["x", 1], ("y", 2)], anything=[{"k": [1]}, {2}])
     assert value.names == ("a", "b")
     assert value.pairs == (("x", 1), ("y", 2))
-    assert value.anything == ({"k": (1,)}, frozenset({2})) or value.anything[1] == {2}
+    assert value.anything == ({"k": (1,)}, frozenset({2}))
+    assert type(value.anything[1]) is frozenset
     assert Typed(["a"]) == Typed(("a",))
     given = ("a", ("b",))
     assert Typed("a", anything=given).anything is given, "what is frozen already is not copied"
@@ -152,31 +156,21 @@ class Promiseless(slapo.Primitive):
 
 
 @pytest.mark.parametrize(
-    ("cls", "message"),
+    ("cls", "word"),
     [
-        (
-            Mutable,
-            "the primitive Mutable is not a frozen dataclass: it could change after it was recorded\n"
-            "  hint: write @dataclass(frozen=True) above class Mutable",
-        ),
-        (
-            Bare,
-            "the primitive Bare is not a frozen dataclass: it could change after it was recorded\n"
-            "  hint: write @dataclass(frozen=True) above class Bare",
-        ),
-        (Nameless, 'the primitive Nameless has no name\n  hint: name = "my.freeze"'),
-        (
-            Promiseless,
-            "the primitive Promiseless does not say how close it keeps the numbers\n"
-            "  hint: equivalence = Equivalence.EXACT",
-        ),
+        (Mutable, "class Mutable"),
+        (Bare, "class Bare"),
+        (Nameless, "no name"),
+        (Promiseless, "Equivalence.EXACT"),
     ],
 )
-def test_class_that_breaks_the_rules_is_refused_when_applied(cls: type[slapo.Primitive], message: str) -> None:
+def test_class_that_breaks_the_rules_is_refused_when_applied(
+    cls: type[slapo.Primitive], word: str, message: Messages
+) -> None:
     sch = slapo.create_schedule(MLP())
     with pytest.raises(ArgumentError) as caught:
         sch["head"].apply(cls())
-    assert str(caught.value) == message
+    message(caught, word)
     assert sch.records == ()
 
 
@@ -185,7 +179,7 @@ def test_abstract_primitive_cannot_be_made() -> None:
         TestPrimitive()  # type: ignore[abstract]
 
 
-def test_author_who_annotates_a_list_is_told_that_lists_become_tuples() -> None:
+def test_author_who_annotates_a_list_is_told_that_lists_become_tuples(message: Messages) -> None:
     @dataclass(frozen=True)
     class Listed(TestPrimitive):
         name = "test.listed"
@@ -197,10 +191,7 @@ def test_author_who_annotates_a_list_is_told_that_lists_become_tuples() -> None:
     Listed.__annotations__["names"] = "list[str]"
     with pytest.raises(ArgumentError) as caught:
         Listed(["a"])
-    assert str(caught.value) == (
-        "test.listed: argument 'names' must be list[str] (got ['a'])\n"
-        "  hint: lists become tuples: the author annotates them as tuple[..., ...]"
-    )
+    message(caught, "list[str]", "tuple[..., ...]")
 
 
 def test_arguments_are_the_fields_in_order() -> None:

@@ -16,6 +16,7 @@ from slapo_core.errors import SerializationError
 from slapo_core.schedule.records import primitive_to_json
 from tests.core.edits import Call, TestPrimitive
 from tests.core.small_models import MLP, keep
+from tests.messages import Messages
 
 
 class Mode(enum.StrEnum):
@@ -67,45 +68,38 @@ def test_document_holds_every_step() -> None:
     assert slapo.create_schedule(MLP()).document()["mesh"] is None
 
 
-HINT = (
-    "\n  hint: JSON carries numbers, strings, booleans, None, lists and dictionaries; give this step by name, or keep "
-    "the schedule as a Python function"
-)
-
-
 @pytest.mark.parametrize(
     ("value", "where", "kind"),
     [
-        (lambda x: x, "", "it is a lambda"),
-        (keep, "", "it is the function keep"),
-        (nn.ReLU(), "", "it is a live torch.nn.modules.activation.ReLU"),
-        (torch.float16, "", "it is a live torch.dtype"),
-        ([1, {"a": [nn.ReLU()]}], "[1]['a'][0]", "it is a live torch.nn.modules.activation.ReLU"),
-        (Mode.ONE, "", "it is a live tests.core.test_records.Mode"),
-        ({1: 2}, "", "it is a live builtins.dict"),
-        ({1, 2}, "", "it is a live builtins.frozenset"),
-        (1j, "", "it is a live builtins.complex"),
+        (lambda x: x, "", "a lambda"),
+        (keep, "", "the function keep"),
+        (nn.ReLU(), "", "torch.nn.modules.activation.ReLU"),
+        (torch.float16, "", "torch.dtype"),
+        ([1, {"a": [nn.ReLU()]}], "[1]['a'][0]", "torch.nn.modules.activation.ReLU"),
+        (Mode.ONE, "", "tests.core.test_records.Mode"),
+        ({1: 2}, "", "builtins.dict"),
+        ({1, 2}, "", "builtins.frozenset"),
+        (1j, "", "builtins.complex"),
     ],
 )
-def test_what_json_cannot_carry_names_argument_and_record(value: Any, where: str, kind: str) -> None:
+def test_what_json_cannot_carry_names_argument_and_record(value: Any, where: str, kind: str, message: Messages) -> None:
     model = MLP()
     sch = slapo.create_schedule(model)
     sch["layers.0"].checkpoint()
     sch["head"].apply(Hold(value))
     with pytest.raises(SerializationError) as caught:
         sch.to_json()
-    assert str(caught.value) == f"argument 'value'{where} of {sch.records[1]} cannot be saved: {kind}{HINT}"
+    message(caught, f"'value'{where} of #2 hold(", kind)
     assert str(sch.records[1]).startswith("#2 hold(")
     assert "\n" not in str(sch.records[1])
 
 
-def test_replace_with_a_module_is_applied_but_not_saved() -> None:
+def test_replace_with_a_module_is_applied_but_not_saved(message: Messages) -> None:
     sch = slapo.create_schedule(MLP())
     sch["layers.0"].replace(lambda old: nn.Sequential(old))
     with pytest.raises(SerializationError) as caught:
         sch.to_json()
-    assert str(caught.value).startswith("argument 'new_module' of #1 replace(")
-    assert str(caught.value).endswith(f" at 'layers.0' cannot be saved: it is a lambda{HINT}")
+    message(caught, "'new_module' of #1 replace(", "'layers.0'", "a lambda")
 
 
 def test_numbers_keep_their_type_through_json() -> None:

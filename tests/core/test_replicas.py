@@ -88,7 +88,7 @@ def test_copies_are_compared_over_the_ranks_that_hold_them_and_what_differs_is_n
     assert found["along"] == [[[0, 2], [1, 3]], [[0, 1], [2, 3]], [[0, 1, 2, 3]]]
     assert found["agree"] == "fine"
     first, one, three, hint = found["a piece"].split("\n")
-    assert first == "RankMismatchError: 'fc1.weight' is not the same on the ranks that hold copies of it:"
+    assert first.startswith("RankMismatchError: 'fc1.weight' is not the same ")
     assert one.startswith("  rank 1: (4, 6), torch.float32, norm ")
     assert three.startswith("  rank 3: (4, 6), torch.float32, norm ")
     assert hint == "  hint: one seed"
@@ -106,10 +106,10 @@ def test_copies_are_compared_over_the_ranks_that_hold_them_and_what_differs_is_n
     }
     assert found["statistics of replicas"] == "fine"
     lines = found["several"].split("\n")
-    assert lines[0] == "RankMismatchError: 'fc.bias' is not the same on the ranks that hold copies of it:"
+    assert lines[0].startswith("RankMismatchError: 'fc.bias' is not the same ")
     assert [line[:9] for line in lines[1:5]] == [f"  rank {rank}:" for rank in range(4)]
     assert lines[5:] == ["neither are 'norm.weight', 'norm.running_mean'", "  hint: one seed"]
-    assert found["one rank lacks them"][0].startswith("RankMismatchError: 'fc.weight' is not the same on the ranks")
+    assert found["one rank lacks them"][0].startswith("RankMismatchError: 'fc.weight' is not the same ")
     assert found["one rank lacks them"][1] == "  rank 0: (nothing)"
 
 

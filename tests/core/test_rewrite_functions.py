@@ -14,6 +14,7 @@ from torch import nn
 
 import slapo_core as slapo
 from slapo_core import patterns
+from tests.messages import Messages
 
 
 class Block(nn.Module):
@@ -118,13 +119,13 @@ def test_the_model_can_be_copied_and_pickled_and_the_schedule_replayed() -> None
     assert_same(again.model, untouched)
 
 
-def test_replay_that_finds_another_number_of_matches_is_an_error() -> None:
+def test_replay_that_finds_another_number_of_matches_is_an_error(message: Messages) -> None:
     _, untouched, schedule = stack()
     schedule["blocks.0"].replace(bias_gelu, biased)
     saved = schedule.to_json().replace('"total": 1', '"total": 2')
     with pytest.raises(slapo.ReplayError) as caught:
         slapo.replay(untouched, saved, example_inputs=X)
-    assert "the pattern matched 2 places at 'blocks.0' when it was found, and matches 1 now" in str(caught.value)
+    message(caught, "2 places at 'blocks.0'", "1 now")
 
 
 def test_undo_and_redo_put_the_same_graphs_back() -> None:
@@ -141,21 +142,20 @@ def test_undo_and_redo_put_the_same_graphs_back() -> None:
     assert_same(model, untouched)
 
 
-def test_a_match_used_after_an_edit_names_the_step() -> None:
+def test_a_match_used_after_an_edit_names_the_step(message: Messages) -> None:
     _, _, schedule = stack()
     node = schedule["blocks.0"]
     match, *_ = node.find(biased)
     node.replace(bias_gelu, match)
     with pytest.raises(slapo.StaleMatchError) as caught:
         node.replace(bias_gelu, match)
-    assert "is not there any more: #3 replace(bias_gelu, match=<1 match of the pattern biased>) at 'blocks.0', at " in (
-        str(caught.value)
-    )
+    message(caught, "#3 replace(bias_gelu, match=<1 match of the pattern biased>) at 'blocks.0'")
     schedule.undo()
     node.replace(bias_gelu, match)  # it is there again
     schedule.undo(to=0)
-    with pytest.raises(slapo.StaleMatchError, match="is not traced any more, its trace was undone"):
+    with pytest.raises(slapo.StaleMatchError) as caught:
         node.replace(bias_gelu, match)
+    message(caught, "its trace was undone")
 
 
 def test_other_matches_stay_valid() -> None:
@@ -174,7 +174,7 @@ def test_other_matches_stay_valid() -> None:
     torch.testing.assert_close(model(X), Two()(X), rtol=0, atol=0)
 
 
-def test_several_matches_in_a_row_and_an_outside_user() -> None:
+def test_several_matches_in_a_row_and_an_outside_user(message: Messages) -> None:
     class Chain(nn.Module):
         def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             first = x + 1
@@ -190,8 +190,9 @@ def test_several_matches_in_a_row_and_an_outside_user() -> None:
     assert len(matches) == 3
     schedule.replace(lambda x: torch.relu(x + 1), matches[1:])
     # The first match has two outputs: the sum is used outside.
-    with pytest.raises(slapo.PreconditionError, match="the match gives 2 values, so a tuple of 2 is required"):
+    with pytest.raises(slapo.PreconditionError) as caught:
         schedule.replace(lambda x: torch.relu(x + 1), matches[0])
+    message(caught, "tuple of 2")
     schedule.replace(lambda x: (x + 1, torch.relu(x + 1)), matches[0])
     assert_tuples_same(model(X), Chain()(X))
 

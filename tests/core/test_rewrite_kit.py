@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -63,6 +64,7 @@ COMMON: dict[str, Any] = {
 }
 
 
+@pytest.mark.ranks
 @parametrize_checks(
     [
         Case(

@@ -13,6 +13,7 @@ from torch import nn
 import slapo_core as slapo
 from slapo_core.weights.state import load_reference_state_dict, reference_state_dict
 from tests.core.building_support import adam, bert
+from tests.messages import Messages
 
 
 class Attention(nn.Module):
@@ -139,21 +140,21 @@ def refusal(model: nn.Module, *linears: str, trace: bool = True, **options: Any)
     return str(caught.value)
 
 
-def test_what_cannot_be_merged_is_refused() -> None:
-    assert "is not traced" in refusal(Model(), "q", "k", trace=False)
-    assert "there is no module 'w' below 'layers.0'" in refusal(Model(), "q", "w")
-    assert "must name two or more modules, each once" in refusal(Model(), "q", "q")
-    assert "they take inputs of different sizes: [8, 16]" in refusal(Model(), "q", "out")
-    assert "there cannot be a new child 'out'" in refusal(Model(), "q", "k", name="out")
+def test_what_cannot_be_merged_is_refused(message: Messages) -> None:
+    message(refusal(Model(), "q", "k", trace=False), "not traced")
+    message(refusal(Model(), "q", "w"), "'w' below 'layers.0'")
+    message(refusal(Model(), "q", "q"), "each once")
+    message(refusal(Model(), "q", "out"), "[8, 16]")
+    message(refusal(Model(), "q", "k", name="out"), "child 'out'")
     mixed = Model()
     mixed.layers[0].k = nn.Linear(8, 8, bias=False).double()  # type: ignore[index, union-attr]
-    assert "some of them have a bias, and some have none" in refusal(mixed, "q", "k")
+    message(refusal(mixed, "q", "k"), "a bias")
     tied = Model()
     tied.layers[1].k.weight = tied.layers[0].k.weight  # type: ignore[index, union-attr]
-    assert "'layers.0.k.weight' is tied: layers.0.k.weight, layers.1.k.weight" in refusal(tied, "q", "k")
+    message(refusal(tied, "q", "k"), "'layers.0.k.weight' is tied")
     frozen = Model()
     frozen.layers[0].k.weight.requires_grad_(False)  # type: ignore[index, union-attr]
-    assert "'weight' of the parts differ in requires_grad: True, False" in refusal(frozen, "q", "k")
+    message(refusal(frozen, "q", "k"), "requires_grad: True, False")
 
     class Crossed(Attention):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -161,16 +162,16 @@ def test_what_cannot_be_merged_is_refused() -> None:
 
     crossed = Model()
     crossed.layers[0] = Crossed().double()
-    assert "the graph does not call 'q', 'k' with one and the same value" in refusal(crossed, "q", "k")
+    message(refusal(crossed, "q", "k"), "'q', 'k'")
 
 
 def test_a_merged_projection_is_changed_no_more_under_its_old_name() -> None:
     model, schedule = merged()
-    with pytest.raises(slapo.ApplyError, match=r"'layers.0.q' is called no more since the graph of 'layers.0' was"):
+    with pytest.raises(slapo.ApplyError, match=r"'layers\.0\.q' is called no more"):
         schedule["layers.0.q"].checkpoint()
     model(X)
     model.layers[0].q.register_forward_hook(lambda *_: None)  # type: ignore[index, union-attr]
-    with pytest.raises(slapo.GuardError, match="'q' got hooks, or another forward: that would have no effect"):
+    with pytest.raises(slapo.GuardError, match="'q' got hooks"):
         model(X)
 
 

@@ -15,6 +15,7 @@ import slapo_core as slapo
 from slapo_core import patterns
 from slapo_core.testing import ModelSnapshot, assert_bit_identical
 from tests.core.test_rewrite_functions import Stack, X, assert_same, bias_gelu, stack
+from tests.messages import Messages
 
 
 class BiasGelu(nn.Module):
@@ -66,11 +67,11 @@ def test_names_are_made_unique() -> None:
     assert_same(model, untouched)
 
 
-def test_parameters_are_those_of_the_model() -> None:
+def test_parameters_are_those_of_the_model(message: Messages) -> None:
     model, untouched, schedule = stack()
     node = schedule["blocks.0"]
     undeclared = refusal(schedule, lambda: node.replace(OwnNorm().double(), sum_norm))
-    assert "'scale' of the new module is no parameter of the model, and nothing says for which it stands" in undeclared
+    message(undeclared, "'scale' of the new module")
     node.replace(OwnNorm().double(), sum_norm, params={"norm.weight": "scale", "norm.bias": "shift"})
     block: Any = model.blocks[0]  # type: ignore[index]
     assert block.own_norm.scale is block.norm.weight
@@ -94,7 +95,7 @@ def test_the_models_own_module_can_be_called_instead() -> None:
     assert_same(model, untouched)
 
 
-def test_several_outputs_are_a_tuple_in_the_graphs_order() -> None:
+def test_several_outputs_are_a_tuple_in_the_graphs_order(message: Messages) -> None:
     class Two(nn.Module):
         def forward(self, x: torch.Tensor) -> dict[str, Any]:
             a = torch.relu(x)
@@ -109,10 +110,10 @@ def test_several_outputs_are_a_tuple_in_the_graphs_order() -> None:
     torch.testing.assert_close(out, expected, rtol=0, atol=0)
     schedule.undo()
     text = refusal(schedule, lambda: schedule.replace(lambda x: torch.tanh(torch.relu(x)), pattern))
-    assert "the match gives 2 values, so a tuple of 2 is required (got a FakeTensor)" in text
+    message(text, "2 values", "tuple of 2")
 
 
-def test_keyword_arguments_and_constants_reach_the_new_function() -> None:
+def test_keyword_arguments_and_constants_reach_the_new_function(message: Messages) -> None:
     class Attention(nn.Module):
         def forward(self, q: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
             return torch.softmax(q @ q.transpose(-1, -2) * 0.5 + mask, dim=-1) @ q
@@ -132,7 +133,7 @@ def test_keyword_arguments_and_constants_reach_the_new_function() -> None:
     torch.testing.assert_close(model(q=X, mask=mask), Attention()(X, mask))
     schedule.undo()
     text = refusal(schedule, lambda: schedule.replace(lambda q, mask: q, pattern))
-    assert "the lambda(q, mask) does not take what the match gives: q, mask, scale" in text
+    message(text, "lambda(q, mask)", "q, mask, scale")
 
 
 SOME = patterns.any_constant()
@@ -173,51 +174,50 @@ def one(x: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("new", "text"),
+    ("new", "word"),
     [
-        (other_shape, "output must be float64[2, 3, 8] (got float64[2, 3, 4])"),
-        (other_type, "output must be float64[2, 3, 8] (got float32[2, 3, 8])"),
-        (raising, "called with (float64[2, 3, 8], float64[8]) it raises RuntimeError: no such kernel"),
-        (three, "three(x, bias, extra) does not take what the match gives: x, bias; give it the parameters (x, bias)"),
-        (one, "one(x) does not take what the match gives: x, bias"),
-        (swapped, "swapped(bias, y) does not take what the match gives: x, bias"),
-        (BiasGelu, "is a function that computes the same, or a module (got the class BiasGelu)"),
-        (3, "is a function that computes the same, or a module (got int)"),
-        (None, "is a function that computes the same, or a module"),
+        (other_shape, "got float64[2, 3, 4]"),
+        (other_type, "got float32[2, 3, 8]"),
+        (raising, "RuntimeError: no such kernel"),
+        (three, "three(x, bias, extra)"),
+        (one, "one(x)"),
+        (swapped, "swapped(bias, y)"),
+        (BiasGelu, "got the class BiasGelu"),
+        (3, "got int"),
+        (None, "or a module"),
     ],
 )
-def test_what_does_not_fit_is_refused_and_the_model_intact(new: Any, text: str) -> None:
+def test_what_does_not_fit_is_refused_and_the_model_intact(new: Any, word: str, message: Messages) -> None:
     _, _, schedule = stack()
-    message = refusal(schedule, lambda: schedule["blocks.0"].replace(new, lambda x, bias: F.gelu(x + bias)))
-    assert text in message
+    message(refusal(schedule, lambda: schedule["blocks.0"].replace(new, lambda x, bias: F.gelu(x + bias))), word)
 
 
-def test_other_refusals() -> None:
+def test_other_refusals(message: Messages) -> None:
     _, _, schedule = stack()
     node = schedule["blocks.0"]
     text = refusal(schedule, lambda: node.replace(bias_gelu, lambda x, bias: F.gelu(x * bias)))
-    assert "match: nothing there matches the pattern; nearest to it comes this: " in text
+    message(text, "nothing there matches")
     text = refusal(schedule, lambda: node.replace(bias_gelu, []))
-    assert "match is an empty list of matches" in text
+    message(text, "empty list")
     matches = schedule.find(lambda x, bias: F.gelu(x + bias))
     text = refusal(schedule, lambda: node.replace(bias_gelu, matches))
-    assert "match 1 of 1 at 'blocks.1': add, gelu does not lie there; apply it at 'blocks.1'" in text
+    message(text, "match 1 of 1 at 'blocks.1'")
     text = refusal(schedule, lambda: schedule.replace(bias_gelu, [matches[0], matches[0]]))
-    assert "share the node 'add'" in text
+    message(text, "'add'")
     text = refusal(schedule, lambda: schedule.replace(bias_gelu, matches, drop="bias"))
-    assert "drop= is for what a whole module leaves" in text
+    message(text, "drop=")
     text = refusal(schedule, lambda: schedule.replace(bias_gelu, matches, name="not a name"))
-    assert "name='not a name' is no name" in text
+    message(text, "'not a name'")
     text = refusal(schedule, lambda: schedule.replace(OwnNorm().double(), schedule.find(sum_norm)))
-    assert "one module with tensors cannot stand in 2 modules at once" in text
+    message(text, "2 modules at once")
     text = refusal(
         schedule,
         lambda: node.replace(OwnNorm().double(), sum_norm, params={"norm.weight": "scale", "up.weight": "shift"}),
     )
-    assert "'up.weight' is a parameter of shape (8, 4), and 'shift' of the new module a parameter of shape (4,)" in text
+    message(text, "'up.weight'", "(8, 4)", "'shift'")
     untraced = slapo.create_schedule(Stack().double(), example_inputs=X)
     text = refusal(untraced, lambda: untraced["blocks.0"].replace(bias_gelu, lambda x, bias: F.gelu(x + bias)))
-    assert "nothing at or below 'blocks.0' is traced" in text
+    message(text, "below 'blocks.0'")
     with pytest.raises(slapo.ArgumentError):
         node.replace(bias_gelu, lambda x: "no value of the graph")
 
@@ -227,11 +227,11 @@ def test_a_module_that_is_no_function_cannot_be_saved_but_a_lambda_as_pattern_ca
     schedule["blocks.0"].replace(bias_gelu, lambda x, bias: F.gelu(x + bias))
     assert '"new_module": "tests.core.test_rewrite_functions:bias_gelu"' in schedule.to_json()
     schedule["blocks.1"].replace(lambda x, bias: F.gelu(x + bias), lambda x, bias: F.gelu(x + bias))
-    with pytest.raises(slapo.SerializationError, match=r"argument 'new_module' of #4 .* it is a lambda"):
+    with pytest.raises(slapo.SerializationError, match=r"#4 .* a lambda"):
         schedule.to_json()
 
 
-def test_another_variant_with_another_number_of_matches_is_an_error() -> None:
+def test_another_variant_with_another_number_of_matches_is_an_error(message: Messages) -> None:
     class Both(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             x = torch.relu(x + 1)
@@ -245,7 +245,4 @@ def test_another_variant_with_another_number_of_matches_is_an_error() -> None:
     model.eval()
     with pytest.raises(slapo.TraceError) as caught:
         model(X)
-    assert (
-        "the rewrite 'both' of the root cannot be repeated in another variant of its graph (train or eval, other "
-        "arguments): its pattern matched 2 places, and matches 1 there"
-    ) in str(caught.value)
+    message(caught, "'both'", "2 places, and matches 1")

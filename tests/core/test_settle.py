@@ -13,6 +13,7 @@ from torch import nn
 
 import slapo_core as slapo
 from slapo_core.plugins import Registry, use_registry
+from tests.messages import Messages
 
 
 @dataclass(frozen=True)
@@ -88,22 +89,23 @@ def test_a_primitive_within_another_is_settled_too(sch: slapo.Schedule) -> None:
     assert sch.records[0].effects == ("largest is 1", "other")
 
 
-def test_a_settle_that_fails_leaves_nothing_behind(sch: slapo.Schedule) -> None:
+def test_a_settle_that_fails_leaves_nothing_behind(sch: slapo.Schedule, message: Messages) -> None:
     before = [parameter.clone() for parameter in sch.model.parameters()]
     with pytest.raises(slapo.ApplyError) as caught:
         sch.apply(Largest(raises="error"))
-    assert "the settle of largest(raises='error') at the root raised ValueError: cannot say" in str(caught.value)
+    message(caught, "largest(raises='error') at the root", "ValueError: cannot say")
     with pytest.raises(slapo.PreconditionError, match="not here"):
         sch.apply(Largest(raises="refusal"))
-    with pytest.raises(slapo.ApplyError, match=r"must give a Largest \(got Other\(\)\)"):
+    with pytest.raises(slapo.ApplyError, match=r"\(got Other\(\)\)"):
         sch.apply(Largest(raises="other"))
     assert sch.records == ()
     assert all(torch.equal(each, value) for each, value in zip(sch.model.parameters(), before, strict=True))
 
 
-def test_a_place_that_a_step_brought_has_no_untouched_module(sch: slapo.Schedule) -> None:
+def test_a_place_that_a_step_brought_has_no_untouched_module(sch: slapo.Schedule, message: Messages) -> None:
     sch["1"].replace(nn.Sequential(nn.Linear(3, 9)), drop=("weight", "bias"))
-    with pytest.raises(slapo.PathError, match=r"the untouched model has nothing at '1\.0'"):
+    with pytest.raises(slapo.PathError) as caught:
         with sch["1.0"].untouched():
             pass
+    message(caught, "'1.0'")
     assert isinstance(sch.model[1], nn.Sequential)

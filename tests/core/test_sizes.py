@@ -4,6 +4,7 @@ import pytest
 
 from slapo_core.errors import ArgumentError
 from slapo_core.spec.sizes import format_bytes, parse_bytes
+from tests.messages import Messages
 
 
 @pytest.mark.parametrize(
@@ -49,15 +50,15 @@ def test_sizes_mean_what_their_units_say(text: int | str, size: int) -> None:
 def test_other_sizes_are_refused_with_the_corrected_call(text: object, hint: str) -> None:
     with pytest.raises(ArgumentError) as caught:
         parse_bytes(text)  # type: ignore[arg-type]
-    expected = f'memory must be a number of bytes, or a text such as "70GiB", "500MB" (got {text!r})\n  hint: {hint}'
-    assert str(caught.value) == expected
+    assert str(caught.value).startswith("memory must be ")
+    assert str(caught.value).endswith(f"(got {text!r})\n  hint: {hint}")
 
 
 @pytest.mark.parametrize("size", [0, -5, "0GiB", "0.1B"])
-def test_a_size_is_at_least_one_byte(size: int | str) -> None:
+def test_a_size_is_at_least_one_byte(size: int | str, message: Messages) -> None:
     with pytest.raises(ArgumentError) as caught:
         parse_bytes(size, name="budget")
-    assert str(caught.value) == f'budget must be at least 1 byte (got {size!r})\n  hint: budget="70GiB"'
+    message(caught, "budget", f"got {size!r}", 'budget="70GiB"')
 
 
 @pytest.mark.parametrize(

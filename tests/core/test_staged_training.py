@@ -120,12 +120,13 @@ def test_stages_on_two_ranks_train_what_one_process_trains() -> None:
         check(result["v"], rank)
         assert result["pp2"]["ranks"] == (0, 1)
         assert result["v"]["ranks"] == (0, 1, 1, 0)
-        norm, message = result["without sums"]
+        norm, text = result["without sums"]
         assert abs(norm - true_norm) > 1e-3
-        assert message.startswith("'embed.weight' is not the same on the ranks that hold copies of it:\n  rank 0: ")
-        assert "neither" not in message
+        assert text.startswith("'embed.weight' is not the same ")
+        assert "\n  rank 0: " in text
+        assert "neither" not in text
         for told in result["stale"]:
-            assert "'blocks.0.up.weight' has no values: this rank is to hold it" in told
+            assert "'blocks.0.up.weight' has no values" in told
         assert "ranks disagree about the batch" in result["batches"]
 
 

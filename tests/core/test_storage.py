@@ -20,6 +20,7 @@ from slapo_core.weights.optimizer_state import OptimizerState
 from slapo_core.weights.sources import SafetensorsSource
 from tests.core.sliced_runtime import Slices, sliced
 from tests.core.staged_support import batch, chain, scheduled
+from tests.messages import Messages
 
 MESH = {"dp": 2, "tp": 2}
 CLOSE = 3e-6
@@ -92,14 +93,12 @@ def test_masters_are_saved_beside_the_models_own_types_and_loaded(target: str, t
     assert not (tmp_path / "trained.safetensors").exists()
 
 
-def test_a_target_that_trains_as_the_model_is_reads_it_too(tmp_path: Path) -> None:
+def test_a_target_that_trains_as_the_model_is_reads_it_too(tmp_path: Path, message: Messages) -> None:
     engine = engine_on("sliced")
     train(engine, 0, 2)
     engine.save(tmp_path)
     plain = engine_on("torch", seed=5)
-    assert said(plain.load, tmp_path) == (
-        f"not used of the checkpoint '{tmp_path}', because this engine has no such thing: clock"
-    )
+    message(said(plain.load, tmp_path), "no such thing: clock")
     assert far(train(plain, 2, 4), train(engine, 2, 4)) == []
     plain.save(tmp_path)
     assert "runtime" not in json.loads((tmp_path / "checkpoint.json").read_text())
@@ -118,7 +117,8 @@ def test_what_a_runtime_saves_beside_comes_back_and_is_data(tmp_path: Path) -> N
     assert other._state.load(tmp_path, uses=("clock",)) == {"clock": {"ticks": 3}, "counters": {"steps": 3}}
     for wrong in ({"clock": torch.ones(1)}, {"clock": float("nan")}):
         text = said(engine._state.save, tmp_path / "new", optimizer=engine.slices, runtime=wrong)
-        assert text.startswith("BuildError: what the runtime saves beside tensors must be JSON")
+        assert text.startswith("BuildError: ")
+        assert "must be JSON" in text
     assert not (tmp_path / "new").exists()
 
 
@@ -151,10 +151,10 @@ def test_what_was_written_behind_the_runtimes_back_is_named(tmp_path: Path) -> N
     with torch.no_grad():
         engine.module.blocks[1].up.weight.add_(1)
     text = said(engine.save, tmp_path)
-    assert text.startswith("RankMismatchError: 'blocks.1.up.weight' of the forward is not what the runtime trains")
-    assert "engine.load_state_dict(state) changes what is trained" in text
+    assert text.startswith("RankMismatchError: 'blocks.1.up.weight' of the forward ")
+    assert "engine.load_state_dict(state)" in text
     assert not (tmp_path / "checkpoint.json").exists()
-    assert "it is what is trained again now" in said(engine.check_replicas, repair=True)
+    assert "trained again" in said(engine.check_replicas, repair=True)
     assert said(engine.check_replicas) == "fine"
     assert all(torch.equal(value, before[name]) for name, value in engine.state_dict().items())
     with torch.no_grad():
@@ -164,10 +164,10 @@ def test_what_was_written_behind_the_runtimes_back_is_named(tmp_path: Path) -> N
     assert far(engine.state_dict(), state) == []
 
 
-def test_an_optimiser_that_keeps_state_of_foreign_tensors_is_not_saved(tmp_path: Path) -> None:
+def test_an_optimiser_that_keeps_state_of_foreign_tensors_is_not_saved(tmp_path: Path, message: Messages) -> None:
     engine = engine_on("torch")
     engine.optimizer.state[torch.ones(2)]["moment"] = torch.ones(2)
-    assert "keeps state of 1 tensors that are in none of its groups" in said(engine.save, tmp_path)
+    message(said(engine.save, tmp_path), "BuildError", "1 tensors")
 
 
 # -- ranks ----------------------------------------------------------------------------------------------------------
@@ -186,11 +186,11 @@ def corrupt(engine: Any, name: str, key: str, rank: int) -> None:
 
 
 CORRUPTED = {
-    ("sliced", "blocks.0.norm.weight", ""): "' of the forward is not what the runtime trains, on rank 3",
-    ("sliced", "blocks.0.norm.weight", "exp_avg"): "::exp_avg' is not the same",
-    ("sliced", "blocks.0.norm.weight", "step"): "::step' is not the same",
-    ("sliced", "blocks.0.up.weight", "forward"): "' of the forward is not what the runtime trains",
-    ("forgetting", "blocks.0.norm.weight", ""): "' is not the same",
+    ("sliced", "blocks.0.norm.weight", ""): ("' of the forward ", ", on rank 3"),
+    ("sliced", "blocks.0.norm.weight", "exp_avg"): ("::exp_avg' is not the same",),
+    ("sliced", "blocks.0.norm.weight", "step"): ("::step' is not the same",),
+    ("sliced", "blocks.0.up.weight", "forward"): ("' of the forward ",),
+    ("forgetting", "blocks.0.norm.weight", ""): ("' is not the same",),
 }
 """What is changed on the last rank, and how it is named. A slice of a piece of its own has no copy anywhere."""
 
@@ -242,10 +242,11 @@ def test_slices_over_replicas_of_a_split_model(tmp_path: Path) -> None:
             assert far(one["state"], two) == far(one["resumed"], four) == far(one["from torch"], four) == []
             assert one["most at once"] <= 2, "tensors are gathered one at a time"
             assert (one["kept"] == (0, 0)) == (rank > 0), "only the rank that writes keeps what is gathered"
-        for (target, name, key), named in CORRUPTED.items():
+        for (target, name, key), (named, *more) in CORRUPTED.items():
             checked, saved, repaired, again = found[f"{target} {name} {key}"]
             assert f"'{name}{named}" in checked, checked
             assert f"'{name}{named}" in saved
+            assert all(word in checked and word in saved for word in more)
             assert repaired != "fine"
             assert again == "fine", again
     assert not (tmp_path / "no").exists(), "nothing was written"

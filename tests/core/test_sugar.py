@@ -16,6 +16,7 @@ from slapo_core.primitives.checkpoint import Checkpoint
 from slapo_core.testing.fixtures import isolated_registry  # noqa: F401 - a fixture
 from tests.core.edits import HookAll
 from tests.core.small_models import MLP
+from tests.messages import Messages
 
 
 def _error(call: Callable[[], Any], error: type[Exception]) -> str:
@@ -51,31 +52,23 @@ def test_names_complete_and_document_themselves(path: str) -> None:
     assert sch.records == ()
 
 
-def test_wrong_arguments_show_the_signature() -> None:
+def test_wrong_arguments_show_the_signature(message: Messages) -> None:
     sch = slapo.create_schedule(MLP())
-    signature = "\n  hint: annotate(param: str, key: str, value: Any)"
-    assert _error(lambda: sch["head"].annotate("weight"), ArgumentError) == (
-        f"core.annotate at 'head': missing a required argument: 'key'{signature}"
-    )
-    assert _error(lambda: sch["layers.*"].annotate(1, 2, 3, 4), ArgumentError) == (
-        f"core.annotate at 'layers.*': too many positional arguments{signature}"
-    )
-    assert _error(lambda: sch.checkpoint(rng=True), ArgumentError) == (
-        "core.checkpoint at the root: got an unexpected keyword argument 'rng'\n"
-        "  hint: checkpoint(match: Any = None, preserve_rng_state: bool = True)"
-    )
-    assert _error(lambda: sch["head"].annotate(1, "k", 2), ArgumentError) == (
-        "core.annotate: argument 'param' must be str (got 1)"
-    )
+    signature = "annotate(param: str, key: str, value: Any)"
+    message(_error(lambda: sch["head"].annotate("weight"), ArgumentError), "'head'", "'key'", signature)
+    message(_error(lambda: sch["layers.*"].annotate(1, 2, 3, 4), ArgumentError), "'layers.*'", "too many", signature)
+    text = _error(lambda: sch.checkpoint(rng=True), ArgumentError)
+    message(text, "the root", "'rng'", "checkpoint(match: Any = None, preserve_rng_state: bool = True)")
+    message(_error(lambda: sch["head"].annotate(1, "k", 2), ArgumentError), "'param'", "got 1")
     assert sch.records == ()
 
 
 def test_unknown_name_is_an_attribute_error_with_close_matches() -> None:
     sch = slapo.create_schedule(MLP())
     for target in (sch, sch["head"], sch["layers.*"]):
-        message = _error(lambda target=target: target.checkpont, UnknownNameError)
-        assert "no installed plugin provides primitive 'checkpont'" in message
-        assert "did you mean 'checkpoint'" in message
+        text = _error(lambda target=target: target.checkpont, UnknownNameError)
+        assert "primitive 'checkpont'" in text
+        assert "did you mean 'checkpoint'" in text
         assert not hasattr(target, "checkpont")
         assert getattr(target, "checkpont", None) is None
         assert not hasattr(target, "_private")

@@ -17,6 +17,7 @@ from torch import nn
 import slapo_core as slapo
 from slapo_core.ranks.launcher import run_ranks
 from slapo_core.weights.state import reference_state_dict
+from tests.messages import Messages
 
 
 class Net(nn.Module):
@@ -63,22 +64,15 @@ class LoseBias(slapo.Primitive):
         edit.set_parameter(node, "weight", old.weight)
 
 
-LOST = "'first.bias' (6,) of the untouched model is gone, and no step says what became of it"
-UNDESCRIBED = (
-    "'first.weight' of shape (4, 6) is to stand for 'first.weight' (6, 4) of the untouched model, but "
-    "no layout says how"
-)
-
-
 @pytest.mark.parametrize(
-    ("step", "message", "hint"),
+    ("step", "word", "hint"),
     [
-        (Transpose(), UNDESCRIBED, 'layout=Layout("", (4, 6))'),
-        (LoseBias(), LOST, 'dropped=["bias"]'),
+        (Transpose(), "'first.weight' of shape (4, 6)", 'layout=Layout("", (4, 6))'),
+        (LoseBias(), "'first.bias' (6,)", 'dropped=["bias"]'),
     ],
 )
 def test_a_tensor_that_nobody_explains_is_refused_by_build_and_by_verify(
-    step: slapo.Primitive, message: str, hint: str
+    step: slapo.Primitive, word: str, hint: str, message: Messages
 ) -> None:
     x = torch.randn(2, 4)
     sch = slapo.create_schedule(Net())
@@ -86,16 +80,12 @@ def test_a_tensor_that_nobody_explains_is_refused_by_build_and_by_verify(
     sch["first"].apply(step)
     with pytest.raises(slapo.WeightsError) as refused:
         slapo.build(sch)
-    assert refused.value.message == message
-    assert hint in (refused.value.hint or "")
+    message(refused, word, hint)
     with pytest.raises(slapo.WeightsError, match="'first"):
         reference_state_dict(sch)
     with pytest.raises(slapo.VerifyError) as found:
         slapo.verify(sch, x)
-    assert found.value.message.startswith(
-        f"the scheduled model cannot be compared with the untouched one: {message}\n"
-        "  the steps that do it, tried on fresh copies of the model:\n    #2 "
-    )
+    assert f"{refused.value.message}\n" in found.value.message
     assert found.value.steps == (str(sch.records[1]),)
     sch.undo()
     slapo.verify(sch, x)
@@ -225,7 +215,7 @@ def test_a_tensor_that_lives_on_another_rank_is_in_every_state_dict(tmp_path: Pa
         assert rank["loaded"]
 
 
-def test_keeping_on_a_rank_is_undone_and_needs_that_rank() -> None:
+def test_keeping_on_a_rank_is_undone_and_needs_that_rank(message: Messages) -> None:
     model = Net()
     weight = model.second.weight
     sch = slapo.create_schedule(model, mesh={"tp": 2})
@@ -236,5 +226,6 @@ def test_keeping_on_a_rank_is_undone_and_needs_that_rank() -> None:
     sch.undo()
     assert model.second.weight is weight
     assert sch.tree.tensors.kept_on == {}
-    with pytest.raises(slapo.ApplyError, match=r"cannot be kept on rank 2 of mesh_dim 'tp': the mesh is \{'tp': 2\}"):
+    with pytest.raises(slapo.ApplyError) as caught:
         sch["second"].apply(OnRank(2))
+    message(caught, "rank 2 of mesh_dim 'tp'", "{'tp': 2}")

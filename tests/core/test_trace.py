@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import slapo_core as slapo
+from tests.messages import Messages
 
 
 class Doubled(torch.autograd.Function):
@@ -168,21 +169,23 @@ class Branching(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("how", "problem", "line"),
+    ("how", "word", "line"),
     [
-        ("value", "reads values of a tensor (__bool__)", 'self.how == "value"'),
-        ("item", "reads values of a tensor", "x.max().item()"),
-        ("attribute", "sets self.calls", "self.calls = self.calls + 1"),
-        ("outside", "calls a Linear that lies outside of the traced module", "self.other[0](x)"),
+        ("value", "(__bool__)", 'self.how == "value"'),
+        ("item", "values of a tensor", "x.max().item()"),
+        ("attribute", "self.calls", "self.calls = self.calls + 1"),
+        ("outside", "a Linear", "self.other[0](x)"),
     ],
 )
-def test_what_a_graph_cannot_say_is_refused_with_the_line_of_the_model(how: str, problem: str, line: str) -> None:
+def test_what_a_graph_cannot_say_is_refused_with_the_line_of_the_model(
+    how: str, word: str, line: str, message: Messages
+) -> None:
     model = nn.Sequential(Branching(how), nn.Linear(8, 8))
     sch = slapo.create_schedule(model, example_inputs=X)
     before = {name: value for name, value in model[0].__dict__.items() if not name.startswith("_")}
     with pytest.raises(slapo.TraceError) as refused:
         sch["0"].trace()
-    assert problem in refused.value.message
+    message(refused, word)
     assert refused.value.location is not None
     file, number = refused.value.location
     assert file == __file__
@@ -191,27 +194,30 @@ def test_what_a_graph_cannot_say_is_refused_with_the_line_of_the_model(how: str,
     assert {name: value for name, value in model[0].__dict__.items() if not name.startswith("_")} == before
 
 
-def test_a_decision_that_another_call_would_take_otherwise_is_an_error_with_its_line() -> None:
+def test_a_decision_that_another_call_would_take_otherwise_is_an_error_with_its_line(message: Messages) -> None:
     sch = slapo.create_schedule(nn.Sequential(Branching("size")), example_inputs=X)
     sch["0"].trace()
     with torch.no_grad():
         expected = sch.model[0].fc(X).exp()
     assert torch.equal(sch.model(torch.cat([X, X])), torch.cat([expected, expected]))
-    with pytest.raises(slapo.GuardError, match=r"with fc\.shape\[1\] > 4 == True, and this call has False") as refused:
+    with pytest.raises(slapo.GuardError) as refused:
         sch.model(X[:, :3])
+    message(refused, "fc.shape[1] > 4 == True", "False")
     assert refused.value.location is not None
     loop = slapo.create_schedule(nn.Sequential(Branching("loop")), example_inputs=X)
     loop["0"].trace()
-    with pytest.raises(slapo.GuardError, match=r"recorded with fc\.shape\[1\] == 5, and this call has 3"):
+    with pytest.raises(slapo.GuardError) as caught:
         loop.model(X[:, :3])
+    message(caught, "fc.shape[1] == 5", "3")
 
 
-def test_a_flag_that_has_changed_is_an_error_that_names_it() -> None:
+def test_a_flag_that_has_changed_is_an_error_that_names_it(message: Messages) -> None:
     sch = traced()
     sch.model(X)
     sch.model.block.config.act = "relu"
-    with pytest.raises(slapo.GuardError, match=r"with self\.config\.act == 'gelu', and now it is 'relu'"):
+    with pytest.raises(slapo.GuardError) as caught:
         sch.model(X)
+    message(caught, "self.config.act == 'gelu'", "'relu'")
 
 
 class Scaled(nn.Module):
@@ -243,12 +249,11 @@ def test_steps_below_stay_in_force_when_the_module_around_is_flattened() -> None
         assert torch.equal(near, sch.model(X)["hidden"])
 
 
-def test_without_example_inputs_the_call_to_write_is_told() -> None:
+def test_without_example_inputs_the_call_to_write_is_told(message: Messages) -> None:
     sch = slapo.create_schedule(Model())
-    with pytest.raises(
-        slapo.TraceError, match=r"tracer 'fx'.*tracer 'record' was not tried(?s:.)*create_schedule\(model"
-    ) as told:
+    with pytest.raises(slapo.TraceError) as told:
         sch["block"].trace()
+    message(told, "'record' was not tried", "create_schedule(model")
     assert told.value.location is not None
     with pytest.raises(slapo.ArgumentError, match=r"create_schedule\(model, example_inputs="):
         sch["block"].trace(tracer="record")

@@ -65,3 +65,12 @@ def test_inference_mode_has_its_own_graph() -> None:
     for mode in (torch.no_grad, torch.inference_mode, torch.no_grad):
         with mode():
             assert torch.equal(twin(X), plain(X))
+
+
+@pytest.mark.parametrize("name", ["graph", "code"])
+def test_a_module_may_be_named_as_an_attribute_of_a_graph_module(name: str) -> None:
+    plain = nn.Sequential()
+    plain.add_module(name, ones())
+    twin = copy.deepcopy(plain)
+    slapo.create_schedule(twin, example_inputs=X).trace(flatten=True)
+    assert torch.equal(twin(X), plain(X))

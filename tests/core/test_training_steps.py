@@ -13,13 +13,14 @@ from torch import nn
 import slapo_core as slapo
 from slapo_core.building.micro_batches import labels_left_out, micro_batches
 from tests.core.building_support import Cnn, adam, batches, bert, real, sgd
+from tests.messages import Messages
 
 
 def cross_entropy(output: torch.Tensor, batch: Any) -> torch.Tensor:
     return nn.functional.cross_entropy(output, batch[1])
 
 
-def test_a_model_that_comes_in_evaluation_mode_is_trained_with_dropout(tmp_path: Path) -> None:
+def test_a_model_that_comes_in_evaluation_mode_is_trained_with_dropout(tmp_path: Path, message: Messages) -> None:
     bert().save_pretrained(tmp_path)
     model = type(bert()).from_pretrained(tmp_path)
     assert not model.training
@@ -30,13 +31,9 @@ def test_a_model_that_comes_in_evaluation_mode_is_trained_with_dropout(tmp_path:
     dropout = next(module for module in model.modules() if isinstance(module, nn.Dropout))
     dropout.register_forward_hook(lambda module, args, output: dropped.append(bool((output == 0).any())))
     for _ in range(2):  # as it comes, and after somebody's own evaluation
-        with pytest.warns(UserWarning, match="in evaluation mode as a whole") as caught:
+        with pytest.warns(UserWarning, match="evaluation mode") as caught:
             engine.train_step(batch)
-        assert str(caught[0].message) == (
-            "BertForMaskedLM was in evaluation mode as a whole (as from_pretrained() gives it, or after .eval()): a "
-            "training step puts it into training mode, with dropout; to keep modules as they are in evaluation, call "
-            "model.train() and then .eval() on those"
-        )
+        message(caught[0].message, "BertForMaskedLM", "model.train()")
         assert all(module.training for module in model.modules())
         model.eval()
     assert dropped == [True, True]
@@ -65,18 +62,15 @@ def test_modules_in_evaluation_mode_by_choice_stay_so() -> None:
 
 
 @pytest.mark.parametrize("block", [torch.no_grad, torch.inference_mode])
-def test_a_step_without_gradients_is_refused(block: Any) -> None:
+def test_a_step_without_gradients_is_refused(block: Any, message: Messages) -> None:
     engine = slapo.build(slapo.create_schedule(real("mlp")), optimizer=sgd)
     with block(), pytest.raises(slapo.BuildError) as error:
         engine.train_step(next(batches(1)))
-    assert str(error.value) == (
-        "train_step() was called without gradients: inside of torch.no_grad() or torch.inference_mode()\n"
-        "  hint: call it outside of that block, or engine.eval_step(batch) inside"
-    )
+    message(error, "train_step()", "torch.no_grad()")
 
 
 @pytest.mark.parametrize("what", ["detached", "frozen"])
-def test_a_loss_without_a_gradient_is_refused_and_can_be_evaluated(what: str) -> None:
+def test_a_loss_without_a_gradient_is_refused_and_can_be_evaluated(what: str, message: Messages) -> None:
     def loss(output: torch.Tensor, batch: Any) -> torch.Tensor:
         return output.detach() if what == "detached" else output
 
@@ -84,10 +78,7 @@ def test_a_loss_without_a_gradient_is_refused_and_can_be_evaluated(what: str) ->
     engine = slapo.build(slapo.create_schedule(model), optimizer=sgd, loss=loss)
     with pytest.raises(slapo.BuildError) as error:
         engine.train_step(next(batches(1)))
-    assert str(error.value) == (
-        "the loss depends on nothing that is trained, so that there is no gradient\n"
-        "  hint: unfreeze parameters before build; give loss= a function that does not detach the output"
-    )
+    message(error, "no gradient")
     assert engine.eval_step(next(batches(1))).loss.isfinite()
 
 
@@ -136,33 +127,20 @@ def test_batches_of_every_form_are_cut_along_the_first_axis() -> None:
 
 
 @pytest.mark.parametrize(
-    ("batch", "message"),
+    ("batch", "word"),
     [
-        (
-            {"x": torch.ones(9, 2)},
-            "9 samples do not divide into accumulate=2 micro-batches of one size, whose losses would weigh alike",
-        ),
-        (
-            {"x": torch.ones(8, 2), "positions": torch.ones(1, 2)},
-            "accumulate=2 cuts every tensor of the batch along its first axis, which must count the samples in all of "
-            "them (got batch['x']: 8, batch['positions']: 1)",
-        ),
-        (
-            {"x": torch.ones(2, 2), "names": ["a", "b"]},
-            "accumulate=2 cannot cut batch['names'], a list: only tensors are cut into micro-batches",
-        ),
-        (
-            {"x": torch.ones(2, 2), "extra": {1, 2}},
-            "accumulate=2 cannot cut batch['extra'], a set: only tensors are cut into micro-batches",
-        ),
-        ({"x": torch.tensor(1.0)}, "accumulate=2 finds no tensor to cut in the batch"),
-        (torch.ones(0, 2), "0 samples do not divide into accumulate=2 micro-batches of one size, whose losses would"),
+        ({"x": torch.ones(9, 2)}, "9 samples"),
+        ({"x": torch.ones(8, 2), "positions": torch.ones(1, 2)}, "batch['x']: 8, batch['positions']: 1"),
+        ({"x": torch.ones(2, 2), "names": ["a", "b"]}, "batch['names'], a list"),
+        ({"x": torch.ones(2, 2), "extra": {1, 2}}, "batch['extra'], a set"),
+        ({"x": torch.tensor(1.0)}, "no tensor"),
+        (torch.ones(0, 2), "0 samples"),
     ],
 )
-def test_a_batch_that_cannot_be_cut_is_refused_with_the_reason(batch: Any, message: str) -> None:
+def test_a_batch_that_cannot_be_cut_is_refused_with_the_reason(batch: Any, word: str, message: Messages) -> None:
     with pytest.raises(slapo.BuildError) as error:
         micro_batches(batch, 2)
-    assert error.value.message.startswith(message)
+    message(error, word)
     assert error.value.hint
 
 
@@ -170,22 +148,22 @@ def test_an_uneven_last_batch_changes_nothing() -> None:
     engine = slapo.build(slapo.create_schedule(real("mlp")), optimizer=sgd, accumulate=4)
     engine.train_step(next(batches(1)))
     before = engine.state_dict()
-    with pytest.raises(slapo.BuildError, match="6 samples do not divide into accumulate=4"):
+    with pytest.raises(slapo.BuildError, match="accumulate=4"):
         engine.train_step(next(batches(1, 6)))
     assert all(torch.equal(tensor, before[key]) for key, tensor in engine.state_dict().items())
     assert engine.eval_step(next(batches(1, 6))).loss.isfinite()
 
 
-def test_labels_that_are_left_out_unevenly_are_told() -> None:
+def test_labels_that_are_left_out_unevenly_are_told(message: Messages) -> None:
     labels = torch.tensor([[1, 2], [3, -100], [1, 2], [3, 4]])
     told = labels_left_out(micro_batches({"labels": labels}, 2))
     assert told is not None
-    assert told.startswith("batch['labels'] has 3, 4 labels other than -100 in the micro-batches, which weigh alike")
+    message(told, "3, 4 labels other than -100")
     assert labels_left_out(micro_batches({"labels": labels.abs(), "x": labels.double()}, 2)) is None
     model = bert()
     engine = slapo.build(slapo.create_schedule(model), optimizer=adam, accumulate=2)
     batch = {"input_ids": labels.abs() % 96, "labels": labels}
-    with pytest.warns(UserWarning, match="labels other than -100 in the micro-batches"):
+    with pytest.warns(UserWarning, match="labels other than -100"):
         engine.train_step(batch)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -193,12 +171,10 @@ def test_labels_that_are_left_out_unevenly_are_told() -> None:
 
 
 @pytest.mark.parametrize("accumulate", [0, -1, True, 2.0, "2"])
-def test_a_bad_number_of_micro_batches_is_refused(accumulate: Any) -> None:
+def test_a_bad_number_of_micro_batches_is_refused(accumulate: Any, message: Messages) -> None:
     with pytest.raises(slapo.BuildError) as error:
         slapo.build(slapo.create_schedule(real("mlp")), accumulate=accumulate)
-    assert str(error.value) == (
-        f"accumulate must be a positive number of micro-batches (got {accumulate!r})\n  hint: accumulate=4"
-    )
+    message(error, f"got {accumulate!r}")
 
 
 def test_the_pieces_of_a_step_hang_on_one_attribute() -> None:

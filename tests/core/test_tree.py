@@ -14,6 +14,7 @@ import slapo_core as slapo
 from slapo_core.errors import ArgumentError, PathError, StaleNodeError
 from tests.core.edits import Call, Halve, HookAll
 from tests.core.small_models import CNN, MLP, MODELS, Tied, bert, run
+from tests.messages import Messages
 
 
 def _error(call: Callable[[], Any], error: type[Exception] = PathError) -> str:
@@ -62,40 +63,29 @@ def test_every_path_addresses_what_get_submodule_gives_before_and_after(name: st
     assert _assert_same_places(sch, model) == count
 
 
-def test_unknown_path_names_close_matches() -> None:
+def test_unknown_path_names_close_matches(message: Messages) -> None:
     sch = slapo.create_schedule(bert())
-    assert _error(lambda: sch["bert.encoder.layer.0.atention.self"]) == (
-        "the model has no module 'bert.encoder.layer.0.atention.self'\n"
-        "  hint: did you mean sch['bert.encoder.layer.0.attention.self']?"
-    )
-    assert _error(lambda: sch["decoder"]) == (
-        "the model has no module 'decoder'\n  hint: did you mean sch['cls.predictions.decoder']?"
-    )
-    assert _error(lambda: sch["bert.encoder.layer.7"]).startswith("the model has no module 'bert.encoder.layer.7'\n")
-    assert _error(lambda: sch["xyzzy"]) == "the model has no module 'xyzzy'\n  hint: print(sch) shows the tree"
-    assert _error(lambda: sch["bert"]["encoderr"]) == (
-        "the model has no module 'bert.encoderr'\n  hint: did you mean sch['bert.encoder']?"
-    )
+    message(_error(lambda: sch["bert.encoder.layer.0.atention.self"]), "sch['bert.encoder.layer.0.attention.self']")
+    message(_error(lambda: sch["decoder"]), "'decoder'", "sch['cls.predictions.decoder']")
+    message(_error(lambda: sch["bert.encoder.layer.7"]), "'bert.encoder.layer.7'")
+    message(_error(lambda: sch["xyzzy"]), "'xyzzy'", "print(sch)")
+    message(_error(lambda: sch["bert"]["encoderr"]), "'bert.encoderr'", "sch['bert.encoder']")
 
 
 @pytest.mark.parametrize("path", [0, None, ("a",), b"head"])
-def test_path_must_be_a_string(path: Any) -> None:
+def test_path_must_be_a_string(path: Any, message: Messages) -> None:
     sch = slapo.create_schedule(MLP())
-    assert _error(lambda: sch[path], ArgumentError) == (
-        f'a path must be a string (got {path!r})\n  hint: sch["encoder.layer.0"]'
-    )
+    message(_error(lambda: sch[path], ArgumentError), f"got {path!r}")
 
 
 @pytest.mark.parametrize("path", [".", "head.", ".head", "layers..0", "head.weight"])
-def test_malformed_path_is_unknown(path: str) -> None:
+def test_malformed_path_is_unknown(path: str, message: Messages) -> None:
     sch = slapo.create_schedule(MLP())
-    assert _error(lambda: sch[path]).startswith(f"the model has no module '{path}'")
+    message(_error(lambda: sch[path]), f"'{path}'")
 
 
-def test_model_must_be_a_module() -> None:
-    assert _error(lambda: slapo.create_schedule(MLP), ArgumentError) == (
-        "model must be a torch.nn.Module (got type)\n  hint: create_schedule(MyModel())"
-    )
+def test_model_must_be_a_module(message: Messages) -> None:
+    message(_error(lambda: slapo.create_schedule(MLP), ArgumentError), "got type")
 
 
 def test_facts_of_a_node() -> None:
@@ -167,7 +157,7 @@ def test_module_that_contains_itself_is_no_trap() -> None:
     assert "me: same module as ''" in str(sch)
 
 
-def test_ties_are_known() -> None:
+def test_ties_are_known(message: Messages) -> None:
     model = Tied()
     sch = slapo.create_schedule(model)
     assert sch["out"].ties("weight") == ("embed.weight", "out.weight")
@@ -177,32 +167,24 @@ def test_ties_are_known() -> None:
         meta = bert()
     tied = ("bert.embeddings.word_embeddings.weight", "cls.predictions.decoder.weight")
     assert slapo.create_schedule(meta)["cls.predictions.decoder"].ties("weight") == tied
-    message = "'out' has no parameter or buffer 'bias'\n  hint: it has weight"
-    assert _error(lambda: sch["out"].ties("bias")) == message
-    assert _error(lambda: sch["out"].layout("bias")) == message
-    assert _error(lambda: sch.root.ties("x")) == "the root has no parameter or buffer 'x'\n  hint: it has none"
+    text = _error(lambda: sch["out"].ties("bias"))
+    assert _error(lambda: sch["out"].layout("bias")) == text
+    message(text, "'out'", "'bias'", "it has weight")
+    message(_error(lambda: sch.root.ties("x")), "the root", "'x'")
 
 
-def test_removed_path_names_the_step() -> None:
+def test_removed_path_names_the_step(message: Messages) -> None:
     model = MLP()
     sch = slapo.create_schedule(model)
     kept = sch["layers.0.3"]
     parent = sch["layers.0"]
     sch["head"].checkpoint()
     parent.replace(nn.Sequential(nn.Identity()), drop=["0.weight", "0.bias", "3.weight", "3.bias"])
-    where = sch.records[1].location
-    step = (
-        "step #2 replace(Sequential, drop=('0.weight', '0.bias', '3.weight', '3.bias')) at 'layers.0', "
-        f"at {where}, removed it"
-    ).replace("replace(Sequential,", "replace(Sequential(...),")
-    assert _error(lambda: sch["layers.0.3"]) == (
-        f"the model has no module 'layers.0.3' any more: {step}\n"
-        "  hint: address what stands at 'layers.0' now, or sch.undo(to=1)"
-    )
-    assert _error(lambda: kept.module, StaleNodeError) == (
-        f"the module 'layers.0.3' is gone: {step}\n  hint: sch.undo(to=1) brings it back"
-    )
-    assert _error(kept.checkpoint, StaleNodeError).startswith("the module 'layers.0.3' is gone: step #2")
+    message(_error(lambda: sch["layers.0.3"]), "'layers.0.3'", "step #2 replace(", "'layers.0' now", "sch.undo(to=1)")
+    text = _error(lambda: kept.module, StaleNodeError)
+    message(text, "'layers.0.3'", "step #2 replace(", "sch.undo(to=1)")
+    assert f" at 'layers.0', at {sch.records[1].location}, " in text
+    assert _error(kept.checkpoint, StaleNodeError) == text
     assert repr(kept) == "<Node 'layers.0.3': gone>"
     assert parent.module is model.layers[0]
     sch.undo()
@@ -210,7 +192,7 @@ def test_removed_path_names_the_step() -> None:
     kept.checkpoint()
 
 
-def test_changes_outside_of_the_schedule_are_noticed() -> None:
+def test_changes_outside_of_the_schedule_are_noticed(message: Messages) -> None:
     model = MLP()
     sch = slapo.create_schedule(model)
     node = sch["head"]
@@ -223,9 +205,7 @@ def test_changes_outside_of_the_schedule_are_noticed() -> None:
     assert "later: Tanh" in str(sch)
     held = sch["layers.3"]
     del model.layers[3]
-    assert _error(held.checkpoint, StaleNodeError) == (
-        "the module 'layers.3' is gone: it was removed outside of the schedule"
-    )
+    message(_error(held.checkpoint, StaleNodeError), "'layers.3'", "outside of the schedule")
 
 
 def test_name_with_glob_characters_is_a_name_first() -> None:
@@ -351,15 +331,13 @@ BertForMaskedLM
     assert text.count("query") == 2
 
 
-def test_a_lazy_module_is_drawn_and_building_it_says_to_run_it_first() -> None:
+def test_a_lazy_module_is_drawn_and_building_it_says_to_run_it_first(message: Messages) -> None:
     sch = slapo.create_schedule(nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 2)))
     assert str(sch).splitlines()[1] == "├─ 0: LazyLinear  weight (no shape yet), bias (no shape yet)"
     assert repr(sch["0"]) == "<Node '0': LazyLinear, weight (no shape yet), bias (no shape yet)>"
-    message = (
-        "tensors of lazy modules have no shape yet: 0.weight, 0.bias\n  hint: run the model once on a batch before "
-        "create_schedule(model), or give the layers their input size"
-    )
+    told = set()
     for call in (slapo.build, lambda schedule: slapo.verify(schedule, torch.randn(2, 8))):
         with pytest.raises(slapo.WeightsError) as caught:
             call(sch)
-        assert str(caught.value) == message
+        told.add(str(caught.value))
+    message(*told, "0.weight, 0.bias")

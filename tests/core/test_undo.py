@@ -19,6 +19,7 @@ from slapo_core.primitives.replace import Replace
 from slapo_core.testing import ModelSnapshot, assert_bit_identical
 from tests.core.edits import Call, Everything, Halve, HookAll
 from tests.core.small_models import MLP, MODELS, Counting, Odd, Tied, run
+from tests.messages import Messages
 
 SEQUENCES = {"bert": 300, "gpt2": 300, "cnn": 400}
 
@@ -129,26 +130,21 @@ def _error(call: Callable[[], Any], error: type[Exception]) -> str:
     return str(caught.value)
 
 
-def test_undo_of_an_unknown_step_is_refused() -> None:
+def test_undo_of_an_unknown_step_is_refused(message: Messages) -> None:
     sch = slapo.create_schedule(MLP())
-    assert _error(sch.undo, UndoError) == "there is no step to undo\n  hint: sch.records lists the steps"
+    message(_error(sch.undo, UndoError), "no step", "sch.records")
     sch["head"].checkpoint()
-    message = "step 7 is not in this schedule, which has 1 steps\n  hint: see sch.records"
-    assert _error(lambda: sch.undo(to=7), UndoError) == message
+    message(_error(lambda: sch.undo(to=7), UndoError), "step 7", "1 steps")
     assert "step -1 is not" in _error(lambda: sch.undo(to=-1), UndoError)
     other = slapo.create_schedule(MLP())
     other["layers.0"].checkpoint()
-    assert "step #1 checkpoint() at 'layers.0' is not in this schedule" in _error(
-        lambda: sch.undo(to=other.records[0]), UndoError
-    )
+    message(_error(lambda: sch.undo(to=other.records[0]), UndoError), "#1 checkpoint() at 'layers.0'")
     for wrong in ("1", True, 1.0):
-        assert _error(lambda wrong=wrong: sch.undo(to=wrong), UndoError) == (
-            f"a step is named by its record or its index (got {wrong!r})\n  hint: see sch.records"
-        )
+        message(_error(lambda wrong=wrong: sch.undo(to=wrong), UndoError), f"got {wrong!r}")
     assert len(sch.records) == 1
 
 
-def test_sealed_schedule_changes_no_more() -> None:
+def test_sealed_schedule_changes_no_more(message: Messages) -> None:
     sch = slapo.create_schedule(MLP())
     sch["head"].checkpoint()
     scheduled = ModelSnapshot(sch.model)
@@ -158,10 +154,7 @@ def test_sealed_schedule_changes_no_more() -> None:
         (lambda: sch["layers.0"].checkpoint(), "apply checkpoint()"),
         (lambda: sch.untouched().__enter__(), "go back"),
     ):
-        assert _error(call, SealedError) == (
-            f"cannot {what}: the schedule was sealed by build()\n"
-            "  hint: apply every primitive before build(), or create a new schedule of a fresh model"
-        )
+        message(_error(call, SealedError), f"cannot {what}", "sealed by build()")
     sch.seal()  # again is fine
     assert_bit_identical(scheduled, sch.model)
     assert len(sch.records) == 1
@@ -246,7 +239,7 @@ def test_nested_rewinding_comes_back_to_where_it_was() -> None:
     sch.undo()
 
 
-def test_schedule_stays_as_it_is_while_rewound() -> None:
+def test_schedule_stays_as_it_is_while_rewound(message: Messages) -> None:
     model, before, sch = _scheduled_odd()
     records = sch.records
     with sch.untouched():
@@ -255,10 +248,7 @@ def test_schedule_stays_as_it_is_while_rewound() -> None:
             (lambda: sch["hooked"].checkpoint(), "apply checkpoint()"),
             (sch.seal, "seal"),
         ):
-            assert _error(call, SealedError) == (
-                f"cannot {what}: the schedule is taken back to step 0 for the time of a `with` block\n"
-                "  hint: leave the block of sch.untouched() or sch.rewound() first"
-            )
+            message(_error(call, SealedError), f"cannot {what}", "step 0", "sch.untouched()")
         assert_bit_identical(before, model)
     assert sch.records == records
     sch.undo(to=0)

@@ -11,6 +11,7 @@ from torch import nn
 import slapo_core as slapo
 from slapo_core.testing import run_ranks
 from tests.core.building_support import sgd
+from tests.messages import Messages
 
 
 def model() -> nn.Sequential:
@@ -38,13 +39,9 @@ def unfrozen(mesh: dict[str, int] | None) -> str:
 
 
 @pytest.mark.ranks
-def test_a_parameter_that_is_unfrozen_is_refused_on_replicas() -> None:
-    for text in run_ranks(unfrozen, {"dp": 2}, world_size=2):
-        assert text == (
-            "'0.bias' was unfrozen after the build: DistributedDataParallel would not average its gradient, and every "
-            "replica would train another value\n  hint: engine.save(directory); build a fresh engine of the model as "
-            "it is to be, and engine.load(directory)"
-        )
+def test_a_parameter_that_is_unfrozen_is_refused_on_replicas(message: Messages) -> None:
+    [text] = set(run_ranks(unfrozen, {"dp": 2}, world_size=2))
+    message(text, "'0.bias' was unfrozen", "engine.load(directory)")
 
 
 def test_one_process_trains_it() -> None:

@@ -46,9 +46,7 @@ def test_a_step_that_is_right_for_one_batch_size_only_is_found_and_blamed() -> N
     sch["fc"].replace(lambda old: OfOneSize(4, 4))
     error = failure(sch, torch.randn(3, 4))
     assert error.tensor == "output for a batch of 6"
-    assert error.message.startswith(
-        "the scheduled model differs from the untouched one, first in output for a batch of 6: it differs by up to "
-    )
+    assert ": it differs by up to " in error.message.splitlines()[0]
     assert [step.partition("(")[0] for step in error.steps] == ["#2 replace"]
 
 
@@ -103,7 +101,7 @@ def test_further_batches_are_compared_when_they_are_given() -> None:
     error = failure(sch, batch, more_batches=[torch.randn(2, 4), (1000.0 * torch.ones(2, 4),)])
     assert error.tensor == "output for batch 3"
     assert [step.partition("(")[0] for step in error.steps] == ["#2 replace"]
-    with pytest.raises(slapo.ArgumentError, match=r"the untouched model itself fails on the example inputs: Runtime"):
+    with pytest.raises(slapo.ArgumentError, match="untouched model itself fails"):
         slapo.verify(sch, batch, more_batches=[torch.randn(2, 5)])
 
 

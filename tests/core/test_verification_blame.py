@@ -96,18 +96,14 @@ def test_a_step_with_another_failure_is_not_blamed_for_the_first_tensor_that_dif
 
 def test_a_step_that_raises_elsewhere_is_not_blamed_for_an_exception() -> None:
     error = blame("raises in backward", "fine", "raises", "fine")
-    assert error.message.startswith(
-        "the scheduled model raises where the untouched one does not: ValueError: no forward here ("
-    )
+    assert ": ValueError: no forward here (" in error.message.splitlines()[0]
     assert error.steps == ("#6 wrap('raises') at 'layer.2.act'",)
     assert "likewise" not in error.message
 
 
 def test_an_exception_is_not_blamed_on_a_step_that_gives_other_numbers() -> None:
     error = blame("output", "raises in backward", "fine", "fine")
-    assert error.message.startswith(
-        "the scheduled model raises where the untouched one does not: TypeError: no backward here ("
-    )
+    assert ": TypeError: no backward here (" in error.message.splitlines()[0]
     assert error.steps == ("#4 wrap('raises in backward') at 'layer.1.act'",)
 
 

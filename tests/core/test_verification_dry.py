@@ -18,6 +18,7 @@ import slapo_core as slapo
 from slapo_core.spec.edit import Edit
 from slapo_core.spec.node import Node
 from tests.core.failing_ranks import INPUTS, Reduce, Split, net
+from tests.messages import Messages
 
 pytestmark = pytest.mark.ranks
 
@@ -91,7 +92,7 @@ def test_steps_are_tried_on_a_module_as_it_was_before_it_was_put_in() -> None:
     assert [step.partition("(")[0] for step in caught.value.steps] == ["#2 double"]
 
 
-def test_a_module_of_a_class_that_others_cannot_import_is_refused_with_the_way_out() -> None:
+def test_a_module_of_a_class_that_others_cannot_import_is_refused_with_the_way_out(message: Messages) -> None:
     class Local(nn.Linear):
         pass
 
@@ -100,10 +101,7 @@ def test_a_module_of_a_class_that_others_cannot_import_is_refused_with_the_way_o
     with pytest.raises(slapo.SerializationError) as caught:
         slapo.verify(sch, INPUTS)
     assert "but argument 'new_module' of #1 replace(" in caught.value.message
-    hint = caught.value.hint or ""
-    assert hint.startswith("define test_a_module_of_a_class_that_others_cannot_import_is_refused")
-    assert ".<locals>.Local at the top level of a module" in hint
-    assert hint.endswith("or launch the script on every rank instead: `torchrun --nproc-per-node 2 your_script.py`")
+    message(caught.value.hint, ".<locals>.Local at the top level", "`torchrun --nproc-per-node 2 your_script.py`")
 
 
 SCRIPT = """
@@ -138,7 +136,7 @@ if __name__ == "__main__":
     ("factor", "text"),
     [
         pytest.param("1", "verified: Net with 5 steps agrees", marks=pytest.mark.breadth),
-        ("2", "tried on fresh copies of the model:\n    #1 replace("),
+        ("2", ":\n    #1 replace("),
     ],
     ids=["right", "wrong"],
 )

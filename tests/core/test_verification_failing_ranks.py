@@ -112,11 +112,9 @@ def require_named(found: Found, case: str, step: str) -> None:
         assert isinstance(error, slapo.VerifyError), error
         assert error.rank == last
         first, blamed, named = error.message.splitlines()
-        assert first.startswith(
-            f"the scheduled model raises on rank {last} where the untouched one does not: "
-            f"ValueError: out of paint on rank {last} ("
-        )
-        assert blamed == "  the steps that do it, tried on fresh copies of the model:"
+        assert f" raises on rank {last} " in first
+        assert f": ValueError: out of paint on rank {last} (" in first
+        assert "the steps that do it" in blamed
         assert named.startswith(f"    #5 fail(({last},), {step}  (")
 
 
@@ -125,35 +123,35 @@ def require_named(found: Found, case: str, step: str) -> None:
 )
 def test_whatever_is_raised_is_told(case: str, text: str, found: Found) -> None:
     last = len(found) - 1
-    expected = f"the scheduled model raises on rank {last} where the untouched one does not: {text.format(last=last)}"
     for rank in found:
-        assert rank[case][0].message.startswith(expected)
+        first, *_ = rank[case][0].message.splitlines()
+        assert f" raises on rank {last} " in first
+        assert f": {text.format(last=last)}" in first
 
 
 def test_of_ranks_that_raise_the_same_the_first_one_is_named(found: Found) -> None:
     for rank in found:
-        message = rank["two ranks"][0].message
-        assert "raises on rank 0 where the untouched one does not: ValueError: out of paint on rank 0 (" in message
-        assert "Connection" not in message
-        assert f"#5 fail((0, {len(found) - 1}), phase='forward') at 'down'" in message
+        text = rank["two ranks"][0].message
+        assert " raises on rank 0 " in text
+        assert ": ValueError: out of paint on rank 0 (" in text
+        assert "Connection" not in text
+        assert f"#5 fail((0, {len(found) - 1}), phase='forward') at 'down'" in text
 
 
 def test_a_rank_that_leaves_out_a_collective_ends_the_others_wait(found: Found) -> None:
     for rank in found:
-        message = rank["left out"][0].message
-        assert "it waits in a collective, while rank" in message
-        assert "finished without entering it" in message
-        assert f"#5 leave_out(({len(found) - 1},)) at 'head'" in message
+        text = rank["left out"][0].message
+        assert "waits in a collective" in text
+        assert "finished without entering it" in text
+        assert f"#5 leave_out(({len(found) - 1},)) at 'head'" in text
 
 
 def test_a_rank_on_which_the_untouched_model_raises_is_named(found: Found) -> None:
     for rank in found:
         error = rank["untouched"][0]
         assert isinstance(error, slapo.ArgumentError), error
-        assert error.message.startswith(
-            f"the untouched model itself fails on the example inputs, on rank {len(found) - 1}: "
-            "ValueError: out of paint ("
-        )
+        assert error.message.startswith("the untouched model itself fails ")
+        assert f" on rank {len(found) - 1}: ValueError: out of paint (" in error.message
 
 
 def test_after_a_failure_verify_and_the_users_groups_work(found: Found, found_wide: Found) -> None:
@@ -178,7 +176,7 @@ def test_an_interrupted_rank_leaves_at_once_and_the_other_one_hears_of_it() -> N
     assert interrupted_rank == "interrupted"
     assert isinstance(other, slapo.RankFailedError)
     assert other.first == 1
-    assert other.message.startswith("the connection to another rank is lost; rank 1: KeyboardInterrupt: ")
+    assert "rank 1: KeyboardInterrupt: " in other.message
 
 
 def test_a_declared_mesh_names_the_rank_that_raised() -> None:

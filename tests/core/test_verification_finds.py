@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import slapo_core as slapo
 from slapo_core.spec.edit import Edit
 from slapo_core.spec.node import Node
+from tests.messages import Messages
 
 
 class Block(nn.Module):
@@ -139,11 +140,8 @@ def net() -> slapo.Schedule:
 
 def blamed(error: slapo.VerifyError) -> list[str]:
     """The steps in the message, if they are said to do it alone."""
-    text = error.message
-    if "the steps that do it, tried on fresh copies of the model:\n" not in text:
-        return []
-    lines = text.partition("tried on fresh copies of the model:\n")[2].splitlines()
-    return [line.strip().partition("  (")[0] for line in lines if line.startswith("    #")]
+    _, _, steps = error.message.partition("the steps that do it")
+    return [line.strip().partition("  (")[0] for line in steps.splitlines() if line.startswith("    #")]
 
 
 def test_another_function_is_found_in_the_output_and_its_step_and_line_are_named() -> None:
@@ -156,9 +154,9 @@ def test_another_function_is_found_in_the_output_and_its_step_and_line_are_named
     assert error.difference > error.tolerance > 0
     assert error.steps == ("#9 replace(ReLU()) at 'layer.2.act'",)
     first, allowed, *rest = error.message.splitlines()
-    assert first.startswith("the scheduled model differs from the untouched one, first in output: it differs by up to ")
+    assert ": it differs by up to " in first
     assert allowed == "  allowed: 1e-10 * max|reference| + 1e-12 * scale (float64, REORDERED)"
-    assert rest[0] == "  the steps that do it, tried on fresh copies of the model:"
+    assert "the steps that do it" in rest[0]
     assert rest[1].startswith("    #9 replace(ReLU()) at 'layer.2.act'  (")
     assert "test_verification_finds.py:" in rest[1]
     assert len(rest) == 2
@@ -203,35 +201,24 @@ def test_a_model_that_raises_says_what_and_who() -> None:
     sch["layer.1.act"].apply(Wrap("raises"))
     error = failure(sch)
     head = error.message.splitlines()[0]
-    assert (
-        head.startswith(
-            "the scheduled model raises where the untouched one does not: ValueError: no such luck (tests/core/"
-        )
-        or "ValueError: no such luck (" in head
-    )
+    assert ": ValueError: no such luck (" in head
+    assert "test_verification_finds.py:" in head
     assert blamed(error) == ["#9 wrap('raises') at 'layer.1.act'"]
     assert isinstance(error.__cause__, ValueError)
 
 
-def test_another_output_structure_is_named() -> None:
+def test_another_output_structure_is_named(message: Messages) -> None:
     sch = net()
     sch["bn"].apply(Wrap("tuple"))
     error = failure(sch)
-    assert error.message.splitlines()[0] == (
-        "the scheduled model differs from the untouched one, first in output: the output is another structure: "
-        "without output and with output[0], output[1] more"
-    )
+    message(error, "another structure", "output[0], output[1]")
 
 
-def test_an_output_of_another_shape_suggests_the_gather_that_is_missing() -> None:
+def test_an_output_of_another_shape_suggests_the_gather_that_is_missing(message: Messages) -> None:
     sch = slapo.create_schedule(nn.Sequential(nn.Linear(6, 8)))
     sch["0"].replace(lambda old: nn.Linear(6, 4), drop=["weight", "bias"])
     error = failure(sch)
-    assert error.message.splitlines()[0].endswith("first in output: its shape is (5, 4), not (5, 8)")
-    assert error.hint == (
-        'a gather along axis -1 is missing: .sync("fwd_post", "all_gather", axis=-1) on the module that gives this '
-        "output"
-    )
+    message(error, "(5, 4), not (5, 8)", "along axis -1")
 
 
 def test_a_wrong_buffer_update_is_found() -> None:
@@ -271,7 +258,7 @@ def test_recomputing_with_other_random_numbers_is_found_and_keeping_them_agrees(
             assert {entry.difference for entry in slapo.verify(sch, torch.randn(5, 6)).largest} == {0.0}
 
 
-def test_a_parameter_that_gets_no_gradient_any_more_is_found() -> None:
+def test_a_parameter_that_gets_no_gradient_any_more_is_found(message: Messages) -> None:
     class NoBias(nn.Linear):
         def forward(self, input: torch.Tensor) -> torch.Tensor:
             return nn.functional.linear(input, self.weight, self.bias.detach())
@@ -279,8 +266,7 @@ def test_a_parameter_that_gets_no_gradient_any_more_is_found() -> None:
     sch = net()
     sch["layer.3.fc2"].replace(lambda old: NoBias(8, 6))
     error = failure(sch)
-    assert error.message.splitlines()[0].endswith("first in gradient of layer.3.fc2.bias: it has no gradient")
-    assert error.hint == "the forward does not use it, or uses it detached"
+    message(error, "layer.3.fc2.bias: it has no gradient")
 
 
 def test_a_wrong_gradient_of_a_tied_weight_is_not_taken_for_one_near_the_output() -> None:
@@ -331,23 +317,22 @@ def test_a_step_that_repeats_a_live_module_is_never_tried_on_it() -> None:
     assert sch["layer.0.fc1"].module is wrong
 
 
-def test_missing_inputs_bad_inputs_and_bad_arguments_say_what_to_write() -> None:
+def test_missing_inputs_bad_inputs_and_bad_arguments_say_what_to_write(message: Messages) -> None:
     sch = net()
     with pytest.raises(slapo.ArgumentError) as caught:
         slapo.verify(sch)
-    assert caught.value.message == (
-        "verify needs one batch to run the model on: none was given, and the schedule has no example_inputs"
-    )
-    with pytest.raises(slapo.ArgumentError, match=r"example input '0' \(5, 6\) is on the meta device"):
+    message(caught, "one batch", "example_inputs")
+    with pytest.raises(slapo.ArgumentError) as caught:
         slapo.verify(sch, torch.randn(5, 6, device="meta"))
-    with pytest.raises(
-        slapo.ArgumentError, match=r"the untouched model itself fails on the example inputs: RuntimeError"
-    ):
+    message(caught, "'0' (5, 6)", "meta device")
+    with pytest.raises(slapo.ArgumentError, match="untouched model itself fails"):
         slapo.verify(sch, torch.randn(5, 7))
-    with pytest.raises(slapo.ArgumentError, match=r"steps must be 0 or a positive integer \(got -1\)"):
+    with pytest.raises(slapo.ArgumentError) as caught:
         slapo.verify(sch, torch.randn(5, 6), optimizer_steps=-1)
-    with pytest.raises(slapo.ArgumentError, match=r"rtol must not be negative \(got -1\.0\)"):
+    message(caught, "steps", "got -1")
+    with pytest.raises(slapo.ArgumentError) as caught:
         slapo.verify(sch, torch.randn(5, 6), rtol=-1.0)
+    message(caught, "rtol", "got -1.0")
     sch.seal()
     with pytest.raises(slapo.SealedError):
         slapo.verify(sch, torch.randn(5, 6))

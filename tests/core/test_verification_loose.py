@@ -47,9 +47,7 @@ def loose(**tolerance: float) -> slapo.Schedule:
 def test_a_mistake_that_the_tolerance_of_another_step_hides_is_found_and_blamed(tolerance: dict[str, float]) -> None:
     sch = loose(**tolerance)
     sch["3"].replace(of(Scaled))
-    with pytest.raises(
-        slapo.VerifyError, match=r"compared without #1, because the tolerance of approximate steps"
-    ) as e:
+    with pytest.raises(slapo.VerifyError, match="compared without #1") as e:
         slapo.verify(sch, torch.randn(5, 6))
     assert [step.partition("(")[0] for step in e.value.steps] == ["#3 replace"]
     assert e.value.tensor == "output"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from slapo_core.spec.edit import Edit
 from slapo_core.spec.layout import Layout
 from slapo_core.spec.node import Node
 from slapo_core.verification import VerifyReport
+from tests.messages import Messages
 
 pytestmark = pytest.mark.ranks
 
@@ -213,12 +215,11 @@ def test_a_missing_forward_reduction_is_found_and_its_layer_is_named(cases: dict
     assert isinstance(first, slapo.VerifyError)
     assert (first.message, first.rank, first.tensor) == (second.message, 0, "output")
     lines = first.message.splitlines()
-    assert lines[2] == "  a step is missing at these, tried on fresh copies of the model:"
+    assert "a step is missing" in lines[2]
     assert lines[3].startswith("    #6 split(('weight',), axis=1) at 'layer.1.down'  (")
     assert "test_verification_ranks.py:" in lines[3]
-    assert lines[4:] == [  # the other layers have it
-        "  suggestion, tried on a copy, which then agrees: add sch['layer.1.down'].reduce('forward')"
-    ]
+    [suggestion] = lines[4:]
+    assert suggestion.endswith("add sch['layer.1.down'].reduce('forward')")  # the other layers have it
 
 
 def test_a_missing_backward_reduction_is_found_in_the_gradients_below_it(cases: dict[str, tuple[Any, Any]]) -> None:
@@ -230,48 +231,39 @@ def test_a_missing_backward_reduction_is_found_in_the_gradients_below_it(cases: 
     assert "'layer.0.up'" not in first.message
 
 
-def test_a_missing_gather_is_found_by_the_shape_of_the_output(cases: dict[str, tuple[Any, Any]]) -> None:
+def test_a_missing_gather_is_found_by_the_shape_of_the_output(
+    cases: dict[str, tuple[Any, Any]], message: Messages
+) -> None:
     first, _ = cases["no gather"]
-    assert "first in output on rank 0: its shape is (2, 5, 2), not (2, 5, 4)" in first.message
-    assert first.hint.startswith("a gather along axis -1 is missing: .sync(")
-    assert first.message.splitlines()[-1].strip().startswith("#13 split(('weight', 'bias'), axis=0) at 'head'")
+    assert (first.rank, first.tensor) == (0, "output")
+    message(
+        first, "(2, 5, 2), not (2, 5, 4)", "#13 split(('weight', 'bias'), axis=0) at 'head'", "gather along axis -1"
+    )
 
 
 def test_a_piece_that_is_wrong_on_one_rank_only_is_told_to_all(cases: dict[str, tuple[Any, Any]]) -> None:
     first, second = cases["wrong piece"]
     assert isinstance(first, slapo.VerifyError)
     assert first.message == second.message
-    assert first.message.splitlines()[-1] == (
-        "  no step does it: the same steps on a fresh copy of the untouched model agree with it, so the scheduled "
-        "model, or its weights, were changed outside of the schedule"
-    )
+    assert "no step does it" in first.message.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
-    ("differ", "start"),
+    ("differ", "words"),
     [
-        ("inputs", "example input '0':\n  rank 0: (2, 5), torch.int64, checksum "),
-        ("weights", "'embed.weight' of the untouched model:\n  rank 0: (11, 8), torch.float32, checksum "),
-        (
-            "steps",
-            "step 12:\n  rank 0: mini.reduce(direction='forward') at 'layer.2.down', from tests local\n"
-            "  rank 1: (nothing)",
-        ),
-        ("options", "optimizer_steps given to verify:\n  rank 0: 0\n  rank 1: 1"),
+        ("inputs", ("'0'", "rank 0: (2, 5), torch.int64, checksum")),
+        ("weights", ("'embed.weight'", "rank 0: (11, 8), torch.float32, checksum")),
+        ("steps", ("step 12", "rank 0: mini.reduce(direction='forward') at 'layer.2.down'", "rank 1: (nothing)")),
+        ("options", ("optimizer_steps", "rank 0: 0\n  rank 1: 1")),
     ],
 )
 def test_ranks_that_disagree_are_told_so_on_every_rank(
-    differ: str, start: str, cases: dict[str, tuple[Any, Any]]
+    differ: str, words: tuple[str, ...], cases: dict[str, tuple[Any, Any]], message: Messages
 ) -> None:
     first, second = cases[differ]
     assert isinstance(first, slapo.RankMismatchError)
     assert first.message == second.message
-    assert first.message.startswith(f"ranks disagree about {start}")
-    assert first.hint == (
-        "run the same script on the same installation on every rank"
-        if differ == "steps"
-        else "make every rank build the same model (torch.manual_seed), and call verify with the same arguments"
-    )
+    message(re.sub(r"checksum \w+", "checksum", str(first)), *words)
 
 
 def test_an_argument_that_every_process_shows_in_its_own_way_is_no_disagreement(
@@ -308,7 +300,7 @@ def test_a_mesh_over_a_part_of_the_processes_is_verified_as_often_as_one_likes()
 def test_a_rank_without_inputs_stops_the_others_too(cases: dict[str, tuple[Any, Any]]) -> None:
     first, second = cases["missing inputs"]
     assert isinstance(first, slapo.VerifyError)
-    assert first.message.startswith("rank 1 could not start: ArgumentError: verify needs one batch")
+    assert first.message.startswith("rank 1 could not start: ArgumentError: ")
     assert isinstance(second, slapo.ArgumentError)
 
 
@@ -328,22 +320,14 @@ def test_a_declared_mesh_starts_its_processes_and_finds_the_same() -> None:
     assert "#6 split(('weight',), axis=1) at 'layer.1.down'" in caught.value.message
 
 
-def test_a_declared_mesh_and_a_step_that_cannot_be_sent_says_what_to_launch() -> None:
+def test_a_declared_mesh_and_a_step_that_cannot_be_sent_says_what_to_launch(message: Messages) -> None:
     sch = slapo.create_schedule(net(), mesh={"tp": 2})
     sch["layer.0.act"].replace(lambda old: nn.ReLU())
     with pytest.raises(slapo.SerializationError) as caught:
         slapo.verify(sch, IDS)
-    assert caught.value.message.startswith(
-        "verify has to repeat this schedule in 2 processes, because its mesh is only declared, but argument "
-        "'new_module' of #1 replace("
-    )
-    assert " cannot be sent to another process: " in caught.value.message
-    assert caught.value.hint == (
-        "define test_a_declared_mesh_and_a_step_that_cannot_be_sent_says_what_to_launch.<locals>.<lambda> at the top "
-        "level of a module, by its own name (no lambda, nothing inside of a function), and give what it needs as "
-        "arguments (functools.partial); or launch the script on every rank instead: "
-        "`torchrun --nproc-per-node 2 your_script.py`"
-    )
+    for word in ("2 processes", "argument 'new_module' of #1 replace(", " cannot be sent to another process: "):
+        assert word in caught.value.message  # with pickle's reason
+    message(caught.value.hint, "<locals>.<lambda> at the top level", "`torchrun --nproc-per-node 2 your_script.py`")
 
 
 def test_a_declared_mesh_verifies_a_model_with_tensors_on_the_meta_device_and_real_ones() -> None:

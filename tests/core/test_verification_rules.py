@@ -185,7 +185,7 @@ def test_steps_that_fail_only_together_are_given_together_and_otherwise_the_near
     steps = records("encoder.a", "encoder.b", "decoder.c", "decoder.d", "head")
     blame = search(steps, {1, 2, 3, 4}, near="decoder.c")
     assert ([record.index for record in blame.records], blame.proven, blame.among) == ([3], False, 4)
-    assert str(blame).startswith("  the cause is not known: 4 steps fail only together, as far as ")
+    assert "the cause is not known: 4 steps" in str(blame)
 
 
 def sized(guilty: dict[int, float], *, units: Sequence[set[int]] = ()) -> Callable[[Sequence[slapo.Record]], Outcome]:
@@ -225,10 +225,8 @@ def test_a_step_that_a_plugin_suggests_is_told_when_the_schedule_agrees_with_it(
 
     wrong, right = (Suggestion((Change(path, Step()),)) for path in ("layer.0.e", "layer.0.norm"))
     blame = find_steps(steps, try_steps, near=None, suggest=lambda: [wrong, right])
-    assert str(blame).splitlines()[0] == "  a step is missing at these, tried on fresh copies of the model:"
-    assert str(blame).splitlines()[-1] == (
-        "  suggestion, tried on a copy, which then agrees: add sch['layer.0.norm'].step()"
-    )
+    assert "a step is missing" in str(blame).splitlines()[0]
+    assert str(blame).splitlines()[-1].endswith("add sch['layer.0.norm'].step()")
     assert find_steps(steps, try_steps, near=None, suggest=lambda: [wrong]).suggestion is None
 
 

@@ -12,6 +12,7 @@ from torch import nn
 import slapo_core as slapo
 from slapo_core.spec.edit import Edit
 from slapo_core.spec.node import Node
+from tests.messages import Messages
 
 ONE_SAMPLE = (
     "a batch of 1 was not compared, because the untouched model raises: ValueError: Expected more than 1 value per "
@@ -121,23 +122,17 @@ def test_what_shows_only_in_a_later_call_is_found_and_blamed(mistake: str, path:
     sch[path].apply(Wrap(mistake))
     error = failure(sch)
     assert error.tensor == tensor
-    assert error.message.startswith(
-        f"the scheduled model differs from the untouched one, first in {tensor}: it differs"
-    )
+    assert ": it differs" in error.message.splitlines()[0]
     assert error.steps == (f"#2 wrap('{mistake}') at '{path}'",)
 
 
 @pytest.mark.parametrize(("path", "name"), [("fc1", "weight"), ("unused", "bias")])
-def test_freezing_a_parameter_without_saying_so_is_found_and_blamed(path: str, name: str) -> None:
+def test_freezing_a_parameter_without_saying_so_is_found_and_blamed(path: str, name: str, message: Messages) -> None:
     sch = slapo.create_schedule(Net())
     sch["fc2"].checkpoint()
     sch[path].apply(Freeze(name, says_so=False))
     error = failure(sch)
-    assert error.message.splitlines()[:3] == [
-        f"parameter {path}.{name} is frozen in the scheduled model, and the step that froze it did not say so",
-        "  the steps that do it, tried on fresh copies of the model:",
-        error.message.splitlines()[2],
-    ]
+    message(error, f"parameter {path}.{name}", "frozen in the scheduled model")
     assert error.steps == (f"#2 freeze('{name}', says_so=False) at '{path}'",)
     assert (error.path, error.tensor) == (path, f"{path}.{name}")
     assert error.hint == f"edit.set_requires_grad(node, '{name}', False)"
@@ -194,15 +189,12 @@ def partly_frozen() -> Net:
 
 @pytest.mark.parametrize("path", ["fc1", "unused"])
 @pytest.mark.parametrize("way", ["the same object", "another object"])
-def test_unfreezing_a_parameter_without_saying_so_is_found_and_blamed(path: str, way: str) -> None:
+def test_unfreezing_a_parameter_without_saying_so_is_found_and_blamed(path: str, way: str, message: Messages) -> None:
     sch = slapo.create_schedule(partly_frozen())
     sch["fc2"].checkpoint()
     sch[path].apply(Unfreeze(way))
     error = failure(sch)
-    assert error.message.splitlines()[0] == (
-        f"parameter {path}.weight is frozen in the untouched model and trained in the scheduled one, and the step that "
-        "unfroze it did not say so"
-    )
+    message(error, f"parameter {path}.weight", "frozen in the untouched model")
     assert error.steps == (f"#2 unfreeze('{way}') at '{path}'",)
     assert error.hint == "edit.set_requires_grad(node, 'weight', True)"
 

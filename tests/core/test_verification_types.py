@@ -165,9 +165,7 @@ def test_code_that_raises_in_the_models_own_type_only_is_found_and_blamed() -> N
     sch = slapo.create_schedule(three_layers(torch.float32))
     sch["0"].checkpoint()
     sch["2"].replace(branching(torch.float32, "raises", torch.float32))
-    with pytest.raises(
-        slapo.VerifyError, match="raises where the untouched one does not: ValueError: no kernel"
-    ) as caught:
+    with pytest.raises(slapo.VerifyError, match="ValueError: no kernel") as caught:
         slapo.verify(sch, torch.randn(3, 4))
     (step,) = caught.value.steps
     assert step.startswith("#2 replace(")

@@ -9,6 +9,7 @@ from torch import nn
 import slapo_core as slapo
 from slapo_core.ranks.launcher import preload_modules, run_ranks
 from tests.core.building_support import MODELS, on_meta, real, split
+from tests.messages import Messages
 
 preload_modules("transformers.models.bert.modeling_bert", "transformers.models.gpt2.modeling_gpt2")
 
@@ -157,18 +158,14 @@ class Scale(nn.Module):
         return x * self.factor + self.offset
 
 
-def test_what_only_a_constructor_fills_is_refused_by_name_and_the_schedule_stays_usable() -> None:
+def test_what_only_a_constructor_fills_is_refused_by_name_and_the_schedule_stays_usable(message: Messages) -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(3, 3), Scale())
     before = list(model.parameters())
     schedule = slapo.create_schedule(model)
     with pytest.raises(slapo.WeightsError) as error:
         slapo.build(schedule)
-    assert str(error.value) == (
-        "2 tensors on the meta device cannot be initialised, because no reset_parameters() or _init_weights() fills "
-        "them: 1.factor, 1.offset\n"
-        '  hint: pass weights="dir/with/safetensors", or build the model on the CPU instead of the meta device'
-    )
+    message(error, "2 tensors", "1.factor, 1.offset", "weights=")
     assert not schedule.is_sealed
     assert all(now is then for now, then in zip(model.parameters(), before, strict=True))
     weights = nn.Sequential(nn.Linear(3, 3), Scale()).state_dict()
@@ -193,18 +190,16 @@ class Raising(Partial):
 def test_a_tensor_that_is_only_partly_written_is_refused() -> None:
     with torch.device("meta"):
         model = nn.Sequential(Partial())
-    with pytest.raises(slapo.WeightsError, match=r"^a tensor on the meta device cannot be .*: 0\.weight"):
+    with pytest.raises(slapo.WeightsError, match=r"^a tensor .*: 0\.weight"):
         slapo.build(slapo.create_schedule(model))
 
 
-def test_an_initialiser_that_raises_is_named() -> None:
+def test_an_initialiser_that_raises_is_named(message: Messages) -> None:
     with torch.device("meta"):
         model = nn.Sequential(Raising())
     with pytest.raises(slapo.WeightsError) as error:
         slapo.build(slapo.create_schedule(model))
-    assert error.value.message == (
-        "'0.weight' cannot be initialised: Raising.reset_parameters() of '0' raised ValueError: not today"
-    )
+    message(error, "'0.weight'", "Raising.reset_parameters()", "ValueError: not today")
     assert isinstance(error.value.__cause__, ValueError)
 
 

@@ -13,6 +13,7 @@ from slapo_core.primitives.replace import Replace
 from slapo_core.ranks.launcher import run_ranks
 from slapo_core.weights.state import load_reference_state_dict, reference_state_dict
 from tests.core.building_support import on_meta, real, split
+from tests.messages import Messages
 
 NAMES = ["gpt2", "bert", "t5", "llama", "cnn"]
 
@@ -80,14 +81,15 @@ def gated(model: nn.Module) -> slapo.Schedule:
     return schedule
 
 
-def test_renamed_parameters_go_out_under_their_old_name_and_dropped_ones_keep_the_untouched_value() -> None:
+def test_renamed_parameters_go_out_under_their_old_name_and_dropped_ones_keep_the_untouched_value(
+    message: Messages,
+) -> None:
     plain = real("mlp").state_dict()
     engine = slapo.build(gated(real("mlp")))
     with pytest.warns(UserWarning, match="^not in the state dict") as caught:
         state = engine.state_dict()
-    assert [str(warning.message) for warning in caught] == [
-        "not in the state dict, because the untouched model has no such tensor: fc1.gate"
-    ]
+    assert len(caught) == 1
+    message(caught[0].message, "no such tensor: fc1.gate")
     assert list(state) == list(plain)
     assert all(torch.equal(state[key], plain[key]) for key in plain)
     with warnings.catch_warnings():
@@ -114,13 +116,13 @@ def test_on_meta_what_is_carried_dropped_and_added_gets_its_values() -> None:
     assert all(torch.equal(tensor, weights[key]) for key, tensor in loaded.state_dict().items())
 
 
-def test_a_state_dict_that_does_not_fit_changes_nothing() -> None:
+def test_a_state_dict_that_does_not_fit_changes_nothing(message: Messages) -> None:
     engine = slapo.build(slapo.create_schedule(real("mlp")))
     before = engine.state_dict()
     wrong = {**real("mlp", seed=5).state_dict(), "fc2.bias": torch.ones(4)}
     with pytest.raises(slapo.WeightsError) as error:
         engine.load_state_dict(wrong)
-    assert error.value.message == "the weights given do not fit the model:\n  - unexpected: fc2.bias (4,)"
+    message(error, "unexpected: fc2.bias (4,)")
     assert all(torch.equal(tensor, before[key]) for key, tensor in engine.state_dict().items())
 
 

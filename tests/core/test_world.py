@@ -19,6 +19,7 @@ from slapo_core.ranks.world import World, together
 from slapo_core.schedule.agreement import schedule_facts
 from slapo_core.spec.mesh import Mesh, declare_mesh
 from tests.core.building_support import real
+from tests.messages import Messages
 
 
 def error_of(function: Any, *args: Any, **kwargs: Any) -> str:
@@ -76,28 +77,25 @@ def mesh_fact(mesh: Mesh | None) -> str | None:
 
 
 @pytest.mark.ranks
-def test_the_ranks_of_a_mesh_hear_of_each_other() -> None:
+def test_the_ranks_of_a_mesh_hear_of_each_other(message: Messages) -> None:
     every = run_ranks(whole_world, world_size=4, timeout=60)
     for rank, found in enumerate(every):
         assert found["ranks"] == (0, 1, 2, 3)
         assert found["gathered"] == ["", "x", "xx", "xxx"]
         assert found["failures"] == [0, 2]
-        if rank == 2:
-            assert found["failing fact"] == "ValueError: out of paint"
-        else:
-            assert found["failing fact"].startswith(
-                "RankMismatchError: rank 2 cannot be compared with the others: ValueError: out of paint ("
-            )
-        own = rank == 3
-        assert found["together"] == (
-            "ValueError: out of paint" if own else "BuildError: painting failed on rank 3: ValueError: out of paint"
-        )
-        start = "RankMismatchError: ranks disagree about the seed:\n"
+        assert (found["failing fact"] == "ValueError: out of paint") == (rank == 2)
+        assert (found["together"] == "ValueError: out of paint") == (rank == 3)
         assert found["by replica"] == found["transposed, by column"] == found["without the dimension"] == "fine"
-        assert found["by rank"] == f"{start}  rank 0: 0\n  rank 1: 1\n  hint: one seed"
-        assert found["transposed, by row"] == f"{start}  rank 0: 0\n  rank 2: 1\n  hint: one seed"
         assert found["sizes alone"] == "{'dp': 2, 'tp': 2}"
         assert found["unusual order"] == "{'dp': 2, 'tp': 2} of the ranks [[0, 2], [1, 3]]"
+    for case, ranks, words in (
+        ("failing fact", (0, 1, 3), ("RankMismatchError: rank 2", "ValueError: out of paint (")),
+        ("together", (0, 1, 2), ("BuildError", "failed on rank 3: ValueError: out of paint")),
+        ("by rank", range(4), ("RankMismatchError", "rank 0: 0\n  rank 1: 1\n  hint: one seed")),
+        ("transposed, by row", range(4), ("RankMismatchError", "rank 0: 0\n  rank 2: 1\n  hint: one seed")),
+    ):
+        [text] = {every[rank][case] for rank in ranks}
+        message(text, *words)
 
 
 def part_of_the_world() -> list[Any]:
@@ -116,13 +114,15 @@ def part_of_the_world() -> list[Any]:
 
 
 @pytest.mark.ranks
-def test_a_mesh_over_a_part_of_the_processes_asks_only_that_part_as_often_as_it_likes() -> None:
+def test_a_mesh_over_a_part_of_the_processes_asks_only_that_part_as_often_as_it_likes(message: Messages) -> None:
     outside, first, second = run_ranks(part_of_the_world, world_size=3, timeout=60)
     both = ["value 1", "value 2"]
-    differ = "RankMismatchError: ranks disagree about the seed:\n  rank 1: 1\n  rank 2: 2\n  hint: one seed"
     assert outside == []
-    assert first == [both] * 3 + [(1, 2), "BuildError: painting failed on rank 2: ValueError: out of paint", differ]
-    assert second == [both] * 3 + [(1, 2), "ValueError: out of paint", differ]
+    assert first[:4] == second[:4] == [both] * 3 + [(1, 2)]
+    assert second[4] == "ValueError: out of paint"
+    message(first[4], "BuildError", "failed on rank 2: ValueError: out of paint")
+    assert first[5:] == second[5:]
+    message(*first[5:], "RankMismatchError", "rank 1: 1\n  rank 2: 2\n  hint: one seed")
 
 
 def never() -> Iterator[RankFact]:
@@ -164,20 +164,21 @@ def blocks_within_a_block(fails: str) -> str:
     return "fine"
 
 
-def test_a_rank_that_fails_anywhere_in_a_block_of_blocks_ends_the_others() -> None:
-    told = [run_ranks(blocks_within_a_block, fails, world_size=2) for fails in ("before", "inside", "hidden", "after")]
-    assert [rank_0 for rank_0, _ in told] == [
-        "a part failed on rank 1: ValueError: rank 1 before the inner block",
-        "a part failed on rank 1: ValueError: rank 1 inside the inner block",
-        "a part failed on rank 1: ValueError: rank 1 inside the inner block",
-        "the whole failed on rank 1: ValueError: rank 1 after the inner block",
-    ]
-    assert [rank_1 for _, rank_1 in told] == [
-        "rank 1 before the inner block",
-        "rank 1 inside the inner block",
-        "the whole went on after a failure that ended the other ranks",
-        "rank 1 after the inner block",
-    ]
+@pytest.mark.ranks
+def test_a_rank_that_fails_anywhere_in_a_block_of_blocks_ends_the_others(message: Messages) -> None:
+    for fails, block, reason in (
+        ("before", "a part", "rank 1 before the inner block"),
+        ("inside", "a part", "rank 1 inside the inner block"),
+        ("hidden", "a part", "rank 1 inside the inner block"),
+        ("after", "the whole", "rank 1 after the inner block"),
+    ):
+        rank_0, rank_1 = run_ranks(blocks_within_a_block, fails, world_size=2)
+        assert rank_0.startswith(block)
+        assert rank_0.endswith(f" on rank 1: ValueError: {reason}")
+        if fails == "hidden":
+            message(rank_1, "the whole went on")
+        else:
+            assert rank_1 == reason
     assert run_ranks(blocks_within_a_block, "nowhere", world_size=2) == ["fine", "fine"]
 
 

@@ -22,11 +22,13 @@ def one(fake_distributions: FakeEnvironment) -> FakeEnvironment:
     return fake_distributions
 
 
+@pytest.mark.slow
 def test_the_version_is_that_of_the_distribution(one: FakeEnvironment) -> None:
     done = one.slapo("--version")
     assert (done.returncode, done.stdout) == (0, f"slapo-core {core_version()}\n")
 
 
+@pytest.mark.slow
 def test_the_json_has_one_object_a_distribution_and_sorted_keys(one: FakeEnvironment) -> None:
     one.install(FakeDistribution("bad-slapo", None, {"slapo.v1.primitives": {"bad.x": "b:X"}}))
     done = one.slapo("plugins", "list", "--json")
@@ -61,6 +63,7 @@ def test_the_json_has_one_object_a_distribution_and_sorted_keys(one: FakeEnviron
     assert plugins["bad-slapo"]["primitives"] == ["bad.x"]
 
 
+@pytest.mark.slow
 def test_the_table_is_plain_text_in_a_pipe(one: FakeEnvironment) -> None:
     done = one.slapo("plugins", "list", "--kind", "primitives", environ=QUIET)
     lines = {line.split()[0]: line for line in done.stdout.splitlines() if line}
@@ -70,6 +73,7 @@ def test_the_table_is_plain_text_in_a_pipe(one: FakeEnvironment) -> None:
     assert "\x1b" not in done.stdout
 
 
+@pytest.mark.slow
 def test_strict_fails_for_a_plugin_that_is_not_ok(one: FakeEnvironment) -> None:
     assert one.slapo("plugins", "list", "--strict", environ=QUIET).returncode == 0
     one.install(FakeDistribution("bad-slapo", None, {"slapo.v1.primitives": {"bad.x": "b:X"}}))
@@ -78,6 +82,7 @@ def test_strict_fails_for_a_plugin_that_is_not_ok(one: FakeEnvironment) -> None:
     assert one.slapo("plugins", "list", "--strict", environ={"SLAPO_DISABLE_PLUGINS": "bad-slapo"}).returncode == 0
 
 
+@pytest.mark.slow
 def test_a_wrong_setting_is_shown_with_the_list(one: FakeEnvironment) -> None:
     environ = {"SLAPO_DISABLE_PLUGINS": "acme-slpo"}
     done = one.slapo("plugins", "list", environ=environ)
@@ -94,6 +99,7 @@ def test_a_wrong_setting_is_shown_with_the_list(one: FakeEnvironment) -> None:
         assert (done.returncode, done.stdout, done.stderr) == (1, "", f"error: {message}\n")
 
 
+@pytest.mark.slow
 def test_show_tells_everything_about_one_plugin(one: FakeEnvironment) -> None:
     done = one.slapo("plugins", "show", "Acme_Slapo")
     assert done.returncode == 0, done.stderr
@@ -108,6 +114,7 @@ def test_show_tells_everything_about_one_plugin(one: FakeEnvironment) -> None:
     assert json.loads(one.slapo("plugins", "show", "acme-slapo", "--json").stdout)["state"] == "ok"
 
 
+@pytest.mark.slow
 def test_what_a_plugin_provides_and_this_version_does_not_use_is_shown(fake_distributions: FakeEnvironment) -> None:
     points = {"slapo.v1.templates": {"fast": "fast_slapo:Fast"}}
     fake_distributions.install(FakeDistribution("fast-slapo", entry_points=points))
@@ -120,6 +127,7 @@ def test_what_a_plugin_provides_and_this_version_does_not_use_is_shown(fake_dist
     assert fake_distributions.slapo("plugins", "check", "fast-slapo").returncode == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["acme", "acme-slap"])
 def test_show_of_an_unknown_plugin_suggests_and_fails(one: FakeEnvironment, name: str) -> None:
     done = one.slapo("plugins", "show", name)
@@ -127,6 +135,7 @@ def test_show_of_an_unknown_plugin_suggests_and_fails(one: FakeEnvironment, name
     assert done.stderr.startswith(f"error: no plugin '{name}' is installed\n  hint: did you mean acme-slapo")
 
 
+@pytest.mark.slow
 def test_primitives_lists_without_importing_and_shows_one_with_its_arguments(one: FakeEnvironment) -> None:
     one.install(acme("sick-slapo", namespace="sick", bare="cut", before=("1 / 0",)))
     done = one.slapo("primitives")
@@ -152,6 +161,7 @@ def test_primitives_lists_without_importing_and_shows_one_with_its_arguments(one
     assert "primitive 'sick.cut' of sick-slapo 1.0 (sick_slapo:Thing) could not be imported" in done.stderr
 
 
+@pytest.mark.slow
 def test_primitives_hides_a_bare_name_that_means_several_things(one: FakeEnvironment) -> None:
     one.install(acme("beta-slapo", namespace="beta"))
     rows = [line.split() for line in one.slapo("primitives").stdout.splitlines()]
@@ -160,6 +170,7 @@ def test_primitives_hides_a_bare_name_that_means_several_things(one: FakeEnviron
     assert "'pad' may be acme.pad or beta.pad" in one.slapo("plugins", "list").stdout
 
 
+@pytest.mark.slow
 def test_dialects_are_listed_without_importing(fake_distributions: FakeEnvironment) -> None:
     points = {"slapo.v1.dialects": {"acme": "acme_nothing:Dialect"}}
     fake_distributions.install(FakeDistribution("acme-slapo", entry_points=points))
@@ -186,6 +197,7 @@ class Sum(slapo.Pattern):
 """
 
 
+@pytest.mark.slow
 def test_patterns_are_listed_without_importing_and_shown_with_their_forms(fake_distributions: FakeEnvironment) -> None:
     points = {"slapo.v1.patterns": {"acme.sum": "acme_slapo:Sum", "acme.gone": "acme_nothing:Gone"}}
     fake_distributions.install(FakeDistribution("acme-slapo", "1.0", points, {"acme_slapo": PATTERN}))
@@ -205,6 +217,7 @@ def test_patterns_are_listed_without_importing_and_shown_with_their_forms(fake_d
     assert "did you mean 'acme.sum'?" in missing.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [("plugins", "list", "--kind", "primitive"), ("plugins", "lst"), ("--no-such",)])
 def test_wrong_usage_exits_with_2(one: FakeEnvironment, arguments: tuple[str, ...]) -> None:
     done = one.slapo(*arguments)
@@ -212,6 +225,7 @@ def test_wrong_usage_exits_with_2(one: FakeEnvironment, arguments: tuple[str, ..
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "openpty"), reason="needs a pseudo-terminal")
 def test_a_terminal_gets_a_rich_table(one: FakeEnvironment) -> None:
     code = (
@@ -225,6 +239,7 @@ def test_a_terminal_gets_a_rich_table(one: FakeEnvironment) -> None:
     assert "acme-slapo" in done.stdout
 
 
+@pytest.mark.slow
 def test_text_from_a_plugin_cannot_control_the_terminal(one: FakeEnvironment) -> None:
     one.install(FakeDistribution("rude", "1.0", files={"METADATA": b"Name: rude\nVersion: 1\x1b[31m\n"}))
     info = one.directory / "rude-1.0.dist-info"

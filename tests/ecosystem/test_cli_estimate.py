@@ -66,6 +66,7 @@ ESTIMATE = ("estimate", "tiny_estimated:make_model", "--loss", "tiny_estimated:l
 BATCH = ("--batch", "x=4x16:float32", "--batch", "mask=4:int64")
 
 
+@pytest.mark.slow
 def test_an_estimate_is_printed_as_tables_and_as_json(here: Path) -> None:
     words = (*ESTIMATE, "--schedule", "tiny_estimated:schedule", "--mesh", "dp=2,tp=2", *BATCH, "--device", "h100")
     done = run(*words, "--json")
@@ -90,6 +91,7 @@ def test_an_estimate_is_printed_as_tables_and_as_json(here: Path) -> None:
     assert run(*words, "--each").stdout.count("#4 sync('forward') at 'layers.1'") == 1
 
 
+@pytest.mark.slow
 def test_a_step_that_does_not_fit_is_a_failure(here: Path) -> None:
     done = run(*ESTIMATE, "--batch", "tiny_estimated:batch", "--optimizer", "SGD", "--memory", "1KiB")
     assert done.exit_code == 1
@@ -148,6 +150,7 @@ def test_a_device_survives_its_file_and_every_fault_in_it_is_named(tmp_path: Pat
     assert caught.value.message == "the device has no 'flops'"
 
 
+@pytest.mark.slow
 def test_this_machine_is_measured() -> None:
     told: list[str] = []
     device = measure_device(ranks=2, dtypes=("float32",), size=64, tell=told.append)

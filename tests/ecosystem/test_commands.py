@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from slapo_core.cli.main import make_app
 from slapo_core.spec.reserved import RESERVED_COMMANDS
 from slapo_core.testing.distributions import FakeDistribution, FakeEnvironment
@@ -44,6 +46,7 @@ def sums(
     return FakeDistribution(name, "1.0", {"slapo.v1.commands": {command: f"{module}:Sums"}}, {module: source})
 
 
+@pytest.mark.slow
 def test_a_command_is_listed_without_being_imported_and_runs(fake_distributions: FakeEnvironment) -> None:
     fake_distributions.install(sums(fake_distributions))
     sentinel = fake_distributions.directory / "acme_slapo.imported"
@@ -64,6 +67,7 @@ def test_a_command_is_listed_without_being_imported_and_runs(fake_distributions:
     assert fake_distributions.slapo("sums", "subtract").returncode == 2
 
 
+@pytest.mark.slow
 def test_a_command_that_cannot_be_used_says_why(fake_distributions: FakeEnvironment) -> None:
     fake_distributions.install(
         sums(fake_distributions, "broken-slapo", "broken"),

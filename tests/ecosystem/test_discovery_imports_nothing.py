@@ -30,6 +30,7 @@ print(len(opened), ",".join(heavy), file=sys.stderr)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [0, 100])
 def test_listing_reads_little_and_imports_no_plugin(
     count: int, fake_distributions: FakeEnvironment, tmp_path: Path
@@ -47,6 +48,7 @@ def test_listing_reads_little_and_imports_no_plugin(
     assert count <= int(reads) <= READS * count
 
 
+@pytest.mark.slow
 def test_the_sentinel_can_fail(fake_distributions: FakeEnvironment, tmp_path: Path) -> None:
     sentinel = tmp_path / "imported"
     fake_distributions.install(*crowd(1, sentinel))

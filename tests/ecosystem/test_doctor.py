@@ -36,6 +36,7 @@ def problems(environment: FakeEnvironment, *, ask: tuple[str, ...] = (), **optio
     return diagnose(environment.registry(with_installed=False, core="0.1.0", **options), ask=ask).problems
 
 
+@pytest.mark.slow
 def test_a_healthy_environment_has_no_problems_and_exit_status_0(fake_distributions: FakeEnvironment) -> None:
     fake_distributions.install(acme())
     done = fake_distributions.slapo("doctor", environ={"SLAPO_PLUGINS": "acme-slapo"})
@@ -52,6 +53,7 @@ def test_a_healthy_environment_has_no_problems_and_exit_status_0(fake_distributi
     assert facts["plugin acme-slapo"] == f"1.0 ok ({fake_distributions.directory}/acme_slapo-1.0.dist-info)"
 
 
+@pytest.mark.slow
 def test_json_has_the_same_facts_and_problems_and_exit_status_1(fake_distributions: FakeEnvironment) -> None:
     fake_distributions.install(FakeDistribution("bad-slapo", None, {"slapo.v1.primitives": {"bad.x": "b:X"}}))
     done = fake_distributions.slapo("doctor", "--json", environ={"OMP_NUM_THREADS": "999999"})
@@ -190,6 +192,7 @@ def test_only_plugins_that_are_named_are_asked(fake_distributions: FakeEnvironme
 FACT = "from slapo_core import Fact\n@hookimpl\ndef slapo_doctor():\n    return [Fact('network', 'eth0')]\n"
 
 
+@pytest.mark.slow
 def test_a_fact_of_a_plugin_is_no_problem(fake_distributions: FakeEnvironment) -> None:
     fake_distributions.install(with_hooks("well-slapo", FACT), with_hooks("sick-slapo", SICK))
     environ = {"SLAPO_PLUGINS": "well-slapo,sick-slapo"}
@@ -242,6 +245,7 @@ def test_a_malformed_number_of_threads_is_a_problem(
     )
 
 
+@pytest.mark.slow
 def test_an_environment_without_torch_is_reported_and_not_a_crash(tmp_path: Path) -> None:
     overlay = Overlay(tmp_path / "env")
     (overlay.site_packages / "torch.py").write_text("raise ImportError('libcudart.so.13 is missing')\n")
@@ -251,6 +255,7 @@ def test_an_environment_without_torch_is_reported_and_not_a_crash(tmp_path: Path
     assert "   mend it: pip install --force-reinstall torch" in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "offered"), [("slapo pl", "plugins"), ("slapo plugins n", "new"), ("slapo d", "doctor")]
 )

@@ -68,12 +68,14 @@ def test_an_example_is_as_short_as_promised(example: str, most: int) -> None:
     assert max(map(len, lines)) <= 120
 
 
+@pytest.mark.slow
 def test_hello_is_one_module_and_is_used_from_a_schedule(hello: Installed) -> None:
     assert "slapo_hello.py" in zipfile.ZipFile(hello.wheel).namelist()
     assert hello.python("import slapo_hello; print(slapo_hello.__file__)").startswith(str(hello.overlay.site_packages))
     assert hello.python(USE_HELLO).splitlines() == ["#1 full_precision() at '1' slapo-hello 1.0.0", "1"]
 
 
+@pytest.mark.slow
 def test_hello_is_listed_by_the_command_line(hello: Installed) -> None:
     listed = hello.slapo_json("plugins", "list")
     assert isinstance(listed, dict)
@@ -82,11 +84,17 @@ def test_hello_is_listed_by_the_command_line(hello: Installed) -> None:
     assert hello.overlay.slapo("plugins", "check", "slapo-hello", cwd=hello.work).returncode == 0
 
 
+@pytest.mark.slow
 def test_hello_passes_the_kit(hello: Installed) -> None:
     assert " passed" in hello.run_own_tests()
 
 
-def test_loop_is_a_dialect_that_trains(loop: Installed) -> None:
+def test_loop_is_listed_by_the_command_line(loop: Installed) -> None:
     listed = loop.slapo_json("dialects")
     assert {"distribution": "slapo-loop", "name": "accumulate", "version": "1.0.0"} in listed
+
+
+@pytest.mark.slow
+@pytest.mark.breadth
+def test_loop_is_a_dialect_that_trains(loop: Installed) -> None:
     assert "37 passed, 6 skipped" in loop.run_own_tests()

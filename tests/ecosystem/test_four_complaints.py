@@ -13,6 +13,7 @@ from slapo_core.testing.distributions import FakeDistribution, FakeEnvironment, 
 from tests.dists.healthy import acme
 
 
+@pytest.mark.slow
 def test_one_broken_plugin_kills_nothing_else(fake_distributions: FakeEnvironment) -> None:
     fake_distributions.install(acme(), acme("sick-slapo", namespace="sick", bare="cut", before=("exit(3)",)))
     assert fake_distributions.slapo("primitives", "pad").returncode == 0
@@ -41,6 +42,7 @@ def test_names_never_clash_silently(fake_distributions: FakeEnvironment) -> None
         fake_distributions.registry().resolve("primitives", "pad")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", ["SLAPO_DISABLE_PLUGINS=acme-slapo", "SLAPO_PLUGINS=slapo-core"])
 def test_a_disabled_plugin_does_not_run(fake_distributions: FakeEnvironment, tmp_path: Path, setting: str) -> None:
     mark = f"open({str(tmp_path / 'ran')!r}, 'w').close()"

@@ -76,6 +76,7 @@ def test_an_installed_plugin_has_no_effect_until_it_is_named(fake_distributions:
     assert manager.call("slapo_doctor") == [["acme"]]
 
 
+@pytest.mark.slow
 def test_finding_plugins_imports_no_pluggy(fake_distributions: FakeEnvironment) -> None:
     code = (
         "import sys; from slapo_core.plugins import Registry\n"

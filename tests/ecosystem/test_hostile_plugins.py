@@ -110,6 +110,7 @@ def test_a_failed_import_fails_the_same_way_every_time(everything: Registry) -> 
     assert isinstance(second.value.__cause__, RuntimeError)
 
 
+@pytest.mark.slow
 def test_the_command_line_lists_all_of_them(fake_distributions: FakeEnvironment) -> None:
     fake_distributions.install(acme(), *(item.distribution for item in HOSTILE))
     done = fake_distributions.slapo("plugins", "list", "--json")

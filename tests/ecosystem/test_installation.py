@@ -152,11 +152,13 @@ def program(readme: Path) -> str:
     return re.findall(r"```python\n(.*?)```", readme.read_text(encoding="utf-8"), flags=re.DOTALL)[0]
 
 
+@pytest.mark.slow
 def test_nothing_undeclared_is_there(clean: CleanEnvironment) -> None:
     code = "import importlib.util as u; print([n for n in ('matplotlib', 'pytest', 'transformers') if u.find_spec(n)])"
     assert clean.python("-c", code) == "[]\n"
 
 
+@pytest.mark.slow
 def test_every_plugin_is_listed_as_ok(clean: CleanEnvironment) -> None:
     listed = clean.python("-m", "slapo_core.cli.main", "plugins", "list")
     rows = [line.split()[:3] for line in listed.splitlines() if line.startswith("slapo-")]
@@ -206,6 +208,7 @@ def test_the_program_of_slapo_pipeline_runs(clean: CleanEnvironment) -> None:
     assert "bubble 27.3 %" in drawn
 
 
+@pytest.mark.slow
 def test_the_program_of_slapo_deepspeed_runs(clean: CleanEnvironment) -> None:
     printed = clean.script("by_deepspeed.py", program(ROOT / "plugins/slapo-deepspeed/README.md"))
     assert "ZeRO-2: replicas partition optimiser state and gradients, one replica" in printed
@@ -230,12 +233,14 @@ except slapo.BuildError as error:
 """
 
 
+@pytest.mark.slow
 def test_slapo_megatron_has_all_that_megatron_needs(clean: CleanEnvironment) -> None:
     """Megatron-core imports more than it declares, and a save waits for ever without psutil."""
     (clean.directory / "cpu_megatron.py").write_text((ROOT / "tests/cpu_megatron.py").read_text(encoding="utf-8"))
     assert clean.script("by_megatron.py", MEGATRON + END_AT_ONCE).splitlines()[-1] == "True"
 
 
+@pytest.mark.slow
 def test_the_programs_of_the_examples_run_and_a_trained_model_is_saved(clean: CleanEnvironment) -> None:
     hello = program(ROOT / "examples/slapo-hello/README.md").replace('"cuda"', '"cpu"')
     options = "optimizer=lambda p: torch.optim.SGD(p, lr=0.1), loss=lambda output, batch: output.mean()"

@@ -54,6 +54,7 @@ def bad(cls: type[Primitive]) -> Case:
 ON_MESH = {"mesh": ("tp",)}
 
 
+@pytest.mark.slow
 def test_a_good_primitive_passes_every_check() -> None:
     good = case(kit.Good(), rejects=[kit.Good("wieght"), ("fc2", kit.Good("gewicht"))])
     skipped = {check.name: reason for check in CHECKS if (reason := outcome(check, good)) is not None}
@@ -63,6 +64,7 @@ def test_a_good_primitive_passes_every_check() -> None:
     }
 
 
+@pytest.mark.slow
 def test_a_good_distributed_primitive_passes_every_check() -> None:
     good = case(kit.GoodOnMesh(), mesh=("dp", "tp"))
     skipped = {check.name for check in CHECKS if outcome(check, good) is not None}
@@ -146,6 +148,7 @@ CAUGHT = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("check", "case", "says"), CAUGHT, ids=[f"{c}-{case.label}" for c, case, _ in CAUGHT])
 def test_a_bad_primitive_is_caught(check: str, case: Case, says: str) -> None:
     with pytest.raises(CheckError) as caught:
@@ -307,6 +310,7 @@ IMPORTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", IMPORTS)
 def test_an_import_that_is_not_light_is_caught(fake_distributions: FakeEnvironment, module: str) -> None:
     source, says = IMPORTS[module]
@@ -317,6 +321,7 @@ def test_an_import_that_is_not_light_is_caught(fake_distributions: FakeEnvironme
     assert violations[0].startswith(says)
 
 
+@pytest.mark.slow
 def test_an_import_may_take_its_time_read_files_and_leave_bytecode(fake_distributions: FakeEnvironment) -> None:
     lines = (
         "import sys, time",
@@ -334,6 +339,7 @@ def test_an_import_may_take_its_time_read_files_and_leave_bytecode(fake_distribu
     assert list((fake_distributions.directory / "__pycache__").glob("kit_part.*.pyc"))
 
 
+@pytest.mark.slow
 def test_an_import_that_does_not_end_is_ended(
     fake_distributions: FakeEnvironment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -343,6 +349,7 @@ def test_an_import_that_does_not_end_is_ended(
     assert (found.violations, found.usable) == (("the import did not end within 0.2 s",), False)
 
 
+@pytest.mark.slow
 def test_the_check_reports_what_the_probe_finds(fake_distributions: FakeEnvironment) -> None:
     source = primitive_source("kit.thing", before=("print('hello')",))
     (fake_distributions.directory / "kit_loud.py").write_text(source)

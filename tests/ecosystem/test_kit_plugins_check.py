@@ -68,6 +68,7 @@ def findings(environment: FakeEnvironment, *distributions: FakeDistribution) -> 
     return [finding for plugin in registry.plugins for finding in check_plugin(plugin, registry)]
 
 
+@pytest.mark.slow
 def test_a_good_plugin_passes_and_its_cases_are_run(fake_distributions: FakeEnvironment) -> None:
     told: list[str] = []
     fake_distributions.install(marks())
@@ -132,6 +133,7 @@ BAD = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::slapo_core.plugins.PluginWarning")
 @pytest.mark.parametrize("name", BAD)
 def test_what_is_wrong_with_a_plugin_is_found(fake_distributions: FakeEnvironment, name: str) -> None:
@@ -147,6 +149,7 @@ def test_what_is_wrong_with_a_plugin_is_found(fake_distributions: FakeEnvironmen
         assert "Traceback (most recent call last)" in failed[where].traceback
 
 
+@pytest.mark.slow
 def test_what_this_version_does_not_use_is_no_failure(
     fake_distributions: FakeEnvironment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -169,11 +172,13 @@ def test_what_this_version_does_not_use_is_no_failure(
     ]
 
 
+@pytest.mark.slow
 def test_a_module_that_ends_another_process_is_not_imported_into_this_one(fake_distributions: FakeEnvironment) -> None:
     found = findings(fake_distributions, acme(before=("import os; os._exit(7)",)))
     assert [item.check for item in found] == ["state", "light_import"]
 
 
+@pytest.mark.slow
 def test_a_module_that_patches_torch_is_not_imported_into_this_one(fake_distributions: FakeEnvironment) -> None:
     linear = torch.nn.functional.linear
     found = findings(fake_distributions, acme(before=("import torch", "torch.nn.functional.linear = None")))
@@ -181,6 +186,7 @@ def test_a_module_that_patches_torch_is_not_imported_into_this_one(fake_distribu
     assert torch.nn.functional.linear is linear
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cases", "says"),
     [
@@ -196,12 +202,14 @@ def test_cases_that_cannot_be_made_are_a_failure(fake_distributions: FakeEnviron
     ]
 
 
+@pytest.mark.slow
 def test_a_plugin_without_cases_says_that_its_behaviour_is_not_checked(fake_distributions: FakeEnvironment) -> None:
     last = findings(fake_distributions, acme())[-1]
     assert (last.subject, last.check, last.outcome) == ("acme.pad", "cases", "skipped")
     assert last.message == "acme_slapo has no slapo_cases() with a case for it: behaviour is not checked"
 
 
+@pytest.mark.slow
 def test_a_case_that_fails_is_found(fake_distributions: FakeEnvironment, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = tuple(check for check in CHECKS if check.name in ("undo_is_exact", "mesh_of_one_is_free"))
     monkeypatch.setattr("slapo_core.testing.conformance.CHECKS", chosen)
@@ -212,6 +220,7 @@ def test_a_case_that_fails_is_found(fake_distributions: FakeEnvironment, monkeyp
     assert (skipped.outcome, skipped.message) == ("skipped", "the case has no mesh=(...)")
 
 
+@pytest.mark.slow
 def test_the_command_prints_a_table_and_the_failures_and_exits_1(fake_distributions: FakeEnvironment) -> None:
     fake_distributions.install(acme(body=("size: object = len",)), acme("other-slapo", namespace="other"))
     done = fake_distributions.slapo("plugins", "check", "acme-slapo", "--traceback")
@@ -227,6 +236,7 @@ def test_the_command_prints_a_table_and_the_failures_and_exits_1(fake_distributi
     assert done.stdout.splitlines()[-1] == "6 checks of acme-slapo 1.0: 2 failed, 1 skipped"
 
 
+@pytest.mark.slow
 def test_the_command_gives_json_for_all_plugins(fake_distributions: FakeEnvironment) -> None:
     broken = acme("bust-slapo", namespace="bust", before=("1 / 0",))
     fake_distributions.install(acme(), broken)
@@ -252,6 +262,7 @@ def test_the_command_gives_json_for_all_plugins(fake_distributions: FakeEnvironm
     assert [check["message"] for check in failed] == ["the import raised ZeroDivisionError: division by zero"]
 
 
+@pytest.mark.slow
 def test_an_unknown_plugin_is_an_error_with_a_suggestion(fake_distributions: FakeEnvironment) -> None:
     fake_distributions.install(acme())
     done = fake_distributions.slapo("plugins", "check", "acme-slap")
@@ -259,6 +270,7 @@ def test_an_unknown_plugin_is_an_error_with_a_suggestion(fake_distributions: Fak
     assert done.stderr == "error: no plugin 'acme-slap' is installed\n  hint: did you mean acme-slapo?\n"
 
 
+@pytest.mark.slow
 def test_entry_points_that_torch_cannot_read_are_named_without_a_traceback(fake_distributions: FakeEnvironment) -> None:
     unreadable = FakeDistribution("odd-slapo", "1.0", files={"entry_points.txt": b"\xff\xfe[slapo.v1.primitives]"})
     fake_distributions.install(acme(), unreadable)

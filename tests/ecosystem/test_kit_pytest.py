@@ -70,9 +70,10 @@ def run_pytest(directory: Path, *arguments: str, extra: str = "pass") -> subproc
     (directory / "test_mark.py").write_text(FILE.replace("{EXTRA}", extra))
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--rootdir", str(directory), *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, timeout=600)
 
 
+@pytest.mark.slow
 def test_there_is_one_test_id_for_each_check_of_each_case(tmp_path: Path) -> None:
     done = run_pytest(tmp_path, "--collect-only", "-q")
     listed = [line for line in done.stdout.splitlines() if "::" in line]
@@ -81,6 +82,7 @@ def test_there_is_one_test_id_for_each_check_of_each_case(tmp_path: Path) -> Non
     ]
 
 
+@pytest.mark.slow
 def test_a_good_primitive_of_a_test_file_passes(tmp_path: Path) -> None:
     done = run_pytest(tmp_path, "-q", "-rs", "-k", "not light_import and not 2_ranks")
     assert "15 passed, 5 skipped" in done.stdout, done.stdout
@@ -88,12 +90,14 @@ def test_a_good_primitive_of_a_test_file_passes(tmp_path: Path) -> None:
     assert "'mine.mark' was registered in this process" in done.stdout
 
 
+@pytest.mark.slow
 def test_ranks_and_fresh_processes_find_the_classes_of_a_test_file(tmp_path: Path) -> None:
     """Its directory is not on ``sys.path`` there: its primitive and its model are imported from the file."""
     done = run_pytest(tmp_path, "-q", "--import-mode=importlib", "-k", "mark-light_import or mark-forward")
     assert "3 passed" in done.stdout, done.stdout
 
 
+@pytest.mark.slow
 def test_a_failure_says_what_is_wrong_and_names_the_check(tmp_path: Path) -> None:
     done = run_pytest(tmp_path, "-q", "-k", "mark-undo or mark-faults", extra="node.module.weight.data[0, 1] = 2.0")
     assert done.returncode == 1
@@ -103,12 +107,13 @@ def test_a_failure_says_what_is_wrong_and_names_the_check(tmp_path: Path) -> Non
     assert "way out:  make every change through `edit`, which knows how to take it back" in done.stdout
 
 
+@pytest.mark.slow
 def test_importing_the_kit_imports_neither_torch_nor_pytest() -> None:
     code = (
         "import sys; from slapo_core.testing import Case, parametrize_checks, run_ranks, FakeDistribution;"
         "print([name for name in ('torch', 'pytest', 'numpy') if name in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
     assert done.stdout == "[]\n", done.stderr
 
 

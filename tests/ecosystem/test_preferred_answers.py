@@ -127,6 +127,7 @@ def test_a_choice_is_a_mapping() -> None:
         cut(prefer=["acme-slapo"])
 
 
+@pytest.mark.slow
 def test_plugins_check_holds_the_two_hooks_to_what_they_say(fake_distributions: FakeEnvironment) -> None:
     wrong = LIVENESS.replace("max(value.consumers", "min(value.consumers")
     always = "@hookimpl\ndef slapo_partition(schedule): return 1\n"

@@ -27,6 +27,7 @@ def outcomes(environment: FakeEnvironment) -> dict[str, str]:
     return found
 
 
+@pytest.mark.slow
 def test_a_sampler_is_listed_shown_and_checked_like_any_plugin(fake_distributions: FakeEnvironment) -> None:
     fake_distributions.install(with_sampler(HEALTHY))
     listed = fake_distributions.slapo("plugins", "list", "--strict", "--kind", "samplers")
@@ -86,6 +87,7 @@ def test_the_kit_catches(fake_distributions: FakeEnvironment, fault: str) -> Non
     assert any(says in message for message in found), found
 
 
+@pytest.mark.slow
 def test_a_sampler_whose_library_is_not_installed_is_skipped(fake_distributions: FakeEnvironment) -> None:
     fake_distributions.install(with_sampler("import a_library_that_is_not_there"))
     checked = fake_distributions.slapo("plugins", "check", "acme-slapo")

@@ -137,10 +137,12 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     return made
 
 
+@pytest.mark.slow
 def test_mypy_accepts_what_slapo_accepts(world: World) -> None:
     assert world.mypy("accepted.py", ACCEPTED) == REVEALED
 
 
+@pytest.mark.slow
 def test_mypy_rejects_what_slapo_rejects(world: World) -> None:
     assert world.mypy("rejected.py", REJECTED) == COMPLAINTS
 
@@ -158,6 +160,7 @@ def test_stubs_work_with_an_ordinary_installation_too(tmp_path: Path) -> None:
     assert made.mypy("rejected.py", REJECTED) == COMPLAINTS
 
 
+@pytest.mark.slow
 def test_a_broken_plugin_is_left_out_with_the_reason(world: World) -> None:
     status, out, error = world.slapo("stubs")
     assert status == 0
@@ -175,6 +178,7 @@ def test_a_broken_plugin_is_left_out_with_the_reason(world: World) -> None:
     assert "from acme-slapo 1.0" in out
 
 
+@pytest.mark.slow
 def test_every_stub_is_python_and_every_method_has_its_first_line(world: World) -> None:
     package = world.overlay.site_packages / "slapo_core-stubs"
     files = sorted(path.relative_to(package).as_posix() for path in package.rglob("*") if path.is_file())
@@ -193,6 +197,7 @@ def test_every_stub_is_python_and_every_method_has_its_first_line(world: World) 
     assert methods.isdisjoint({"__getattr__", "__dir__"}), "an attribute that does not exist must be an error"
 
 
+@pytest.mark.slow
 def test_check_says_whether_the_stubs_are_up_to_date(world: World, tmp_path: Path) -> None:
     place, typings = world.overlay.site_packages / "slapo_core-stubs", tmp_path / "typings"
     installed, missing, written = world.slapo_each(
@@ -216,6 +221,7 @@ def test_check_says_whether_the_stubs_are_up_to_date(world: World, tmp_path: Pat
     assert error.splitlines()[-2] == f"error: the stubs at {typings}/slapo_core-stubs are out of date"
 
 
+@pytest.mark.slow
 def test_pip_knows_the_stubs_and_removes_them(tmp_path: Path) -> None:
     made = World(tmp_path)
     install = ["stubs", "--install"]
@@ -226,6 +232,7 @@ def test_pip_knows_the_stubs_and_removes_them(tmp_path: Path) -> None:
     assert sorted(path.name for path in made.overlay.site_packages.iterdir()) == ["borrowed.pth"]
 
 
+@pytest.mark.slow
 def test_install_and_output_exclude_each_other(world: World) -> None:
     status, _, error = world.slapo("stubs", "--install", "--output", "typings")
     assert status == 2

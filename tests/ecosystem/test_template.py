@@ -38,6 +38,7 @@ then write your primitives after the example of acme-slapo/src/acme_slapo/offloa
 """
 
 
+@pytest.mark.slow
 def test_a_new_package_installs_passes_its_tests_and_is_listed(tmp_path: Path) -> None:
     overlay = Overlay(tmp_path / "env")
     assert overlay.slapo("plugins", "new", "acme-slapo", cwd=tmp_path, check=True).stdout == PRINTED
@@ -110,6 +111,7 @@ def test_a_name_that_nobody_could_use_is_refused(name: str) -> None:
     assert str(caught.value) == REFUSED[name]
 
 
+@pytest.mark.slow
 def test_an_existing_directory_is_left_alone(fake_distributions: FakeEnvironment, tmp_path: Path) -> None:
     (tmp_path / "acme-slapo").mkdir()
     (tmp_path / "acme-slapo" / "README.md").write_text("mine")
@@ -122,6 +124,7 @@ def test_an_existing_directory_is_left_alone(fake_distributions: FakeEnvironment
     assert [path.name for path in (tmp_path / "acme-slapo").iterdir()] == ["README.md"]
 
 
+@pytest.mark.slow
 def test_directory_and_namespace_can_be_chosen(fake_distributions: FakeEnvironment, tmp_path: Path) -> None:
     options = ("--directory", str(tmp_path / "elsewhere"), "--namespace", "kern")
     done = fake_distributions.slapo("plugins", "new", "slapo-model", *options, cwd=tmp_path)

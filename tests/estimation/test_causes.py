@@ -73,6 +73,7 @@ def collectives() -> tuple[Collective, ...]:
     return slapo.estimate_functions(Model, schedule, batch, mesh={"tp": 2}, loss=loss).kinds[0].collectives
 
 
+@pytest.mark.ranks
 def test_each_collective_is_of_the_step_that_put_its_code_there(collectives: tuple[Collective, ...]) -> None:
     found = [(each.phase, each.module, each.record.partition(" ")[0]) for each in collectives]
     assert found == [

@@ -11,7 +11,7 @@ import torch.distributed._functional_collectives as functional
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from slapo_core.estimation.communication import CollectiveTracker, MeshGroups, collective_operations
+from slapo_core.estimation.communication import CollectiveTracker, MeshGroups, collective_operations, wait_operations
 from slapo_core.estimation.place import Place
 from slapo_core.estimation.private import (
     FakeStore,
@@ -29,8 +29,8 @@ RANK = 6  # dp 0, cp 1, tp 2
 
 
 def test_every_operation_that_communicates_is_known() -> None:
-    """Those that are not wait, look at values, or run another operation of the list."""
-    known = {operation._schema.name for operation in collective_operations()}
+    """Those that are not look at values, or run another operation of the list."""
+    known = {operation._schema.name for operation in (*collective_operations(), *wait_operations())}
     there = {
         name.partition(".")[0]
         for name in torch._C._dispatch_get_all_op_names()
@@ -38,7 +38,6 @@ def test_every_operation_that_communicates_is_known() -> None:
     }
     assert there - known == {
         "_c10d_functional::_wrap_tensor_autograd",
-        "_c10d_functional::wait_tensor",
         "_c10d_functional_autograd::all_gather_into_tensor",
         "_c10d_functional_autograd::all_to_all_single",
         "_c10d_functional_autograd::reduce_scatter_tensor",
@@ -99,6 +98,7 @@ def communicate() -> dict[str, list[tuple[str, str, int, int]]]:
     return found
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("call", "expected"),
     [
@@ -127,6 +127,7 @@ def test_each_call_is_one_collective_of_its_bytes(listed: Any, call: str, expect
     assert listed[call] == expected
 
 
+@pytest.mark.ranks
 def test_names_of_torch_that_are_not_public_mean_this(listed: Any) -> None:
     assert listed["ranks"] == [(4, 5, 6, 7)] * 3
     tensors = [torch.empty(size, dtype=dtype) for size in (60, 50, 30) for dtype in (torch.float32, torch.float64)]

@@ -24,6 +24,7 @@ def scheduled(tp: int = 2) -> slapo.Schedule:
     return sch
 
 
+@pytest.mark.ranks
 def test_the_schedule_and_its_model_are_only_read() -> None:
     sch = scheduled()
     model = sch.model
@@ -41,6 +42,7 @@ def test_the_schedule_and_its_model_are_only_read() -> None:
     assert [kind.ranks for kind in found.kinds] == [(0, 1)]
 
 
+@pytest.mark.ranks
 def test_batches_in_every_form_and_meshes_of_any_size() -> None:
     sch = scheduled()
     whole = sch.estimate(X, optimizer=adam)
@@ -59,6 +61,7 @@ def test_batches_in_every_form_and_meshes_of_any_size() -> None:
     assert pieces.total - pieces.inputs < 0.3 * (at_once.total - at_once.inputs)
 
 
+@pytest.mark.ranks
 def test_parameters_that_are_frozen_have_no_gradient_and_modes_stay() -> None:
     model = Net().eval()
     model.first.requires_grad_(False)
@@ -68,6 +71,7 @@ def test_parameters_that_are_frozen_have_no_gradient_and_modes_stay() -> None:
     assert not model.training
 
 
+@pytest.mark.ranks
 def test_what_an_optimiser_does_on_another_device_or_reads_is_said() -> None:
     sch = scheduled()
     said = {
@@ -95,6 +99,7 @@ def test_a_model_of_gigabytes_is_sent_without_its_values(monkeypatch: pytest.Mon
     assert batch["labels"].tolist() == [0, 1, 2]
 
 
+@pytest.mark.ranks
 def test_integers_of_the_batch_decide_as_they_do_in_a_run() -> None:
     sch = slapo.create_schedule(DecidesBy("mask"))
     x = torch.ones(4, 8)
@@ -113,6 +118,7 @@ def raised(call: Callable[[], Any]) -> str:
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
+@pytest.mark.ranks
 def test_models_that_decide_by_what_they_compute_are_named() -> None:
     x = torch.ones(2, 8)
     for read, line in (("item", 'if self.read == "item" and y.sum() > 0:'), ("index", "return y[y > 0]")):
@@ -123,6 +129,7 @@ def test_models_that_decide_by_what_they_compute_are_named() -> None:
     assert text.startswith("EstimateError: a training step raised RuntimeError in module 'inner.0'")
 
 
+@pytest.mark.ranks
 def test_what_is_refused_says_what_to_write() -> None:
     sch = scheduled()
     sealed = slapo.create_schedule(Net())
@@ -175,6 +182,7 @@ def test_what_is_refused_says_what_to_write() -> None:
         assert "\n  hint: " in text or begins.startswith(("ReplayError", "EstimateError: making")), text
 
 
+@pytest.mark.ranks
 def test_functions_give_what_the_live_schedule_gives() -> None:
     live = scheduled().estimate(X, optimizer=adam)
     functions = slapo.estimate_functions(make_net, split, X, mesh={"tp": 2}, optimizer=adam)

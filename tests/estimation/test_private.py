@@ -60,6 +60,7 @@ def test_tensors_without_memory_raise_where_values_are_asked_for() -> None:
             without_shape(x)
 
 
+@pytest.mark.ranks
 def test_the_fake_group_has_ranks_that_do_not_answer() -> None:
     assert run_process(_sum_of_nobody, timeout=60.0) == (3, 8, [1.0, 1.0])
 
@@ -71,6 +72,7 @@ def _sum_of_nobody() -> tuple[int, int, list[float]]:
     return dist.get_rank(), dist.get_world_size(), x.tolist()
 
 
+@pytest.mark.ranks
 def test_the_peak_of_a_step_is_this_number() -> None:
     """Pinned: 8320 + 8256 + 4096 parameters of a rank, their gradients, AdamW's two moments and five counts."""
     memory = run_process(_net_on_two_ranks, timeout=60.0)

@@ -73,3 +73,19 @@ def test_loss_curves_that_part_end_with_status_1(directory: Path) -> None:
         assert bert_tp.compare(options) == 0
     finally:
         file.write_text(honest)
+
+
+def test_without_matplotlib_the_runs_are_compared_and_a_line_says_what_to_install(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bert_tp = example("bert_tp")
+    for name in ("matplotlib", "matplotlib.figure"):
+        monkeypatch.setitem(sys.modules, name, None)
+    (directory / "loss_curves.png").unlink()
+    assert bert_tp.compare(bert_tp.parser().parse_args([*SMALL, "--output", str(directory)])) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert [line for line in printed if "matplotlib" in line] == [
+        "no plot: matplotlib is not installed (hint: pip install matplotlib)"
+    ]
+    assert printed[-1].startswith("the loss curves agree")
+    assert not (directory / "loss_curves.png").exists()

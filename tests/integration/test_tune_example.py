@@ -54,8 +54,12 @@ def test_the_search_starts_what_fits_and_verifies_the_best(
     assert (len(result.trials), result.ended) == (2, "space")
     wrong = replace(result, winner=replace(result.winner, right=False, reason="outputs differ"))
     monkeypatch.setattr(tune_bert, "search", lambda study, tell: wrong)
+    for name in ("matplotlib", "matplotlib.figure"):
+        monkeypatch.setitem(sys.modules, name, None)
     assert tune_bert.main(options) == 1
-    assert "FAILED: no verified schedule: outputs differ" in capfd.readouterr().out
+    printed = capfd.readouterr().out
+    assert "no plot: matplotlib is not installed (hint: pip install matplotlib)\n" in printed
+    assert "FAILED: no verified schedule: outputs differ" in printed
 
 
 def test_the_example_is_a_study_file(tune_bert: Any) -> None:

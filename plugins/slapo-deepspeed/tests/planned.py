@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ from torch import nn
 import slapo_core as slapo
 from slapo_core.spec.dialect import BuildArguments
 from slapo_deepspeed.dialect import DeepSpeedDialect
+from tests.processor import DTYPES, reporting
 
 __all__ = ["ADAM", "plan", "planned", "refusal", "schedule_of"]
 
@@ -33,15 +34,20 @@ def plan(
     *,
     schedule: slapo.Schedule | None = None,
     arguments: BuildArguments | None = None,
+    processor: Collection[str] = tuple(DTYPES),
     **options: Any,
 ) -> slapo.Plan:
-    """The plan; with ``arguments`` as ``build`` asks for it. Given its own options, it must be the same again."""
+    """The plan; with ``arguments`` as ``build`` asks for it. Given its own options, it must be the same again.
+
+    DeepSpeed finds a processor with these types, whatever the processor of the tests has.
+    """
     schedule, dialect = schedule or schedule_of(mesh), DeepSpeedDialect()
     given: Mapping[str, Any] = {"config": config, **options}
-    if arguments is not None:
-        given = dialect.options(given, arguments)
-    made = dialect.plan(schedule, given)
-    assert dialect.plan(schedule, dict(made.config)) == made
+    with reporting(processor):
+        if arguments is not None:
+            given = dialect.options(given, arguments)
+        made = dialect.plan(schedule, given)
+        assert dialect.plan(schedule, dict(made.config)) == made
     return made
 
 

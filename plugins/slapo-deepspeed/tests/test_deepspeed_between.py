@@ -11,6 +11,7 @@ import torch
 
 from tests import between_steps
 from tests.between_steps import batch, outcome, plain, told
+from tests.messages import Messages
 
 pytestmark = pytest.mark.ranks
 
@@ -68,21 +69,20 @@ def test_what_counts_in_plain_training_counts(stage: int, change: str) -> None:
 
 
 SAYS = {
-    "in place": "'up.weight' was changed in place since the last step, and DeepSpeed trains a copy of it",
-    "in place, on another rank": "'down.bias' was changed in place since the last step, and DeepSpeed trains a copy",
-    "frozen": "'down.weight' was frozen after the build: DeepSpeed would go on to step it",
-    "unfrozen": "'frozen.weight' was unfrozen after the build: DeepSpeed has no state for it, and would never step it",
-    "another one": "'up.weight' is another parameter now than at the build: DeepSpeed would go on to train that one",
-    "by hand": "engine.deepspeed was given 1 of the 2 micro-batches of a step by hand",
-    "accumulation": "DeepSpeed accumulates 4 micro-batches now, and this engine gives it 2 a step",
+    "in place": ("'up.weight'", "in place"),
+    "in place, on another rank": ("'down.bias'", "in place"),
+    "frozen": ("'down.weight'", "frozen"),
+    "unfrozen": ("'frozen.weight'", "unfrozen"),
+    "another one": ("'up.weight'", "another parameter"),
+    "by hand": ("1 of the 2", "by hand"),
+    "accumulation": ("accumulates 4", "2 a step"),
 }
 
 
 @pytest.mark.parametrize(
     ("stage", "change"), [(stage, each) for each in SAYS for stage in STAGES if (stage, each) not in COUNTS]
 )
-def test_what_deepspeed_would_pass_over_is_refused(stage: int, change: str) -> None:
+def test_what_deepspeed_would_pass_over_is_refused(stage: int, change: str, message: Messages) -> None:
     text = found()[stage, change]
     assert isinstance(text, str)
-    assert text.startswith(SAYS[change]), text
-    assert "\n  hint: " in text
+    message(text, *SAYS[change], "\n  hint: ")

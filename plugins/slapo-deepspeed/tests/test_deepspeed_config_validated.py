@@ -11,93 +11,86 @@ import pytest
 import slapo_core as slapo
 from slapo_core.spec.dialect import BuildArguments
 from slapo_deepspeed.config.keys import KEYS
+from tests.messages import Messages
 
 from .planned import ADAM, plan, planned, refusal, schedule_of
 
 
 @pytest.mark.parametrize(
-    ("config", "expected"),
+    ("config", "words"),
     [
-        (
-            {"zero_optimization": {"stag": 2}},
-            "DeepSpeed refuses 'zero_optimization.stag' of config: Extra inputs are not permitted (got 2)",
-        ),
+        ({"zero_optimization": {"stag": 2}}, ("'zero_optimization.stag' of config: ", "(got 2)")),
         (
             {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "gpu"}}},
-            "DeepSpeed refuses 'zero_optimization.offload_optimizer.device' of config: Input should be 'none', 'cpu' "
-            "or 'nvme' (got 'gpu')",
+            ("'zero_optimization.offload_optimizer.device' of config: ", "'nvme'", "(got 'gpu')"),
         ),
         (
             {"elasticity": {}, "bf16": {"enable": True}},
-            "DeepSpeed refuses:\n  - 'elasticity' of config: DeepSpeedConfigError: Elastic training has been removed; ",
+            ("\n  - 'elasticity' of config: DeepSpeedConfigError: ", "\n  - 'bf16.enable' of config: "),
         ),
-        (
-            {"bf16": {"enabled": True}, "fp16": {"enabled": True}},
-            "DeepSpeed refuses config: AssertionError: bfloat16 and fp16 modes cannot be simultaneously enabled",
-        ),
-        (
-            {"communication_data_type": "int4"},
-            "DeepSpeed refuses 'communication_data_type' of config: ValueError: Invalid communication_data_type. ",
-        ),
+        ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, (" config: AssertionError: ", "bfloat16 and fp16")),
+        ({"communication_data_type": "int4"}, ("'communication_data_type' of config: ValueError: ",)),
     ],
 )
-def test_what_deepspeed_refuses_is_said_in_its_own_words_with_the_place(config: Any, expected: str) -> None:
+def test_what_deepspeed_refuses_is_said_in_its_own_words_with_the_place(config: Any, words: tuple[str, ...]) -> None:
     import torch.distributed as dist
 
-    assert refusal(config).startswith(expected)
+    text = refusal(config)
+    assert text.startswith("DeepSpeed refuses")
+    assert [word for word in words if word not in text] == []
     assert not dist.is_initialized()
 
 
 @pytest.mark.parametrize(
-    ("config", "expected"),
+    ("config", "words"),
     [
+        ({"data_types": {"grad_accum_dtype": "fp31"}}, ("'data_types.grad_accum_dtype'", "got 'fp31'")),
+        ({"data_types": {"param_dtype": "bf16"}}, ("'data_types.param_dtype'", "'bf16'", "the parameters")),
+        ({"data_types": {"grad_accum_dtype": "bf16"}}, ("'data_types.grad_accum_dtype'", "'bf16'", "without")),
+        ({"bf16": {}, "bfloat16": {}}, ("'bf16'", "'bfloat16'", "both")),
+        ({"zero_optimization": True}, ("'zero_optimization'", "got True")),
+        ({"scheduler": {"type": "WarmpLR"}}, ("'scheduler.type'", "'WarmpLR'", "no scheduler")),
         (
-            {"data_types": {"grad_accum_dtype": "fp31"}},
-            "'data_types.grad_accum_dtype' of config must be a type (got 'f",
+            {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}},
+            ("warmup_num_steps'",),
         ),
-        (
-            {"data_types": {"param_dtype": "bf16"}},
-            "'data_types.param_dtype' of config is 'bf16', but the parameters ar",
-        ),
-        (
-            {"data_types": {"grad_accum_dtype": "bf16"}},
-            "'data_types.grad_accum_dtype' of config is 'bf16', but without",
-        ),
-        ({"bf16": {}, "bfloat16": {}}, "'bf16' of config and its old name 'bfloat16' of config are both given; "),
-        ({"zero_optimization": True}, "'zero_optimization' of config must be an object (got True)"),
-        (
-            {"scheduler": {"type": "WarmpLR"}},
-            "'scheduler.type' of config is 'WarmpLR', which is no scheduler of DeepSp",
-        ),
-        (
-            {"scheduler": {"type": "OneCycle"}},
-            "'scheduler.params' of config: OneCycle missing a required argument: 'cy",
-        ),
-        ({"scheduler": {"type": "WarmupLR", "params": {"warmup": 3}}}, "'scheduler.params' of config: WarmupLR got an"),
-        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}}, "'scheduler.params.warmup_num_s"),
-        ({"scheduler": {"params": {}}}, "'scheduler.type' of config must name a scheduler (got None)"),
+        ({"scheduler": {"params": {}}}, ("'scheduler.type'", "got None")),
     ],
 )
-def test_what_deepspeed_would_refuse_after_the_ranks_have_met_is_refused_before(config: Any, expected: str) -> None:
-    assert refusal(config).startswith(expected)
+def test_what_deepspeed_would_refuse_after_the_ranks_have_met_is_refused_before(
+    config: Any, words: tuple[str, ...], message: Messages
+) -> None:
+    message(refusal(config), *words)
 
 
-def test_a_scheduler_needs_something_to_schedule() -> None:
+@pytest.mark.parametrize(
+    ("name", "params", "word"), [("OneCycle", {}, "missing"), ("WarmupLR", {"warmup": 3}, "'warmup'")]
+)
+def test_params_that_a_scheduler_does_not_take_are_refused(name: str, params: dict[str, Any], word: str) -> None:
+    """In words of Python's, which differ from version to version."""
+    text = refusal({"scheduler": {"type": name, "params": params}})
+    assert text.startswith(f"'scheduler.params' of config: {name} ")
+    assert word in text
+
+
+@pytest.mark.parametrize(("dtype", "other"), [("fp16", "bf16"), ("bf16", "fp16")])
+def test_a_type_that_the_processor_lacks_is_refused(dtype: str, other: str, message: Messages) -> None:
+    config = {dtype: {"enabled": True}}
+    message(refusal(config, processor=[other]), f"'{dtype}.enabled' of config", "'cpu'", f'"{other}"')
+    planned(config, processor=[dtype])
+
+
+def test_a_scheduler_needs_something_to_schedule(message: Messages) -> None:
     config: dict[str, Any] = {"scheduler": {"type": "WarmupLR"}}
-    assert refusal(config, arguments=BuildArguments()).startswith(
-        "'scheduler' of config is 'WarmupLR', but there is no optimiser: the engine only evaluates"
-    )
+    message(refusal(config, arguments=BuildArguments()), "'scheduler'", "'WarmupLR'", "no optimiser")
     planned(config, arguments=BuildArguments(has_optimizer=True))
     assert planned({**config, "optimizer": ADAM}, arguments=BuildArguments())["scheduler"]["params"] == {}
 
 
-def test_the_options_of_the_dialect_are_two() -> None:
-    assert refusal({}, zero_optimization={"stage": 1}) == (
-        "target 'deepspeed' has no option 'zero_optimization'; it has config, batch_axes\n"
-        '  hint: what DeepSpeed itself takes goes into config={"zero_optimization": ...}'
-    )
-    assert refusal({}, origins=3) == "origins is what a plan of target 'deepspeed' says, and no option (got 3)"
-    assert refusal({}, batch_axes={"x": "0"}).startswith("batch_axes must be an axis, or None, for arguments of the ")
+def test_the_options_of_the_dialect_are_two(message: Messages) -> None:
+    message(refusal({}, zero_optimization={"stage": 1}), "no option 'zero_optimization'", "config, batch_axes")
+    message(refusal({}, origins=3), "origins", "got 3")
+    message(refusal({}, batch_axes={"x": "0"}), "batch_axes", "'0'")
 
 
 def test_a_refused_configuration_leaves_the_schedule_usable() -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from slapo_core.spec.doctor import Fact, Problem
 from slapo_deepspeed import doctor
+from tests.messages import Messages
 
 
 def examined() -> tuple[dict[str, str], Sequence[Problem]]:
@@ -41,14 +42,12 @@ def test_on_cpus_a_missing_compiler_is_no_problem(monkeypatch: pytest.MonkeyPatc
     assert problems == []
 
 
-def test_on_gpus_a_missing_compiler_says_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_gpus_a_missing_compiler_says_what_to_set(monkeypatch: pytest.MonkeyPatch, message: Messages) -> None:
     without_compilers(monkeypatch)
     monkeypatch.setattr(doctor, "_device", lambda: "cuda")
     facts, (problem,) = examined()
     assert facts["nvcc"] == "none"
-    assert problem.message == (
-        "DeepSpeed's own Adam is compiled when it is first used, and a C++ compiler and nvcc was not found"
-    )
+    message(problem.message, "Adam", "C++ compiler and nvcc")
     assert problem.hint is not None
     assert "CUDA_HOME" in problem.hint
     assert '"torch_adam": true' in problem.hint
@@ -62,15 +61,13 @@ def test_compilers_that_are_there_are_no_problem(monkeypatch: pytest.MonkeyPatch
     assert problems == []
 
 
-def test_an_accelerator_that_is_not_there_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_accelerator_that_is_not_there_is_a_problem(monkeypatch: pytest.MonkeyPatch, message: Messages) -> None:
     monkeypatch.setattr(shutil, "which", lambda name, path=None: f"/usr/bin/{name}")
     monkeypatch.setenv("DS_ACCELERATOR", "cuda")
     facts, (problem,) = examined()
     assert facts["accelerator"] == "cuda (DS_ACCELERATOR=cuda)"
-    assert problem == Problem(
-        "DS_ACCELERATOR=cuda, but torch finds no such device (it finds cpu)",
-        "unset DS_ACCELERATOR, or export DS_ACCELERATOR=cpu",
-    )
+    message(problem.message, "DS_ACCELERATOR=cuda", "finds cpu")
+    message(problem.hint, "unset DS_ACCELERATOR", "DS_ACCELERATOR=cpu")
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     assert examined()[1] == []
 
@@ -85,16 +82,18 @@ def test_another_deepspeed_is_a_problem(monkeypatch: pytest.MonkeyPatch, found: 
     assert message in problem.message
 
 
-def test_a_build_that_was_killed_is_a_problem(tmp_path: Path) -> None:
+def test_a_build_that_was_killed_is_a_problem(tmp_path: Path, message: Messages) -> None:
     (tmp_path / "py311_cpu" / "deepspeed_shm_comm").mkdir(parents=True)
     assert examined()[1] == []
     lock = tmp_path / "py311_cpu" / "deepspeed_shm_comm" / "lock"
     lock.touch()
     (problem,) = examined()[1]
-    assert problem.message.startswith("deepspeed_shm_comm is being compiled, or was when its process was killed")
-    assert problem.hint == f"rm {lock}  (if nothing compiles it now)"
+    message(problem.message, "deepspeed_shm_comm", "killed")
+    assert problem.hint is not None
+    assert problem.hint.startswith(f"rm {lock} ")
 
 
+@pytest.mark.ranks
 def test_the_command_prints_it_without_importing_deepspeed() -> None:
     code = (
         "import sys; from typer.testing import CliRunner; from slapo_core.cli.main import make_app\n"

@@ -12,6 +12,7 @@ from torch import nn
 import slapo_core as slapo
 import slapo_deepspeed
 from slapo_core.spec.dialect import BuildArguments
+from tests.messages import Messages
 
 from .planned import ADAM, plan, refusal, schedule_of
 
@@ -91,14 +92,12 @@ def test_a_plan_can_be_asked_for_with_the_arguments_of_build() -> None:
     assert made == plan({"zero_optimization": {"stage": 1}}, {"dp": 2}, arguments=arguments, batch_axes=None)
 
 
-def test_zero_3_is_refused_where_a_step_replays_what_was_done_at_fixed_addresses() -> None:
+def test_zero_3_is_refused_where_a_step_replays_what_was_done_at_fixed_addresses(message: Messages) -> None:
     zero: dict[str, Any] = {"zero_optimization": {"stage": 3}}
     for captured in ({"mode": "reduce-overhead"}, {"options": {"triton.cudagraphs": True}}):
         schedule = schedule_of({"dp": 2})
         schedule["0"].compile(**captured)
-        message = refusal(zero, schedule=schedule)
-        assert "'zero_optimization.stage' of config is 3, which puts parameters elsewhere in memory" in message
-        assert "#1 compile(" in message
+        message(refusal(zero, schedule=schedule), "'zero_optimization.stage' of config is 3", "#1 compile(")
         plan({"zero_optimization": {"stage": 2}}, schedule=schedule)
     plain = schedule_of({"dp": 2})
     plain["0"].compile()

@@ -10,6 +10,7 @@ import torch
 
 import slapo_deepspeed.zero.engine
 from slapo_core.testing import preload_modules, run_ranks
+from tests.processor import Outcome, run_case
 
 from . import small
 
@@ -47,16 +48,17 @@ def _run(precision: dict[str, Any], stage: int, *, marked: bool) -> tuple[list[f
     return [float(one.loss) for one in results], [float(one.grad_norm) for one in results], off
 
 
-def _on_ranks() -> list[tuple[Any, Any]]:
+def _pair(precision: dict[str, Any], stage: int, both: bool) -> tuple[Any, Any]:
+    return _run(precision, stage, marked=True), _run(precision, stage, marked=False) if both else None
+
+
+def _on_ranks() -> list[Outcome[tuple[Any, Any]]]:
     torch.set_num_threads(1)
-    return [
-        (_run(precision, stage, marked=True), _run(precision, stage, marked=False) if both else None)
-        for precision, stage, both in WAYS
-    ]
+    return [run_case(way[0], _pair, *way) for way in WAYS]
 
 
 @functools.cache
-def _found() -> list[list[tuple[Any, Any]]]:
+def _found() -> list[list[Outcome[tuple[Any, Any]]]]:
     return run_ranks(_on_ranks, world_size=2)
 
 
@@ -64,7 +66,7 @@ def _found() -> list[list[tuple[Any, Any]]]:
 def test_the_norm_is_that_of_the_untouched_model_and_without_marks_it_is_not(number: int) -> None:
     losses, norms, _ = small.trained(2)
     is_low = bool(WAYS[number][0])
-    for marked, unmarked in (rank[number] for rank in _found()):
+    for marked, unmarked in [rank[number].get() for rank in _found()]:
         assert marked[0] == pytest.approx(losses, rel=2e-2 if is_low else 1e-6)
         assert marked[1] == pytest.approx(norms, rel=5e-3 if is_low else 1e-6)
         assert marked[2] < (2e-2 if is_low else 1e-6)

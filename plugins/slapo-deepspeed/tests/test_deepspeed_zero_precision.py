@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from slapo_core.testing import preload_modules, run_ranks
+from tests.processor import Outcome, run_case
 
 from . import small
 
@@ -58,25 +59,34 @@ CASES: dict[str, tuple[dict[str, Any], str, float]] = {
 STEPS = 4
 
 
-def _on_ranks() -> dict[str, Any]:
-    torch.set_num_threads(1)
-    found = {}
-    for name, (config, _, _) in CASES.items():
-        factory = None if "optimizer" in config else decaying
-        _, engine = small.built({"dp": 2}, config, optimizer=factory, max_grad_norm=small.CLIP)
-        losses = [float(engine.train_step(small.batch(0)).loss) for _ in range(STEPS)]
-        found[name] = (losses, float(engine.eval_step(small.batch(1)).loss), engine.state_dict())
-        engine.close()
-    config = zero(1, {"fp16": {"enabled": True, "initial_scale_power": 30}})
-    _, engine = small.built({"dp": 2}, config, max_grad_norm=small.CLIP)
-    first = engine.train_step(small.batch(0))
-    found["overflow"] = (float(first.grad_norm), engine.deepspeed.skipped_steps, engine.state_dict())
+SCALED_TOO_FAR = zero(1, {"fp16": {"enabled": True, "initial_scale_power": 30}})
+
+
+def _trained(config: dict[str, Any]) -> tuple[list[float], float, dict[str, torch.Tensor]]:
+    factory = None if "optimizer" in config else decaying
+    _, engine = small.built({"dp": 2}, config, optimizer=factory, max_grad_norm=small.CLIP)
+    losses = [float(engine.train_step(small.batch(0)).loss) for _ in range(STEPS)]
+    found = (losses, float(engine.eval_step(small.batch(1)).loss), engine.state_dict())
     engine.close()
     return found
 
 
+def _overflowing() -> tuple[float, int, dict[str, torch.Tensor]]:
+    _, engine = small.built({"dp": 2}, SCALED_TOO_FAR, max_grad_norm=small.CLIP)
+    first = engine.train_step(small.batch(0))
+    found = (float(first.grad_norm), engine.deepspeed.skipped_steps, engine.state_dict())
+    engine.close()
+    return found
+
+
+def _on_ranks() -> dict[str, Outcome[Any]]:
+    torch.set_num_threads(1)
+    found = {name: run_case(config, _trained, config) for name, (config, _, _) in CASES.items()}
+    return {**found, "overflow": run_case(SCALED_TOO_FAR, _overflowing)}
+
+
 @functools.cache
-def _found() -> list[dict[str, Any]]:
+def _found() -> list[dict[str, Outcome[Any]]]:
     return run_ranks(_on_ranks, world_size=2)
 
 
@@ -111,9 +121,9 @@ def _by_hand(way: str) -> tuple[list[float], float, dict[str, torch.Tensor]]:
 @pytest.mark.parametrize("name", CASES)
 def test_it_trains_as_the_same_loop_by_hand(name: str) -> None:
     _, way, allowed = CASES[name]
+    ranks = [rank[name].get() for rank in _found()]
     losses, evaluated, masters = _by_hand(way)
-    for rank in _found():
-        found, found_evaluated, state = rank[name]
+    for found, found_evaluated, state in ranks:
         close = 1e-5 if allowed < 1e-5 else 2e-3  # else a rounding more or less of a loss in lower precision
         assert found == pytest.approx(losses, rel=close)
         assert found_evaluated == pytest.approx(evaluated, rel=close)
@@ -126,7 +136,7 @@ def test_it_trains_as_the_same_loop_by_hand(name: str) -> None:
 
 def test_a_step_that_overflows_is_skipped_and_says_so_by_its_norm() -> None:
     for rank in _found():
-        norm, skipped, state = rank["overflow"]
+        norm, skipped, state = rank["overflow"].get()
         assert norm == float("inf")
         assert skipped == 1
         for name, value in small.make().state_dict().items():

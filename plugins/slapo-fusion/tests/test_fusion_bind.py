@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import slapo_core as slapo
 from slapo_fusion import Bind, build_kernels
+from tests.messages import Messages
 
 from .small import gradients, layers, traced
 
@@ -93,47 +94,50 @@ def test_a_kernel_in_the_place_of_a_forward(step: Bind) -> None:
 
 
 @pytest.mark.breadth
-def test_cpp_source_is_built_and_bound_with_its_backward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpp_source_is_built_and_bound_with_its_backward(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, message: Messages
+) -> None:
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    with pytest.raises(slapo.PreconditionError, match=r"no operator 'slapo_fusion_test::scaled' is registered; import"):
+    with pytest.raises(slapo.PreconditionError) as refused:
         slapo.create_schedule(model())["1"].apply(Bind("slapo_fusion_test::scaled"))
+    message(refused, "'slapo_fusion_test::scaled'", "registered")
     build_kernels(SOURCE, flags=("-O0",))
     sch = slapo.create_schedule(model())
     sch["1"].apply(Bind("slapo_fusion_test::scaled", backward="slapo_fusion_test::scaled_backward"))
     slapo.verify(sch, X)
     sch.undo()
     sch["1"].apply(Bind("slapo_fusion_test::scaled"))
-    with pytest.raises(slapo.ApplyError, match="an input requires a gradient, and the kernel's output has none"):
+    with pytest.raises(slapo.ApplyError) as failed:
         sch.model(X)
+    message(failed, "gradient", "has none")
     with torch.no_grad():
         torch.testing.assert_close(sch.model(X), model()(X))
 
 
-def test_sources_that_are_not_there_are_named() -> None:
-    with pytest.raises(slapo.ArgumentError, match=r"build_kernels: there is no file 'nowhere\.cpp'"):
+def test_sources_that_are_not_there_are_named(message: Messages) -> None:
+    with pytest.raises(slapo.ArgumentError) as refused:
         build_kernels("nowhere.cpp")
+    message(refused, "'nowhere.cpp'")
 
 
-def test_a_fallback_is_asked_for_and_told() -> None:
+def test_a_fallback_is_asked_for_and_told(message: Messages) -> None:
     sch: Any = slapo.create_schedule(model())
     sch["1"].apply(Bind("slapo_fusion_test::absent", fallback=True))
-    told = "the forward runs as it is, by fallback=True: no operator 'slapo_fusion_test::absent' is registered"
-    assert told in sch.records[-1].effects
+    (told,) = (effect for effect in sch.records[-1].effects if "fallback=True" in effect)
+    message(told, "'slapo_fusion_test::absent'")
     assert torch.equal(sch.model(X), model()(X))
 
 
 def test_a_wrong_shape_is_refused_at_once_where_inputs_are_known_and_else_at_the_first_call() -> None:
-    message = (
-        r"at '1': the kernel gives \(4\) float32|at '1': the kernel gives \(4,\) float32, where the replaced code gives"
-    )
+    gives = r"at '1': .*gives \(4,?\) float32"  # before the values are known the form is written in another way
     known = slapo.create_schedule(model(), example_inputs=X)
-    with pytest.raises(slapo.ApplyError, match=message):
+    with pytest.raises(slapo.ApplyError, match=gives):
         known["1"].apply(Bind("slapo_fusion_test::summed", backward=scaled_backward))
     assert known.records == ()
     for step in (Bind(summed), Bind("slapo_fusion_test::summed", backward=scaled_backward)):
         sch = slapo.create_schedule(model())
         sch["1"].apply(step)
-        with pytest.raises(slapo.ApplyError, match=message):
+        with pytest.raises(slapo.ApplyError, match=gives):
             sch.model(X)
         sch.undo()
         assert torch.equal(sch.model(X), model()(X))
@@ -149,17 +153,17 @@ def test_verify_finds_a_kernel_that_is_off_unless_it_says_so() -> None:
     slapo.verify(sch, X)
 
 
-def test_what_it_refuses() -> None:
+def test_what_it_refuses(message: Messages) -> None:
     sch = slapo.create_schedule(model())
-    for step, message in (
-        (Bind("mul"), "'mul' is no operator's name; bind(\"namespace::mul\")"),
-        (Bind("aten::mull"), "the kernel cannot be had: no operator 'aten::mull' is registered"),
-        (Bind(scaled, inputs=("x", "gain")), "neither the forward nor the module has 'gain'; the forward takes x"),
-        (Bind("slapo_fusion_test::ungraded"), "no gradient is known for 'slapo_fusion_test::ungraded'"),
+    for step, word in (
+        (Bind("mul"), 'bind("namespace::mul")'),
+        (Bind("aten::mull"), "no operator 'aten::mull'"),
+        (Bind(scaled, inputs=("x", "gain")), "has 'gain'"),
+        (Bind("slapo_fusion_test::ungraded"), "no gradient"),
     ):
         with pytest.raises(slapo.PreconditionError) as refused:
             sch["1"].apply(step)
-        assert message in str(refused.value)
+        message(refused, word)
     for parameter in sch.model.parameters():
         parameter.requires_grad_(False)
     sch["1"].apply(Bind("slapo_fusion_test::ungraded"))  # nothing is trained
@@ -193,7 +197,5 @@ def test_a_kernel_in_the_place_of_matches() -> None:
     slapo.verify(sch, x)
     sch = traced()
     sch["1"].apply(Bind(short_kernel, bias_gelu))
-    with pytest.raises(
-        slapo.ApplyError, match=r"bind\(short_kernel\) at '1': the kernel gives \(1, 6\) float32, where"
-    ):
+    with pytest.raises(slapo.ApplyError, match=r"bind\(short_kernel\) at '1': .*gives \(1, 6\) float32"):
         sch.model(x)

@@ -14,6 +14,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import slapo_core as slapo
 from slapo_fusion import Compile
 from slapo_fusion.cases import Feed
+from tests.messages import Messages
 
 
 def layers(count: int = 3) -> nn.Sequential:
@@ -128,18 +129,14 @@ def failing(graph: Any, inputs: Any) -> Any:
     raise NotImplementedError("this compiler has a bad day")
 
 
-def test_a_compiler_that_raises_is_named_with_the_node_and_the_model_is_intact() -> None:
+def test_a_compiler_that_raises_is_named_with_the_node_and_the_model_is_intact(message: Messages) -> None:
     model, x = layers(), torch.randn(2, 6)
     expected = gradients(model, x)
     sch = slapo.create_schedule(model)
     sch["1"].apply(Compile(backend=failing))
     with pytest.raises(slapo.ApplyError) as raised:
         model(x)
-    assert str(raised.value) == (
-        "compile(backend=failing) at '1' failed: NotImplementedError: this compiler has a bad day\n"
-        "  hint: undo that step, choose another backend, or take a smaller part of the model; the model itself is as "
-        "it was"
-    )
+    message(raised, "compile(backend=failing) at '1'", "NotImplementedError: this compiler has a bad day")
     sch.undo()
     torch.testing.assert_close(gradients(model, x), expected)
 
@@ -166,21 +163,23 @@ def test_an_error_of_the_model_itself_stays_its_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("step", "message"),
+    ("step", "word"),
     [
-        (Compile(backend="inducter"), "torch knows no backend 'inducter'; it knows "),
-        (Compile("fastest"), "inductor has no mode 'fastest'; it has default, "),
-        (Compile(options={"max_autotun": True}), "inductor has no option 'max_autotun'; "),
-        (Compile("max-autotune", backend="eager"), "mode='max-autotune' is one of inductor's; leave it out"),
+        (Compile(backend="inducter"), "no backend 'inducter'; it knows "),
+        (Compile("fastest"), "no mode 'fastest'; it has default, "),
+        (Compile(options={"max_autotun": True}), "no option 'max_autotun'; "),
+        (Compile("max-autotune", backend="eager"), "mode='max-autotune'"),
     ],
 )
-def test_what_it_refuses(step: Compile, message: str) -> None:
+def test_what_it_refuses(step: Compile, word: str) -> None:
+    """The names that torch knows differ from version to version."""
     with pytest.raises(slapo.PreconditionError) as refused:
         slapo.create_schedule(layers())["0"].apply(step)
-    assert f"cannot apply {step} at '0': {message}" in str(refused.value)
+    assert str(refused.value).startswith(f"cannot apply {step} at '0': ")
+    assert word in str(refused.value)
 
 
-def test_it_is_refused_twice_and_where_nothing_is_called() -> None:
+def test_it_is_refused_twice_and_where_nothing_is_called(message: Messages) -> None:
     class Holder(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -190,11 +189,13 @@ def test_it_is_refused_twice_and_where_nothing_is_called() -> None:
             return self.parts[0](x)
 
     sch = slapo.create_schedule(Holder())
-    with pytest.raises(slapo.PreconditionError, match=r"it is never called; compile its children: sch\['parts\.\*'\]"):
+    with pytest.raises(slapo.PreconditionError) as refused:
         sch["parts"].apply(Compile(backend="eager"))
+    message(refused, "never called", "sch['parts.*']")
     sch["parts.0"].apply(Compile(backend="eager"))
-    with pytest.raises(slapo.PreconditionError, match="compiled already; remove this second call"):
+    with pytest.raises(slapo.PreconditionError) as refused:
         sch["parts.0"].apply(Compile(backend="eager"))
+    message(refused, "compiled already")
 
 
 def test_autocast_no_grad_and_gradients_of_gradients() -> None:

@@ -12,6 +12,7 @@ import slapo_core as slapo
 from slapo_fusion import Cudagraphify
 from slapo_fusion.cases import Feed
 from slapo_fusion.cuda_graphs import Captured
+from tests.messages import Messages
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
@@ -24,30 +25,31 @@ def test_without_cuda_it_does_nothing_and_says_so() -> None:
     slapo.verify(sch, torch.randn(3, 6))
 
 
-def test_what_it_refuses() -> None:
+def test_what_it_refuses(message: Messages) -> None:
     model = nn.Sequential(Feed(), Feed())
     model[1].up.register_full_backward_hook(lambda *_: None)
     sch = slapo.create_schedule(model)
     sch["0"].apply(Cudagraphify())
-    for path, step, message in (
-        ("0", Cudagraphify(), "the module is captured already; remove this second call"),
-        ("1", Cudagraphify(), "'1.up' has backward hooks, which a captured graph does not call"),
-        ("1", Cudagraphify(warmup=0), "warmup and most_shapes must be at least 1"),
+    for path, step, word in (
+        ("0", Cudagraphify(), "captured already"),
+        ("1", Cudagraphify(), "'1.up' has backward hooks"),
+        ("1", Cudagraphify(warmup=0), "at least 1"),
     ):
         with pytest.raises(slapo.PreconditionError) as refused:
             sch[path].apply(step)
-        assert message in str(refused.value)
+        message(refused, word)
 
 
 def forward(module: nn.Module, x: Tensor, scale: Any = 1.0) -> Tensor:
     return x * scale
 
 
-def test_what_cannot_be_captured_is_refused_at_the_call() -> None:
+def test_what_cannot_be_captured_is_refused_at_the_call(message: Messages) -> None:
     captured = Captured(forward, path="block", warmup=1, most_shapes=1)
     x = torch.randn(2)
-    with pytest.raises(slapo.ApplyError, match="at 'block': the module is called with a float, and only tensors"):
+    with pytest.raises(slapo.ApplyError) as refused:
         captured(nn.Identity(), x, 2.0)
+    message(refused, "at 'block'", "float")
     with torch.no_grad():
         assert torch.equal(captured(nn.Identity(), x, 2.0), x * 2)
     assert torch.equal(captured(nn.Identity(), x), x)  # on a CPU it runs as it is

@@ -15,6 +15,7 @@ import slapo_core as slapo
 from slapo_core.spec.graph import Region
 from slapo_fusion import Fuse
 from slapo_fusion.compilers import AotEager, Inductor
+from tests.messages import Messages
 
 from .small import bias_gelu, bias_gelu_dropout_add, dropout_add, gradients, layers, traced
 
@@ -114,22 +115,22 @@ def test_verify_finds_a_compiler_whose_code_is_wrong(monkeypatch: pytest.MonkeyP
         slapo.verify(sch, torch.randn(2, 6))
 
 
-def test_a_compiler_that_raises_is_named_and_the_model_is_intact(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiler_that_raises_is_named_and_the_model_is_intact(
+    monkeypatch: pytest.MonkeyPatch, message: Messages
+) -> None:
     sch, x = traced(), torch.randn(2, 6)
     expected, steps = gradients(sch.model, x), len(sch.records)
     installed(sch, monkeypatch, FailsAtOnce)
     with pytest.raises(slapo.ApplyError) as raised:
         sch["1"].apply(Fuse(bias_gelu, "fails_at_once"))
     where = "fuse at '1' (match 1 of 1 at '1': "
-    assert where in str(raised.value)
-    assert "compiler 'fails_at_once' failed: OSError: no licence" in str(raised.value)
+    message(raised, where, "'fails_at_once'", "OSError: no licence")
     assert len(sch.records) == steps
     installed(sch, monkeypatch, FailsWhenCalled)
     sch["1"].apply(Fuse(bias_gelu, "fails_when_called"))
     with pytest.raises(slapo.ApplyError) as raised:
         sch.model(x)
-    assert where in str(raised.value)
-    assert "compiler 'fails_when_called' failed: OSError: no licence\n  hint: take another" in str(raised.value)
+    message(raised, where, "'fails_when_called'", "OSError: no licence\n  hint: ")
     sch.undo()
     torch.testing.assert_close(gradients(sch.model, x), expected)
 
@@ -141,7 +142,7 @@ def test_of_a_backend_that_raises_the_cause_is_named_and_not_its_wrapping(monkey
     monkeypatch.setattr(torch._dynamo, "lookup_backend", lambda name: failing)
     sch = traced()
     sch["1"].apply(Fuse(bias_gelu, "aot_eager"))
-    with pytest.raises(slapo.ApplyError, match="compiler 'aot_eager' failed: AttributeError: no such kernel\n"):
+    with pytest.raises(slapo.ApplyError, match="'aot_eager' failed: AttributeError: no such kernel\n"):
         sch.model(torch.randn(2, 6))
 
 
@@ -158,16 +159,16 @@ def test_what_the_model_itself_refuses_is_no_fault_of_the_compiler(monkeypatch: 
     assert not isinstance(raised.value, slapo.SlapoError)
 
 
-def test_what_it_refuses() -> None:
+def test_what_it_refuses(message: Messages) -> None:
     sch = traced()
-    for step, message in (
-        (Fuse(bias_gelu, "induktor"), "no installed plugin provides compiler 'induktor'; did you mean 'inductor'?"),
-        (Fuse(bias_gelu, name_="bias gelu"), "name must be a Python identifier (got 'bias gelu')"),
-        (Fuse(None), "it needs a match, or a pattern"),
+    for step, word in (
+        (Fuse(bias_gelu, "induktor"), "did you mean 'inductor'"),
+        (Fuse(bias_gelu, name_="bias gelu"), "got 'bias gelu'"),
+        (Fuse(None), "pattern"),
     ):
         with pytest.raises(slapo.PreconditionError) as refused:
             sch["0"].apply(step)
-        assert message in str(refused.value)
+        message(refused, word)
     with pytest.raises(slapo.ApplyError, match=r"inductor has no option 'max_autotun'"):
         sch["0"].apply(Fuse(bias_gelu, "inductor", options={"max_autotun": True}))
     with pytest.raises(slapo.PreconditionError, match="nearest to it comes this"):

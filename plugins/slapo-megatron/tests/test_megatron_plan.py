@@ -17,6 +17,7 @@ from slapo_core.spec.dialect import BuildArguments
 from slapo_megatron import installed
 from slapo_megatron.checking import violations
 from slapo_megatron.dialect import MegatronDialect
+from tests.messages import Messages
 
 from .planned import plan, refusal, schedule_of
 
@@ -113,26 +114,17 @@ def test_a_plan_can_be_asked_for_with_the_arguments_of_build() -> None:
 
 @pytest.mark.parametrize("found", [None, "0.15.0", "0.20.0"])
 def test_without_megatron_or_with_another_version_there_is_no_plan(
-    monkeypatch: pytest.MonkeyPatch, found: str | None
+    monkeypatch: pytest.MonkeyPatch, found: str | None, message: Messages
 ) -> None:
     monkeypatch.setattr(installed, "found_version", lambda: found)
-    message = refusal()
-    if found is None:
-        assert message == (
-            "target 'megatron' needs megatron-core, which is not installed\n  hint: pip install slapo-megatron"
-        )
-    else:
-        assert message == (
-            f"target 'megatron' runs megatron-core <0.20,>=0.16, and {found} is installed\n"
-            "  hint: pip install 'megatron-core<0.20,>=0.16'"
-        )
+    message(refusal(), "not installed" if found is None else f"{found} is installed", "pip install ")
 
 
-def test_steps_along_other_dimensions_than_tp_are_named() -> None:
+def test_steps_along_other_dimensions_than_tp_are_named(message: Messages) -> None:
     schedule = slapo.create_schedule(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), mesh={"cp": 2, "tp": 2})
     schedule["0"].shard("weight", axis=0, mesh_dim="cp")
     (reason,) = violations(schedule)
-    assert "works along mesh_dim 'cp', whose ranks are replicas for Megatron" in str(reason)
+    message(reason, "mesh_dim 'cp'", "replicas")
     right = slapo.create_schedule(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), mesh={"cp": 2, "tp": 2})
     right["0"].shard(["weight", "bias"], axis=0)
     assert list(violations(right)) == []
@@ -153,6 +145,7 @@ def test_options_do_not_go_together_with_so_many_stages() -> None:
         dialect.stage_ranks(plan({"pp": 2}, model_parallel_config={"overlap_p2p_comm": True}), 2, 2)
 
 
+@pytest.mark.ranks
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, and Megatron runs")
 def test_without_cuda_build_says_so_before_megatron_does() -> None:
     code = (
@@ -163,10 +156,10 @@ def test_without_cuda_build_says_so_before_megatron_does() -> None:
         "assert not sch.is_sealed and not torch.distributed.is_initialized()"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("Megatron puts its buffers on CUDA devices, and torch has none here: ")
-    assert done.stdout.endswith('  hint: target="torch" runs the same schedule on CPUs\n')
+    assert "CUDA devices, and torch has none here: " in done.stdout  # why, in words of torch's
+    assert '\n  hint: target="torch"' in done.stdout
 
 
 @pytest.mark.parametrize("options", [{"config": {}}, {"pipeline_schedule": "1f1b"}, {"bucket_cap_mb": 25}], ids=str)
-def test_options_of_other_targets_are_refused(options: dict[str, Any]) -> None:
-    assert refusal(**options).startswith(f"target 'megatron' has no option '{next(iter(options))}'; it has optimizer_c")
+def test_options_of_other_targets_are_refused(options: dict[str, Any], message: Messages) -> None:
+    message(refusal(**options), f"no option '{next(iter(options))}'", "optimizer_config")

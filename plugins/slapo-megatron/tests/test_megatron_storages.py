@@ -10,6 +10,7 @@ from torch import nn
 
 import slapo_core as slapo
 from slapo_core.testing import run_ranks
+from tests.messages import Messages
 
 pytestmark = pytest.mark.ranks
 
@@ -59,11 +60,8 @@ def on_rank(_: None = None) -> dict[Any, str]:
     return said
 
 
-def test_parameters_over_one_memory_are_refused_where_they_would_be_parted() -> None:
+def test_parameters_over_one_memory_are_refused_where_they_would_be_parted(message: Messages) -> None:
     (said,) = run_ranks(on_rank, world_size=1)
     for name in ("another object", "a part"):
-        assert said.pop((name, True)).startswith(
-            "'a.weight' and 'b.weight' are different parameters over one memory, which Megatron's distributed "
-            "optimizer and its low precision part: each would train alone\n  hint: make them one parameter"
-        )
+        message(said.pop((name, True)), "'a.weight' and 'b.weight'", "one memory", "one parameter")
     assert set(said.values()) == {""}, said

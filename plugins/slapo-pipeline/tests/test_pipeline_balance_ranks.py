@@ -37,10 +37,7 @@ def every_rank_takes_the_first_ones_answer() -> None:
         sch = scheduled()
         with pytest.raises(slapo.SlapoError) as caught:
             sch.pipeline_split(stages=2, balance="time")
-        expected = (
-            "ValueError: no clock" if rank == 0 else "is measured on the first rank of the mesh, and failed there"
-        )
-        assert expected in str(caught.value)
+        assert ("ValueError: no clock" if rank == 0 else "failed there") in str(caught.value)
         assert sch.records == ()
 
 

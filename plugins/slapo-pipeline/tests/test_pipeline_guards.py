@@ -11,6 +11,7 @@ from torch import nn
 
 from slapo_core import GuardError
 from slapo_core.pipeline.staged import Staged
+from tests.messages import Messages
 
 from .staging import cut
 
@@ -43,28 +44,30 @@ def rename(model: Model) -> None:
 
 
 CALL = {"x": torch.rand(3, 4), "mask": torch.ones(3, 1), "kind": "sum"}
-CHANGES: list[tuple[Callable[[Model], Any], dict[str, Any], str]] = [
-    (lambda model: None, {"x": torch.rand(2, 4)}, "stage 0 was made for a batch in which 'x' is a tensor of shape (3,"),
-    (lambda model: None, {"x": torch.rand(3, 4).double()}, "and this one has (3, 4) and torch.float64"),
-    (lambda model: None, {"mask": None}, "stage 2 was made for a batch in which 'mask' is a tensor of shape (3, 1),"),
-    (lambda model: model.eval(), {}, "was made with the model in the mode of train(), and now it is in that of eval()"),
-    (lambda model: model.drop.eval(), {}, "was made with 'drop' in the mode of train()"),
-    (lambda model: setattr(model.config, "double", False), {}, "was recorded with self.config.double == True, and now"),
-    (lambda model: rename(model), {}, "was made before another module came to 'b'"),
-    (lambda model: model.register_forward_hook(lambda *_: None), {}, "was made before the root, which lies above a"),
-    (lambda model: model.frozen.requires_grad_(), {}, "made with 'frozen' of shape (3, 4) and torch.float32, and this"),
-]  # fmt: skip
+CHANGES: list[tuple[Callable[[Model], Any], dict[str, Any], tuple[str, ...]]] = [
+    (lambda model: None, {"x": torch.rand(2, 4)}, ("stage 0", "'x'", "(2, 4)")),
+    (lambda model: None, {"x": torch.rand(3, 4).double()}, ("stage 0", "'x'", "torch.float64")),
+    (lambda model: None, {"mask": None}, ("stage 2", "'mask'", "(3, 1)")),
+    (lambda model: model.eval(), {}, ("the model", "mode of train()")),
+    (lambda model: model.drop.eval(), {}, ("'drop'", "mode of train()")),
+    (lambda model: setattr(model.config, "double", False), {}, ("self.config.double == True",)),
+    (lambda model: rename(model), {}, ("another module", "'b'")),
+    (lambda model: model.register_forward_hook(lambda *_: None), {}, ("the root", "hook")),
+    (lambda model: model.frozen.requires_grad_(), {}, ("'frozen'", "with a gradient")),
+]
 
 
-@pytest.mark.parametrize(("change", "call", "problem"), CHANGES)
-def test_each_check(change: Callable[[Model], Any], call: dict[str, Any], problem: str) -> None:
+@pytest.mark.parametrize(("change", "call", "words"), CHANGES)
+def test_each_check(
+    change: Callable[[Model], Any], call: dict[str, Any], words: tuple[str, ...], message: Messages
+) -> None:
     model = Model()
     made = cut(model, ["frozen", "a"], **CALL)
     made.run(CALL)
     change(model)
     with pytest.raises(GuardError) as caught:
         made.run({**CALL, **call})
-    assert problem in str(caught.value)
+    message(caught, *words)
     assert str(caught.value).startswith("stage ")
 
 
@@ -73,19 +76,19 @@ def test_global_names_autocast_and_the_default_dtype(monkeypatch: pytest.MonkeyP
     with torch.autocast("cpu"), pytest.raises(GuardError, match="another setting of autocast"):
         made.run(CALL)
     monkeypatch.setattr(f"{Model.__module__}.FACTOR", 3)
-    with pytest.raises(GuardError, match=r"FACTOR == 2, and now it is 3"):
+    with pytest.raises(GuardError, match="FACTOR == 2"):
         made.run(CALL)
 
 
-def test_a_value_of_another_shape_and_a_missing_argument() -> None:
+def test_a_value_of_another_shape_and_a_missing_argument(message: Messages) -> None:
     made: Staged = cut(Model(), ["a"], **CALL)
     last = made.partition.stages[1].module
-    with pytest.raises(
-        GuardError, match=r"stage 1 was made for 'a' of shape \(3, 4\) and torch.float32, and it received"
-    ):
+    with pytest.raises(GuardError) as caught:
         last(CALL, {"a": torch.rand(2, 4)})
-    with pytest.raises(GuardError, match=r"stage 1 was made for a batch with 'mask', and this one has none"):
+    message(caught, "stage 1", "'a' of shape (3, 4)", "(2, 4)")
+    with pytest.raises(GuardError) as caught:
         last({}, {"a": torch.rand(3, 4)})
+    message(caught, "stage 1", "'mask'")
 
 
 def test_tensors_that_came_in_the_place_of_others_are_used() -> None:
@@ -107,7 +110,9 @@ def test_tensors_that_came_in_the_place_of_others_are_used() -> None:
     assert dict(made.partition.stages[1].module.named_parameters())["scale"] is model.scale
 
 
-def test_a_list_of_modules_above_a_cut_that_became_longer_and_inside_of_a_module_that_is_called() -> None:
+def test_a_list_of_modules_above_a_cut_that_became_longer_and_inside_of_a_module_that_is_called(
+    message: Messages,
+) -> None:
     class Loop(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -123,5 +128,6 @@ def test_a_list_of_modules_above_a_cut_that_became_longer_and_inside_of_a_module
     model.layers[0].append(nn.Tanh())  # runs as it is
     torch.testing.assert_close(made.run({"x": x}), model(x))
     model.layers.append(nn.Linear(4, 4))
-    with pytest.raises(GuardError, match="stage 0 was made before the modules in 'layers' became others"):
+    with pytest.raises(GuardError) as caught:
         made.run({"x": x})
+    message(caught, "stage 0", "'layers'")

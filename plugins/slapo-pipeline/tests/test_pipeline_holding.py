@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from slapo_core import GuardError
+from tests.messages import Messages
 
 from .staging import compare, cut
 
@@ -51,18 +52,17 @@ def test_a_stage_holds_what_it_runs() -> None:
     assert made.partition.ties == ()
 
 
-def test_a_parameter_of_another_shape_is_found_on_every_rank() -> None:
+def test_a_parameter_of_another_shape_is_found_on_every_rank(message: Messages) -> None:
     model = Model()
     x = torch.rand(6, 4)
     made = cut(model, ["first"], x)
     model.table = nn.Parameter(torch.rand(3, 4))
-    with pytest.raises(
-        GuardError, match=r"recorded with 'table' of shape \(6, 4\) and torch.float32, and now it is of"
-    ):
+    with pytest.raises(GuardError) as caught:
         made.partition.stages[1].module({}, {"first": torch.rand(6, 4)})
+    message(caught, "'table' of shape (6, 4)", "(3, 4)")
 
 
-def test_above_a_cut_nothing_is_called() -> None:
+def test_above_a_cut_nothing_is_called(message: Messages) -> None:
     class Outer(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -72,5 +72,6 @@ def test_above_a_cut_nothing_is_called() -> None:
             return self.inner(x)
 
     made = cut(Outer(), ["inner.first"], torch.rand(6, 4))
-    with pytest.raises(RuntimeError, match="this Model lies above a cut of the pipeline"):
+    with pytest.raises(RuntimeError) as caught:
         made.partition.stages[0].module.get_submodule("inner")(torch.rand(6, 4))
+    message(caught, "Model", "above a cut")

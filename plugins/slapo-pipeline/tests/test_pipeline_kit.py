@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -27,6 +28,7 @@ def batch() -> tuple[torch.Tensor]:
     return (torch.randn(5, 6),)
 
 
+@pytest.mark.ranks
 @parametrize_checks(
     [
         Case(

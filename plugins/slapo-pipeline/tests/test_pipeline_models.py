@@ -67,8 +67,8 @@ def test_hidden_states_of_several_stages(make: Any) -> None:
     schedule = cut_schedule(model.double(), cuts)
     with pytest.raises(TraceError) as caught:  # transformers installs hooks when they are first needed
         asked(schedule, **batch)
-    assert "cannot cut the model (#1 pipeline_split() at" in str(caught.value)
-    assert "if it does so at its first call only, call the model once before" in str(caught.value)
+    assert "#1 pipeline_split() at" in str(caught.value)
+    assert "call the model once before" in str(caught.value)
     schedule.undo(to=0)
     model(**batch)
     made = compare(model, cuts, **batch)

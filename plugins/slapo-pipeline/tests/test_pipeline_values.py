@@ -115,8 +115,11 @@ def test_a_number_that_a_module_returns_is_held_to_what_it_was(name: str, was: A
     x = torch.rand(3, 4)
     made = cut(model, ["b"], x)
     setattr(model.count, name, now)
-    with pytest.raises(GuardError, match=rf"stage 0 was recorded with .* == {was}, and this call has {now}"):
+    with pytest.raises(GuardError) as caught:
         made.run({"x": x})
+    assert str(caught.value).startswith("stage 0 ")  # and the name that torch.fx gives the value
+    assert f" == {was}, " in str(caught.value)
+    assert f" has {now}\n" in str(caught.value)
 
 
 class Skips(Base):

@@ -13,6 +13,7 @@ import slapo_core as slapo
 import slapo_pipeline
 from slapo_core.spec.pipeline import Extent
 from slapo_pipeline.view.making import _crossing
+from tests.messages import Messages
 
 
 class Skipping(nn.Module):
@@ -154,16 +155,14 @@ def test_operations_that_cannot_be_counted_are_said_to_be_unknown():
     assert "note: operations are not counted" in str(stages)
 
 
-def test_without_a_batch_or_a_cut_it_says_what_to_write():
+def test_without_a_batch_or_a_cut_it_says_what_to_write(message: Messages):
     sch = schedule(example_inputs=None)
     with pytest.raises(slapo.ArgumentError) as caught:
         slapo_pipeline.stages(sch)
-    assert str(caught.value) == (
-        "stages are made for one form of a batch: none was given, and the schedule has no example inputs\n"
-        "  hint: stages(sch, {'input_ids': ids}), or create_schedule(model, example_inputs={'input_ids': ids})"
-    )
-    with pytest.raises(slapo.ArgumentError, match="no step cuts this model into stages"):
+    message(caught, "no example inputs", "stages(sch, {'input_ids': ids})")
+    with pytest.raises(slapo.ArgumentError) as caught:
         slapo_pipeline.stages(schedule())
+    message(caught, "no step cuts")
     with pytest.raises(slapo.ArgumentError, match="does not take this batch"):
         slapo_pipeline.stages(schedule(), {"words": BATCH["ids"]})
 

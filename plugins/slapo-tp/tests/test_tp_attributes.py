@@ -7,6 +7,7 @@ from torch import nn
 
 import slapo_core as slapo
 from slapo_core import PreconditionError
+from tests.messages import Messages
 
 
 class Heads(nn.Module):
@@ -23,52 +24,24 @@ class Heads(nn.Module):
 
 
 ATTRIBUTES = [
-    (
-        ("num_head",),
-        "cannot apply shard_attribute('num_head') at 'heads': this Heads has no attribute 'num_head'; did you mean "
-        "'num_heads'? its integer attributes: num_heads, head_dim, odd",
-    ),
-    (
-        ("causal",),
-        "cannot apply shard_attribute('causal') at 'heads': 'causal' must be a positive integer (got True); name a "
-        "count or a size",
-    ),
-    (
-        ("rate",),
-        "cannot apply shard_attribute('rate') at 'heads': 'rate' must be a positive integer (got 0.5); name a count or "
-        "a size",
-    ),
-    (
-        ("proj",),
-        "cannot apply shard_attribute('proj') at 'heads': 'proj' must be a positive integer (got a Linear); name a "
-        "count or a size",
-    ),
-    (
-        ("width",),
-        "cannot apply shard_attribute('width') at 'heads': 'width' of Heads is a property; divide the attributes that "
-        "it is computed from",
-    ),
-    (
-        ("odd",),
-        "cannot apply shard_attribute('odd') at 'heads': 'odd' has 7 elements, not divisible by tp size 2; choose a "
-        "mesh size that divides it",
-    ),
-    (
-        ("num_heads", "num_heads"),
-        "cannot apply shard_attribute('num_heads') at 'heads': 'num_heads' is divided over mesh_dim 'tp' already, by "
-        "#1 shard_attribute('num_heads') at 'heads'; leave 'num_heads' out",
-    ),
+    (("num_head",), "did you mean 'num_heads'?"),
+    (("causal",), "got True"),
+    (("rate",), "got 0.5"),
+    (("proj",), "got a Linear"),
+    (("width",), "property"),
+    (("odd",), "7 elements"),
+    (("num_heads", "num_heads"), "#1 shard_attribute('num_heads') at 'heads'"),
 ]
 
 
-@pytest.mark.parametrize(("names", "message"), ATTRIBUTES, ids=[message[13:60] for _, message in ATTRIBUTES])
-def test_shard_attribute_says_what_to_write_instead(names: tuple[str, ...], message: str) -> None:
+@pytest.mark.parametrize(("names", "word"), ATTRIBUTES, ids=[names[-1] for names, _ in ATTRIBUTES])
+def test_shard_attribute_says_what_to_write_instead(names: tuple[str, ...], word: str, message: Messages) -> None:
     sch = slapo.create_schedule(nn.ModuleDict({"heads": Heads()}), mesh={"tp": 2})
     for name in names[:-1]:
         sch["heads"].shard_attribute(name)
     with pytest.raises(PreconditionError) as refused:
         sch["heads"].shard_attribute(names[-1])
-    assert str(refused.value) == message
+    message(refused, f"shard_attribute('{names[-1]}') at 'heads': ", word)
 
 
 def test_the_attributes_are_divided_on_the_instance_and_come_back() -> None:
@@ -82,11 +55,8 @@ def test_the_attributes_are_divided_on_the_instance_and_come_back() -> None:
     assert "layers" not in vars(heads)
 
 
-def test_an_attribute_that_shard_keeps_true_cannot_be_divided_again() -> None:
+def test_an_attribute_that_shard_keeps_true_cannot_be_divided_again(message: Messages) -> None:
     sch = slapo.create_schedule(nn.Sequential(nn.Linear(4, 8)), mesh={"tp": 2})
     with pytest.raises(PreconditionError) as refused:
         sch["0"].shard("weight", axis=0).shard_attribute("out_features")
-    assert str(refused.value) == (
-        "cannot apply shard_attribute('out_features') at '0': 'out_features' is divided over mesh_dim 'tp' already, by "
-        "tp.shard of its weight; leave 'out_features' out"
-    )
+    message(refused, "'out_features'", "mesh_dim 'tp' already", "tp.shard of its weight")

@@ -203,8 +203,8 @@ def answers() -> dict[str, Any]:
 
 
 def suggested(answer: tuple[str, tuple[str, ...]]) -> str:
-    start = "  suggestion, tried on a copy, which then agrees: "
-    return next((line.removeprefix(start) for line in answer[0].splitlines() if line.startswith(start)), "")
+    lines = (line for line in answer[0].splitlines() if line.startswith("  suggestion"))
+    return next(lines, "").partition(": ")[2]
 
 
 def test_the_right_schedules_agree(answers: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 
 import slapo_core as slapo
 from slapo_core import MeshError
+from tests.messages import Messages
 
 
 class Model(nn.Module):
@@ -67,7 +68,7 @@ def test_on_one_rank_every_step_is_recorded_and_nothing_changes() -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_dry_schedule_holds_its_ranks_pieces(rank: int) -> None:
+def test_a_dry_schedule_holds_its_ranks_pieces(rank: int, message: Messages) -> None:
     model = Model()
     reference = copy.deepcopy(model)
     sch = slapo.create_schedule(model, mesh={"tp": 2}, rank=rank)
@@ -90,10 +91,7 @@ def test_a_dry_schedule_holds_its_ranks_pieces(rank: int) -> None:
     assert all(parameter.requires_grad and parameter.is_leaf for parameter in model.parameters())
     with pytest.raises(MeshError) as refused:
         model(torch.tensor([1]))
-    assert str(refused.value) == (
-        "a sync over 2 ranks was reached in a process that only plays one of them\n"
-        "  hint: torchrun --nproc-per-node 2 your_script.py"
-    )
+    message(refused, "2 ranks", "torchrun --nproc-per-node 2 ")
 
 
 def test_undo_brings_back_tensors_attributes_hooks_and_forwards() -> None:
@@ -188,7 +186,7 @@ def test_a_saved_schedule_is_the_same_at_another_world_size() -> None:
     assert slapo.replay(Model(), again.to_json(), mesh={"tp": 1}).records == sch.records
 
 
-def test_two_mesh_dimensions_split_two_axes() -> None:
+def test_two_mesh_dimensions_split_two_axes(message: Messages) -> None:
     model = nn.Sequential(nn.Linear(8, 12))
     reference = copy.deepcopy(model)
     sch = slapo.create_schedule(model, mesh={"ep": 2, "tp": 2}, rank=1)
@@ -198,7 +196,4 @@ def test_two_mesh_dimensions_split_two_axes() -> None:
     assert (model[0].out_features, model[0].in_features) == (6, 4)
     with pytest.raises(slapo.PreconditionError) as refused:
         sch["0"].shard("bias", axis=0, mesh_dim="ep")
-    assert str(refused.value) == (
-        "cannot apply shard('bias', axis=0, mesh_dim='ep') at '0': axis 0 of 'bias' is split over mesh_dim 'tp' "
-        "already; split another axis of it"
-    )
+    message(refused, "mesh_dim='ep') at '0': ", "axis 0 of 'bias'", "mesh_dim 'tp' already")

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import slapo_core as slapo
 from slapo_core.testing import run_ranks
 from slapo_tp import ForkRng
+from tests.messages import Messages
 
 SIZE = 64
 
@@ -182,24 +183,13 @@ def test_on_one_rank_it_is_recorded_and_costs_nothing() -> None:
     assert "forward" not in sch.model.split.__dict__
 
 
-def test_what_it_refuses_and_what_to_write_instead() -> None:
+def test_what_it_refuses_and_what_to_write_instead(message: Messages) -> None:
     sch = slapo.create_schedule(nn.ModuleDict({"layers": nn.ModuleList([Model()])}), mesh={"tp": 2})
     sch["layers.0"].fork_rng()
-    for path, message in (
-        (
-            "layers.0",
-            "cannot apply fork_rng() at 'layers.0': the module draws differently on each rank already, by #1 "
-            "fork_rng() at 'layers.0'; remove this call",
-        ),
-        (
-            "layers",
-            "cannot apply fork_rng() at 'layers': ModuleList has no forward of its own: it is never called; "
-            "fork_rng its children: sch['layers.*'].fork_rng()",
-        ),
-    ):
+    for path, word in (("layers.0", "#1 fork_rng() at 'layers.0'"), ("layers", "sch['layers.*'].fork_rng()")):
         with pytest.raises(slapo.PreconditionError) as refused:
             sch[path].apply(ForkRng())
-        assert str(refused.value) == message
+        message(refused, f"fork_rng() at '{path}': ", word)
 
 
 # -- verify sees what it does to copies -----------------------------------------------------------------------
@@ -291,74 +281,67 @@ def forks() -> dict[str, Any]:
 
 
 @pytest.mark.ranks
-def test_verify_finds_a_stream_of_its_own_around_a_dropout_of_what_every_rank_has_whole(forks: dict[str, Any]) -> None:
-    message, hint, steps = forks["whole"]
-    lines = message.splitlines()
-    assert lines[0].startswith(
-        "the scheduled model differs from the untouched one, first in shared dropout of 0.behind on rank 0: each rank "
-        "drops other elements of (4, 6), which every rank has whole: ranks 0 and 1, which have it whole, get another "
-    )
-    assert lines[2] == "  the step that does it, as no other stands around this place:"
+def test_verify_finds_a_stream_of_its_own_around_a_dropout_of_what_every_rank_has_whole(
+    forks: dict[str, Any], message: Messages
+) -> None:
+    found, hint, steps = forks["whole"]
+    message(found, "shared dropout of 0.behind on rank 0", "(4, 6)", "ranks 0 and 1")
     assert [step.partition(" ")[2] for step in steps] == ["fork_rng() at '0.behind'"]
-    assert hint == "remove fork_rng() at '0.behind': nothing in it is dropped in pieces"
+    message(hint, "remove fork_rng() at '0.behind'")
 
     _, hint, steps = forks["whole within"]
     assert [step.partition(" ")[2] for step in steps] == ["fork_rng() at '0.attention'"]
-    assert hint == "remove fork_rng() at '0.attention': nothing in it is dropped in pieces by a module of its own"
+    message(hint, "remove fork_rng() at '0.attention'")
 
     _, hint, steps = forks["around"]
     assert [step.partition(" ")[2] for step in steps] == ["fork_rng() at '0'"]
-    assert hint == "remove fork_rng() at '0'; where pieces are dropped: sch['0.inside'].fork_rng()"
+    message(hint, "remove fork_rng() at '0'", "sch['0.inside'].fork_rng()")
 
     _, hint, steps = forks["around all"]
     assert [step.partition(" ")[2] for step in steps] == ["fork_rng() at the root"]
-    assert hint is not None
-    assert hint.startswith("remove fork_rng() at the root; where pieces are dropped: sch['0.inside']")
+    message(hint, "remove fork_rng() at the root", "sch['0.inside']")
 
 
 @pytest.mark.ranks
 def test_verify_finds_copies_that_drift_apart_where_the_untouched_model_has_no_such_module(
-    forks: dict[str, Any],
+    forks: dict[str, Any], message: Messages
 ) -> None:
-    message, _, steps = forks["moved"]
-    assert ": each rank draws other random numbers: ranks 0 and 1, which have it whole, get another " in message
+    found, _, steps = forks["moved"]
+    message(found, "each rank draws other random numbers", "ranks 0 and 1")
     assert [step.partition(" ")[2] for step in steps] == ["fork_rng() at '0.behind'"]
     assert forks["moved, alike"][1:] == (None, ())
 
 
 @pytest.mark.ranks
-def test_where_pieces_are_dropped_a_stream_of_its_own_agrees_and_a_missing_one_is_noted(forks: dict[str, Any]) -> None:
+def test_where_pieces_are_dropped_a_stream_of_its_own_agrees_and_a_missing_one_is_noted(
+    forks: dict[str, Any], message: Messages
+) -> None:
     notes, _, steps = forks["right"]
     assert steps == ()
-    assert notes.splitlines()[1:] == [
-        "the ranks drop the same elements of different pieces at '0.attention': fork_rng() there would be around a "
-        "dropout of something whole too; set one of the two probabilities to 0, or let the ranks drop alike"
-    ]
+    (note,) = notes.splitlines()[1:]
+    message(note, "at '0.attention': ", "something whole")
     notes, _, steps = forks["none"]
     assert steps == ()
-    assert notes.splitlines()[1:] == [
-        "the ranks drop the same elements of different pieces at '0.attention' (and at 1 more): "
-        'sch["0.inside"].fork_rng() lets each draw its own'
-    ]
+    (note,) = notes.splitlines()[1:]
+    message(note, "at '0.attention' (and at 1 more)", 'sch["0.inside"].fork_rng()')
 
 
 @pytest.mark.ranks
-def test_a_stream_of_its_own_where_nothing_is_dropped_is_noted(forks: dict[str, Any]) -> None:
+def test_a_stream_of_its_own_where_nothing_is_dropped_is_noted(forks: dict[str, Any], message: Messages) -> None:
     notes, _, steps = forks["nowhere"]
     assert steps == ()
-    assert notes.splitlines()[2:] == [
-        "no dropout was seen at or below fork_rng() at '0.norm' (and 1 more): another module drops"
-    ]
+    (note,) = notes.splitlines()[2:]
+    message(note, "no dropout", "fork_rng() at '0.norm' (and 1 more)")
     assert len(forks["right"][0].splitlines()) == 2
 
 
 @pytest.mark.ranks
-def test_a_stream_of_its_own_somewhere_hides_no_dropout_that_is_gone_elsewhere(forks: dict[str, Any]) -> None:
+def test_a_stream_of_its_own_somewhere_hides_no_dropout_that_is_gone_elsewhere(
+    forks: dict[str, Any], message: Messages
+) -> None:
     for case in ("gone", "gone, without fork_rng"):
-        message, _, steps = forks[case]
-        assert message.splitlines()[0].endswith(
-            "dropout of 0.behind on rank 0: it drops nothing, where the untouched model drops with p=0.2"
-        )
+        found, _, steps = forks[case]
+        message(found.splitlines()[0], "dropout of 0.behind on rank 0", "p=0.2")
         assert len(steps) == 1
         assert steps[0].endswith(" at '0.behind'")
 

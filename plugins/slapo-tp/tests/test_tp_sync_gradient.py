@@ -13,6 +13,7 @@ from torch import nn
 import slapo_core as slapo
 from slapo_core.testing import ModelSnapshot, preload_modules, run_ranks
 from slapo_tp import Shard, SyncGradient
+from tests.messages import Messages
 
 from .checks import differs_from_untouched, rand, same_as_untouched
 
@@ -130,50 +131,33 @@ def test_on_one_rank_it_is_recorded_and_costs_nothing() -> None:
     assert "forward" not in sch.model.norm.__dict__
 
 
-def test_what_it_refuses_and_what_to_write_instead() -> None:
+def test_what_it_refuses_and_what_to_write_instead(message: Messages) -> None:
     sch = scheduled()
     with pytest.raises(slapo.PreconditionError) as refused:
         sch["norm"].apply(SyncGradient("weight"))
-    assert str(refused.value) == (
-        "cannot apply sync_gradient('weight') at 'norm': nothing in the model is split, so every rank sees the whole "
-        "gradient; shard first"
-    )
+    message(refused, "sync_gradient('weight') at 'norm': ", "nothing in the model is split")
     sch["up"].apply(Shard(("weight", "bias"), axis=0))
-    for path, primitive, message in (
-        ("norm", SyncGradient("gain"), "the module has no parameter 'gain'; it has 'weight', 'bias'"),
-        ("norm", SyncGradient(()), 'it names no parameter; write sync_gradient("weight")'),
-        (
-            "up",
-            SyncGradient("weight"),
-            "'weight' is split over mesh_dim 'tp': each rank's gradient is that of its own piece; leave 'weight' out",
-        ),
+    for path, primitive, word in (
+        ("norm", SyncGradient("gain"), "no parameter 'gain'"),
+        ("norm", SyncGradient(()), "no parameter"),
+        ("up", SyncGradient("weight"), "'weight' is split over mesh_dim 'tp'"),
     ):
         with pytest.raises(slapo.PreconditionError) as refused:
             sch[path].apply(primitive)
-        assert str(refused.value) == f"cannot apply {primitive} at '{path}': {message}"
+        message(refused, f"cannot apply {primitive} at '{path}': ", word)
     sch["norm"].apply(SyncGradient("weight"))
     with pytest.raises(slapo.PreconditionError) as refused:
         sch["norm"].apply(SyncGradient("weight"))
-    assert str(refused.value) == (
-        "cannot apply sync_gradient('weight') at 'norm': the gradient of 'weight' is summed already, by #2 "
-        "sync_gradient('weight') at 'norm'; leave 'weight' out"
-    )
+    message(refused, "already", "#2 sync_gradient('weight') at 'norm'")
     sch["down"].apply(Shard("weight", axis=1))
     with pytest.raises(slapo.PreconditionError) as refused:
         sch["down"].apply(SyncGradient("bias"))
-    assert str(refused.value) == (
-        "cannot apply sync_gradient('bias') at 'down': 'bias' is left out of the forward, whose weight is split on its "
-        "input axis, and sync adds it with its whole gradient; leave 'bias' out"
-    )
+    message(refused, "sync_gradient('bias') at 'down': ", "its whole gradient")
     sch = slapo.create_schedule(Block(), mesh={"cp": 2, "tp": 2})
     sch["up"].apply(Shard("weight", axis=1, mesh_dim="cp"))
     sch["down"].apply(Shard("weight", axis=1))
     with pytest.raises(slapo.PreconditionError) as refused:
         sch["down"].apply(SyncGradient("bias", mesh_dim="cp"))
-    assert str(refused.value) == (
-        "cannot apply sync_gradient('bias', mesh_dim='cp') at 'down': 'bias' is left out of the forward, whose weight "
-        "is split on its input axis over mesh_dim 'tp', and sync adds it where a sum over mesh_dim 'cp' does not reach "
-        "it; leave 'bias' out, and sum its gradient over mesh_dim 'cp' after the backward"
-    )
+    message(refused, "sync_gradient('bias', mesh_dim='cp') at 'down': ", "mesh_dim 'tp'", "over mesh_dim 'cp'")
     with pytest.raises(slapo.PreconditionError, match="declare one"):
         slapo.create_schedule(Block())["norm"].apply(SyncGradient("weight"))

@@ -187,6 +187,7 @@ print(Space(space).fingerprint())
 """
 
 
+@pytest.mark.ranks
 def test_the_fingerprint_is_the_same_in_every_process_and_another_for_another_space() -> None:
     found = set()
     for seed in ("1", "2"):

@@ -10,6 +10,7 @@ from typing import Any
 from torch import fx, nn
 from torch.fx.graph import CodeGen
 
+from slapo_core.graph.code import compiled
 from slapo_core.graph.rewriting.effects import Effects
 from slapo_core.graph.rewriting.functional import BY_KEYWORD, FunctionalForm, functional_form
 from slapo_core.graph.tokens import real_type
@@ -177,8 +178,7 @@ def _function(
     values = tuple(made[position.index] for position in results)
     graph.output(values[0] if len(values) == 1 else values)
     graph.set_codegen(_PureCode())
-    function: Callable[..., Any] = type(fx.GraphModule(nn.Module(), graph)).forward
-    return function
+    return compiled(graph)
 
 
 class _PureCode(CodeGen):

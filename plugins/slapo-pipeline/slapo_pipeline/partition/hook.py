@@ -132,7 +132,7 @@ class _Cutting:
         taken = {what for kind, what in sources if kind == "input"}
         read = tuple(name for name in self.inputs if name in taken)
         program = Program(
-            compiled(segment.graph, module),
+            compiled(segment.graph),
             sources,
             inputs={name: form(self.inputs[name]) for name in read},
             values={name: (values[name].shape, values[name].dtype) for name in used},
