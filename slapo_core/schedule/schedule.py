@@ -102,7 +102,7 @@ class Schedule:
         return self.tree.node("")
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        if name.startswith("_") or name == "tree":
+        if name.startswith("_") or "tree" not in self.__dict__:  # in the middle of __init__, or before it
             raise AttributeError(name)
         return self.primitive_named(name, self.root, "")
 
@@ -146,9 +146,10 @@ class Schedule:
             SealedError: the originals were dropped by ``build`` or ``seal``.
         """
         self._check_open("undo")
-        undone = self._history.undo(self._history.position(to))
-        self._refresh()
-        return undone
+        try:
+            return self._history.undo(self._history.position(to))
+        finally:
+            self._refresh()
 
     def seal(self, by: str = "seal()") -> None:
         """End the schedule: no more steps, no undo; the originals that undo needed are dropped (by ``by``)."""
