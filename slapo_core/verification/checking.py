@@ -152,7 +152,7 @@ class _Check:
             self.notes.append(f"both ran in {ran}, because {'; '.join(raised)}")
         report = self._judge(outcome)
         self._judge_with_other_values(dtype)
-        return dataclasses.replace(report, notes=(*self.notes, *outcome.notes))
+        return dataclasses.replace(report, notes=tuple(dict.fromkeys((*self.notes, *outcome.notes))))
 
     # -- judging ----------------------------------------------------------------------------------------------
 
@@ -188,10 +188,12 @@ class _Check:
         except UntouchedRunError as raising:
             self.notes.append(f"not compared with {what}: the reference model raises: {raising.failure}")
             return
-        self.notes.append(f"outputs and gradients were compared once more with {what}")
+        note = f"compared once more with {what}"
+        self.notes.append(note)  # for the message of an error
         if outcome.raised is not None:
             self._raise_exception(outcome.reference, outcome.raised)
         self._judge(outcome)
+        self.notes.remove(note)
 
     def _judge_beside_loose_steps(self, reference: UntouchedRun) -> None:
         """Hold the steps that are not approximate to their own promises."""
