@@ -26,6 +26,7 @@ def verify(
     atol: float | None = None,
     optimizer_steps: int = 3,
     seed: int = 0,
+    blame_seconds: float | None = 120.0,
     timeout: float = 120.0,
 ) -> VerifyReport: ...
 
@@ -40,6 +41,7 @@ def verify(
     atol: float | None = None,
     optimizer_steps: int = 3,
     seed: int = 0,
+    blame_seconds: float | None = 120.0,
     timeout: float = 120.0,
 ) -> tuple[VerifyReport, ...]: ...
 
@@ -53,6 +55,7 @@ def verify(
     atol: float | None = None,
     optimizer_steps: int = 3,
     seed: int = 0,
+    blame_seconds: float | None = 120.0,
     timeout: float = 120.0,
 ) -> VerifyReport | tuple[VerifyReport, ...]:
     """Compare the scheduled model with the untouched one, and name the steps that broke it.
@@ -93,6 +96,8 @@ def verify(
         atol: the absolute difference allowed, in place of the floor that follows from the type.
         optimizer_steps: how many are compared; 0 compares none.
         seed: of the inputs' cotangents and of everything random.
+        blame_seconds: for the search for the steps that do it, after the models were seen to differ; then the best three
+            suspects are named, with "search stopped". None: no limit.
         timeout: for a mesh that is only declared, seconds for its processes.
 
     Returns:
@@ -129,7 +134,7 @@ def verify(
         given = next((one.example_inputs for one in schedules if one.example_inputs is not None), None)
         given = example_inputs if example_inputs is not None else given
         further = tuple(Inputs.of(batch) for batch in more_batches)
-        options = Options(rtol=rtol, atol=atol, optimizer_steps=optimizer_steps, seed=seed, more_batches=further)
+        options = Options(rtol, atol, optimizer_steps, seed, more_batches=further, blame_seconds=blame_seconds)
         reports = _verify_each(schedules, given, options, timeout)
     return reports if isinstance(sch, (list, tuple)) else reports[0]
 

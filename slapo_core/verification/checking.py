@@ -53,6 +53,7 @@ class Options:
     optimizer_steps: int
     seed: int
     more_batches: tuple[Inputs, ...] = ()
+    blame_seconds: float | None = None
 
 
 def check_each(
@@ -112,7 +113,15 @@ class _Check:
         self.world, self.inputs, self.subjects, self.options = world, inputs, subjects, options
         self.siblings = siblings
         self.schedule = subjects.schedule
-        self.trials = Trials(world, inputs, subjects, rtol=options.rtol, atol=options.atol, staging=Staging())
+        self.trials = Trials(
+            world,
+            inputs,
+            subjects,
+            rtol=options.rtol,
+            atol=options.atol,
+            staging=Staging(),
+            blame_seconds=options.blame_seconds,
+        )
         self.runs = UntouchedRuns(
             inputs, options.more_batches, subjects, seed=options.seed, optimizer_steps=options.optimizer_steps
         )
