@@ -96,8 +96,8 @@ def verify(
         atol: the absolute difference allowed, in place of the floor that follows from the type.
         optimizer_steps: how many are compared; 0 compares none.
         seed: of the inputs' cotangents and of everything random.
-        blame_seconds: for the search for the steps that do it, after the models were seen to differ; then the best three
-            suspects are named, with "search stopped". None: no limit.
+        blame_seconds: for the search for the steps that do it, once the models were seen to differ; then the best
+            three suspects are named, with "search stopped". None: no limit.
         timeout: for a mesh that is only declared, seconds for its processes.
 
     Returns:
