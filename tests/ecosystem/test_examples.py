@@ -89,6 +89,7 @@ def test_hello_passes_the_kit(hello: Installed) -> None:
     assert " passed" in hello.run_own_tests()
 
 
+@pytest.mark.slow
 def test_loop_is_listed_by_the_command_line(loop: Installed) -> None:
     listed = loop.slapo_json("dialects")
     assert {"distribution": "slapo-loop", "name": "accumulate", "version": "1.0.0"} in listed
