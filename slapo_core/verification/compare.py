@@ -126,8 +126,8 @@ def compare(
         pairs = _pairs(kind, expected, candidate.of(kind), counterparts, result)
         summary = Largest(kind, 0)
         for name, origin, before, after in pairs:
-            if before is None and after is None:
-                continue  # e.g. no gradient in either
+            if before is None and after is None and "gradient" in kind:
+                continue
             rule = (finer or {}).get((kind, origin), tolerance)
             allowed = rule.allowed(kind, largest=_largest(before), largest_of_kind=biggest)
             if math.isinf(allowed) and kind.startswith("own "):
