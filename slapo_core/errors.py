@@ -413,21 +413,21 @@ class AmbiguousNameError(PluginError, AttributeError):
     """
 
 
-class BrokenPluginError(PluginError):
+class BrokenPluginError(PluginError, AttributeError):
     """A plugin could not be imported; the cause is chained.
 
     What to do: reinstall or upgrade the distribution named, or disable it with ``SLAPO_DISABLE_PLUGINS``.
     """
 
 
-class IncompatiblePluginError(PluginError):
+class IncompatiblePluginError(PluginError, AttributeError):
     """A plugin asks for another version of slapo-core, or was written for another API major.
 
     What to do: install the versions named in the message.
     """
 
 
-class RejectedPluginError(PluginError):
+class RejectedPluginError(PluginError, AttributeError):
     """A plugin breaks a rule: a reserved or bare name, a class that is not what its group says.
 
     What to do: this is for the plugin's author; ``slapo plugins check NAME`` lists every violation.
@@ -441,7 +441,7 @@ class ConflictingPluginError(PluginError):
     """
 
 
-class DisabledPluginError(PluginError):
+class DisabledPluginError(PluginError, AttributeError):
     """A plugin is installed but switched off by a setting.
 
     What to do: change the setting named in the message.

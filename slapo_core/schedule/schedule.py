@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from packaging.utils import canonicalize_name
 from torch import nn
 
-from slapo_core.errors import ArgumentError, SealedError
+from slapo_core.errors import ApplyError, ArgumentError, SealedError
 from slapo_core.plugins.manager import HookManager
 from slapo_core.plugins.process import current_registry
 from slapo_core.schedule.example_calls import ExampleCalls
@@ -102,7 +102,7 @@ class Schedule:
         return self.tree.node("")
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        if name.startswith("_") or name == "tree":
+        if name.startswith("_") or "tree" not in self.__dict__:  # in the middle of __init__, or before it
             raise AttributeError(name)
         return self.primitive_named(name, self.root, "")
 
@@ -146,9 +146,10 @@ class Schedule:
             SealedError: the originals were dropped by ``build`` or ``seal``.
         """
         self._check_open("undo")
-        undone = self._history.undo(self._history.position(to))
-        self._refresh()
-        return undone
+        try:
+            return self._history.undo(self._history.position(to))
+        finally:
+            self._refresh()
 
     def seal(self, by: str = "seal()") -> None:
         """End the schedule: no more steps, no undo; the originals that undo needed are dropped (by ``by``)."""
@@ -349,10 +350,13 @@ class Schedule:
 
     def example_call_of(self, path: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What the module at ``path`` is called with; see :meth:`slapo_core.spec.node.Node.example_call`."""
-        if self._example_calls is None:
+        calls = self._example_calls
+        if calls is None:
             with self._history.rewound(0):
-                self._example_calls = ExampleCalls(self.model, self.example_inputs)
-        return self._example_calls.of(path)
+                calls = ExampleCalls(self.model, self.example_inputs)
+            if self.tree.open_edit is None:  # beneath an open edit the model is not the reference model
+                self._example_calls = calls
+        return calls.of(path)
 
     def _refresh(self) -> None:
         """After steps went away: hooks of distributions that no step names any more are switched off."""
@@ -373,5 +377,11 @@ class Schedule:
             raise SealedError(
                 f"cannot {what}: the schedule was sealed by {self._sealed_by}",
                 hint="apply every primitive before build(), or create a new schedule of a fresh model",
+            )
+        if self.tree.open_edit is not None:
+            raise ApplyError(
+                f"cannot {what} while a primitive is being applied: the edits would be recorded in another order than "
+                "they were made",
+                hint="in apply(self, node, edit): edit.apply(other_node, OtherPrimitive(...))",
             )
         self._history.check_in_force(what)

@@ -83,7 +83,7 @@ def check_in_processes(
             (inputs.args, dict(inputs.kwargs)),
             options,
             world_size=mesh.world_size,
-            timeout=timeout,
+            timeout=timeout + (options.blame_seconds or 0.0),
         )
     except LaunchError as error:
         hint = f"{error.hint}; or {launch}" if error.hint else launch

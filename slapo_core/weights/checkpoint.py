@@ -56,6 +56,8 @@ def save_checkpoint(
         BuildError: the optimiser or ``runtime`` holds something that has no place in a checkpoint, or writing failed;
             on every rank.
     """
+    if not os.fspath(directory):
+        raise BuildError("the directory to save into is '', which names none", hint='engine.save("checkpoint")')
     mesh = state.mesh
     state.check_replicas(optimizer=optimizer)
     with together(mesh, "saving the optimiser's state"):
