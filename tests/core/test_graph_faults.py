@@ -1,0 +1,70 @@
+"""Forwards and schedules that a graph once computed wrongly, or refused without need."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import slapo_core as slapo
+from slapo_core.tracing import compiled, flat
+
+
+def traced(module: nn.Module, *inputs: Any, flatten: bool = False) -> Any:
+    """A schedule whose root is traced for these inputs."""
+    sch = slapo.create_schedule(module, example_inputs=inputs)
+    sch.trace(flatten=flatten)
+    return sch
+
+
+# -- classes of objects --------------------------------------------------------------------------------------------
+
+SLOPES = {nn.GELU: 2.0, nn.ReLU: 3.0, torch.Tensor: 5.0}
+
+
+class AsksForClasses(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.act, self.blocks = how, nn.GELU(), nn.ModuleList([nn.Linear(4, 4), nn.Identity()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.how == "type":
+            return self.act(x) if type(self.act) is nn.GELU else x
+        if self.how == "class":
+            return self.act(x) if self.act.__class__ is nn.GELU else x
+        if self.how == "name":
+            return x * len(self.__class__.__name__)
+        if self.how == "table":
+            return x * SLOPES[type(self.act)]
+        if self.how == "get":
+            return x * SLOPES.get(type(self.act), 7.0)
+        if self.how == "size":
+            return x * 2 if type(x.shape[0]) is int else x
+        if self.how == "tensor":
+            return x * SLOPES[type(x)]
+        if self.how == "is a type":
+            return x * 2 if isinstance(type(x), type) else x
+        for block in self.blocks:
+            x = block(x) if type(block) is nn.Linear else x + 1
+        return x
+
+
+HOWS = ["type", "class", "name", "table", "get", "size", "tensor", "is a type", "loop"]
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_code_that_asks_for_a_class_takes_the_same_branch_in_a_graph(how: str) -> None:
+    model, x = AsksForClasses(how), torch.randn(3, 4)
+    expected = model(x)
+    traced(model, x)
+    assert torch.equal(model(x), expected)
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_code_above_a_pipeline_cut_that_asks_for_a_class_takes_the_same_branch(how: str) -> None:
+    model, x = AsksForClasses(how), torch.randn(3, 4)
+    recorded = flat(model, type(model).forward, {"x": x}, lambda module, path: bool(path))
+    assert torch.equal(compiled(recorded.graph)(model, x), model(x))
+    assert "type" not in globals()
