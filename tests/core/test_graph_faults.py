@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
 import slapo_core as slapo
 from slapo_core.tracing import compiled, flat
@@ -68,3 +69,67 @@ def test_code_above_a_pipeline_cut_that_asks_for_a_class_takes_the_same_branch(h
     recorded = flat(model, type(model).forward, {"x": x}, lambda module, path: bool(path))
     assert torch.equal(compiled(recorded.graph)(model, x), model(x))
     assert "type" not in globals()
+
+
+# -- operators -----------------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("slapo_faults::fill", mutates_args={"x"})
+def fill(x: torch.Tensor, value: float) -> None:
+    x.fill_(value)
+
+
+@torch.library.custom_op("slapo_faults::noise", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
+def noise(x: torch.Tensor) -> torch.Tensor:
+    return torch.rand_like(x)
+
+
+@torch.library.custom_op("slapo_faults::plain", mutates_args=())
+def plain(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+for operator in (noise, plain):
+    operator.register_fake(torch.empty_like)
+fill.register_fake(lambda x, value: None)
+
+
+class BetweenOperators(nn.Module):
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + 1
+        other = x * 1
+        if self.what == "draws":
+            h = functional.dropout(x, 0.5)
+            other = noise(x)
+            return functional.relu(h) + other
+        h = torch.sin(x)
+        if self.what == "writes":
+            fill(x, 3.0)
+        else:
+            other = plain(x)
+        return torch.cos(h) * x + other
+
+
+def sine(x: Any) -> Any:
+    return torch.cos(torch.sin(x))
+
+
+def dropped(x: Any) -> Any:
+    return functional.relu(functional.dropout(x, 0.5))
+
+
+@pytest.mark.parametrize("primitive", ["fuse", "replace"])
+@pytest.mark.parametrize("what", ["writes", "draws", "neither"])
+def test_an_operator_that_writes_or_draws_keeps_its_place(what: str, primitive: str) -> None:
+    model, x = BetweenOperators(what), torch.randn(3, 4)
+    torch.manual_seed(1)
+    expected = model(x)
+    sch = traced(model, x)
+    pattern = dropped if what == "draws" else sine
+    sch.fuse(pattern, compiler="eager") if primitive == "fuse" else sch.replace(pattern, match=pattern)
+    torch.manual_seed(1)
+    assert torch.equal(model(x), expected)
