@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import slapo_core as slapo
 from slapo_core.tracing import compiled, flat
+from tests.messages import Messages
 
 
 def traced(module: nn.Module, *inputs: Any, flatten: bool = False) -> Any:
@@ -133,3 +135,38 @@ def test_an_operator_that_writes_or_draws_keeps_its_place(what: str, primitive: 
     sch.fuse(pattern, compiler="eager") if primitive == "fuse" else sch.replace(pattern, match=pattern)
     torch.manual_seed(1)
     assert torch.equal(model(x), expected)
+
+
+# -- activation checkpointing in the model's own code --------------------------------------------------------------
+
+
+class Checkpointing(nn.Module):
+    def __init__(self, use_reentrant: bool | None) -> None:
+        super().__init__()
+        self.use_reentrant = use_reentrant
+        self.first, self.block = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.GELU())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        if self.use_reentrant is None:
+            with torch.autograd.graph.save_on_cpu():
+                return self.block(x)
+        return checkpoint(self.block, x, use_reentrant=self.use_reentrant)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True, None])
+def test_checkpointing_in_the_models_code_is_refused(use_reentrant: bool | None, message: Messages) -> None:
+    model, x = Checkpointing(use_reentrant), torch.randn(3, 4)
+    sch = slapo.create_schedule(model, example_inputs=x)
+    with pytest.raises(slapo.TraceError) as error:
+        sch.trace()
+    assert "checkpoint()" in error.value.hint
+    assert error.value.location is not None
+    assert error.value.location[0] == __file__
+    message(error, "checkpoints activations")
+    with pytest.raises(slapo.TraceError, match="checkpoints activations"):
+        flat(model, type(model).forward, {"x": x}, lambda module, path: bool(path))
+    around = nn.Sequential(model, nn.Linear(4, 4))
+    traced(around, x)  # it stays a call there
+    with torch.no_grad():
+        assert torch.equal(around(x), around[1](around[0](x)))
