@@ -170,3 +170,60 @@ def test_checkpointing_in_the_models_code_is_refused(use_reentrant: bool | None,
     traced(around, x)  # it stays a call there
     with torch.no_grad():
         assert torch.equal(around(x), around[1](around[0](x)))
+
+
+# -- modules in the place of a match -------------------------------------------------------------------------------
+
+
+class Scales(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor, self.linear = 2.0, nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * self.factor
+
+
+class Holds(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mid, self.out = Holds(Scales()), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.gelu(self.out(self.mid(x)))
+
+
+class Kernel(nn.Module):
+    def __init__(self, **settings: float) -> None:
+        super().__init__()
+        self.__dict__.update(settings)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.gelu(x)
+
+
+def gelu(x: Any) -> Any:
+    return functional.gelu(x)
+
+
+@pytest.mark.parametrize("settings", [{}, {"factor": 2.0}])
+def test_a_module_in_the_place_of_a_match_leaves_the_guards_with_their_modules(settings: dict[str, float]) -> None:
+    model, x = Layer(), torch.randn(3, 4)
+    sch = traced(model, x, flatten=True)
+    expected = model(x)
+    sch.replace(Kernel(**settings), match=gelu)
+    for mode in (True, False, False, True):  # each mode has a graph of its own, checked from its second call on
+        model.train(mode)
+        assert torch.equal(model(x), expected)
+    model.mid.inner.factor = 3.0
+    with pytest.raises(slapo.GuardError, match="factor"):
+        model(x)
