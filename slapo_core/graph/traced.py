@@ -225,18 +225,20 @@ class TracedForward:
         made = TracedForward(self.forward, self.tracer, self.leaves, path=self.path, beneath=self, rewrite=rewrite)
         made.plans = self.plans  # the same list: a form of a call has the same key in both
         if self.draft is not None:
-            made.draft = made._repeated(self.draft, module, first=True)
+            made.draft = made._repeated(self.draft, module, self.draft.plan, first=True)
         for position, (key, variant) in enumerate(self.variants.items()):
-            made.variants[key] = made._repeated(variant, module, first=position == 0 and self.draft is None)
+            is_first = position == 0 and self.draft is None
+            made.variants[key] = made._repeated(variant, module, variant.plan, first=is_first)
         return made
 
-    def _repeated(self, variant: Variant, module: nn.Module, *, first: bool = False) -> Variant:
+    def _repeated(self, variant: Variant, module: nn.Module, plan: Plan, *, first: bool = False) -> Variant:
+        """The rewrite done again to a variant; ``plan`` is that of its calls: with what the rewrite put there."""
         assert self.rewrite is not None
         made = variant.rewritten_alike(self.rewrite, module)
         if made is None:
             recorded, swallowed = applied(self.rewrite, variant.recorded, module, self._where, self.path, first=first)
             all_swallowed = tuple(dict.fromkeys((*variant.swallowed, *swallowed)))
-            made = Variant(recorded, variant.plan, variant.surroundings, all_swallowed)
+            made = Variant(recorded, plan, variant.surroundings, all_swallowed)
             variant.keep_rewritten(self.rewrite, module, made)
         return made
 
@@ -260,7 +262,7 @@ class TracedForward:
             assert self.rewrite is not None
             with as_before(self.rewrite.action, module):
                 beneath = self.beneath.variant(module, values)
-            return self._repeated(beneath, module)
+            return self._repeated(beneath, module, plan)
         exact = (self.forward, type(self.tracer), self.leaves, key, exact_form(values), structure(module))
         found = self.pool.find(exact, module)
         if found is None:

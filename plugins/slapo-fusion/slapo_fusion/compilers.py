@@ -47,7 +47,11 @@ class Eager(Compiler):
 
 
 class TorchScript(Compiler):
-    """``torch.jit.trace`` of the region, as in the paper; traced anew for other types, not for other sizes."""
+    """``torch.jit.trace`` of the region, as in the paper; traced anew for other types, not for other sizes.
+
+    Under activation checkpointing the region runs uncompiled, with a warning: TorchScript lets no exception of Python
+    through, by which the second run ends, and does not save the same in both.
+    """
 
     name = "torchscript"
     deprecated = "PyTorch deprecates TorchScript: take 'inductor'"
@@ -73,6 +77,13 @@ class _Scripted:
         self._traced: dict[Any, Callable[..., Any]] = {}
 
     def __call__(self, *args: Any) -> Any:
+        if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+            warnings.warn(
+                "a region fused by TorchScript runs uncompiled, as it is under activation checkpointing: take "
+                "compiler='inductor'",
+                stacklevel=2,
+            )
+            return self._region(*args)
         places = [position for position, value in enumerate(args) if isinstance(value, Tensor)]
         tensors = tuple(args[position] for position in places)
         key = (

@@ -16,7 +16,7 @@ from slapo_core.graph.alike import AlikeCalls
 from slapo_core.graph.caches import caches_kept
 from slapo_core.graph.fake import FakeMode, home_of, with_own_values, without_values
 from slapo_core.graph.flags import Flags
-from slapo_core.graph.functions import autograd_functions
+from slapo_core.graph.functions import autograd_functions, checkpointing_refused
 from slapo_core.graph.leaves import inlined_modules
 from slapo_core.graph.location import first_line
 from slapo_core.graph.notes import Notes
@@ -122,6 +122,7 @@ def record(
             flags.watching(module, leaves),
             module_calls(recorder, leaves),
             autograd_functions(recorder),
+            checkpointing_refused(recorder),
             recorder,
         ):
             out = forward(*call.args, **call.kwargs)

@@ -1,0 +1,229 @@
+"""Forwards and schedules that a graph once computed wrongly, or refused without need."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+import slapo_core as slapo
+from slapo_core.tracing import compiled, flat
+from tests.messages import Messages
+
+
+def traced(module: nn.Module, *inputs: Any, flatten: bool = False) -> Any:
+    """A schedule whose root is traced for these inputs."""
+    sch = slapo.create_schedule(module, example_inputs=inputs)
+    sch.trace(flatten=flatten)
+    return sch
+
+
+# -- classes of objects --------------------------------------------------------------------------------------------
+
+SLOPES = {nn.GELU: 2.0, nn.ReLU: 3.0, torch.Tensor: 5.0}
+
+
+class AsksForClasses(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.act, self.blocks = how, nn.GELU(), nn.ModuleList([nn.Linear(4, 4), nn.Identity()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.how == "type":
+            return self.act(x) if type(self.act) is nn.GELU else x
+        if self.how == "class":
+            return self.act(x) if self.act.__class__ is nn.GELU else x
+        if self.how == "name":
+            return x * len(self.__class__.__name__)
+        if self.how == "table":
+            return x * SLOPES[type(self.act)]
+        if self.how == "get":
+            return x * SLOPES.get(type(self.act), 7.0)
+        if self.how == "size":
+            return x * 2 if type(x.shape[0]) is int else x
+        if self.how == "tensor":
+            return x * SLOPES[type(x)]
+        if self.how == "is a type":
+            return x * 2 if isinstance(type(x), type) else x
+        for block in self.blocks:
+            x = block(x) if type(block) is nn.Linear else x + 1
+        return x
+
+
+HOWS = ["type", "class", "name", "table", "get", "size", "tensor", "is a type", "loop"]
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_code_that_asks_for_a_class_takes_the_same_branch_in_a_graph(how: str) -> None:
+    model, x = AsksForClasses(how), torch.randn(3, 4)
+    expected = model(x)
+    traced(model, x)
+    assert torch.equal(model(x), expected)
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_code_above_a_pipeline_cut_that_asks_for_a_class_takes_the_same_branch(how: str) -> None:
+    model, x = AsksForClasses(how), torch.randn(3, 4)
+    recorded = flat(model, type(model).forward, {"x": x}, lambda module, path: bool(path))
+    assert torch.equal(compiled(recorded.graph)(model, x), model(x))
+    assert "type" not in globals()
+
+
+# -- operators -----------------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("slapo_faults::fill", mutates_args={"x"})
+def fill(x: torch.Tensor, value: float) -> None:
+    x.fill_(value)
+
+
+@torch.library.custom_op("slapo_faults::noise", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
+def noise(x: torch.Tensor) -> torch.Tensor:
+    return torch.rand_like(x)
+
+
+@torch.library.custom_op("slapo_faults::plain", mutates_args=())
+def plain(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+for operator in (noise, plain):
+    operator.register_fake(torch.empty_like)
+fill.register_fake(lambda x, value: None)
+
+
+class BetweenOperators(nn.Module):
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + 1
+        other = x * 1
+        if self.what == "draws":
+            h = functional.dropout(x, 0.5)
+            other = noise(x)
+            return functional.relu(h) + other
+        h = torch.sin(x)
+        if self.what == "writes":
+            fill(x, 3.0)
+        else:
+            other = plain(x)
+        return torch.cos(h) * x + other
+
+
+def sine(x: Any) -> Any:
+    return torch.cos(torch.sin(x))
+
+
+def dropped(x: Any) -> Any:
+    return functional.relu(functional.dropout(x, 0.5))
+
+
+@pytest.mark.parametrize("primitive", ["fuse", "replace"])
+@pytest.mark.parametrize("what", ["writes", "draws", "neither"])
+def test_an_operator_that_writes_or_draws_keeps_its_place(what: str, primitive: str) -> None:
+    model, x = BetweenOperators(what), torch.randn(3, 4)
+    torch.manual_seed(1)
+    expected = model(x)
+    sch = traced(model, x)
+    pattern = dropped if what == "draws" else sine
+    sch.fuse(pattern, compiler="eager") if primitive == "fuse" else sch.replace(pattern, match=pattern)
+    torch.manual_seed(1)
+    assert torch.equal(model(x), expected)
+
+
+# -- activation checkpointing in the model's own code --------------------------------------------------------------
+
+
+class Checkpointing(nn.Module):
+    def __init__(self, use_reentrant: bool | None) -> None:
+        super().__init__()
+        self.use_reentrant = use_reentrant
+        self.first, self.block = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.GELU())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        if self.use_reentrant is None:
+            with torch.autograd.graph.save_on_cpu():
+                return self.block(x)
+        return checkpoint(self.block, x, use_reentrant=self.use_reentrant)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True, None])
+def test_checkpointing_in_the_models_code_is_refused(use_reentrant: bool | None, message: Messages) -> None:
+    model, x = Checkpointing(use_reentrant), torch.randn(3, 4)
+    sch = slapo.create_schedule(model, example_inputs=x)
+    with pytest.raises(slapo.TraceError) as error:
+        sch.trace()
+    assert "checkpoint()" in error.value.hint
+    assert error.value.location is not None
+    assert error.value.location[0] == __file__
+    message(error, "checkpoints activations")
+    with pytest.raises(slapo.TraceError, match="checkpoints activations"):
+        flat(model, type(model).forward, {"x": x}, lambda module, path: bool(path))
+    around = nn.Sequential(model, nn.Linear(4, 4))
+    traced(around, x)  # it stays a call there
+    with torch.no_grad():
+        assert torch.equal(around(x), around[1](around[0](x)))
+
+
+# -- modules in the place of a match -------------------------------------------------------------------------------
+
+
+class Scales(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor, self.linear = 2.0, nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * self.factor
+
+
+class Holds(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mid, self.out = Holds(Scales()), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.gelu(self.out(self.mid(x)))
+
+
+class Kernel(nn.Module):
+    def __init__(self, **settings: float) -> None:
+        super().__init__()
+        self.__dict__.update(settings)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.gelu(x)
+
+
+def gelu(x: Any) -> Any:
+    return functional.gelu(x)
+
+
+@pytest.mark.parametrize("settings", [{}, {"factor": 2.0}])
+def test_a_module_in_the_place_of_a_match_leaves_the_guards_with_their_modules(settings: dict[str, float]) -> None:
+    model, x = Layer(), torch.randn(3, 4)
+    sch = traced(model, x, flatten=True)
+    expected = model(x)
+    sch.replace(Kernel(**settings), match=gelu)
+    for mode in (True, False, False, True):  # each mode has a graph of its own, checked from its second call on
+        model.train(mode)
+        assert torch.equal(model(x), expected)
+    model.mid.inner.factor = 3.0
+    with pytest.raises(slapo.GuardError, match="factor"):
+        model(x)
