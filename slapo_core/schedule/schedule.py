@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -65,7 +66,7 @@ class Schedule:
         self.plugins: tuple[str, ...] = tuple(canonicalize_name(name) for name in plugins)
         self._registry = registry
         self._hooks: HookManager | None = None
-        self._history = History(model, Watch(model, mesh) if watched else None)
+        self._history = History(model, Watch(model, mesh, _checked(self)) if watched else None)
         self._inner: list[Record] = []  # of the primitives that the one being applied has applied itself
         self._sealed_by: str | None = None
         self._example_calls: ExampleCalls | None = None
@@ -375,3 +376,15 @@ class Schedule:
                 hint="apply every primitive before build(), or create a new schedule of a fresh model",
             )
         self._history.check_in_force(what)
+
+
+def _checked(schedule: Schedule) -> Callable[[], None]:
+    """What the first training forward asks of a schedule, without keeping it alive."""
+    reference = weakref.ref(schedule)
+
+    def check() -> None:
+        live = reference()
+        if live is not None:
+            live.tree.tensors.check_unchanged()
+
+    return check

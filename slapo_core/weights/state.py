@@ -98,11 +98,13 @@ class TensorState:
         compare_all(self.correspondence, optimizer, storage=self.kept, random=self.draws, repair=repair)
 
     def state_dict(self, *, rank0_only: bool = False, include_added: bool = False) -> dict[str, torch.Tensor]:
+        self._check_unchanged()
         if rank0_only or self.is_spread:  # else it is this rank's own: other ranks may not call it
             self.check_replicas()
         return self.whole(rank0_only=rank0_only, include_added=include_added)
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor] | Source) -> None:
+        self._check_unchanged()
         with together(self.mesh, "reading the state dict"):
             loading = self.prepare(open_source(state))
         loading.assign()
@@ -114,6 +116,7 @@ class TensorState:
         optimizer: torch.optim.Optimizer | OptimizerStorage | None = None,
         runtime: Mapping[str, Any] | None = None,
     ) -> None:
+        self._check_unchanged()
         save_checkpoint(directory, self, optimizer, runtime or {})
 
     def load(
@@ -131,6 +134,7 @@ class TensorState:
         optimizer: torch.optim.Optimizer | OptimizerStorage | None = None,
         runtime: Mapping[str, Any] | None = None,
     ) -> Pieces:
+        self._check_unchanged()
         return pieces_of(self, optimizer, runtime or {})
 
     def load_pieces(
@@ -152,6 +156,9 @@ class TensorState:
         return any(live.is_here and self.storage.partitioned(live) for live in lives)
 
     # -- inside -----------------------------------------------------------------------------------------------
+
+    def _check_unchanged(self) -> None:
+        self.correspondence.tree.tensors.check_unchanged()
 
     def _refuse_without_values(self) -> None:
         empty = [live.name for live in self.tensors() if live.is_here and live.tensor.is_meta]

@@ -52,10 +52,11 @@ class FirstForward:
         mesh: of the schedule, with its processes; None in a copy of the model, where it only goes away.
         model: the root; it is not kept alive.
         passed: called when it found nothing.
+        check: refuses what is wrong on every rank alike.
     """
 
     slapo_only_looks = True  # spec/node.py: only_looks
-    __slots__ = ("__weakref__", "_is_traced", "_mesh", "_model", "_number", "_passed", "_pieces", "may_be_given_parts")
+    __slots__ = ("__weakref__", "_check", "_is_traced", "_mesh", "_model", "_number", "_passed", "_pieces", "may_be_given_parts")
 
     def __init__(
         self,
@@ -63,8 +64,9 @@ class FirstForward:
         mesh: Mesh | None = None,
         model: nn.Module | None = None,
         passed: Callable[[], None] | None = None,
+        check: Callable[[], None] | None = None,
     ) -> None:
-        self._pieces, self._mesh, self._passed = pieces, mesh, passed
+        self._pieces, self._mesh, self._passed, self._check = pieces, mesh, passed, check
         self._model = weakref.ref(model) if model is not None else None
         self._is_traced = False  # looked at while it was compiled
         self._number = str(next(_NUMBERS))
@@ -112,6 +114,8 @@ class FirstForward:
             found = [text for text in world.gather(_misled(model, known.names, dims, mesh)) if text is not None]
             if found:
                 raise MeshError(found[0], hint=_way_out(mesh, dims))
+            if self._check is not None:
+                self._check()
             places = tuple(mesh.rank(name) for name in dims)
             _refuse_copies(pieces, world.gather((places, _samples(model, pieces))), dims, type(model).__name__)
             if "tp" in dims:
