@@ -8,11 +8,16 @@ from __future__ import annotations
 import hashlib
 import random
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
-__all__ = ["OTHER", "first_of", "foreign_states", "restore", "torch_states"]
+if TYPE_CHECKING:
+    from slapo_core.ranks.world import World
+
+__all__ = ["OTHER", "draw_alike", "first_of", "foreign_states", "restore", "torch_states"]
 
 OTHER = ("Python's random module", "NumPy's global generator")
 
@@ -59,3 +64,30 @@ def foreign_states() -> dict[str, str]:
         name, keys, *rest = numpy_random.get_state()
         found[OTHER[1]] = f"{name} {keys.tobytes()!r} {rest}"
     return {source: hashlib.sha256(state.encode()).hexdigest() for source, state in found.items()}
+
+
+def draw_alike(world: World, problem: str, *, stacklevel: int) -> list[str]:
+    """Give all ranks the first one's state of torch's generators, with a warning where they differ: a collective.
+
+    Args:
+        world: the tensor-parallel ranks of a replica.
+        problem: for the warning, e.g. ``"is another one"``.
+        stacklevel: of the warning.
+
+    Returns:
+        the other generators, of :data:`OTHER`, whose states differ.
+    """
+    gathered = world.gather((torch_states(), foreign_states()))
+    by_rank = {rank: states for rank, (states, _) in zip(world.ranks, gathered, strict=True)}
+    states, differing = first_of(by_rank, world.ranks)
+    if differing:
+        restore(states)
+        warnings.warn(
+            f"torch's random state on {' and '.join(differing)} {problem} on each of the ranks "
+            f"{', '.join(map(str, world.ranks))}, which must drop the same elements of what they all hold: "
+            f"it is rank {world.ranks[0]}'s on all of them now; call torch.manual_seed(seed) with the same seed on "
+            "all ranks of a replica, now and later",
+            stacklevel=stacklevel + 1,
+        )
+    others = [foreign for _, foreign in gathered]
+    return [source for source in OTHER if len({foreign.get(source) for foreign in others} - {None}) > 1]

@@ -19,6 +19,7 @@ from slapo_core.schedule.explanation import explain_records
 from slapo_core.schedule.finding import Matches, find_in
 from slapo_core.schedule.history import History
 from slapo_core.schedule.location import caller_location
+from slapo_core.schedule.obligations import refuse_if_incomplete
 from slapo_core.schedule.records import dump_records
 from slapo_core.schedule.settling import each_its_own, found_out, settled
 from slapo_core.schedule.sugar import bound_primitive
@@ -33,6 +34,8 @@ from slapo_core.tree.render import render_tree
 from slapo_core.tree.tree import Tree
 
 if TYPE_CHECKING:
+    import torch
+
     from slapo_core.estimation.fitting.result import Fit
     from slapo_core.estimation.results import Estimate
     from slapo_core.plugins.registry import Registry
@@ -378,13 +381,16 @@ class Schedule:
         self._history.check_in_force(what)
 
 
-def _checked(schedule: Schedule) -> Callable[[], None]:
-    """What the first training forward asks of a schedule, without keeping it alive."""
+def _checked(schedule: Schedule) -> Callable[[], dict[str, torch.Tensor]]:
+    """What the first training forward asks of a schedule, without keeping it alive: what tp ranks hold alike."""
     reference = weakref.ref(schedule)
 
-    def check() -> None:
+    def check() -> dict[str, torch.Tensor]:
         live = reference()
-        if live is not None:
-            live.tree.tensors.check_unchanged()
+        if live is None or live._history.in_force is not None:
+            return {}
+        live.tree.tensors.check_unchanged()
+        refuse_if_incomplete(live)
+        return live.tree.tensors.replicated("tp")
 
     return check

@@ -86,6 +86,17 @@ class TensorTable:
             if id(tensor) in self._layouts
         }
 
+    def replicated(self, mesh_dim: str) -> dict[str, torch.Tensor]:
+        """Parameters and persistent buffers, by full name, of which all ranks along ``mesh_dim`` hold a replica."""
+        found: dict[int, tuple[str, torch.Tensor]] = {}
+        for path, name, tensor in _live(self._tree):
+            layout = self.layout(tensor, full_name(path, name))
+            apart = {one for one, _ in layout.shards()} | set(layout.partials())
+            is_persistent = name not in self._tree.index.modules[path]._non_persistent_buffers_set
+            if mesh_dim not in apart and is_persistent and layout.origin not in self.kept_on and not tensor.is_meta:
+                found.setdefault(id(tensor), (full_name(path, name), tensor))
+        return dict(found.values())
+
     # -- writing: for the journal -----------------------------------------------------------------------------
 
     def begin(self) -> None:

@@ -434,3 +434,34 @@ def test_the_first_training_forward_of_a_changed_model_is_refused(message: Messa
     for text, path in run_ranks(first_forward_of_a_changed_model, world_size=2):
         assert path == "fc2"
     message(text, "outside of the schedule", "replace")
+
+
+# -- what the first training forward compares over tp -------------------------------------------------------------
+
+
+def first_forward_of_ranks_that_differ() -> dict[str, Any]:
+    ids, answers = token_batches()[0], {}
+    sch = scheduled({"tp": 2})
+    with torch.no_grad():
+        sch.model.norm.weight.add_(dist.get_rank())  # as ranks do that make the model with seeds of their own
+    try:
+        sch.model(ids)
+    except slapo.RankMismatchError as error:
+        answers["values"] = str(error)
+    sch = scheduled({"tp": 2})
+    torch.manual_seed(100 + dist.get_rank())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        sch.model(ids)
+    answers["warned"] = [str(one.message) for one in caught if "random state" in str(one.message)]
+    answers["state"] = bytes(torch.get_rng_state().tolist())
+    return answers
+
+
+@pytest.mark.ranks
+def test_values_and_random_states_over_tp_are_compared_in_the_first_training_forward(message: Messages) -> None:
+    first, second = run_ranks(first_forward_of_ranks_that_differ, world_size=2)
+    assert "'norm.weight'" in first["values"]
+    assert len(first["warned"]) == 1
+    message(first["warned"][0], "torch.manual_seed(seed)")
+    assert first["state"] == second["state"]

@@ -13,6 +13,7 @@ from slapo_core.schedule.watching.stale_optimizers import note_exchange
 from slapo_core.tree.journal import AddHook, Entry, WrapForward
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
     from slapo_core.schedule.transaction import Step
@@ -27,10 +28,11 @@ class Watch:
     Args:
         model: the root.
         mesh: of the schedule.
-        check: called in the first training forward; it refuses a schedule or model that trains wrongly.
+        check: called in the first training forward: refuses a schedule or model that trains wrongly, and gives the
+            tensors that the ranks of ``tp`` hold alike.
     """
 
-    def __init__(self, model: nn.Module, mesh: Mesh | None, check: Callable[[], None]) -> None:
+    def __init__(self, model: nn.Module, mesh: Mesh | None, check: Callable[[], dict[str, torch.Tensor]]) -> None:
         self._model, self._mesh = model, mesh
         self._pieces = Pieces(mesh)
         self._splits = self._wraps = 0  # edits in force that split a tensor, and that change what the root is given
