@@ -156,10 +156,11 @@ def _try(optimizer: torch.optim.Optimizer, group: int, axes: int, axis: int) -> 
 def _twin(optimizer: torch.optim.Optimizer, group: int, parameters: Sequence[torch.nn.Parameter]) -> Any:
     """The same optimiser with the settings of a group, without state, over other parameters."""
     twin: Any = object.__new__(type(optimizer))
-    twin.__dict__.update({name: value for name, value in vars(optimizer).items() if name != "step"})
-    for name, value in vars(optimizer).items():
-        if isinstance(value, OrderedDict) and name.endswith("_hooks"):
-            setattr(twin, name, OrderedDict())
+    hooks = {name: OrderedDict[Any, Any]() for name in vars(optimizer) if name.endswith("_hooks")}
+    left_out = ("step", "state", "param_groups", *hooks)
+    attributes = {name: value for name, value in vars(optimizer).items() if name not in left_out}
+    memo = {id(one): one for one in (optimizer, *(p for group in optimizer.param_groups for p in group["params"]))}
+    twin.__dict__.update(copy.deepcopy(attributes, memo), **hooks)  # its steps leave no trace in the user's object
     settings = {key: copy.deepcopy(value) for key, value in optimizer.param_groups[group].items() if key != "params"}
     if "lr" in settings and not float(settings["lr"] or 0):
         settings["lr"] = 0.01  # of a warm-up, which starts from none

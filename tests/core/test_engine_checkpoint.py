@@ -222,3 +222,31 @@ def save_into_a_file(directory: str) -> str:
 def test_a_write_that_fails_on_the_first_rank_fails_on_all(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     assert run_ranks(save_into_a_file, str(tmp_path / "file"), world_size=2) == ["FileExistsError", "BuildError"]
+
+
+class WideState(torch.optim.SGD):
+    """Keeps its momentum in float32, whatever its parameters are."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                state.setdefault("sum", torch.zeros_like(p, dtype=torch.float32)).add_(p.grad.float() / 3)
+                p.add_(state["sum"].to(p.dtype), alpha=-0.1)
+
+
+def test_optimizer_state_of_another_type_than_its_parameters_keeps_it(tmp_path: Path) -> None:
+    def made() -> Any:
+        schedule = slapo.create_schedule(real("mlp").bfloat16())
+        return slapo.build(schedule, optimizer=lambda params: WideState(params, lr=0.1))
+
+    engine = made()
+    for batch in batches(2):
+        engine.train_step({name: value.bfloat16() for name, value in batch.items()})
+    engine.save(tmp_path)
+    other = made()
+    other.load(tmp_path)
+    for own, theirs in zip(engine.optimizer.state.values(), other.optimizer.state.values(), strict=True):
+        assert theirs["sum"].dtype == torch.float32
+        assert torch.equal(own["sum"], theirs["sum"])
