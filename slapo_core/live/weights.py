@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from slapo_core.errors import ArgumentError
 from slapo_core.live.export import export_plain, export_with
 from slapo_core.live.session import live_state
 from slapo_core.ranks.world import together
@@ -79,6 +80,8 @@ def save_pretrained(
         BuildError: writing failed on the first rank.
     """
     state = live_state(sch, "save_pretrained")
+    if not os.fspath(directory):
+        raise ArgumentError("the directory to write to is empty", hint='slapo_core.save_pretrained(sch, "trained")')
     weights = state.state_dict(rank0_only=True)
     with together(state.mesh, f"writing the model into '{os.fspath(directory)}'"):
         if state.mesh is not None and not state.mesh.is_first_rank:

@@ -36,7 +36,7 @@ def restore(states: Mapping[str, bytes]) -> None:
         state = torch.frombuffer(bytearray(content), dtype=torch.uint8)
         if device == "the CPU":
             torch.set_rng_state(state)
-        else:
+        elif torch.cuda.is_available():
             torch.cuda.set_rng_state(state)
 
 

@@ -113,12 +113,14 @@ class Engine(Protocol):
         """Write weights and optimiser state, in the untouched layout, as safetensors: a collective.
 
         Replicas are compared first, as by :meth:`check_replicas`. A model that has a ``config`` as transformers' have
-        gets its ``config.json``, so that ``from_pretrained`` reads the directory.
+        gets its ``config.json``, so that ``from_pretrained`` reads the directory. The state of torch's generators in
+        each replica is saved too.
 
         Args:
             directory: made if it is not there; a checkpoint in it is replaced as a whole.
 
         Raises:
+            ArgumentError: the directory is ``""``.
             RankMismatchError: ranks hold different copies; nothing was written.
             BuildError: the optimiser holds something that has no place in a checkpoint, or writing failed.
         """
@@ -126,6 +128,8 @@ class Engine(Protocol):
 
     def load(self, directory: str | os.PathLike[str]) -> None:
         """Read what ``save`` wrote, under this or any other schedule of the same model.
+
+        torch's generators go on from the state that this replica (place along ``dp``) saved, if there was one.
 
         Args:
             directory: that of ``save``.

@@ -465,3 +465,21 @@ def test_values_and_random_states_over_tp_are_compared_in_the_first_training_for
     assert len(first["warned"]) == 1
     message(first["warned"][0], "torch.manual_seed(seed)")
     assert first["state"] == second["state"]
+
+
+def random_states_of_an_evaluation() -> tuple[bytes, bytes]:
+    sch = scheduled({"tp": 2})
+    torch.manual_seed(100 + dist.get_rank())
+    before = bytes(torch.get_rng_state().tolist())
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        sch.model.eval()(token_batches()[0])
+    return before, bytes(torch.get_rng_state().tolist())
+
+
+@pytest.mark.ranks
+def test_the_ranks_of_tp_evaluate_with_one_random_state() -> None:
+    """As ``generate(do_sample=True)`` needs it."""
+    first, second = run_ranks(random_states_of_an_evaluation, world_size=2)
+    assert first[0] != second[0]
+    assert first[1] == second[1] == first[0]

@@ -62,7 +62,7 @@ class FirstForward:
     """
 
     slapo_only_looks = True  # spec/node.py: only_looks
-    __slots__ = ("__weakref__", "_check", "_is_traced", "_mesh", "_model", "_number", "_passed", "_pieces", "may_be_given_parts")
+    __slots__ = ("__weakref__", "_check", "_evaluated", "_is_traced", "_mesh", "_model", "_number", "_passed", "_pieces", "may_be_given_parts")
 
     def __init__(
         self,
@@ -74,6 +74,7 @@ class FirstForward:
     ) -> None:
         self._pieces, self._mesh, self._passed, self._check = pieces, mesh, passed, check
         self._model = weakref.ref(model) if model is not None else None
+        self._evaluated = False
         self._is_traced = False  # looked at while it was compiled
         self._number = str(next(_NUMBERS))
         _BY_NUMBER[self._number] = self
@@ -91,7 +92,10 @@ class FirstForward:
             self._leave(model)
             return
         leaves = dict(_tensors((args, kwargs)))
-        if not torch.is_grad_enabled() or not all(_is_plain(tensor) for tensor in leaves.values()):
+        if not all(_is_plain(tensor) for tensor in leaves.values()):
+            return
+        if not torch.is_grad_enabled():
+            self._draw_alike(model, self._pieces, self._mesh)
             return
         with torch.no_grad():
             self._look(model, self._pieces, leaves, self._mesh)
@@ -135,6 +139,14 @@ class FirstForward:
                     if not self.may_be_given_parts:
                         raise
                     warnings.warn(f"{error}\nThat is right only where each rank is given its own part.", stacklevel=7)
+
+    def _draw_alike(self, model: nn.Module, known: Pieces, mesh: Mesh) -> None:
+        """Before the first evaluation, such as ``generate(do_sample=True)``: one RNG state for the ranks of ``tp``."""
+        known.find(model)
+        if not self._evaluated and "tp" in known.dims and mesh.device_mesh is not None:
+            self._evaluated = True
+            with World(mesh, over="tp") as replica:
+                draw_alike(replica, "is another one", stacklevel=7)
 
     def _leave(self, model: nn.Module) -> None:
         """Of a copy: it has not been registered by anybody who would take it away."""
