@@ -82,7 +82,7 @@ class Engine(Protocol):
             rank0_only: other ranks take part but return an empty dictionary.
 
         Raises:
-            RankMismatchError: ranks hold different copies of a tensor.
+            ReplicaError: ranks hold different copies of a tensor; its ``state_dict`` holds those of the first rank.
         """
         ...
 
@@ -105,7 +105,7 @@ class Engine(Protocol):
                 differed, instead of an error.
 
         Raises:
-            RankMismatchError: on every rank; it names the tensors, the ranks and what each of them holds.
+            ReplicaError: on every rank; it names the tensors, the ranks and what each of them holds.
         """
         ...
 
@@ -121,7 +121,7 @@ class Engine(Protocol):
 
         Raises:
             ArgumentError: the directory is ``""``.
-            RankMismatchError: ranks hold different copies; nothing was written.
+            ReplicaError: ranks hold different copies; the checkpoint is whole, with the values of the first rank.
             BuildError: the optimiser holds something that has no place in a checkpoint, or writing failed.
         """
         ...

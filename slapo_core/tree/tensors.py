@@ -90,6 +90,8 @@ class TensorTable:
         """Parameters and persistent buffers, by full name, of which all ranks along ``mesh_dim`` hold a replica."""
         found: dict[int, tuple[str, torch.Tensor]] = {}
         for path, name, tensor in _live(self._tree):
+            if not self.is_known(tensor):
+                continue  # a wrapper's, such as FullyShardedDataParallel's flat parameter
             layout = self.layout(tensor, full_name(path, name))
             apart = {one for one, _ in layout.shards()} | set(layout.partials())
             is_persistent = name not in self._tree.index.modules[path]._non_persistent_buffers_set
@@ -104,7 +106,10 @@ class TensorTable:
         if {p: id(m) for p, m in self._tree.index.modules.items()} != _identities(self._tree.root):
             self._tree.structure_changed()
         self._untouched, self._names = {}, {}
-        self._modules, self._made = {id(module): (module, path) for path, module in self._tree.index.modules.items()}, {}
+        self._modules, self._made = (
+            {id(module): (module, path) for path, module in self._tree.index.modules.items()},
+            {},
+        )
         for path, name, tensor in _live(self._tree):
             own = full_name(path, name)
             self._names[own] = self._untouched.setdefault(id(tensor), (tensor, own))[1]

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from slapo_core.errors import ArgumentError, BuildError, WeightsError
+from slapo_core.errors import ArgumentError, BuildError, ReplicaError, WeightsError
 from slapo_core.ranks.random_states import restore, torch_states
 from slapo_core.ranks.world import World, together
 from slapo_core.weights.in_place import optimizer_storage
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from slapo_core.weights.loading import Loading
     from slapo_core.weights.state import TensorState
 
-__all__ = ["collected", "give", "load_checkpoint", "prepared", "refuse_not_json", "save_checkpoint"]
+__all__ = ["as_written", "collected", "give", "load_checkpoint", "prepared", "refuse_not_json", "save_checkpoint"]
 
 FORMAT = 1
 MODEL, ADDED, OPTIMIZER, MANIFEST = "model.safetensors", "added.safetensors", "optimizer.safetensors", "checkpoint.json"
@@ -55,14 +55,16 @@ def save_checkpoint(
     """Write weights and optimiser state: a collective; the first rank of the mesh writes, one file after the other.
 
     Raises:
-        RankMismatchError: ranks hold different copies of a tensor, or of the optimiser's state; nothing was written.
+        ReplicaError: ranks hold different copies of a tensor, or of the optimiser's state; what was written is whole,
+            with the values of the first rank.
+        RankMismatchError: the forward computes with other values than the runtime trains; nothing was written.
         BuildError: the optimiser or ``runtime`` holds something that has no place in a checkpoint, or writing failed;
             on every rank.
     """
     if not os.fspath(directory):
         raise ArgumentError("the directory of the checkpoint is empty", hint='engine.save("checkpoints/step-1000")')
     mesh = state.mesh
-    state.check_replicas(optimizer=optimizer)
+    differing = state.differing(optimizer)
     random = _random_states(mesh)
     with together(mesh, "saving the optimiser's state"):
         refuse_not_json(runtime)
@@ -85,9 +87,20 @@ def save_checkpoint(
             if writer is not None:
                 writer.write(OPTIMIZER, tensors)
                 about = {"optimizer": moments.description() if moments is not None else None}
+                if differing is not None:
+                    about["replicas"] = differing.message
                 if runtime:
                     about["runtime"] = dict(runtime)
                 writer.finish(state.correspondence.tree.root, {"format": FORMAT, "random": random, **about})
+    if differing is not None:
+        raise as_written(differing, directory) from differing
+
+
+def as_written(error: ReplicaError, directory: str | os.PathLike[str]) -> ReplicaError:
+    """The same error, after the values of the first rank were written."""
+    path = os.fspath(directory)
+    text = f"{error.message}\n'{path}' was written with the values of the first rank"
+    return ReplicaError(text, tensor=error.tensor, ranks=error.ranks, directory=path, hint=error.hint)
 
 
 def load_checkpoint(

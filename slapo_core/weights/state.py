@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from slapo_core.errors import WeightsError
+from slapo_core.errors import ReplicaError, WeightsError
 from slapo_core.ranks.world import World, together
 from slapo_core.spec.state import LiveTensor
 from slapo_core.weights.checkpoint import load_checkpoint, save_checkpoint
@@ -99,9 +99,22 @@ class TensorState:
 
     def state_dict(self, *, rank0_only: bool = False, include_added: bool = False) -> dict[str, torch.Tensor]:
         self._check_unchanged()
-        if rank0_only or self.is_spread:  # else it is this rank's own: other ranks may not call it
-            self.check_replicas()
-        return self.whole(rank0_only=rank0_only, include_added=include_added)
+        differing = self.differing() if rank0_only or self.is_spread else None  # else other ranks may not call it
+        values = self.whole(rank0_only=rank0_only, include_added=include_added)
+        if differing is not None:
+            differing.state_dict = values
+            raise differing
+        return values
+
+    def differing(self, optimizer: torch.optim.Optimizer | OptimizerStorage | None = None) -> ReplicaError | None:
+        """What :meth:`check_replicas` raises, unless it lies within rounding: that is a warning."""
+        try:
+            self.check_replicas(optimizer=optimizer)
+        except ReplicaError as error:
+            if not error.within_rounding:
+                return error
+            warnings.warn(f"{error.message}\nwithin rounding: the values of the first rank are taken", stacklevel=5)
+        return None
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor] | Source) -> None:
         self._check_unchanged()

@@ -264,7 +264,7 @@ class Dropping(nn.Module):
 
 def resumed_with_dropout(directory: str) -> list[bool]:
     def made() -> Any:
-        return slapo.build(slapo.create_schedule(Dropping(), mesh={"dp": 2}), optimizer=sgd)
+        return slapo.build(slapo.create_schedule(Dropping().double(), mesh={"dp": 2}), optimizer=sgd)
 
     engine = made()
     torch.manual_seed(7 + engine._state.mesh.rank("dp"))  # replicas drop other elements

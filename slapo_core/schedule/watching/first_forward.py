@@ -62,7 +62,18 @@ class FirstForward:
     """
 
     slapo_only_looks = True  # spec/node.py: only_looks
-    __slots__ = ("__weakref__", "_check", "_evaluated", "_is_traced", "_mesh", "_model", "_number", "_passed", "_pieces", "may_be_given_parts")
+    __slots__ = (
+        "__weakref__",
+        "_check",
+        "_evaluated",
+        "_is_traced",
+        "_mesh",
+        "_model",
+        "_number",
+        "_passed",
+        "_pieces",
+        "may_be_given_parts",
+    )
 
     def __init__(
         self,
