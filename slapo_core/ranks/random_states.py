@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from slapo_core.spec.accelerators import accelerator
+
 if TYPE_CHECKING:
     from slapo_core.ranks.world import World
 
@@ -25,8 +27,9 @@ OTHER = ("Python's random module", "NumPy's global generator")
 def torch_states() -> dict[str, bytes]:
     """The states of torch's generators, of the CPU and, once it is used, of the current GPU."""
     states = {"the CPU": torch.get_rng_state()}
-    if torch.cuda.is_initialized():
-        states["the GPU"] = torch.cuda.get_rng_state()
+    device = accelerator()
+    if device is not None:
+        states["the GPU"] = torch.get_device_module(device).get_rng_state()
     return {device: bytes(state.tolist()) for device, state in states.items()}
 
 
@@ -36,8 +39,8 @@ def restore(states: Mapping[str, bytes]) -> None:
         state = torch.frombuffer(bytearray(content), dtype=torch.uint8)
         if device == "the CPU":
             torch.set_rng_state(state)
-        elif torch.cuda.is_available():
-            torch.cuda.set_rng_state(state)
+        elif torch.accelerator.is_available():
+            torch.get_device_module().set_rng_state(state)
 
 
 def first_of(by_rank: Mapping[int, Mapping[str, bytes]], ranks: Sequence[int]) -> tuple[dict[str, bytes], list[str]]:

@@ -43,7 +43,8 @@ __all__ = [
 _SHOWN = 4  # names in a message
 PARTED = (
     'slapo_core.verify(sch, batch) finds a reduction that the schedule lacks, such as sync("bwd_post", '
-    '"all_reduce"); else, ranks that hold copies must be given the same batch and the same seeds (torch.manual_seed), and be changed alike; '
+    '"all_reduce"); else, ranks that hold copies must be given the same batch and the same seeds (torch.manual_seed), '
+    "and be changed alike; "
     "engine.check_replicas() after each step finds the first one that parts them, and "
     "engine.check_replicas(repair=True) goes on with the first rank's values"
 )
@@ -259,7 +260,7 @@ def _first(replica: Replica, mesh: Mesh) -> torch.Tensor:
     assert isinstance(held, (torch.Tensor, Stored))
     device = exchange_device(mesh)  # NCCL sends from GPUs only, and an optimiser counts its steps on the CPU
     value = (held.read() if isinstance(held, Stored) else held).detach()
-    value = value.to(device) if device.type == "cuda" else value
+    value = value.to(device) if device.type != "cpu" else value
     value = value.clone(memory_format=torch.contiguous_format)
     among = dict(replica.among)
     for mesh_dim in replica.over:  # along each dimension from its first rank, so in the end from the first of all
