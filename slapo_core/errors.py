@@ -8,7 +8,7 @@ to do. It is one long module on purpose: a taxonomy is read as a whole.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from slapo_core.spec.violation import Violation
@@ -39,6 +39,7 @@ __all__ = [
     "RankTimeoutError",
     "RejectedPluginError",
     "ReplayError",
+    "ReplicaError",
     "SealedError",
     "SerializationError",
     "SlapoError",
@@ -320,6 +321,37 @@ class RankMismatchError(SlapoError):
 
     What to do: make every rank run the same script on the same installation; the first difference is named.
     """
+
+
+class ReplicaError(RankMismatchError):
+    """Ranks hold different values of a tensor of which they hold replicas: they have trained apart.
+
+    What to do: ``slapo.verify`` finds a reduction that the schedule lacks; else give the ranks the same batches and
+    seeds. Nothing is lost: a save has written the values of the first rank, ``state_dict`` attaches them.
+
+    Args:
+        tensor: the first that differs, e.g. ``"encoder.layer.0.output.LayerNorm.weight"``.
+        ranks: that hold it, e.g. ``(0, 1)``.
+        within_rounding: whether all that differs does so by a few roundings of its type.
+        directory: where the values of the first rank were written; None where nothing was.
+
+    Attributes:
+        state_dict: of :func:`slapo_core.state_dict` and ``engine.state_dict``: the values of the first rank.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        tensor: str,
+        ranks: Sequence[int] = (),
+        within_rounding: bool = False,
+        directory: str | None = None,
+        hint: str | None = None,
+    ) -> None:
+        self.tensor, self.ranks, self.within_rounding, self.directory = tensor, tuple(ranks), within_rounding, directory
+        self.state_dict: dict[str, Any] | None = None
+        super().__init__(message, path=tensor.partition("::")[0].rpartition(".")[0] or None, hint=hint)
 
 
 class EstimateError(SlapoError):

@@ -32,6 +32,7 @@ from slapo_core.graph.surroundings import Surroundings
 from slapo_core.graph.tokens import describe, token
 from slapo_core.graph.traced import TracedForward
 from slapo_core.graph.tracers.record import RecordTracer, record
+from slapo_core.spec.accelerators import fork_rng
 from slapo_core.spec.graph import Graph
 from slapo_core.spec.tracer import Guard, GuardViolation, Location, Recorded, Untraceable, check
 from slapo_core.tree.forward import ModuleForward
@@ -234,7 +235,7 @@ def _recorded(module: nn.Module, forward: Any, arguments: Any, leaves: Any) -> t
         notes, real = Notes(), with_own_values(dict(arguments))
         notes.is_real = True
         try:
-            with torch.random.fork_rng():
+            with fork_rng():
                 return run(record, module, forward, real, leaves, fake=False, notes=notes), notes
         except (NeedsValues, RuntimeError, NotImplementedError):
             raise error from None

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from slapo_core.errors import BuildError, SealedError, SlapoError
-from slapo_core.schedule.obligations import obligations
+from slapo_core.schedule.obligations import refuse_if_incomplete
 from slapo_core.spec.reserved import CORE_DISTRIBUTION
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ class Target:
             start = f"target '{self.dialect.name}' cannot run this schedule"
             lines = [f"{start}: {reasons[0]}"] if len(reasons) == 1 else [f"{start}:", *(f"  - {r}" for r in reasons)]
             raise BuildError("\n".join(lines))
-        _refuse_if_incomplete(schedule)
+        refuse_if_incomplete(schedule)
         if mesh is not None and mesh.is_dry:
             raise BuildError(
                 f"the mesh {mesh} is only declared: it needs {mesh.world_size} processes, and this is one without "
@@ -147,14 +147,6 @@ def _blamed(label: str, name: str, method: str, *, is_own: bool) -> Iterator[Non
         raise BuildError(
             f"target '{name}' of {label} failed in {method}(): {type(error).__name__}: {error}", plugin=label
         ) from error
-
-
-def _refuse_if_incomplete(schedule: Schedule) -> None:
-    missing = [str(violation) for violation in obligations(schedule)]
-    if missing:
-        start = "the schedule is incomplete"
-        lines = [f"{start}: {missing[0]}"] if len(missing) == 1 else [f"{start}:", *(f"  - {one}" for one in missing)]
-        raise BuildError("\n".join(lines))
 
 
 def _warn_if_alone(schedule: Schedule) -> None:

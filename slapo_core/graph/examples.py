@@ -14,6 +14,7 @@ from torch._subclasses import FakeTensor
 from slapo_core.graph.caches import caches_kept
 from slapo_core.graph.fake import FakeMode, with_tensors
 from slapo_core.graph.randomness import drawn_back
+from slapo_core.spec.accelerators import fork_rng
 
 __all__ = ["Call", "example_calls"]
 
@@ -50,7 +51,7 @@ def example_calls(model: nn.Module, example_inputs: Any) -> tuple[dict[str, Call
     calls, error = _run(model, args, kwargs, FakeMode())
     if error is None or any(tensor.is_meta for tensor in tensors):
         return calls, error
-    with torch.random.fork_rng():
+    with fork_rng():
         return _run(model, args, kwargs, None)
 
 

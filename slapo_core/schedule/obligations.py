@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from slapo_core.errors import HookError
+from slapo_core.errors import BuildError, HookError
 from slapo_core.spec.violation import Violation
 
 if TYPE_CHECKING:
     from slapo_core.schedule.schedule import Schedule
 
-__all__ = ["obligations"]
+__all__ = ["obligations", "refuse_if_incomplete"]
 
 
 def obligations(schedule: Schedule) -> tuple[Violation, ...]:
@@ -32,3 +32,16 @@ def obligations(schedule: Schedule) -> tuple[Violation, ...]:
                 )
         found += given
     return tuple(found)
+
+
+def refuse_if_incomplete(schedule: Schedule) -> None:
+    """Refuse a schedule that certainly trains another model.
+
+    Raises:
+        BuildError: every reason is given.
+    """
+    missing = [str(violation) for violation in obligations(schedule)]
+    if missing:
+        start = "the schedule is incomplete"
+        lines = [f"{start}: {missing[0]}"] if len(missing) == 1 else [f"{start}:", *(f"  - {one}" for one in missing)]
+        raise BuildError("\n".join(lines))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from slapo_core.schedule.explanation import explain_records
 from slapo_core.schedule.finding import Matches, find_in
 from slapo_core.schedule.history import History
 from slapo_core.schedule.location import caller_location
+from slapo_core.schedule.obligations import refuse_if_incomplete
 from slapo_core.schedule.records import dump_records
 from slapo_core.schedule.settling import each_its_own, found_out, settled
 from slapo_core.schedule.sugar import bound_primitive
@@ -32,6 +34,8 @@ from slapo_core.tree.render import render_tree
 from slapo_core.tree.tree import Tree
 
 if TYPE_CHECKING:
+    import torch
+
     from slapo_core.estimation.fitting.result import Fit
     from slapo_core.estimation.results import Estimate
     from slapo_core.plugins.registry import Registry
@@ -65,7 +69,7 @@ class Schedule:
         self.plugins: tuple[str, ...] = tuple(canonicalize_name(name) for name in plugins)
         self._registry = registry
         self._hooks: HookManager | None = None
-        self._history = History(model, Watch(model, mesh) if watched else None)
+        self._history = History(model, Watch(model, mesh, _checked(self)) if watched else None)
         self._inner: list[Record] = []  # of the primitives that the one being applied has applied itself
         self._sealed_by: str | None = None
         self._example_calls: ExampleCalls | None = None
@@ -385,3 +389,18 @@ class Schedule:
                 hint="in apply(self, node, edit): edit.apply(other_node, OtherPrimitive(...))",
             )
         self._history.check_in_force(what)
+
+
+def _checked(schedule: Schedule) -> Callable[[], dict[str, torch.Tensor]]:
+    """What the first training forward asks of a schedule, without keeping it alive: what tp ranks hold alike."""
+    reference = weakref.ref(schedule)
+
+    def check() -> dict[str, torch.Tensor]:
+        live = reference()
+        if live is None or live._history.in_force is not None:
+            return {}
+        live.tree.tensors.check_unchanged()
+        refuse_if_incomplete(live)
+        return live.tree.tensors.replicated("tp")
+
+    return check

@@ -111,6 +111,7 @@ def verify(
         ArgumentError: there are no inputs, or the untouched model does not run on them, or its output depends on no
             parameter that is trained; or schedules are of different models.
         SealedError: the schedule was built or sealed, and the originals are gone.
+        WeightsError: the model was changed outside of the schedule.
         TraceError: the model cannot be cut where the schedule says; the step is named.
         HookError: what a plugin answers about the stages cannot be right; it is named.
 
@@ -131,6 +132,8 @@ def verify(
 
     with torch.inference_mode(False), torch.enable_grad():  # whatever is set where verify is called
         schedules = _schedules(sch, example_inputs)
+        for one in schedules:
+            one.tree.tensors.check_unchanged()
         given = next((one.example_inputs for one in schedules if one.example_inputs is not None), None)
         given = example_inputs if example_inputs is not None else given
         further = tuple(Inputs.of(batch) for batch in more_batches)

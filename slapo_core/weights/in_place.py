@@ -80,6 +80,10 @@ class TorchOptimizer:
     def write(self, parameter: torch.Tensor, key: str, value: torch.Tensor) -> None:
         self._optimizer.state[parameter][key].copy_(value)
 
+    def put(self, parameter: torch.Tensor, key: str, value: torch.Tensor) -> None:
+        """Replace a tensor of the state by one in its own type, which ``load_state_dict`` does not keep."""
+        self._optimizer.state[parameter][key] = value.to(parameter.device)
+
     def loading(
         self, groups: Sequence[Mapping[str, Any]], states: Mapping[torch.Tensor, Mapping[str, Any]]
     ) -> Callable[[], None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import warnings
@@ -349,3 +350,136 @@ def test_models_save_pretrained_and_copies_warn_too_and_what_is_whole_does_not(t
         assert not sch.model._state_dict_pre_hooks
         for make in (bert, gpt2, llama):
             assert make().state_dict()
+
+
+# -- changes outside of the schedule ------------------------------------------------------------------------------
+
+
+def _replaced(model: Any) -> str:
+    model.fc2 = nn.Linear(8, 4, bias=False)
+    return "fc2"
+
+
+def _added(model: Any) -> str:
+    model.fc1.adapter = nn.Linear(2, 2)
+    return "fc1.adapter"
+
+
+def _resized(model: Any) -> str:
+    model.fc2.weight.data = torch.zeros(6, 8)
+    return "fc2"
+
+
+def _emptied(model: Any) -> str:
+    model.fc2 = nn.Identity()
+    return "fc2"
+
+
+@pytest.mark.parametrize("change", [_replaced, _added, _resized, _emptied])
+def test_a_change_outside_of_the_schedule_is_refused_wherever_values_leave(change: Any, tmp_path: Path) -> None:
+    batch = {"x": torch.randn(4, 6), "y": torch.randn(4, 4)}
+    sch = slapo.create_schedule(real("mlp"), example_inputs=batch)
+    sch["fc1"].checkpoint()
+    slapo.state_dict(sch)  # what is looked up there is kept
+    path = change(sch.model)
+    for call in (
+        lambda: slapo.state_dict(sch),
+        lambda: slapo.save_pretrained(sch, tmp_path),
+        lambda: slapo.verify(sch, batch),
+        lambda: slapo.build(sch),
+    ):
+        with pytest.raises(slapo.WeightsError, match="outside of the schedule") as refused:
+            call()
+        assert refused.value.path == path
+        assert "create_schedule(model)" in str(refused.value.hint)
+    assert not list(tmp_path.iterdir())
+
+    sch = slapo.create_schedule(real("mlp"))
+    change(sch.model)  # before the first step: it is the reference model's
+    sch["fc1"].checkpoint()
+    assert list(slapo.state_dict(sch)) == list(sch.model.state_dict())
+    engine = slapo.build(sch, optimizer=lambda params: torch.optim.SGD(params, lr=0.1))
+    sch.model.fc1 = nn.Linear(6, 8)
+    for leave in (engine.state_dict, lambda: engine.save(tmp_path)):
+        with pytest.raises(slapo.WeightsError, match="'fc1'"):
+            leave()
+
+
+def test_wrappers_hooks_and_modes_are_no_change_of_the_model() -> None:
+    sch = slapo.create_schedule(real("mlp"))
+    sch["fc1"].checkpoint()
+    expected = slapo.state_dict(sch)
+    model: Any = sch.model
+    copy.deepcopy(model)
+    model.fc2 = torch.compile(model.fc2)
+    model.fc1.register_forward_hook(lambda *_: None)
+    model.eval().train()
+    model.note = nn.Dropout()  # without tensors, and nothing was there
+    state = slapo.state_dict(sch)
+    assert all(torch.equal(state[name], tensor) for name, tensor in expected.items())
+
+
+def first_forward_of_a_changed_model() -> tuple[str, str | None]:
+    sch = split(slapo.create_schedule(real("mlp"), mesh={"tp": 2}), "mlp")
+    path = _replaced(sch.model)
+    try:
+        sch.model(torch.ones(4, 6), torch.ones(4, 4))
+    except slapo.WeightsError as error:
+        return str(error), error.path
+    return path, None
+
+
+@pytest.mark.ranks
+def test_the_first_training_forward_of_a_changed_model_is_refused(message: Messages) -> None:
+    answers = run_ranks(first_forward_of_a_changed_model, world_size=2)
+    assert [path for _, path in answers] == ["fc2", "fc2"]
+    message(answers[0][0], "outside of the schedule", "replace")
+
+
+# -- what the first training forward compares over tp -------------------------------------------------------------
+
+
+def first_forward_of_ranks_that_differ() -> dict[str, Any]:
+    ids, answers = token_batches()[0], {}
+    sch = scheduled({"tp": 2})
+    with torch.no_grad():
+        sch.model.norm.weight.add_(dist.get_rank())  # as ranks do that make the model with seeds of their own
+    try:
+        sch.model(ids)
+    except slapo.RankMismatchError as error:
+        answers["values"] = str(error)
+    sch = scheduled({"tp": 2})
+    torch.manual_seed(100 + dist.get_rank())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        sch.model(ids)
+    answers["warned"] = [str(one.message) for one in caught if "random state" in str(one.message)]
+    answers["state"] = bytes(torch.get_rng_state().tolist())
+    return answers
+
+
+@pytest.mark.ranks
+def test_values_and_random_states_over_tp_are_compared_in_the_first_training_forward(message: Messages) -> None:
+    first, second = run_ranks(first_forward_of_ranks_that_differ, world_size=2)
+    assert "'norm.weight'" in first["values"]
+    assert len(first["warned"]) == 1
+    message(first["warned"][0], "torch.manual_seed(seed)")
+    assert first["state"] == second["state"]
+
+
+def random_states_of_an_evaluation() -> tuple[bytes, bytes]:
+    sch = scheduled({"tp": 2})
+    torch.manual_seed(100 + dist.get_rank())
+    before = bytes(torch.get_rng_state().tolist())
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        sch.model.eval()(token_batches()[0])
+    return before, bytes(torch.get_rng_state().tolist())
+
+
+@pytest.mark.ranks
+def test_the_ranks_of_tp_evaluate_with_one_random_state() -> None:
+    """As ``generate(do_sample=True)`` needs it."""
+    first, second = run_ranks(random_states_of_an_evaluation, world_size=2)
+    assert first[0] != second[0]
+    assert first[1] == second[1] == first[0]

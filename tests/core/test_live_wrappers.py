@@ -21,8 +21,11 @@ from tests.messages import Messages
 Batch = dict[str, torch.Tensor]
 
 
-def scheduled(mesh: dict[str, int] | None = None) -> slapo.Schedule:
-    return split(slapo.create_schedule(real("mlp").double(), mesh=mesh or {"dp": 2, "tp": 2}), "mlp")
+def scheduled(mesh: dict[str, int] | None = None, *, scale: bool = False) -> slapo.Schedule:
+    model: Any = real("mlp").double()
+    if scale:
+        model.scale = nn.Linear(1, 1).double()
+    return split(slapo.create_schedule(model, mesh=mesh or {"dp": 2, "tp": 2}), "mlp")
 
 
 def own_batch(sch: slapo.Schedule) -> Batch:
@@ -74,7 +77,7 @@ def wrapped(kind: str, sch: slapo.Schedule) -> Callable[..., Any]:
     if kind == "ddp around the parent over dp":
         return ddp(Within(model).double(), mesh.group("dp"))
     if kind == "ddp around a part without pieces":
-        model.scale = ddp(nn.Linear(1, 1).double())
+        model.scale = ddp(model.scale)
         return model
     if kind == "ddp around a part":
         model.fc1 = ddp(model.fc1)
@@ -119,7 +122,7 @@ RIGHT = (
 def answers_to_wrappers() -> dict[str, tuple[str, str] | None]:
     answers = {}
     for kind in (*RIGHT, *WRONG):
-        sch = scheduled()
+        sch = scheduled(scale="without pieces" in kind)
         answers[kind] = refusal(wrapped(kind, sch), own_batch(sch))
     return answers
 

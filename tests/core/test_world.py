@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
 from collections.abc import Iterator
@@ -17,7 +18,10 @@ from slapo_core.ranks.facts import RankFact
 from slapo_core.ranks.launcher import run_ranks
 from slapo_core.ranks.world import World, together
 from slapo_core.schedule.agreement import schedule_facts
+from slapo_core.spec import accelerators
 from slapo_core.spec.mesh import Mesh, declare_mesh
+from slapo_core.testing.bench import seeded
+from slapo_core.verification.determinism import fixed_conditions
 from tests.core.building_support import real
 from tests.messages import Messages
 
@@ -210,3 +214,34 @@ def what_stays_of_a_failed_attempt(mesh: dict[str, int] | None) -> list[bool]:
 def test_a_failed_attempt_keeps_its_frames_for_a_debugger_and_no_longer_than_it_is_kept_itself() -> None:
     assert what_stays_of_a_failed_attempt(None) == [True, False]
     assert run_ranks(what_stays_of_a_failed_attempt, {"tp": 2}, world_size=2) == [[True, False]] * 2
+
+
+# -- accelerators -------------------------------------------------------------------------------------------------
+
+
+def test_only_the_devices_in_use_are_touched_by_a_fork_of_the_random_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    class Module:
+        @staticmethod
+        def is_initialized() -> bool:
+            return True
+
+    def forked(**options: Any) -> Any:
+        asked.append(options)
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(torch.random, "fork_rng", forked)
+    with fixed_conditions(0), seeded():
+        pass
+    assert all("devices" in options for options in asked)
+    asked.clear()
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("xpu"))
+    monkeypatch.setattr(torch, "get_device_module", lambda _: Module)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 3)
+    monkeypatch.setattr(torch.accelerator, "memory_reserved", lambda index: 512 * (index == 5))
+    accelerators.fork_rng()
+    assert asked == [{"devices": [3, 5], "device_type": "xpu"}]
+    assert accelerators.device_of("xpu") == torch.device("xpu", 3)
+    assert accelerators.device_of("cpu") == torch.device("cpu")

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from slapo_core import ArgumentError, Compiler
+from slapo_core.spec.accelerators import fork_rng
 from slapo_core.spec.graph import Region
 from slapo_fusion.compiled import Backend, Compiled, backend_problem
 
@@ -104,7 +105,7 @@ class _Scripted:
                 values[position] = tensor
             return self._region(*values)
 
-        with warnings.catch_warnings(), torch.random.fork_rng():
+        with warnings.catch_warnings(), fork_rng():
             warnings.simplefilter("ignore", DeprecationWarning)  # said by `deprecated`
             made: Callable[..., Any] = torch.jit.trace(on_tensors, tensors, check_trace=False)
         return made

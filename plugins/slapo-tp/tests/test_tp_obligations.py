@@ -188,6 +188,8 @@ def check_build_and_verify() -> None:
     with pytest.raises(slapo.BuildError) as refused:
         slapo.build(sch, optimizer=make_optimizer)
     assert str(refused.value) == f"the schedule is incomplete: {missing}"
+    with pytest.raises(slapo.BuildError, match="the schedule is incomplete"):
+        sch.model(ids)  # the first training forward of a loop without build
     with pytest.raises(slapo.VerifyError) as differs:
         slapo.verify(sch, ids)
     assert f"\n  missing: {missing}" in str(differs.value)

@@ -27,6 +27,7 @@ from slapo_core.graph.recording import Recording
 from slapo_core.graph.state import state_kept
 from slapo_core.graph.submodules import module_calls
 from slapo_core.graph.tracers.isolation import alone
+from slapo_core.spec.accelerators import fork_rng
 from slapo_core.spec.tracer import Recorded, Tracer, Untraceable
 
 __all__ = ["RecordTracer"]
@@ -63,7 +64,7 @@ class RecordTracer(Tracer):
             # What needs values: on the tensors themselves, as the forward would run.
             real = with_own_values(dict(arguments))
             try:
-                with torch.random.fork_rng():
+                with fork_rng():
                     return contextvars.Context().run(record, module, forward, real, leaves, fake=False)
             except (NeedsValues, RuntimeError, NotImplementedError):
                 raise fake_error from None

@@ -13,6 +13,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from slapo_core.spec.accelerators import accelerator, fork_rng
 from slapo_pipeline.balance.sections import Call
 
 __all__ = ["seconds_of"]
@@ -34,7 +35,7 @@ def seconds_of(parts: Sequence[tuple[nn.Module, Callable[[], Call]]], *, rounds:
     copies = [copy.deepcopy(module) for module, _ in parts]
     kinds = [_kind(module, make()) for module, make in parts]
     times: dict[Any, list[float]] = {}
-    with torch.random.fork_rng():
+    with fork_rng():
         for turn in range(rounds + 1):
             for module, (_, make), kind in zip(copies, parts, kinds, strict=True):
                 seconds = _seconds(module, _with_values(make()))
@@ -65,8 +66,8 @@ def _plain(out: Any) -> Any:
 
 
 def _wait() -> None:
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        torch.cuda.synchronize()
+    if accelerator() is not None:
+        torch.accelerator.synchronize()
 
 
 def _kind(module: nn.Module, call: Call) -> Any:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from slapo_core.spec.accelerators import fork_rng
 from slapo_core.tracing import FakeMode
 from slapo_pipeline.balance.flops import FlopCount
 
@@ -42,7 +43,7 @@ def flops_by_stage(model: nn.Module, inputs: Mapping[str, Any], cuts: Sequence[s
     for path in cuts:
         copied.get_submodule(path).register_forward_hook(lambda *_: ends.append(count.total))
     given = pytree.tree_map(without_values, dict(inputs))
-    with mode or contextlib.nullcontext(), torch.random.fork_rng(), torch.no_grad(), count:
+    with mode or contextlib.nullcontext(), fork_rng(), torch.no_grad(), count:
         _call(copied, given)
     ends.append(count.total)
     return [end - start for start, end in zip([0, *ends[:-1]], ends, strict=True)]
