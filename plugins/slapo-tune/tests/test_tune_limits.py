@@ -109,6 +109,10 @@ def test_a_model_that_cannot_be_made_ends_the_search(settings: dict[str, Any], m
         ({"evaluate": None}, r"without evaluate= a study trains, and needs batch=\n  hint: batch="),
         ({"memory": "70 GiBs"}, "memory"),
         ({"memory": "1GiB", "predict": False}, r"memory='1GiB' is held against estimates"),
+        (
+            {"memory": "1GiB", "batch": lambda p: None, "target": "deepspeed"},
+            r"estimates, which are of target 'torch', and the target is 'deepspeed'.*\n  hint: process_memory=",
+        ),
         ({"schedule": "fast"}, r"schedule must be a function \(got 'fast'\)"),
         ({"accelerator": "tpu"}, "accelerator must be 'cpu', 'cuda' or None"),
     ],
