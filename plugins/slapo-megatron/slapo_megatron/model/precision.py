@@ -27,8 +27,8 @@ def working_dtype(config: Any) -> torch.dtype | None:
 def lower_model(model: nn.Module, dtype: torch.dtype | None) -> None:
     """Cast the parameters in place; each stays the same object.
 
-    Buffers keep their types, unlike in Megatron's ``Float16Module``: rotary frequencies in bfloat16 would turn positions
-    by up to 0.7 rad.
+    Buffers keep their dtypes, unlike in Megatron's ``Float16Module``: rotary frequencies in bfloat16 turn position 4000
+    by 0.7 rad.
 
     Args:
         model: the scheduled one, every tensor in its place.
