@@ -240,10 +240,9 @@ def _tensor_pairs(
             before = expected[origin]
             yield name, origin, None if before is None else counterparts.expected(name, before), after
             continue
-        if after is None:
-            answers = dict.fromkeys(counterparts.stands_for(name))
-        else:
-            answers = counterparts.translated(name, after)
+        answers: Mapping[str, Any] = (
+            dict.fromkeys(counterparts.stands_for(name)) if after is None else counterparts.translated(name, after)
+        )
         for origin, value in answers.items():
             covered.add(origin)
             yield origin, origin, expected.get(origin), value

@@ -86,7 +86,7 @@ def save_checkpoint(
         with together(mesh, f"writing the checkpoint '{directory}'"):
             if writer is not None:
                 writer.write(OPTIMIZER, tensors)
-                about = {"optimizer": moments.description() if moments is not None else None}
+                about: dict[str, Any] = {"optimizer": moments.description() if moments is not None else None}
                 if differing is not None:
                     about["replicas"] = differing.message
                 if runtime:
