@@ -12,6 +12,7 @@ import pytest
 from slapo_core.plugins.metadata import core_version
 from slapo_core.testing.distributions import FakeDistribution, FakeEnvironment
 from tests.dists.healthy import acme
+from tests.messages import Messages
 
 QUIET = {"SLAPO_PLUGINS": "acme-slapo"}
 
@@ -83,20 +84,18 @@ def test_strict_fails_for_a_plugin_that_is_not_ok(one: FakeEnvironment) -> None:
 
 
 @pytest.mark.slow
-def test_a_wrong_setting_is_shown_with_the_list(one: FakeEnvironment) -> None:
+def test_a_wrong_setting_is_shown_with_the_list(one: FakeEnvironment, message: Messages) -> None:
     environ = {"SLAPO_DISABLE_PLUGINS": "acme-slpo"}
     done = one.slapo("plugins", "list", environ=environ)
     assert done.returncode == 1
     assert "acme-slapo" in done.stdout
-    message = (
-        "SLAPO_DISABLE_PLUGINS names 'acme-slpo', but no plugin of that name is installed\n"
-        "  hint: did you mean acme-slapo?"
-    )
-    assert done.stderr == f"error: {message}\n"
-    assert json.loads(one.slapo("plugins", "list", "--json", environ=environ).stdout)["error"] == message
+    error = done.stderr
+    message(error, "error: SLAPO_DISABLE_PLUGINS", "'acme-slpo'", "\n  hint: did you mean acme-slapo?")
+    as_json = json.loads(one.slapo("plugins", "list", "--json", environ=environ).stdout)
+    assert f"error: {as_json['error']}\n" == error
     for command in ("primitives", "dialects"):
         done = one.slapo(command, environ=environ)
-        assert (done.returncode, done.stdout, done.stderr) == (1, "", f"error: {message}\n")
+        assert (done.returncode, done.stdout, done.stderr) == (1, "", error)
 
 
 @pytest.mark.slow
@@ -118,21 +117,23 @@ def test_show_tells_everything_about_one_plugin(one: FakeEnvironment) -> None:
 def test_what_a_plugin_provides_and_this_version_does_not_use_is_shown(fake_distributions: FakeEnvironment) -> None:
     points = {"slapo.v1.templates": {"fast": "fast_slapo:Fast"}}
     fake_distributions.install(FakeDistribution("fast-slapo", entry_points=points))
-    remark = f"provides templates, which slapo-core {core_version()} does not use yet"
     listed = fake_distributions.slapo("plugins", "list", "--strict", "--kind", "templates")
     assert listed.returncode == 0, listed.stderr
-    assert listed.stdout.splitlines()[1] == f"fast-slapo  1.0      ok     fast      {remark}"
+    row, _, remark = listed.stdout.splitlines()[1].partition("      provides templates, ")
+    assert row == "fast-slapo  1.0      ok     fast"
+    assert core_version() in remark
     shown = fake_distributions.slapo("plugins", "show", "fast-slapo")
-    assert shown.stdout.startswith(f"plugin    fast-slapo 1.0\nstate     ok\nreason    {remark}\nsource    ")
+    first = "plugin    fast-slapo 1.0\nstate     ok\nreason    provides templates, "
+    assert shown.stdout.startswith(f"{first}{remark}\nsource    ")
     assert fake_distributions.slapo("plugins", "check", "fast-slapo").returncode == 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["acme", "acme-slap"])
-def test_show_of_an_unknown_plugin_suggests_and_fails(one: FakeEnvironment, name: str) -> None:
+def test_show_of_an_unknown_plugin_suggests_and_fails(one: FakeEnvironment, name: str, message: Messages) -> None:
     done = one.slapo("plugins", "show", name)
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.startswith(f"error: no plugin '{name}' is installed\n  hint: did you mean acme-slapo")
+    message(done.stderr, f"error: no plugin '{name}'", "\n  hint: did you mean acme-slapo")
 
 
 @pytest.mark.slow
@@ -158,7 +159,7 @@ def test_primitives_lists_without_importing_and_shows_one_with_its_arguments(one
     done = one.slapo("primitives", "cut")
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
-    assert "primitive 'sick.cut' of sick-slapo 1.0 (sick_slapo:Thing) could not be imported" in done.stderr
+    assert "'sick.cut' of sick-slapo 1.0 (sick_slapo:Thing)" in done.stderr
 
 
 @pytest.mark.slow
@@ -213,7 +214,7 @@ def test_patterns_are_listed_without_importing_and_shown_with_their_forms(fake_d
     assert (as_json["name"], as_json["documentation"]) == ("acme.sum", "A sum.")
     missing = fake_distributions.slapo("patterns", "show", "acme.product")
     assert missing.returncode == 1
-    assert "no installed plugin provides pattern 'acme.product'" in missing.stderr
+    assert "pattern 'acme.product'" in missing.stderr
     assert "did you mean 'acme.sum'?" in missing.stderr
 
 

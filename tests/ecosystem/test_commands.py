@@ -9,6 +9,7 @@ import pytest
 from slapo_core.cli.main import make_app
 from slapo_core.spec.reserved import RESERVED_COMMANDS
 from slapo_core.testing.distributions import FakeDistribution, FakeEnvironment
+from tests.messages import Messages
 
 SOURCE = """
 import pathlib
@@ -68,7 +69,7 @@ def test_a_command_is_listed_without_being_imported_and_runs(fake_distributions:
 
 
 @pytest.mark.slow
-def test_a_command_that_cannot_be_used_says_why(fake_distributions: FakeEnvironment) -> None:
+def test_a_command_that_cannot_be_used_says_why(fake_distributions: FakeEnvironment, message: Messages) -> None:
     fake_distributions.install(
         sums(fake_distributions, "broken-slapo", "broken"),
         sums(fake_distributions, "failing-slapo", "failing", app="1 / 0"),
@@ -87,22 +88,18 @@ def test_a_command_that_cannot_be_used_says_why(fake_distributions: FakeEnvironm
         return done.stderr
 
     assert fake_distributions.slapo("--help").returncode == 0
-    assert "command 'broken' of broken-slapo 1.0 (broken_slapo:Sums) could not be imported: OSError: no disk" in error(
-        "broken"
-    )
-    assert "command 'failing' of failing-slapo 1.0 could not be made: ZeroDivisionError" in error("failing", "add")
-    assert "command 'wrong' of wrong-slapo 1.0 must give a typer.Typer (got 'an app')" in error("wrong")
-    assert "command 'twice' is provided by one-slapo 1.0 and other-slapo 1.0; neither is used" in error("twice")
+    message(error("broken"), "'broken' of broken-slapo 1.0 (broken_slapo:Sums)", "OSError: no disk")
+    message(error("failing", "add"), "'failing' of failing-slapo 1.0", "ZeroDivisionError")
+    message(error("wrong"), "'wrong' of wrong-slapo 1.0", "typer.Typer", "got 'an app'")
+    message(error("twice"), "'twice'", "one-slapo 1.0 and other-slapo 1.0")
     assert (
         "2"
         in fake_distributions.slapo("twice", "add", "1", "1", environ={"SLAPO_DISABLE_PLUGINS": "other-slapo"}).stdout
     )
-    assert "command 'twice' of one-slapo 1.0 is installed but disabled" in error(
-        "twice", SLAPO_DISABLE_PLUGINS="other-slapo,one-slapo"
-    )
+    message(error("twice", SLAPO_DISABLE_PLUGINS="other-slapo,one-slapo"), "'twice' of one-slapo 1.0", "disabled")
     rejected = fake_distributions.slapo("plugins", "list").stdout
-    assert "command name 'doctor' is reserved for slapo-core" in rejected
-    assert "command name 'pipeline' is reserved for slapo-pipeline" in rejected
+    assert "'doctor' is reserved for slapo-core" in rejected
+    assert "'pipeline' is reserved for slapo-pipeline" in rejected
     missing = fake_distributions.slapo("nosuch")
     assert missing.returncode == 2
     assert "No such command 'nosuch'" in missing.stderr

@@ -23,6 +23,7 @@ from slapo_core.testing import (
 from slapo_core.testing.conformance import check_plugin
 from tests.core.building_support import gpt2
 from tests.ecosystem import kit_dialects as kit
+from tests.messages import Messages
 
 pytestmark = pytest.mark.ranks
 
@@ -66,6 +67,7 @@ def test_a_model_of_transformers_with_dropout_and_tied_weights(check: Any) -> No
     check()
 
 
+@pytest.mark.breadth
 @parametrize_dialect_checks([DialectCase("torch", dtype=torch.float32)], checks=set(CHECK) - ON_RANKS)
 def test_single_precision(check: Any) -> None:
     check()
@@ -98,42 +100,23 @@ def test_where_engines_cannot_run_what_needs_none_is_checked_and_the_rest_says_w
 
 # -- cases ----------------------------------------------------------------------------------------------------
 
-REFUSED = {
-    "target": (
-        {"target": nn.Linear},
-        "DialectCase: target must be the name or the class of a dialect (got <class 'torch.nn.modules.linear.Linear'>)"
-        '\n  hint: DialectCase("torch")',
-    ),
-    "rejects": (
-        {"rejects": {"bucket": 0}},
-        "DialectCase: rejects must be a list of options (got {'bucket': 0})\n  hint: rejects=[{'bucket': 0}]",
-    ),
-    "model": (
-        {"model": nn.Linear(2, 2)},
-        "DialectCase: model must be a function that makes a fresh one (got a Linear)\n  hint: model=lambda: ...",
-    ),
-    "batch": (
-        {"batch": torch.ones(2)},
-        "DialectCase: batch must be a function that makes a fresh one (got a Tensor)\n  hint: batch=lambda: ...",
-    ),
-    "optimizers": (
-        {"optimizers": ()},
-        "DialectCase: optimizers must be a list of factories (got ())\n  hint: optimizers=[make_adamw]",
-    ),
-    "meshes": (
-        {"meshes": [{"data": 2}]},
-        "DialectCase: meshes must be a list of mappings of dp, pp, cp, ep, tp to sizes (got {'data': 2})\n"
-        '  hint: meshes=[{"dp": 2}]',
-    ),
+REFUSED: dict[str, tuple[Any, str, str]] = {
+    "target": (nn.Linear, "got <class 'torch.nn.modules.linear.Linear'>", 'DialectCase("torch")'),
+    "rejects": ({"bucket": 0}, "got {'bucket': 0}", "rejects=[{'bucket': 0}]"),
+    "model": (nn.Linear(2, 2), "got a Linear", "model=lambda: ..."),
+    "batch": (torch.ones(2), "got a Tensor", "batch=lambda: ..."),
+    "optimizers": ((), "got ()", "optimizers=[make_adamw]"),
+    "meshes": ([{"data": 2}], "got {'data': 2}", 'meshes=[{"dp": 2}]'),
 }
 
 
 @pytest.mark.parametrize("field", REFUSED)
-def test_a_case_that_makes_no_sense_is_refused_with_the_call(field: str) -> None:
-    options, says = REFUSED[field]
+def test_a_case_that_makes_no_sense_is_refused_with_the_call(field: str, message: Messages) -> None:
+    value, word, hint = REFUSED[field]
     with pytest.raises(slapo.ArgumentError) as caught:
-        DialectCase(**{"target": "torch", **options})
-    assert str(caught.value) == says
+        DialectCase(**{"target": "torch", field: value})
+    message(caught, f"DialectCase: {field} ", word)
+    assert caught.value.hint == hint
 
 
 def test_a_case_is_named_after_its_dialect_and_says_its_options() -> None:
@@ -142,31 +125,33 @@ def test_a_case_is_named_after_its_dialect_and_says_its_options() -> None:
     assert (case.label, str(case)) == ("mine", "target 'good' with bucket=3")
 
 
-def test_the_two_kits_do_not_take_each_others_cases() -> None:
-    with pytest.raises(slapo.ArgumentError, match=r"^parametrize_dialect_checks needs at least one DialectCase\n"):
+def test_the_two_kits_do_not_take_each_others_cases(message: Messages) -> None:
+    with pytest.raises(slapo.ArgumentError) as caught:
         parametrize_dialect_checks([])
-    with pytest.raises(slapo.ArgumentError, match=r"^parametrize_dialect_checks takes DialectCase objects "):
+    message(caught, "parametrize_dialect_checks", "at least one DialectCase")
+    with pytest.raises(slapo.ArgumentError, match=r"^parametrize_dialect_checks takes DialectCase "):
         parametrize_dialect_checks(["torch"])  # type: ignore[list-item]
-    with pytest.raises(slapo.ArgumentError, match=r"^parametrize_checks takes Case objects "):
+    with pytest.raises(slapo.ArgumentError, match=r"^parametrize_checks takes Case "):
         parametrize_checks([DialectCase("torch")])  # type: ignore[list-item]
-    with pytest.raises(slapo.ArgumentError, match=r"^there is no check 'undo_is_exact'\n  hint: entry_point_agrees, "):
+    with pytest.raises(slapo.ArgumentError, match="no check 'undo_is_exact'") as caught:
         parametrize_dialect_checks([DialectCase("torch")], checks=["undo_is_exact"])
+    assert str(caught.value.hint).startswith("entry_point_agrees, ")
 
 
 SKIPPED = {
-    "scheduled_model_trains_the_same": "the case has no schedule=, which applies steps to its model=",
-    "bad_options_are_refused": "the case has no rejects=[...]: options that must be refused",
-    "replicas_train_as_one_process": "none of the case's meshes= is of this sort",
-    "failure_on_one_rank_ends_the_build_on_all": "the case has no meshes=",
-    "other_options_on_a_rank_are_refused": "the case has no meshes=",
+    "scheduled_model_trains_the_same": "no schedule=",
+    "bad_options_are_refused": "no rejects=",
+    "replicas_train_as_one_process": "of this sort",
+    "failure_on_one_rank_ends_the_build_on_all": "no meshes=",
+    "other_options_on_a_rank_are_refused": "no meshes=",
 }
 
 
 @pytest.mark.parametrize("check", SKIPPED)
-def test_a_check_without_anything_to_look_at_says_why(check: str) -> None:
+def test_a_check_without_anything_to_look_at_says_why(check: str, message: Messages) -> None:
     with pytest.raises(NotApplicable) as caught:
         CHECK[check](DialectCase("torch", model=gpt2, batch=tokens, meshes=[]))
-    assert str(caught.value) == SKIPPED[check]
+    message(caught, SKIPPED[check])
 
 
 class Handmade(nn.Module):
@@ -182,7 +167,7 @@ class Handmade(nn.Module):
 
 def test_a_model_that_cannot_be_initialised_is_not_held_against_the_dialect() -> None:
     case = DialectCase("torch", model=Handmade)
-    with pytest.raises(NotApplicable, match=r"^the case's model cannot be initialised on the meta device: "):
+    with pytest.raises(NotApplicable, match="initialised on the meta device"):
         CHECK["meta_model_is_given_its_values"](case)
     CHECK["weights_are_read"](case)
     CHECK["failed_build_changes_nothing"](case)
@@ -190,26 +175,24 @@ def test_a_model_that_cannot_be_initialised_is_not_held_against_the_dialect() ->
 
 def test_a_runtime_that_needs_a_process_group_is_given_one() -> None:
     check = CHECK["training_is_that_of_the_plain_model"]
-    with pytest.raises(CheckError, match="Default process group has not been initialized"):
+    with pytest.raises(CheckError, match="process group has not"):
         check(DialectCase(kit.NeedsAGroup))
     check(DialectCase(kit.NeedsAGroup, needs_process_group=True))
     assert not torch.distributed.is_initialized()
 
 
-def test_what_cannot_be_sent_to_ranks_is_named() -> None:
+def test_what_cannot_be_sent_to_ranks_is_named(message: Messages) -> None:
     with pytest.raises(CheckError) as caught:
         CHECK["replicas_train_as_one_process"](DialectCase("torch", schedule=lambda sch: None))
-    assert str(caught.value).startswith(
-        "target 'torch' fails replicas_train_as_one_process: the case's schedule cannot be sent to other processes\n"
-        "  required: classes and functions defined at the top level of a module, no lambdas or inner functions\n"
-    )
+    # What it got instead is in words of pickle's, which differ from version to version.
+    message(str(caught.value).partition("  got: ")[0], "target 'torch'", "replicas_train_as_one_process", "schedule")
 
 
 def test_a_failure_on_ranks_does_not_hide_what_the_others_find() -> None:
     case = DialectCase(kit.AveragesOnOneRankOnly, meshes=[{"dp": 2}])
     with pytest.raises(CheckError) as caught:
         CHECK["replicas_train_as_one_process"](case)
-    assert "it failed on the mesh {'dp': 2}\n" in str(caught.value)
+    assert "the mesh {'dp': 2}\n" in str(caught.value)
     assert "ZeroDivisionError: rank 1 is not thought of" in str(caught.value)
     CHECK["unsupported_mesh_is_refused"](case)
 
@@ -257,9 +240,11 @@ def test_the_cases_that_a_dialect_ships_are_run(
     ]
 
 
-def test_a_dialect_without_cases_says_that_its_behaviour_is_not_checked(fake_distributions: FakeEnvironment) -> None:
+def test_a_dialect_without_cases_says_that_its_behaviour_is_not_checked(
+    fake_distributions: FakeEnvironment, message: Messages
+) -> None:
     fake_distributions.install(mine(MINE))
     registry = fake_distributions.registry()
     last = list(check_plugin(registry.plugins[0], registry))[-1]
     assert (last.subject, last.check, last.outcome) == ("mine", "cases", "skipped")
-    assert last.message == "slapo_mine has no slapo_cases() with a case for it: behaviour is not checked"
+    message(last.message, "slapo_mine", "slapo_cases()")

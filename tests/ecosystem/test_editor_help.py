@@ -66,7 +66,7 @@ def test_help_shows_the_documentation_with_the_arguments(schedule: slapo.Schedul
 
 def test_an_unknown_name_is_no_attribute(schedule: slapo.Schedule) -> None:
     assert not hasattr(schedule["0"], "pda")
-    with pytest.raises(AttributeError, match=r"no installed plugin provides primitive 'pda'"):
+    with pytest.raises(AttributeError, match="primitive 'pda'"):
         getattr(schedule["0"], "pda")  # noqa: B009
     with pytest.raises(slapo.UnknownNameError) as caught:
         getattr(schedule["0"].acme, "pda")  # noqa: B009

@@ -24,6 +24,7 @@ from slapo_core.testing import (
 from slapo_core.testing.checks.documentation import documentation_violations
 from slapo_core.testing.probe import probe
 from tests.ecosystem import kit_primitives as kit
+from tests.messages import Messages
 
 CHECK = {check.name: check for check in CHECKS}
 PRIMITIVES = [
@@ -55,13 +56,11 @@ ON_MESH = {"mesh": ("tp",)}
 
 
 @pytest.mark.slow
-def test_a_good_primitive_passes_every_check() -> None:
+def test_a_good_primitive_passes_every_check(message: Messages) -> None:
     good = case(kit.Good(), rejects=[kit.Good("wieght"), ("fc2", kit.Good("gewicht"))])
     skipped = {check.name: reason for check in CHECKS if (reason := outcome(check, good)) is not None}
-    assert skipped == {
-        "entry_point_agrees": "'kit.good' was registered in this process: it has no entry point to agree with",
-        "mesh_of_one_is_free": "the case has no mesh=(...)",
-    }
+    message(skipped.pop("entry_point_agrees"), "'kit.good'", "this process")
+    assert skipped == {"mesh_of_one_is_free": "the case has no mesh=(...)"}
 
 
 @pytest.mark.slow
@@ -80,82 +79,82 @@ def outcome(check: Any, good: Case) -> str | None:
 
 
 CAUGHT = [
-    ("json_round_trip", bad(kit.GrowsWhenMade), "the value made from JSON is another one"),
+    ("json_round_trip", bad(kit.GrowsWhenMade), "another one"),
     ("json_round_trip", case(kit.HasDictionary(options={"a": 1})), "the value cannot be hashed"),
     ("json_round_trip", case(kit.HasDictionary(options=kit.silent)), "JSON cannot carry the arguments"),
-    ("json_round_trip", bad(kit.HashedByIdentity), "the value made from JSON is equal but has another hash"),
-    ("json_round_trip", bad(kit.DependsOnGlobalState), "the schedule replays to other records"),
-    ("json_round_trip", case(kit.Good(), serializable=False), "says serializable=False, but JSON can carry the value"),
+    ("json_round_trip", bad(kit.HashedByIdentity), "another hash"),
+    ("json_round_trip", bad(kit.DependsOnGlobalState), "other records"),
+    ("json_round_trip", case(kit.Good(), serializable=False), "serializable=False"),
     ("preconditions_mutate_nothing", bad(kit.PreconditionsMark), "fc1.seen: added (True)"),
     ("preconditions_mutate_nothing", bad(kit.PreconditionsDraw), "torch's random state: advanced"),
     ("preconditions_mutate_nothing", bad(kit.PreconditionsForget), "answer differently the second time"),
     (
         "preconditions_mutate_nothing",
         case(kit.Good(), rejects=[kit.RefusesAndMarks("wieght")]),
-        "fc1.weight (tensor): 1 of 32 elements differ, first [0, 0]: ",
+        "fc1.weight (tensor): 1 of 32 elements",
     ),
     (
         "rejected_cases_change_nothing",
         case(kit.Good(), rejects=[kit.AcceptsAnything("wieght")]),
-        "is listed in rejects=, but was accepted",
+        "but was accepted",
     ),
     (
         "rejected_cases_change_nothing",
         case(kit.Good(), rejects=[kit.FindsOutTooLate("wieght")]),
-        "ApplyError: finds_out_too_late('wieght') failed at 'fc1' and was rolled back: KeyError: 'wieght'",
+        "ApplyError: finds_out_too_late('wieght')",
     ),
     (
         "rejected_cases_change_nothing",
         case(kit.Good(), rejects=[kit.GivesNoHint("wieght")]),
-        "is refused without a way out",
+        "without a way out",
     ),
     (
         "rejected_cases_change_nothing",
         case(kit.Good(), rejects=[kit.RefusesAndMarks("wieght")]),
-        "refusing refuses_and_marks('wieght') changed the model",
+        "refusing refuses_and_marks('wieght')",
     ),
-    ("faults_roll_back", bad(kit.WritesInPlace), "a fault after edit 1 of 3 leaves traces"),
-    ("faults_roll_back", bad(kit.SwallowsErrors), "a fault after edit 1 of 3 is swallowed"),
-    ("faults_roll_back", bad(kit.HidesErrors), "comes out as another error, and its cause is lost"),
-    ("faults_roll_back", bad(kit.WorksThreeTimes), "it cannot be applied any more after faults that were rolled back"),
-    ("undo_is_exact", bad(kit.WritesInPlace), "fc1.weight (tensor): 1 of 32 elements differ, first [1, 2]: "),
+    ("faults_roll_back", bad(kit.WritesInPlace), "leaves traces"),
+    ("faults_roll_back", bad(kit.SwallowsErrors), "is swallowed"),
+    ("faults_roll_back", bad(kit.HidesErrors), "cause is lost"),
+    ("faults_roll_back", bad(kit.WorksThreeTimes), "cannot be applied any more"),
+    ("undo_is_exact", bad(kit.WritesInPlace), "fc1.weight (tensor): 1 of 32 elements"),
     ("undo_is_exact", bad(kit.PatchesTheClass), "class Linear.patched: added (a bool)"),
     ("undo_is_exact", bad(kit.AddsHookBehindOurBack), "(function silent)"),
-    ("deepcopy_runs_on_itself", bad(kit.HoldsTheModule), "the deep copy's output changes when the original's weights"),
+    ("deepcopy_runs_on_itself", bad(kit.HoldsTheModule), "the deep copy's output changes"),
     (
         "deepcopy_runs_on_itself",
         bad(kit.KnowsTheOriginal),
-        "a deep copy of the scheduled model computes something else",
+        "something else",
     ),
     ("mesh_of_one_is_free", case(kit.AlwaysPays(), **ON_MESH), "_forward_hooks of 'fc1': AlwaysPays.apply.<locals>"),
     (
         "forward_and_gradients_on_1_rank",
         bad(kit.ComputesSomethingElse),
-        "required: equivalence EXACT, as the primitive",
+        "required: equivalence EXACT",
     ),
     ("forward_and_gradients_on_1_rank", case(kit.LosesTheGradient(), path="fc2"), "gradient"),
     ("forward_and_gradients_on_2_ranks", case(kit.WrongOnTwoRanks(), **ON_MESH), "required: equivalence EXACT"),
     (
         "forward_and_gradients_on_2_ranks",
         case(kit.RaisesOnRankOne(), **ON_MESH),
-        "ValueError: rank 1 is not thought of",
+        "ValueError: rank 1",
     ),
     (
         "forward_and_gradients_on_2_ranks",
         case(kit.Good(), model=kit.LambdaNet),
-        "the case's model cannot be sent to other processes",
+        "cannot be sent to other processes",
     ),
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("check", "case", "says"), CAUGHT, ids=[f"{c}-{case.label}" for c, case, _ in CAUGHT])
-def test_a_bad_primitive_is_caught(check: str, case: Case, says: str) -> None:
+@pytest.mark.parametrize(("check", "case", "word"), CAUGHT, ids=[f"{c}-{case.label}" for c, case, _ in CAUGHT])
+def test_a_bad_primitive_is_caught(check: str, case: Case, word: str, message: Messages) -> None:
     with pytest.raises(CheckError) as caught:
         CHECK[check](case)
     text = str(caught.value)
-    assert says in text
-    assert text.startswith(f"{case} fails {check}: ")
+    assert word in text
+    message(kit.prose(text), f"{case} fails {check}: ")
     assert re.search(r"\n  required: .+\n  got:      .+\n(?s:.*)  way out:  .+", text), text
 
 
@@ -168,54 +167,50 @@ def test_every_check_has_a_negative_control() -> None:
     assert {check for check, _, _ in CAUGHT} | elsewhere == set(CHECK)
 
 
-def test_an_error_that_the_check_does_not_expect_is_chained() -> None:
+def test_an_error_that_the_check_does_not_expect_is_chained(message: Messages) -> None:
     with pytest.raises(CheckError) as caught:
         CHECK["undo_is_exact"](case(kit.Good(), path="fc9"))
-    assert str(caught.value).startswith(
-        "good() at 'fc9' fails undo_is_exact: PathError was raised\n  required: Undo gives"
-    )
-    assert "the model has no module 'fc9'" in str(caught.value.__cause__)
+    message(kit.prose(str(caught.value)), "good() at 'fc9' fails undo_is_exact: PathError was raised")
+    assert "'fc9'" in str(caught.value.__cause__)
 
 
 DOCSTRINGS = {
     "none": (None, "it has no docstring"),
     "title": (
         "freeze\n\nArgs:\n    parameter: which.\n\nrewrite: ``a`` -> ``b``",
-        "the first line is no sentence: 'freeze'",
+        "no sentence: 'freeze'",
     ),
-    "field": ("Stop it.\n\nrewrite: ``a`` -> ``b``", "no 'name: text' for 'parameter'"),
-    "empty field": ("Stop it.\n\nArgs:\n    parameter:\n\nrewrite: ``a`` -> ``b``", "no 'name: text' for 'parameter'"),
-    "rewrite": ("Stop it.\n\nArgs:\n    parameter: which.\n\nIt is -> that.", "there is no 'rewrite:' block"),
+    "field": ("Stop it.\n\nrewrite: ``a`` -> ``b``", "for 'parameter'"),
+    "empty field": ("Stop it.\n\nArgs:\n    parameter:\n\nrewrite: ``a`` -> ``b``", "for 'parameter'"),
+    "rewrite": ("Stop it.\n\nArgs:\n    parameter: which.\n\nIt is -> that.", "no 'rewrite:' block"),
     "arrow": ("Stop it.\n\nArgs:\n    parameter: it.\n\nrewrite: all\n\nSo -> so.", "shows no 'before -> after'"),
 }
 
 
 @pytest.mark.parametrize("name", DOCSTRINGS)
-def test_an_incomplete_docstring_is_caught(name: str) -> None:
-    text, says = DOCSTRINGS[name]
+def test_an_incomplete_docstring_is_caught(name: str, message: Messages) -> None:
+    text, word = DOCSTRINGS[name]
     made = dataclasses.dataclass(frozen=True)(type("Thing", (kit.Good,), {"__doc__": text, "__module__": __name__}))
     violations = documentation_violations(made)
     assert len(violations) == 1
-    assert says in violations[0]
-    with pytest.raises(CheckError, match="the docstring of Thing is incomplete"):
+    message(violations[0], word)
+    with pytest.raises(CheckError, match="docstring of Thing"):
         CHECK["documentation"](case(made()))
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "words"),
     [
-        (
-            {"before": [("fc2", kit.Good("wieght"))]},
-            "a step of before= cannot be applied: good('wieght') at 'fc2'\n"
-            "  required: every step of before= is accepted\n  got:      cannot apply good('wieght') at 'fc2': ",
-        ),
-        ({"model": lambda: None}, "the case's model is no model\n"),
+        ({"before": [("fc2", kit.Good("wieght"))]}, ("before=", "  got:      cannot apply good('wieght') at 'fc2': ")),
+        ({"model": lambda: None}, ("no model\n",)),
     ],
 )
-def test_a_case_that_cannot_be_set_up_says_so(options: dict[str, Any], says: str) -> None:
+def test_a_case_that_cannot_be_set_up_says_so(
+    options: dict[str, Any], words: tuple[str, ...], message: Messages
+) -> None:
     with pytest.raises(CheckError) as caught:
         CHECK["undo_is_exact"](case(kit.Good(), **options))
-    assert says in str(caught.value)
+    message(caught, *words)
 
 
 def test_complete_docstrings_pass() -> None:
@@ -225,32 +220,22 @@ def test_complete_docstrings_pass() -> None:
 # -- entry points -----------------------------------------------------------------------------------------------
 
 
-def test_a_class_that_nobody_provides_is_caught() -> None:
+def test_a_class_that_nobody_provides_is_caught(message: Messages) -> None:
     with use_registry(Registry.discover(environ={})), pytest.raises(CheckError) as caught:
         CHECK["entry_point_agrees"](case(kit.Good()))
-    assert str(caught.value) == (
-        "good() at 'fc1' fails entry_point_agrees: no installed distribution provides 'kit.good'\n"
-        '  required: [project.entry-points."slapo.v1.primitives"]: "kit.good" = "tests.ecosystem.kit_primitives:Good"\n'
-        "  got:      an entry point for none of the name 'kit.good' and the class tests.ecosystem.kit_primitives:Good\n"
-        "  way out:  declare it in pyproject.toml and run `pip install -e .` again; in a script or notebook, decorate "
-        "the class with @slapo.register_primitive()"
-    )
+    message(caught, "entry_point_agrees", "'kit.good'", "tests.ecosystem.kit_primitives:Good", "pyproject.toml")
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "says"),
+    ("name", "value", "words"),
     [
-        ("kit.good", "kit_dist:Thing", "the entry point 'kit.good' of kit-dist 1.0 loads another class"),
-        (
-            "kit.well",
-            "tests.ecosystem.kit_primitives:Good",
-            "Good.name must be 'kit.well', the name of its entry point",
-        ),
-        ("kit.good", "kit_dist:Missing", "the entry point 'kit.good' of kit-dist 1.0 cannot be loaded"),
+        ("kit.good", "kit_dist:Thing", ("'kit.good' of kit-dist 1.0", "another class")),
+        ("kit.well", "tests.ecosystem.kit_primitives:Good", ("Good.name", "'kit.well'")),
+        ("kit.good", "kit_dist:Missing", ("'kit.good' of kit-dist 1.0", "cannot be loaded")),
     ],
 )
 def test_an_entry_point_that_does_not_agree_is_caught(
-    fake_distributions: FakeEnvironment, name: str, value: str, says: str
+    fake_distributions: FakeEnvironment, name: str, value: str, words: tuple[str, ...], message: Messages
 ) -> None:
     points = {"slapo.v1.primitives": {name: value}}
     fake_distributions.install(
@@ -258,7 +243,7 @@ def test_an_entry_point_that_does_not_agree_is_caught(
     )
     with use_registry(fake_distributions.registry()), pytest.raises(CheckError) as caught:
         CHECK["entry_point_agrees"](case(kit.Good()))
-    assert says in str(caught.value)
+    message(caught, *words)
 
 
 def test_an_entry_point_that_agrees_passes(fake_distributions: FakeEnvironment) -> None:
@@ -276,49 +261,51 @@ IMPORTS = {
     "heavy_leaks": ("import os; os.write(2, b'from C')", "it prints 'from C'"),
     "heavy_dtype": (
         "import torch; torch.set_default_dtype(torch.float64)",
-        "it changes torch's default dtype (torch.float32 -> torch.float64)",
+        "torch's default dtype (torch.float32 -> torch.float64)",
     ),
     "heavy_seed": ("import torch; torch.manual_seed(0)", "it changes torch's random state"),
     "heavy_environ": (
         "import os; os.environ['KIT_X'] = '1'",
-        "it changes the environment variable KIT_X (unset -> '1')",
+        "KIT_X (unset -> '1')",
     ),
     "heavy_module": (
         "from torch import nn; nn.Module.forward = None",
-        "it changes torch.nn.Module.forward was replaced",
+        "torch.nn.Module.forward was replaced",
     ),
     "heavy_writes": ("open('/tmp/slapo-kit-import', 'a').close()", "it writes '/tmp/slapo-kit-import'"),
     "heavy_deletes": (
         "import contextlib, os\nwith contextlib.suppress(OSError): os.remove('/nowhere/at-all')",
         "it calls os.remove('/nowhere/at-all')",
     ),
-    "heavy_process": ("import subprocess; subprocess.run(['true'])", "it starts a process (subprocess.Popen)"),
+    "heavy_process": ("import subprocess; subprocess.run(['true'])", "a process (subprocess.Popen)"),
     "heavy_thread": (
         "import threading\ndef work(): pass\nthreading.Thread(target=work).start()",
-        "it starts a thread (Thread-1 (work))",
+        "a thread (Thread-1 (work))",
     ),
     "heavy_network": (
         "import socket\nwith socket.socket() as s: s.connect_ex(('127.0.0.1', 1))",
-        "it uses the network (socket.connect)",
+        "the network (socket.connect)",
     ),
     "heavy_modules": (
         "import sys, types\nfor i in range(501): sys.modules[f'kit_many.m{i}'] = types.ModuleType(f'm{i}')",
-        "it imports 502 modules beyond torch",
+        "502 modules",
     ),
-    "heavy_raises": ("1 / 0", "the import raised ZeroDivisionError: division by zero"),
-    "heavy_exits": ("import os; os._exit(3)", "the importing process ended with exit code 3"),
+    "heavy_raises": ("raise ValueError(3)", "ValueError: 3"),
+    "heavy_exits": ("import os; os._exit(3)", "exit code 3"),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("module", IMPORTS)
-def test_an_import_that_is_not_light_is_caught(fake_distributions: FakeEnvironment, module: str) -> None:
-    source, says = IMPORTS[module]
+def test_an_import_that_is_not_light_is_caught(
+    fake_distributions: FakeEnvironment, module: str, message: Messages
+) -> None:
+    source, word = IMPORTS[module]
     (fake_distributions.directory / f"{module}.py").write_text(source)
     (fake_distributions.directory / "transformers.py").write_text("")
     violations = probe(module).violations
     assert len(violations) == 1
-    assert violations[0].startswith(says)
+    message(kit.prose(violations[0]), word)
 
 
 @pytest.mark.slow
@@ -341,26 +328,22 @@ def test_an_import_may_take_its_time_read_files_and_leave_bytecode(fake_distribu
 
 @pytest.mark.slow
 def test_an_import_that_does_not_end_is_ended(
-    fake_distributions: FakeEnvironment, monkeypatch: pytest.MonkeyPatch
+    fake_distributions: FakeEnvironment, monkeypatch: pytest.MonkeyPatch, message: Messages
 ) -> None:
     (fake_distributions.directory / "heavy_forever.py").write_text("while True: pass")
     monkeypatch.setattr("slapo_core.testing.probe._TIMEOUT", 0.2)
     found = probe("heavy_forever")
-    assert (found.violations, found.usable) == (("the import did not end within 0.2 s",), False)
+    (violation,) = found.violations
+    message(violation, "within 0.2 s")
+    assert not found.usable
 
 
 @pytest.mark.slow
-def test_the_check_reports_what_the_probe_finds(fake_distributions: FakeEnvironment) -> None:
+def test_the_check_reports_what_the_probe_finds(fake_distributions: FakeEnvironment, message: Messages) -> None:
     source = primitive_source("kit.thing", before=("print('hello')",))
     (fake_distributions.directory / "kit_loud.py").write_text(source)
     import kit_loud
 
     with pytest.raises(CheckError) as caught:
         CHECK["light_import"](case(kit_loud.Thing()))
-    assert str(caught.value) == (
-        "thing() at 'fc1' fails light_import: importing kit_loud is not light\n"
-        "  required: at most 500 modules beyond torch, no framework among them; nothing printed or written, no "
-        "process, thread or connection started, no global state changed\n"
-        "  got:      it prints 'hello'\n"
-        "  way out:  import frameworks and do work inside the functions that need them"
-    )
+    message(caught, "thing() at 'fc1' fails light_import: ", "kit_loud", "  got:      it prints 'hello'\n")

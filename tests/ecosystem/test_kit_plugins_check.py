@@ -12,6 +12,7 @@ from slapo_core.spec import hookspecs
 from slapo_core.testing import CHECKS, FakeDistribution, FakeEnvironment
 from slapo_core.testing.conformance import Finding, check_plugin
 from tests.dists.healthy import acme, with_hooks
+from tests.messages import Messages
 
 MARK = '''
 from dataclasses import dataclass
@@ -99,14 +100,14 @@ BAD = {
     "state": (
         acme(requires=("slapo-core>=99",)),
         "acme-slapo: state",
-        "incompatible: needs slapo-core>=99; installed is slapo-core 0.1.0\n  way out: pip install",
+        "slapo-core>=99",
     ),
     "prints": (acme(before=("print('hello')",)), "acme-slapo: light_import", "it prints 'hello'"),
     "asks": (acme(before=("input()",)), "acme-slapo: light_import", "the import raised EOFError"),
     "patches torch": (
         acme(before=("import torch", "torch.nn.functional.linear = None")),
         "acme-slapo: light_import",
-        "it changes torch.nn.functional.linear (<built-in function linear> -> None)",
+        "torch.nn.functional.linear (",
     ),
     "exits": (acme(before=("import os; os._exit(7)",)), "acme-slapo: light_import", "ended with exit code 7"),
     "class": (
@@ -117,18 +118,18 @@ BAD = {
             {"acme_slapo": "class Thing: pass"},
         ),
         "acme.pad: load",
-        "was rejected: must be a subclass of slapo_core.spec.primitive.Primitive",
+        "subclass of slapo_core.spec.primitive.Primitive",
     ),
-    "documentation": (acme(body=("size: int = 1",)), "acme.pad: documentation", "no 'name: text' for 'size'"),
+    "documentation": (acme(body=("size: int = 1",)), "acme.pad: documentation", "'size'"),
     "defaults": (
         acme(body=("size: object = len",)),
         "acme.pad: json_of_defaults",
-        "argument 'size' of pad() cannot be saved: it is the function len",
+        "argument 'size' of pad()",
     ),
     "hooks": (
         with_hooks("acme-slapo", "@hookimpl\ndef slapo_aplied(node):\n    pass\n"),
         "acme_slapo: hooks",
-        "there is no hook 'slapo_aplied'; did you mean 'slapo_applied'?",
+        "did you mean 'slapo_applied'?",
     ),
 }
 
@@ -136,15 +137,17 @@ BAD = {
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::slapo_core.plugins.PluginWarning")
 @pytest.mark.parametrize("name", BAD)
-def test_what_is_wrong_with_a_plugin_is_found(fake_distributions: FakeEnvironment, name: str) -> None:
-    distribution, where, says = BAD[name]
+def test_what_is_wrong_with_a_plugin_is_found(
+    fake_distributions: FakeEnvironment, name: str, message: Messages
+) -> None:
+    distribution, where, word = BAD[name]
     failed = {
         f"{item.subject}: {item.check}": item
         for item in findings(fake_distributions, distribution)
         if item.outcome == "failed"
     }
     assert where in failed, failed
-    assert says in failed[where].message
+    message(failed[where].message, word)
     if name in ("class", "defaults"):
         assert "Traceback (most recent call last)" in failed[where].traceback
 
@@ -160,16 +163,18 @@ def test_what_this_version_does_not_use_is_no_failure(
     hooks = with_hooks("stage-slapo", "@hookimpl\ndef slapo_place(schedule):\n    pass\n")
     found = findings(fake_distributions, kinds, hooks)
     core = f"slapo-core {core_version()}"
-    assert [
-        (item.subject, item.check, item.outcome, item.message) for item in found if item.check != "light_import"
-    ] == [
-        ("fast-slapo", "state", "passed", f"provides templates, which {core} does not use yet"),
-        ("fast", "load", "skipped", f"{core} does not use templates yet"),
-        ("stage-slapo", "state", "passed", ""),
-        ("stage_slapo", "load", "passed", ""),
-        ("stage_slapo", "hooks", "passed", ""),
-        ("stage_slapo", "hooks", "skipped", f"{core} does not ask 'slapo_place' yet"),
+    told = [item for item in found if item.check != "light_import"]
+    assert [(item.subject, item.check, item.outcome, bool(item.message)) for item in told] == [
+        ("fast-slapo", "state", "passed", True),
+        ("fast", "load", "skipped", True),
+        ("stage-slapo", "state", "passed", False),
+        ("stage_slapo", "load", "passed", False),
+        ("stage_slapo", "hooks", "passed", False),
+        ("stage_slapo", "hooks", "skipped", True),
     ]
+    for item, name in zip((told[0], told[1], told[5]), ("templates", "templates", "'slapo_place'"), strict=True):
+        assert core in item.message
+        assert name in item.message
 
 
 @pytest.mark.slow
@@ -188,25 +193,28 @@ def test_a_module_that_patches_torch_is_not_imported_into_this_one(fake_distribu
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("cases", "says"),
+    ("cases", "words"),
     [
-        ("return ['a']", "ArgumentError: slapo_cases() must return a list of Case and DialectCase (got 'a')"),
-        ("raise OSError('no data')", "OSError: no data"),
+        ("return ['a']", ("ArgumentError: slapo_cases()", "got 'a'")),
+        ("raise OSError('no data')", ("OSError: no data",)),
     ],
 )
-def test_cases_that_cannot_be_made_are_a_failure(fake_distributions: FakeEnvironment, cases: str, says: str) -> None:
+def test_cases_that_cannot_be_made_are_a_failure(
+    fake_distributions: FakeEnvironment, cases: str, words: tuple[str, ...], message: Messages
+) -> None:
     source = f"{MARK.partition('def slapo_cases')[0]}def slapo_cases():\n    {cases}\n"
-    failed = [item for item in findings(fake_distributions, marks(source=source)) if item.outcome == "failed"]
-    assert [(item.subject, item.check, item.message) for item in failed] == [
-        ("slapo_marks.slapo_cases()", "cases", says)
-    ]
+    (failed,) = (item for item in findings(fake_distributions, marks(source=source)) if item.outcome == "failed")
+    assert (failed.subject, failed.check) == ("slapo_marks.slapo_cases()", "cases")
+    message(failed.message, *words)
 
 
 @pytest.mark.slow
-def test_a_plugin_without_cases_says_that_its_behaviour_is_not_checked(fake_distributions: FakeEnvironment) -> None:
+def test_a_plugin_without_cases_says_that_its_behaviour_is_not_checked(
+    fake_distributions: FakeEnvironment, message: Messages
+) -> None:
     last = findings(fake_distributions, acme())[-1]
     assert (last.subject, last.check, last.outcome) == ("acme.pad", "cases", "skipped")
-    assert last.message == "acme_slapo has no slapo_cases() with a case for it: behaviour is not checked"
+    message(last.message, "acme_slapo", "slapo_cases()")
 
 
 @pytest.mark.slow
@@ -259,15 +267,18 @@ def test_the_command_gives_json_for_all_plugins(fake_distributions: FakeEnvironm
         "subject": "acme-slapo",
     }
     failed = [check for check in plugins["bust-slapo"]["checks"] if check["outcome"] == "failed"]
-    assert [check["message"] for check in failed] == ["the import raised ZeroDivisionError: division by zero"]
+    (text,) = (check["message"] for check in failed)
+    assert "ZeroDivisionError" in text
 
 
 @pytest.mark.slow
-def test_an_unknown_plugin_is_an_error_with_a_suggestion(fake_distributions: FakeEnvironment) -> None:
+def test_an_unknown_plugin_is_an_error_with_a_suggestion(
+    fake_distributions: FakeEnvironment, message: Messages
+) -> None:
     fake_distributions.install(acme())
     done = fake_distributions.slapo("plugins", "check", "acme-slap")
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == "error: no plugin 'acme-slap' is installed\n  hint: did you mean acme-slapo?\n"
+    message(done.stderr, "error: no plugin 'acme-slap'", "\n  hint: did you mean acme-slapo?")
 
 
 @pytest.mark.slow
@@ -276,6 +287,7 @@ def test_entry_points_that_torch_cannot_read_are_named_without_a_traceback(fake_
     fake_distributions.install(acme(), unreadable)
     done = fake_distributions.slapo("plugins", "check", "acme-slapo")
     assert done.returncode == 1
-    assert done.stderr.startswith("error: torch cannot be imported, because it reads the entry points of everything")
-    assert "hint: pip uninstall odd-slapo; or TORCH_DEVICE_BACKEND_AUTOLOAD=0 until then" in done.stderr
+    assert done.stderr.startswith("error: torch cannot be imported, ")
+    assert "entry points" in done.stderr
+    assert "hint: pip uninstall odd-slapo; or TORCH_DEVICE_BACKEND_AUTOLOAD=0" in done.stderr
     assert "Traceback" not in done.stderr

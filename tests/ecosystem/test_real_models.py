@@ -10,9 +10,9 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 import slapo_core as slapo
 from slapo_core.testing import preload_modules, run_ranks
@@ -59,11 +59,6 @@ def claims() -> list[Claim]:
             found.append(Claim(refused.line, refused.value, None, refused.text, block.text))
             refused = None
     return found
-
-
-def tried() -> list[Claim]:
-    """Those that are run: every third one, or with SLAPO_TEST_WHOLE all of them."""
-    return claims()[:: 1 if os.environ.get("SLAPO_TEST_WHOLE") else 3]
 
 
 def left_out(source: str, what: str) -> str:
@@ -139,36 +134,42 @@ def judged(directory: Path, name: str) -> tuple[int, int, int, set[str]]:
     return report.world_size, report.steps_verified, len(sch.records), compared
 
 
-def outcomes(directory: Path) -> tuple[dict[str, Any], list[str]]:
-    """Of every schedule, and of every claim about one that is not right."""
-    import torch.distributed as dist
-
+def all_judged(directory: Path) -> dict[str, tuple[int, int, int, set[str]]]:
+    """Of every schedule."""
     own = directory / f"rank{dist.get_rank()}"
-    right = {name: judged(own / name.removesuffix(".py"), name) for name in FILES}
-    return right, [outcome(own / str(claim.line), claim) for claim in tried()]
+    return {name: judged(own / name.removesuffix(".py"), name) for name in FILES}
+
+
+def outcomes(directory: Path) -> list[str]:
+    """Of every claim about a schedule that is not right."""
+    own = directory / f"rank{dist.get_rank()}"
+    return [outcome(own / str(claim.line), claim) for claim in claims()]
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], list[str]]:
+def right(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, int, int, set[str]]]:
     """In one launch."""
-    mine, other = run_ranks(outcomes, tmp_path_factory.mktemp("page"), world_size=2, timeout=PATIENCE)
+    mine, other = run_ranks(all_judged, tmp_path_factory.mktemp("page"), world_size=2, timeout=PATIENCE)
     assert mine == other
     return mine
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", FILES)
-def test_the_schedule_is_right(name: str, found: tuple[dict[str, Any], list[str]]) -> None:
-    world_size, verified, steps_there_are, compared = found[0][name]
+def test_the_schedule_is_right(name: str, right: dict[str, tuple[int, int, int, set[str]]]) -> None:
+    world_size, verified, steps_there_are, compared = right[name]
     assert (world_size, verified) == (2, steps_there_are)
     assert {"output", "gradient", "parameter"} <= compared
 
 
+@pytest.mark.breadth
 @pytest.mark.ranks
-def test_without_a_step_it_is_wrong_as_the_page_says(found: tuple[dict[str, Any], list[str]]) -> None:
+def test_without_a_step_it_is_wrong_as_the_page_says(tmp_path: Path) -> None:
+    mine, other = run_ranks(outcomes, tmp_path, world_size=2, timeout=PATIENCE)
+    assert mine == other
     wrong = [
         f"real-models.md:{claim.line} without {claim.without}\n--- shown\n{claim.shown}--- printed\n{got}"
-        for claim, got in zip(tried(), found[1], strict=True)
+        for claim, got in zip(claims(), mine, strict=True)
         if not says(claim.shown, got)
     ]
     assert not wrong, "\n\n".join(wrong)

@@ -36,7 +36,7 @@ def test_every_operation_that_communicates_is_known() -> None:
         for name in torch._C._dispatch_get_all_op_names()
         if name.startswith(("c10d::", "_c10d_functional::", "_c10d_functional_autograd::"))
     }
-    assert there - known == {
+    assert there - known <= {
         "_c10d_functional::_wrap_tensor_autograd",
         "_c10d_functional_autograd::all_gather_into_tensor",
         "_c10d_functional_autograd::all_to_all_single",

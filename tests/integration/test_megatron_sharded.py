@@ -95,11 +95,12 @@ def check_bits(found: dict[str, Any]) -> None:
 
 def check_refused(found: dict[str, str]) -> None:
     for what in ("nothing", "ours", "foreign"):
-        assert "is not a checkpoint written by engine.save_sharded(): " in found[what], found[what]
+        assert "engine.save_sharded(): " in found[what], found[what]
         assert found[what].startswith("WeightsError: "), found[what]
-    assert "holds something else than a sharded checkpoint, which saving would remove" in found["in its place"]
-    assert "holds the state of AdamW, and this engine's optimiser is SGD" in found["another optimizer"]
+    assert "something else than a sharded checkpoint" in found["in its place"]
+    assert "the state of AdamW" in found["another optimizer"]
+    assert "is SGD" in found["another optimizer"]
     assert json.loads(found["unchanged"]) == []
     assert json.loads(found["weights alone"]) == []
-    assert "holds no optimiser state, and this engine has an optimiser" in found["no state"]
+    assert "holds no optimiser state" in found["no state"]
     assert "do not fit the model" in found["another model"]

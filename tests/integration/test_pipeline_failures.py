@@ -11,8 +11,10 @@ import torch
 import torch.distributed as dist
 
 import slapo_core as slapo
+from slapo_core.ranks import launcher
 from slapo_core.testing import run_ranks
 from tests import failing_pipelines as failing
+from tests.messages import Messages
 
 GUILTY = {
     "forward": 1,
@@ -39,28 +41,30 @@ def on_rank(mesh: dict[str, int]) -> dict[str, failing.Told]:
     return told
 
 
-def test_every_rank_ends_with_the_error_of_the_guilty_one() -> None:
+def test_every_rank_ends_with_the_error_of_the_guilty_one(message: Messages) -> None:
     ranks = run_ranks(on_rank, {"pp": 3}, world_size=3)
-    no_gradient = (f"stage 2 in the loss of micro-batch 0: {failing.NO_GRADIENT}", "BuildError")
     expected = {
-        "forward": ("stage 1 in the forward of micro-batch 0: ValueError: no more forward", "ValueError"),
-        "backward": ("stage 0 in the backward of micro-batch 0: KeyError: 'no way back'", "KeyError"),
-        "loss": ("stage 2 in the loss of micro-batch 0: ZeroDivisionError: no samples", "ZeroDivisionError"),
-        "optimizer": ("the step of the optimiser: OverflowError: no step", "OverflowError"),
-        "second step": ("stage 0 in the forward of micro-batch 0: ValueError: no more forward", "ValueError"),
-        "detached": no_gradient,
-        "frozen": no_gradient,
+        "forward": ("stage 1 in the forward", "ValueError"),
+        "backward": ("stage 0 in the backward", "KeyError"),
+        "loss": ("stage 2 in the loss", "ZeroDivisionError"),
+        "optimizer": ("the step of the optimiser", "OverflowError"),
+        "second step": ("stage 0 in the forward", "ValueError"),
+        "detached": ("stage 2 in the loss", "BuildError"),
+        "frozen": ("stage 2 in the loss", "BuildError"),
     }
+    for where, guilty in GUILTY.items():
+        place, kind = expected[where]
+        (text,) = {failing.without_line(told[where].message) for told in ranks}
+        message(text, f"a step failed on rank {guilty}, ", place, f": {kind}: ")
     for rank, told in enumerate(ranks):
         assert list(told) == list(GUILTY)
         for where, one in told.items():
-            (text, kind), guilty = expected[where], GUILTY[where]
-            assert one.message.startswith(f"a step failed on rank {guilty}, {text}"), (where, one.message)
+            (_, kind), guilty = expected[where], GUILTY[where]
             assert one.message.endswith(")")  # the place in a file
             assert one.first == guilty
             assert one.cause == kind or rank != guilty
-            assert one.seconds < 60  # far from the timeout of the groups, which is minutes
-            assert one.after.startswith(f"the engine is closed, because a step failed on rank {guilty}, ")
+            assert one.after.startswith("the engine is closed")
+            assert f"a step failed on rank {guilty}, " in one.after
 
 
 def on_four() -> list[tuple[str, ...]]:
@@ -84,10 +88,9 @@ def test_replicas_and_tensor_parallel_ranks_hear_of_it_too() -> None:
         for kind, unprepared, failed in both:
             assert "ValueError: no stages" in unprepared
             assert (kind == "BuildError") == (rank != 3)  # where it failed it is what it was
-            assert unprepared.startswith("preparing the step failed on rank 3: ") or rank == 3
-            assert failed.startswith(
-                "a step failed on rank 3, stage 1 in the forward of micro-batch 0: ValueError: no more forward ("
-            )
+            assert "failed on rank 3: " in unprepared or rank == 3
+            assert "a step failed on rank 3, stage 1 in the forward" in failed
+            assert "ValueError: no more forward (" in failed
 
 
 def leaves(directory: str) -> str:
@@ -103,9 +106,10 @@ def leaves(directory: str) -> str:
     return ""
 
 
-def test_a_rank_that_is_gone_is_named(tmp_path: Path) -> None:
+def test_a_rank_that_is_gone_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launcher, "_GRACE", 300.0)  # for the others to write down what they raise
     with pytest.raises(slapo.RankFailedError, match="rank 1"):
         run_ranks(leaves, str(tmp_path), world_size=3)
     told = [path.read_text() for path in sorted(tmp_path.iterdir())]
-    assert told
-    assert all("rank 1, no sign of life: the process ended, or hangs" in text for text in told)
+    assert len(told) == 2
+    assert all("rank 1, no sign of life: " in text for text in told)

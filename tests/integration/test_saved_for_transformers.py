@@ -37,7 +37,7 @@ def test_a_saved_directory_is_read_by_from_pretrained(name: str, tmp_path: Path)
     schedule = slapo.create_schedule(again)  # comes in evaluation mode, and goes on training in training mode
     resumed = slapo.build(schedule, optimizer=adam)
     resumed.load(tmp_path)
-    with pytest.warns(UserWarning, match=f"^{type(model).__name__} was in evaluation mode as a whole"):
+    with pytest.warns(UserWarning, match=f"^{type(model).__name__} was in evaluation mode"):
         resumed.train_step({"input_ids": tokens, "labels": tokens})
     assert again.training
 
@@ -57,9 +57,7 @@ def test_a_configuration_that_cannot_be_written_costs_no_checkpoint(tmp_path: Pa
     model: Any = gpt2()
     model.generation_config = Refusing()
     engine = slapo.build(slapo.create_schedule(model))
-    with pytest.warns(
-        UserWarning, match="has no generation_config.json, because Refusing.* raised ValueError: do_samp"
-    ):
+    with pytest.warns(UserWarning, match="no generation_config.json, .*ValueError: do_sample"):
         engine.save(tmp_path)
     assert (tmp_path / "config.json").exists()
     engine.load(tmp_path)

@@ -30,6 +30,7 @@ def tune_bert(monkeypatch: pytest.MonkeyPatch) -> Any:
     return module
 
 
+@pytest.mark.breadth
 @pytest.mark.ranks
 def test_the_search_starts_what_fits_and_verifies_the_best(
     tune_bert: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
