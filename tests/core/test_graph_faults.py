@@ -227,3 +227,20 @@ def test_a_module_in_the_place_of_a_match_leaves_the_guards_with_their_modules(s
     model.mid.inner.factor = 3.0
     with pytest.raises(slapo.GuardError, match="factor"):
         model(x)
+
+
+# -- compiled graphs -----------------------------------------------------------------------------------------------
+
+
+class LooksAtSizes(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if x.shape[0] > 2 and x.shape[1] != 3 else x
+
+
+def test_a_compiled_graph_takes_another_size() -> None:
+    model = LooksAtSizes()
+    traced(model, torch.randn(4, 4))
+    compiled_model = torch.compile(model, backend="eager")
+    for length in (4, 5, 6, 7):
+        x = torch.randn(length, 4 + length)
+        assert torch.equal(compiled_model(x), x * 2)
