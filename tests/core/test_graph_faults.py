@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -244,3 +245,29 @@ def test_a_compiled_graph_takes_another_size() -> None:
     for length in (4, 5, 6, 7):
         x = torch.randn(length, 4 + length)
         assert torch.equal(compiled_model(x), x * 2)
+
+
+# -- keyword arguments ---------------------------------------------------------------------------------------------
+
+
+def with_setting(forward: Any) -> Any:
+    @functools.wraps(forward)
+    def run(self: Any, *args: Any, factor: float | None = None, **kwargs: Any) -> Any:
+        return forward(self, *args, factor=2.0 if factor is None else factor, **kwargs)
+
+    return run
+
+
+class WrappedForward(nn.Module):
+    @with_setting
+    def forward(self, x: torch.Tensor, factor: float | None = None, shift: float = 1.0, *more: Any) -> torch.Tensor:
+        return x * factor + shift  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("call", [{}, {"factor": 3.0}, {"factor": None, "shift": 2.0}])
+def test_a_wrapper_around_the_forward_gets_its_arguments_by_keyword(call: dict[str, Any]) -> None:
+    model, x = WrappedForward(), torch.randn(3, 4)
+    expected = model(x, **call)
+    sch = slapo.create_schedule(model, example_inputs={"x": x, **call})
+    sch.trace()
+    assert torch.equal(model(x, **call), expected)
