@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
@@ -10,7 +12,7 @@ import torch
 from torch import nn
 from torch._compile import _disable_dynamo
 
-from slapo_core.errors import ApplyError, GuardError, TraceError
+from slapo_core.errors import ApplyError, GuardError
 from slapo_core.graph import regions
 from slapo_core.graph.arguments import MISSING, Parameters, forms
 from slapo_core.graph.buffers import buffers_kept
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 __all__ = ["TracedForward"]
 
 MOST_VARIANTS = 16
+_CLOCK = itertools.count(1)
 
 
 class TracedForward:
@@ -73,6 +76,7 @@ class TracedForward:
         self.variants: dict[Any, Variant] = {}
         self.plans: list[Plan] = []
         self.draft: Variant | None = None  # recorded before any call was known: never run
+        self.has_dropped = False  # a variant, for one of another form
 
     @property
     def __signature__(self) -> Any:
@@ -143,21 +147,24 @@ class TracedForward:
             number,
             forms(values),
             tuple([below.training for below in modules]),
-            tuple([tensor.dtype for below in modules for tensor in below._parameters.values() if tensor is not None]),
+            tuple(
+                [
+                    (tensor.dtype, tensor.requires_grad)
+                    for below in modules
+                    for tensor in below._parameters.values()
+                    if tensor is not None
+                ]
+            ),
             regions.state(),
             torch.get_default_dtype(),
             not torch.compiler.is_compiling() and torch.is_inference_mode_enabled(),  # dynamo cannot say
         )
         found = self.variants.get(key)
         if found is None:
-            if len(self.variants) >= MOST_VARIANTS:
-                raise TraceError(
-                    f"{self._where} was called in more than {MOST_VARIANTS} different forms: {key[1][0]}",
-                    path=self.path,
-                    hint="pass what varies as numbers or tensors, or trace a narrower node",
-                )
             found = self.variants[key] = self._shared(module, values, plan, key[1:])
             return found
+        if not torch.compiler.is_compiling():
+            found.used = next(_CLOCK)
         violated = found.checks.violated(modules)
         if violated is not None:
             raise self._changed(*violated)
@@ -257,7 +264,18 @@ class TracedForward:
 
     @_disable_dynamo  # recording is no part of what is compiled: torch.compile breaks its graph here, once
     def _shared(self, module: nn.Module, values: tuple[Any, ...], plan: Plan, key: Any) -> Variant:
-        """A variant that another module has recorded, or else a new one."""
+        """A variant that another module has recorded, or else a new one, for which the least recently used one goes."""
+        if len(self.variants) >= MOST_VARIANTS:
+            _, *others = self.variants  # the first stands for all of them: patterns are found there
+            del self.variants[min(others, key=lambda key: self.variants[key].used)]
+            if not self.has_dropped:
+                warnings.warn(
+                    f"{self._where} was called in more than {MOST_VARIANTS} different forms: the graph that was used "
+                    "least recently is dropped, and recorded again when it is needed; pass what varies as numbers or "
+                    "tensors, or trace a narrower node",
+                    stacklevel=2,
+                )
+            self.has_dropped = True
         if self.beneath is not None:
             assert self.rewrite is not None
             with as_before(self.rewrite.action, module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from typing import Any
 
 import pytest
@@ -271,3 +272,40 @@ def test_a_wrapper_around_the_forward_gets_its_arguments_by_keyword(call: dict[s
     sch = slapo.create_schedule(model, example_inputs={"x": x, **call})
     sch.trace()
     assert torch.equal(model(x, **call), expected)
+
+
+# -- specializations -----------------------------------------------------------------------------------------------
+
+
+class ManyForms(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, name: str = "") -> torch.Tensor:
+        return self.linear(x) * (len(name) + 1) if self.linear.weight.requires_grad else x
+
+
+def test_more_than_16_forms_of_a_call_drop_the_least_recently_used() -> None:
+    model, x = ManyForms(), torch.randn(3, 4)
+    graph = traced(model, x).root.graph
+    first = graph.first
+    names = ["a" * length for length in range(20)]
+    with warnings.catch_warnings(record=True) as said:
+        for name in names:
+            assert torch.equal(model(x, name), model.linear(x) * (len(name) + 1))
+            model(x, "a")
+    assert sum("least recently" in str(warning.message) for warning in said) == 1
+    assert len(graph.variants) == 16
+    assert graph.first is first
+    assert sum(key[1][0][1] == (str, "a") for key in graph.variants) == 1
+
+
+def test_a_parameter_may_be_frozen_between_two_steps() -> None:
+    model, x = ManyForms(), torch.randn(3, 4)
+    traced(model, x)
+    assert torch.equal(model(x), model.linear(x))
+    model.linear.requires_grad_(False)
+    assert torch.equal(model(x), x)
+    model.linear.requires_grad_(True)
+    assert torch.equal(model(x), model.linear(x))
