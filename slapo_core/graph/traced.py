@@ -18,6 +18,7 @@ from slapo_core.graph.arguments import MISSING, Parameters, forms
 from slapo_core.graph.buffers import buffers_kept
 from slapo_core.graph.leaves import Leaves
 from slapo_core.graph.mutations import refusing_changes
+from slapo_core.graph.patching import PATCHING
 from slapo_core.graph.plan import Plan
 from slapo_core.graph.printing import printed
 from slapo_core.graph.refusals import refusal
@@ -296,18 +297,19 @@ class TracedForward:
             arguments = {name: value for name, value in named if value is not MISSING}
         modules = plan.modules_of(module)
         assert modules is not None
-        surroundings = Surroundings(self.forward, modules[: len(plan.paths)])
-        changed = None
-        try:
+        with PATCHING:
+            surroundings = Surroundings(self.forward, modules[: len(plan.paths)])
+            changed = None
             try:
-                with buffers_kept(module):
-                    recorded = self.tracer.trace(module, refusing_changes(self.forward), arguments, self.leaves)
-            finally:
-                changed = surroundings.put_back()
-            if changed is not None:
-                raise Untraceable(f"changes the global name {changed}")
-        except Exception as error:
-            raise refusal(error, self.tracer, self.path) from error
+                try:
+                    with buffers_kept(module):
+                        recorded = self.tracer.trace(module, refusing_changes(self.forward), arguments, self.leaves)
+                finally:
+                    changed = surroundings.put_back()
+                if changed is not None:
+                    raise Untraceable(f"changes the global name {changed}")
+            except Exception as error:
+                raise refusal(error, self.tracer, self.path) from error
         return Variant(recorded, plan, surroundings=surroundings.flags)
 
     @property

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import functools
+import threading
 import warnings
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
@@ -309,3 +313,42 @@ def test_a_parameter_may_be_frozen_between_two_steps() -> None:
     assert torch.equal(model(x), x)
     model.linear.requires_grad_(True)
     assert torch.equal(model(x), model.linear(x))
+
+
+# -- threads -------------------------------------------------------------------------------------------------------
+
+
+class Calls(nn.Module):
+    def __init__(self, meanwhile: Callable[[], Any]) -> None:
+        super().__init__()
+        self.linear, self.meanwhile = nn.Linear(4, 4), meanwhile
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.linear(x)
+        self.meanwhile()
+        return self.linear(x)
+
+
+def test_tracing_in_two_threads_leaves_modules_as_they_were() -> None:
+    started, entered, done, x = threading.Event(), threading.Event(), threading.Event(), torch.randn(3, 4)
+    call, enter, apply = nn.Module.__call__, saved_tensors_hooks.__enter__, torch.autograd.Function.__dict__["apply"]
+    outside = nn.Linear(4, 4)
+    first = Calls(lambda: (started.set(), entered.wait(1)))
+    second = Calls(lambda: (entered.set(), done.wait(5)))
+
+    def trace_second() -> None:
+        started.wait(5)
+        traced(second, x)
+
+    with ThreadPoolExecutor() as pool:
+        one, other = pool.submit(traced, first, x), pool.submit(trace_second)
+        started.wait(5)
+        assert outside(x).shape == (3, 4)  # a module that is no part of it is called as ever
+        one.result()
+        done.set()
+        other.result()
+    assert nn.Module.__call__ is call
+    assert saved_tensors_hooks.__enter__ is enter
+    assert torch.autograd.Function.__dict__["apply"] is apply
+    for model in (first, second):
+        assert torch.equal(model(x), model.linear(model.linear(x)))
