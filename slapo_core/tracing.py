@@ -20,6 +20,7 @@ from slapo_core.graph.buffers import buffers_kept
 from slapo_core.graph.checks import Checks
 from slapo_core.graph.code import compiled
 from slapo_core.graph.copies import Kept, recordings_of_copies
+from slapo_core.graph.examples import copied_model
 from slapo_core.graph.fake import FakeMode, with_own_values
 from slapo_core.graph.leaves import inlined_modules, walk
 from slapo_core.graph.mutations import refusing_changes
@@ -46,6 +47,7 @@ __all__ = [
     "children",
     "compiled",
     "concrete",
+    "copied_model",
     "flat",
     "is_merely_traced",
     "is_plain",

@@ -352,3 +352,43 @@ def test_tracing_in_two_threads_leaves_modules_as_they_were() -> None:
     assert torch.autograd.Function.__dict__["apply"] is apply
     for model in (first, second):
         assert torch.equal(model(x), model.linear(model.linear(x)))
+
+
+# -- modules with odd names, locks and compilers -------------------------------------------------------------------
+
+
+class Holding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock, self.group = threading.Lock(), [threading.RLock()]
+        self.hold, self.run_with, self.hold_tensor = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with self.lock:
+            return self.hold_tensor(self.run_with(self.hold(x)))
+
+
+def test_stages_of_a_model_with_a_lock_and_modules_named_like_methods() -> None:
+    model, x = Holding(), torch.randn(3, 4)
+    sch = slapo.create_schedule(model, example_inputs={"x": x})
+    sch["hold"].pipeline_split()
+    sch["run_with"].pipeline_split()
+    stages = slapo.stages(sch, {"x": x}).partition.stages
+    assert [[*stage.module._modules] for stage in stages] == [["hold"], ["run_with"], ["hold_tensor"]]
+
+
+def test_a_module_that_holds_a_lock_is_traced() -> None:
+    model, x = nn.Sequential(Holding(), nn.Linear(4, 4)), torch.randn(3, 4)
+    expected = model(x)
+    slapo.create_schedule(model, example_inputs=x)["0"].trace()
+    assert torch.equal(model(x), expected)
+
+
+@pytest.mark.parametrize("flatten", [False, True])
+def test_a_compiled_module_stays_a_call(flatten: bool) -> None:
+    model, x = nn.Sequential(Layer(), nn.Linear(4, 4)), torch.randn(3, 4)
+    expected = model(x)
+    model[0].mid.compile(backend="eager")
+    sch = traced(model, x, flatten=flatten)
+    assert "self.0.mid(" in str(sch.root.graph) or not flatten
+    assert torch.allclose(model(x), expected)
