@@ -333,7 +333,7 @@ def test_tracing_in_two_threads_leaves_modules_as_they_were() -> None:
     started, entered, done, x = threading.Event(), threading.Event(), threading.Event(), torch.randn(3, 4)
     call, enter, apply = nn.Module.__call__, saved_tensors_hooks.__enter__, torch.autograd.Function.__dict__["apply"]
     outside = nn.Linear(4, 4)
-    first = Calls(lambda: (started.set(), entered.wait(1)))
+    first = Calls(lambda: (started.set(), entered.wait(2)))
     second = Calls(lambda: (entered.set(), done.wait(5)))
 
     def trace_second() -> None:
@@ -392,3 +392,17 @@ def test_a_compiled_module_stays_a_call(flatten: bool) -> None:
     sch = traced(model, x, flatten=flatten)
     assert "self.0.mid(" in str(sch.root.graph) or not flatten
     assert torch.allclose(model(x), expected)
+
+
+# -- errors --------------------------------------------------------------------------------------------------------
+
+
+def test_an_error_about_a_cut_says_once_where_the_model_is_at_fault(message: Messages) -> None:
+    model, x = Checkpointing(use_reentrant=False), torch.randn(3, 4)
+    sch = slapo.create_schedule(model, example_inputs={"x": x})
+    sch["first"].pipeline_split()
+    with pytest.raises(slapo.TraceError) as error:
+        slapo.stages(sch, {"x": x})
+    assert error.value.location is not None
+    assert str(error.value).count(f"at {__file__}") == 1
+    message(error, "cannot cut the model")
