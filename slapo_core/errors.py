@@ -283,7 +283,8 @@ class TraceError(SlapoError):
         location: tuple[str, int] | None = None,
     ) -> None:
         at = f"\n  at {location[0]}:{location[1]}" if location is not None else ""
-        super().__init__(message + at, path=path, plugin=plugin, hint=hint)
+        said = message if at in message else message + at  # an error about another one has its text
+        super().__init__(said, path=path, plugin=plugin, hint=hint)
         self.location = location
 
 
@@ -374,7 +375,8 @@ class EstimateError(SlapoError):
         location: tuple[str, int] | None = None,
     ) -> None:
         at = f"\n  at {location[0]}:{location[1]}" if location is not None else ""
-        super().__init__(message + at, path=path, plugin=plugin, hint=hint)
+        said = message if at in message else message + at  # an error about another one has its text
+        super().__init__(said, path=path, plugin=plugin, hint=hint)
         self.location = location
 
 

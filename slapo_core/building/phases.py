@@ -81,8 +81,6 @@ def build(
         RankMismatchError: ranks disagree about the schedule, the plugins, the versions, the weights, the options, or
             what a step added.
         SealedError: the schedule was built or sealed before.
-
-    Source: paper section 3.1, ``slapo.build``.
     """
     if not isinstance(sch, Schedule):
         raise ArgumentError(

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import threading
+import warnings
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
@@ -227,3 +233,176 @@ def test_a_module_in_the_place_of_a_match_leaves_the_guards_with_their_modules(s
     model.mid.inner.factor = 3.0
     with pytest.raises(slapo.GuardError, match="factor"):
         model(x)
+
+
+# -- compiled graphs -----------------------------------------------------------------------------------------------
+
+
+class LooksAtSizes(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if x.shape[0] > 2 and x.shape[1] != 3 else x
+
+
+def test_a_compiled_graph_takes_another_size() -> None:
+    model = LooksAtSizes()
+    traced(model, torch.randn(4, 4))
+    compiled_model = torch.compile(model, backend="eager")
+    for length in (4, 5, 6, 7):
+        x = torch.randn(length, 4 + length)
+        assert torch.equal(compiled_model(x), x * 2)
+
+
+# -- keyword arguments ---------------------------------------------------------------------------------------------
+
+
+def with_setting(forward: Any) -> Any:
+    @functools.wraps(forward)
+    def run(self: Any, *args: Any, factor: float | None = None, **kwargs: Any) -> Any:
+        return forward(self, *args, factor=2.0 if factor is None else factor, **kwargs)
+
+    return run
+
+
+class WrappedForward(nn.Module):
+    @with_setting
+    def forward(self, x: torch.Tensor, factor: float | None = None, shift: float = 1.0, *more: Any) -> torch.Tensor:
+        return x * factor + shift  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("call", [{}, {"factor": 3.0}, {"factor": None, "shift": 2.0}])
+def test_a_wrapper_around_the_forward_gets_its_arguments_by_keyword(call: dict[str, Any]) -> None:
+    model, x = WrappedForward(), torch.randn(3, 4)
+    expected = model(x, **call)
+    sch = slapo.create_schedule(model, example_inputs={"x": x, **call})
+    sch.trace()
+    assert torch.equal(model(x, **call), expected)
+
+
+# -- specializations -----------------------------------------------------------------------------------------------
+
+
+class ManyForms(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, name: str = "") -> torch.Tensor:
+        return self.linear(x) * (len(name) + 1) if self.linear.weight.requires_grad else x
+
+
+def test_more_than_16_forms_of_a_call_drop_the_least_recently_used() -> None:
+    model, x = ManyForms(), torch.randn(3, 4)
+    graph = traced(model, x).root.graph
+    first = graph.first
+    names = ["a" * length for length in range(20)]
+    with warnings.catch_warnings(record=True) as said:
+        for name in names:
+            assert torch.equal(model(x, name), model.linear(x) * (len(name) + 1))
+            model(x, "a")
+    assert sum("least recently" in str(warning.message) for warning in said) == 1
+    assert len(graph.variants) == 16
+    assert graph.first is first
+    assert sum(key[1][0][1] == (str, "a") for key in graph.variants) == 1
+
+
+def test_a_parameter_may_be_frozen_between_two_steps() -> None:
+    model, x = ManyForms(), torch.randn(3, 4)
+    traced(model, x)
+    assert torch.equal(model(x), model.linear(x))
+    model.linear.requires_grad_(False)
+    assert torch.equal(model(x), x)
+    model.linear.requires_grad_(True)
+    assert torch.equal(model(x), model.linear(x))
+
+
+# -- threads -------------------------------------------------------------------------------------------------------
+
+
+class Calls(nn.Module):
+    def __init__(self, meanwhile: Callable[[], Any]) -> None:
+        super().__init__()
+        self.linear, self.meanwhile = nn.Linear(4, 4), meanwhile
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.linear(x)
+        self.meanwhile()
+        return self.linear(x)
+
+
+def test_tracing_in_two_threads_leaves_modules_as_they_were() -> None:
+    started, entered, done, x = threading.Event(), threading.Event(), threading.Event(), torch.randn(3, 4)
+    call, enter, apply = nn.Module.__call__, saved_tensors_hooks.__enter__, torch.autograd.Function.__dict__["apply"]
+    outside = nn.Linear(4, 4)
+    first = Calls(lambda: (started.set(), entered.wait(2)))
+    second = Calls(lambda: (entered.set(), done.wait(5)))
+
+    def trace_second() -> None:
+        started.wait(5)
+        traced(second, x)
+
+    with ThreadPoolExecutor() as pool:
+        one, other = pool.submit(traced, first, x), pool.submit(trace_second)
+        started.wait(5)
+        assert outside(x).shape == (3, 4)  # a module that is no part of it is called as ever
+        one.result()
+        done.set()
+        other.result()
+    assert nn.Module.__call__ is call
+    assert saved_tensors_hooks.__enter__ is enter
+    assert torch.autograd.Function.__dict__["apply"] is apply
+    for model in (first, second):
+        assert torch.equal(model(x), model.linear(model.linear(x)))
+
+
+# -- modules with odd names, locks and compilers -------------------------------------------------------------------
+
+
+class Holding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock, self.group = threading.Lock(), [threading.RLock()]
+        self.hold, self.run_with, self.hold_tensor = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with self.lock:
+            return self.hold_tensor(self.run_with(self.hold(x)))
+
+
+def test_stages_of_a_model_with_a_lock_and_modules_named_like_methods() -> None:
+    model, x = Holding(), torch.randn(3, 4)
+    sch = slapo.create_schedule(model, example_inputs={"x": x})
+    sch["hold"].pipeline_split()
+    sch["run_with"].pipeline_split()
+    stages = slapo.stages(sch, {"x": x}).partition.stages
+    assert [[*stage.module._modules] for stage in stages] == [["hold"], ["run_with"], ["hold_tensor"]]
+
+
+def test_a_module_that_holds_a_lock_is_traced() -> None:
+    model, x = nn.Sequential(Holding(), nn.Linear(4, 4)), torch.randn(3, 4)
+    expected = model(x)
+    slapo.create_schedule(model, example_inputs=x)["0"].trace()
+    assert torch.equal(model(x), expected)
+
+
+@pytest.mark.parametrize("flatten", [False, True])
+def test_a_compiled_module_stays_a_call(flatten: bool) -> None:
+    model, x = nn.Sequential(Layer(), nn.Linear(4, 4)), torch.randn(3, 4)
+    expected = model(x)
+    model[0].mid.compile(backend="eager")
+    sch = traced(model, x, flatten=flatten)
+    assert "self.0.mid(" in str(sch.root.graph) or not flatten
+    assert torch.allclose(model(x), expected)
+
+
+# -- errors --------------------------------------------------------------------------------------------------------
+
+
+def test_an_error_about_a_cut_says_once_where_the_model_is_at_fault(message: Messages) -> None:
+    model, x = Checkpointing(use_reentrant=False), torch.randn(3, 4)
+    sch = slapo.create_schedule(model, example_inputs={"x": x})
+    sch["first"].pipeline_split()
+    with pytest.raises(slapo.TraceError) as error:
+        slapo.stages(sch, {"x": x})
+    assert error.value.location is not None
+    assert str(error.value).count(f"at {__file__}") == 1
+    message(error, "cannot cut the model")

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from slapo_core.graph.alike import AlikeCalls
+from slapo_core.graph.arguments import call_of
 from slapo_core.graph.caches import caches_kept
 from slapo_core.graph.fake import FakeMode, home_of, with_own_values, without_values
 from slapo_core.graph.flags import Flags
@@ -118,7 +119,7 @@ def record(
         own = without_values(mode, dict(arguments)) if mode else arguments
         for name, value in own.items():
             given[name] = recording.give(value, recording.graph.placeholder(name))
-        call = inspect.BoundArguments(signature, {next(iter(signature.parameters)): module, **given})  # type: ignore[arg-type]
+        args, kwargs = call_of(signature, given)
         with (
             flags.watching(module, leaves),
             module_calls(recorder, leaves),
@@ -126,7 +127,7 @@ def record(
             checkpointing_refused(recorder),
             recorder,
         ):
-            out = forward(*call.args, **call.kwargs)
+            out = forward(module, *args, **kwargs)
         if generators() != drawn:
             raise Untraceable("draws random numbers that are not torch's", first_line(forward), _RANDOM)
         recorder.regions.finish()

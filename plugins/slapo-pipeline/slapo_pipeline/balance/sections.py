@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from slapo_core import TraceError
 from slapo_core.spec.accelerators import fork_rng
+from slapo_core.tracing import copied_model
 from slapo_pipeline.balance.flops import flops_of
 
 __all__ = ["Call", "Section", "Sections", "run_in_sections"]
@@ -65,7 +65,7 @@ def run_in_sections(model: nn.Module, call: Call, blocks: Sequence[str], cuts: S
         TraceError: it raised, or does not call the blocks once each, one after the other.
     """
     # Buffers are copied, and what the forward sets on modules stays on the copy.
-    copied = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
+    copied = copied_model(model)
     clock = _Clock(copied, blocks, cuts)
     tensors = [leaf for leaf in pytree.tree_leaves(call) if isinstance(leaf, torch.Tensor)]
     mode = next((mode for mode in (getattr(each, "fake_mode", None) for each in tensors) if mode is not None), None)

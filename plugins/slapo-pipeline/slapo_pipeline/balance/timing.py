@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from slapo_core.spec.accelerators import accelerator, fork_rng
+from slapo_core.tracing import copied_model
 from slapo_pipeline.balance.sections import Call
 
 __all__ = ["seconds_of"]
@@ -32,7 +33,7 @@ def seconds_of(parts: Sequence[tuple[nn.Module, Callable[[], Call]]], *, rounds:
         parts: modules with values, each with what makes the arguments of a call; the values of its tensors are made up.
         rounds: how often each of them runs, after a first time that does not count.
     """
-    copies = [copy.deepcopy(module) for module, _ in parts]
+    copies = [copied_model(module, {}) for module, _ in parts]
     kinds = [_kind(module, make()) for module, make in parts]
     times: dict[Any, list[float]] = {}
     with fork_rng():

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from slapo_core.spec.accelerators import fork_rng
-from slapo_core.tracing import FakeMode
+from slapo_core.tracing import FakeMode, copied_model
 from slapo_pipeline.balance.flops import FlopCount
 
 __all__ = ["flops_by_stage"]
@@ -29,7 +29,7 @@ def flops_by_stage(model: nn.Module, inputs: Mapping[str, Any], cuts: Sequence[s
     Raises:
         Exception: whatever the model raises without values.
     """
-    copied = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
+    copied = copied_model(model)
     device = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
     mode = FakeMode() if device.type != "meta" else None
 
