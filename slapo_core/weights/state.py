@@ -174,8 +174,7 @@ class TensorState:
         """Whether some tensor is not whole on every rank, so that putting it together takes all of them."""
         if self.correspondence.is_spread:
             return True
-        lives = self.tensors() if self.kept is not None else ()
-        return any(live.is_here and self.storage.partitioned(live) for live in lives)
+        return any(live.is_here and self.storage.partitioned(live) for live in self.tensors())
 
     # -- inside -----------------------------------------------------------------------------------------------
 
