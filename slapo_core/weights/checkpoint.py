@@ -97,7 +97,7 @@ def save_checkpoint(
             if writer is not None:
                 with writing(directory):
                     writer.write(OPTIMIZER, tensors)
-                    about = {"optimizer": moments.description() if moments is not None else None}
+                    about: dict[str, Any] = {"optimizer": moments.description() if moments is not None else None}
                     if differing is not None:
                         about["replicas"] = differing.message
                     if runtime:

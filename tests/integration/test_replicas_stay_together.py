@@ -270,7 +270,7 @@ def test_a_copy_that_is_changed_on_one_rank_is_found_and_can_be_repaired(results
     for result in results:
         found, repaired, after = result["changed_on_one_rank"]
         for text in found.values():
-            assert text.startswith(f"RankMismatchError: {start}")
+            assert text.startswith(f"ReplicaError: {start}")
             assert "engine.check_replicas(repair=True) goes on with the first rank's values" in text
         assert repaired.startswith(start)
         assert repaired.endswith("all ranks have the values of the first one now")
@@ -281,7 +281,7 @@ def test_a_copy_that_is_changed_on_one_rank_is_found_and_can_be_repaired(results
 def test_other_data_on_a_later_step_parts_the_copies_and_is_found(results: list[dict[str, Any]]) -> None:
     for result in results:
         for text in result["other_data_later"].values():
-            assert text.startswith("RankMismatchError: 'norm.weight' is not the same on the ranks that hold copies")
+            assert text.startswith("ReplicaError: 'norm.weight' is not the same on the ranks that hold copies")
             assert "neither are 'norm.bias', 'down.bias', 'head.weight', 'head.bias'" in text
 
 
@@ -291,11 +291,11 @@ def test_an_optimiser_whose_state_or_settings_part_is_found(results: list[dict[s
         state, repaired, settings, beyond_repair = result["optimiser_parted"]
         assert state["state_dict"] == "fine"
         for text in (state["save"], state["check"]):
-            assert text.startswith("RankMismatchError: 'norm.weight::momentum_buffer' is not the same on the ranks")
+            assert text.startswith("ReplicaError: 'norm.weight::momentum_buffer' is not the same on the ranks")
         assert repaired == "fine"
         rates = "'lr of SGD' is not the same on the ranks that hold copies of it:\n  rank 0: 0.1\n  rank 1: 1.1\n"
-        assert settings.startswith(f"RankMismatchError: {rates}")
-        assert beyond_repair == f"RankMismatchError: {rates}  hint: set it alike on every rank"
+        assert settings.startswith(f"ReplicaError: {rates}")
+        assert beyond_repair == f"ReplicaError: {rates}  hint: set it alike on every rank"
 
 
 @pytest.mark.ranks
@@ -341,7 +341,7 @@ def test_ranks_of_a_replica_drop_the_same_elements_whatever_they_were_seeded_wit
         assert after[1] == FINE
         assert unseen == "fine"
         for text in later.values():
-            assert text.startswith("RankMismatchError: 'norm.weight' is not the same on the ranks that hold copies")
+            assert text.startswith("ReplicaError: 'norm.weight' is not the same on the ranks that hold copies")
         assert repaired == FINE
 
 
@@ -497,7 +497,7 @@ def test_a_loop_by_hand_through_the_wrapper_trains_and_one_past_it_is_told(repli
         assert told.startswith(
             "the optimiser steps, and no backward pass since its last step went through engine.torch"
         )
-        assert checked.startswith("RankMismatchError: 'norm.weight' is not the same on the ranks that hold copies")
+        assert checked.startswith("ReplicaError: 'norm.weight' is not the same on the ranks that hold copies")
 
 
 @pytest.mark.ranks
