@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slapo_core.errors import ArgumentError, ReplicaError
 from slapo_core.live.export import export_plain, export_with
 from slapo_core.live.session import live_state
 from slapo_core.ranks.world import together
-from slapo_core.weights.checkpoint import as_written
+from slapo_core.weights.checkpoint import as_written, writing
+from slapo_core.weights.configurations import write_configurations
 
 if TYPE_CHECKING:
     import torch
@@ -92,7 +94,8 @@ def save_pretrained(
         differing, weights = as_written(error, directory), error.state_dict or {}
     with together(state.mesh, f"writing the model into '{os.fspath(directory)}'"):
         if state.mesh is None or state.mesh.is_first_rank:
-            _write(sch, weights, directory, max_shard_size)
+            with writing(directory):
+                _write(sch, weights, directory, max_shard_size)
     if differing is not None:
         raise differing
 
@@ -103,7 +106,10 @@ def _write(
     directory: str | os.PathLike[str],
     max_shard_size: int | str | None,
 ) -> None:
-    if callable(getattr(sch.model, "save_pretrained", None)):
+    if sch.is_sealed:  # the reference model cannot be had any more, to write itself
+        export_plain(weights, directory, max_shard_size)
+        write_configurations(sch.model, Path(directory))
+    elif callable(getattr(sch.model, "save_pretrained", None)):
         with sch.untouched() as model:
             export_with(model, weights, directory, max_shard_size)
     else:

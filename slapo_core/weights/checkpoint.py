@@ -15,7 +15,7 @@ import contextlib
 import json
 import os
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +37,16 @@ if TYPE_CHECKING:
     from slapo_core.weights.loading import Loading
     from slapo_core.weights.state import TensorState
 
-__all__ = ["as_written", "collected", "give", "load_checkpoint", "prepared", "refuse_not_json", "save_checkpoint"]
+__all__ = [
+    "as_written",
+    "collected",
+    "give",
+    "load_checkpoint",
+    "prepared",
+    "refuse_not_json",
+    "save_checkpoint",
+    "writing",
+]
 
 FORMAT = 1
 MODEL, ADDED, OPTIMIZER, MANIFEST = "model.safetensors", "added.safetensors", "optimizer.safetensors", "checkpoint.json"
@@ -78,22 +87,39 @@ def save_checkpoint(
         weights = state.whole(rank0_only=True, include_added=True, as_trained=True)
         with together(mesh, f"writing the checkpoint '{directory}'"):
             if writes:
-                writer = stack.enter_context(Writer(Path(directory), ALL, last=MANIFEST))
-                for name, tensors in _files(state, weights).items():
-                    writer.write(name, tensors)
+                with writing(directory):
+                    writer = stack.enter_context(Writer(Path(directory), ALL, last=MANIFEST))
+                    for name, tensors in _files(state, weights).items():
+                        writer.write(name, tensors)
         weights.clear()  # before the optimiser's state comes, of which there is twice as much
         tensors = moments.gather(wanted=writes) if moments is not None else {}
         with together(mesh, f"writing the checkpoint '{directory}'"):
             if writer is not None:
-                writer.write(OPTIMIZER, tensors)
-                about: dict[str, Any] = {"optimizer": moments.description() if moments is not None else None}
-                if differing is not None:
-                    about["replicas"] = differing.message
-                if runtime:
-                    about["runtime"] = dict(runtime)
-                writer.finish(state.correspondence.tree.root, {"format": FORMAT, "random": random, **about})
+                with writing(directory):
+                    writer.write(OPTIMIZER, tensors)
+                    about: dict[str, Any] = {"optimizer": moments.description() if moments is not None else None}
+                    if differing is not None:
+                        about["replicas"] = differing.message
+                    if runtime:
+                        about["runtime"] = dict(runtime)
+                    writer.finish(state.correspondence.tree.root, {"format": FORMAT, "random": random, **about})
     if differing is not None:
         raise as_written(differing, directory) from differing
+
+
+@contextlib.contextmanager
+def writing(directory: str | os.PathLike[str]) -> Iterator[None]:
+    """Raise what the disk refuses as on the other ranks.
+
+    Raises:
+        BuildError: a file or the directory cannot be written.
+    """
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise BuildError(f"'{os.fspath(directory)}' cannot be written: {type(error).__name__}: {error}") from error
 
 
 def as_written(error: ReplicaError, directory: str | os.PathLike[str]) -> ReplicaError:

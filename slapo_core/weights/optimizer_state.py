@@ -135,7 +135,7 @@ class OptimizerState:
         held |= {key: (one.shape, one.dtype) for key, one in self._held.items()}
         specs = self._state.correspondence.survey.specs
         types = {}
-        for key, (shape, dtype) in held.items():
+        for key, (shape, dtype) in held.items() if self._state.kept is None else ():
             spec = specs.get(key.rpartition(_SEPARATOR)[0])
             if spec is not None and shape and dtype.is_floating_point and dtype != spec.dtype:
                 types[key] = str(dtype).removeprefix("torch.")  # torch would give it the parameter's type back

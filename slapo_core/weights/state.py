@@ -118,9 +118,18 @@ class TensorState:
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor] | Source) -> None:
         self._check_unchanged()
+        extra: dict[str, Any] = {}
+        if isinstance(state, Mapping):  # a module's get_extra_state, which is no tensor of the model
+            extra = {key: state[key] for key in self.correspondence.survey.not_tensors if key in state}
+            state = {key: value for key, value in state.items() if key not in extra}
         with together(self.mesh, "reading the state dict"):
             loading = self.prepare(open_source(state))
         loading.assign()
+        modules = self.correspondence.tree.index.modules
+        for key, value in extra.items():
+            path, _, own = key.rpartition(".")
+            if own == "_extra_state" and path in modules:
+                modules[path].set_extra_state(value)
 
     def save(
         self,
@@ -165,8 +174,7 @@ class TensorState:
         """Whether some tensor is not whole on every rank, so that putting it together takes all of them."""
         if self.correspondence.is_spread:
             return True
-        lives = self.tensors() if self.kept is not None else ()
-        return any(live.is_here and self.storage.partitioned(live) for live in lives)
+        return any(live.is_here and self.storage.partitioned(live) for live in self.tensors())
 
     # -- inside -----------------------------------------------------------------------------------------------
 

@@ -15,7 +15,9 @@ import torch.distributed as dist
 from torch import nn
 
 import slapo_core as slapo
+from slapo_core.live import gradients
 from slapo_core.ranks.launcher import run_ranks
+from slapo_core.weights.clipping import GradientClipper
 from tests.core.building_support import Split, SumOutput, bert, gpt2, llama, real, split
 from tests.messages import Messages
 
@@ -483,3 +485,72 @@ def test_the_ranks_of_tp_evaluate_with_one_random_state() -> None:
     first, second = run_ranks(random_states_of_an_evaluation, world_size=2)
     assert first[0] != second[0]
     assert first[1] == second[1] == first[0]
+
+
+# -- extra state, sealed schedules, clipping ----------------------------------------------------------------------
+
+
+class WithExtraState(nn.Linear):
+    """As TransformerEngine's modules have one."""
+
+    scale = 1.0
+
+    def get_extra_state(self) -> dict[str, float]:
+        return {"scale": self.scale}
+
+    def set_extra_state(self, state: dict[str, float]) -> None:
+        self.scale = state["scale"]
+
+
+def test_a_plain_state_dict_with_extra_state_is_loaded() -> None:
+    plain = nn.Sequential(WithExtraState(4, 4))
+    plain[0].scale = 3.0
+    model = nn.Sequential(WithExtraState(4, 4))
+    sch = slapo.create_schedule(model)
+    sch["0"].checkpoint()
+    slapo.load_state_dict(sch, plain.state_dict())
+    assert torch.equal(model[0].weight, plain[0].weight)
+    assert model[0].scale == 3.0
+
+
+def test_a_sealed_model_exports_its_weights_and_its_configuration(tmp_path: Path) -> None:
+    from transformers import LlamaForCausalLM
+
+    sch = slapo.create_schedule(llama())
+    sch["model.layers.0"].checkpoint()
+    expected = slapo.state_dict(sch)
+    sch.seal()
+    slapo.save_pretrained(sch, tmp_path)
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path).state_dict()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.items())
+
+
+def test_a_file_in_the_way_of_an_export_is_a_build_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way", encoding="utf-8")
+    with pytest.raises(slapo.BuildError, match="cannot be written"):
+        slapo.save_pretrained(slapo.create_schedule(real("mlp")), tmp_path / "file")
+
+
+def test_clipping_looks_a_model_up_once_and_again_after_its_parameters_were_exchanged(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = []
+
+    class Counted(GradientClipper):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            made.append(self)
+            super().__init__(*args, **kwargs)
+
+    monkeypatch.setattr(gradients, "GradientClipper", Counted)
+    model = real("mlp")
+    sch = slapo.create_schedule(model)
+    sch["fc1"].checkpoint()
+    for _ in range(3):
+        model(torch.ones(4, 6), torch.ones(4, 4)).backward()
+        slapo.clip_grad_norm_(sch, 0.01)
+    assert len(made) == 1
+    model.load_state_dict(real("mlp").state_dict(), assign=True)
+    model(torch.ones(4, 6), torch.ones(4, 4)).backward()
+    slapo.clip_grad_norm_(sch, 0.01)
+    assert len(made) == 2
+    assert nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]) < 0.011

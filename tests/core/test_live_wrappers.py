@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -163,6 +165,41 @@ def test_the_way_out_trains_the_untouched_model() -> None:
     for _, state in run_ranks(the_way_out, world_size=4):
         for name, tensor in plain.state_dict().items():
             torch.testing.assert_close(state[name], tensor, rtol=1e-12, atol=1e-14)
+
+
+def trained_in_fully_shard(directory: str) -> dict[str, Any]:
+    sch = scheduled()
+    forward = wrapped("fully_shard over dp", sch)
+    optimizer = torch.optim.SGD(sch.model.parameters(), lr=0.1, momentum=0.9)
+    norms = []
+    for batch in batches(3):
+        optimizer.zero_grad()
+        forward(**{n: v.double().chunk(2)[sch.mesh.rank("dp")] for n, v in batch.items()}).backward()  # type: ignore[union-attr]
+        norms.append(slapo.clip_grad_norm_(sch, 0.05).item())
+        optimizer.step()
+    state = slapo.state_dict(sch)
+    slapo.save_pretrained(sch, directory)
+    slapo.load_state_dict(sch, {name: tensor + 1 for name, tensor in state.items()})
+    return {"norms": norms, "state": state, "loaded": slapo.state_dict(sch)}
+
+
+@pytest.mark.ranks
+def test_a_model_in_fully_shard_over_dp_is_clipped_saved_and_loaded(tmp_path: Path) -> None:
+    plain, norms = real("mlp").double(), []
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    for batch in batches(3):
+        optimizer.zero_grad()
+        plain(**{name: value.double() for name, value in batch.items()}).backward()
+        norms.append(nn.utils.clip_grad_norm_(plain.parameters(), 0.05).item())
+        optimizer.step()
+    exported = None
+    for found in run_ranks(trained_in_fully_shard, str(tmp_path), world_size=4):
+        exported = exported or load_file(tmp_path / "model.safetensors")
+        assert found["norms"] == pytest.approx(norms, rel=1e-9)
+        for name, tensor in plain.state_dict().items():
+            torch.testing.assert_close(found["state"][name], tensor, rtol=1e-9, atol=1e-11)
+            assert torch.equal(found["loaded"][name], found["state"][name] + 1)
+            assert torch.equal(exported[name], found["state"][name])
 
 
 class Teaching(nn.Module):

@@ -164,6 +164,7 @@ def test_replicas_that_differ_are_saved_with_the_first_one_s_values(tmp_path: Pa
     for found in run_ranks(saves_of_replicas_that_differ, str(tmp_path), world_size=2):
         for what in ("save", "state_dict", "export"):
             assert found[f"rounding {what}"] == ("fine", 1)
+            assert found[f"apart {what}"][0] != "fine", (what, found)
             (tensor, ranks, path, _, hint, _), warned = found[f"apart {what}"]
             assert (tensor, ranks, path, warned) == ("norm.weight", (0, 1), "norm", 0)
             assert hint.index("verify") < hint.index("seeds")

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import slapo_core as slapo
 from slapo_core.ranks.facts import RankFact
 from slapo_core.ranks.launcher import run_ranks
-from slapo_core.ranks.world import World, together
+from slapo_core.ranks.world import World, _new_store as new_store, together
 from slapo_core.schedule.agreement import schedule_facts
 from slapo_core.spec import accelerators
 from slapo_core.spec.mesh import Mesh, declare_mesh
@@ -245,3 +245,33 @@ def test_only_the_devices_in_use_are_touched_by_a_fork_of_the_random_state(monke
     assert asked == [{"devices": [3, 5], "device_type": "xpu"}]
     assert accelerators.device_of("xpu") == torch.device("xpu", 3)
     assert accelerators.device_of("cpu") == torch.device("cpu")
+
+
+# -- calls on some ranks only -------------------------------------------------------------------------------------
+
+
+def different_calls() -> list[str]:
+    rank, answers = dist.get_rank(), []
+    sch = slapo.create_schedule(real("mlp"), mesh={"dp": 2})
+    calls: list[Any] = [lambda: slapo.state_dict(sch, rank0_only=True), lambda: slapo.load_state_dict(sch, {})]
+    try:
+        calls[rank]()
+    except slapo.RankMismatchError as error:
+        answers.append(str(error))
+    if rank == 0:
+        new_store((0, 1), 0)  # as a save that was interrupted while it waited for the other rank
+    try:
+        calls[0]()
+    except slapo.RankMismatchError as error:
+        answers.append(str(error))
+        calls[0]()
+    return answers
+
+
+@pytest.mark.ranks
+def test_ranks_in_different_calls_are_told_so_instead_of_hanging(message: Messages) -> None:
+    first, second = run_ranks(different_calls, world_size=2, timeout=300)
+    message(first[0], "rank 0: state_dict", "rank 1: load_state_dict", "if rank == 0:")
+    assert second[0] == first[0]
+    assert len(first) == 1
+    message(second[1], "rank 0 made a call that rank 1 did not make")
