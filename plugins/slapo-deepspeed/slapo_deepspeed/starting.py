@@ -24,8 +24,8 @@ __all__ = ["check_device", "import_deepspeed", "local_rank", "quietly", "start"]
 def import_deepspeed(device_type: str) -> Any:
     """Import DeepSpeed for the devices that the model is on.
 
-    DeepSpeed chooses its accelerator when it is imported: ``DS_ACCELERATOR``, or what it finds. Without that variable it
-    follows the device of the model, until it communicates.
+    DeepSpeed chooses its accelerator when it is imported: ``DS_ACCELERATOR``, or what it finds. Without that variable
+    it follows the device of the model, until it communicates.
 
     Args:
         device_type: e.g. ``"cpu"``.
