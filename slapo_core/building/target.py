@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from slapo_core.errors import BuildError, SealedError, SlapoError
-from slapo_core.schedule.obligations import refuse_if_incomplete
+from slapo_core.schedule.obligations import refuse_if_incomplete, unused_mesh_dims
 from slapo_core.spec.reserved import CORE_DISTRIBUTION
 
 if TYPE_CHECKING:
@@ -122,6 +122,7 @@ class Target:
             lines = [f"{start}: {reasons[0]}"] if len(reasons) == 1 else [f"{start}:", *(f"  - {r}" for r in reasons)]
             raise BuildError("\n".join(lines))
         refuse_if_incomplete(schedule)
+        _warn_of_unused_dimensions(schedule)
         if mesh is not None and mesh.is_dry:
             raise BuildError(
                 f"the mesh {mesh} is only declared: it needs {mesh.world_size} processes, and this is one without "
@@ -147,6 +148,15 @@ def _blamed(label: str, name: str, method: str, *, is_own: bool) -> Iterator[Non
         raise BuildError(
             f"target '{name}' of {label} failed in {method}(): {type(error).__name__}: {error}", plugin=label
         ) from error
+
+
+def _warn_of_unused_dimensions(schedule: Schedule) -> None:
+    unused = [f"'{mesh_dim}'" for mesh_dim in unused_mesh_dims(schedule)]
+    if unused and schedule.mesh is not None:
+        warnings.warn(
+            f"mesh_dim {', '.join(unused)} of the mesh {schedule.mesh} is used by no step: its ranks do the same work",
+            stacklevel=4,
+        )
 
 
 def _warn_if_alone(schedule: Schedule) -> None:

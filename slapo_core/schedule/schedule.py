@@ -220,7 +220,14 @@ class Schedule:
 
     def explain(self) -> str:
         """What each step changed, steps that did the same in repeated layers folded."""
-        return explain_records(self.records)
+        from slapo_core.schedule.obligations import unused_mesh_dims
+
+        unused = [
+            f"mesh_dim '{mesh_dim}' ({self.mesh.size(mesh_dim)} ranks) is used by no step: its ranks do the same work"
+            for mesh_dim in unused_mesh_dims(self)
+            if self.mesh is not None
+        ]
+        return "\n".join([explain_records(self.records), *unused])
 
     def estimate(self, *args: Any, **kwargs: Any) -> Estimate:
         """What a training step needs: :func:`slapo_core.estimate` of this schedule, with its arguments."""
