@@ -53,30 +53,11 @@ def initialise(
     groups = Groups.of(optimizer, keeps_first=bool(also))
     _leave_out_frozen(optimizer, also)
     idle = _idle(optimizer) if _steps_at_construction(config) else contextlib.nullcontext()
-    with _numbers_left_out(model), idle, _types_of_buffers(model):
+    with _numbers_left_out(model), idle:
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, mpu=mpu)
     if _steps_at_construction(config):
         _start_afresh(engine.optimizer)
     return engine, groups
-
-
-@contextlib.contextmanager
-def _types_of_buffers(model: nn.Module) -> Iterator[None]:
-    """Keep the types of buffers, which DeepSpeed casts with the parameters.
-
-    Rotary frequencies in bfloat16 would turn positions by up to 0.7 rad.
-    """
-    before = [
-        (module, name, buffer)
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None and buffer.is_floating_point()
-    ]
-    yield
-    for module, name, buffer in before:
-        cast = module._buffers[name]
-        if cast is not None and cast.dtype != buffer.dtype:
-            module._buffers[name] = buffer.to(cast.device)
 
 
 def _leave_out_frozen(optimizer: torch.optim.Optimizer | None, also: Sequence[nn.Parameter]) -> None:
