@@ -51,7 +51,7 @@ def is_changed(module: nn.Module) -> bool:
     """Whether more happens when ``module`` is called than its class's forward."""
     return bool(
         "forward" in module.__dict__
-        or module.__dict__.get("_compiled_call_impl") is not None  # module.compile()
+        or "_compiled_call_impl" in module.__dict__  # module.compile()
         or module._forward_hooks
         or module._forward_pre_hooks
         or module._backward_hooks

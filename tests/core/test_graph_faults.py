@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import threading
 import warnings
 from collections.abc import Callable
@@ -244,8 +245,8 @@ class LooksAtSizes(nn.Module):
 
 
 def test_a_compiled_graph_takes_another_size() -> None:
-    model = LooksAtSizes()
-    traced(model, torch.randn(4, 4))
+    model = Holds(LooksAtSizes())
+    traced(model, torch.randn(4, 4), flatten=True)
     compiled_model = torch.compile(model, backend="eager")
     for length in (4, 5, 6, 7):
         x = torch.randn(length, 4 + length)
@@ -325,7 +326,8 @@ class Calls(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.linear(x)
-        self.meanwhile()
+        if torch._C._len_torch_function_stack():  # while it is recorded
+            self.meanwhile()
         return self.linear(x)
 
 
@@ -406,3 +408,35 @@ def test_an_error_about_a_cut_says_once_where_the_model_is_at_fault(message: Mes
     assert error.value.location is not None
     assert str(error.value).count(f"at {__file__}") == 1
     message(error, "cannot cut the model")
+
+
+# -- logs and results ----------------------------------------------------------------------------------------------
+
+
+class Fails(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ x
+
+
+def test_a_refusal_comes_without_a_log_of_torch() -> None:
+    model, x = nn.Sequential(Fails(), nn.Linear(4, 4)), torch.randn(3, 4)
+    said: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = said.append  # type: ignore[method-assign]
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    log.addHandler(handler)
+    try:
+        with pytest.raises(slapo.TraceError):
+            flat(model, type(model).forward, {"input": x}, lambda module, path: bool(path))
+    finally:
+        log.removeHandler(handler)
+    assert not said
+
+
+def test_find_says_that_a_module_is_closed_by_its_hook(message: Messages) -> None:
+    model, x = nn.Sequential(Layer()), torch.randn(3, 4)
+    model[0].register_forward_hook(lambda *_: None)
+    found = traced(model, x, flatten=True).find(gelu)
+    assert not found
+    assert found.hooked == ("0",)
+    message(repr(found), "hooks")

@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import inspect
-import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -56,8 +55,7 @@ class RecordTracer(Tracer):
             raise Untraceable("is recorded by running it, and it is not known what it is called with")
         # In an empty context: what collects outputs of modules there must not collect those of a recording.
         try:
-            with _quiet():
-                return contextvars.Context().run(record, module, forward, arguments, leaves)
+            return contextvars.Context().run(record, module, forward, arguments, leaves)
         except (NeedsValues, RuntimeError, NotImplementedError) as fake_error:
             if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
                 raise
@@ -137,15 +135,3 @@ def record(
     drop_unused(graph)
     graph.lint()
     return Recorded(graph, tuple(recording.guards), flags.seen, tuple(recording.captured), flags.read)
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Without torch's log of the stack of a fake operation that fails: the error says it."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    before = log.disabled
-    log.disabled = True
-    try:
-        yield
-    finally:
-        log.disabled = before
