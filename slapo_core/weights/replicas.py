@@ -182,7 +182,7 @@ def parted(world: World, mesh: Mesh, replicas: Iterable[Replica]) -> Parted | No
     if not differing:
         return None
     copies = [own[name] for name in sorted(differing) if name in own] if are_floats else []
-    close = all(world.gather([_is_close(one, mesh) for one in copies])) if are_floats else False
+    close = are_floats and all(map(all, world.gather([_is_close(one, mesh) for one in copies])))
     first, *others = differing
     shown = "(nothing)"
     if first in own:
