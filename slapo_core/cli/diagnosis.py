@@ -17,7 +17,10 @@ if TYPE_CHECKING:
     from slapo_core.plugins.model import Plugin
     from slapo_core.plugins.registry import Registry
 
-__all__ = ["Report", "diagnose"]
+__all__ = ["TESTED_TORCH", "Report", "diagnose"]
+
+TESTED_TORCH = ("2.11.0", "2.15.0")
+"""The oldest and the newest version of torch that the tests were run with: docs/torch_versions.md has all of them."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,7 @@ def _torch() -> Iterator[Fact | Problem]:
     required = _unmet_torch(torch.__version__)
     if required is not None:
         yield Problem(f"slapo-core needs {required}; installed is torch {version}", f'pip install "{required}"')
+    yield from _tested_torch(torch.__version__)
     devices = []
     if torch.accelerator.is_available():
         kind = torch.accelerator.current_accelerator()
@@ -89,6 +93,16 @@ def _torch() -> Iterator[Fact | Problem]:
             "this torch has no torch.distributed backend: no schedule can run on several processes",
             "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cpu",
         )
+
+
+def _tested_torch(version: str) -> Iterator[Fact]:
+    """A newer version than was tested is warned about, and no problem."""
+    from packaging.version import Version
+
+    oldest, newest = TESTED_TORCH
+    yield Fact("tested torch", f"{oldest} to {newest}")
+    if Version(version).release > Version(newest).release:
+        yield Fact("warning", f"torch {version} is newer than {newest}, the newest version tested")
 
 
 def _unmet_torch(version: str) -> str | None:
