@@ -109,6 +109,6 @@ def _run(command: Sequence[str], *, cwd: Path, bin: Path | None = None) -> str:
     if bin is not None:
         variables["PATH"] = f"{bin}{os.pathsep}{variables['PATH']}"
     variables["PIP_DISABLE_PIP_VERSION_CHECK"] = "1"
-    done = subprocess.run(command, cwd=cwd, env=variables, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=cwd, env=variables, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}{done.stderr}"
     return done.stdout

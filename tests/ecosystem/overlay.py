@@ -39,7 +39,7 @@ class Overlay:
         scripts = os.pathsep.join([str(self.directory / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]])
         variables = {**inherited, "PATH": scripts, "VIRTUAL_ENV": str(self.directory), **(environ or {})}
         done = subprocess.run(
-            [self.python, *command], cwd=cwd, env=variables, capture_output=True, text=True, timeout=120
+            [self.python, *command], cwd=cwd, env=variables, capture_output=True, text=True, timeout=600
         )
         if check:
             assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}{done.stderr}"

@@ -28,7 +28,7 @@ from slapo_core.weights.replicas import replicas_of
 
 __all__ = ["MeshTraining", "Part", "Refusal", "clipping_norm", "run_parts"]
 
-_PATIENCE = timedelta(seconds=20)  # for which a rank whose build has ended waits for the others
+_PATIENCE = timedelta(seconds=60)  # for which a rank whose build has ended waits for the others
 
 
 @dataclass(frozen=True)

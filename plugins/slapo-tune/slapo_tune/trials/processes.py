@@ -21,7 +21,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 _TRACKER = "multiprocessing.resource_tracker"
 _GROUPS = "/sys/fs/cgroup"
-_PATIENCE = 2.0  # seconds for what gives back shared memory by itself when its owners are gone
+_PATIENCE = 8.0  # seconds for what gives back shared memory by itself when its owners are gone
 
 
 def adopt_orphans() -> None:
