@@ -46,7 +46,8 @@ class FakeMode(FakeTensorMode):
     def _fake_at_home(self, tensor: torch.Tensor) -> FakeTensor:
         if id(tensor) not in self._at_home:
             with _disable_current_modes():
-                fake = FakeTensor(self, tensor.detach(), self._home).requires_grad_(tensor.requires_grad)
+                fake = FakeTensor(self, tensor.detach(), self._home)
+                fake.requires_grad_(tensor.requires_grad)
             self._at_home[id(tensor)] = (tensor, fake)
         return self._at_home[id(tensor)][1]
 
