@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 import re
 import sys
 from pathlib import Path
@@ -31,6 +32,7 @@ RAISING = "@hookimpl\ndef slapo_doctor():\n    raise OSError('no such device')\n
 @pytest.fixture(autouse=True)
 def sane_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(platform, "platform", lambda: "Linux")  # which asks a process
 
 
 def problems(environment: FakeEnvironment, *, ask: tuple[str, ...] = (), **options: Any) -> tuple[Problem, ...]:
