@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["TESTED_TORCH", "Report", "diagnose"]
 
 TESTED_TORCH = ("2.11.0", "2.15.0")
-"""The oldest and the newest version of torch that tests, or a part, were run with: docs/torch_versions.md has all of them."""
+"""The oldest and newest torch that tests, or a part of them, were run with: docs/torch_versions.md has all."""
 
 
 @dataclass(frozen=True)
