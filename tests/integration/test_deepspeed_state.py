@@ -8,6 +8,7 @@ import pytest
 
 from slapo_core.testing import preload_modules, run_ranks
 from tests.integration.deepspeed.states import IN_BFLOAT16, LOW, all_cases
+from tests.messages import Messages
 
 pytestmark = pytest.mark.ranks
 preload_modules("deepspeed", "slapo_tp", "slapo_pipeline")
@@ -24,7 +25,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
 @pytest.mark.parametrize("case", LOW)
 def test_masters_are_what_is_saved_and_loaded(found: Found, case: str) -> None:
     for rank in found:
-        one, is_low = rank[case], case in IN_BFLOAT16
+        one, is_low = rank[case].get(), case in IN_BFLOAT16
         assert one["types"] == {"torch.bfloat16" if is_low else "torch.float32"}, "those of the untouched model"
         assert one["differing"] == [], "closed, loaded and resumed to the last bit"
         assert one["replicas"] == "fine"
@@ -42,8 +43,9 @@ def test_a_scheduler_goes_on_where_it_was(found: Found) -> None:
         assert told == "fine"
         for text in (without, torch_told):
             assert "not used of the checkpoint" in text
-            assert text.endswith("because this engine has no such thing: lr_scheduler")
-        assert "the checkpoint holds no state of a scheduler of the learning rate: WarmupLR goes on" in cold
+            assert text.endswith(": lr_scheduler")
+        assert "no state of a scheduler" in cold
+        assert "WarmupLR" in cold
 
 
 def test_a_checkpoint_from_before_the_first_step_takes_the_state_away(found: Found) -> None:
@@ -56,25 +58,24 @@ def test_deepspeeds_own_optimiser_and_that_of_a_factory_load_from_each_other(fou
         assert rank["own optimizer"] == {"ZeRO-3 dp2": [], "torch tp2": []}
 
 
-def test_numbers_of_steps_that_one_flat_tensor_cannot_hold(found: Found) -> None:
-    for rank in found:
-        text, is_unchanged = rank["steps"]["late"]
-        assert text.startswith("BuildError: the checkpoint has 'step' = 2.0 for 'embedding.weight' and 5.0 for")
-        assert "'blocks.2.norm.weight', and DeepSpeed keeps one number for both" in text
-        assert is_unchanged
-        text, is_unchanged = rank["steps"]["never"]
-        assert text.startswith("the checkpoint has no state of the optimiser for blocks.2.norm.weight")
-        assert not is_unchanged
+def test_numbers_of_steps_that_one_flat_tensor_cannot_hold(found: Found, message: Messages) -> None:
+    ((text, is_unchanged),) = {rank["steps"]["late"] for rank in found}
+    message(text, "BuildError: ", "2.0 for 'embedding.weight'", "5.0 for 'blocks.2.norm.weight'")
+    assert is_unchanged
+    ((text, is_unchanged),) = {rank["steps"]["never"] for rank in found}
+    message(text, "no state of the optimiser", "blocks.2.norm.weight")
+    assert not is_unchanged
 
 
 def test_what_is_loaded_into_the_wrong_place_shows(found: Found) -> None:
     """The comparison that every other test here relies on."""
     for rank in found:
-        assert rank["faults"]["nullcontext"] == ("fine", 0)
-        text, differing = rank["faults"]["masters_left_alone"]
-        assert text.startswith("RankMismatchError: 'embedding.weight' of the forward is not what the runtime trains")
+        faults = rank["faults"].get()
+        assert faults["nullcontext"] == ("fine", 0)
+        text, differing = faults["masters_left_alone"]
+        assert text.startswith("RankMismatchError: 'embedding.weight' of the forward ")
         assert differing > 20
-        assert rank["faults"]["moments_of_another"] == ("fine", 22), "only the next steps show it"
+        assert faults["moments_of_another"] == ("fine", 22), "only the next steps show it"
 
 
 def test_changed_copies_are_named_and_mended(found: Found) -> None:
@@ -86,8 +87,8 @@ def test_changed_copies_are_named_and_mended(found: Found) -> None:
             assert repaired != "fine"
             assert "'blocks.0.norm.weight::exp_avg'" in text if "moment" in what else f"'{name}'" in text
         everywhere = rank["corrupted"]["ZeRO-1 dp2 on (0, 1)"][0]
-        assert "is not what the runtime trains, on rank" in everywhere
-        assert "the next step takes back" in everywhere
+        assert "not what the runtime trains" in everywhere
+        assert "next step takes back" in everywhere
 
 
 def test_an_engine_ends_and_its_state_stays(found: Found) -> None:
@@ -95,5 +96,5 @@ def test_an_engine_ends_and_its_state_stays(found: Found) -> None:
         assert rank["ends"]["optimizer"] == (True, None, None)
         closed, without = rank["ends"]["steps"]
         assert closed.startswith("BuildError: the engine is closed")
-        assert without.startswith("BuildError: this engine cannot train: it was built without an optimizer")
+        assert without.startswith("BuildError: this engine cannot train: ")
         assert rank["ends"]["evaluated"] == []

@@ -8,6 +8,7 @@ import pytest
 
 from slapo_core.testing import preload_modules, run_ranks
 from tests.integration.megatron.states import LOW, all_cases
+from tests.messages import Messages
 
 pytestmark = pytest.mark.ranks
 preload_modules("slapo_tp")
@@ -44,20 +45,19 @@ def test_megatrons_own_optimizer_and_that_of_a_factory_load_from_each_other(foun
             assert told == ("fine", [])
 
 
-def test_settings_of_groups_that_do_not_match_are_refused_or_said(found: Found) -> None:
-    for rank in found:
-        told = rank["other groups"]
-        assert told["one group into two"] == (
-            "Megatron's scheduler sets other values than the checkpoint had: weight_decay of group 1 = 0, and not 0.1"
-        )
-        assert told["two groups into one"].startswith(
-            "BuildError: group 0 of this optimiser holds 'embedding.weight' and 'blocks.0.norm.weight', and the "
-            "checkpoint has 'weight_decay' = 0.1 for the one and 0.0 for the other"
-        )
-        assert told["one group into two of a factory"].startswith(
-            "BuildError: groups 0 and 1 of this optimiser have 'weight_decay' = 0.0 and 0.1, and the checkpoint has "
-            "0.1 for the parameters of both"
-        )
+def test_settings_of_groups_that_do_not_match_are_refused_or_said(found: Found, message: Messages) -> None:
+    for case, *words in (
+        ("one group into two", "scheduler", "weight_decay of group 1 = 0, and not 0.1"),
+        (
+            "two groups into one",
+            "BuildError: group 0 ",
+            "'embedding.weight' and 'blocks.0.norm.weight'",
+            "'weight_decay'",
+        ),
+        ("one group into two of a factory", "BuildError: groups 0 and 1 ", "'weight_decay' = 0.0 and 0.1"),
+    ):
+        (told,) = {rank["other groups"][case] for rank in found}
+        message(told, *words)
 
 
 def test_a_scheduler_goes_on_where_it_was(found: Found) -> None:
@@ -67,10 +67,11 @@ def test_a_scheduler_goes_on_where_it_was(found: Found) -> None:
         assert wanted[0] == (0.01, 0.01) > wanted[1], "the last one of the warm-up, the first one of the decay"
         told, longer, without, strict = rank["schedulers"]["told"]
         assert told == "fine"
-        assert longer.startswith("Megatron's scheduler goes on with lr_decay_steps = 9 (here 90), as the checkpoint")
+        assert "lr_decay_steps = 9 (here 90)" in longer
         assert rank["schedulers"]["taken"] == 9
-        assert without.endswith("because this engine has no such thing: megatron_scheduler")
-        assert strict.startswith("BuildError: the checkpoint's scheduler has lr_decay_steps = 9 (here 90)")
+        assert without.endswith(": megatron_scheduler")
+        assert strict.startswith("BuildError: ")
+        assert "lr_decay_steps = 9 (here 90)" in strict
 
 
 def test_the_scale_of_the_loss_goes_on_where_it_was(found: Found) -> None:
@@ -86,7 +87,7 @@ def test_what_is_loaded_into_the_wrong_place_shows(found: Found) -> None:
     for rank in found:
         assert rank["faults"]["nullcontext"] == ("fine", 0)
         text, differing = rank["faults"]["masters_left_alone"]
-        assert "of the forward is not what the runtime trains, on rank" in text
+        assert "not what the runtime trains" in text
         assert differing > 20
         text, differing = rank["faults"]["moments_of_another"]
         assert text == "fine"
@@ -102,7 +103,7 @@ def test_changed_copies_are_named_and_mended(found: Found) -> None:
             assert text.startswith("RankMismatchError: ")
             assert "'blocks.0.norm.weight::exp_avg'" in text if what == "a moment" else "'blocks.0.up.weight'" in text
         everywhere = rank["corrupted"]["megatron dp2, torch.bfloat16, on (0, 1)"][0]
-        assert "is not what the runtime trains, on ranks 0, 1: it was changed in place" in everywhere
+        assert "not what the runtime trains, on ranks 0, 1: " in everywhere
 
 
 def test_an_engine_ends_and_its_state_stays(found: Found) -> None:
@@ -110,5 +111,5 @@ def test_an_engine_ends_and_its_state_stays(found: Found) -> None:
         assert rank["ends"]["optimizer"] == (True, None, None)
         closed, without = rank["ends"]["steps"]
         assert closed.startswith("BuildError: the engine is closed")
-        assert without.startswith("BuildError: this engine cannot train: it was built without an optimizer")
+        assert without.startswith("BuildError: this engine cannot train: ")
         assert rank["ends"]["differing"] == []

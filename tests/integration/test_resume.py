@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -17,6 +17,7 @@ import slapo_core as slapo
 from slapo_core.testing import preload_modules, run_ranks
 from tests.integration.dialects.resuming import AFTER, BEFORE, Pair, saved_and_resumed
 from tests.integration.dialects.small import build, train, world_size
+from tests.processor import Outcome, run_case
 
 pytestmark = pytest.mark.ranks
 preload_modules("deepspeed", "slapo_tp", "slapo_pipeline")
@@ -41,9 +42,12 @@ def apart(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW([{"params": own}, {"params": rest}])
 
 
-def in_stages(directory: Path) -> tuple[list[str], str]:
-    """Masters of DeepSpeed's pipeline in bfloat16, resumed bit for bit; and groups that stages do not share."""
-    form, options = "ZeRO-1 pp2 tp2", {"config": {"bf16": {"enabled": True}}, "dtype": torch.bfloat16}
+BF16 = {"bf16": {"enabled": True}}
+
+
+def in_stages(directory: Path) -> list[str]:
+    """Masters of DeepSpeed's pipeline in bfloat16, resumed bit for bit."""
+    form, options = "ZeRO-1 pp2 tp2", {"config": BF16, "dtype": torch.bfloat16}
     engine = build(form, **options)
     train(engine, 0, BEFORE)
     engine.save(directory)
@@ -54,20 +58,42 @@ def in_stages(directory: Path) -> tuple[list[str], str]:
     train(other, BEFORE, AFTER)
     one, two = engine.state_dict(), other.state_dict()
     differing = [name for name in one if not torch.equal(one[name], two[name])]
-    differing += [] if (directory / "trained.safetensors").exists() else ["no masters"]
+    return differing + ([] if (directory / "trained.safetensors").exists() else ["no masters"])
+
+
+def refused() -> str:
+    """What is said of groups that stages do not share."""
     try:
-        build(form, optimizer=apart)
+        build("ZeRO-1 pp2 tp2", optimizer=apart)
     except slapo.BuildError as error:
-        return differing, str(error)
-    return differing, "fine"
+        return str(error)
+    return "fine"
 
 
-def on_four_ranks(forms: list[str], chosen: list[Pair], directory: Path) -> Any:
-    return saved_and_resumed(forms, chosen, directory), *in_stages(directory / "masters")
+class OnFour(NamedTuple):
+    """What one of four ranks found."""
+
+    differing: dict[str, list[str]]
+    masters: Outcome[list[str]]
+    refused: str
 
 
-def test_every_form_goes_on_where_any_other_one_was(tmp_path: Path) -> None:
+def on_four_ranks(forms: list[str], chosen: list[Pair], directory: Path) -> OnFour:
+    differing = saved_and_resumed(forms, chosen, directory)
+    return OnFour(differing, run_case(BF16, in_stages, directory / "masters"), refused())
+
+
+class Found(NamedTuple):
+    """What differs in each launch and on each rank of it; and what the four ranks found."""
+
+    differing: list[dict[str, list[str]]]
+    on_four: list[OnFour]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     """In three launches: two ranks save, and read what one saved; four read all; two read what four saved."""
+    directory = tmp_path_factory.mktemp("saved")
     by_size: dict[int, list[str]] = {1: [], 2: [], 4: []}
     for form in (*PAIRED, *(FURTHER if WHOLE else ())):
         by_size[world_size(form)].append(form)
@@ -75,17 +101,27 @@ def test_every_form_goes_on_where_any_other_one_was(tmp_path: Path) -> None:
     def between(reading: int, *saving: int) -> list[Pair]:
         return [pair for pair in pairs() if world_size(pair[0]) == reading and world_size(pair[1]) in saving]
 
-    found = [saved_and_resumed(by_size[1], between(1, 1), tmp_path)]
-    found += run_ranks(saved_and_resumed, by_size[2], between(2, 1, 2), tmp_path, world_size=2, timeout=1800)
-    for differing, of_masters, refused in run_ranks(
-        on_four_ranks, by_size[4], between(4, 1, 2, 4), tmp_path, world_size=4, timeout=1800
-    ):
-        found.append(differing)
-        assert of_masters == []
-        assert refused.startswith("group 0 of the optimiser has no parameters on rank 1 of 'pp': DeepSpeed sums")
-    found += run_ranks(saved_and_resumed, [], between(2, 4), tmp_path, world_size=2, timeout=1800)
-    found.append(saved_and_resumed([], between(1, 2, 4), tmp_path))
-    assert not any(found), found
+    differing = [saved_and_resumed(by_size[1], between(1, 1), directory)]
+    differing += run_ranks(saved_and_resumed, by_size[2], between(2, 1, 2), directory, world_size=2, timeout=1800)
+    on_four = run_ranks(on_four_ranks, by_size[4], between(4, 1, 2, 4), directory, world_size=4, timeout=1800)
+    differing += [rank.differing for rank in on_four]
+    differing += run_ranks(saved_and_resumed, [], between(2, 4), directory, world_size=2, timeout=1800)
+    differing.append(saved_and_resumed([], between(1, 2, 4), directory))
+    return Found(differing, on_four)
+
+
+def test_every_form_goes_on_where_any_other_one_was(found: Found) -> None:
+    assert not any(found.differing), found.differing
+
+
+def test_masters_of_a_pipeline_are_resumed_bit_for_bit(found: Found) -> None:
+    assert [rank.masters.get() for rank in found.on_four] == [[]] * 4
+
+
+def test_groups_that_stages_do_not_share_are_refused(found: Found) -> None:
+    for rank in found.on_four:
+        assert "group 0 of the optimiser" in rank.refused
+        assert "on rank 1 of 'pp': " in rank.refused
 
 
 def test_a_moment_that_is_lost_shows(tmp_path: Path) -> None:

@@ -114,5 +114,5 @@ def test_a_step_has_no_gradient_of_the_last_one(config: str, used: str) -> None:
     state, told = found()[config, used]
     torch.testing.assert_close(state, by_hand(used), atol=1e-6, rtol=1e-5)
     # One warning, at the first step in which the layer is not used at all: the second one, or none.
-    expected = ["training step 2 gave 'middle.weight', 'middle.bias' no gradient"] if "step" in used else []
-    assert [text.partition(": ")[0] for text in told] == expected
+    expected = ["training step 2 gave 'middle.weight', 'middle.bias' "] if "step" in used else []
+    assert [text.partition("no gradient")[0] for text in told] == expected

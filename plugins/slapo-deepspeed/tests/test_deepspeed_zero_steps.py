@@ -16,6 +16,7 @@ from torch import nn
 
 import slapo_core as slapo
 from slapo_core.testing import preload_modules, run_ranks
+from tests.messages import Messages
 from tests.processor import Outcome, run_case
 
 from . import small
@@ -282,7 +283,7 @@ def test_a_step_that_fails_in_the_middle_is_never_added_to_the_next_one() -> Non
             torch.testing.assert_close(torch.tensor(weights), _one_step(), rtol=0, atol=2e-6)
             first, second, weights = rank[f"{stage} 2"]
             assert "bad sample" in first
-            assert second.startswith("BuildError: an earlier training step failed in the middle, and DeepSpeed still")
+            assert second.startswith("BuildError: an earlier training step failed")
             assert "ValueError: bad sample" in second
             assert torch.equal(torch.tensor(weights), small.make().head.weight)
         assert rank["index"] == ""
@@ -297,21 +298,24 @@ def _one_step() -> torch.Tensor:
     return model.head.weight.detach()
 
 
-def test_what_cannot_train_says_why_and_evaluates() -> None:
+def test_what_cannot_train_says_why_and_evaluates(message: Messages) -> None:
+    for what, *words in (
+        ("no optimiser 0", "built without"),
+        ("no gradients", "without gradients"),
+        ("closed", "is closed"),
+        ("detached 0", "nothing that is trained"),
+        ("Adafactor 1", "Adafactor", "split over"),
+    ):
+        (told,) = {rank[what] for rank in _both("refusals")}
+        message(told, "OptimizerError: " if "Adafactor" in what else "BuildError: ", *words)
     for rank in _both("refusals"):
         for stage in range(4):
-            assert rank[f"no optimiser {stage}"].startswith(
-                "BuildError: this engine cannot train: it was built without"
-            )
+            assert rank[f"no optimiser {stage}"] == rank["no optimiser 0"]
             assert rank[f"evaluated {stage}"] == pytest.approx(float(small.make()(**small.batch(0)).detach()), rel=1e-6)
-        assert rank["no gradients"].startswith("BuildError: train_step() was called without gradients")
         assert rank["odd"] == pytest.approx(float(small.make()(**small.batch(0, 1)).detach()), rel=1e-6)
-        assert rank["closed"].startswith("BuildError: the engine is closed")
-        assert rank["closed, evaluation"].startswith("BuildError: the engine is closed")
-        for stage in (0, 3):
-            assert rank[f"detached {stage}"].startswith("BuildError: the loss depends on nothing that is trained")
+        assert rank["closed, evaluation"] == rank["closed"]
+        assert rank["detached 3"] == rank["detached 0"]
         assert rank["Adafactor 0"] == ""
-        assert rank["Adafactor 1"].startswith("OptimizerError: Adafactor cannot train parameters that are split over")
 
 
 def test_what_the_first_step_gives_no_gradient_is_named_once() -> None:

@@ -157,12 +157,44 @@ def test_time_measures_each_block_and_what_looks_alike_alike(monkeypatch):
         assert torch.equal(parameter, value)
 
 
-def test_time_is_that_of_forward_and_backward():
-    small, large = nn.Linear(4, 4), nn.Sequential(*[nn.Linear(256, 256) for _ in range(8)])
-    calls = [(small, lambda: ((torch.zeros(2, 4),), {})), (large, lambda: ((torch.zeros(256, 256),), {}))]
-    quick, slow = timing.seconds_of(calls, rounds=3)
-    assert 0 < quick < slow
-    assert all(parameter.grad is None for parameter in large.parameters())
+class Clock:
+    """Moves by what a forward takes, and by twice that in a backward."""
+
+    now = 0.0
+
+    @classmethod
+    def perf_counter(cls) -> float:
+        return cls.now
+
+
+class Passing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, seconds):
+        ctx.seconds = seconds
+        Clock.now += seconds
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        Clock.now += 2 * ctx.seconds
+        return gradient, None
+
+
+class Takes(nn.Module):
+    def __init__(self, width: int, seconds: float) -> None:
+        super().__init__()
+        self.inner, self.seconds = nn.Linear(width, width), seconds
+
+    def forward(self, x):
+        return Passing.apply(self.inner(x), self.seconds)
+
+
+def test_time_is_that_of_forward_and_backward(monkeypatch):
+    monkeypatch.setattr(timing, "time", Clock)
+    quick, slow = Takes(4, 1.0), Takes(8, 10.0)
+    calls = [(each, lambda each=each: ((torch.zeros(2, each.inner.in_features),), {})) for each in (quick, slow)]
+    assert timing.seconds_of(calls, rounds=3) == [3.0, 30.0]
+    assert all(parameter.grad is None for each in (quick, slow) for parameter in each.parameters())
 
 
 def test_the_answer_is_recorded_saved_and_taken_again():

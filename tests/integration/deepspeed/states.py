@@ -15,6 +15,7 @@ from slapo_deepspeed.state.optimizer import DeepSpeedOptimizer
 from slapo_deepspeed.state.tensors import DeepSpeedTensors
 from tests.integration.dialects.small import build, train
 from tests.integration.dialects.states import before_the_first_step, different, low_precision, said
+from tests.processor import run_case
 
 __all__ = ["IN_BFLOAT16", "LOW", "all_cases"]
 
@@ -217,14 +218,14 @@ def all_cases(directory: Path) -> dict[str, Any]:
     for case in LOW:
         dtype = torch.bfloat16 if case in IN_BFLOAT16 else torch.float32
         form, config = LOW[case]
-        found[case] = low_precision(form, {"config": config}, dtype, directory / case)
+        found[case] = run_case(config, low_precision, form, {"config": config}, dtype, directory / case)
     found["schedulers"] = schedulers(directory)
     found["before the first step"] = before_the_first_step(
         ("ZeRO-0 dp2", "ZeRO-1 dp2", "ZeRO-3 dp2"), directory / "fresh"
     )
     found["own optimizer"] = own_optimizer(directory / "own")
     found["steps"] = steps(directory / "steps")
-    found["faults"] = faults(directory / "faults")
+    found["faults"] = run_case(BF16, faults, directory / "faults")
     found["corrupted"] = corrupted()
     found["ends"] = ends()
     return found
