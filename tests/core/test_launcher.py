@@ -255,7 +255,7 @@ def variable():
 """
 
 
-@pytest.mark.parametrize("guarded", [True, False])
+@pytest.mark.parametrize("guarded", [True, pytest.param(False, marks=pytest.mark.breadth)])
 def test_a_plain_script_can_launch_ranks_and_is_told_to_guard_its_main_part(
     tmp_path: Path, guarded: bool, message: Messages
 ) -> None:
@@ -285,7 +285,7 @@ sch["0"].checkpoint()
 """
 
 
-@pytest.mark.parametrize("size", [4, 512])  # below and above what a pipe holds
+@pytest.mark.parametrize("size", [pytest.param(4, marks=pytest.mark.breadth), 512])  # below and above what a pipe holds
 def test_a_script_that_verifies_a_dry_schedule_without_a_main_guard_is_shown_the_guard(
     tmp_path: Path, size: int, message: Messages
 ) -> None:

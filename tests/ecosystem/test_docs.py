@@ -58,10 +58,9 @@ class Shell:
         return done.stdout + (f"[exit status {done.returncode}]\n" if done.returncode else "")
 
 
+@pytest.mark.breadth
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["writing-a-plugin.md", pytest.param("writing-a-dialect.md", marks=pytest.mark.breadth)]
-)
+@pytest.mark.parametrize("name", ["writing-a-plugin.md", "writing-a-dialect.md"])
 def test_a_tutorial_prints_what_it_shows(name: str, tmp_path: Path) -> None:
     shell, ran = Shell(tmp_path), 0
     for block in blocks((ROOT / "docs" / name).read_text()):

@@ -36,6 +36,7 @@ def test_the_commands_print_what_the_page_shows() -> None:
         PAGE.check(block, expected, done.output)
 
 
+@pytest.mark.breadth
 @pytest.mark.ranks
 def test_the_program_trains_on_two_ranks(tmp_path: Path) -> None:
     PAGE.trains_on_two_ranks(tmp_path)

@@ -175,6 +175,7 @@ def test_without_a_step_it_is_wrong_as_the_page_says(tmp_path: Path) -> None:
     assert not wrong, "\n\n".join(wrong)
 
 
+@pytest.mark.breadth
 @pytest.mark.ranks
 def test_the_whole_program_prints_what_the_page_shows(tmp_path: Path) -> None:
     (end,) = (block for block in blocks(PAGE) if block.key == "append")

@@ -29,6 +29,7 @@ def run(command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     return "".join(line for line in told.splitlines(keepends=True) if not line.startswith("wrote ")) + printed
 
 
+@pytest.mark.breadth
 @pytest.mark.ranks
 def test_the_page_prints_what_it_shows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

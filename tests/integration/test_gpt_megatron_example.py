@@ -16,6 +16,7 @@ preload_modules("transformers.models.gpt2.modeling_gpt2", "slapo_tp", "slapo_pip
 preload_modules("tests.cpu_megatron", "slapo_megatron.pipeline.engine")
 
 
+@pytest.mark.breadth
 def test_megatron_trains_as_one_process_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     printed, shares = assert_trains_as_one_process("gpt_megatron", ["--quick"], tmp_path, capsys, world_size=4)
     assert "pipeline_split(2, balance='flops', after=('h.0',)) at 'transformer'" in printed

@@ -139,6 +139,7 @@ def check_graphs() -> str:
     return refused
 
 
+@pytest.mark.breadth
 @pytest.mark.ranks
 def test_what_is_compiled_around_collectives_agrees_with_the_untouched_model() -> None:
     run_ranks(check_compile, world_size=2, timeout=600)  # compiling: minutes on a busy machine

@@ -20,12 +20,12 @@ TWICE = ("first", "second", "third")
 MESH = {"pp": 2}
 
 
-def on_rank() -> dict[tuple[str, ...], dict[str, Any]]:
+def on_rank(cuts: tuple[str, ...]) -> dict[str, Any]:
     from tests.cpu_megatron import install
 
     install()
     torch.set_num_threads(1)
-    return {cuts: failures(cuts) for cuts in (ONCE, TWICE)}
+    return failures(cuts)
 
 
 def failures(cuts: tuple[str, ...]) -> dict[str, Any]:
@@ -40,14 +40,9 @@ def failures(cuts: tuple[str, ...]) -> dict[str, Any]:
     return {**told, **failing.tell_of_batches(make, 8)}
 
 
-@functools.cache
-def found() -> list[dict[tuple[str, ...], dict[str, Any]]]:
-    return run_ranks(on_rank, world_size=2)
-
-
-@pytest.mark.parametrize("cuts", [ONCE, TWICE])
+@pytest.mark.parametrize("cuts", [pytest.param(ONCE, marks=pytest.mark.breadth), TWICE])
 def test_every_rank_ends_with_the_error_of_the_guilty_one(cuts: tuple[str, ...], message: Messages) -> None:
-    ranks = [rank[cuts] for rank in found()]
+    ranks = run_ranks(on_rank, cuts, world_size=2)
     last = len(cuts)
     expected = {
         "forward": ("stage 1 in the forward", "ValueError"),

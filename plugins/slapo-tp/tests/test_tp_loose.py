@@ -150,6 +150,6 @@ def test_on_two_ranks_all_ranks_decide_alike(message: Messages) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.breadth)])
 def test_a_declared_mesh_gives_the_same(size: int, message: Messages) -> None:
     check(all_cases({"tp": size}), size, message)

@@ -107,7 +107,10 @@ def test_every_pair_of_steps_is_judged_alike_at_every_world_size() -> None:
     assert differing(itertools.product(STEPS, repeat=2), (1, 2, 4)) == []
 
 
-@pytest.mark.parametrize("first", ["shard(weight, 0)", "shard(weight, 1)", "shard(both)", "shard rows"])
+FURTHER = [pytest.param(name, marks=pytest.mark.breadth) for name in ("shard(weight, 1)", "shard(both)", "shard rows")]
+
+
+@pytest.mark.parametrize("first", ["shard(weight, 0)", *FURTHER])
 def test_what_follows_a_split_is_judged_alike_at_every_world_size(first: str) -> None:
     assert differing(((first, *rest) for rest in itertools.product(STEPS, repeat=2)), (1, 2)) == []
 

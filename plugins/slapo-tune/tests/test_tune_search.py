@@ -138,7 +138,7 @@ def test_a_study_of_a_file_is_pruned_run_verified_and_kept(
     assert not [event for event in events if isinstance(event, Note)]
 
 
-@pytest.mark.parametrize("is_guarded", [True, False])
+@pytest.mark.parametrize("is_guarded", [True, pytest.param(False, marks=pytest.mark.breadth)])
 def test_a_script_tunes_its_own_functions(tmp_path: Path, is_guarded: bool, message: Messages) -> None:
     guard = 'if __name__ == "__main__":' if is_guarded else "if True:"
     lines = SCRIPT.format(guard=guard, arguments="lambda: nn.Linear(2, 2), space, schedule, evaluate").splitlines()
