@@ -8,7 +8,7 @@ to do. It is one long module on purpose: a taxonomy is read as a whole.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from slapo_core.spec.violation import Violation
@@ -39,6 +39,7 @@ __all__ = [
     "RankTimeoutError",
     "RejectedPluginError",
     "ReplayError",
+    "ReplicaError",
     "SealedError",
     "SerializationError",
     "SlapoError",
@@ -282,7 +283,8 @@ class TraceError(SlapoError):
         location: tuple[str, int] | None = None,
     ) -> None:
         at = f"\n  at {location[0]}:{location[1]}" if location is not None else ""
-        super().__init__(message + at, path=path, plugin=plugin, hint=hint)
+        said = message if at in message else message + at  # an error about another one has its text
+        super().__init__(said, path=path, plugin=plugin, hint=hint)
         self.location = location
 
 
@@ -322,6 +324,37 @@ class RankMismatchError(SlapoError):
     """
 
 
+class ReplicaError(RankMismatchError):
+    """Ranks hold different values of a tensor of which they hold replicas: they have trained apart.
+
+    What to do: ``slapo.verify`` finds a reduction that the schedule lacks; else give the ranks the same batches and
+    seeds. Nothing is lost: a save has written the values of the first rank, ``state_dict`` attaches its own.
+
+    Args:
+        tensor: the first that differs, e.g. ``"encoder.layer.0.output.LayerNorm.weight"``.
+        ranks: that hold it, e.g. ``(0, 1)``.
+        within_rounding: whether all that differs does so by a few roundings of its type.
+        directory: where the values of the first rank were written; None where nothing was.
+
+    Attributes:
+        state_dict: what ``state_dict`` would have returned: full tensors, of this rank's replicas.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        tensor: str,
+        ranks: Sequence[int] = (),
+        within_rounding: bool = False,
+        directory: str | None = None,
+        hint: str | None = None,
+    ) -> None:
+        self.tensor, self.ranks, self.within_rounding, self.directory = tensor, tuple(ranks), within_rounding, directory
+        self.state_dict: dict[str, Any] | None = None
+        super().__init__(message, path=tensor.partition("::")[0].rpartition(".")[0] or None, hint=hint)
+
+
 class EstimateError(SlapoError):
     """A training step cannot be estimated: the model asks for values that only a real run has, or its step raises.
 
@@ -342,7 +375,8 @@ class EstimateError(SlapoError):
         location: tuple[str, int] | None = None,
     ) -> None:
         at = f"\n  at {location[0]}:{location[1]}" if location is not None else ""
-        super().__init__(message + at, path=path, plugin=plugin, hint=hint)
+        said = message if at in message else message + at  # an error about another one has its text
+        super().__init__(said, path=path, plugin=plugin, hint=hint)
         self.location = location
 
 
@@ -413,21 +447,21 @@ class AmbiguousNameError(PluginError, AttributeError):
     """
 
 
-class BrokenPluginError(PluginError):
+class BrokenPluginError(PluginError, AttributeError):
     """A plugin could not be imported; the cause is chained.
 
     What to do: reinstall or upgrade the distribution named, or disable it with ``SLAPO_DISABLE_PLUGINS``.
     """
 
 
-class IncompatiblePluginError(PluginError):
+class IncompatiblePluginError(PluginError, AttributeError):
     """A plugin asks for another version of slapo-core, or was written for another API major.
 
     What to do: install the versions named in the message.
     """
 
 
-class RejectedPluginError(PluginError):
+class RejectedPluginError(PluginError, AttributeError):
     """A plugin breaks a rule: a reserved or bare name, a class that is not what its group says.
 
     What to do: this is for the plugin's author; ``slapo plugins check NAME`` lists every violation.
@@ -441,7 +475,7 @@ class ConflictingPluginError(PluginError):
     """
 
 
-class DisabledPluginError(PluginError):
+class DisabledPluginError(PluginError, AttributeError):
     """A plugin is installed but switched off by a setting.
 
     What to do: change the setting named in the message.

@@ -20,10 +20,12 @@ from slapo_core.graph.buffers import buffers_kept
 from slapo_core.graph.checks import Checks
 from slapo_core.graph.code import compiled
 from slapo_core.graph.copies import Kept, recordings_of_copies
+from slapo_core.graph.examples import copied_model
 from slapo_core.graph.fake import FakeMode, with_own_values
 from slapo_core.graph.leaves import inlined_modules, walk
 from slapo_core.graph.mutations import refusing_changes
 from slapo_core.graph.notes import Notes, left
+from slapo_core.graph.patching import PATCHING
 from slapo_core.graph.recorder import NeedsValues
 from slapo_core.graph.refusals import refusal
 from slapo_core.graph.regions import set_state, state
@@ -32,6 +34,7 @@ from slapo_core.graph.surroundings import Surroundings
 from slapo_core.graph.tokens import describe, token
 from slapo_core.graph.traced import TracedForward
 from slapo_core.graph.tracers.record import RecordTracer, record
+from slapo_core.spec.accelerators import fork_rng
 from slapo_core.spec.graph import Graph
 from slapo_core.spec.tracer import Guard, GuardViolation, Location, Recorded, Untraceable, check
 from slapo_core.tree.forward import ModuleForward
@@ -45,6 +48,7 @@ __all__ = [
     "children",
     "compiled",
     "concrete",
+    "copied_model",
     "flat",
     "is_merely_traced",
     "is_plain",
@@ -200,7 +204,6 @@ def _run(
     path: str,
 ) -> Kept:
     """Run the forward, and write down what it computes."""
-    surroundings = Surroundings(forward, inlined.values())
     buffers = [
         (f"{path}.{name}" if path else name, buffer)
         for path, below in walk(module)
@@ -208,18 +211,20 @@ def _run(
         if buffer is not None
     ]
     versions = [(name, buffer, buffer._version) for name, buffer in buffers]
-    changed = None
-    try:
+    with PATCHING:
+        surroundings = Surroundings(forward, inlined.values())
+        changed = None
         try:
-            with buffers_kept(module), _by_own_forwards(inlined.values()):
-                recorded, notes = _recorded(module, refusing_changes(forward), arguments, leaves)
-                written = frozenset(name for name, buffer, version in versions if buffer._version != version)
-        finally:
-            changed = surroundings.put_back()
-        if changed is not None:
-            raise Untraceable(f"changes the global name {changed}")
-    except Exception as error:
-        raise refusal(error, RecordTracer(), path) from error
+            try:
+                with buffers_kept(module), _by_own_forwards(inlined.values()):
+                    recorded, notes = _recorded(module, refusing_changes(forward), arguments, leaves)
+                    written = frozenset(name for name, buffer, version in versions if buffer._version != version)
+            finally:
+                changed = surroundings.put_back()
+            if changed is not None:
+                raise Untraceable(f"changes the global name {changed}")
+        except Exception as error:
+            raise refusal(error, RecordTracer(), path) from error
     return Kept(recorded, notes, surroundings.flags, written)
 
 
@@ -234,7 +239,7 @@ def _recorded(module: nn.Module, forward: Any, arguments: Any, leaves: Any) -> t
         notes, real = Notes(), with_own_values(dict(arguments))
         notes.is_real = True
         try:
-            with torch.random.fork_rng():
+            with fork_rng():
                 return run(record, module, forward, real, leaves, fake=False, notes=notes), notes
         except (NeedsValues, RuntimeError, NotImplementedError):
             raise error from None

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from slapo_core.errors import BuildError, OptimizerError
+from slapo_core.spec.accelerators import device_of
 from slapo_core.spec.dialect import BuildArguments
 
 __all__ = ["Arguments"]
@@ -77,6 +78,4 @@ class Arguments:
         if self.device is None:
             return None
         device = torch.device(self.device)
-        if device.type == "cuda" and device.index is None:
-            return torch.device("cuda", torch.cuda.current_device())
-        return device
+        return device_of(device.type) if device.index is None and device.type not in ("cpu", "meta") else device

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import warnings
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +18,7 @@ from torch import nn
 
 from slapo_core.errors import RankMismatchError
 from slapo_core.ranks.facts import RankFact, describe, describe_tensor, first_difference
-from slapo_core.ranks.random_states import OTHER, first_of, foreign_states, restore, torch_states
+from slapo_core.ranks.random_states import OTHER, draw_alike, foreign_states, torch_states
 from slapo_core.ranks.world import World
 
 if TYPE_CHECKING:
@@ -83,7 +82,7 @@ class FirstSteps:
                 return
             has_stages = self._mesh is not None and self._mesh.size("pp") > 1
             with World(self._mesh, over="tp") if has_stages else contextlib.nullcontext(replica) as world:
-                differing = _draw_alike(world)
+                differing = draw_alike(world, "was changed after build(), to another one", stacklevel=7)
                 before = {**torch_states(), **foreign_states()}
                 with replica.together("the first training step"):
                     yield
@@ -108,24 +107,6 @@ class FirstSteps:
         if message is not None:
             is_of_batch = "batch" in message.split("\n")[0]
             raise RankMismatchError(message, hint=_SAME_BATCH if is_of_batch else "set it alike on every rank")
-
-
-def _draw_alike(world: World) -> list[str]:
-    """Make torch's generators agree again; gives the others that do not."""
-    gathered = world.gather((torch_states(), foreign_states()))
-    by_rank = {rank: states for rank, (states, _) in zip(world.ranks, gathered, strict=True)}
-    states, differing = first_of(by_rank, world.ranks)
-    if differing:
-        restore(states)
-        warnings.warn(
-            f"torch's random state on {' and '.join(differing)} was changed after build(), to another one on each of "
-            f"the ranks {', '.join(map(str, world.ranks))}, which must drop the same elements of what they all hold: "
-            f"it is rank {world.ranks[0]}'s on all of them now; call torch.manual_seed(seed) with the same seed on "
-            "all ranks of a replica, now and later",
-            stacklevel=7,
-        )
-    others = [foreign for _, foreign in gathered]
-    return [source for source in OTHER if len({foreign.get(source) for foreign in others} - {None}) > 1]
 
 
 def _mode_facts(model: nn.Module) -> Iterator[RankFact]:

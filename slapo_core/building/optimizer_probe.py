@@ -11,6 +11,7 @@ import copy
 import re
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,7 +54,7 @@ def probe(optimizer: torch.optim.Optimizer, splits: Iterable[tuple[int, int, int
         return Finding(reason="it computes an element's update from other elements too")
     for group, axes, axis in dict.fromkeys(splits):
         try:
-            with torch.random.fork_rng(devices=_devices(optimizer, group)):
+            with _forked(optimizer, group):
                 finding = _try(optimizer, group, axes, axis)
         except Exception as error:  # noqa: BLE001 - somebody else's code on tensors that it was not made for: told
             return Finding(unknown=f"{type(error).__name__}: {error}")
@@ -73,7 +74,7 @@ def probe_separately(optimizer: torch.optim.Optimizer, shapes: Iterable[tuple[in
         return Finding(reason="it computes the update of a parameter from the others too")
     for group, axes in dict.fromkeys(shapes):
         try:
-            with torch.random.fork_rng(devices=_devices(optimizer, group)):
+            with _forked(optimizer, group):
                 finding = _try_separately(optimizer, group, axes)
         except Exception as error:  # noqa: BLE001 - somebody else's code on tensors that it was not made for: told
             return Finding(unknown=f"{type(error).__name__}: {error}")
@@ -112,9 +113,11 @@ def _try_separately(optimizer: torch.optim.Optimizer, group: int, axes: int) -> 
     return Finding()
 
 
-def _devices(optimizer: torch.optim.Optimizer, group: int) -> list[torch.device]:
+def _forked(optimizer: torch.optim.Optimizer, group: int) -> AbstractContextManager[None]:
     device = optimizer.param_groups[group]["params"][0].device
-    return [device] if device.type == "cuda" else []
+    if device.type == "cpu":
+        return torch.random.fork_rng(devices=[])
+    return torch.random.fork_rng(devices=[device], device_type=device.type)
 
 
 def _try(optimizer: torch.optim.Optimizer, group: int, axes: int, axis: int) -> Finding:
@@ -156,10 +159,11 @@ def _try(optimizer: torch.optim.Optimizer, group: int, axes: int, axis: int) -> 
 def _twin(optimizer: torch.optim.Optimizer, group: int, parameters: Sequence[torch.nn.Parameter]) -> Any:
     """The same optimiser with the settings of a group, without state, over other parameters."""
     twin: Any = object.__new__(type(optimizer))
-    twin.__dict__.update({name: value for name, value in vars(optimizer).items() if name != "step"})
-    for name, value in vars(optimizer).items():
-        if isinstance(value, OrderedDict) and name.endswith("_hooks"):
-            setattr(twin, name, OrderedDict())
+    hooks = {name: OrderedDict[Any, Any]() for name in vars(optimizer) if name.endswith("_hooks")}
+    left_out = ("step", "state", "param_groups", *hooks)
+    attributes = {name: value for name, value in vars(optimizer).items() if name not in left_out}
+    memo = {id(one): one for one in (optimizer, *(p for group in optimizer.param_groups for p in group["params"]))}
+    twin.__dict__.update(copy.deepcopy(attributes, memo), **hooks)  # its steps leave no trace in the user's object
     settings = {key: copy.deepcopy(value) for key, value in optimizer.param_groups[group].items() if key != "params"}
     if "lr" in settings and not float(settings["lr"] or 0):
         settings["lr"] = 0.01  # of a warm-up, which starts from none

@@ -81,8 +81,6 @@ def build(
         RankMismatchError: ranks disagree about the schedule, the plugins, the versions, the weights, the options, or
             what a step added.
         SealedError: the schedule was built or sealed before.
-
-    Source: paper section 3.1, ``slapo.build``.
     """
     if not isinstance(sch, Schedule):
         raise ArgumentError(
@@ -174,9 +172,9 @@ class _Build:
             return
         added = {live.name for live in values.correspondence.added()}
         copies = replicas_of(values.correspondence, values.state.kept)
-        message = parted(self.world, mesh, [one for one in copies if one.name in added])
-        if message is not None:
-            raise RankMismatchError(message, hint=_SAME_ADDED)
+        differing = parted(self.world, mesh, [one for one in copies if one.name in added])
+        if differing is not None:
+            raise RankMismatchError(differing.message, hint=_SAME_ADDED)
 
     def _seal(self, values: Materialisation) -> None:
         values.keep()

@@ -11,6 +11,7 @@ from slapo_core.pipeline.batch_form import BatchForm
 from slapo_core.pipeline.binding import bound_batch
 from slapo_core.pipeline.modes import in_mode
 from slapo_core.pipeline.staged import Staged, needing, staged
+from slapo_core.tracing import state
 
 if TYPE_CHECKING:
     from slapo_core.building.arguments import Arguments
@@ -55,6 +56,7 @@ class Stages:
                 [(parameter.requires_grad, parameter.dtype) for parameter in self._parameters],  # runtimes convert them
                 outputs if outputs is None or callable(outputs) else tuple(outputs),
                 dict(batch_axes or {}),
+                state()[1:],  # autocast
             )
             known = next((one for one in reversed(self._kept) if one[0] == key and one[1] == form), None)
             if known is None:

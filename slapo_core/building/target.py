@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from slapo_core.errors import BuildError, SealedError, SlapoError
-from slapo_core.schedule.obligations import obligations
+from slapo_core.schedule.obligations import refuse_if_incomplete, unused_mesh_dims
 from slapo_core.spec.reserved import CORE_DISTRIBUTION
 
 if TYPE_CHECKING:
@@ -121,7 +121,8 @@ class Target:
             start = f"target '{self.dialect.name}' cannot run this schedule"
             lines = [f"{start}: {reasons[0]}"] if len(reasons) == 1 else [f"{start}:", *(f"  - {r}" for r in reasons)]
             raise BuildError("\n".join(lines))
-        _refuse_if_incomplete(schedule)
+        refuse_if_incomplete(schedule)
+        _warn_of_unused_dimensions(schedule)
         if mesh is not None and mesh.is_dry:
             raise BuildError(
                 f"the mesh {mesh} is only declared: it needs {mesh.world_size} processes, and this is one without "
@@ -149,12 +150,13 @@ def _blamed(label: str, name: str, method: str, *, is_own: bool) -> Iterator[Non
         ) from error
 
 
-def _refuse_if_incomplete(schedule: Schedule) -> None:
-    missing = [str(violation) for violation in obligations(schedule)]
-    if missing:
-        start = "the schedule is incomplete"
-        lines = [f"{start}: {missing[0]}"] if len(missing) == 1 else [f"{start}:", *(f"  - {one}" for one in missing)]
-        raise BuildError("\n".join(lines))
+def _warn_of_unused_dimensions(schedule: Schedule) -> None:
+    unused = [f"'{mesh_dim}'" for mesh_dim in unused_mesh_dims(schedule)]
+    if unused and schedule.mesh is not None:
+        warnings.warn(
+            f"mesh_dim {', '.join(unused)} of the mesh {schedule.mesh} is used by no step: its ranks do the same work",
+            stacklevel=4,
+        )
 
 
 def _warn_if_alone(schedule: Schedule) -> None:

@@ -80,9 +80,8 @@ def _torch() -> Iterator[Fact | Problem]:
     devices = []
     if torch.accelerator.is_available():
         kind = torch.accelerator.current_accelerator()
-        names = [str(kind)] * torch.accelerator.device_count()
-        if kind is not None and kind.type == "cuda":
-            names = [torch.cuda.get_device_name(index) for index in range(len(names))]
+        name_of = getattr(torch.get_device_module(kind), "get_device_name", lambda index: str(kind))
+        names = [name_of(index) for index in range(torch.accelerator.device_count())]
         devices = [f"{index}: {name}" for index, name in enumerate(names)]
     yield Fact("devices", ", ".join(devices) or "none")
     known = {"gloo": dist.is_gloo_available, "mpi": dist.is_mpi_available, "nccl": dist.is_nccl_available}

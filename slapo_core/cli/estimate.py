@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 import typer
 
 from slapo_core.cli.estimate_words import batch_of, find, mesh_of, optimizer_of
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["register"]
 
@@ -44,6 +41,10 @@ def estimate(
         str | None, typer.Option("--loss", metavar="MODULE:FN", help="loss(output, batch), as for build.")
     ] = None,
     accumulate: Annotated[int, typer.Option("--accumulate", min=1, help="Micro-batches of a step.")] = 1,
+    microbatches: Annotated[
+        int | None,
+        typer.Option("--microbatches", min=1, help="Micro-batches of a pipeline; default: what build takes."),
+    ] = None,
     device: Annotated[
         str | None,
         typer.Option(
@@ -90,6 +91,7 @@ def estimate(
     apply = _no_steps if schedule is None else find(schedule, "--schedule")
     compute_loss = None if loss is None else find(loss, "--loss")
     inputs, factory = batch_of(batch), optimizer_of(optimizer)
+    options: dict[str, Any] = {} if microbatches is None else {"microbatches": microbatches}
     from slapo_core.estimation.estimating import estimate_functions
 
     with progress(None, "estimating") as tell:
@@ -105,6 +107,7 @@ def estimate(
             device=spec,
             accumulate=accumulate,
             timeout=timeout,
+            **options,
         )
     if as_json:
         print_json(as_plain(found))

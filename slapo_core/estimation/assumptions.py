@@ -52,8 +52,9 @@ class Assumptions:
             "backward pass"
         ] = None
 
-    def pipeline(self, mesh: Mapping[str, int], *, timed: bool) -> None:
+    def pipeline(self, microbatches: int, mesh: Mapping[str, int], *, timed: bool) -> None:
         """There are stages."""
+        self._found[f"a step of the pipeline has {microbatches} micro-batches (microbatches={microbatches})"] = None
         if mesh.get("dp", 1) > 1:
             self._found["replicas exchange gradients after the pipeline's schedule, in buckets"] = None
         if timed:

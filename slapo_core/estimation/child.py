@@ -164,7 +164,7 @@ def play(request: Request) -> Played | SlapoError:
         assumptions = Assumptions()
         assumptions.train(schedule.model)
         if pipeline is not None:
-            assumptions.pipeline(request.mesh or {}, timed=request.device is not None)
+            assumptions.pipeline(len(pieces), request.mesh or {}, timed=request.device is not None)
         elif (request.mesh or {}).get("dp", 1) > 1:
             assumptions.replicas()
         if request.device is not None:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from slapo_core.errors import ArgumentError
 from slapo_core.ranks.launcher import run_ranks
+from slapo_core.spec.accelerators import device_of
 from slapo_core.spec.device import DeviceSpec, Link
 
 __all__ = ["DTYPES", "measure_device"]
@@ -47,8 +48,9 @@ def measure_device(
         raise ArgumentError(f"dtypes must be names such as 'float32' (got {', '.join(unknown) or 'none'})")
     device, say = _device(), tell or (lambda text: None)
     rows = size if size is not None else 768 if device.type == "cpu" else 4096
-    if device.type == "cuda" and ranks > torch.cuda.device_count():
-        raise ArgumentError(f"{ranks} ranks need as many GPUs; there are {torch.cuda.device_count()}", hint="ranks=1")
+    count = ranks if device.type == "cpu" else torch.accelerator.device_count()
+    if ranks > count:
+        raise ArgumentError(f"{ranks} ranks need as many GPUs; there are {count}", hint="ranks=1")
     flops = {}
     for name in dtypes:
         say(f"products in {name}")
@@ -60,23 +62,28 @@ def measure_device(
     links = {}
     if ranks > 1:
         say(f"links of {ranks} ranks")
-        links = {"*": _link(ranks, "nccl" if device.type == "cuda" else "gloo")}
+        links = {"*": _link(ranks, device)}
     return DeviceSpec(_name(device), flops, bandwidth, launch, _memory(device), links)
 
 
 def _device() -> torch.device:
-    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    return torch.device(kind.type, 0) if kind is not None else torch.device("cpu")
 
 
 def _name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
+    if device.type != "cpu":
+        name: str = torch.get_device_module(device).get_device_name(device)
+        return name
     threads = torch.get_num_threads()
     return f"{platform.processor() or platform.machine()} CPU, {threads} thread{'s' if threads > 1 else ''}"
 
 
 def _memory(device: torch.device) -> int | None:
-    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+    if device.type == "cpu":
+        return None
+    total: int = torch.get_device_module(device).get_device_properties(device).total_memory
+    return total
 
 
 def _seconds(device: torch.device, function: Callable[[], object]) -> float:
@@ -92,8 +99,8 @@ def _seconds(device: torch.device, function: Callable[[], object]) -> float:
 
 
 def _synchronise(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 def _products(device: torch.device, dtype: torch.dtype, rows: int) -> float:
@@ -120,15 +127,18 @@ def _launch(device: torch.device) -> float:
     return _seconds(device, run) / (2 * _SMALL)
 
 
-def _link(ranks: int, backend: str) -> Link:
+def _link(ranks: int, device: torch.device) -> Link:
     """Of a ring, from all-reduces of few and of many bytes."""
-    few, many, size = run_ranks(_all_reduces, backend == "nccl", world_size=ranks, backend=backend)[0]
+    import torch.distributed as dist
+
+    backend = dist.get_default_backend_for_device(device)
+    few, many, size = run_ranks(_all_reduces, device.type, world_size=ranks, backend=backend)[0]
     others = ranks - 1
     return Link(2 * others / ranks * size / max(many - few, 1e-9), few / (2 * others))
 
 
-def _all_reduces(on_gpu: bool) -> tuple[float, float, int]:
-    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+def _all_reduces(kind: str) -> tuple[float, float, int]:
+    device = device_of(kind)
     small, large = torch.ones(1, device=device), torch.ones(2**22, device=device)
 
     def each(tensor: torch.Tensor, times: int) -> float:

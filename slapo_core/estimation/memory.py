@@ -14,6 +14,7 @@ from slapo_core.errors import EstimateError
 from slapo_core.estimation.place import Place
 from slapo_core.estimation.private import FakeTensor, is_traceable_wrapper_subclass
 from slapo_core.estimation.results import Memory
+from slapo_core.graph.patching import PATCHING
 
 __all__ = ["MemoryTracker"]
 
@@ -93,7 +94,6 @@ class MemoryTracker:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """While it lasts, storages that are resized by their own method are noticed; no operation tells of these."""
-        resize = torch.UntypedStorage.resize_
 
         def noticed(storage: torch.UntypedStorage, size: int) -> Any:
             result = resize(storage, size)
@@ -103,11 +103,13 @@ class MemoryTracker:
                 self._look()
             return result
 
-        torch.UntypedStorage.resize_ = noticed  # type: ignore[method-assign,assignment]
-        try:
-            yield
-        finally:
-            torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+        with PATCHING:
+            resize = torch.UntypedStorage.resize_
+            torch.UntypedStorage.resize_ = noticed  # type: ignore[method-assign,assignment]
+            try:
+                yield
+            finally:
+                torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
 
     def _look(self) -> None:
         if self._total > self._most:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from slapo_core.estimation.private import current_autograd_node, next_sequence_number
+from slapo_core.graph.patching import PATCHING
 
 __all__ = ["At", "Place"]
 
@@ -69,17 +70,18 @@ class Place:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """While it lasts, calls of modules are noticed; not by hooks, in whose presence wrappers may do otherwise."""
-        call = nn.Module.__call__
 
         def noticed(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             at = self._modules.get(id(module))
             return call(module, *args, **kwargs) if at is None else self.run(at, call, module, *args, **kwargs)
 
-        nn.Module.__call__ = noticed  # type: ignore[method-assign]
-        try:
-            yield
-        finally:
-            nn.Module.__call__ = call  # type: ignore[method-assign]
+        with PATCHING:
+            call = nn.Module.__call__
+            nn.Module.__call__ = noticed  # type: ignore[method-assign]
+            try:
+                yield
+            finally:
+                nn.Module.__call__ = call  # type: ignore[method-assign]
 
     def run(self, at: At, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """``function(*args, **kwargs)``, which is code of ``at``."""

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from slapo_core.graph.structure import children, is_plain
 
-__all__ = ["MISSING", "Parameters", "form", "forms"]
+__all__ = ["MISSING", "Parameters", "call_of", "form", "forms"]
 
 
 class MISSING:
@@ -55,6 +55,35 @@ class Parameters:
                 return (*values, rest)
         bound = self.signature.bind(module, *args, **kwargs).arguments
         return tuple([bound.get(name, MISSING) for name in self.names])
+
+
+def call_of(signature: inspect.Signature, values: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Positional and keyword arguments of a call without the module, as callers write them.
+
+    What has a default goes by keyword: wrappers around a forward look for it there.
+
+    Args:
+        signature: of a forward; its first parameter is the module.
+        values: by parameter, without those that are left out.
+    """
+    parameters = [parameter for parameter in list(signature.parameters.values())[1:] if parameter.name in values]
+    has_rest = any(parameter.kind is parameter.VAR_POSITIONAL and values[parameter.name] for parameter in parameters)
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+    for parameter in parameters:
+        value = values[parameter.name]
+        is_either = parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+        if parameter.kind is parameter.VAR_KEYWORD:
+            kwargs.update(value)
+        elif parameter.kind is parameter.VAR_POSITIONAL:
+            args += value
+        elif parameter.kind is parameter.POSITIONAL_ONLY or (
+            is_either and (has_rest or parameter.default is parameter.empty)
+        ):
+            args.append(value)
+        else:
+            kwargs[parameter.name] = value
+    return args, kwargs
 
 
 def form(value: Any) -> Any:

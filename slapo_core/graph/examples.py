@@ -14,8 +14,9 @@ from torch._subclasses import FakeTensor
 from slapo_core.graph.caches import caches_kept
 from slapo_core.graph.fake import FakeMode, with_tensors
 from slapo_core.graph.randomness import drawn_back
+from slapo_core.spec.accelerators import fork_rng
 
-__all__ = ["Call", "example_calls"]
+__all__ = ["Call", "copied_model", "example_calls"]
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -50,7 +51,7 @@ def example_calls(model: nn.Module, example_inputs: Any) -> tuple[dict[str, Call
     calls, error = _run(model, args, kwargs, FakeMode())
     if error is None or any(tensor.is_meta for tensor in tensors):
         return calls, error
-    with torch.random.fork_rng():
+    with fork_rng():
         return _run(model, args, kwargs, None)
 
 
@@ -80,7 +81,7 @@ def _run_on_meta(model: nn.Module, args: Any, kwargs: Any) -> tuple[dict[str, Ca
         made = tensor.detach().to("meta")
         is_parameter = isinstance(tensor, nn.Parameter)
         memo[id(tensor)] = nn.Parameter(made, requires_grad=tensor.requires_grad) if is_parameter else made
-    copied = copy.deepcopy(model, memo)
+    copied = copied_model(model, memo)
     with torch.no_grad(), caches_kept(model), drawn_back(), _noting(copied, calls):
         given, named = with_tensors((args, kwargs), lambda tensor: tensor.to("meta"))
         try:
@@ -96,7 +97,7 @@ def _run(model: nn.Module, args: Any, kwargs: Any, mode: FakeMode | None) -> tup
     """On fake tensors of ``mode``; without one, on the tensors themselves."""
     on_meta = any(tensor.is_meta for tensor in model.parameters())
     calls: dict[str, Call] = {}
-    copied = _copy(model)  # what the forward sets on its modules stays on the copy
+    copied = copied_model(model)  # what the forward sets on its modules stays on the copy
 
     def own(tensor: torch.Tensor) -> torch.Tensor:
         if mode is None:
@@ -114,9 +115,25 @@ def _run(model: nn.Module, args: Any, kwargs: Any, mode: FakeMode | None) -> tup
     return calls, None
 
 
-def _copy(model: nn.Module) -> nn.Module:
-    """A copy of the modules around the same parameters, and copies of the buffers."""
-    return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
+def copied_model(model: nn.Module, memo: Mapping[int, Any] | None = None) -> nn.Module:
+    """Copy the modules of a model; what cannot be copied (a lock, a process group) is shared.
+
+    Args:
+        model: any.
+        memo: what stands for objects in the copy, by id; None: the same parameters, and copies of the buffers.
+    """
+    known = dict(memo) if memo is not None else {id(parameter): parameter for parameter in model.parameters()}
+    try:
+        return copy.deepcopy(model, dict(known))
+    except TypeError:
+        for module in model.modules():
+            for name, value in vars(module).items():
+                if name not in ("_parameters", "_buffers", "_modules"):
+                    try:
+                        copy.deepcopy(value, dict(known))
+                    except TypeError:
+                        known[id(value)] = value
+        return copy.deepcopy(model, known)
 
 
 @contextlib.contextmanager

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -15,6 +16,8 @@ from torch.utils._pytree import tree_leaves
 
 from slapo_core.graph.structure import children, is_plain, rebuild
 
+_LOG = logging.getLogger("torch._subclasses.fake_tensor")
+
 __all__ = ["FakeMode", "home_of", "with_own_values", "with_tensors", "without_values"]
 
 
@@ -23,6 +26,8 @@ class FakeMode(FakeTensorMode):
 
     Grouped matrix products are computed in every type here: torch's shape function refuses all but bfloat16, where its
     kernels take float32 too, and so do the experts of nearly all mixtures.
+
+    Torch's log of an operation that fails is off meanwhile: the error says it.
 
     Args:
         home: the device for which tensors on the meta device stand that were not made in this mode: parameters without
@@ -33,6 +38,16 @@ class FakeMode(FakeTensorMode):
         super().__init__(allow_non_fake_inputs=True)
         self._home = home
         self._at_home: dict[int, tuple[torch.Tensor, FakeTensor]] = {}
+        self._was_disabled: list[bool] = []
+
+    def __enter__(self) -> Self:
+        self._was_disabled.append(_LOG.disabled)
+        _LOG.disabled = True
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        _LOG.disabled = self._was_disabled.pop()
 
     def fake(self, tensor: torch.Tensor) -> torch.Tensor:
         """The fake tensor that stands for another one wherever this mode meets it."""

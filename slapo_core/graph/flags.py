@@ -124,6 +124,8 @@ class Flags:
 
         def read(this: Any, name: str) -> Any:
             if name.startswith("__"):
+                if name == "__class__":
+                    return cls
                 if name == "__dict__" and is_of_the_model(sys._getframe(1).f_code.co_filename):
                     watch._read_all(this)
                 return cls.__getattribute__(this, name)

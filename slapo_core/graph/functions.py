@@ -1,4 +1,4 @@
-"""Custom autograd functions, which torch-function modes do not see."""
+"""What autograd does that torch-function modes do not see: custom functions, and hooks on what is saved."""
 
 from __future__ import annotations
 
@@ -7,11 +7,20 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import CheckpointFunction
 
 if TYPE_CHECKING:
     from slapo_core.graph.recorder import Recorder
 
-__all__ = ["ApplyFunction", "autograd_functions"]
+__all__ = ["ApplyFunction", "autograd_functions", "checkpointing_refused"]
+
+_CHECKPOINTING = (
+    "checkpoints activations (torch.utils.checkpoint), which its graph would not do",
+    "take it out of the model's code (transformers: model.gradient_checkpointing_disable()) and call "
+    "sch['a.b'].checkpoint() of what it is to cover; or trace and cut where it lies inside of a module that stays a "
+    "call",
+)
 
 
 class ApplyFunction:
@@ -48,6 +57,8 @@ def autograd_functions(recorder: Recorder) -> Iterator[None]:
         call = original.__get__(None, cls)
         if recorder.is_paused:
             return call(*args, **kwargs)
+        if cls is CheckpointFunction:  # use_reentrant=True
+            raise recorder.recording.refusal(*_CHECKPOINTING)
         return recorder.record_call(call, ApplyFunction(cls), args, kwargs)
 
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign, assignment, unused-ignore]
@@ -55,3 +66,24 @@ def autograd_functions(recorder: Recorder) -> Iterator[None]:
         yield
     finally:
         torch.autograd.Function.apply = original  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def checkpointing_refused(recorder: Recorder) -> Iterator[None]:
+    """While this lasts, recorded code that checkpoints activations is refused: the graph would keep them.
+
+    Raises:
+        Untraceable: it entered ``saved_tensors_hooks``, as ``torch.utils.checkpoint`` and ``save_on_cpu`` do.
+    """
+    enter = saved_tensors_hooks.__enter__
+
+    def entered(hooks: saved_tensors_hooks) -> None:
+        if not recorder.is_paused and torch.is_grad_enabled():
+            raise recorder.recording.refusal(*_CHECKPOINTING)
+        enter(hooks)
+
+    saved_tensors_hooks.__enter__ = entered  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        saved_tensors_hooks.__enter__ = enter  # type: ignore[method-assign]

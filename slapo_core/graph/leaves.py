@@ -51,6 +51,7 @@ def is_changed(module: nn.Module) -> bool:
     """Whether more happens when ``module`` is called than its class's forward."""
     return bool(
         "forward" in module.__dict__
+        or "_compiled_call_impl" in module.__dict__  # module.compile()
         or module._forward_hooks
         or module._forward_pre_hooks
         or module._backward_hooks

@@ -11,7 +11,7 @@ from torch import fx
 from torch.nn import functional
 
 from slapo_core.graph.expressions import SIGNS
-from slapo_core.graph.regions import set_state
+from slapo_core.graph.regions import DEVICES, set_state
 from slapo_core.spec.tracer import Guard, Recorded, check
 
 __all__ = ["printed"]
@@ -80,7 +80,7 @@ def _is_given(value: Any) -> bool:
 
 def _state(grad: Any, autocast: Any, cache: Any) -> str:
     """A switch of gradients and autocast, as a comment: no ``with`` block begins and ends as they do."""
-    kinds = [f"{kind} {str(dtype)[6:]}" for kind, (on, dtype) in zip(("cpu", "cuda"), autocast, strict=True) if on]
+    kinds = [f"{kind} {str(dtype)[6:]}" for kind, (on, dtype) in zip(DEVICES, autocast, strict=True) if on]
     return f"# from here: gradients {'on' if grad else 'off'}, autocast {', '.join(kinds) or 'off'}"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -60,7 +61,12 @@ class Recorder(TorchFunctionMode):
         self.recording = recording
         self.regions = Regions(recording)
         self.alike: AlikeCalls | None = None
-        self.is_paused = False
+        self._is_paused, self._thread = False, threading.get_ident()
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether what runs now is not written down: inside of a call that is one node, or in another thread."""
+        return self._is_paused or threading.get_ident() != self._thread
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -136,8 +142,8 @@ class Recorder(TorchFunctionMode):
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """While this lasts, nothing is written down."""
-        before, self.is_paused = self.is_paused, True
+        before, self._is_paused = self._is_paused, True
         try:
             yield
         finally:
-            self.is_paused = before
+            self._is_paused = before

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import traceback
 
 from slapo_core.errors import SlapoError, TraceError
@@ -11,6 +12,11 @@ from slapo_core.spec.tracer import Location, Tracer, Untraceable
 __all__ = ["refusal"]
 
 _HINT = "trace a narrower node, or name the module that does this in leaves= (with flatten=True)"
+
+_CACHE_HINT = (
+    "call the model with use_cache=False (or set model.config.use_cache = False); for generate() with a cache, do not "
+    "trace the module that fills it"
+)
 
 
 def refusal(error: Exception, tracer: Tracer, path: str) -> SlapoError:
@@ -24,7 +30,8 @@ def refusal(error: Exception, tracer: Tracer, path: str) -> SlapoError:
     where = f"'{path}'" if path else "the root"
     if isinstance(error, Untraceable):
         message = f"{where} cannot be traced (tracer '{tracer.name}'): it {error.problem}"
-        return TraceError(message, path=path, location=error.location, hint=error.hint or _HINT)
+        cache = _CACHE_HINT if re.search(r"\bof a \w*Cache$|into a \w*Cache$", error.problem) else None
+        return TraceError(message, path=path, location=error.location, hint=error.hint or cache or _HINT)
     if isinstance(error, SlapoError):
         return error
     return TraceError(

@@ -9,9 +9,9 @@ import torch
 if TYPE_CHECKING:
     from slapo_core.graph.recording import Recording
 
-__all__ = ["Regions", "set_state", "state"]
+__all__ = ["DEVICES", "Regions", "set_state", "state"]
 
-_DEVICES = ("cpu", "cuda")
+DEVICES = ("cpu", "cuda", "xpu", "mps", "hpu")
 State = tuple[bool, tuple[tuple[bool, torch.dtype], ...], bool]
 
 
@@ -19,7 +19,7 @@ def state() -> State:
     """What decides how the next call computes: gradients, autocast for each kind of device, its cache."""
     return (
         torch.is_grad_enabled(),
-        tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _DEVICES),
+        tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in DEVICES),
         torch.is_autocast_cache_enabled(),
     )
 
@@ -55,7 +55,7 @@ def set_state(grad: bool, autocast: tuple[tuple[bool, torch.dtype], ...], cache:
     are those of before the optimiser's step, and made under ``no_grad`` they take no gradient.
     """
     torch._C._set_grad_enabled(grad)
-    for kind, (enabled, dtype) in zip(_DEVICES, autocast, strict=True):
+    for kind, (enabled, dtype) in zip(DEVICES, autocast, strict=True):
         torch.set_autocast_enabled(kind, enabled)
         torch.set_autocast_dtype(kind, dtype)
     torch.set_autocast_cache_enabled(cache)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +21,14 @@ __all__ = ["module_calls"]
 @contextlib.contextmanager
 def module_calls(recorder: Recorder, leaves: LeafRule) -> Iterator[None]:
     """While this lasts, a call of a leaf below the recorded module is written down, and not what it does."""
-    original = nn.Module.__call__
+    called, thread = nn.Module.__call__, threading.get_ident()
     recording = recorder.recording
+
+    def original(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Call it; one under ``module.compile()`` as it would be without: compilers want tensors with values."""
+        if module._compiled_call_impl is not None and threading.get_ident() == thread:
+            return module._call_impl(*args, **kwargs)
+        return called(module, *args, **kwargs)
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if recorder.is_paused:
@@ -47,4 +54,4 @@ def module_calls(recorder: Recorder, leaves: LeafRule) -> Iterator[None]:
     try:
         yield
     finally:
-        nn.Module.__call__ = original  # type: ignore[method-assign]
+        nn.Module.__call__ = called  # type: ignore[method-assign]

@@ -11,10 +11,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses import FakeTensor
 
 from slapo_core.graph.location import is_of_the_model
 from slapo_core.graph.mutations import is_unchanged, put_back
-from slapo_core.graph.tokens import Identity, Parts, is_transparent, token
+from slapo_core.graph.sizes import is_symbolic
+from slapo_core.graph.structure import Opaque
+from slapo_core.graph.tokens import Identity, Parts, is_transparent, real_type, token
 from slapo_core.spec.tracer import Flag
 
 __all__ = ["Surroundings"]
@@ -27,6 +30,8 @@ _CONTAINERS = (tuple, list, dict, set, frozenset)
 
 class Surroundings:
     """The global names in the source of what a recording may run, with their values.
+
+    Until :meth:`put_back`, ``type`` is one of them: it gives the class that an object has outside of a recording.
 
     Names are taken from the code, not from what was executed: those of branches not taken are among them. Followed are
     functions of the model's own files and methods of the recorded modules; not torch, and no closures.
@@ -42,6 +47,8 @@ class Surroundings:
         classes = {type(module) for module in modules}
         waiting = [*_functions_in(forward), *(_function(getattr(cls, "forward", None)) for cls in classes)]
         seen: set[int] = set()
+        holders = (sys.modules.get(base.__module__) for cls in classes for base in cls.__mro__)
+        tables = {id(vars(holder)): vars(holder) for holder in holders if holder is not None and _is_source(holder)}
         while waiting and len(seen) < _MOST_FUNCTIONS:
             function = waiting.pop()
             if function is None or id(function.__code__) in seen or not _is_followed(function.__code__.co_filename):
@@ -50,6 +57,10 @@ class Surroundings:
             names = _names(function.__code__)
             waiting += [_function(getattr(cls, name, None)) for cls in classes for name in names]
             waiting += [*_functions_in(function), *self._note_all(function, names)]
+            tables[id(function.__globals__)] = function.__globals__
+        self._with_type = [table for table in tables.values() if "type" not in table]
+        for table in self._with_type:
+            table["type"] = _TypeOutside
 
     @property
     def flags(self) -> tuple[Flag, ...]:
@@ -60,6 +71,8 @@ class Surroundings:
 
     def put_back(self) -> str | None:
         """Give the names their values again, and lists and dictionaries their contents; the first that had changed."""
+        for table in self._with_type:
+            del table["type"]
         changed = None
         for (owner, path, name), (table, value, _) in self._values.items():
             is_other = table.get(name) is not value
@@ -98,6 +111,33 @@ class Surroundings:
             self._values[owner, path, name] = (table, value, Parts(value) if holds_tensors else token(value))
             if isinstance(value, (list, dict, set)):
                 self._copies[id(value)] = value.copy()
+
+
+class _AnswersOutside(type):
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if len(args) != 1 or kwargs:
+            return type(*args, **kwargs)
+        value = args[0]
+        if isinstance(value, FakeTensor):
+            return torch.Tensor
+        if type(value) is torch.SymBool and is_symbolic(value):
+            return bool
+        return value.__class__ if is_symbolic(value) or type(value) is Opaque else real_type(value)
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, type)
+
+    def __subclasscheck__(cls, subclass: Any) -> bool:
+        return issubclass(subclass, type)
+
+
+class _TypeOutside(type, metaclass=_AnswersOutside):
+    """``type`` for recorded code: of what is watched, or stands for a number or a tensor, the class outside."""
+
+
+def _is_source(holder: ModuleType) -> bool:
+    """Whether a Python module is the model's; an interactive ``__main__`` has no file."""
+    return _is_followed(getattr(holder, "__file__", None) or holder.__name__)
 
 
 def _is_followed(file: str) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
@@ -10,12 +12,13 @@ import torch
 from torch import nn
 from torch._compile import _disable_dynamo
 
-from slapo_core.errors import ApplyError, GuardError, TraceError
+from slapo_core.errors import ApplyError, GuardError
 from slapo_core.graph import regions
 from slapo_core.graph.arguments import MISSING, Parameters, forms
 from slapo_core.graph.buffers import buffers_kept
 from slapo_core.graph.leaves import Leaves
 from slapo_core.graph.mutations import refusing_changes
+from slapo_core.graph.patching import PATCHING
 from slapo_core.graph.plan import Plan
 from slapo_core.graph.printing import printed
 from slapo_core.graph.refusals import refusal
@@ -35,6 +38,7 @@ if TYPE_CHECKING:
 __all__ = ["TracedForward"]
 
 MOST_VARIANTS = 16
+_CLOCK = itertools.count(1)
 
 
 class TracedForward:
@@ -73,6 +77,7 @@ class TracedForward:
         self.variants: dict[Any, Variant] = {}
         self.plans: list[Plan] = []
         self.draft: Variant | None = None  # recorded before any call was known: never run
+        self.has_dropped = False  # a variant, for one of another form
 
     @property
     def __signature__(self) -> Any:
@@ -143,21 +148,24 @@ class TracedForward:
             number,
             forms(values),
             tuple([below.training for below in modules]),
-            tuple([tensor.dtype for below in modules for tensor in below._parameters.values() if tensor is not None]),
+            tuple(
+                [
+                    (tensor.dtype, tensor.requires_grad)
+                    for below in modules
+                    for tensor in below._parameters.values()
+                    if tensor is not None
+                ]
+            ),
             regions.state(),
             torch.get_default_dtype(),
             not torch.compiler.is_compiling() and torch.is_inference_mode_enabled(),  # dynamo cannot say
         )
         found = self.variants.get(key)
         if found is None:
-            if len(self.variants) >= MOST_VARIANTS:
-                raise TraceError(
-                    f"{self._where} was called in more than {MOST_VARIANTS} different forms: {key[1][0]}",
-                    path=self.path,
-                    hint="pass what varies as numbers or tensors, or trace a narrower node",
-                )
             found = self.variants[key] = self._shared(module, values, plan, key[1:])
             return found
+        if not torch.compiler.is_compiling():
+            found.used = next(_CLOCK)
         violated = found.checks.violated(modules)
         if violated is not None:
             raise self._changed(*violated)
@@ -225,18 +233,20 @@ class TracedForward:
         made = TracedForward(self.forward, self.tracer, self.leaves, path=self.path, beneath=self, rewrite=rewrite)
         made.plans = self.plans  # the same list: a form of a call has the same key in both
         if self.draft is not None:
-            made.draft = made._repeated(self.draft, module, first=True)
+            made.draft = made._repeated(self.draft, module, self.draft.plan, first=True)
         for position, (key, variant) in enumerate(self.variants.items()):
-            made.variants[key] = made._repeated(variant, module, first=position == 0 and self.draft is None)
+            is_first = position == 0 and self.draft is None
+            made.variants[key] = made._repeated(variant, module, variant.plan, first=is_first)
         return made
 
-    def _repeated(self, variant: Variant, module: nn.Module, *, first: bool = False) -> Variant:
+    def _repeated(self, variant: Variant, module: nn.Module, plan: Plan, *, first: bool = False) -> Variant:
+        """The rewrite done again to a variant; ``plan`` is that of its calls: with what the rewrite put there."""
         assert self.rewrite is not None
         made = variant.rewritten_alike(self.rewrite, module)
         if made is None:
             recorded, swallowed = applied(self.rewrite, variant.recorded, module, self._where, self.path, first=first)
             all_swallowed = tuple(dict.fromkeys((*variant.swallowed, *swallowed)))
-            made = Variant(recorded, variant.plan, variant.surroundings, all_swallowed)
+            made = Variant(recorded, plan, variant.surroundings, all_swallowed)
             variant.keep_rewritten(self.rewrite, module, made)
         return made
 
@@ -255,12 +265,23 @@ class TracedForward:
 
     @_disable_dynamo  # recording is no part of what is compiled: torch.compile breaks its graph here, once
     def _shared(self, module: nn.Module, values: tuple[Any, ...], plan: Plan, key: Any) -> Variant:
-        """A variant that another module has recorded, or else a new one."""
+        """A variant that another module has recorded, or else a new one, for which the least recently used one goes."""
+        if len(self.variants) >= MOST_VARIANTS:
+            _, *others = self.variants  # the first stands for all of them: patterns are found there
+            del self.variants[min(others, key=lambda key: self.variants[key].used)]
+            if not self.has_dropped:
+                warnings.warn(
+                    f"{self._where} was called in more than {MOST_VARIANTS} different forms: the graph that was used "
+                    "least recently is dropped, and recorded again when it is needed; pass what varies as numbers or "
+                    "tensors, or trace a narrower node",
+                    stacklevel=2,
+                )
+            self.has_dropped = True
         if self.beneath is not None:
             assert self.rewrite is not None
             with as_before(self.rewrite.action, module):
                 beneath = self.beneath.variant(module, values)
-            return self._repeated(beneath, module)
+            return self._repeated(beneath, module, plan)
         exact = (self.forward, type(self.tracer), self.leaves, key, exact_form(values), structure(module))
         found = self.pool.find(exact, module)
         if found is None:
@@ -276,18 +297,19 @@ class TracedForward:
             arguments = {name: value for name, value in named if value is not MISSING}
         modules = plan.modules_of(module)
         assert modules is not None
-        surroundings = Surroundings(self.forward, modules[: len(plan.paths)])
-        changed = None
-        try:
+        with PATCHING:
+            surroundings = Surroundings(self.forward, modules[: len(plan.paths)])
+            changed = None
             try:
-                with buffers_kept(module):
-                    recorded = self.tracer.trace(module, refusing_changes(self.forward), arguments, self.leaves)
-            finally:
-                changed = surroundings.put_back()
-            if changed is not None:
-                raise Untraceable(f"changes the global name {changed}")
-        except Exception as error:
-            raise refusal(error, self.tracer, self.path) from error
+                try:
+                    with buffers_kept(module):
+                        recorded = self.tracer.trace(module, refusing_changes(self.forward), arguments, self.leaves)
+                finally:
+                    changed = surroundings.put_back()
+                if changed is not None:
+                    raise Untraceable(f"changes the global name {changed}")
+            except Exception as error:
+                raise refusal(error, self.tracer, self.path) from error
         return Variant(recorded, plan, surroundings=surroundings.flags)
 
     @property

@@ -41,6 +41,7 @@ class Variant:
         self.checks = Checks((*recorded.flags, *surroundings), plan.index)
         self.code = compiled(recorded.graph)
         self._rewritten: dict[Any, Variant] = {}
+        self.used = 0  # when it was called last, as a number that grows
         self.has_regions = any(node.target is regions.set_state for node in recorded.graph.nodes)
 
     def rewritten_alike(self, rewrite: Hashable, module: nn.Module) -> Variant | None:

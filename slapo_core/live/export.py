@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slapo_core.errors import ArgumentError
+from slapo_core.spec.sizes import parse_bytes
 from slapo_core.weights.sources import INDEX_FILE, SINGLE_FILE
 
 if TYPE_CHECKING:
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 __all__ = ["export_plain", "export_with"]
 
-_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _SHARDS = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 
 
@@ -43,7 +42,8 @@ def export_plain(
 
     path = Path(directory)
     path.mkdir(parents=True, exist_ok=True)
-    shards = _shards(weights, _bytes_of(max_shard_size))
+    limit = None if max_shard_size is None else parse_bytes(max_shard_size, name="max_shard_size")
+    shards = _shards(weights, limit)
     names = [SINGLE_FILE]
     if len(shards) > 1:
         names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
@@ -76,12 +76,3 @@ def _shards(weights: Mapping[str, torch.Tensor], limit: int | None) -> list[list
 
 def _size(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
-
-
-def _bytes_of(limit: int | str | None) -> int | None:
-    if limit is None or (isinstance(limit, int) and not isinstance(limit, bool) and limit > 0):
-        return limit
-    found = re.fullmatch(r"(\d+)\s*([KMGT]I?B)", limit.strip().upper()) if isinstance(limit, str) else None
-    if found is None:
-        raise ArgumentError(f"max_shard_size must be a number of bytes (got {limit!r})", hint='max_shard_size="5GB"')
-    return int(found[1]) * _UNITS[found[2]]

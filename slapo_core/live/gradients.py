@@ -49,7 +49,16 @@ def clip_grad_norm_(
         raise ArgumentError(
             f"norm_type must be positive (got {norm_type})", hint="norm_type=2.0, or math.inf for the largest value"
         )
-    clipper = GradientClipper(
-        correspondence, float(max_norm), norm_type=norm_type, error_if_nonfinite=error_if_nonfinite
-    )
-    return clipper.clip()
+    kept, modules = sch.kept("clip_grad_norm_"), correspondence.tree.index.modules.values()
+    held = [tuple(map(id, module._parameters.values())) for module in modules]  # others after load_state_dict(assign)
+    settings = (float(max_norm), norm_type, error_if_nonfinite)
+    if kept.get(_KEY, ())[:2] != (held, settings):
+        clipper = GradientClipper(
+            correspondence, settings[0], norm_type=norm_type, error_if_nonfinite=error_if_nonfinite
+        )
+        kept[_KEY] = (held, settings, clipper)
+    norm: torch.Tensor = kept[_KEY][2].clip()
+    return norm
+
+
+_KEY = "slapo_core.live.clipper"

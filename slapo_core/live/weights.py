@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from slapo_core.errors import ArgumentError, ReplicaError
 from slapo_core.live.export import export_plain, export_with
 from slapo_core.live.session import live_state
 from slapo_core.ranks.world import together
+from slapo_core.weights.checkpoint import as_written, writing
+from slapo_core.weights.configurations import write_configurations
 
 if TYPE_CHECKING:
     import torch
@@ -35,6 +39,7 @@ def state_dict(sch: Schedule, *, rank0_only: bool = False, include_added: bool =
         ArgumentError: something else than a schedule.
         SealedError: the schedule was built; ``engine.state_dict()`` gives the weights there.
         WeightsError: a tensor that nobody explains, or one on the meta device.
+        ReplicaError: replicas differ between ranks; its ``state_dict`` holds this rank's.
     """
     return live_state(sch, "state_dict").state_dict(rank0_only=rank0_only, include_added=include_added)
 
@@ -76,15 +81,36 @@ def save_pretrained(
         ArgumentError: something else than a schedule, or a size that is none.
         SealedError: the schedule was built; ``engine.save()`` saves there.
         WeightsError: a tensor that nobody explains, or one on the meta device.
+        ReplicaError: replicas differ between ranks; the values of the first rank were written.
         BuildError: writing failed on the first rank.
     """
     state = live_state(sch, "save_pretrained")
-    weights = state.state_dict(rank0_only=True)
+    if not os.fspath(directory):
+        raise ArgumentError("the directory to write to is empty", hint='slapo_core.save_pretrained(sch, "trained")')
+    differing = None
+    try:
+        weights = state.state_dict(rank0_only=True)
+    except ReplicaError as error:
+        differing, weights = as_written(error, directory), error.state_dict or {}
     with together(state.mesh, f"writing the model into '{os.fspath(directory)}'"):
-        if state.mesh is not None and not state.mesh.is_first_rank:
-            return
-        if callable(getattr(sch.model, "save_pretrained", None)):
-            with sch.untouched() as model:
-                export_with(model, weights, directory, max_shard_size)
-        else:
-            export_plain(weights, directory, max_shard_size)
+        if state.mesh is None or state.mesh.is_first_rank:
+            with writing(directory):
+                _write(sch, weights, directory, max_shard_size)
+    if differing is not None:
+        raise differing
+
+
+def _write(
+    sch: Schedule,
+    weights: Mapping[str, torch.Tensor],
+    directory: str | os.PathLike[str],
+    max_shard_size: int | str | None,
+) -> None:
+    if sch.is_sealed:  # the reference model cannot be had any more, to write itself
+        export_plain(weights, directory, max_shard_size)
+        write_configurations(sch.model, Path(directory))
+    elif callable(getattr(sch.model, "save_pretrained", None)):
+        with sch.untouched() as model:
+            export_with(model, weights, directory, max_shard_size)
+    else:
+        export_plain(weights, directory, max_shard_size)

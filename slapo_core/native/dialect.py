@@ -29,6 +29,11 @@ _PIPELINED: dict[str, Any] = {
     "batch_axes": None,
     "bucket_cap_mb": 25,
 }
+_PRECISION = ("amp", "autocast", "bf16", "bfloat16", "dtype", "float16", "fp16", "precision")
+_PRECISION_HINT = (
+    'with torch.autocast("cuda", torch.bfloat16): engine.train_step(batch), or parameters in bfloat16 before '
+    "create_schedule: see 'Lower precision' in docs/training-a-live-model.md"
+)
 
 
 class TorchDialect(Dialect):
@@ -59,7 +64,8 @@ class TorchDialect(Dialect):
         known, other = (_PIPELINED, _REPLICATED) if pp > 1 else (_REPLICATED, _PIPELINED)
         for name in sorted(set(config) - set(known)):
             if name not in other:
-                raise BuildError(f"target 'torch' has no option {name!r}; it has {', '.join(known)}")
+                hint = _PRECISION_HINT if name in _PRECISION else None
+                raise BuildError(f"target 'torch' has no option {name!r}; it has {', '.join(known)}", hint=hint)
             why = "several ranks" if pp == 1 else "one rank"
             raise BuildError(
                 f"option {name!r} of target 'torch' is for a mesh with {why} along 'pp' (got {mesh})",

@@ -44,7 +44,7 @@ class Checkpoint(Primitive):
 
         ``h = f(x); y = g(h)`` keeping ``x`` and ``h`` -> ``y = checkpoint(region, x)`` keeping only ``x``
 
-    Source: paper section 3.2.1, ``.checkpoint()``, and 3.2.2, ``.checkpoint(subgraph)``; ``torch/utils/checkpoint.py``.
+    Source: paper section 3.2.1, ``.checkpoint()``, and 3.3.1, ``.checkpoint(subgraph)``; ``torch/utils/checkpoint.py``.
     """
 
     name = "core.checkpoint"

@@ -50,7 +50,7 @@ class Merge(Primitive):
 
     Split it afterwards by ``shard("weight", axis=0, packed=(q, k, v))``, with the rows of each.
 
-    Source: paper appendix, the merged query-key-value projection; ``torch/nn/modules/linear.py``.
+    Source: paper section 2.2, the fused query-key-value projection; ``torch/nn/modules/linear.py``.
     """
 
     name = "core.merge"

@@ -62,7 +62,7 @@ class Replace(Primitive):
 
         ``y = gelu(x + bias)`` -> ``y = new(x, bias)``
 
-    Source: paper section 3.2.1, ``.replace(new_mod)``; section 3.2.2, ``.replace(new_mod, subgraph)``.
+    Source: paper section 3.2.1, ``.replace(new_mod)``; section 3.3.1, ``.replace(new_mod, subgraph)``.
     """
 
     name = "core.replace"

@@ -47,7 +47,7 @@ class Trace(Primitive):
     rewrite:
         ``y = module.forward(x)`` -> ``y = graph(module, x)``
 
-    Source: paper section 3.2.2, ``.trace()``; ``torch/overrides.py``, ``torch/fx/graph.py``.
+    Source: paper section 3.3, ``.trace()``; ``torch/overrides.py``, ``torch/fx/graph.py``.
     """
 
     name = "core.trace"

@@ -8,9 +8,11 @@ a run costs about a second. They meet through a file in a private directory: the
 from __future__ import annotations
 
 import contextlib
+import itertools
 import multiprocessing
 import os
 import pickle
+import pickletools
 import signal
 import sys
 import tempfile
@@ -136,12 +138,8 @@ def run_process(function: Callable[..., T], *args: Any, timeout: float = 120.0, 
 def _pickle_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bytes:
     if not callable(function):
         raise LaunchError(f"the first argument of run_ranks must be a function (got {type(function).__name__})")
-    main = sys.modules["__main__"]
-    if getattr(function, "__module__", None) == "__main__" and getattr(main, "__file__", None) is None:
-        raise LaunchError(
-            f"cannot send {describe(function)} to the ranks: it was typed into an interactive session",
-            hint="put it into a module file and import it",
-        )
+    if getattr(function, "__module__", None) == "__main__" and _is_typed_in():
+        raise _typed_in(describe(function))
     try:
         pickle.dumps(function)
     except Exception as error:  # pickle raises several kinds, and whatever __reduce__ raises
@@ -150,12 +148,30 @@ def _pickle_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Ma
             hint="move it out of the function or class it is in; give it its surroundings as arguments",
         ) from error
     try:
-        return pickle.dumps((function, args, dict(kwargs)))
+        payload = pickle.dumps((function, args, dict(kwargs)))
     except Exception as error:
         raise LaunchError(
             f"cannot send the arguments of {describe(function)} to the ranks: {error}",
             hint="pass plain values, tensors and module-level functions, and build the rest inside the function",
         ) from error
+    if _is_typed_in():
+        words = [word for _, word, _ in pickletools.genops(payload) if isinstance(word, str)]
+        found = next((name for module, name in itertools.pairwise(words) if module == "__main__"), None)
+        if found is not None:
+            raise _typed_in(f"'{found}'")
+    return payload
+
+
+def _is_typed_in() -> bool:
+    """Whether ``__main__`` is a notebook, an interactive session or ``python -c``, which no rank can import."""
+    return getattr(sys.modules["__main__"], "__file__", None) is None
+
+
+def _typed_in(name: str) -> LaunchError:
+    return LaunchError(
+        f"cannot send {name} to the ranks: it was typed into an interactive session",
+        hint="put it into a module file and import it",
+    )
 
 
 @dataclass

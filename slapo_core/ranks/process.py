@@ -103,8 +103,8 @@ def _prepare(rank: int, job: Job) -> tuple[Callable[..., Any], tuple[Any, ...], 
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    if "nccl" in job.backend:
-        torch.cuda.set_device(rank % torch.cuda.device_count())
+    if job.backend not in ("", "gloo", "mpi") and torch.accelerator.is_available():
+        torch.accelerator.set_device_index(rank % torch.accelerator.device_count())
     if job.backend:
         dist.init_process_group(
             job.backend,

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import math
 import pickle
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -25,6 +26,11 @@ if TYPE_CHECKING:
 __all__ = ["Attempt", "Failure", "World", "together"]
 
 T = TypeVar("T")
+
+_ALL_CALL = (
+    "every rank calls save, load, state_dict, save_pretrained, eval_step and verify, in the same order: not inside of "
+    "`if rank == 0:`"
+)
 
 
 class World:
@@ -72,7 +78,14 @@ class World:
             self._store = _new_store(self.ranks, self.rank)
             timeout = _patience(self._store)
             self._group = dist.ProcessGroupGloo(self._store, self.ranks.index(self.rank), self.size, timeout)
-            self.gather(None)  # no rank leaves, and closes its connections, while another one still makes them
+            # No rank leaves, and closes its connections, while another one still makes them.
+            calls = dict(zip(self.ranks, self.gather(_public_call()), strict=True))
+            if len(set(calls.values())) > 1:
+                self._group = None
+                raise RankMismatchError(
+                    "\n".join(["ranks are in different calls:", *(f"  rank {r}: {call}" for r, call in calls.items())]),
+                    hint=_ALL_CALL,
+                )
             if self._runs_models:
                 store = dist.PrefixStore("stand-ins", self._store)
                 self._stand_ins = StandIns(self.ranks, self.rank, store, self.gather, timeout)
@@ -245,6 +258,18 @@ def together(mesh: Mesh | None, what: str) -> Iterator[None]:
         yield
 
 
+def _public_call() -> str:
+    """The function of slapo that the user called, e.g. ``"save"``."""
+    frame: FrameType | None = sys._getframe(1)
+    found = ""
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if module.startswith("slapo_") and not module.startswith("slapo_core.ranks.process"):
+            found = frame.f_code.co_name
+        frame = frame.f_back
+    return found
+
+
 def _bytes(buffer: bytearray) -> torch.Tensor:
     return torch.frombuffer(buffer, dtype=torch.uint8)
 
@@ -261,6 +286,11 @@ def _new_store(ranks: Sequence[int], rank: int) -> Any:
 
     store: Any = dist.PrefixStore(f"slapo/{'-'.join(map(str, ranks))}", _get_default_store())
     count = store.add(f"opened by rank {rank}", 1)  # every rank opens the same ones, so all count alike
+    for other in ranks:
+        if store.add(f"opened by rank {other}", 0) > count:  # it does not go on before this rank has come, too
+            raise RankMismatchError(
+                f"rank {other} made a call that rank {rank} did not make, before {_public_call()}()", hint=_ALL_CALL
+            )
     return dist.PrefixStore(str(count), store)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from slapo_core.errors import TraceError
-from slapo_core.schedule.closed_calls import closed_calls, how_to_open
+from slapo_core.schedule.closed_calls import closed_calls, hooked_calls, how_to_open
 from slapo_core.spec.graph import Match
 from slapo_core.spec.reserved import RESERVED_NAMESPACES, split_name
 
@@ -30,13 +30,19 @@ class Matches(list[Match]):
         matches: the places.
         untraced: paths of modules that were not searched, because neither they nor what holds them is traced.
         closed: paths of modules that were searched as one call each, and that ``trace(flatten=True)`` would open.
+        hooked: paths of modules that were searched as one call each because of their hooks or wrapped forwards.
     """
 
     def __init__(
-        self, matches: Iterable[Match] = (), *, untraced: Sequence[str] = (), closed: Sequence[str] = ()
+        self,
+        matches: Iterable[Match] = (),
+        *,
+        untraced: Sequence[str] = (),
+        closed: Sequence[str] = (),
+        hooked: Sequence[str] = (),
     ) -> None:
         super().__init__(matches)
-        self.untraced, self.closed = tuple(untraced), tuple(closed)
+        self.untraced, self.closed, self.hooked = tuple(untraced), tuple(closed), tuple(hooked)
 
     def __repr__(self) -> str:
         lines = [f"  {match}" for match in self]
@@ -44,8 +50,8 @@ class Matches(list[Match]):
         more = f" and {len(self.untraced) - 4} more" if len(self.untraced) > 4 else ""
         if self.untraced:
             lines.append(f"  not searched, not traced: {shown}{more}")
-        if self.closed and not self:
-            lines.append(f"  {how_to_open(self.closed)}")
+        if (self.closed or self.hooked) and not self:
+            lines.append(f"  {how_to_open(self.closed, self.hooked)}")
         count = f"{len(self) or 'no'} {'match' if len(self) == 1 else 'matches'}"
         return "\n".join([f"<{count}{':' if lines else ''}", *lines]) + ">"
 
@@ -80,7 +86,9 @@ def find_in(schedule: Schedule, nodes: Sequence[TreeNode], pattern: Any) -> Matc
             hint=f"sch[{first!r}].trace() first" if first else "sch.trace() first, or sch['a.b'].trace()",
         )
     matches = [match for node in traced.values() for match in matches_at(node, made)]
-    return Matches(matches, untraced=tuple(untraced), closed=closed_calls(traced.values()))
+    searched = traced.values()
+    closed, hooked = closed_calls(searched), hooked_calls(searched)
+    return Matches(matches, untraced=tuple(untraced), closed=closed, hooked=hooked)
 
 
 def matches_at(node: TreeNode, pattern: GraphPattern) -> list[Match]:

@@ -87,12 +87,14 @@ class History:
     def undo(self, keep: int) -> tuple[Record, ...]:
         """Take back all but the first ``keep`` steps, for good; gives their records, latest first."""
         undone = []
-        while len(self._steps) > keep:
-            self._undo(self._steps[-1])
-            undone.append(self._steps.pop().record)
-            self.records = self.records[: len(self._steps)]
-            self.kept.clear()
-        self._claim.note(self._model, len(self._steps))
+        try:
+            while len(self._steps) > keep:
+                self._undo(self._steps[-1])
+                undone.append(self._steps.pop().record)
+                self.records = self.records[: len(self._steps)]
+                self.kept.clear()
+        finally:  # also where a step cannot be taken back, after others that were
+            self._claim.note(self._model, len(self._steps))
         return tuple(undone)
 
     @contextlib.contextmanager

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from slapo_core.errors import HookError
+from slapo_core.errors import BuildError, HookError
 from slapo_core.spec.violation import Violation
 
 if TYPE_CHECKING:
     from slapo_core.schedule.schedule import Schedule
 
-__all__ = ["obligations"]
+__all__ = ["obligations", "refuse_if_incomplete", "unused_mesh_dims"]
 
 
 def obligations(schedule: Schedule) -> tuple[Violation, ...]:
@@ -32,3 +32,30 @@ def obligations(schedule: Schedule) -> tuple[Violation, ...]:
                 )
         found += given
     return tuple(found)
+
+
+def refuse_if_incomplete(schedule: Schedule) -> None:
+    """Refuse a schedule that certainly trains another model.
+
+    Raises:
+        BuildError: every reason is given.
+    """
+    missing = [str(violation) for violation in obligations(schedule)]
+    if missing:
+        start = "the schedule is incomplete"
+        lines = [f"{start}: {missing[0]}"] if len(missing) == 1 else [f"{start}:", *(f"  - {one}" for one in missing)]
+        raise BuildError("\n".join(lines))
+
+
+def unused_mesh_dims(schedule: Schedule) -> tuple[str, ...]:
+    """Name the mesh dimensions of several ranks that no step works along and no tensor is split over.
+
+    Replicas (``dp``) and stages (``pp``), which the runtime uses, are left out.
+    """
+    sizes = schedule.mesh.sizes if schedule.mesh is not None else {}
+    used = {"dp", "pp", *(getattr(record.primitive, "mesh_dim", None) for record in schedule.records)}
+    for node in schedule.root.walk():
+        for name in (*node.parameters, *node.buffers):
+            layout = node.layout(name)
+            used |= {*(mesh_dim for mesh_dim, _ in layout.shards()), *layout.partials()}
+    return tuple(mesh_dim for mesh_dim, size in sizes.items() if size > 1 and mesh_dim not in used)

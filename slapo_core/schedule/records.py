@@ -78,7 +78,10 @@ def load_document(document: Mapping[str, Any] | str | os.PathLike[str]) -> Mappi
         ReplayError: it is not a schedule, or was written in a newer format.
     """
     if isinstance(document, os.PathLike) or (isinstance(document, str) and _is_file(document)):
-        document = Path(document).read_text(encoding="utf-8")
+        try:
+            document = Path(document).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ReplayError(f"the schedule '{document}' cannot be read: {error}") from error
     if isinstance(document, str):
         try:
             document = json.loads(document)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from packaging.utils import canonicalize_name
 from torch import nn
 
-from slapo_core.errors import ArgumentError, SealedError
+from slapo_core.errors import ApplyError, ArgumentError, SealedError
 from slapo_core.plugins.manager import HookManager
 from slapo_core.plugins.process import current_registry
 from slapo_core.schedule.example_calls import ExampleCalls
@@ -18,6 +19,7 @@ from slapo_core.schedule.explanation import explain_records
 from slapo_core.schedule.finding import Matches, find_in
 from slapo_core.schedule.history import History
 from slapo_core.schedule.location import caller_location
+from slapo_core.schedule.obligations import refuse_if_incomplete
 from slapo_core.schedule.records import dump_records
 from slapo_core.schedule.settling import each_its_own, found_out, settled
 from slapo_core.schedule.sugar import bound_primitive
@@ -32,6 +34,8 @@ from slapo_core.tree.render import render_tree
 from slapo_core.tree.tree import Tree
 
 if TYPE_CHECKING:
+    import torch
+
     from slapo_core.estimation.fitting.result import Fit
     from slapo_core.estimation.results import Estimate
     from slapo_core.plugins.registry import Registry
@@ -65,7 +69,7 @@ class Schedule:
         self.plugins: tuple[str, ...] = tuple(canonicalize_name(name) for name in plugins)
         self._registry = registry
         self._hooks: HookManager | None = None
-        self._history = History(model, Watch(model, mesh) if watched else None)
+        self._history = History(model, Watch(model, mesh, _checked(self)) if watched else None)
         self._inner: list[Record] = []  # of the primitives that the one being applied has applied itself
         self._sealed_by: str | None = None
         self._example_calls: ExampleCalls | None = None
@@ -102,7 +106,7 @@ class Schedule:
         return self.tree.node("")
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        if name.startswith("_") or name == "tree":
+        if name.startswith("_") or "tree" not in self.__dict__:  # in the middle of __init__, or before it
             raise AttributeError(name)
         return self.primitive_named(name, self.root, "")
 
@@ -146,9 +150,10 @@ class Schedule:
             SealedError: the originals were dropped by ``build`` or ``seal``.
         """
         self._check_open("undo")
-        undone = self._history.undo(self._history.position(to))
-        self._refresh()
-        return undone
+        try:
+            return self._history.undo(self._history.position(to))
+        finally:
+            self._refresh()
 
     def seal(self, by: str = "seal()") -> None:
         """End the schedule: no more steps, no undo; the originals that undo needed are dropped (by ``by``)."""
@@ -215,7 +220,14 @@ class Schedule:
 
     def explain(self) -> str:
         """What each step changed, steps that did the same in repeated layers folded."""
-        return explain_records(self.records)
+        from slapo_core.schedule.obligations import unused_mesh_dims
+
+        unused = [
+            f"mesh_dim '{mesh_dim}' ({self.mesh.size(mesh_dim)} ranks) is used by no step: its ranks do the same work"
+            for mesh_dim in unused_mesh_dims(self)
+            if self.mesh is not None
+        ]
+        return "\n".join([explain_records(self.records), *unused])
 
     def estimate(self, *args: Any, **kwargs: Any) -> Estimate:
         """What a training step needs: :func:`slapo_core.estimate` of this schedule, with its arguments."""
@@ -349,10 +361,13 @@ class Schedule:
 
     def example_call_of(self, path: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What the module at ``path`` is called with; see :meth:`slapo_core.spec.node.Node.example_call`."""
-        if self._example_calls is None:
+        calls = self._example_calls
+        if calls is None:
             with self._history.rewound(0):
-                self._example_calls = ExampleCalls(self.model, self.example_inputs)
-        return self._example_calls.of(path)
+                calls = ExampleCalls(self.model, self.example_inputs)
+            if self.tree.open_edit is None:  # beneath an open edit the model is not the reference model
+                self._example_calls = calls
+        return calls.of(path)
 
     def _refresh(self) -> None:
         """After steps went away: hooks of distributions that no step names any more are switched off."""
@@ -374,4 +389,25 @@ class Schedule:
                 f"cannot {what}: the schedule was sealed by {self._sealed_by}",
                 hint="apply every primitive before build(), or create a new schedule of a fresh model",
             )
+        if self.tree.open_edit is not None:
+            raise ApplyError(
+                f"cannot {what} while a primitive is being applied: the edits would be recorded in another order than "
+                "they were made",
+                hint="in apply(self, node, edit): edit.apply(other_node, OtherPrimitive(...))",
+            )
         self._history.check_in_force(what)
+
+
+def _checked(schedule: Schedule) -> Callable[[], dict[str, torch.Tensor]]:
+    """What the first training forward asks of a schedule, without keeping it alive: what tp ranks hold alike."""
+    reference = weakref.ref(schedule)
+
+    def check() -> dict[str, torch.Tensor]:
+        live = reference()
+        if live is None or live._history.in_force is not None:
+            return {}
+        live.tree.tensors.check_unchanged()
+        refuse_if_incomplete(live)
+        return live.tree.tensors.replicated("tp")
+
+    return check

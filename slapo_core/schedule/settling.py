@@ -119,7 +119,11 @@ def _found(
             shown = (
                 f"print(sch[{node.path!r}].graph)" if node.graph is not None else "print(node.graph) of a traced node"
             )
-            closed = how_to_open(found.closed) if found.closed else f"{shown} shows the calls that are there"
+            closed = (
+                how_to_open(found.closed, found.hooked)
+                if found.closed or found.hooked
+                else f"{shown} shows the calls that are there"
+            )
             raise _refusal(primitive, node, f"{name}: nothing there matches the pattern{nearest}", closed)
         return list(found)
     if not matches:

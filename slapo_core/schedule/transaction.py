@@ -128,7 +128,7 @@ class Transaction:
         outer, self._tree.open_edit = self._tree.open_edit, self._edit
         try:
             result = self._change(node, primitive)
-            record = Record(index, primitive, node.path, *self._provider, location, self._edit.effects())
+            record = Record(index, primitive, node.path, *self._provider, location, self._edit.effects(node.path))
             for _ in self._ask("slapo_applied", node=node, record=record):
                 pass
         except BaseException as error:

@@ -82,7 +82,7 @@ class Engine(Protocol):
             rank0_only: other ranks take part but return an empty dictionary.
 
         Raises:
-            RankMismatchError: ranks hold different copies of a tensor.
+            ReplicaError: ranks hold different copies of a tensor; its ``state_dict`` holds this rank's.
         """
         ...
 
@@ -105,7 +105,7 @@ class Engine(Protocol):
                 differed, instead of an error.
 
         Raises:
-            RankMismatchError: on every rank; it names the tensors, the ranks and what each of them holds.
+            ReplicaError: on every rank; it names the tensors, the ranks and what each of them holds.
         """
         ...
 
@@ -113,19 +113,23 @@ class Engine(Protocol):
         """Write weights and optimiser state, in the untouched layout, as safetensors: a collective.
 
         Replicas are compared first, as by :meth:`check_replicas`. A model that has a ``config`` as transformers' have
-        gets its ``config.json``, so that ``from_pretrained`` reads the directory.
+        gets its ``config.json``, so that ``from_pretrained`` reads the directory. The state of torch's generators in
+        each replica is saved too.
 
         Args:
             directory: made if it is not there; a checkpoint in it is replaced as a whole.
 
         Raises:
-            RankMismatchError: ranks hold different copies; nothing was written.
+            ArgumentError: the directory is ``""``.
+            ReplicaError: ranks hold different copies; the checkpoint is whole, with the values of the first rank.
             BuildError: the optimiser holds something that has no place in a checkpoint, or writing failed.
         """
         ...
 
     def load(self, directory: str | os.PathLike[str]) -> None:
         """Read what ``save`` wrote, under this or any other schedule of the same model.
+
+        torch's generators go on from the state that this replica (place along ``dp``) saved, if there was one.
 
         Args:
             directory: that of ``save``.

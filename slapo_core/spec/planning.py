@@ -64,6 +64,12 @@ def plan_of(dialect: Dialect, schedule: ScheduledModel, options: Mapping[str, An
 
     from slapo_core.spec.dialect import BuildArguments
 
+    for mesh_dim, size in schedule.mesh.sizes.items() if schedule.mesh is not None else ():
+        if size > 1 and mesh_dim not in dialect.supports:
+            raise BuildError(
+                f"target '{dialect.name}' cannot run this schedule: it does not run mesh_dim '{mesh_dim}' "
+                f"(size {size}); it runs {', '.join(sorted(dialect.supports)) or 'none'}"
+            )
     device = given.pop("device", None)
     arguments = BuildArguments(
         has_optimizer=given.pop("optimizer", None) is not None,

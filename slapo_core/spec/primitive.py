@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import inspect
 import typing
 from abc import ABC, abstractmethod
@@ -162,8 +163,21 @@ def _check_fields(primitive: Primitive) -> None:
                 f"{primitive.name}: argument '{name}' must be {_type_name(expected)} (got {value!r})",
                 hint="lists become tuples: the author annotates them as tuple[..., ...]"
                 if isinstance(value, list) and typing.get_origin(expected) is list
-                else None,
+                else _nearest(value, expected),
             ) from None
+
+
+def _nearest(value: Any, expected: Any) -> str | None:
+    """Suggest the closest string that a ``Literal`` of the annotation allows."""
+    allowed = [word for part in (expected, *typing.get_args(expected)) for word in _words(part)]
+    close = difflib.get_close_matches(value, allowed, n=1) if isinstance(value, str) else []
+    return f"did you mean {close[0]!r}?" if close else None
+
+
+def _words(annotation: Any) -> list[str]:
+    if typing.get_origin(annotation) is not typing.Literal:
+        return []
+    return [word for word in typing.get_args(annotation) if isinstance(word, str)]
 
 
 _FIELDS_BY_CLASS: dict[type, dict[str, tuple[Any, Any]]] = {}  # a cache of a pure function, not a registry

@@ -128,7 +128,7 @@ class ModelState(Protocol):
                 ``"counters"`` comes what nothing depends on, such as how many steps there were.
 
         Raises:
-            RankMismatchError: as :meth:`check_replicas` says; nothing was written.
+            ReplicaError: as :meth:`check_replicas` says; what was written is whole, with the first rank's values.
             BuildError: the optimiser, or ``runtime``, holds something that has no place in a checkpoint, or writing
                 failed.
         """

@@ -13,10 +13,13 @@ if TYPE_CHECKING:
 __all__ = ["UnusedParameters"]
 
 _SHOWN = 5
+_STEPS = 3
 
 
 class UnusedParameters:
     """Watches training steps, and warns at the first one that gives some parameters no gradient; then it stops.
+
+    It stops after three steps that gave each of them one, too: no later step pays for it.
 
     Args:
         request: of the build.
@@ -59,6 +62,8 @@ class UnusedParameters:
                 "alone; set requires_grad=False on what the loss does not depend on, before build",
                 stacklevel=3,
             )
+        elif self._steps == _STEPS:
+            self.stop()
         self._seen.clear()
 
     def stop(self) -> None:

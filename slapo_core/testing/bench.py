@@ -14,6 +14,7 @@ from slapo_core.plugins.process import current_registry, use_registry
 from slapo_core.plugins.registry import Registry
 from slapo_core.schedule.creation import create_schedule
 from slapo_core.schedule.schedule import Schedule
+from slapo_core.spec.accelerators import fork_rng
 from slapo_core.spec.primitive import Primitive
 from slapo_core.testing.case import Case, Making, made
 from slapo_core.testing.check import CheckError
@@ -32,7 +33,7 @@ SEED = 20
 @contextlib.contextmanager
 def seeded(seed: int = SEED) -> Iterator[None]:
     """Torch's random numbers from a fixed seed, the stream of the caller put back afterwards."""
-    with torch.random.fork_rng():
+    with fork_rng():
         torch.manual_seed(seed)
         yield
 

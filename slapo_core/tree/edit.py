@@ -58,6 +58,7 @@ class TreeEdit:
         self._after_edit = after_edit
         self._open = True
         self.entries: list[Entry] = []
+        self._paths: list[str] = []  # of the nodes that the entries change
         self.notes: list[str] = []
 
     # -- the protocol; documented in spec/edit.py -------------------------------------------------------------
@@ -70,7 +71,7 @@ class TreeEdit:
             requires_grad = old.requires_grad if old is not None else value.is_floating_point()
             value = nn.Parameter(value, requires_grad=requires_grad)
         self._keep_hooks(node, name, old, value)
-        self._do(SetTensor(self._tree, self._sites(node, name, old), old, value, layout))
+        self._do(node, SetTensor(self._tree, self._sites(node, name, old), old, value, layout))
 
     def set_buffer(
         self, node: NodeProtocol, name: str, value: torch.Tensor | None, *, layout: Layout | None = None
@@ -83,16 +84,16 @@ class TreeEdit:
                 hint="pass value.detach()",
             )
         self._keep_hooks(node, name, old, value)
-        self._do(SetTensor(self._tree, self._sites(node, name, old), old, value, layout))
+        self._do(node, SetTensor(self._tree, self._sites(node, name, old), old, value, layout))
 
     def set_requires_grad(self, node: NodeProtocol, name: str, flag: bool) -> None:
         parameter = _slot(node, "parameter", name)
         if not isinstance(parameter, nn.Parameter):
             raise ApplyError(f"parameter '{name}' of '{node.path}' is None and cannot be trained", path=node.path)
-        self._do(SetRequiresGrad(self._tree, parameter, self._sites(node, name, parameter), flag))
+        self._do(node, SetRequiresGrad(self._tree, parameter, self._sites(node, name, parameter), flag))
 
     def set_layout(self, node: NodeProtocol, name: str, layout: Layout) -> None:
-        self._do(SetLayout(self._tree, name, _tensor(node, name), layout))
+        self._do(node, SetLayout(self._tree, name, _tensor(node, name), layout))
 
     def keep_on_rank(self, node: NodeProtocol, name: str, mesh_dim: str, rank: int) -> None:
         mesh = node.mesh
@@ -106,7 +107,7 @@ class TreeEdit:
         if mesh.size(mesh_dim) > 1:  # also on the rank that keeps it: every rank does the same
             self._keep_hooks(node, name, tensor, None)
         sites = self._sites(node, name, tensor)
-        self._do(KeepOnRank(self._tree, sites, tensor, mesh_dim, rank, is_owner=is_owner))
+        self._do(node, KeepOnRank(self._tree, sites, tensor, mesh_dim, rank, is_owner=is_owner))
 
     def replace_module(
         self,
@@ -125,7 +126,7 @@ class TreeEdit:
         entry = ReplaceModule(self._tree, node.path, module, dict(moved or {}), frozenset(dropped))
         for name, hooks in entry.hooks.items():
             self._keep_hooks(node, name, hooks.old, hooks.new)
-        self._do(entry)
+        self._do(node, entry)
 
     def add_module(self, node: NodeProtocol, name: str, module: nn.Module) -> NodeProtocol:
         if not name.isidentifier() or hasattr(node.module, name):
@@ -135,7 +136,7 @@ class TreeEdit:
                 path=node.path,
                 hint="take another name",
             )
-        self._do(AddModule(self._tree, node.module, name, module))
+        self._do(node, AddModule(self._tree, node.module, name, module))
         return self._tree.node(full_name(node.path, name))
 
     def add_hook(
@@ -148,15 +149,15 @@ class TreeEdit:
         active: bool = True,
     ) -> None:
         self._refuse_swallowed(node)
-        self._do(AddHook(self._tree.calls, node.module, kind, function, prepend, active))
+        self._do(node, AddHook(self._tree.calls, node.module, kind, function, prepend, active))
 
     def wrap_forward(self, node: NodeProtocol, wrapper: Callable[[Forward], Forward], *, active: bool = True) -> None:
         self._refuse_swallowed(node)
-        self._do(WrapForward(self._tree.calls, node.module, wrapper, active))
+        self._do(node, WrapForward(self._tree.calls, node.module, wrapper, active))
 
     def set_graph(self, node: NodeProtocol, graph: Graph) -> None:
         self._refuse_swallowed(node)
-        self._do(SetGraph(self._tree.calls, node.module, graph))
+        self._do(node, SetGraph(self._tree.calls, node.module, graph))
 
     def set_attribute(self, node: NodeProtocol, name: str, value: Any) -> None:
         module = node.module
@@ -168,7 +169,7 @@ class TreeEdit:
                 path=node.path,
                 hint="use edit.set_parameter, edit.set_buffer or edit.replace_module",
             )
-        self._do(SetAttribute(self._tree, module, name, value))
+        self._do(node, SetAttribute(self._tree, module, name, value))
 
     def annotate(self, node: NodeProtocol, name: str, key: str, value: Any) -> None:
         parameter = _slot(node, "parameter", name)
@@ -180,7 +181,7 @@ class TreeEdit:
                 path=node.path,
                 hint="use another key, or edit.set_requires_grad" if key == "requires_grad" else "use another key",
             )
-        self._do(Annotate(parameter, name, key, value))
+        self._do(node, Annotate(parameter, name, key, value))
 
     def apply(self, node: NodeProtocol, primitive: Primitive) -> NodeProtocol:
         if self._apply_inner is None:
@@ -200,6 +201,7 @@ class TreeEdit:
     def rollback_to(self, count: int) -> None:
         """Undo all but the first ``count`` edits: a primitive applied inside of this one failed."""
         while len(self.entries) > count:
+            self._paths.pop()
             self.entries.pop().undo()
 
     def close(self) -> list[Entry]:
@@ -212,16 +214,23 @@ class TreeEdit:
         replacements = [entry for entry in self.entries if isinstance(entry, ReplaceModule)]
         return next((entry for entry in reversed(replacements) if entry.took_out(path)), None)
 
-    def effects(self) -> tuple[str, ...]:
-        return (*(entry.describe() for entry in self.entries), *self.notes)
+    def effects(self, path: str) -> tuple[str, ...]:
+        """What was done, for ``explain``: of nodes below the one at ``path``, or elsewhere, with their paths."""
+        below = f"{path}." if path else ""
+        done = zip(self._paths, self.entries, strict=True)
+        described = [
+            entry.describe() if at == path else f"'{at.removeprefix(below)}': {entry.describe()}" for at, entry in done
+        ]
+        return (*described, *self.notes)
 
-    def _do(self, entry: Entry) -> None:
+    def _do(self, node: NodeProtocol, entry: Entry) -> None:
         if not self._open:
             raise ApplyError(
                 "this edit is over: its primitive has been applied or rolled back",
                 hint="change the model only inside Primitive.apply",
             )
         self.entries.append(entry)  # first, so that a failure halfway through is undone too
+        self._paths.append(node.path)
         entry.redo()
         if self._after_edit is not None:
             self._after_edit(len(self.entries))

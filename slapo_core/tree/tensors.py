@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING
 
 from torch.nn.parameter import is_lazy
 
+from slapo_core.errors import WeightsError
 from slapo_core.spec.layout import Layout
-from slapo_core.tree.index import full_name
+from slapo_core.tree.index import ModuleIndex, full_name
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
     from slapo_core.spec.placement import Placement
     from slapo_core.tree.tree import Tree
@@ -37,6 +39,8 @@ class TensorTable:
         self._names: dict[str, str] = {}  # every name of the untouched model -> the first name of its tensor
         self._layouts: dict[int, tuple[torch.Tensor, Layout]] = {}
         self._shapes: dict[int, tuple[torch.Tensor, tuple[int, ...]]] = {}
+        self._modules: dict[int, tuple[nn.Module, str]] = {}  # those that the steps leave in the model, with a path
+        self._made: dict[int, tuple[torch.Tensor, tuple[int, ...]]] = {}  # the shapes when a step last looked
         self.dropped: frozenset[str] = frozenset()
         """First names of untouched tensors that a step gave up."""
         self.kept_on: Mapping[str, tuple[str, int]] = {}
@@ -82,14 +86,34 @@ class TensorTable:
             if id(tensor) in self._layouts
         }
 
+    def replicated(self, mesh_dim: str) -> dict[str, torch.Tensor]:
+        """Parameters and persistent buffers, by full name, of which all ranks along ``mesh_dim`` hold a replica."""
+        found: dict[int, tuple[str, torch.Tensor]] = {}
+        for path, name, tensor in _live(self._tree):
+            if not self.is_known(tensor):
+                continue  # a wrapper's, such as FullyShardedDataParallel's flat parameter
+            layout = self.layout(tensor, full_name(path, name))
+            apart = {one for one, _ in layout.shards()} | set(layout.partials())
+            is_persistent = name not in self._tree.index.modules[path]._non_persistent_buffers_set
+            if mesh_dim not in apart and is_persistent and layout.origin not in self.kept_on and not tensor.is_meta:
+                found.setdefault(id(tensor), (full_name(path, name), tensor))
+        return dict(found.values())
+
     # -- writing: for the journal -----------------------------------------------------------------------------
 
     def begin(self) -> None:
         """The first step is about to be applied: what is there now is the untouched model."""
+        if {p: id(m) for p, m in self._tree.index.modules.items()} != _identities(self._tree.root):
+            self._tree.structure_changed()
         self._untouched, self._names = {}, {}
+        self._modules, self._made = (
+            {id(module): (module, path) for path, module in self._tree.index.modules.items()},
+            {},
+        )
         for path, name, tensor in _live(self._tree):
             own = full_name(path, name)
             self._names[own] = self._untouched.setdefault(id(tensor), (tensor, own))[1]
+            self._made[id(tensor)] = (tensor, () if is_lazy(tensor) else tuple(tensor.shape))
         self.trained_at_first = {own: tensor.requires_grad for tensor, own in self._untouched.values()}
 
     def forget(self) -> None:
@@ -97,13 +121,48 @@ class TensorTable:
         self._untouched = None
         self.trained_at_first = {}
         self._layouts.clear()
+        self._modules.clear()
+        self._made.clear()
 
     def assign(self, tensor: torch.Tensor, layout: Layout | None) -> Layout | None:
         """Record a layout, or, with None, that the tensor has none of its own; gives the one before."""
         before = self._layouts.pop(id(tensor), None)
         if layout is not None:
             self._layouts[id(tensor)] = (tensor, layout)
+            self._made[id(tensor)] = (tensor, () if is_lazy(tensor) else tuple(tensor.shape))
         return before[1] if before is not None else None
+
+    def exchange(self, path: str, old: nn.Module | None, new: nn.Module | None) -> None:
+        """Record that a step put the module ``new`` where ``old`` stood; None: nothing."""
+        for module in old.modules() if old is not None else ():
+            self._modules.pop(id(module), None)
+        for name, module in new.named_modules() if new is not None else ():
+            self._modules[id(module)] = (module, full_name(path, name) if name else path)
+
+    def check_unchanged(self) -> None:
+        """Refuse a model whose modules were replaced, added or resized outside of the schedule since its first step.
+
+        Wrappers that hold the same tensors are fine. Without steps the model is looked at again.
+
+        Raises:
+            WeightsError: the module is named.
+        """
+        fresh = ModuleIndex(self._tree.root)
+        if self._untouched is None:
+            if _identities(self._tree.root) != {path: id(module) for path, module in self._tree.index.modules.items()}:
+                self._tree.structure_changed()
+            return
+        for path, module in fresh.modules.items():
+            own = [one for one in (*module._parameters.values(), *module._buffers.values()) if one is not None]
+            if id(module) not in self._modules and not all(map(self.is_known, own)):
+                raise _changed(path, f"the {type(module).__name__} '{path}' was put into the model")
+            for tensor in own if not self._shapes else ():
+                before = self._made.get(id(tensor), (tensor, tuple(tensor.shape)))[1] if not is_lazy(tensor) else ()
+                if before and tensor.numel() and before != tuple(tensor.shape):
+                    raise _changed(path, f"'{path}' was resized from {before} to {tuple(tensor.shape)}")
+        for module, path in self._modules.values():
+            if fresh.path_of(module) is None and any(True for _ in _own(module)):
+                raise _changed(path, f"the {type(module).__name__} '{path}' was taken out of the model")
 
     def drop(self, names: Collection[str]) -> frozenset[str]:
         """Record that untouched tensors are given up; gives what was dropped before."""
@@ -124,6 +183,7 @@ class TensorTable:
         self._untouched = {key: value for key, value in self._untouched.items() if key in live}
         self._layouts = {key: value for key, value in self._layouts.items() if key in live}
         self._shapes = {key: value for key, value in self._shapes.items() if key in live}
+        self._made = {key: value for key, value in self._made.items() if key in live}
 
     def _adopted(self, tensor: torch.Tensor, name: str) -> Layout:
         """The layout of a tensor that was put in outside of the schedule: that of the one whose place it took."""
@@ -138,6 +198,24 @@ class TensorTable:
     def _shape(self, tensor: torch.Tensor) -> tuple[int, ...]:
         kept = self._shapes.get(id(tensor))
         return kept[1] if kept is not None else () if is_lazy(tensor) else tuple(tensor.shape)
+
+
+def _identities(root: nn.Module) -> dict[str, int]:
+    return {path: id(module) for path, module in ModuleIndex(root).modules.items()}
+
+
+def _own(module: nn.Module) -> Iterator[torch.Tensor]:
+    """The parameters and buffers of a module, without those of its children."""
+    tables = (module._parameters, module._buffers)
+    return (tensor for table in tables for tensor in table.values() if tensor is not None)
+
+
+def _changed(path: str, what: str) -> WeightsError:
+    return WeightsError(
+        f"{what} outside of the schedule, after its first step: neither its state dicts nor its steps know of it",
+        path=path,
+        hint=f"change the model before create_schedule(model), or by a step: sch['{path}'].replace(...)",
+    )
 
 
 def _live(tree: Tree) -> Iterator[tuple[str, str, torch.Tensor]]:

@@ -11,6 +11,7 @@ from slapo_core.verification.report import VerifyReport
 
 if TYPE_CHECKING:
     from slapo_core.schedule.schedule import Schedule
+    from slapo_core.verification.checking import Options
 
 __all__ = ["VerifyReport", "verify"]
 
@@ -25,6 +26,7 @@ def verify(
     atol: float | None = None,
     optimizer_steps: int = 3,
     seed: int = 0,
+    blame_seconds: float | None = 120.0,
     timeout: float = 120.0,
 ) -> VerifyReport: ...
 
@@ -39,6 +41,7 @@ def verify(
     atol: float | None = None,
     optimizer_steps: int = 3,
     seed: int = 0,
+    blame_seconds: float | None = 120.0,
     timeout: float = 120.0,
 ) -> tuple[VerifyReport, ...]: ...
 
@@ -52,6 +55,7 @@ def verify(
     atol: float | None = None,
     optimizer_steps: int = 3,
     seed: int = 0,
+    blame_seconds: float | None = 120.0,
     timeout: float = 120.0,
 ) -> VerifyReport | tuple[VerifyReport, ...]:
     """Compare the scheduled model with the untouched one, and name the steps that broke it.
@@ -92,6 +96,8 @@ def verify(
         atol: the absolute difference allowed, in place of the floor that follows from the type.
         optimizer_steps: how many are compared; 0 compares none.
         seed: of the inputs' cotangents and of everything random.
+        blame_seconds: for the search for the steps that do it, once the models were seen to differ; then the best
+            three suspects are named, with "search stopped". None: no limit.
         timeout: for a mesh that is only declared, seconds for its processes.
 
     Returns:
@@ -102,9 +108,10 @@ def verify(
             same on every rank. Of several schedules the first that differs, with what came of the others.
         RankMismatchError: ranks have other inputs, options, untouched weights or steps.
         RankFailedError: a rank ended or left in the middle, e.g. by KeyboardInterrupt; it is named.
-        ArgumentError: there are no inputs, or the untouched model does not run on them; or schedules are of different
-            models.
+        ArgumentError: there are no inputs, or the untouched model does not run on them, or its output depends on no
+            parameter that is trained; or schedules are of different models.
         SealedError: the schedule was built or sealed, and the originals are gone.
+        WeightsError: the model was changed outside of the schedule.
         TraceError: the model cannot be cut where the schedule says; the step is named.
         HookError: what a plugin answers about the stages cannot be right; it is named.
 
@@ -118,16 +125,31 @@ def verify(
     for name, value in (("rtol", rtol), ("atol", atol)):
         if value is not None and not value >= 0:
             raise ArgumentError(f"{name} must not be negative (got {value!r})", hint=f"verify(sch, batch, {name}=1e-6)")
-    from slapo_core.verification.checking import Options, check_each
+    import torch
+
+    from slapo_core.verification.checking import Options
+    from slapo_core.verification.inputs import Inputs
+
+    with torch.inference_mode(False), torch.enable_grad():  # whatever is set where verify is called
+        schedules = _schedules(sch, example_inputs)
+        for one in schedules:
+            one.tree.tensors.check_unchanged()
+        given = next((one.example_inputs for one in schedules if one.example_inputs is not None), None)
+        given = example_inputs if example_inputs is not None else given
+        further = tuple(Inputs.of(batch) for batch in more_batches)
+        options = Options(rtol, atol, optimizer_steps, seed, more_batches=further, blame_seconds=blame_seconds)
+        reports = _verify_each(schedules, given, options, timeout)
+    return reports if isinstance(sch, (list, tuple)) else reports[0]
+
+
+def _verify_each(
+    schedules: Sequence[Schedule], given: Any, options: Options, timeout: float
+) -> tuple[VerifyReport, ...]:
+    from slapo_core.verification.checking import check_each
     from slapo_core.verification.dry import check_in_processes
     from slapo_core.verification.inputs import Inputs
     from slapo_core.verification.several import Outcome, Siblings, conclude
 
-    schedules = _schedules(sch, example_inputs)
-    given = next((one.example_inputs for one in schedules if one.example_inputs is not None), None)
-    given = example_inputs if example_inputs is not None else given
-    further = tuple(Inputs.of(batch) for batch in more_batches)
-    options = Options(rtol=rtol, atol=atol, optimizer_steps=optimizer_steps, seed=seed, more_batches=further)
     siblings = Siblings(schedules)
     found: dict[int, Outcome] = {}
     by_mesh: dict[Any, list[int]] = {}  # those with one declared mesh are verified in the same processes
@@ -143,11 +165,10 @@ def verify(
             for one in together:
                 with one.untouched() as model:
                     siblings.require_same_model(one, model)
-            on_cpu = dataclasses.replace(options, more_batches=tuple(batch.on_cpu() for batch in further))
+            on_cpu = dataclasses.replace(options, more_batches=tuple(batch.on_cpu() for batch in options.more_batches))
             outcomes = check_in_processes(together, inputs, on_cpu, timeout=timeout)
         found.update(zip(numbers, outcomes, strict=True))
-    reports = conclude([found[number] for number in range(len(schedules))])
-    return reports if isinstance(sch, (list, tuple)) else reports[0]
+    return conclude([found[number] for number in range(len(schedules))])
 
 
 def _schedules(sch: Schedule | Sequence[Schedule], example_inputs: Any) -> tuple[Schedule, ...]:

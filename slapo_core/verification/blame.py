@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from slapo_core.spec.record import Record
@@ -36,6 +36,7 @@ class Blame:
         alone: whether there is one step, which fails alone.
         among: the number of steps that fail only together, of which the records are the nearest; 0 if they are all.
         ran_out: whether the trials ended before the search did.
+        stopped: whether the time for the search was over.
         placed: whether no trial was needed, because only these steps do what was seen at that place.
     """
 
@@ -48,6 +49,7 @@ class Blame:
     alone: bool = False
     among: int = 0
     ran_out: bool = False
+    stopped: bool = False
     placed: bool = False
 
     @classmethod
@@ -72,6 +74,7 @@ class Blame:
         if self.placed:
             return "the step that does it, as no other stands around this place:"
         ended = ", which is as many as there may be" if self.ran_out else ""
+        ended = "; search stopped: verify(..., blame_seconds=None) goes on" if self.stopped else ended
         if not self.proven and self.among:
             return (
                 f"the cause is not known: {self.among} steps fail only together, as far as {self.trials} trials tell"
@@ -96,6 +99,7 @@ def find_steps(
     failed: Failed | None = None,
     suggest: Suggest = tuple,
     paths: Sequence[str] = (),
+    stop: Callable[[], bool] = lambda: False,
 ) -> Blame:
     """Find the part of ``records``, which fail together, that fails alone, and in the same way.
 
@@ -115,11 +119,12 @@ def find_steps(
         failed: in which way the schedule was seen to fail; None if ``try_steps`` knows only one.
         suggest: asks for other steps to try.
         paths: of all modules.
+        stop: asked before each trial: whether the search ends there.
     """
     steps = tuple(records)
     if not steps:
         return Blame((), proven=False)
-    search = Search(try_steps, tied)
+    search = Search(try_steps, tied, stop=stop)
     whole = search.outcome(steps)
     if whole == "agrees":
         return Blame((), proven=True, trials=search.trials)
@@ -133,7 +138,7 @@ def find_steps(
         if found.suggestion is None and not found.likewise:
             first, likewise = _repeated(search, steps, found.records[0])
             found = dataclasses.replace(found, records=(first,), likewise=likewise)
-    return dataclasses.replace(found, trials=search.trials)
+    return dataclasses.replace(found, trials=search.trials, stopped=search.stopped)
 
 
 def _instead(search: Search, steps: Part, step: Record, suggestions: Sequence[Suggestion]) -> Suggestion | None:
@@ -187,7 +192,7 @@ def _find(search: Search, steps: Part, near: str | None, suggest: Suggest, paths
         return found
     likewise = tuple(search.likewise)
     if len(part) == len(steps):
-        shown = nearest(steps, near)[:_NAMED] if near is not None else ()
+        shown = nearest(steps, near)[:_NAMED] if near is not None or search.stopped else ()
         return Blame(shown, proven=False, ran_out=ran_out)
     if len(part) <= _NAMED:
         return Blame(part, proven=_tells_by_numbers(search), likewise=likewise, ran_out=search.ran_out)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -52,6 +53,7 @@ class Options:
     optimizer_steps: int
     seed: int
     more_batches: tuple[Inputs, ...] = ()
+    blame_seconds: float | None = None
 
 
 def check_each(
@@ -111,7 +113,15 @@ class _Check:
         self.world, self.inputs, self.subjects, self.options = world, inputs, subjects, options
         self.siblings = siblings
         self.schedule = subjects.schedule
-        self.trials = Trials(world, inputs, subjects, rtol=options.rtol, atol=options.atol, staging=Staging())
+        self.trials = Trials(
+            world,
+            inputs,
+            subjects,
+            rtol=options.rtol,
+            atol=options.atol,
+            staging=Staging(),
+            blame_seconds=options.blame_seconds,
+        )
         self.runs = UntouchedRuns(
             inputs, options.more_batches, subjects, seed=options.seed, optimizer_steps=options.optimizer_steps
         )
@@ -149,7 +159,9 @@ class _Check:
         if raised:
             ran = "the model's own types" if dtype is None else dtype_name(dtype)
             self.notes.append(f"both ran in {ran}, because {'; '.join(raised)}")
-        return self._judge(outcome)
+        report = self._judge(outcome)
+        self._judge_with_other_values(dtype)
+        return dataclasses.replace(report, notes=tuple(dict.fromkeys((*self.notes, *outcome.notes))))
 
     # -- judging ----------------------------------------------------------------------------------------------
 
@@ -173,6 +185,24 @@ class _Check:
             not_compared=tuple(dict.fromkeys(text for comparison in shared for text in comparison.not_compared)),
             notes=(*self.notes, *outcome.notes),
         )
+
+    def _judge_with_other_values(self, dtype: torch.dtype | None) -> None:
+        """Compare outputs and gradients once more, with random values where the model's own hide mistakes."""
+        drawn = self.subjects.redraw_constants()
+        if not drawn:
+            return
+        what = f"{len(drawn)} parameters that are constant or small, e.g. '{drawn[0]}', as random values"
+        try:
+            outcome = self.turns.run_early(dtype)
+        except UntouchedRunError as raising:
+            self.notes.append(f"not compared with {what}: the reference model raises: {raising.failure}")
+            return
+        note = f"compared once more with {what}"
+        self.notes.append(note)  # for the message of an error
+        if outcome.raised is not None:
+            self._raise_exception(outcome.reference, outcome.raised)
+        self._judge(outcome)
+        self.notes.remove(note)
 
     def _judge_beside_loose_steps(self, reference: UntouchedRun) -> None:
         """Hold the steps that are not approximate to their own promises."""

@@ -65,6 +65,11 @@ class Counterparts:
         full = live.layout.full(tensor, self.correspondence.mesh)
         return self.correspondence.translations.to_reference(live, full)
 
+    def stands_for(self, name: str) -> tuple[str, ...]:
+        """The reference tensors that a live one maps to, e.g. those that were merged into it."""
+        live = self.tensors.get(name)
+        return tuple(live.stands_for) if live is not None else ()
+
     def is_whole(self, name: str) -> bool:
         """Whether every rank has the whole of an untouched tensor under this name."""
         live = self.tensors.get(name)

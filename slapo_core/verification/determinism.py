@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from slapo_core.spec.accelerators import fork_rng
 from slapo_core.verification.dropout import DropoutMode
 
 __all__ = ["fixed_conditions"]
@@ -30,7 +31,7 @@ def fixed_conditions(seed: int, dropout: DropoutMode | None = None) -> Iterator[
     numpy_random: Any = sys.modules.get("numpy.random")
     numpy_state = numpy_random.get_state() if numpy_random is not None else None
     try:
-        with torch.random.fork_rng(), torch.autograd.set_multithreading_enabled(False), dropout or DropoutMode():
+        with fork_rng(), torch.autograd.set_multithreading_enabled(False), dropout or DropoutMode():
             torch.manual_seed(seed)
             random.seed(seed)
             if numpy_random is not None:

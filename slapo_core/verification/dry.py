@@ -13,7 +13,16 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from slapo_core.errors import LaunchError, ReplayError, SerializationError, SlapoError, UnknownNameError, VerifyError
+from slapo_core.errors import (
+    ArgumentError,
+    LaunchError,
+    RankFailedError,
+    ReplayError,
+    SerializationError,
+    SlapoError,
+    UnknownNameError,
+    VerifyError,
+)
 from slapo_core.ranks.launcher import preload_modules, run_ranks
 from slapo_core.schedule.creation import create_schedule
 from slapo_core.verification.checking import Options, check_each
@@ -62,6 +71,7 @@ def check_in_processes(
     Raises:
         SerializationError: a step cannot be sent to another process.
         LaunchError: the model cannot be sent to another process, or the script not be imported there.
+        ArgumentError: the model does not run on the batch.
         RankFailedError: a process ended otherwise; RankTimeoutError if it hung.
     """
     mesh = schedules[0].mesh
@@ -83,11 +93,15 @@ def check_in_processes(
             (inputs.args, dict(inputs.kwargs)),
             options,
             world_size=mesh.world_size,
-            timeout=timeout,
+            timeout=timeout + (options.blame_seconds or 0.0),
         )
     except LaunchError as error:
         hint = f"{error.hint}; or {launch}" if error.hint else launch
         raise LaunchError(f"{why}, but {error.message}", hint=hint) from error
+    except RankFailedError as error:
+        if isinstance(error.__cause__, ArgumentError):  # a batch that the model does not take: no rank's fault
+            raise error.__cause__ from None
+        raise
     return ranks[0]
 
 

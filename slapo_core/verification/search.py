@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from slapo_core.spec.record import Record
 from slapo_core.verification.failing import Failed, Outcome, Try
@@ -23,10 +23,12 @@ class Search:
         try_steps: repeats some steps on a fresh copy.
         tied: the paths of modules that share a parameter, one set for each such parameter.
         budget: the number of trials.
+        stop: asked before each trial, on all ranks alike: whether the search ends there.
 
     Attributes:
         tied: as given, those that have a path in common joined.
         trials: how many copies were tried.
+        stopped: whether the search was ended by ``stop``.
         target: the failure that is looked for.
         likewise: paths of repeated blocks that fail in the same way by themselves.
         into_blocks: whether one repeated block is followed where all of them fail with numbers of their own: each may
@@ -34,8 +36,16 @@ class Search:
         stopped_at_blocks: whether the search stopped there.
     """
 
-    def __init__(self, try_steps: Try, tied: Sequence[frozenset[str]], *, budget: int = MAX_TRIALS) -> None:
-        self._try = try_steps
+    def __init__(
+        self,
+        try_steps: Try,
+        tied: Sequence[frozenset[str]],
+        *,
+        budget: int = MAX_TRIALS,
+        stop: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._try, self._stop = try_steps, stop
+        self.stopped = False
         self.tied = _joined(tied)
         self._known: dict[tuple[tuple[int, str, str], ...], Outcome] = {}
         self.budget = budget
@@ -47,13 +57,14 @@ class Search:
 
     @property
     def ran_out(self) -> bool:
-        return self.trials >= self.budget
+        return self.stopped or self.trials >= self.budget
 
     def outcome(self, part: Part) -> Outcome:
         if not part:
             return "agrees"
         key = tuple((record.index, record.path, str(record.primitive)) for record in part)
         if key not in self._known:
+            self.stopped = self.stopped or (not self.ran_out and self._stop())
             if self.ran_out:
                 return "refused"
             self.trials += 1

@@ -52,6 +52,7 @@ class Subjects:
         self.schedule = schedule
         self.device = device
         self._seed = seed
+        self._redrawn: dict[str, torch.Tensor] = {}
         self.correspondence, self._originals = Correspondence.of(schedule)
         self.counterparts = Counterparts.of(self.correspondence, schedule.model)
         self._template = copy_model(schedule.model, shares_memory=True)
@@ -77,6 +78,9 @@ class Subjects:
         model = copy_model(self._untouched, dtype=dtype)
         origins = self.correspondence.survey.origins
         _fill(model, lambda name, tensor: self._values[origins[name]].to(self.device, tensor.dtype, copy=True))
+        for name, parameter in model.named_parameters():
+            if origins[name] in self._redrawn:
+                _set(parameter, self._redrawn[origins[name]])
         return convert(model, dtype)
 
     def candidate(self, dtype: torch.dtype | None) -> nn.Module:
@@ -84,6 +88,22 @@ class Subjects:
         model = copy_model(self._template, dtype=dtype)
         self._fill_scheduled(model, self.schedule, self.counterparts)
         return convert(model, dtype)
+
+    def redraw_constants(self) -> list[str]:
+        """Give parameters without a spread of values random ones, in every copy from now on: their names.
+
+        Zero biases, norms of ones and small gates (LayerScale, adaLN-zero) multiply the error of a step away. Each
+        element is drawn from +-[0.5, 1.5].
+        """
+        parameters = dict(self._untouched.named_parameters())
+        for name, original in self._originals.items():
+            value = self._values.get(name, original).detach()
+            if name in parameters and value.is_floating_point() and value.numel() and _has_no_spread(value):
+                generator = torch.Generator().manual_seed(self._seed * 7919 + len(self._redrawn))
+                drawn = torch.rand(value.shape, generator=generator, dtype=torch.float64) + 0.5
+                sign = torch.randint(2, value.shape, generator=generator) * 2 - 1
+                self._redrawn[name] = (drawn * sign).to(self.device, value.dtype)
+        return list(self._redrawn)
 
     def frozen_parameters(self) -> list[str]:
         """Parameters of the untouched model that are not trained, though no step decided it."""
@@ -204,19 +224,33 @@ class Subjects:
             return live.layout.local(full, self.schedule.mesh).to(self.device, tensor.dtype)
 
         _fill(model, value)
+        for name, parameter in model.named_parameters():
+            live = counterparts.tensors.get(name)
+            if live is not None and not self._redrawn.keys().isdisjoint(live.stands_for):
+                full = self._full(live, counterparts.correspondence)
+                assert full is not None
+                _set(parameter, live.layout.local(full, self.schedule.mesh))
 
     def _full(self, live: LiveTensor, correspondence: Correspondence | None) -> torch.Tensor | None:
         """The whole value of a tensor that stands for untouched ones; None if a step added it."""
-        parts = {
-            name: self._values[name] if name in self._values else self._originals[name].detach()
-            for name in live.stands_for
-        }
+        values = {**self._values, **self._redrawn}
+        parts = {name: values[name] if name in values else self._originals[name].detach() for name in live.stands_for}
         if not parts:
             return None
         if live.layout.origin:
             return parts[live.stands_for[0]]
         assert correspondence is not None
         return correspondence.translations.from_reference(live, parts)
+
+
+def _has_no_spread(value: torch.Tensor) -> bool:
+    """Whether all elements are equal, or all below 1e-2 in magnitude."""
+    return bool((value == value.reshape(-1)[0]).all()) or bool((value.abs() < 1e-2).all())
+
+
+def _set(parameter: nn.Parameter, value: torch.Tensor) -> None:
+    with torch.no_grad():
+        parameter.copy_(value)
 
 
 def _fill(model: nn.Module, value: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -120,6 +121,7 @@ class Trials:
         rtol: the user's; None if it follows from type and promise.
         atol: the user's; None likewise.
         staging: calls the models stage by stage where they are cut; None calls them in one piece.
+        blame_seconds: after which no further steps are tried; None: no limit.
     """
 
     world: World
@@ -128,6 +130,7 @@ class Trials:
     rtol: float | None
     atol: float | None
     staging: Staging | None = None
+    blame_seconds: float | None = None
 
     def run(self, subject: Subject, reference: UntouchedRun, stages: Sequence[str]) -> Attempt[Ran]:
         """Run ``stages`` of a scheduled model under the conditions of the untouched one."""
@@ -288,6 +291,13 @@ class Trials:
         ``gradients`` are the parameters whose gradients differ, where nothing before them does.
         """
 
+        started = time.monotonic()
+
+        def is_over() -> bool:
+            if self.blame_seconds is None:
+                return False
+            return any(self.world.gather(time.monotonic() - started > self.blame_seconds))
+
         def try_steps(part: Sequence[Record]) -> Outcome:
             return self.try_steps(reference, stages, part).outcome
 
@@ -299,6 +309,7 @@ class Trials:
             failed=failed,
             suggest=lambda: suggestions(self.subjects.schedule, gradients),
             paths=[path for path, _ in self.subjects.untouched.named_modules()],
+            stop=is_over,
         )
 
     def try_steps(

@@ -91,6 +91,10 @@ class Turns:
         """
         return _Turn(self).run(dtype)
 
+    def run_early(self, dtype: torch.dtype | None) -> Turned:
+        """As :meth:`run`, outputs, buffers and gradients only."""
+        return _Turn(self).run_early(dtype)
+
 
 class _Turn:
     """The stages in one type."""
@@ -127,6 +131,14 @@ class _Turn:
         if raised is None:
             raised = self._on_fresh_copies(draws, is_random, reason)
         return self._outcome(raised)
+
+    def run_early(self, dtype: torch.dtype | None) -> Turned:
+        self.reference, _, _ = self._untouched(lambda: self.runs.start(dtype))
+        started = self.world.attempt(lambda: self.trials.start(self.subject, self.reference))
+        if started.failures:
+            return self._outcome(started)
+        self._compare(started.value()[1])
+        return self._outcome()
 
     def _untouched_first(self, dtype: torch.dtype | None) -> bool:
         """The stages on one copy, before there is a copy of the scheduled model: nothing else needs as much memory.

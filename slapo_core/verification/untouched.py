@@ -81,6 +81,7 @@ class UntouchedRuns:
         with observer:
             seen = course.run(EARLY)
         course.inputs = self.inputs
+        _require_gradients(course, seen)
         lowest, finer = _types(seen, observer, base)
         return UntouchedRun(seen, conditions, EARLY, lowest, finer, base), course, step_size(model, seen)
 
@@ -133,6 +134,19 @@ class UntouchedRuns:
         reference.room = room_for_rounding(reference.seen, seen, types)
         reference.finer = {**reference.finer, **types}
         reference.seen.values.update(seen.values)
+
+
+def _require_gradients(course: Course, seen: Observation) -> None:
+    """
+    Raises:
+        ValueError: nothing that is trained has a gradient, so that no backward pass could be compared.
+    """
+    trained = [name for name, parameter in course.model.named_parameters() if parameter.requires_grad]
+    if trained and all(gradient is None for gradient in seen.of("gradient").values()):
+        raise ValueError(
+            f"no output requires grad, but {len(trained)} parameters are trained, e.g. '{trained[0]}': freeze them "
+            "(requires_grad_(False)), or return an output that is not detached"
+        )
 
 
 def _types(

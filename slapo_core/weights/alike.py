@@ -14,7 +14,7 @@ import torch
 
 from slapo_core.ranks.facts import describe
 from slapo_core.spec.mesh import DATA_DIMS
-from slapo_core.weights.in_place import TorchOptimizer, optimizer_storage
+from slapo_core.weights.in_place import InPlace, TorchOptimizer, optimizer_storage, sharded_over
 
 if TYPE_CHECKING:
     from slapo_core.spec.state import LiveTensor
@@ -74,13 +74,14 @@ def replicas_of(correspondence: Correspondence, storage: TensorStorage | None = 
     """
     found = []
     for live, over, among in _copied(correspondence):
-        if storage is None:
+        if storage is None and not sharded_over(live.tensor):
             found.append(Replica(live.name, live.tensor, over, among))
             continue
-        rest = _without(over, storage.partitioned(live))
+        keeper = storage or InPlace()
+        rest = _without(over, keeper.partitioned(live))
         if rest:
-            found.append(Replica(live.name, _stored(storage, live), rest, _among(among, rest)))
-        working = storage.working(live)
+            found.append(Replica(live.name, _stored(keeper, live), rest, _among(among, rest)))
+        working = keeper.working(live)
         if working is not None:
             name = f"{live.name} in the forward" if rest else live.name
             found.append(Replica(name, working, over, among, is_made=True))

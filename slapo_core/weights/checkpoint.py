@@ -10,31 +10,43 @@ files of two checkpoints that were copied into one directory are recognised.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
 import os
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from slapo_core.errors import BuildError, WeightsError
-from slapo_core.ranks.world import together
+from slapo_core.errors import ArgumentError, BuildError, ReplicaError, WeightsError
+from slapo_core.ranks.random_states import restore, torch_states
+from slapo_core.ranks.world import World, together
 from slapo_core.weights.in_place import optimizer_storage
 from slapo_core.weights.optimizer_state import OptimizerState
 from slapo_core.weights.sources import SafetensorsSource, Source, Wider
 from slapo_core.weights.swap import located
-from slapo_core.weights.writer import Writer
+from slapo_core.weights.writer import Writer, checksums
 
 if TYPE_CHECKING:
+    from slapo_core.spec.mesh import Mesh
     from slapo_core.spec.state import LiveTensor
     from slapo_core.spec.storage import OptimizerStorage
     from slapo_core.weights.loading import Loading
     from slapo_core.weights.state import TensorState
 
-__all__ = ["collected", "give", "load_checkpoint", "prepared", "refuse_not_json", "save_checkpoint"]
+__all__ = [
+    "as_written",
+    "collected",
+    "give",
+    "load_checkpoint",
+    "prepared",
+    "refuse_not_json",
+    "save_checkpoint",
+    "writing",
+]
 
 FORMAT = 1
 MODEL, ADDED, OPTIMIZER, MANIFEST = "model.safetensors", "added.safetensors", "optimizer.safetensors", "checkpoint.json"
@@ -52,12 +64,17 @@ def save_checkpoint(
     """Write weights and optimiser state: a collective; the first rank of the mesh writes, one file after the other.
 
     Raises:
-        RankMismatchError: ranks hold different copies of a tensor, or of the optimiser's state; nothing was written.
+        ReplicaError: ranks hold different copies of a tensor, or of the optimiser's state; what was written is whole,
+            with the values of the first rank.
+        RankMismatchError: the forward computes with other values than the runtime trains; nothing was written.
         BuildError: the optimiser or ``runtime`` holds something that has no place in a checkpoint, or writing failed;
             on every rank.
     """
+    if not os.fspath(directory):
+        raise ArgumentError("the directory of the checkpoint is empty", hint='engine.save("checkpoints/step-1000")')
     mesh = state.mesh
-    state.check_replicas(optimizer=optimizer)
+    differing = state.differing(optimizer)
+    random = _random_states(mesh)
     with together(mesh, "saving the optimiser's state"):
         refuse_not_json(runtime)
     moments = collected(state, optimizer)
@@ -70,18 +87,46 @@ def save_checkpoint(
         weights = state.whole(rank0_only=True, include_added=True, as_trained=True)
         with together(mesh, f"writing the checkpoint '{directory}'"):
             if writes:
-                writer = stack.enter_context(Writer(Path(directory), ALL, last=MANIFEST))
-                for name, tensors in _files(state, weights).items():
-                    writer.write(name, tensors)
+                with writing(directory):
+                    writer = stack.enter_context(Writer(Path(directory), ALL, last=MANIFEST))
+                    for name, tensors in _files(state, weights).items():
+                        writer.write(name, tensors)
         weights.clear()  # before the optimiser's state comes, of which there is twice as much
         tensors = moments.gather(wanted=writes) if moments is not None else {}
         with together(mesh, f"writing the checkpoint '{directory}'"):
             if writer is not None:
-                writer.write(OPTIMIZER, tensors)
-                about = {"optimizer": moments.description() if moments is not None else None}
-                if runtime:
-                    about["runtime"] = dict(runtime)
-                writer.finish(state.correspondence.tree.root, {"format": FORMAT, **about})
+                with writing(directory):
+                    writer.write(OPTIMIZER, tensors)
+                    about: dict[str, Any] = {"optimizer": moments.description() if moments is not None else None}
+                    if differing is not None:
+                        about["replicas"] = differing.message
+                    if runtime:
+                        about["runtime"] = dict(runtime)
+                    writer.finish(state.correspondence.tree.root, {"format": FORMAT, "random": random, **about})
+    if differing is not None:
+        raise as_written(differing, directory) from differing
+
+
+@contextlib.contextmanager
+def writing(directory: str | os.PathLike[str]) -> Iterator[None]:
+    """Raise what the disk refuses as on the other ranks.
+
+    Raises:
+        BuildError: a file or the directory cannot be written.
+    """
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise BuildError(f"'{os.fspath(directory)}' cannot be written: {type(error).__name__}: {error}") from error
+
+
+def as_written(error: ReplicaError, directory: str | os.PathLike[str]) -> ReplicaError:
+    """The same error, after the values of the first rank were written."""
+    path = os.fspath(directory)
+    text = f"{error.message}\n'{path}' was written with the values of the first rank"
+    return ReplicaError(text, tensor=error.tensor, ranks=error.ranks, directory=path, hint=error.hint)
 
 
 def load_checkpoint(
@@ -103,6 +148,7 @@ def load_checkpoint(
     moments = collected(state, optimizer)
     with together(state.mesh, f"reading the checkpoint '{directory}'"):
         manifest = _read_manifest(path)
+        _check_sums(path, manifest.get("checksums", {}), state.mesh)
         weights: Source = _source(path, MODEL)
         if TRAINED in manifest["files"]:
             weights = Wider(weights, _source(path, TRAINED), state.correspondence.survey.keys)
@@ -114,6 +160,8 @@ def load_checkpoint(
         label = f"the checkpoint '{path}'"
         loading = prepared(state, weights, added, moments, manifest["optimizer"], tensors, runtime, uses, label)
     give(state, moments, loading, label)
+    states = manifest.get("random", {}).get(_replica(state.mesh), {})
+    restore({device: base64.b64decode(content) for device, content in states.items()})
     return runtime
 
 
@@ -196,6 +244,35 @@ def _files(state: TensorState, weights: Mapping[str, torch.Tensor]) -> dict[str,
             value = value.to(dtype)
         own[key] = value
     return {MODEL: own, TRAINED: trained, ADDED: {name: one for name, one in weights.items() if name not in own}}
+
+
+def _replica(mesh: Mesh | None) -> str:
+    return str(mesh.rank("dp") if mesh is not None else 0)
+
+
+def _random_states(mesh: Mesh | None) -> dict[str, dict[str, str]]:
+    """The state of torch's generators in each replica, on its first rank: a collective."""
+    own = {device: base64.b64encode(content).decode() for device, content in torch_states().items()}
+    with World(mesh) as world:
+        by_replica: dict[str, dict[str, str]] = {}
+        for replica, states in world.gather((_replica(mesh), own)):
+            by_replica.setdefault(replica, states)
+    return by_replica
+
+
+def _check_sums(path: Path, sums: Mapping[str, Sequence[int]], mesh: Mesh | None) -> None:
+    """Refuse files of which a byte changed; every rank reads its share of their chunks."""
+    ranks = [0] if mesh is None or mesh.device_mesh is None else sorted(mesh.device_mesh.mesh.flatten().tolist())
+    place = ranks.index(mesh.global_rank) if mesh is not None and len(ranks) > 1 else 0
+    for name, expected in sums.items():
+        own = range(place, len(expected), len(ranks))
+        for number, found in zip(own, checksums(located(path, name, last=MANIFEST), own), strict=True):
+            if found != expected[number]:
+                raise WeightsError(
+                    f"{path / name} is damaged: the checksum of its part {number + 1} of {len(expected)} is not the "
+                    f"one in {MANIFEST}",
+                    hint="load another checkpoint, or copy this one again",
+                )
 
 
 def refuse_not_json(runtime: Mapping[str, Any]) -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from slapo_core.weights.exchange import exchange_device
+from slapo_core.weights.in_place import sharded_over
 
 if TYPE_CHECKING:
     from slapo_core.spec.mesh import Mesh
@@ -51,6 +53,7 @@ class GradientClipper:
             if isinstance(live.tensor, nn.Parameter):
                 holders = correspondence.holders(live)
                 dims = {mesh_dim for mesh_dim, _ in live.layout.shards()}
+                dims.update(sharded_over(live.tensor))
                 counted = by_dims.setdefault(self._running(*dims, *holders), [])  # in one order on every rank
                 if self._dtypes is not None and live.tensor.requires_grad:
                     self._dtypes.add(live.tensor.dtype)
@@ -83,13 +86,13 @@ class GradientClipper:
                 "clipped; error_if_nonfinite=False scales them nevertheless"
             )
         everything = [parameter for parameters in (*self._by_dims.values(), self._again) for parameter in parameters]
-        nn.utils.clip_grads_with_norm_(everything, self._max_norm, total)
+        held: Any = [SimpleNamespace(grad=gradient) for gradient in _gradients(everything)]
+        nn.utils.clip_grads_with_norm_(held, self._max_norm, total)
         return total
 
     def _norm_of(self, dims: tuple[str, ...], parameters: list[nn.Parameter]) -> torch.Tensor:
         """The norm of gradients whose parameters are split over the same mesh dimensions, over those."""
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        norm = nn.utils.get_total_norm(gradients, self._norm_type)
+        norm = nn.utils.get_total_norm(_gradients(parameters), self._norm_type)
         if not dims or self._mesh is None:
             return norm
         # In one type on every rank: one that holds none of these gradients does not know theirs, and takes part too.
@@ -108,3 +111,9 @@ class GradientClipper:
         for one in here if self._dtypes is None else self._dtypes:
             dtype = torch.promote_types(dtype, one)
         return dtype
+
+
+def _gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
+    """Those that there are, as plain tensors: of what ``fully_shard`` partitions this rank's shard."""
+    found = (parameter.grad for parameter in parameters)
+    return [getattr(gradient, "_local_tensor", gradient) for gradient in found if gradient is not None]

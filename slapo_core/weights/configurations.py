@@ -26,6 +26,13 @@ def write_configurations(model: nn.Module, directory: Path) -> None:
     config = getattr(model, "config", None)
     if not callable(getattr(config, "save_pretrained", None)):
         return
+    if hasattr(model, "peft_config"):  # its names are peft's: a plain model would take none of these weights
+        warnings.warn(
+            "the checkpoint has no config.json: transformers would load random weights with it, because the names of "
+            "a peft model are its own; slapo_core.save_pretrained(sch, directory) of a live loop writes the adapter",
+            stacklevel=6,
+        )
+        return
     written: list[tuple[str, Any]] = [("config", _with_class(config, model))]
     generation = getattr(model, "generation_config", None)
     if callable(getattr(generation, "save_pretrained", None)):

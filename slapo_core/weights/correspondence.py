@@ -62,8 +62,10 @@ class Correspondence:
         Raises:
             SealedError: the originals were dropped.
             WeightsError: a lazy module has not been run yet.
+            WeightsError: the model was changed outside of the schedule.
             HookError: a plugin's answer about a tensor cannot be right.
         """
+        schedule.tree.tensors.check_unchanged()
         surveyed, untouched = survey(schedule)
         return cls(schedule.tree, surveyed, schedule.hooks), untouched
 

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from slapo_core.spec.accelerators import device_of
+
 if TYPE_CHECKING:
     from slapo_core.spec.mesh import Mesh
 
@@ -19,9 +21,7 @@ __all__ = ["collect", "exchange_device", "spread", "sum_among"]
 
 def exchange_device(mesh: Mesh) -> torch.device:
     """Where a tensor must be to be sent over the mesh's groups."""
-    if mesh.device_mesh is not None and mesh.device_mesh.device_type == "cuda":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+    return device_of(mesh.device_mesh.device_type if mesh.device_mesh is not None else "cpu")
 
 
 def spread(tensor: torch.Tensor, mesh: Mesh, mesh_dim: str, places: Sequence[int]) -> None:

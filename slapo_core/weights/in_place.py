@@ -13,25 +13,36 @@ from slapo_core.spec.storage import OptimizerStorage
 if TYPE_CHECKING:
     from slapo_core.spec.state import LiveTensor
 
-__all__ = ["InPlace", "TorchOptimizer", "optimizer_storage"]
+__all__ = ["InPlace", "TorchOptimizer", "optimizer_storage", "sharded_over"]
 
 
 class InPlace:
-    """The implementation of :class:`slapo_core.spec.storage.TensorStorage` where the model holds its own tensors."""
+    """The implementation of :class:`slapo_core.spec.storage.TensorStorage` where the model holds its own tensors.
+
+    Those that torch's ``fully_shard`` partitions over replicas are DTensors: full over these for who reads them.
+    """
 
     def partitioned(self, live: LiveTensor) -> tuple[str, ...]:
-        return ()
+        return sharded_over(live.tensor)
 
     def dtype(self, live: LiveTensor) -> torch.dtype:
         return live.tensor.dtype
 
     def read(self, live: LiveTensor) -> torch.Tensor:
-        return live.tensor
+        tensor: Any = live.tensor
+        return tensor.detach().full_tensor() if sharded_over(tensor) else tensor  # type: ignore[no-any-return]
 
     def loading(self, live: LiveTensor, value: torch.Tensor) -> Callable[[], None]:
         def assign() -> None:
+            tensor: Any = live.tensor
             with torch.no_grad():
-                live.tensor.copy_(value)
+                if sharded_over(tensor):
+                    from torch.distributed.tensor import distribute_tensor
+
+                    own = value.to(tensor.device, tensor.dtype)
+                    tensor.copy_(distribute_tensor(own, tensor.device_mesh, tensor.placements, src_data_rank=None))
+                else:
+                    tensor.copy_(value)
 
         return assign
 
@@ -80,6 +91,10 @@ class TorchOptimizer:
     def write(self, parameter: torch.Tensor, key: str, value: torch.Tensor) -> None:
         self._optimizer.state[parameter][key].copy_(value)
 
+    def put(self, parameter: torch.Tensor, key: str, value: torch.Tensor) -> None:
+        """Replace a tensor of the state by one in its own type, which ``load_state_dict`` does not keep."""
+        self._optimizer.state[parameter][key] = value.to(parameter.device)
+
     def loading(
         self, groups: Sequence[Mapping[str, Any]], states: Mapping[torch.Tensor, Mapping[str, Any]]
     ) -> Callable[[], None]:
@@ -103,6 +118,14 @@ class TorchOptimizer:
     def take_back(self) -> None:
         """Give the optimiser the state that it had when this was made."""
         self._optimizer.__setstate__(self._before)
+
+
+def sharded_over(tensor: torch.Tensor) -> tuple[str, ...]:
+    """The mesh dimensions over which ``fully_shard`` partitions a tensor; none of a plain one."""
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter) or not hasattr(tensor, "device_mesh"):
+        return ()
+    names = tensor.device_mesh.mesh_dim_names or ()
+    return tuple(name for name, one in zip(names, tensor.placements, strict=True) if not one.is_replicate())  # type: ignore[attr-defined]
 
 
 def optimizer_storage(optimizer: torch.optim.Optimizer | OptimizerStorage | None) -> OptimizerStorage | None:

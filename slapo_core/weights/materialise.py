@@ -11,6 +11,7 @@ import torch
 from slapo_core.spec.state import LiveTensor
 from slapo_core.tree.edit import TreeEdit
 from slapo_core.weights.correspondence import Correspondence
+from slapo_core.weights.exchange import exchange_device
 from slapo_core.weights.initialise import Initialiser, cannot_initialise
 from slapo_core.weights.sources import Source, check_names, read_tensor
 from slapo_core.weights.state import TensorState
@@ -203,7 +204,4 @@ def _usual_device(schedule: Schedule, correspondence: Correspondence) -> torch.d
     for live, _ in correspondence.carried():
         if not live.tensor.is_meta:
             return live.tensor.device
-    mesh = schedule.mesh.device_mesh if schedule.mesh is not None else None
-    if mesh is not None and mesh.device_type == "cuda":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+    return exchange_device(schedule.mesh) if schedule.mesh is not None else torch.device("cpu")

@@ -64,6 +64,7 @@ class OptimizerState:
             shape = tuple(live.tensor.shape) if state.kept is None else live.layout.local_shape(self._mesh)
             self._layouts[id(live.tensor)] = (name, live.layout, shape)
         self._take: Callable[[], None] | None = None
+        self._typed: list[tuple[torch.Tensor, str, Callable[[], Any]]] = []  # of another type than their parameters
         self._tensors: dict[str, _Moment] = {}
         self._scalars: dict[str, dict[str, Any]] = {}
         self._groups = [self._group(group) for group in optimizer.param_groups]
@@ -130,7 +131,15 @@ class OptimizerState:
 
     def description(self) -> dict[str, Any]:
         """Everything else, as JSON values."""
-        return {"type": self._kind, "groups": self._groups, "scalars": self._scalars}
+        held = {key: (one.layout.shape, one.dtype) for key, one in self._tensors.items()}
+        held |= {key: (one.shape, one.dtype) for key, one in self._held.items()}
+        specs = self._state.correspondence.survey.specs
+        types = {}
+        for key, (shape, dtype) in held.items() if self._state.kept is None else ():
+            spec = specs.get(key.rpartition(_SEPARATOR)[0])
+            if spec is not None and shape and dtype.is_floating_point and dtype != spec.dtype:
+                types[key] = str(dtype).removeprefix("torch.")  # torch would give it the parameter's type back
+        return {"type": self._kind, "groups": self._groups, "scalars": self._scalars, "types": types}
 
     def _group(self, group: Mapping[str, Any]) -> dict[str, Any]:
         hyperparameters = {
@@ -210,11 +219,19 @@ class OptimizerState:
         ]
         here = {parameters[name]: _WhenAsked(values) for name, values in states.items() if name in parameters}
         self._take = self._storage.loading(groups, here)
+        self._typed = [
+            (parameters[name], own_key, states[name][own_key])
+            for name, _, own_key in (key.rpartition(_SEPARATOR) for key in description.get("types", ()))
+            if name in parameters and own_key in states.get(name, ())
+        ]
 
     def load(self) -> None:
         """Put the prepared state into the optimiser."""
         assert self._take is not None
         self._take()
+        if isinstance(self._storage, TorchOptimizer):
+            for parameter, key, read in self._typed:
+                self._storage.put(parameter, key, read())
 
     def take_back(self) -> None:
         """Give an optimiser of torch the state that it had; another one takes what it was prepared for."""

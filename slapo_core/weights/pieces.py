@@ -33,7 +33,9 @@ def pieces_of(
     state: TensorState, optimizer: torch.optim.Optimizer | OptimizerStorage | None, runtime: Mapping[str, Any]
 ) -> Pieces:
     """What this rank writes; documented in spec/state.py."""
-    state.check_replicas(optimizer=optimizer)
+    differing = state.differing(optimizer)
+    if differing is not None:
+        raise differing
     with together(state.mesh, "saving the optimiser's state"):
         refuse_not_json(runtime)
     moments = collected(state, optimizer)

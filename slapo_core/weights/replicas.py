@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
-from slapo_core.errors import RankMismatchError
+from slapo_core.errors import RankMismatchError, ReplicaError
 from slapo_core.ranks.checksum import checksum
 from slapo_core.ranks.random_states import restore, torch_states
 from slapo_core.ranks.world import World
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from slapo_core.weights.correspondence import Correspondence
 
 __all__ = [
+    "Parted",
     "Replica",
     "Stored",
     "align_replicas",
@@ -40,7 +42,9 @@ __all__ = [
 
 _SHOWN = 4  # names in a message
 PARTED = (
-    "ranks that hold copies must be given the same batch and the same seeds (torch.manual_seed), and be changed alike; "
+    'slapo_core.verify(sch, batch) finds a reduction that the schedule lacks, such as sync("bwd_post", '
+    '"all_reduce"); else, ranks that hold copies must be given the same batch and the same seeds (torch.manual_seed), '
+    "and be changed alike; "
     "engine.check_replicas() after each step finds the first one that parts them, and "
     "engine.check_replicas(repair=True) goes on with the first rank's values"
 )
@@ -59,14 +63,16 @@ def check_replicas(mesh: Mesh | None, replicas: Iterable[Replica], *, hint: str)
         hint: the way out.
 
     Raises:
-        RankMismatchError: on every rank; it names the tensors that differ, the ranks, and what each of them holds.
+        ReplicaError: on every rank; it names the tensors that differ, the ranks, and what each of them holds.
     """
     if mesh is None or mesh.world_size == 1 or mesh.is_dry:
         return
     with World(mesh) as world:
-        message = parted(world, mesh, replicas)
-    if message is not None:
-        raise RankMismatchError(message, hint=hint)
+        found = parted(world, mesh, replicas)
+    if found is not None:
+        raise ReplicaError(
+            found.message, tensor=found.tensor, ranks=found.ranks, within_rounding=found.within_rounding, hint=hint
+        )
 
 
 def compare_all(
@@ -87,7 +93,7 @@ def compare_all(
         repair: give all ranks the first one's values, with a warning that says what differed.
 
     Raises:
-        RankMismatchError: on every rank; with ``repair``, where a setting differs that is no tensor.
+        ReplicaError: on every rank; with ``repair``, where a setting differs that is no tensor.
     """
     mesh = correspondence.mesh
     if storage is not None:
@@ -108,7 +114,7 @@ def compare_all(
         replicas += [Replica(f"torch's random state on {name}", state, ("tp",)) for name, state in states.items()]
     try:
         check_replicas(mesh, replicas, hint=PARTED)
-    except RankMismatchError as error:
+    except ReplicaError as error:
         if not repair:
             raise
         warnings.warn(f"{error.message}\nall ranks have the values of the first one now", stacklevel=5)
@@ -142,8 +148,18 @@ def renew(correspondence: Correspondence, storage: TensorStorage) -> None:
             storage.loading(live, storage.read(live).clone())()
 
 
-def parted(world: World, mesh: Mesh, replicas: Iterable[Replica]) -> str | None:
-    """What :func:`check_replicas` says; None where all copies agree. The same on every rank."""
+@dataclass(frozen=True)
+class Parted:
+    """Replicas that differ; the same on every rank. Arguments as of :class:`slapo_core.errors.ReplicaError`."""
+
+    message: str
+    tensor: str
+    ranks: tuple[int, ...]
+    within_rounding: bool
+
+
+def parted(world: World, mesh: Mesh, replicas: Iterable[Replica]) -> Parted | None:
+    """Compare replicas as :func:`check_replicas` does; None where all agree."""
     own: dict[str, Replica] = {}
     with world.together("comparing what several ranks hold"):
         own.update((replica.name, replica) for replica in replicas)
@@ -154,14 +170,19 @@ def parted(world: World, mesh: Mesh, replicas: Iterable[Replica]) -> str | None:
     sums = {name: (one.over, keys[name], one.among) for name, one in own.items()}
     by_rank = dict(zip(world.ranks, world.gather(sums), strict=True))
     differing: dict[str, list[int]] = {}  # name -> the first ranks that hold different copies of it
+    are_floats = True
     for name in dict.fromkeys(name for theirs in by_rank.values() for name in theirs):
         over, _, among = next(theirs[name] for theirs in by_rank.values() if name in theirs)
         for ranks in ranks_along(mesh, over, among):
             found = {by_rank[rank].get(name) for rank in ranks}
             if len({one for one in found if one is None or one[1] is not None}) > 1:
                 differing.setdefault(name, ranks)
+                kinds = {one[1][0] if one is not None and one[1] is not None else "" for one in found}
+                are_floats = are_floats and len(kinds) == 1 and "float" in kinds.pop()
     if not differing:
         return None
+    copies = [own[name] for name in sorted(differing) if name in own] if are_floats else []
+    close = are_floats and all(map(all, world.gather([_is_close(one, mesh) for one in copies])))
     first, *others = differing
     shown = "(nothing)"
     if first in own:
@@ -175,13 +196,29 @@ def parted(world: World, mesh: Mesh, replicas: Iterable[Replica]) -> str | None:
         lines.append(
             f"neither {'is' if len(others) == 1 else 'are'} {named}" + (f" and {rest} more" if rest > 0 else "")
         )
-    return "\n".join(lines)
+    return Parted("\n".join(lines), first, tuple(differing[first]), close)
+
+
+_ROUNDINGS = 8  # of the largest element: what kernels that add in another order part replicas by
+
+
+@torch.no_grad()
+def _is_close(replica: Replica, mesh: Mesh) -> bool:
+    """Whether this rank's copy is the first rank's within rounding: a collective of the ranks that hold one."""
+    first = _first(replica, mesh)
+    held = replica.value
+    assert isinstance(held, (torch.Tensor, Stored))
+    own = (held.read() if isinstance(held, Stored) else held).detach().to(first.device)
+    if not first.numel():
+        return True
+    allowed = _ROUNDINGS * torch.finfo(first.dtype).eps * float(first.abs().max())
+    return float((own.double() - first.double()).abs().max()) <= allowed
 
 
 def _key(value: torch.Tensor | str | None) -> tuple[str, int | str] | None:
     if value is None:
         return None
-    return (str(value.dtype), checksum(value)) if isinstance(value, torch.Tensor) else ("", value)
+    return (f"{value.dtype} {tuple(value.shape)}", checksum(value)) if isinstance(value, torch.Tensor) else ("", value)
 
 
 def describe_copy(value: torch.Tensor | str | None) -> str:
@@ -204,26 +241,34 @@ def align_replicas(mesh: Mesh | None, replicas: Iterable[Replica]) -> None:
     """
     if mesh is None or mesh.world_size == 1 or mesh.is_dry:
         return
-    import torch.distributed as dist
-
-    device = exchange_device(mesh)  # NCCL sends from GPUs only, and an optimiser counts its steps on the CPU
     for replica in sorted(replicas, key=lambda one: one.name):  # what a rank has none of comes at no other place
         held = replica.value
         if replica.is_made or not isinstance(held, (torch.Tensor, Stored)):
             continue
-        value = (held.read() if isinstance(held, Stored) else held).detach()
-        value = value.to(device) if device.type == "cuda" else value
-        value = value.clone(memory_format=torch.contiguous_format)
-        among = dict(replica.among)
-        for mesh_dim in replica.over:  # along each dimension from its first rank, so in the end from the first of all
-            if mesh_dim in among:
-                spread(value, mesh, mesh_dim, among[mesh_dim])
-            else:
-                dist.broadcast(value, group_src=0, group=mesh.group(mesh_dim))
+        value = _first(replica, mesh)
         if isinstance(held, Stored):
             held.write(value)
         else:
             held.copy_(value)
+
+
+def _first(replica: Replica, mesh: Mesh) -> torch.Tensor:
+    """The value of the first rank among the holders of a tensor: a collective of all of them."""
+    import torch.distributed as dist
+
+    held = replica.value
+    assert isinstance(held, (torch.Tensor, Stored))
+    device = exchange_device(mesh)  # NCCL sends from GPUs only, and an optimiser counts its steps on the CPU
+    value = (held.read() if isinstance(held, Stored) else held).detach()
+    value = value.to(device) if device.type != "cpu" else value
+    value = value.clone(memory_format=torch.contiguous_format)
+    among = dict(replica.among)
+    for mesh_dim in replica.over:  # along each dimension from its first rank, so in the end from the first of all
+        if mesh_dim in among:
+            spread(value, mesh, mesh_dim, among[mesh_dim])
+        else:
+            dist.broadcast(value, group_src=0, group=mesh.group(mesh_dim))
+    return value
 
 
 def ranks_along(mesh: Mesh, over: Sequence[str], among: Iterable[tuple[str, tuple[int, ...]]] = ()) -> list[list[int]]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from slapo_core.errors import WeightsError
+from slapo_core.errors import ReplicaError, WeightsError
 from slapo_core.ranks.world import World, together
 from slapo_core.spec.state import LiveTensor
 from slapo_core.weights.checkpoint import load_checkpoint, save_checkpoint
@@ -98,14 +98,38 @@ class TensorState:
         compare_all(self.correspondence, optimizer, storage=self.kept, random=self.draws, repair=repair)
 
     def state_dict(self, *, rank0_only: bool = False, include_added: bool = False) -> dict[str, torch.Tensor]:
-        if rank0_only or self.is_spread:  # else it is this rank's own: other ranks may not call it
-            self.check_replicas()
-        return self.whole(rank0_only=rank0_only, include_added=include_added)
+        self._check_unchanged()
+        differing = self.differing() if rank0_only or self.is_spread else None  # else other ranks may not call it
+        values = self.whole(rank0_only=rank0_only, include_added=include_added)
+        if differing is not None:
+            differing.state_dict = values
+            raise differing
+        return values
+
+    def differing(self, optimizer: torch.optim.Optimizer | OptimizerStorage | None = None) -> ReplicaError | None:
+        """What :meth:`check_replicas` raises, unless it lies within rounding: that is a warning."""
+        try:
+            self.check_replicas(optimizer=optimizer)
+        except ReplicaError as error:
+            if not error.within_rounding:
+                return error
+            warnings.warn(f"{error.message}\nwithin rounding, so that nothing is refused", stacklevel=5)
+        return None
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor] | Source) -> None:
+        self._check_unchanged()
+        extra: dict[str, Any] = {}
+        if isinstance(state, Mapping):  # a module's get_extra_state, which is no tensor of the model
+            extra = {key: state[key] for key in self.correspondence.survey.not_tensors if key in state}
+            state = {key: value for key, value in state.items() if key not in extra}
         with together(self.mesh, "reading the state dict"):
             loading = self.prepare(open_source(state))
         loading.assign()
+        modules = self.correspondence.tree.index.modules
+        for key, value in extra.items():
+            path, _, own = key.rpartition(".")
+            if own == "_extra_state" and path in modules:
+                modules[path].set_extra_state(value)
 
     def save(
         self,
@@ -114,6 +138,7 @@ class TensorState:
         optimizer: torch.optim.Optimizer | OptimizerStorage | None = None,
         runtime: Mapping[str, Any] | None = None,
     ) -> None:
+        self._check_unchanged()
         save_checkpoint(directory, self, optimizer, runtime or {})
 
     def load(
@@ -131,6 +156,7 @@ class TensorState:
         optimizer: torch.optim.Optimizer | OptimizerStorage | None = None,
         runtime: Mapping[str, Any] | None = None,
     ) -> Pieces:
+        self._check_unchanged()
         return pieces_of(self, optimizer, runtime or {})
 
     def load_pieces(
@@ -148,10 +174,12 @@ class TensorState:
         """Whether some tensor is not whole on every rank, so that putting it together takes all of them."""
         if self.correspondence.is_spread:
             return True
-        lives = self.tensors() if self.kept is not None else ()
-        return any(live.is_here and self.storage.partitioned(live) for live in lives)
+        return any(live.is_here and self.storage.partitioned(live) for live in self.tensors())
 
     # -- inside -----------------------------------------------------------------------------------------------
+
+    def _check_unchanged(self) -> None:
+        self.correspondence.tree.tensors.check_unchanged()
 
     def _refuse_without_values(self) -> None:
         empty = [live.name for live in self.tensors() if live.is_here and live.tensor.is_meta]

@@ -106,14 +106,16 @@ def survey_model(model: nn.Module) -> tuple[Survey, dict[str, torch.Tensor]]:
     for name, tensor in tensors.items():
         for path, own_name in sites.of(tensor):
             origins.update((full_name(alias, own_name), name) for alias in index.paths_of(path))
-    keys: dict[str, str] = {}
-    not_tensors = []
-    for key, value in model.state_dict(keep_vars=True).items():
-        origin = first.get(id(value)) or origins.get(key)
-        if origin is None:
-            not_tensors.append(key)
-        else:
-            keys[key] = origin
+    state = model.state_dict(keep_vars=True)
+    found = {key: first.get(id(value)) or origins.get(key) for key, value in state.items()}
+    missing = {first[id(tensor)] for *_, tensor, persistent in own_tensors(index.modules) if persistent}
+    missing.difference_update(origin for origin in found.values() if origin is not None)
+    for key, value in state.items() if missing else ():
+        if found[key] is None and isinstance(value, torch.Tensor) and not key.endswith("_extra_state"):
+            found[key] = _renamed(key, value, {name: tensors[name] for name in missing})
+            missing.discard(found[key] or "")
+    keys = {key: origin for key, origin in found.items() if origin is not None}
+    not_tensors = [key for key, origin in found.items() if origin is None]
     by_origin: dict[str, list[str]] = {}
     for key, origin in keys.items():
         by_origin.setdefault(origin, []).append(key)
@@ -128,6 +130,21 @@ def survey_model(model: nn.Module) -> tuple[Survey, dict[str, torch.Tensor]]:
         for name, tensor in tensors.items()
     }
     return Survey(specs, origins | keys, keys, tuple(not_tensors)), tensors
+
+
+def _renamed(key: str, value: torch.Tensor, missing: Mapping[str, torch.Tensor]) -> str | None:
+    """The tensor that a state-dict hook cloned to another name: the only one of its values; None: none is missing."""
+    alike = [name for name, one in missing.items() if one.shape == value.shape and one.dtype == value.dtype]
+    same = [name for name in alike if not value.is_meta and torch.equal(missing[name], value)]
+    if len(same) == 1:
+        return same[0]
+    if not missing:
+        return None
+    raise WeightsError(
+        f"a state-dict hook of the model replaces {', '.join(map(repr, sorted(missing)))} by '{key}', and which "
+        "tensor '" + key + "' holds cannot be told by its values",
+        hint="let the hook rename the tensors of the state dict without cloning or changing them",
+    )
 
 
 def own_tensors(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, str, torch.Tensor, bool]]:

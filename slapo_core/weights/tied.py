@@ -50,7 +50,7 @@ class TiedGradients:
             anywhere = True
             if live.is_here:
                 self._ties.setdefault(places, []).append(_Tie(live.name, live.tensor))
-        if anywhere and exchange_device(self._mesh).type == "cuda":
+        if anywhere and exchange_device(self._mesh).type != "cpu":
             import torch.distributed as dist
 
             # NCCL connects a group with its first collective, which all of its ranks have to join.

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import uuid
-from collections.abc import Mapping, Sequence
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -16,7 +17,9 @@ from torch import nn
 from slapo_core.weights.configurations import write_configurations
 from slapo_core.weights.swap import replacing
 
-__all__ = ["Writer"]
+__all__ = ["Writer", "checksums"]
+
+_CHUNK = 64 << 20  # bytes that one checksum is of
 
 
 class Writer:
@@ -60,12 +63,22 @@ class Writer:
             model: the untouched one, for its configurations.
             about: what the description says beside the names of the files.
         """
-        manifest = {**about, "id": self._identifier, "files": sorted(self._written)}
+        sums = {name: list(checksums(self._new / name)) for name in sorted(self._written)}
+        manifest = {**about, "id": self._identifier, "files": sorted(self._written), "checksums": sums}
         write_configurations(model, self._new)
         (self._new / self._last).write_text(json.dumps(manifest, indent=2), encoding="utf-8")
         self._stack.close()
         for name in set(self._files) - set(self._written):
             (self._directory / name).unlink(missing_ok=True)  # of an earlier checkpoint
+
+
+def checksums(file: Path, chunks: Iterable[int] | None = None) -> Iterator[int]:
+    """The CRC-32 of chunks of 64 MiB of a file; None: of all."""
+    chunks = range(-(-file.stat().st_size // _CHUNK)) if chunks is None else chunks
+    with file.open("rb") as stream:
+        for number in chunks:
+            stream.seek(number * _CHUNK)
+            yield zlib.crc32(stream.read(_CHUNK))
 
 
 def _unshared(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

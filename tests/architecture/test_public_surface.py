@@ -75,6 +75,7 @@ ERRORS = {
     "PreconditionError",
     "RankFailedError",
     "RankMismatchError",
+    "ReplicaError",
     "RankTimeoutError",
     "RejectedPluginError",
     "ReplayError",

@@ -103,6 +103,22 @@ def test_mesh_dimensions_of_one_rank_need_no_support() -> None:
     slapo.build(schedule)
 
 
+def test_a_mesh_dimension_that_nothing_uses_is_named() -> None:
+    unused = slapo.create_schedule(torch.nn.Linear(2, 2), mesh={"dp": 2, "tp": 2})
+    assert unused.explain().endswith("mesh_dim 'tp' (2 ranks) is used by no step: its ranks do the same work")
+    with pytest.warns(UserWarning, match="mesh_dim 'tp'"), pytest.raises(slapo.SlapoError):
+        slapo.build(unused)  # which needs processes
+    used = slapo.create_schedule(torch.nn.Linear(2, 2), mesh={"dp": 2, "tp": 2})
+    used.root.shard("weight", axis=0)
+    assert "is used by no step" not in used.explain()
+
+
+def test_precision_is_no_option_of_target_torch_and_the_way_is_named() -> None:
+    with pytest.raises(slapo.BuildError) as caught:
+        slapo.build(slapo.create_schedule(torch.nn.Linear(2, 2)), bf16=True)
+    assert "torch.autocast" in str(caught.value.hint)
+
+
 def test_an_unknown_option_is_named(message: Messages) -> None:
     text = refused(slapo.create_schedule(real("mlp")), slapo.BuildError, bucket_cap=3)
     message(text, "'bucket_cap'", "bucket_cap_mb")

@@ -55,6 +55,20 @@ def test_tied_tensors_are_named() -> None:
     assert sch.records[0].effects == ("weight (10, 8) -> (5, 8), tp: S(0), tied with out.weight",)
 
 
+def test_what_changes_below_the_node_has_its_path_and_is_folded() -> None:
+    def freeze(node, edit):
+        for name in ("query", "key"):
+            edit.set_requires_grad(node[name], "weight", False)
+
+    sch = slapo.create_schedule(bert(num_hidden_layers=2))
+    for layer in sch["bert.encoder.layer.*"]:
+        layer["attention.self"].apply(Call(freeze))
+    assert [line.strip() for line in sch.explain().splitlines()[1:]] == [
+        "'query': weight is frozen",
+        "'key': weight is frozen",
+    ]
+
+
 def test_different_effects_are_never_folded() -> None:
     """Numbers inside values are no layer numbers."""
     sch = slapo.create_schedule(MLP())

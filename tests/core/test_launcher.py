@@ -306,6 +306,31 @@ def test_a_script_on_standard_input_that_verifies_a_dry_schedule_is_told_to_be_a
     message(_last_error(done), "2 processes", "no file '<stdin>'", "`python train.py`", "--nproc-per-node 2")
 
 
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_notebook_verifies_what_modules_define_and_is_told_of_its_own_classes(
+    tmp_path: Path, is_known: bool, message: Messages
+) -> None:
+    text = VERIFY.format(size=4, guard="if True:")
+    if not is_known:
+        text = text.replace("nn.Sequential(", "Own(").replace("sch =", "class Own(nn.Sequential): pass\nsch =")
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, cwd=tmp_path, timeout=600)
+    if is_known:
+        assert done.returncode == 0, done.stderr
+        assert "verified" in done.stdout
+    else:
+        message(_last_error(done), "'Own'", "interactive session", "into a module file")
+
+
+def test_a_batch_that_the_model_does_not_take_is_said_alone(tmp_path: Path, message: Messages) -> None:
+    script = tmp_path / "script.py"
+    guarded = VERIFY.format(size=4, guard='if __name__ == "__main__":')
+    script.write_text(guarded.replace("torch.randn(2, 4)", "torch.randn(2, 5)"))
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, cwd=tmp_path, timeout=600)
+    assert done.stderr.count("Traceback") == 1
+    said = done.stderr.rpartition("slapo_core.errors.ArgumentError: ")[2]
+    message(said, "2x5 and 4x4", "verify(sch, example_inputs)")
+
+
 TEST_MODULE = """
 from slapo_core.ranks.launcher import run_ranks
 

@@ -189,8 +189,14 @@ def test_a_step_that_the_user_built_upon_stays_in_force_when_it_cannot_be_taken_
     sch["fc1"].apply(Split(("bias", "weight")))
     nn.utils.parametrizations.weight_norm(model.fc1)
     before = ModelSnapshot(model)
-    for use in (lambda: slapo.state_dict(sch), lambda: sch.undo(to=0), lambda: sch.untouched().__enter__()):
-        with pytest.raises(slapo.UndoError, match=r"step #2 .* cannot be taken back"):
+    uses = (lambda: slapo.state_dict(sch), lambda: sch.undo(to=0), lambda: sch.untouched().__enter__())
+    for use, error, words in zip(
+        uses,
+        (slapo.WeightsError, slapo.UndoError, slapo.UndoError),
+        ("fc1.* was put into the model outside", *["step #2 .* cannot be taken back"] * 2),
+        strict=True,
+    ):
+        with pytest.raises(error, match=words):
             use()
         assert_bit_identical(before, model)
         assert len(sch.records) == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import warnings
@@ -14,7 +15,9 @@ import torch.distributed as dist
 from torch import nn
 
 import slapo_core as slapo
+from slapo_core.live import gradients
 from slapo_core.ranks.launcher import run_ranks
+from slapo_core.weights.clipping import GradientClipper
 from tests.core.building_support import Split, SumOutput, bert, gpt2, llama, real, split
 from tests.messages import Messages
 
@@ -349,3 +352,205 @@ def test_models_save_pretrained_and_copies_warn_too_and_what_is_whole_does_not(t
         assert not sch.model._state_dict_pre_hooks
         for make in (bert, gpt2, llama):
             assert make().state_dict()
+
+
+# -- changes outside of the schedule ------------------------------------------------------------------------------
+
+
+def _replaced(model: Any) -> str:
+    model.fc2 = nn.Linear(8, 4, bias=False)
+    return "fc2"
+
+
+def _added(model: Any) -> str:
+    model.fc1.adapter = nn.Linear(2, 2)
+    return "fc1.adapter"
+
+
+def _resized(model: Any) -> str:
+    model.fc2.weight.data = torch.zeros(6, 8)
+    return "fc2"
+
+
+def _emptied(model: Any) -> str:
+    model.fc2 = nn.Identity()
+    return "fc2"
+
+
+@pytest.mark.parametrize("change", [_replaced, _added, _resized, _emptied])
+def test_a_change_outside_of_the_schedule_is_refused_wherever_values_leave(change: Any, tmp_path: Path) -> None:
+    batch = {"x": torch.randn(4, 6), "y": torch.randn(4, 4)}
+    sch = slapo.create_schedule(real("mlp"), example_inputs=batch)
+    sch["fc1"].checkpoint()
+    slapo.state_dict(sch)  # what is looked up there is kept
+    path = change(sch.model)
+    for call in (
+        lambda: slapo.state_dict(sch),
+        lambda: slapo.save_pretrained(sch, tmp_path),
+        lambda: slapo.verify(sch, batch),
+        lambda: slapo.build(sch),
+    ):
+        with pytest.raises(slapo.WeightsError, match="outside of the schedule") as refused:
+            call()
+        assert refused.value.path == path
+        assert "create_schedule(model)" in str(refused.value.hint)
+    assert not list(tmp_path.iterdir())
+
+    sch = slapo.create_schedule(real("mlp"))
+    change(sch.model)  # before the first step: it is the reference model's
+    sch["fc1"].checkpoint()
+    assert list(slapo.state_dict(sch)) == list(sch.model.state_dict())
+    engine = slapo.build(sch, optimizer=lambda params: torch.optim.SGD(params, lr=0.1))
+    sch.model.fc1 = nn.Linear(6, 8)
+    for leave in (engine.state_dict, lambda: engine.save(tmp_path)):
+        with pytest.raises(slapo.WeightsError, match="'fc1'"):
+            leave()
+
+
+def test_wrappers_hooks_and_modes_are_no_change_of_the_model() -> None:
+    sch = slapo.create_schedule(real("mlp"))
+    sch["fc1"].checkpoint()
+    expected = slapo.state_dict(sch)
+    model: Any = sch.model
+    copy.deepcopy(model)
+    model.fc2 = torch.compile(model.fc2)
+    model.fc1.register_forward_hook(lambda *_: None)
+    model.eval().train()
+    model.note = nn.Dropout()  # without tensors, and nothing was there
+    state = slapo.state_dict(sch)
+    assert all(torch.equal(state[name], tensor) for name, tensor in expected.items())
+
+
+def first_forward_of_a_changed_model() -> tuple[str, str | None]:
+    sch = split(slapo.create_schedule(real("mlp"), mesh={"tp": 2}), "mlp")
+    path = _replaced(sch.model)
+    try:
+        sch.model(torch.ones(4, 6), torch.ones(4, 4))
+    except slapo.WeightsError as error:
+        return str(error), error.path
+    return path, None
+
+
+@pytest.mark.ranks
+def test_the_first_training_forward_of_a_changed_model_is_refused(message: Messages) -> None:
+    answers = run_ranks(first_forward_of_a_changed_model, world_size=2)
+    assert [path for _, path in answers] == ["fc2", "fc2"]
+    message(answers[0][0], "outside of the schedule", "replace")
+
+
+# -- what the first training forward compares over tp -------------------------------------------------------------
+
+
+def first_forward_of_ranks_that_differ() -> dict[str, Any]:
+    ids, answers = token_batches()[0], {}
+    sch = scheduled({"tp": 2})
+    with torch.no_grad():
+        sch.model.norm.weight.add_(dist.get_rank())  # as ranks do that make the model with seeds of their own
+    try:
+        sch.model(ids)
+    except slapo.RankMismatchError as error:
+        answers["values"] = str(error)
+    sch = scheduled({"tp": 2})
+    torch.manual_seed(100 + dist.get_rank())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        sch.model(ids)
+    answers["warned"] = [str(one.message) for one in caught if "random state" in str(one.message)]
+    answers["state"] = bytes(torch.get_rng_state().tolist())
+    return answers
+
+
+@pytest.mark.ranks
+def test_values_and_random_states_over_tp_are_compared_in_the_first_training_forward(message: Messages) -> None:
+    first, second = run_ranks(first_forward_of_ranks_that_differ, world_size=2)
+    assert "'norm.weight'" in first["values"]
+    assert len(first["warned"]) == 1
+    message(first["warned"][0], "torch.manual_seed(seed)")
+    assert first["state"] == second["state"]
+
+
+def random_states_of_an_evaluation() -> tuple[bytes, bytes]:
+    sch = scheduled({"tp": 2})
+    torch.manual_seed(100 + dist.get_rank())
+    before = bytes(torch.get_rng_state().tolist())
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        sch.model.eval()(token_batches()[0])
+    return before, bytes(torch.get_rng_state().tolist())
+
+
+@pytest.mark.ranks
+def test_the_ranks_of_tp_evaluate_with_one_random_state() -> None:
+    """As ``generate(do_sample=True)`` needs it."""
+    first, second = run_ranks(random_states_of_an_evaluation, world_size=2)
+    assert first[0] != second[0]
+    assert first[1] == second[1] == first[0]
+
+
+# -- extra state, sealed schedules, clipping ----------------------------------------------------------------------
+
+
+class WithExtraState(nn.Linear):
+    """As TransformerEngine's modules have one."""
+
+    scale = 1.0
+
+    def get_extra_state(self) -> dict[str, float]:
+        return {"scale": self.scale}
+
+    def set_extra_state(self, state: dict[str, float]) -> None:
+        self.scale = state["scale"]
+
+
+def test_a_plain_state_dict_with_extra_state_is_loaded() -> None:
+    plain = nn.Sequential(WithExtraState(4, 4))
+    plain[0].scale = 3.0
+    model = nn.Sequential(WithExtraState(4, 4))
+    sch = slapo.create_schedule(model)
+    sch["0"].checkpoint()
+    slapo.load_state_dict(sch, plain.state_dict())
+    assert torch.equal(model[0].weight, plain[0].weight)
+    assert model[0].scale == 3.0
+
+
+def test_a_sealed_model_exports_its_weights_and_its_configuration(tmp_path: Path) -> None:
+    from transformers import LlamaForCausalLM
+
+    sch = slapo.create_schedule(llama())
+    sch["model.layers.0"].checkpoint()
+    expected = slapo.state_dict(sch)
+    sch.seal()
+    slapo.save_pretrained(sch, tmp_path)
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path).state_dict()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.items())
+
+
+def test_a_file_in_the_way_of_an_export_is_a_build_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way", encoding="utf-8")
+    with pytest.raises(slapo.BuildError, match="cannot be written"):
+        slapo.save_pretrained(slapo.create_schedule(real("mlp")), tmp_path / "file")
+
+
+def test_clipping_looks_a_model_up_once_and_again_after_its_parameters_were_exchanged(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = []
+
+    class Counted(GradientClipper):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            made.append(self)
+            super().__init__(*args, **kwargs)
+
+    monkeypatch.setattr(gradients, "GradientClipper", Counted)
+    model = real("mlp")
+    sch = slapo.create_schedule(model)
+    sch["fc1"].checkpoint()
+    for _ in range(3):
+        model(torch.ones(4, 6), torch.ones(4, 4)).backward()
+        slapo.clip_grad_norm_(sch, 0.01)
+    assert len(made) == 1
+    model.load_state_dict(real("mlp").state_dict(), assign=True)
+    model(torch.ones(4, 6), torch.ones(4, 4)).backward()
+    slapo.clip_grad_norm_(sch, 0.01)
+    assert len(made) == 2
+    assert nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]) < 0.011

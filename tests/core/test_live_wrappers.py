@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -21,8 +23,11 @@ from tests.messages import Messages
 Batch = dict[str, torch.Tensor]
 
 
-def scheduled(mesh: dict[str, int] | None = None) -> slapo.Schedule:
-    return split(slapo.create_schedule(real("mlp").double(), mesh=mesh or {"dp": 2, "tp": 2}), "mlp")
+def scheduled(mesh: dict[str, int] | None = None, *, scale: bool = False) -> slapo.Schedule:
+    model: Any = real("mlp").double()
+    if scale:
+        model.scale = nn.Linear(1, 1).double()
+    return split(slapo.create_schedule(model, mesh=mesh or {"dp": 2, "tp": 2}), "mlp")
 
 
 def own_batch(sch: slapo.Schedule) -> Batch:
@@ -74,7 +79,7 @@ def wrapped(kind: str, sch: slapo.Schedule) -> Callable[..., Any]:
     if kind == "ddp around the parent over dp":
         return ddp(Within(model).double(), mesh.group("dp"))
     if kind == "ddp around a part without pieces":
-        model.scale = ddp(nn.Linear(1, 1).double())
+        model.scale = ddp(model.scale)
         return model
     if kind == "ddp around a part":
         model.fc1 = ddp(model.fc1)
@@ -119,7 +124,7 @@ RIGHT = (
 def answers_to_wrappers() -> dict[str, tuple[str, str] | None]:
     answers = {}
     for kind in (*RIGHT, *WRONG):
-        sch = scheduled()
+        sch = scheduled(scale="without pieces" in kind)
         answers[kind] = refusal(wrapped(kind, sch), own_batch(sch))
     return answers
 
@@ -160,6 +165,41 @@ def test_the_way_out_trains_the_untouched_model() -> None:
     for _, state in run_ranks(the_way_out, world_size=4):
         for name, tensor in plain.state_dict().items():
             torch.testing.assert_close(state[name], tensor, rtol=1e-12, atol=1e-14)
+
+
+def trained_in_fully_shard(directory: str) -> dict[str, Any]:
+    sch = scheduled()
+    forward = wrapped("fully_shard over dp", sch)
+    optimizer = torch.optim.SGD(sch.model.parameters(), lr=0.1, momentum=0.9)
+    norms = []
+    for batch in batches(3):
+        optimizer.zero_grad()
+        forward(**{n: v.double().chunk(2)[sch.mesh.rank("dp")] for n, v in batch.items()}).backward()  # type: ignore[union-attr]
+        norms.append(slapo.clip_grad_norm_(sch, 0.05).item())
+        optimizer.step()
+    state = slapo.state_dict(sch)
+    slapo.save_pretrained(sch, directory)
+    slapo.load_state_dict(sch, {name: tensor + 1 for name, tensor in state.items()})
+    return {"norms": norms, "state": state, "loaded": slapo.state_dict(sch)}
+
+
+@pytest.mark.ranks
+def test_a_model_in_fully_shard_over_dp_is_clipped_saved_and_loaded(tmp_path: Path) -> None:
+    plain, norms = real("mlp").double(), []
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    for batch in batches(3):
+        optimizer.zero_grad()
+        plain(**{name: value.double() for name, value in batch.items()}).backward()
+        norms.append(nn.utils.clip_grad_norm_(plain.parameters(), 0.05).item())
+        optimizer.step()
+    exported = None
+    for found in run_ranks(trained_in_fully_shard, str(tmp_path), world_size=4):
+        exported = exported or load_file(tmp_path / "model.safetensors")
+        assert found["norms"] == pytest.approx(norms, rel=1e-9)
+        for name, tensor in plain.state_dict().items():
+            torch.testing.assert_close(found["state"][name], tensor, rtol=1e-9, atol=1e-11)
+            assert torch.equal(found["loaded"][name], found["state"][name] + 1)
+            assert torch.equal(exported[name], found["state"][name])
 
 
 class Teaching(nn.Module):

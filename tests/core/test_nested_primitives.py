@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -133,3 +134,53 @@ def test_what_stands_at_a_replaced_path_can_be_edited() -> None:
 
     sch["0"].apply(Call(replace_and_edit))
     assert (new.own, new[0].own) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        lambda sch: sch["1"].apply(HookAll()),
+        lambda sch: sch["*"].apply(HookAll()),
+        lambda sch: sch.undo(),
+        lambda sch: sch.undo(to=0),
+        lambda sch: sch.seal(),
+    ],
+    ids=["apply", "apply to a group", "undo", "undo all", "seal"],
+)
+def test_a_schedule_changes_no_more_while_a_primitive_is_applied(
+    step: Callable[[slapo.Schedule], Any], message: Messages
+) -> None:
+    """Records in another order than the edits would let undo leave a wrong tensor."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    before = ModelSnapshot(model)
+    sch = slapo.create_schedule(model)
+    sch["0"].apply(HookAll())
+    after_one = ModelSnapshot(model)
+
+    def reenter(node: slapo.Node, edit: slapo.Edit) -> None:
+        edit.set_parameter(node, "weight", nn.Parameter(torch.zeros(2, 2)))
+        step(sch)
+
+    with pytest.raises(slapo.ApplyError) as refused:
+        sch["0"].apply(Call(reenter))
+    message(refused, "while a primitive is being applied", "edit.apply")
+    assert [record.index for record in sch.records] == [1]
+    assert after_one.differences(model) == []
+    sch.undo(to=0)
+    assert before.differences(model) == []
+
+
+def test_example_calls_that_a_primitive_asks_for_are_not_kept() -> None:
+    """Beneath an open edit the model is another one than the schedule began with."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    sch = slapo.create_schedule(model, example_inputs=torch.ones(1, 2))
+    sch["0"].apply(Call(lambda node, edit: edit.set_parameter(node, "weight", nn.Parameter(torch.zeros(2, 2)))))
+
+    def narrow(node: slapo.Node, edit: slapo.Edit) -> None:
+        edit.set_parameter(node, "weight", nn.Parameter(torch.zeros(3, 2)))
+        with contextlib.suppress(slapo.TraceError):
+            node.example_call()
+
+    sch["0"].apply(Call(narrow))
+    sch.undo()
+    assert sch["1"].example_call()[0][0].shape == (1, 2)

@@ -206,3 +206,23 @@ def test_what_keeps_rows_is_saved_and_resumed_where_nothing_is_split(mesh: Any, 
 
     for number, factory in enumerate((torch.optim.Adafactor, TheirAdafactor)):
         assert build_with(factory, mesh, mesh is not None, str(tmp_path / str(number))) == "fine"
+
+
+class Logging(Base):
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters)
+        self.log: list[float] = []
+        self.counts = {"steps": 0}
+
+    def update(self, parameter: torch.Tensor, all_of_them: list[torch.Tensor]) -> torch.Tensor:
+        assert parameter.grad is not None
+        self.log.append(float(parameter.grad.sum()))
+        self.counts["steps"] += 1
+        return parameter.grad
+
+
+def test_trying_an_optimiser_leaves_no_trace_in_it() -> None:
+    optimizer = Logging([nn.Parameter(torch.ones(4, 4))])
+    assert probe(optimizer, [(0, 2, 0)]) == Finding()
+    assert optimizer.log == []
+    assert optimizer.counts == {"steps": 0}

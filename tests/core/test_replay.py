@@ -70,7 +70,7 @@ def test_replay_reads_text_data_and_files(tmp_path: Path, message: Messages) -> 
             slapo.replay(MLP(), text)
         told.add(str(caught.value))
     message(*told, "neither a schedule in JSON nor an existing file", "replay(model, 'schedule.json')")
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(ReplayError, match="cannot be read"):
         slapo.replay(MLP(), tmp_path / "nothing.json")
 
 

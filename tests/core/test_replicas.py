@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import functools
+import json
+import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import nn
 
 import slapo_core as slapo
 from slapo_core.ranks.launcher import run_ranks
 from slapo_core.weights.correspondence import Correspondence
 from slapo_core.weights.replicas import Replica, align_replicas, check_replicas, ranks_along, replicas_of
-from tests.core.building_support import real, split
+from tests.core.building_support import Split, real, split
 
 
 class Counting(nn.Module):
@@ -88,7 +93,7 @@ def test_copies_are_compared_over_the_ranks_that_hold_them_and_what_differs_is_n
     assert found["along"] == [[[0, 2], [1, 3]], [[0, 1], [2, 3]], [[0, 1, 2, 3]]]
     assert found["agree"] == "fine"
     first, one, three, hint = found["a piece"].split("\n")
-    assert first.startswith("RankMismatchError: 'fc1.weight' is not the same ")
+    assert first.startswith("ReplicaError: 'fc1.weight' is not the same ")
     assert one.startswith("  rank 1: (4, 6), torch.float32, norm ")
     assert three.startswith("  rank 3: (4, 6), torch.float32, norm ")
     assert hint == "  hint: one seed"
@@ -106,10 +111,10 @@ def test_copies_are_compared_over_the_ranks_that_hold_them_and_what_differs_is_n
     }
     assert found["statistics of replicas"] == "fine"
     lines = found["several"].split("\n")
-    assert lines[0].startswith("RankMismatchError: 'fc.bias' is not the same ")
+    assert lines[0].startswith("ReplicaError: 'fc.bias' is not the same ")
     assert [line[:9] for line in lines[1:5]] == [f"  rank {rank}:" for rank in range(4)]
     assert lines[5:] == ["neither are 'norm.weight', 'norm.running_mean'", "  hint: one seed"]
-    assert found["one rank lacks them"][0].startswith("RankMismatchError: 'fc.weight' is not the same ")
+    assert found["one rank lacks them"][0].startswith("ReplicaError: 'fc.weight' is not the same ")
     assert found["one rank lacks them"][1] == "  rank 0: (nothing)"
 
 
@@ -119,3 +124,52 @@ def test_one_rank_and_a_mesh_that_is_only_declared_have_nothing_to_compare() -> 
         assert copies(schedule) == []
         check_replicas(schedule.mesh, [Replica("fc1.weight", torch.ones(2), ("tp",))], hint="-")
         align_replicas(schedule.mesh, [Replica("fc1.weight", torch.ones(2), ("tp",))])
+
+
+# -- what a save does with replicas that differ -------------------------------------------------------------------
+
+
+def saves_of_replicas_that_differ(directory: str) -> dict[str, Any]:
+    rank, found = dist.get_rank(), {}
+    for name, change in (("rounding", 1e-7), ("apart", 1.0)):
+        torch.manual_seed(0)
+        schedule = slapo.create_schedule(Counting(), mesh={"tp": 2})
+        live = slapo.create_schedule(Counting(), mesh={"tp": 2})
+        live["fc"].apply(Split(("weight",)))
+        engine: Any = slapo.build(schedule, optimizer=lambda params: torch.optim.SGD(params, lr=0.1))
+        with torch.no_grad():
+            schedule.model.norm.weight.mul_(1 + change * rank)
+            live.model.norm.weight.mul_(1 + change * rank)
+        for what, call in (
+            ("save", functools.partial(engine.save, f"{directory}/{name}")),
+            ("state_dict", functools.partial(slapo.state_dict, live)),
+            ("export", functools.partial(slapo.save_pretrained, live, f"{directory}/{name}-export")),
+        ):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                try:
+                    call()
+                    outcome: Any = "fine"
+                except slapo.ReplicaError as error:
+                    values = error.state_dict and error.state_dict["norm.weight"].tolist()
+                    outcome = (error.tensor, error.ranks, error.path, error.directory, str(error.hint), values)
+            found[f"{name} {what}"] = outcome, sum("within rounding" in str(one.message) for one in caught)
+        engine.load(f"{directory}/{name}")
+        found[f"{name} loaded"] = schedule.model.norm.weight.tolist()
+    return found
+
+
+@pytest.mark.ranks
+def test_replicas_that_differ_are_saved_with_the_first_one_s_values(tmp_path: Path) -> None:
+    for rank, found in enumerate(run_ranks(saves_of_replicas_that_differ, str(tmp_path), world_size=2)):
+        for what in ("save", "state_dict", "export"):
+            assert found[f"rounding {what}"] == ("fine", 1)
+            (tensor, ranks, path, _, hint, _), warned = found[f"apart {what}"]
+            assert (tensor, ranks, path, warned) == ("norm.weight", (0, 1), "norm", 0)
+            assert hint.index("verify") < hint.index("seeds")
+        assert found["apart save"][0][3] == str(tmp_path / "apart")
+        assert found["apart export"][0][3] == str(tmp_path / "apart-export")
+        assert found["apart state_dict"][0][5] == [1.0 + rank] * 6
+        assert found["rounding loaded"] == found["apart loaded"] == [1.0] * 6
+    assert "replicas" in json.loads((tmp_path / "apart" / "checkpoint.json").read_text(encoding="utf-8"))
+    assert load_file(tmp_path / "apart-export" / "model.safetensors")["norm.weight"].tolist() == [1.0] * 6

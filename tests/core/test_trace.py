@@ -272,3 +272,33 @@ def test_a_model_on_the_meta_device_is_traced_and_runs_when_it_has_values() -> N
     sch["block"].trace()
     engine = slapo.build(sch, weights=Model().state_dict(), loss=lambda out, batch: out["hidden"].sum())
     assert torch.isfinite(engine.module(X)["hidden"]).all()
+
+
+class KeyCache:
+    def update(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+class Caching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = CachingLayer()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x, KeyCache())
+
+
+class CachingLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, past: KeyCache) -> torch.Tensor:
+        return self.linear(past.update(x))
+
+
+def test_where_a_cache_stops_a_trace_use_cache_is_named() -> None:
+    sch = slapo.create_schedule(Caching(), example_inputs=torch.zeros(2, 4))
+    with pytest.raises(slapo.TraceError, match="KeyCache") as refused:
+        sch["layer"].trace(flatten=True)
+    assert "use_cache=False" in str(refused.value.hint)

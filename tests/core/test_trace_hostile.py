@@ -116,7 +116,7 @@ CHANGES: dict[str, tuple[Any, Callable[[Any], Any], bool]] = {
     "new attribute": (hostile.asks_for_attribute, lambda m: setattr(m, "late", 1), True),
     "new module": (hostile.asks_for_module, lambda m: setattr(m, "optional", nn.ReLU()), False),
     "tensor in a list": (hostile.reads_tensor_in_list, lambda m: m.tensors.__setitem__(0, torch.tensor(9.0)), False),
-    "requires_grad": (hostile.asks_requires_grad, lambda m: m.fc.weight.requires_grad_(False), True),
+    "requires_grad": (hostile.asks_requires_grad, lambda m: m.fc.weight.requires_grad_(False), False),
     "dtype": (hostile.asks_dtype, lambda m: m.double(), False),
     "another child": (hostile.reads_global, lambda m: setattr(m, "fc", nn.Identity()), False),
     "hook of a child": (

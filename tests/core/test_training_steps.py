@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 
 import slapo_core as slapo
 from slapo_core.building.micro_batches import labels_left_out, micro_batches
+from slapo_core.spec.unused import UnusedParameters
 from tests.core.building_support import Cnn, adam, batches, bert, real, sgd
 from tests.messages import Messages
 
@@ -189,3 +191,15 @@ def test_the_pieces_of_a_step_hang_on_one_attribute() -> None:
     engine.close()
     with pytest.raises(slapo.BuildError, match="the engine is closed"):
         engine.torch  # noqa: B018 - asking for it is what fails
+
+
+def test_after_three_steps_that_used_all_parameters_no_hook_is_left_on_them() -> None:
+    model = real("mlp")
+    engine = slapo.build(slapo.create_schedule(model))
+    unused = UnusedParameters(SimpleNamespace(state=engine._state), "a runtime")  # type: ignore[arg-type, attr-defined]
+    for step in range(4):
+        hooks = [parameter._post_accumulate_grad_hooks for parameter in model.parameters()]
+        assert all(hooks) == (step < 3)
+        unused.step_begins()
+        model(torch.ones(4, 6), torch.ones(4, 4)).backward()
+        unused.step_is_over()

@@ -130,6 +130,30 @@ def _error(call: Callable[[], Any], error: type[Exception]) -> str:
     return str(caught.value)
 
 
+def test_an_undo_that_fails_halfway_leaves_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The steps that were taken back are gone, the others are there, and a new schedule of the model is refused."""
+    model = MLP()
+    sch = slapo.create_schedule(model)
+    for number in range(3):
+        sch[f"layers.{number}"].checkpoint()
+    entry = next(entry for record, entry in sch.entries() if record.index == 2)
+    monkeypatch.setattr(type(entry), "undo", _unless(entry, type(entry).undo))
+    with pytest.raises(UndoError, match="step #2"):
+        sch.undo(to=0)
+    assert len(sch.records) == 2
+    with pytest.raises(slapo.ArgumentError, match="2 steps"):
+        slapo.create_schedule(model).root.checkpoint()
+
+
+def _unless(refused: Any, undo: Callable[[Any], None]) -> Callable[[Any], None]:
+    def raising(entry: Any) -> None:
+        if entry is refused:
+            raise ValueError("in the way")
+        undo(entry)
+
+    return raising
+
+
 def test_undo_of_an_unknown_step_is_refused(message: Messages) -> None:
     sch = slapo.create_schedule(MLP())
     message(_error(sch.undo, UndoError), "no step", "sch.records")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -139,3 +140,34 @@ def test_extra_state_that_is_no_tensor_is_named() -> None:
     with pytest.warns(UserWarning, match=r"no such tensor: 0\._extra_state$"):
         state = engine.state_dict()
     assert list(state) == ["0.weight", "0.bias"]
+
+
+class Renaming(nn.Module):
+    """Its state dict names the weight otherwise, in a clone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_state_dict_post_hook(self._rename)
+
+    @staticmethod
+    def _rename(module: Any, state: dict[str, torch.Tensor], prefix: str, metadata: Any) -> None:
+        for name in ("one.weight", "two.weight"):
+            state[f"{prefix}kernel.{name}"] = state.pop(prefix + name).clone()
+
+
+def test_a_tensor_that_a_state_dict_hook_renames_and_clones_is_kept() -> None:
+    model = Renaming()
+    expected = model.state_dict()
+    sch = slapo.create_schedule(model)
+    sch["one"].checkpoint()
+    state = slapo.state_dict(sch)
+    assert set(state) == set(expected)
+    assert all(torch.equal(state[name], tensor) for name, tensor in expected.items())
+    slapo.load_state_dict(sch, {name: tensor + 1 for name, tensor in state.items()})
+    assert torch.equal(model.two.weight, expected["kernel.two.weight"] + 1)
+
+    alike = Renaming()
+    alike.two.load_state_dict(alike.one.state_dict())
+    with pytest.raises(slapo.WeightsError, match="state-dict hook"):
+        slapo.state_dict(slapo.create_schedule(alike))

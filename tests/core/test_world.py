@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
 from collections.abc import Iterator
@@ -15,9 +16,12 @@ from torch.distributed.device_mesh import DeviceMesh
 import slapo_core as slapo
 from slapo_core.ranks.facts import RankFact
 from slapo_core.ranks.launcher import run_ranks
-from slapo_core.ranks.world import World, together
+from slapo_core.ranks.world import World, _new_store as new_store, together
 from slapo_core.schedule.agreement import schedule_facts
+from slapo_core.spec import accelerators
 from slapo_core.spec.mesh import Mesh, declare_mesh
+from slapo_core.testing.bench import seeded
+from slapo_core.verification.determinism import fixed_conditions
 from tests.core.building_support import real
 from tests.messages import Messages
 
@@ -210,3 +214,66 @@ def what_stays_of_a_failed_attempt(mesh: dict[str, int] | None) -> list[bool]:
 def test_a_failed_attempt_keeps_its_frames_for_a_debugger_and_no_longer_than_it_is_kept_itself() -> None:
     assert what_stays_of_a_failed_attempt(None) == [True, False]
     assert run_ranks(what_stays_of_a_failed_attempt, {"tp": 2}, world_size=2) == [[True, False]] * 2
+
+
+# -- accelerators -------------------------------------------------------------------------------------------------
+
+
+def test_only_the_devices_in_use_are_touched_by_a_fork_of_the_random_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    class Module:
+        @staticmethod
+        def is_initialized() -> bool:
+            return True
+
+    def forked(**options: Any) -> Any:
+        asked.append(options)
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(torch.random, "fork_rng", forked)
+    with fixed_conditions(0), seeded():
+        pass
+    assert all("devices" in options for options in asked)
+    asked.clear()
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("xpu"))
+    monkeypatch.setattr(torch, "get_device_module", lambda _: Module)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 3)
+    monkeypatch.setattr(torch.accelerator, "memory_reserved", lambda index: 512 * (index == 5))
+    accelerators.fork_rng()
+    assert asked == [{"devices": [3, 5], "device_type": "xpu"}]
+    assert accelerators.device_of("xpu") == torch.device("xpu", 3)
+    assert accelerators.device_of("cpu") == torch.device("cpu")
+
+
+# -- calls on some ranks only -------------------------------------------------------------------------------------
+
+
+def different_calls() -> list[str]:
+    rank, answers = dist.get_rank(), []
+    sch = slapo.create_schedule(real("mlp"), mesh={"dp": 2})
+    calls: list[Any] = [lambda: slapo.state_dict(sch, rank0_only=True), lambda: slapo.load_state_dict(sch, {})]
+    try:
+        calls[rank]()
+    except slapo.RankMismatchError as error:
+        answers.append(str(error))
+    if rank == 0:
+        for _ in range(2):  # as calls that rank 1 did not make
+            new_store((0, 1), 0)
+    dist.barrier()
+    if rank == 1:
+        try:
+            calls[0]()
+        except slapo.RankMismatchError as error:
+            answers.append(str(error))
+    return answers
+
+
+@pytest.mark.ranks
+def test_ranks_in_different_calls_are_told_so_instead_of_hanging(message: Messages) -> None:
+    first, second = run_ranks(different_calls, world_size=2, timeout=300)
+    message(first[0], "rank 0: state_dict", "rank 1: load_state_dict", "if rank == 0:")
+    assert second[0] == first[0]
+    assert len(first) == 1
+    message(second[1], "rank 0 made a call that rank 1 did not make")

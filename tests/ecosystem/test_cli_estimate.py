@@ -39,6 +39,15 @@ def schedule(sch):
     sch["layers.0"].shard(["weight", "bias"], axis=0).sync("backward")
     sch["layers.1"].shard("weight", axis=1).sync("forward")
 
+def make_pair():
+    return nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+
+def cut(sch):
+    sch["0"].pipeline_split()
+
+def mean(output, batch):
+    return output.mean()
+
 def loss(output, batch):
     return output
 
@@ -90,6 +99,17 @@ def test_an_estimate_is_printed_as_tables_and_as_json(here: Path) -> None:
     assert "all_reduce  tp        2      forward   1      256B     layers.*  sync('forward')" in shown.stdout
     assert "estimating: a training step on {'dp': 2, 'tp': 2}" in shown.stderr
     assert run(*words, "--each").stdout.count("#4 sync('forward') at 'layers.1'") == 1
+
+
+@pytest.mark.slow
+def test_the_micro_batches_of_a_pipeline_are_given_and_said(here: Path) -> None:
+    words = ("estimate", "tiny_estimated:make_pair", "--schedule", "tiny_estimated:cut")
+    words = (*words, "--loss", "tiny_estimated:mean", "--mesh", "pp=2", "--batch", "input=8x16:float32")
+    for given, number in ((), 2), (("--microbatches", "4"), 4):
+        done = run(*words, *given)
+        assert done.exit_code == 0, done.output
+        said = f"taken for granted: a step of the pipeline has {number} micro-batches (microbatches={number})"
+        assert said in done.stdout
 
 
 @pytest.mark.slow

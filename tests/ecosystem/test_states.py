@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from torch import nn
 
 from slapo_core.errors import (
     BrokenPluginError,
@@ -18,6 +19,7 @@ from slapo_core.errors import (
 from slapo_core.plugins.compat import check_majors, check_requirement, parse_group, readable_majors
 from slapo_core.plugins.model import Entry, Plugin
 from slapo_core.plugins.rules import name_violation
+from slapo_core.schedule.schedule import Schedule
 from slapo_core.testing.distributions import FakeDistribution, FakeEnvironment
 from tests.dists.healthy import acme
 from tests.messages import Messages
@@ -112,6 +114,15 @@ def test_a_disabled_plugin_says_which_setting_disabled_it(
     message(caught, "'acme.pad' of acme-slapo 1.0", "disabled", "remove acme-slapo from SLAPO_DISABLE_PLUGINS")
     assert registry.names("primitives") == ()
     assert registry.namespaces() == ()
+
+
+def test_asking_whether_a_node_has_a_primitive_raises_nothing(fake_distributions: FakeEnvironment) -> None:
+    fake_distributions.install(acme())
+    registry = fake_distributions.registry({"SLAPO_DISABLE_PLUGINS": "acme-slapo"})
+    sch = Schedule(nn.Linear(1, 1), registry=registry)
+    assert not hasattr(sch, "pad")
+    assert not hasattr(sch.root, "pad")
+    assert not hasattr(Schedule.__new__(Schedule), "mesh")
 
 
 def test_a_rejected_plugin_says_which_rule_it_breaks(fake_distributions: FakeEnvironment, message: Messages) -> None:

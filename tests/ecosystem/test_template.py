@@ -52,6 +52,8 @@ def test_a_new_package_installs_passes_its_tests_and_is_listed(tmp_path: Path) -
     assert re.search(r"^acme-slapo +0\.1\.0 +ok +1 primitives", listed, re.MULTILINE), listed
     checked = overlay.slapo("plugins", "check", "acme-slapo", cwd=package)
     assert checked.returncode == 0, checked.stdout
+    assert "forward_and_gradients_on_2_ranks" in checked.stdout
+    assert "has no slapo_cases()" not in checked.stdout
 
 
 def test_every_rendered_file_is_complete_and_well_formed(tmp_path: Path) -> None:

@@ -270,7 +270,7 @@ def test_a_copy_that_is_changed_on_one_rank_is_found_and_can_be_repaired(results
     for result in results:
         found, repaired, after = result["changed_on_one_rank"]
         for text in found.values():
-            assert text.startswith("RankMismatchError: 'norm.weight' is not the same")
+            assert text.startswith("ReplicaError: 'norm.weight' is not the same")
             assert "\n  rank 0: (6,), torch.float64, norm " in text
             assert "engine.check_replicas(repair=True)" in text
         assert repaired.startswith("'norm.weight' is not the same")
@@ -282,21 +282,21 @@ def test_a_copy_that_is_changed_on_one_rank_is_found_and_can_be_repaired(results
 def test_other_data_on_a_later_step_parts_the_copies_and_is_found(results: list[dict[str, Any]]) -> None:
     for result in results:
         for text in result["other_data_later"].values():
-            assert text.startswith("RankMismatchError: 'norm.weight' is not the same")
+            assert text.startswith("ReplicaError: 'norm.weight' is not the same")
             assert "'norm.bias', 'down.bias', 'head.weight', 'head.bias'" in text
 
 
 @pytest.mark.ranks
 def test_an_optimiser_whose_state_or_settings_part_is_found(results: list[dict[str, Any]], message: Messages) -> None:
     (settings,) = {result["optimiser_parted"][2] for result in results}
-    message(settings, "RankMismatchError: 'lr of SGD'", ":\n  rank 0: 0.1\n  rank 1: 1.1\n")
+    message(settings, "ReplicaError: 'lr of SGD'", ":\n  rank 0: 0.1\n  rank 1: 1.1\n")
     (beyond_repair,) = {result["optimiser_parted"][3] for result in results}
-    message(beyond_repair, "RankMismatchError: 'lr of SGD'", "\n  rank 0: 0.1\n  rank 1: 1.1\n  hint: ")
+    message(beyond_repair, "ReplicaError: 'lr of SGD'", "\n  rank 0: 0.1\n  rank 1: 1.1\n  hint: ")
     for result in results:
         state, repaired, *_ = result["optimiser_parted"]
         assert state["state_dict"] == "fine"
         for text in (state["save"], state["check"]):
-            assert text.startswith("RankMismatchError: 'norm.weight::momentum_buffer' is not the same")
+            assert text.startswith("ReplicaError: 'norm.weight::momentum_buffer' is not the same")
         assert repaired == "fine"
 
 
@@ -340,7 +340,7 @@ def test_ranks_of_a_replica_drop_the_same_elements_whatever_they_were_seeded_wit
         assert after[1] == FINE
         assert unseen == "fine"
         for text in later.values():
-            assert text.startswith("RankMismatchError: 'norm.weight' is not the same")
+            assert text.startswith("ReplicaError: 'norm.weight' is not the same")
         assert repaired == FINE
 
 
@@ -495,7 +495,7 @@ def test_a_loop_by_hand_through_the_wrapper_trains_and_one_past_it_is_told(repli
         told, checked, _ = result["by hand, past the wrapper"]
         assert told.startswith("the optimiser steps, ")
         assert "went through engine.torch" in told
-        assert checked.startswith("RankMismatchError: 'norm.weight' is not the same")
+        assert checked.startswith("ReplicaError: 'norm.weight' is not the same")
 
 
 @pytest.mark.ranks

@@ -24,8 +24,8 @@ __all__ = ["check_device", "import_deepspeed", "local_rank", "quietly", "start"]
 def import_deepspeed(device_type: str) -> Any:
     """Import DeepSpeed for the devices that the model is on.
 
-    DeepSpeed chooses its accelerator once, when it is imported: ``DS_ACCELERATOR``, or what it finds. Where nothing is
-    said and the model is on CPUs, it takes those, GPUs or not.
+    DeepSpeed chooses its accelerator when it is imported: ``DS_ACCELERATOR``, or what it finds. Without that variable
+    it follows the device of the model, until it communicates.
 
     Args:
         device_type: e.g. ``"cpu"``.
@@ -48,6 +48,8 @@ def import_deepspeed(device_type: str) -> Any:
         import deepspeed
     from deepspeed.accelerator import get_accelerator
 
+    if chosen is None:
+        _follow(device_type)
     found = get_accelerator().device_name()
     if found != device_type:
         where = f"DS_ACCELERATOR={chosen}" if chosen is not None else "what it found when it was imported"
@@ -56,6 +58,27 @@ def import_deepspeed(device_type: str) -> Any:
             hint=f"set DS_ACCELERATOR={device_type} before deepspeed is imported, or build(device='{found}')",
         )
     return deepspeed
+
+
+def _follow(device_type: str) -> None:
+    """Set DeepSpeed's accelerator to the device of the model, unless it communicates already.
+
+    A plan must not decide for later builds.
+    """
+    import torch
+    from deepspeed import comm
+    from deepspeed.accelerator import get_accelerator, set_accelerator
+
+    if get_accelerator().device_name() == device_type or comm.comm.cdb is not None:
+        return
+    if device_type == "cpu":
+        from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+        set_accelerator(CPU_Accelerator())
+    elif device_type == "cuda" and torch.cuda.is_available():
+        from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
+
+        set_accelerator(CUDA_Accelerator())
 
 
 def start(mesh: Mesh | None) -> None:

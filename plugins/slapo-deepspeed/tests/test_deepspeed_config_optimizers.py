@@ -67,7 +67,13 @@ def test_an_optimiser_that_treats_elements_one_by_one_may_be_given_pieces(name: 
 
 def test_params_that_deepspeed_would_refuse_late_are_refused(message: Messages) -> None:
     message(refusal(of("AdamW", max_grad_norm=0.5)), "'optimizer.params.max_grad_norm'", '"gradient_clipping": 0.5')
-    message(refusal(of("AdamW", weight_decay="auto")), "'optimizer.params.weight_decay'", "'auto'")
+
+
+def test_values_that_nothing_fills_in_are_named_together(message: Messages) -> None:
+    config = {**of("AdamW", weight_decay="auto", lr="auto")}
+    config["scheduler"] = {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}
+    text = message(refusal(config), "'optimizer.params.weight_decay'", "'optimizer.params.lr'", "'auto'")
+    assert "'scheduler.params.warmup_num_steps'" in text
 
 
 @pytest.mark.parametrize(("name", "params"), [("AdamW", "learning_rate"), ("SGD", "momentun"), ("Lion", "eps")])

@@ -76,7 +76,7 @@ def test_a_key_that_deepspeed_would_pass_over_is_an_error_with_the_nearest(
         ({"data_parallel_size": 2}, "data_parallel_size"),
         ({"dataloader_drop_last": True}, "dataloader_drop_last"),
         ({"disable_allgather": True}, "disable_allgather"),
-        ({"expert_parallel": {"enabled": False}}, "expert_parallel"),
+        ({"expert_parallel": {"enabled": True}}, "expert_parallel.enabled"),
         ({"gradient_allreduce_op": "sum"}, "gradient_allreduce_op"),
         ({"hybrid_engine": {"enabled": True}}, "hybrid_engine.enabled"),
         ({"managed_gradient_accumulation": False}, "managed_gradient_accumulation"),
@@ -104,9 +104,16 @@ def _cases() -> list[Any]:
 def test_sections_that_are_not_enabled_pass() -> None:
     off = {"enabled": False}
     config = {"autotuning": off, "data_efficiency": off, "hybrid_engine": off, "compile": {"deepcompile": False}}
+    config |= {"expert_parallel": off, "sequence_parallel_size": 1}
     config |= {"gradient_allreduce_op": "mean", "managed_gradient_accumulation": True, "dataloader_drop_last": False}
     made = planned(config)
     assert {name: made[name] for name in config} == config
+
+
+@pytest.mark.parametrize("name", ["offload_optimizer", "offload_param"])
+def test_state_in_files_is_refused_by_the_plan(name: str, message: Messages) -> None:
+    text = refusal({"zero_optimization": {"stage": 3, name: {"device": "nvme", "nvme_path": "/tmp"}}})
+    message(text, f"'zero_optimization.{name}.device' of config is refused", "'cpu'")
 
 
 PASSED: dict[str, Any] = {

@@ -20,7 +20,7 @@ from slapo_deepspeed.dialect import DeepSpeedDialect
 from slapo_deepspeed.starting import import_deepspeed, quietly
 from tests.messages import Messages
 
-from .planned import refusal
+from .planned import plan, refusal
 
 preload_modules("deepspeed", "slapo_deepspeed.dialect")
 
@@ -49,6 +49,23 @@ def test_versions_of_the_window_are_taken(monkeypatch: pytest.MonkeyPatch) -> No
     for found in ("0.19.0", "0.19.8", "0.19.9+cu128"):
         monkeypatch.setattr(installed, "version", lambda name, found=found: found)
         installed.require_deepspeed()
+
+
+def test_a_plan_of_a_model_on_cpus_does_not_keep_a_later_one_from_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    from deepspeed import comm
+    from deepspeed.accelerator import get_accelerator, set_accelerator
+
+    monkeypatch.setattr(comm.comm, "cdb", None)  # where another test in this process has made it communicate
+    plan()
+    before = get_accelerator()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    try:
+        import_deepspeed("cuda")
+        assert get_accelerator().device_name() == "cuda"
+        plan()
+        assert get_accelerator().device_name() == "cpu"
+    finally:
+        set_accelerator(before)
 
 
 def test_another_accelerator_than_the_models_device_is_refused_with_both(

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from slapo_core import ArgumentError, Compiler
+from slapo_core.spec.accelerators import fork_rng
 from slapo_core.spec.graph import Region
 from slapo_fusion.compiled import Backend, Compiled, backend_problem
 
@@ -47,7 +48,11 @@ class Eager(Compiler):
 
 
 class TorchScript(Compiler):
-    """``torch.jit.trace`` of the region, as in the paper; traced anew for other types, not for other sizes."""
+    """``torch.jit.trace`` of the region, as in the paper; traced anew for other types, not for other sizes.
+
+    Under activation checkpointing the region runs uncompiled, with a warning: TorchScript lets no exception of Python
+    through, by which the second run ends, and does not save the same in both.
+    """
 
     name = "torchscript"
     deprecated = "PyTorch deprecates TorchScript: take 'inductor'"
@@ -73,6 +78,13 @@ class _Scripted:
         self._traced: dict[Any, Callable[..., Any]] = {}
 
     def __call__(self, *args: Any) -> Any:
+        if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+            warnings.warn(
+                "a region fused by TorchScript runs uncompiled, as it is under activation checkpointing: take "
+                "compiler='inductor'",
+                stacklevel=2,
+            )
+            return self._region(*args)
         places = [position for position, value in enumerate(args) if isinstance(value, Tensor)]
         tensors = tuple(args[position] for position in places)
         key = (
@@ -93,7 +105,7 @@ class _Scripted:
                 values[position] = tensor
             return self._region(*values)
 
-        with warnings.catch_warnings(), torch.random.fork_rng():
+        with warnings.catch_warnings(), fork_rng():
             warnings.simplefilter("ignore", DeprecationWarning)  # said by `deprecated`
             made: Callable[..., Any] = torch.jit.trace(on_tensors, tensors, check_trace=False)
         return made

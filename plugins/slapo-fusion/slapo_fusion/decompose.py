@@ -34,7 +34,7 @@ class Decompose(Primitive):
 
         ``y = norm(x)`` -> ``y = normalised(x) * weight + bias``
 
-    Source: paper section 3.2.2, ``.decompose()``.
+    Source: paper appendix A, ``.decompose()``.
     """
 
     name = "fusion.decompose"

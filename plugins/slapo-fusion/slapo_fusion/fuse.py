@@ -41,7 +41,7 @@ class Fuse(Primitive):
     rewrite:
         ``h = x + bias; y = gelu(h)`` -> ``y = fused(x, bias)``
 
-    Source: paper section 3.2.2, ``.fuse(subgraph, compiler)``.
+    Source: paper section 3.3.1, ``.fuse(subgraph, compiler)``.
     """
 
     name = "fusion.fuse"

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import _StopRecomputationError
 
 from slapo_core import ApplyError, Compiler
+from slapo_core.spec.accelerators import fork_rng
 from slapo_core.spec.graph import Region
 from slapo_fusion.compiled import Compiled, reason
 from slapo_fusion.watching import is_fake, is_watched, shown_or_aside
@@ -73,7 +74,7 @@ class Fused:
 
     def _raise_own(self, args: tuple[Any, ...]) -> None:
         """Raise what the region itself raises for these arguments: then it is no fault of the compiler."""
-        with torch.random.fork_rng(), torch.no_grad():
+        with fork_rng(), torch.no_grad():
             self.region(*tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), args))
 
     def _failure(self, error: BaseException) -> ApplyError:

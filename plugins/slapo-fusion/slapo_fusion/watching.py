@@ -22,6 +22,7 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_map_only
 
+from slapo_core.spec.accelerators import fork_rng
 from slapo_core.spec.watching import dropout_is_off
 
 __all__ = ["Watchable", "aside", "draws", "is_fake", "is_watched", "shown_or_aside"]
@@ -117,7 +118,7 @@ class Watchable:
         if watching is None:
             return self._compiled(*args)
         copies = tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), args)
-        with torch.random.fork_rng(), torch.no_grad():
+        with fork_rng(), torch.no_grad():
             is_off = watching.shown(self._look, copies)
         if not is_off:
             return self._compiled(*args)
@@ -140,7 +141,7 @@ def shown_or_aside(function: Callable[..., Any], compiled: Callable[..., Any], a
     """
     looking = _Looking()
     copies = tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), args)
-    with _without_modes(), torch.random.fork_rng(), torch.no_grad(), looking:
+    with _without_modes(), fork_rng(), torch.no_grad(), looking:
         function(*copies)
     if looking.has_dropped:
         return function(*args)

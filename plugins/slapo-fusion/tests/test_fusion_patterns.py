@@ -21,15 +21,16 @@ REPLACED = ("fusion.sdpa", "fusion.rms_norm", "fusion.gelu", "fusion.gelu_tanh")
 
 
 class Model(nn.Module):
-    """A root, so that the module below is one like others."""
+    """A root, so that the module below is one like others, and a parameter that every output depends on."""
 
     def __init__(self, function: Any) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.op = Written(function)
+        self.shift = nn.Parameter(torch.zeros(1))
 
-    def forward(self, *inputs: Tensor) -> Any:
-        return self.op(*inputs)
+    def forward(self, first: Tensor, *others: Tensor) -> Any:
+        return self.op(first + self.shift, *others)
 
 
 def traced(function: Any, inputs: tuple[Tensor, ...]) -> slapo.Schedule:

@@ -19,7 +19,8 @@ class Block(nn.Module):
         return self.norm(F.dropout(self.inner(x), 0.5, self.training) + x)
 
 
-@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+@pytest.mark.filterwarnings("ignore:fuse.compiler='torchscript'", "ignore:a region fused by TorchScript")
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager", "torchscript"])
 def test_a_region_at_the_end_of_what_is_checkpointed(compiler: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(Block(), Block()).train()

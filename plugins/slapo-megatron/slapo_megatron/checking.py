@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from slapo_core import Violation
-from slapo_core.spec.mesh import DATA_DIMS
 from slapo_megatron.groups.order import unfit
 
 if TYPE_CHECKING:
@@ -50,12 +49,12 @@ def _steps(schedule: ScheduledModel) -> Iterator[Violation]:
     found = False
     for record in schedule.records:
         mesh_dim = getattr(record.primitive, "mesh_dim", None)
-        if mesh_dim in DATA_DIMS and mesh.size(mesh_dim) > 1:
+        if mesh_dim == "dp" and mesh.size(mesh_dim) > 1:
             found = True
             yield Violation(
                 f"{record} works along mesh_dim '{mesh_dim}', whose ranks are replicas for Megatron: they have other "
                 "samples, and average all gradients",
-                hint='mesh_dim="tp"; cp and ep only go through to Megatron\'s groups',
+                hint='mesh_dim="tp"',
             )
     if found:
         return

@@ -38,7 +38,7 @@ class MegatronDialect(Dialect):
     """
 
     name: ClassVar[str] = "megatron"
-    supports: ClassVar[frozenset[str]] = frozenset({"cp", "dp", "ep", "pp", "tp"})
+    supports: ClassVar[frozenset[str]] = frozenset({"dp", "pp", "tp"})
     accumulates: ClassVar[bool] = True
 
     def check(self, schedule: ScheduledModel) -> Iterable[Violation]:

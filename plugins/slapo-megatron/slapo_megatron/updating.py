@@ -21,9 +21,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Updates"]
 
-_REPLICAS = ("dp", "cp", "ep")
-"""The mesh dimensions whose ranks have other samples."""
-
 
 class Updates:
     """The steps of Megatron's optimizer and scheduler.
@@ -38,7 +35,7 @@ class Updates:
         mesh = request.schedule.mesh
         self._request, self._megatron = request, megatron
         self._clips = plan.config["optimizer_config"]["clip_grad"] > 0.0
-        self._replicas = [mesh.group(dim) for dim in _REPLICAS if mesh is not None and mesh.size(dim) > 1]
+        self._replicas = mesh.group("dp") if mesh is not None and mesh.size("dp") > 1 else None
         self._unused = UnusedParameters(request, "Megatron", steps_with_zeros=megatron.optimizer is not None)
         self._has_stepped = False
 
@@ -52,8 +49,7 @@ class Updates:
             module: of whose buffers replicas hold the same.
         """
         self._unused.step_begins()
-        for group in self._replicas:
-            send_buffers(module, group)
+        send_buffers(module, self._replicas)
         drop_started(self._megatron.chunks)
         for chunk in self._megatron.chunks:
             chunk.zero_grad_buffer()

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.optimizer import OptimizerConfig
 
 from slapo_core.spec.dialect import BuildArguments
 from slapo_megatron.config.facts import trains
@@ -17,20 +18,27 @@ FACTORY, NOTHING = BuildArguments(has_optimizer=True), BuildArguments()
 
 
 def test_sizes_come_from_the_mesh() -> None:
-    made = planned({"pp": 3, "dp": 2, "cp": 5, "tp": 7})
+    made = planned({"pp": 3, "dp": 2, "tp": 7})
     config = made["model_parallel_config"]
-    assert [config[f"{name}_model_parallel_size"] for name in ("tensor", "pipeline", "expert")] == [7, 3, 1]
-    assert (config["context_parallel_size"], config["expert_tensor_parallel_size"]) == (5, 7)
-    assert made["origins"]["model_parallel_config.context_parallel_size"] == "'cp' of the mesh"
+    assert [config[f"{name}_model_parallel_size"] for name in ("tensor", "pipeline")] == [7, 3]
+    assert config["expert_tensor_parallel_size"] == 7
+    assert made["origins"]["model_parallel_config.pipeline_model_parallel_size"] == "'pp' of the mesh"
     same = planned({"tp": 2}, model_parallel_config={"tensor_model_parallel_size": 2})
     assert "model_parallel_config.tensor_model_parallel_size" not in same["origins"]
 
 
-def test_nothing_is_clipped_unless_someone_asks(message: Messages) -> None:
-    made = planned(optimizer_config=RATE)
+def test_gradients_are_clipped_as_max_grad_norm_or_a_given_optimizer_config_says(message: Messages) -> None:
+    made = planned(arguments=BuildArguments())
     assert made["optimizer_config"]["clip_grad"] == 0.0
-    why = "no max_grad_norm: nothing is clipped (Megatron's default is 1.0)"
-    assert made["origins"]["optimizer_config.clip_grad"] == why
+    assert "nothing is clipped" in made["origins"]["optimizer_config.clip_grad"]
+    for given in (RATE, OptimizerConfig(**RATE)):
+        made = planned(optimizer_config=given)
+        assert made["optimizer_config"]["clip_grad"] == OptimizerConfig().clip_grad == 1.0
+        assert "OptimizerConfig's default" in made["origins"]["optimizer_config.clip_grad"]
+        asked = planned(optimizer_config=given, arguments=BuildArguments(max_grad_norm=0.5))
+        assert asked["optimizer_config"]["clip_grad"] == 0.5
+    for given in ({"clip_grad": 0.0}, OptimizerConfig(clip_grad=0.0)):
+        assert planned(optimizer_config=given)["optimizer_config"]["clip_grad"] == 0.0
     asked = planned(arguments=BuildArguments(max_grad_norm=0.5))
     assert asked["optimizer_config"]["clip_grad"] == 0.5
     both = planned(optimizer_config={"clip_grad": 0.5}, arguments=BuildArguments(max_grad_norm=0.5))
@@ -123,8 +131,8 @@ IN_TURN = {"schedule": schedule_of({"pp": 2}, samples=4, cuts=1)}
             "'tensor_model_parallel_size' of model_parallel_config is 4|'tp' of the mesh {'tp': 2} is 2",
         ),
         (
-            {"mesh": {"ep": 2}, "model_parallel_config": {"expert_model_parallel_size": 1}},
-            "'expert_model_parallel_size' of model_parallel_config is 1|'ep' of the mesh {'ep': 2} is 2",
+            {"model_parallel_config": {"context_parallel_size": 2}},
+            "'context_parallel_size' of model_parallel_config is refused",
         ),
         (INTERLEAVED | {"model_parallel_config": {"virtual_pipeline_model_parallel_size": 4}}, "is 4|2 stages"),
         (IN_TURN | {"model_parallel_config": {"virtual_pipeline_model_parallel_size": 2}}, "is 2|one stage"),

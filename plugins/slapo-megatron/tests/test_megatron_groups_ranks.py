@@ -136,43 +136,12 @@ def joined() -> dict[str, Any]:
     return found
 
 
-def replicas() -> dict[str, Any]:
-    """Meshes with cp and ep: the same losses, gradients' norms and weights as those with dp."""
-    found: dict[str, Any] = {}
-    forms = [({"dp": 4}, False), ({"dp": 2, "cp": 2}, False), ({"dp": 2, "cp": 2}, True), ({"dp": 2, "ep": 2}, True)]
-    for sizes, distributed in forms:
-        options = {"max_grad_norm": tied_model.CLIP, "ddp_config": {"use_distributed_optimizer": distributed}}
-        _, engine = tied_model.built(sizes, target="megatron", **options)
-        losses, norms = [], []
-        for step in range(2):
-            own = {name: one.chunk(4)[dist.get_rank()] for name, one in tied_model.batch(step, 8).items()}
-            result = engine.train_step(own)
-            losses.append(float(result.loss))
-            norms.append(float(result.grad_norm))
-        found[f"{sizes} {distributed}"] = (losses, norms, engine.state_dict())
-        engine.close()
-    _, engine = tied_model.built({"pp": 2, "cp": 2}, target="megatron", steps=_cut)
-    own = {name: one.chunk(2)[dist.get_rank() % 2] for name, one in tied_model.batch(0, 8).items()}
-    engine.train_step(own)
-    found["pp and cp"] = engine.state_dict()
-    engine.close()
-    _, engine = tied_model.built({"pp": 2, "dp": 2}, target="megatron", steps=_cut)
-    engine.train_step(own)
-    found["pp and dp"] = engine.state_dict()
-    engine.close()
-    return found
-
-
-def _cut(sch: slapo.Schedule) -> None:
-    sch["blocks.0"].pipeline_split()
-
-
 def on_four() -> dict[str, Any]:
     from tests.cpu_megatron import install
 
     install()
     os.environ.pop("LOCAL_RANK", None)
-    return {"kept": kept_and_let_go(), "joined": joined(), "replicas": replicas()}
+    return {"kept": kept_and_let_go(), "joined": joined()}
 
 
 @pytest.fixture(scope="module")
@@ -214,18 +183,3 @@ def test_groups_of_the_users_script_are_compared_rank_by_rank(
         assert rank["joined"]["virtual, the same"] == "nothing"
         assert rank["joined"]["after theirs"]
         assert "no optimizer today" in rank["joined"]["no engine"]
-
-
-def test_ranks_along_cp_and_ep_are_replicas_with_other_samples(on_ranks: list[dict[str, Any]]) -> None:
-    for rank in on_ranks:
-        found = rank["replicas"]
-        torch.testing.assert_close(found.pop("pp and cp"), found.pop("pp and dp"), rtol=0, atol=0)
-        losses, norms, state = found["{'dp': 4} False"]
-        for name, (own, norm, weights) in found.items():
-            assert own == pytest.approx(losses, rel=1e-6), name
-            assert norm == pytest.approx(norms, rel=1e-5), name
-            torch.testing.assert_close(weights, state, rtol=1e-5, atol=1e-6, msg=name)
-    model = tied_model.make()
-    model(**tied_model.batch(0, 8)).backward()
-    whole = float(torch.nn.utils.clip_grad_norm_(model.parameters(), tied_model.CLIP))
-    assert on_ranks[0]["replicas"]["{'dp': 2, 'cp': 2} False"][1][0] == pytest.approx(whole, rel=1e-5)

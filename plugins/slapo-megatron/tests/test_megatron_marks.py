@@ -88,15 +88,15 @@ def test_marks_of_layers_of_megatron_stay_and_all_are_taken_back() -> None:
 
 
 def test_what_is_split_over_replicas_is_refused_and_nothing_is_marked(message: Messages) -> None:
-    first, second = live("v", (4, 6)), live("w", (4, 6), ("ep", Shard(0)))
+    first, second = live("v", (4, 6)), live("w", (4, 6), ("dp", Shard(0)))
     with pytest.raises(slapo.BuildError) as caught:
-        mark(request_of(first, second, sizes={"ep": 2}))
-    message(caught, "'w'", "axis 0 over mesh_dim 'ep'", '"tp"')
+        mark(request_of(first, second, sizes={"dp": 2}))
+    message(caught, "'w'", "axis 0 over mesh_dim 'dp'", '"tp"')
     assert marks_on(first) == {}
     expert = live("w", (4, 6))
     expert.tensor.allreduce = False  # type: ignore[attr-defined]
     with pytest.raises(slapo.BuildError, match="'w' is marked allreduce=False"):
-        mark(request_of(expert, sizes={"ep": 2}))
+        mark(request_of(expert, sizes={"dp": 2}))
 
 
 # -- on ranks -----------------------------------------------------------------------------------------------------

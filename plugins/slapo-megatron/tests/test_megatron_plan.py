@@ -121,11 +121,11 @@ def test_without_megatron_or_with_another_version_there_is_no_plan(
 
 
 def test_steps_along_other_dimensions_than_tp_are_named(message: Messages) -> None:
-    schedule = slapo.create_schedule(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), mesh={"cp": 2, "tp": 2})
-    schedule["0"].shard("weight", axis=0, mesh_dim="cp")
+    schedule = slapo.create_schedule(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), mesh={"dp": 2, "tp": 2})
+    schedule["0"].shard("weight", axis=0, mesh_dim="dp")
     (reason,) = violations(schedule)
-    message(reason, "mesh_dim 'cp'", "replicas")
-    right = slapo.create_schedule(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), mesh={"cp": 2, "tp": 2})
+    message(reason, "mesh_dim 'dp'", "replicas")
+    right = slapo.create_schedule(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), mesh={"dp": 2, "tp": 2})
     right["0"].shard(["weight", "bias"], axis=0)
     assert list(violations(right)) == []
 

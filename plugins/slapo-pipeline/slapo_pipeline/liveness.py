@@ -14,7 +14,7 @@ __all__ = ["slapo_liveness"]
 def slapo_liveness(partition: Partition, outputs: Sequence[str]) -> Liveness:
     """A value is live from its producer to the last stage that reads it, or to the last one for a loss.
 
-    Source: paper section 3.4, liveness analysis.
+    Source: paper section 4, liveness analysis.
     """
     last = len(partition.stages) - 1
     until = {

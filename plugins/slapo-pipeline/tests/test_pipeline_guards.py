@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+import slapo_core as slapo
 from slapo_core import GuardError
+from slapo_core.building.stages import Stages
 from slapo_core.pipeline.staged import Staged
 from tests.messages import Messages
 
@@ -78,6 +80,22 @@ def test_global_names_autocast_and_the_default_dtype(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(f"{Model.__module__}.FACTOR", 3)
     with pytest.raises(GuardError, match="FACTOR == 2"):
         made.run(CALL)
+
+
+def test_a_batch_under_another_setting_of_autocast_has_stages_of_its_own() -> None:
+    sch = slapo.create_schedule(Model(), mesh={"pp": 2}, example_inputs=CALL)
+    sch["a"].pipeline_split()
+    stages = Stages(sch)
+
+    def product() -> torch.dtype:
+        found = stages.of(CALL, training=True, outputs=None, batch_axes=None)
+        assert found is not None
+        return next(iter(found.partition.stages[0].module(CALL, {}).values())).dtype
+
+    assert product() == torch.float32
+    with torch.autocast("cpu", torch.bfloat16):
+        assert product() == torch.bfloat16
+    assert product() == torch.float32
 
 
 def test_a_value_of_another_shape_and_a_missing_argument(message: Messages) -> None:

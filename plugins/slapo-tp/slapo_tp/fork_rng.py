@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from slapo_core import Edit, Equivalence, Node, Primitive, Violation
+from slapo_core.spec.accelerators import accelerator
 from slapo_core.spec.edit import Forward
 from slapo_core.spec.preconditions import Distributed
 from slapo_tp.splits import mesh_size
@@ -96,9 +97,10 @@ def _stream_of(rank: int) -> Iterator[None]:
     """Torch's generators, of the CPU and of the current GPU, seeded for this rank; behind it they go on as before."""
     shared = int(torch.randint(2**63 - 1, ()))
     seed = (shared + (rank + 1) * _STRIDE) % 2**64
-    generators = [torch.default_generator]
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
+    generators: list[Any] = [torch.default_generator]
+    device = accelerator()
+    if device is not None:
+        generators.append(torch.get_device_module(device).default_generators[device.index])
     states = [generator.get_state() for generator in generators]
     try:
         for generator in generators:

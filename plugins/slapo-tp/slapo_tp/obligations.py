@@ -1,4 +1,4 @@
-"""What a schedule still lacks, as far as it is certain without running the model: a partial sum nobody reduces.
+"""Check what is certain about a schedule without running the model: reductions that are missing or doubled, cut heads.
 
 Where code that this plugin does not know may do the reduction (a hook of the user's, a module that a step put in the
 place of another, a step of another plugin), there is no answer: ``verify`` finds it out.
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from torch import nn
 from torch.nn.modules import module as torch_module
 
 from slapo_core import Node, Record, Violation
@@ -17,10 +18,10 @@ from slapo_core.spec.request import ScheduledModel
 from slapo_tp.collectives import RankGroup
 from slapo_tp.layers import EMBEDDING, layer_type_of
 from slapo_tp.left_out_bias import AddBias, FunctionHook
-from slapo_tp.splits import as_tuple, bias_is_left_out, block_around, output_state, sites
+from slapo_tp.splits import as_tuple, bias_is_left_out, block_around, output_state, sites, split_axis
 from slapo_tp.sync_hooks import GradientHook, InputHook, OutputHook
 
-__all__ = ["missing_reductions"]
+__all__ = ["cut_heads", "doubled_reductions", "missing_reductions"]
 
 _OWN_HOOKS = (AddBias, FunctionHook, GradientHook, InputHook, OutputHook)
 _SUMS = ("all_reduce", "reduce_scatter")
@@ -43,6 +44,83 @@ def missing_reductions(schedule: ScheduledModel, mesh_dim: str) -> Iterator[Viol
             yield _unreduced(node, mesh_dim, _sequence_axis(_around(node, nodes), group))
         elif bias_is_left_out(node, mesh_dim) and not _adds_bias(node):
             yield _bias_lost(node, _reducer(schedule.root, node, group), mesh_dim)
+
+
+def doubled_reductions(schedule: ScheduledModel, mesh_dim: str) -> Iterator[Violation]:
+    """Yield each ``bwd_post`` reduction around layers that all reduce the gradients of their inputs themselves.
+
+    Only where every layer below is split: what is whole may give a partial gradient, which the outer one reduces.
+    """
+    assert schedule.mesh is not None
+    nodes, group = list(schedule.root.walk()), RankGroup.along(schedule.mesh, mesh_dim)
+    outer = [node for node in nodes if layer_type_of(node.module) is None and _reduces_gradients(node, group)]
+    if not outer or any(not _is_known(schedule, record) for record in schedule.records):
+        return
+    for place in outer:
+        below = list(place.walk())
+        layers = [node for node in below if node.parameters]
+        columns = [
+            node for node in layers if output_state(node, mesh_dim) == "split" and type(node.module) is not nn.Embedding
+        ]
+        if not columns or any(output_state(node, mesh_dim) is None for node in layers):
+            continue
+        if any(_is_unknown_code(node) for node in below):
+            continue
+        inner = [node for node in below[1:] if _reduces_gradients(node, group)]
+        if all(any(_is_at_or_below(node, reducing) for reducing in inner) for node in columns):
+            names = ", ".join(f"'{node.path}'" for node in inner)
+            yield Violation(
+                f"the gradients of the inputs of {_where(place.path)} are reduced twice over mesh_dim '{mesh_dim}': by "
+                f"sync('bwd_post') there, and at {names}",
+                f"leave out the one at {_where(place.path)}, or those at {names}",
+            )
+
+
+def _reduces_gradients(node: Node, group: RankGroup) -> bool:
+    """Whether the gradients of all inputs are summed."""
+    return any(isinstance(hook, GradientHook) and hook.group == group and hook.inputs is None for _, hook in node.hooks)
+
+
+def _is_at_or_below(node: Node, place: Node) -> bool:
+    return node.path == place.path or node.path.startswith(f"{place.path}.")
+
+
+_HEAD_COUNTS = ("num_heads", "num_attention_heads", "num_key_value_heads", "num_kv_heads", "n_heads", "n_head")
+_HEAD_SIZES = ("head_dim", "attention_head_size", "head_size")
+
+
+def cut_heads(schedule: ScheduledModel, mesh_dim: str) -> Iterator[Violation]:
+    """Yield each layer of an attention whose output is split inside of a head and not gathered."""
+    assert schedule.mesh is not None
+    size = schedule.mesh.size(mesh_dim)
+    for node in schedule.root.walk():
+        if size == 1 or node.parent is None or output_state(node, mesh_dim) != "split" or _gathers(node):
+            continue
+        attention, weight = node.parent.module, node.parameters["weight"]
+        axis = split_axis(node, "weight", mesh_dim)
+        assert axis is not None
+        whole = weight.shape[axis] * size
+        known = {**vars(getattr(attention, "config", None) or nn.Identity()), **vars(attention)}
+        widths = [known[name] for name in _HEAD_SIZES if type(known.get(name)) is int]
+        for name in _HEAD_COUNTS:
+            heads = known.get(name)
+            if type(heads) is int and heads > 0 and heads % size and any(whole == heads * width for width in widths):
+                yield Violation(
+                    f"{_cause(node, mesh_dim)} cuts a head: 'weight' holds {heads} heads ('{name}') of "
+                    f"{whole // heads} elements, not divisible by {mesh_dim} size {size}",
+                    f"a {mesh_dim} size that divides {heads}",
+                )
+                break
+
+
+def _gathers(node: Node) -> bool:
+    """Whether the module or one around it has a collective at its output that puts shards together."""
+    around: Node | None = node
+    while around is not None:
+        if any(kind == "forward" and getattr(hook, "op", None) not in _SUMS for kind, hook in around.hooks):
+            return True
+        around = around.parent
+    return False
 
 
 def _around(node: Node, nodes: Sequence[Node]) -> Sequence[Node]:

@@ -188,6 +188,8 @@ def check_build_and_verify() -> None:
     with pytest.raises(slapo.BuildError) as refused:
         slapo.build(sch, optimizer=make_optimizer)
     assert str(refused.value) == f"the schedule is incomplete: {missing}"
+    with pytest.raises(slapo.BuildError, match="the schedule is incomplete"):
+        sch.model(ids)  # the first training forward of a loop without build
     with pytest.raises(slapo.VerifyError) as differs:
         slapo.verify(sch, ids)
     assert f"\n  missing: {missing}" in str(differs.value)
@@ -207,3 +209,63 @@ def check_build_and_verify() -> None:
 @pytest.mark.ranks
 def test_build_refuses_an_incomplete_schedule_and_verify_says_what_is_missing() -> None:
     run_ranks(check_build_and_verify, world_size=2)
+
+
+class Gated(nn.Module):
+    def __init__(self, *, norm: bool = False) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(6, 8), nn.Linear(6, 8), nn.Linear(8, 6, bias=False)
+        self.norm = nn.LayerNorm(6) if norm else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        return self.down(self.gate(x).sigmoid() * self.up(x))
+
+
+def gated(*reducing: str, norm: bool = False, size: int = 2) -> Schedule:
+    sch = slapo.create_schedule(nn.Sequential(Gated(norm=norm)), mesh={"tp": size})
+    sch["0.gate"].shard(["weight", "bias"], axis=0)
+    sch["0.up"].shard(["weight", "bias"], axis=0)
+    sch["0.down"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
+    for path in reducing:
+        sch[path].sync("bwd_post", "all_reduce")
+    return sch
+
+
+@MESHES
+def test_gradients_that_are_reduced_twice_on_their_way_are_named(size: int, message: Messages) -> None:
+    (doubled,) = obligations(gated("0.gate", "0.up", "0", size=size))
+    message(doubled, "the inputs of '0' are reduced twice", "'0.gate', '0.up'")
+
+
+@pytest.mark.parametrize(
+    ("reducing", "norm"),
+    [(("0",), False), (("0.gate", "0.up"), False), (("0.gate", "0.up", "0"), True)],
+    ids=["around", "each", "whole layer between"],
+)
+def test_gradients_that_are_reduced_once_or_perhaps_are_not_named(reducing: tuple[str, ...], norm: bool) -> None:
+    assert obligations(gated(*reducing, norm=norm)) == ()
+
+
+class Heads(nn.Module):
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim = count, 8
+        self.q, self.o = nn.Linear(24, 8 * count), nn.Linear(8 * count, 24, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.o(self.q(x).unflatten(-1, (-1, self.head_dim)).flatten(-2))
+
+
+def test_a_split_that_cuts_a_head_is_named_unless_it_is_gathered(message: Messages) -> None:
+    def schedule(count: int) -> Schedule:
+        sch = slapo.create_schedule(nn.Sequential(Heads(count)), mesh={"tp": 2})
+        sch["0.q"].shard(["weight", "bias"], axis=0)
+        return sch
+
+    (cut,) = obligations(schedule(3))
+    message(cut, "cuts a head", "3 heads ('num_heads')", "tp size 2")
+    assert obligations(schedule(4)) == ()
+    gathered = schedule(3)
+    gathered["0.q"].sync("fwd_post", "all_gather")
+    assert obligations(gathered) == ()

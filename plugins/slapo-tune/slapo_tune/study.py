@@ -127,6 +127,12 @@ class Study:
                 f"memory={self.memory!r} is held against estimates, which need predict=True and batch=",
                 hint="batch=lambda p: torch.randn(p['batch'], 64), or process_memory=, which the kernel keeps",
             )
+        if self.memory is not None and self.target != "torch":
+            raise StudyError(
+                f"memory={self.memory!r} is held against estimates, which are of target 'torch', and the target is "
+                f"{self.target!r}, which may partition or offload what a rank holds",
+                hint='process_memory=, which the kernel keeps, or no limit: points that do not fit end as "oom"',
+            )
         if self.mesh is None and self.world_size > 1:
             raise StudyError(f"{self.world_size} ranks need a mesh", hint=f'mesh=lambda p: {{"dp": {self.world_size}}}')
 

@@ -91,11 +91,14 @@ def plane(limit: int) -> View:
         s.choose("batch", range(1, 14))
         s.choose("ratio", range(7))
 
-    return View(Space(space), needed, limit)
+    return View(Space(space), needed, limit * GIB)
+
+
+GIB = 2**30
 
 
 def needed(point: Point) -> int:
-    return int(point["batch"] * (10 - point["ratio"]))
+    return int(point["batch"] * (10 - point["ratio"])) * GIB
 
 
 def search(
@@ -121,7 +124,7 @@ def test_the_best_is_found_on_the_edge_and_off_it(cls: type[Sampler]) -> None:
         return 10.0 - (batch - 4) ** 2 * 0.1 - (ratio - 4) ** 2 * 0.2
 
     view = plane(60)
-    fitting = [point for point in view.listed if (view.predicted_memory(point) or 0) <= 60]
+    fitting = [point for point in view.listed if (view.predicted_memory(point) or 0) <= 60 * GIB]
     for value in (paper, inside):
         top = max(value(**point) for point in fitting)
         for seed in range(4):
@@ -141,7 +144,9 @@ def test_what_trials_need_beyond_the_estimate_is_learned(cls: type[Sampler], is_
         for trial in failed:
             assert all(other.predicted["memory"] < trial.predicted["memory"] for other in history[trial.number + 1 :])
         assert len(failed) <= (1 if is_measured else 4)
-        assert best(history) > 0.9 * max(paper(**point) for point in plane(60).listed if (needed(point) * 1.2) <= 60)
+        assert best(history) > 0.9 * max(
+            paper(**point) for point in plane(60).listed if needed(point) * 1.2 <= 60 * GIB
+        )
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -3.0, 0.0])
@@ -155,8 +160,8 @@ def test_a_search_ends_whatever_trials_give(value: float) -> None:
 
 def test_one_that_ran_out_of_memory_below_others_that_fitted_stands_alone() -> None:
     view = plane(60)
-    odd = Trial(0, {"batch": 1, "ratio": 6}, "oom", predicted={"memory": 4})
-    fine = Trial(1, {"batch": 6, "ratio": 0}, "ok", 1.0, predicted={"memory": 60})
+    odd = Trial(0, {"batch": 1, "ratio": 6}, "oom", predicted={"memory": 4 * GIB})
+    fine = Trial(1, {"batch": 6, "ratio": 0}, "ok", 1.0, predicted={"memory": 60 * GIB})
     assert Random().suggest(view, [odd], 0) is None
     assert Random().suggest(view, [odd, fine], 0) is not None
 

@@ -14,8 +14,8 @@ from torch import nn
 import slapo_core
 from slapo_core import Trial
 from slapo_tune import Study, StudyError, best, load_study, read_log
+from slapo_tune.samplers.replaying import margin
 from slapo_tune.search.events import Finished, Note, Started, Verified
-from slapo_tune.search.pruning import margin
 from slapo_tune.search.tuning import search
 from tests.messages import Messages
 
@@ -93,6 +93,8 @@ def test_margin_is_learned_from_what_was_measured() -> None:
     assert margin([trial("ok", 100 * mib, 121 * mib), trial("ok", 100 * mib, 111 * mib)], None) == pytest.approx(1.2)
     assert margin([trial("oom", 80 * mib)], 100 * mib) > 1.25  # so that 80 MiB do not fit another time
     assert margin([trial("crash", 80 * mib, 400 * mib)], 100 * mib) == 1
+    odd, fine = trial("oom", 4 * mib), trial("ok", 60 * mib, 60 * mib)
+    assert margin([odd, fine], 100 * mib) == 1  # the first one failed for another reason
 
 
 def test_a_study_of_a_file_is_pruned_run_verified_and_kept(

@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from slapo_core.errors import ArgumentError
 from slapo_core.graph.functions import autograd_functions
 from slapo_core.graph.location import Location, model_location
+from slapo_core.graph.patching import PATCHING
 from slapo_core.graph.patterns.calls import Call, Items, Slice
 from slapo_core.graph.patterns.data import Target, Wildcard
 from slapo_core.graph.patterns.language import AnyConstant
@@ -219,23 +220,25 @@ class Tracer:
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """While this lasts, torch calls and calls of torch.nn modules are written down."""
-        original = nn.Module.__call__
         tracer = self
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if active_tracer() is not tracer:  # another thread's
+                return original(module, *args, **kwargs)
             if is_plain_module(module):
                 return tracer.module(module, args, kwargs)
             tracer.know(module)
             return original(module, *args, **kwargs)
 
-        token = _ACTIVE.set(self)
-        nn.Module.__call__ = call  # type: ignore[method-assign]
-        try:
-            with autograd_functions(cast(Any, self)), _Mode(self):
-                yield
-        finally:
-            nn.Module.__call__ = original  # type: ignore[method-assign]
-            _ACTIVE.reset(token)
+        with PATCHING:
+            token, original = _ACTIVE.set(self), nn.Module.__call__
+            nn.Module.__call__ = call  # type: ignore[method-assign]
+            try:
+                with autograd_functions(cast(Any, self)), _Mode(self):
+                    yield
+            finally:
+                nn.Module.__call__ = original  # type: ignore[method-assign]
+                _ACTIVE.reset(token)
 
     def refusal(self, problem: str, hint: str | None = None, location: Location | None = None) -> ArgumentError:
         """The error for what a pattern cannot say; while its function runs, with the line."""

@@ -1,7 +1,7 @@
 """What the nodes of a graph do besides computing: draw random numbers, write in place, switch gradients off.
 
-Two nodes that were recorded in one order may run in the other only if neither notices. What is not known here (a
-function of the model's author, a module of his) is taken to do everything.
+Two nodes that were recorded in one order may run in the other only if neither notices. Of operators (``torch.ops``) the
+schema and the tags say it. What is not known (a function or module of the model's author) is taken to do everything.
 """
 
 from __future__ import annotations
@@ -54,6 +54,8 @@ _IN_PLACE_OPERATORS = frozenset(
 ) - {operator.is_, operator.is_not, operator.index, operator.inv, operator.invert}
 _NO_TENSORS = (getattr, len, check)
 _BATCH_STATISTICS = {"batch_norm": (1, 2), "instance_norm": (1, 2)}
+_TAGGED = ("aten", "prims", "_c10d_functional")
+"""Namespaces whose operators have the tag of random numbers if they draw some; that of others may be missing."""
 
 
 def is_inert(node: fx.Node) -> bool:
@@ -169,6 +171,9 @@ class Effects:
         if node.op == "call_module":
             below = self.module.get_submodule(str(node.target))
             return real_type(below) in (nn.Linear, nn.LayerNorm, nn.Embedding, nn.GELU, nn.RMSNorm, nn.SiLU, nn.Conv2d)
+        operators = _operators(node.target)
+        if operators:
+            return all(result.alias_info is None for each in operators for result in each._schema.returns)
         return _name(node) in _FRESH
 
     def _find_draws(self, node: fx.Node) -> bool:
@@ -183,6 +188,10 @@ class Effects:
         known = getattr(node.target, "slapo_draws", None)
         if known is not None:
             return bool(known)
+        operators = _operators(node.target)
+        if operators:
+            tag = torch.Tag.nondeterministic_seeded
+            return any(tag in each.tags or each.namespace not in _TAGGED for each in operators)
         if node.op == "call_function" and _is_foreign(node.target):
             return True
         name = _name(node)
@@ -203,6 +212,9 @@ class Effects:
             return []
         if hasattr(node.target, "slapo_draws"):
             return []  # a region: what it writes to are values of its own
+        operators = _operators(node.target)
+        if operators:
+            return [written for each in operators for written in _nodes(_mutated(each, node))]
         if node.op == "call_function" and _is_foreign(node.target):
             return list(node.all_input_nodes)
         found = []
@@ -226,6 +238,24 @@ def _name(node: fx.Node) -> str:
     if node.op == "call_method":
         return str(node.target)
     return str(getattr(node.target, "__name__", node.target)).partition(".")[0]  # of an overload: add.Tensor
+
+
+def _operators(target: Any) -> list[torch._ops.OpOverload]:
+    """The overloads of an operator, any of which a call may take; none for what is no operator."""
+    if isinstance(target, torch.library.CustomOpDef):
+        target = target._opoverload
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        return [getattr(target, name) for name in target.overloads()]
+    return [target] if isinstance(target, torch._ops.OpOverload) else []
+
+
+def _mutated(operator: torch._ops.OpOverload, node: fx.Node) -> list[Any]:
+    """What a call gives for the arguments that the operator writes to."""
+    found = []
+    for position, argument in enumerate(operator._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found.append(node.args[position] if position < len(node.args) else node.kwargs.get(argument.name))
+    return found
 
 
 def _is_foreign(target: Any) -> bool:

@@ -15,6 +15,7 @@ from torch.export import Dim, ExportedProgram, export
 from torch.utils import _pytree as pytree
 
 from slapo_core.graph import regions
+from slapo_core.graph.arguments import call_of
 from slapo_core.graph.flags import Flags
 from slapo_core.graph.leaves import inlined_modules
 from slapo_core.graph.recording import Recording
@@ -61,10 +62,9 @@ class ExportTracer(Tracer):
             )
         recording = Recording(module)
         flags = Flags(recording.refusal)
-        signature = inspect.signature(forward)
         real = {name: _without_fakes(value) for name, value in arguments.items()}
-        call = inspect.BoundArguments(signature, {next(iter(signature.parameters)): None, **real})  # type: ignore[arg-type]
-        args, kwargs = call.args[1:], dict(call.kwargs)
+        given, kwargs = call_of(inspect.signature(forward), real)
+        args = tuple(given)
         shapes = pytree.tree_map(_dynamic, (args, kwargs))
         with (
             alone(),

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from slapo_core.graph.arguments import call_of
 from slapo_core.graph.flags import Flags
 from slapo_core.graph.functions import autograd_functions
 from slapo_core.graph.pruning import drop_unused
@@ -51,14 +52,14 @@ class FxTracer(Tracer):
             else:
                 for name, value in arguments.items():
                     given[name] = recording.give(value, recording.graph.placeholder(name))
-            call = inspect.BoundArguments(signature, {next(iter(signature.parameters)): module, **given})  # type: ignore[arg-type]
+            args, kwargs = call_of(signature, given)
             with (
                 flags.watching(module, leaves),
                 module_calls(recorder, leaves),
                 autograd_functions(recorder),
                 recorder,
             ):
-                out = forward(*call.args, **call.kwargs)
+                out = forward(module, *args, **kwargs)
             recorder.regions.finish()
             recording.graph.output(recording.node(out))
         drop_unused(recording.graph)

@@ -5,18 +5,18 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import inspect
-import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from slapo_core.graph.alike import AlikeCalls
+from slapo_core.graph.arguments import call_of
 from slapo_core.graph.caches import caches_kept
 from slapo_core.graph.fake import FakeMode, home_of, with_own_values, without_values
 from slapo_core.graph.flags import Flags
-from slapo_core.graph.functions import autograd_functions
+from slapo_core.graph.functions import autograd_functions, checkpointing_refused
 from slapo_core.graph.leaves import inlined_modules
 from slapo_core.graph.location import first_line
 from slapo_core.graph.notes import Notes
@@ -27,6 +27,7 @@ from slapo_core.graph.recording import Recording
 from slapo_core.graph.state import state_kept
 from slapo_core.graph.submodules import module_calls
 from slapo_core.graph.tracers.isolation import alone
+from slapo_core.spec.accelerators import fork_rng
 from slapo_core.spec.tracer import Recorded, Tracer, Untraceable
 
 __all__ = ["RecordTracer"]
@@ -55,15 +56,14 @@ class RecordTracer(Tracer):
             raise Untraceable("is recorded by running it, and it is not known what it is called with")
         # In an empty context: what collects outputs of modules there must not collect those of a recording.
         try:
-            with _quiet():
-                return contextvars.Context().run(record, module, forward, arguments, leaves)
+            return contextvars.Context().run(record, module, forward, arguments, leaves)
         except (NeedsValues, RuntimeError, NotImplementedError) as fake_error:
             if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
                 raise
             # What needs values: on the tensors themselves, as the forward would run.
             real = with_own_values(dict(arguments))
             try:
-                with torch.random.fork_rng():
+                with fork_rng():
                     return contextvars.Context().run(record, module, forward, real, leaves, fake=False)
             except (NeedsValues, RuntimeError, NotImplementedError):
                 raise fake_error from None
@@ -117,14 +117,15 @@ def record(
         own = without_values(mode, dict(arguments)) if mode else arguments
         for name, value in own.items():
             given[name] = recording.give(value, recording.graph.placeholder(name))
-        call = inspect.BoundArguments(signature, {next(iter(signature.parameters)): module, **given})  # type: ignore[arg-type]
+        args, kwargs = call_of(signature, given)
         with (
             flags.watching(module, leaves),
             module_calls(recorder, leaves),
             autograd_functions(recorder),
+            checkpointing_refused(recorder),
             recorder,
         ):
-            out = forward(*call.args, **call.kwargs)
+            out = forward(module, *args, **kwargs)
         if generators() != drawn:
             raise Untraceable("draws random numbers that are not torch's", first_line(forward), _RANDOM)
         recorder.regions.finish()
@@ -135,15 +136,3 @@ def record(
     drop_unused(graph)
     graph.lint()
     return Recorded(graph, tuple(recording.guards), flags.seen, tuple(recording.captured), flags.read)
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Without torch's log of the stack of a fake operation that fails: the error says it."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    before = log.disabled
-    log.disabled = True
-    try:
-        yield
-    finally:
-        log.disabled = before

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import warnings
 import weakref
@@ -14,6 +15,7 @@ from torch.utils import _pytree
 from slapo_core.errors import MeshError, RankMismatchError, WeightsError
 from slapo_core.ranks.checksum import checksum
 from slapo_core.ranks.facts import RankFact, describe_tensor
+from slapo_core.ranks.random_states import draw_alike
 from slapo_core.ranks.world import World
 from slapo_core.schedule.watching.foreign_wrappers import equal_ranks, wrappers
 from slapo_core.schedule.watching.pieces import Piece, Pieces, described
@@ -37,6 +39,10 @@ _SAME_BATCH = (
     "the ranks of one replica (same dp rank) take the same batch: DistributedSampler(dataset, "
     'num_replicas=sch.mesh.size("dp"), rank=sch.mesh.rank("dp")), with the same seed on every rank'
 )
+_SAME_VALUES = (
+    "torch.manual_seed(seed) with the same seed on every rank before the model is made, or "
+    "slapo_core.load_state_dict(sch, state) with the same state on every rank"
+)
 _NUMBERS = itertools.count()
 _BY_NUMBER: weakref.WeakValueDictionary[str, FirstForward] = weakref.WeakValueDictionary()
 """What is compiled can ask for nothing but constants while it is traced; see :func:`_look_while_compiling`.
@@ -52,10 +58,22 @@ class FirstForward:
         mesh: of the schedule, with its processes; None in a copy of the model, where it only goes away.
         model: the root; it is not kept alive.
         passed: called when it found nothing.
+        check: refuses what is wrong on every rank, and gives the tensors of which ``tp`` ranks hold replicas.
     """
 
     slapo_only_looks = True  # spec/node.py: only_looks
-    __slots__ = ("__weakref__", "_is_traced", "_mesh", "_model", "_number", "_passed", "_pieces", "may_be_given_parts")
+    __slots__ = (
+        "__weakref__",
+        "_check",
+        "_evaluated",
+        "_is_traced",
+        "_mesh",
+        "_model",
+        "_number",
+        "_passed",
+        "_pieces",
+        "may_be_given_parts",
+    )
 
     def __init__(
         self,
@@ -63,9 +81,11 @@ class FirstForward:
         mesh: Mesh | None = None,
         model: nn.Module | None = None,
         passed: Callable[[], None] | None = None,
+        check: Callable[[], dict[str, torch.Tensor]] | None = None,
     ) -> None:
-        self._pieces, self._mesh, self._passed = pieces, mesh, passed
+        self._pieces, self._mesh, self._passed, self._check = pieces, mesh, passed, check
         self._model = weakref.ref(model) if model is not None else None
+        self._evaluated = False
         self._is_traced = False  # looked at while it was compiled
         self._number = str(next(_NUMBERS))
         _BY_NUMBER[self._number] = self
@@ -83,7 +103,10 @@ class FirstForward:
             self._leave(model)
             return
         leaves = dict(_tensors((args, kwargs)))
-        if not torch.is_grad_enabled() or not all(_is_plain(tensor) for tensor in leaves.values()):
+        if not all(_is_plain(tensor) for tensor in leaves.values()):
+            return
+        if not torch.is_grad_enabled():
+            self._draw_alike(model, self._pieces, self._mesh)
             return
         with torch.no_grad():
             self._look(model, self._pieces, leaves, self._mesh)
@@ -112,9 +135,14 @@ class FirstForward:
             found = [text for text in world.gather(_misled(model, known.names, dims, mesh)) if text is not None]
             if found:
                 raise MeshError(found[0], hint=_way_out(mesh, dims))
+            replicas = self._check() if self._check is not None else {}
             places = tuple(mesh.rank(name) for name in dims)
             _refuse_copies(pieces, world.gather((places, _samples(model, pieces))), dims, type(model).__name__)
             if "tp" in dims:
+                values = [RankFact(f"'{name}'", describe_tensor(t), over="tp") for name, t in _local(replicas)]
+                world.agree(values, hint=_SAME_VALUES)
+                with World(part, over="tp") if dims != ["tp"] else contextlib.nullcontext(world) as replica:
+                    draw_alike(replica, "is another one", stacklevel=8)
                 facts = [RankFact(f"the batch: {name}", describe_tensor(t), over="tp") for name, t in leaves.items()]
                 try:
                     world.agree(facts, hint=_SAME_BATCH)
@@ -122,6 +150,14 @@ class FirstForward:
                     if not self.may_be_given_parts:
                         raise
                     warnings.warn(f"{error}\nThat is right only where each rank is given its own part.", stacklevel=7)
+
+    def _draw_alike(self, model: nn.Module, known: Pieces, mesh: Mesh) -> None:
+        """Before the first evaluation, such as ``generate(do_sample=True)``: one RNG state for the ranks of ``tp``."""
+        known.find(model)
+        if not self._evaluated and "tp" in known.dims and mesh.device_mesh is not None:
+            self._evaluated = True
+            with World(mesh, over="tp") as replica:
+                draw_alike(replica, "is another one", stacklevel=7)
 
     def _leave(self, model: nn.Module) -> None:
         """Of a copy: it has not been registered by anybody who would take it away."""
@@ -240,6 +276,14 @@ def _tensors(inputs: Any) -> Iterator[tuple[str, torch.Tensor]]:
             if isinstance(leaf, torch.Tensor):
                 name = start + _pytree.keystr(path)
                 yield name if start else name.removeprefix("['").replace("']", "", 1), leaf
+
+
+def _local(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Those that have values here; of a DTensor (fully_shard over dp) this rank's shard."""
+    for name, tensor in tensors.items():
+        own = getattr(tensor, "_local_tensor", tensor)
+        if _is_plain(own):
+            yield name, own
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from slapo_core.schedule.watching.first_forward import FirstForward
@@ -12,6 +13,7 @@ from slapo_core.schedule.watching.stale_optimizers import note_exchange
 from slapo_core.tree.journal import AddHook, Entry, WrapForward
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
     from slapo_core.schedule.transaction import Step
@@ -26,14 +28,16 @@ class Watch:
     Args:
         model: the root.
         mesh: of the schedule.
+        check: called in the first training forward: refuses a schedule or model that trains wrongly, and gives the
+            tensors that the ranks of ``tp`` hold alike.
     """
 
-    def __init__(self, model: nn.Module, mesh: Mesh | None) -> None:
+    def __init__(self, model: nn.Module, mesh: Mesh | None, check: Callable[[], dict[str, torch.Tensor]]) -> None:
         self._model, self._mesh = model, mesh
         self._pieces = Pieces(mesh)
         self._splits = self._wraps = 0  # edits in force that split a tensor, and that change what the root is given
         self._gathers = 0  # steps in force that put tensors of several ranks together
-        self._forward = FirstForward(self._pieces, mesh, model, self.hand_over)
+        self._forward = FirstForward(self._pieces, mesh, model, self.hand_over, check)
         dicts = PlainStateDicts(model, self._pieces)
         self._for_good = (
             PlacedHook(model, ("_state_dict_pre_hooks",), lambda: model.register_state_dict_pre_hook(dicts.going_out)),

@@ -10,6 +10,7 @@ from torch.nn.parameter import is_lazy
 from slapo_core.spec.layout import Layout
 from slapo_core.tree.assignment import MISSING, Assignment
 from slapo_core.tree.gradient_hooks import GradientHooks
+from slapo_core.tree.index import full_name
 from slapo_core.tree.journal.entry import Entry
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ class ReplaceModule(Entry):
 
     def redo(self) -> None:
         self._set(self.new)
+        self.tree.tensors.exchange(self.path, self.old, self.new)
         self.before = [self.tree.tensors.assign(tensor, layout) for tensor, layout in self.assigned]
         self.dropped_before = self.tree.tensors.drop(self.dropped)
         for hooks in self.hooks.values():
@@ -65,6 +67,7 @@ class ReplaceModule(Entry):
 
     def undo(self) -> None:
         self._set(self.old)
+        self.tree.tensors.exchange(self.path, self.new, self.old)
         for hooks in self.hooks.values():
             hooks.take_back()
         for (tensor, _), layout in zip(self.assigned, self.before, strict=False):
@@ -109,12 +112,15 @@ class AddModule(Entry):
 
     def redo(self) -> None:
         self.parent._modules[self.name] = self.new
+        path = full_name(self.tree.index.path_of(self.parent) or "", self.name)
         self.tree.structure_changed()
+        self.tree.tensors.exchange(path, None, self.new)
         self.before = [self.tree.tensors.assign(tensor, layout) for tensor, layout in self.assigned]
 
     def undo(self) -> None:
         self.parent._modules.pop(self.name, None)
         self.tree.structure_changed()
+        self.tree.tensors.exchange("", self.new, None)
         for (tensor, _), layout in zip(self.assigned, self.before, strict=False):
             self.tree.tensors.assign(tensor, layout)
 

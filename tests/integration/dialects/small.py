@@ -14,7 +14,7 @@ import slapo_core as slapo
 __all__ = ["FORMS", "Small", "batch", "build", "grouped_adamw", "plain", "train", "world_size"]
 
 _DISTRIBUTED = {
-    "optimizer_config": {"use_distributed_optimizer": True},
+    "optimizer_config": {"use_distributed_optimizer": True, "clip_grad": 0.0},
     "ddp_config": {"use_distributed_optimizer": True},
 }
 FORMS: dict[str, tuple[str, dict[str, int] | None, dict[str, Any]]] = {

@@ -18,8 +18,8 @@ from tests.integration.dialects.states import before_the_first_step, different, 
 
 __all__ = ["LOW", "all_cases"]
 
-BF16 = {"optimizer_config": {"bf16": True}, "model_parallel_config": {"bf16": True}}
-SCALED = {"fp16": True, "initial_loss_scale": 2.0**24, "loss_scale_window": 2, "hysteresis": 1}
+BF16 = {"optimizer_config": {"bf16": True, "clip_grad": 0.0}, "model_parallel_config": {"bf16": True}}
+SCALED = {"fp16": True, "clip_grad": 0.0, "initial_loss_scale": 2.0**24, "loss_scale_window": 2, "hysteresis": 1}
 FP16 = {"optimizer_config": SCALED, "model_parallel_config": {"fp16": True}}
 OVERLAP = {
     "ddp_config": {"overlap_grad_reduce": True, "overlap_param_gather": True},
@@ -45,6 +45,7 @@ def own(weight_decay: float, **scheduler: Any) -> dict[str, Any]:
         "adam_beta2": 0.95,
         "weight_decay": weight_decay,
         "min_lr": 0.0,
+        "clip_grad": 0.0,
     }
     return {"optimizer": None, "optimizer_config": config, "scheduler": scheduler}
 

@@ -12,7 +12,7 @@ from slapo_deepspeed.config.draft import Draft
 from slapo_deepspeed.config.facts import Facts
 from slapo_deepspeed.config.optimizers import check_optimizer, optimizer_name
 from slapo_deepspeed.config.reading import read
-from slapo_deepspeed.config.refusing import refuse_settings, refuse_unknown
+from slapo_deepspeed.config.refusing import refuse_auto, refuse_settings, refuse_unknown
 from slapo_deepspeed.config.settings import fill_precision, fill_scheduler, leave_out_auto
 from slapo_deepspeed.config.validating import validate
 
@@ -65,6 +65,7 @@ def filled(schedule: ScheduledModel, options: Mapping[str, Any]) -> dict[str, An
     fill_precision(draft)
     _fill_zero(draft)
     refuse_settings(draft)
+    refuse_auto(draft)
     leave_out_auto(draft)
     fill_batch(draft)
     _fill_clipping(draft)

@@ -47,7 +47,7 @@ KEYS: dict[str, Key] = {
     ),
     "aio": Key(
         "passed",
-        "of offloading to NVMe",
+        "of `engine.deepspeed`; offloading to NVMe is refused",
         _keys(
             "block_size",
             "queue_depth",
@@ -75,7 +75,7 @@ KEYS: dict[str, Key] = {
     "disable_allgather": Key("refused", "true: DeepSpeed reads it, and does nothing with it"),
     "disable_python_gc": Key("passed", ""),
     "dump_state": Key("passed", ""),
-    "expert_parallel": Key("refused", "DeepSpeed would replace modules that steps have replaced already"),
+    "expert_parallel": Key("refused", "enabled: DeepSpeed would replace modules that steps have replaced already"),
     "flops_profiler": Key(
         "passed",
         "not with a pipeline: DeepSpeed 0.19 starts a timer twice there",
@@ -124,7 +124,7 @@ KEYS: dict[str, Key] = {
     "prescale_gradients": Key("passed", "not with ZeRO-2 and ZeRO-3, unless `reduce_scatter` is false"),
     "scheduler": Key("passed", "moves on after each step of the optimiser", _keys("type", "params")),
     "seq_parallel_communication_data_type": Key("refused", "no step makes DeepSpeed's sequence parallelism"),
-    "sequence_parallel_size": Key("refused", "no step makes DeepSpeed's sequence parallelism"),
+    "sequence_parallel_size": Key("refused", "above 1: no step makes DeepSpeed's sequence parallelism"),
     "steps_per_print": Key("passed", "nothing is printed without it"),
     "tensor_parallel": Key(
         "filled",

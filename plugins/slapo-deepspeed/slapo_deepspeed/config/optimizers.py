@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from slapo_core import BuildError
-from slapo_deepspeed.config.draft import AUTO, Draft
+from slapo_deepspeed.config.draft import Draft
 
 __all__ = ["check_optimizer", "optimizer_name"]
 
@@ -138,9 +138,3 @@ def _check_params(draft: Draft, name: str) -> None:
             f"{draft.source.of('optimizer.params.max_grad_norm')}: DeepSpeed clips by 'gradient_clipping'",
             hint=f'"gradient_clipping": {params["max_grad_norm"]}, or max_grad_norm= of build',
         )
-    for key, value in params.items():
-        if value == AUTO:
-            raise BuildError(
-                f"{draft.source.of(f'optimizer.params.{key}')} is 'auto', and nothing says what it should be",
-                hint=f"a value, or leave it out for that of {name!r}",
-            )

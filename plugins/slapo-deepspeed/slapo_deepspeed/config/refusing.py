@@ -10,7 +10,7 @@ from slapo_deepspeed.config.draft import AUTO, Draft
 from slapo_deepspeed.config.keys import KEYS, unknown_keys
 from slapo_deepspeed.config.reading import Source
 
-__all__ = ["REMOVED", "ZERO_REFUSED", "refuse_settings", "refuse_unknown"]
+__all__ = ["REMOVED", "ZERO_REFUSED", "refuse_auto", "refuse_settings", "refuse_unknown"]
 
 REMOVED = frozenset(
     {
@@ -29,14 +29,14 @@ REMOVED = frozenset(
 )
 """What DeepSpeed has removed, and refuses itself with its reason."""
 
-_IF_ENABLED = ("autotuning", "data_efficiency", "hybrid_engine")
+_IF_ENABLED = ("autotuning", "data_efficiency", "expert_parallel", "hybrid_engine")
 _WITH_ANY_VALUE = (
     "data_parallel_size",
-    "expert_parallel",
     "seq_parallel_communication_data_type",
     "sequence_parallel_size",
     "weight_quantization",
 )
+_DEFAULTS = {"sequence_parallel_size": 1}
 _WITH_VALUE: dict[str, Any] = {
     "dataloader_drop_last": True,
     "disable_allgather": True,
@@ -79,7 +79,7 @@ def refuse_settings(draft: Draft) -> None:
 def _general(draft: Draft) -> Iterator[str]:
     source = draft.source
     for name in _WITH_ANY_VALUE:
-        if name in draft.config:
+        if name in draft.config and draft.get(name) != _DEFAULTS.get(name):
             yield f"{source.of(name)} is refused: {KEYS[name].why}"
     for name, value in _WITH_VALUE.items():
         if draft.get(name) == value and name in draft.config:
@@ -127,6 +127,9 @@ def _of_zero(draft: Draft) -> Iterator[str]:
         value = draft.get(f"zero_optimization.{name}")
         if value is not None and is_refused(value):
             yield f"{source.of(f'zero_optimization.{name}')} is refused: {why}"
+    for name in ("offload_optimizer", "offload_param"):
+        if draft.get(f"zero_optimization.{name}.device") == "nvme":
+            yield f"{source.of(f'zero_optimization.{name}.device')} is refused: 'nvme', {_STATE}; use 'cpu'"
     if draft.get("zero_optimization.offload_optimizer.super_offload"):
         yield f"{source.of('zero_optimization.offload_optimizer.super_offload')} is refused: {_STATE}"
 
@@ -160,6 +163,30 @@ def _of_tensor_parallel(draft: Draft) -> Iterator[str]:
             f"{draft.source.of('tensor_parallel.autotp_size')} is {size!r}, but 'tp' of the mesh {facts.mesh} is "
             f"{facts.tp}; the steps of the schedule split the model, not DeepSpeed"
         )
+
+
+def refuse_auto(draft: Draft) -> None:
+    """
+    Raises:
+        BuildError: values "auto" that nothing here can fill in, all of them.
+    """
+    found = [
+        draft.source.of(f"{section}.params.{key}")
+        for section in ("optimizer", "scheduler")
+        for key, value in _params(draft, section).items()
+        if value == AUTO
+    ]
+    if found:
+        raise BuildError(
+            f"{', '.join(found)} {'is' if len(found) == 1 else 'are'} 'auto', and nothing says what "
+            f"{'it' if len(found) == 1 else 'they'} should be",
+            hint="give values, or leave them out for DeepSpeed's defaults",
+        )
+
+
+def _params(draft: Draft, section: str) -> dict[str, Any]:
+    params = draft.get(f"{section}.params")
+    return params if isinstance(params, dict) else {}  # anything else is refused where it is read
 
 
 def _raise(reasons: list[str]) -> None:

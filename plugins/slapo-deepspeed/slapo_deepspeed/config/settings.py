@@ -63,12 +63,6 @@ def fill_scheduler(draft: Draft) -> None:
         params = draft.fill("scheduler.params", {}, "all defaults")
     if not isinstance(params, dict):
         raise BuildError(f"{source.of('scheduler.params')} must be an object, {{...}} (got {params!r})")
-    for key, value in params.items():
-        if value == AUTO:
-            raise BuildError(
-                f"{source.of(f'scheduler.params.{key}')} is 'auto', and nothing says what it should be",
-                hint=f"a value, or leave it out for that of {name!r}",
-            )
 
 
 def nearest(name: str, known: list[str]) -> str:

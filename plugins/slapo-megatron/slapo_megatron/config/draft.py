@@ -20,14 +20,13 @@ class Draft:
             the user gave, which is filled in.
         facts: what the schedule and the arguments of ``build`` say.
         origins: ``"optimizer_config.clip_grad"`` -> why it was filled in.
-        inherited: of those, what the user gave as an object of Megatron's: its defaults cannot be told from what was
-            meant.
+        has_optimizer_config: whether the user gave an ``optimizer_config``.
     """
 
     options: dict[str, dict[str, Any]]
     facts: Facts
     origins: dict[str, str] = field(default_factory=dict)
-    inherited: frozenset[str] = frozenset()
+    has_optimizer_config: bool = False
 
     def given(self, option: str, name: str) -> bool:
         """Whether the user said something."""

@@ -61,7 +61,7 @@ class Facts:
 
     Args:
         mesh: as messages show it, e.g. ``"{'pp': 2, 'dp': 2}"``; ``"none"`` without one.
-        sizes: mesh_dim -> number of ranks, for all five of them.
+        sizes: mesh_dim -> number of ranks, for all three of them.
         stages: how many stages the model is cut into; None where that is not known before ``build``, or there is one
             rank along ``pp``.
         device: the type of the device that the model trains on, e.g. ``"cpu"``.
@@ -87,7 +87,7 @@ class Facts:
     def of(cls, schedule: ScheduledModel, options: Mapping[str, Any], stages: StagesOf) -> Facts:
         """Read them from a schedule, the options of the dialect, and the stages of the schedule."""
         mesh, arguments = schedule.mesh, options.get("arguments") or {}
-        sizes = {name: mesh.size(name) if mesh is not None else 1 for name in ("dp", "pp", "cp", "ep", "tp")}
+        sizes = {name: mesh.size(name) if mesh is not None else 1 for name in ("dp", "pp", "tp")}
         accumulate = arguments.get("accumulate", 1)
         return cls(
             mesh="none" if mesh is None else str(mesh),

@@ -53,7 +53,7 @@ _FSDP = (
 _PRECISION_AWARE = "of the precision-aware optimizer, whose state cannot be read back into the untouched layout"
 _OFFLOAD = "its state is split between two optimizers, and cannot be read back into the untouched layout"
 _EXPERTS = "no step makes experts"
-_CONTEXT = "no step cuts sequences over 'cp'; its ranks are replicas"
+_CONTEXT = "no step cuts sequences over ranks"
 _FUNCTIONS = "the engine sets it"
 _MUON = "optimizers whose update of an element depends on others would need whole parameters"
 _SHARDED_WEIGHTS = "weights are split as the steps say"
@@ -74,7 +74,10 @@ OPTIMIZER: dict[str, Field] = {
     **_passed("of Adam", "adam_beta1", "adam_beta2", "adam_eps", "decoupled_weight_decay"),
     **_passed("of SGD", "sgd_momentum"),
     **_filled("the same as in `ddp_config`", "use_distributed_optimizer", "overlap_param_gather"),
-    **_filled("`build(max_grad_norm=...)`; 0 without it, which does not clip (Megatron's default is 1.0)", "clip_grad"),
+    **_filled(
+        "`build(max_grad_norm=...)`; else Megatron's default of 1.0; 0 (no clipping) without any `optimizer_config`",
+        "clip_grad",
+    ),
     **_refused("nobody would see it; `engine.megatron.optimizer.count_zeros()` after a step", "log_num_zeros_in_grad"),
     **_passed("Megatron writes its configurations there", "config_logger_dir"),
     **_passed("needs parameters marked `is_embedding_or_output_parameter`", "decoupled_lr", "decoupled_min_lr"),
@@ -182,8 +185,7 @@ DDP: dict[str, Field] = {
 }
 
 MODEL_PARALLEL: dict[str, Field] = {
-    **_filled("of the mesh", "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
-    **_filled("of the mesh; with several, `tp` of experts is that of the rest", "expert_model_parallel_size"),
+    **_filled("of the mesh", "tensor_model_parallel_size", "pipeline_model_parallel_size"),
     **_filled("`tp` of the mesh", "expert_tensor_parallel_size"),
     **_filled("stages a rank, where there are several", "virtual_pipeline_model_parallel_size"),
     **_passed("needs parameters marked `sequence_parallel`, whose gradients Megatron sums", "sequence_parallel"),
@@ -223,9 +225,16 @@ MODEL_PARALLEL: dict[str, Field] = {
     **_refused("torch.use_deterministic_algorithms(True) decides it", "deterministic_mode"),
     **_refused("`build` gives the model its values", "perform_initialization", "use_cpu_initialization"),
     **_refused("it would need Transformer Engine's layers", "use_te_rng_tracker"),
-    **_refused(_CONTEXT, "hierarchical_context_parallel_sizes", "max_seqlen_per_dp_cp_rank", "hybrid_context_parallel"),
+    **_refused(
+        _CONTEXT,
+        "context_parallel_size",
+        "hierarchical_context_parallel_sizes",
+        "max_seqlen_per_dp_cp_rank",
+        "hybrid_context_parallel",
+    ),
     **_refused(
         _EXPERTS,
+        "expert_model_parallel_size",
         "moe_extended_tp",
         "overlap_moe_expert_parallel_comm",
         "ep_overlap_early_attn_memory_release",

@@ -44,13 +44,12 @@ def filled(schedule: ScheduledModel, options: Mapping[str, Any], stages: StagesO
         BuildError: an option that there is none, a bad value, or one that contradicts the schedule.
     """
     _refuse_unknown(options)
-    read_options = {option: read(option, options.get(option)) for option in FIELDS}
     axes = checked_axes(options.get("batch_axes"))
     draft = Draft(
-        {option: values for option, (values, _) in read_options.items()},
+        {option: read(option, options.get(option)) for option in FIELDS},
         Facts.of(schedule, options, stages or StagesOf(schedule, options)),
         dict(options.get("origins") or {}),
-        inherited=frozenset().union(*(kept for _, kept in read_options.values())),
+        has_optimizer_config=options.get("optimizer_config") is not None,
     )
     fill_sizes(draft)
     check_sequence_parallel(draft)

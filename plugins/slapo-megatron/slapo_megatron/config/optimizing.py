@@ -71,20 +71,19 @@ def fill_optimizer(draft: Draft) -> None:
 
 
 def fill_clipping(draft: Draft) -> None:
-    """``clip_grad`` is ``max_grad_norm``; nothing is clipped where nobody asks.
+    """``clip_grad`` is ``max_grad_norm``; else Megatron's default where an ``optimizer_config`` is given, else nothing.
 
     Raises:
         BuildError: both are given, and differ.
     """
     asked, given = draft.facts.max_grad_norm, draft.options[_OPTIMIZER].get("clip_grad")
-    if given is not None and "clip_grad" in draft.inherited:
-        why = "of the object; OptimizerConfig(clip_grad=0.0) does not clip"
-        given = draft.fill(_OPTIMIZER, "clip_grad", given, why) if asked is None else None
-    if given is None and asked is None:
-        why = "no max_grad_norm: nothing is clipped (Megatron's default is 1.0)"
-        draft.fill(_OPTIMIZER, "clip_grad", 0.0, why)
-    elif given is None and asked is not None:
+    if given is None and asked is not None:
         draft.fill(_OPTIMIZER, "clip_grad", float(asked), f"max_grad_norm={asked}")
+    elif given is None and draft.has_optimizer_config:
+        why = 'OptimizerConfig\'s default; "clip_grad": 0.0 does not clip'
+        draft.fill(_OPTIMIZER, "clip_grad", draft.get(_OPTIMIZER, "clip_grad"), why)
+    elif given is None:
+        draft.fill(_OPTIMIZER, "clip_grad", 0.0, "neither optimizer_config nor max_grad_norm: nothing is clipped")
     elif asked is not None and given is not None and float(given) != float(asked):
         raise BuildError(
             f"{draft.place(_OPTIMIZER, 'clip_grad')} is {given}, but build(max_grad_norm={asked})",

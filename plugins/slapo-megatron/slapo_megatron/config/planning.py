@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from slapo_core.spec.mesh import DATA_DIMS
 from slapo_core.spec.planning import boundaries, topology
 from slapo_megatron.config.facts import trains
 from slapo_megatron.config.fields import FIELDS
@@ -21,8 +20,6 @@ __all__ = ["steps_of"]
 _NAMES = {
     "tp": "tensor model parallel",
     "pp": "pipeline model parallel",
-    "cp": "context parallel",
-    "ep": "expert parallel",
 }
 
 
@@ -56,8 +53,7 @@ def _of_groups(mesh: Mesh | None) -> Iterator[str]:
     along = [f"{name} (mesh_dim '{mesh_dim}', {mesh.size(mesh_dim)} ranks)" for mesh_dim, name in _NAMES.items()]
     shown = [line for mesh_dim, line in zip(_NAMES, along, strict=True) if mesh.size(mesh_dim) > 1]
     if replicas > 1:
-        dims = ", ".join(f"'{mesh_dim}'" for mesh_dim in DATA_DIMS if mesh.size(mesh_dim) > 1)
-        shown.append(f"data parallel (mesh_dim {dims}, {replicas} ranks)")
+        shown.append(f"data parallel (mesh_dim 'dp', {replicas} ranks)")
     yield f"Megatron's process groups: {'; '.join(shown)}"
     yield (
         f"  made here in order '{order_of(mesh)}', or the script's own if it has made them before, of the same ranks; "
@@ -133,7 +129,4 @@ def _of_pipeline(schedule: ScheduledModel, stages: StagesOf, pp: int) -> Iterato
 
 
 def _replicas(mesh: Mesh | None) -> int:
-    count = 1
-    for mesh_dim in DATA_DIMS:
-        count *= mesh.size(mesh_dim) if mesh is not None else 1
-    return count
+    return mesh.size("dp") if mesh is not None else 1

@@ -28,11 +28,8 @@ _DERIVED = {
 }
 """What Megatron's class sets itself, where nothing is given -> the field whose value it takes."""
 
-_KEPT_AT_DEFAULT = ("clip_grad",)
-"""Fields of an object that are taken with their defaults too: Megatron would do what they say."""
 
-
-def read(option: str, given: Any) -> tuple[dict[str, Any], frozenset[str]]:
+def read(option: str, given: Any) -> dict[str, Any]:
     """A copy of what the user gave, with everything wrong about names and types said at once.
 
     Args:
@@ -40,15 +37,14 @@ def read(option: str, given: Any) -> tuple[dict[str, Any], frozenset[str]]:
         given: a mapping, an object of Megatron's class, or None for nothing.
 
     Returns:
-        the values by field; of an object, those that differ from Megatron's defaults; and the fields that an object
-        has at their defaults, but which say something all the same.
+        the values by field; of an object, those that differ from Megatron's defaults.
 
     Raises:
         BuildError: it is neither, or a field that Megatron does not have, or a value that it does not take.
     """
-    values, inherited = _values(option, given)
+    values = _values(option, given)
     raise_all([problem for name, value in values.items() if (problem := _problem(option, name, value)) is not None])
-    return {name: copy.copy(value) for name, value in values.items()}, inherited
+    return {name: copy.copy(value) for name, value in values.items()}
 
 
 def raise_all(problems: list[str]) -> None:
@@ -64,15 +60,15 @@ def raise_all(problems: list[str]) -> None:
         raise BuildError("\n".join(lines))
 
 
-def _values(option: str, given: Any) -> tuple[dict[str, Any], frozenset[str]]:
+def _values(option: str, given: Any) -> dict[str, Any]:
     if given is None:
-        return {}, frozenset()
+        return {}
     name = CLASSES[option].rpartition(".")[2]
     if isinstance(given, Mapping):
         for key in given:
             if not isinstance(key, str):
                 raise BuildError(f"the keys of {option} must be names of fields (got {key!r})", hint=_EXAMPLES[option])
-        return dict(given), frozenset()
+        return dict(given)
     has_objects = option != "scheduler"  # whose class needs the optimizer
     if not (has_objects and isinstance(given, megatron_class(option))):
         what = f"a dictionary, or Megatron's {name}" if has_objects else "a dictionary"
@@ -88,7 +84,7 @@ def _values(option: str, given: Any) -> tuple[dict[str, Any], frozenset[str]]:
     return _of_object(option, given)
 
 
-def _of_object(option: str, given: Any) -> tuple[dict[str, Any], frozenset[str]]:
+def _of_object(option: str, given: Any) -> dict[str, Any]:
     """The fields that somebody has set, as far as that can be told."""
     found = {}
     for name, slot in slots(option).items():
@@ -98,8 +94,7 @@ def _of_object(option: str, given: Any) -> tuple[dict[str, Any], frozenset[str]]
             continue
         if not _same(value, slot.default):
             found[name] = value
-    kept = {name: getattr(given, name) for name in _KEPT_AT_DEFAULT if name in slots(option) and name not in found}
-    return {**found, **kept}, frozenset(kept)
+    return found
 
 
 def _problem(option: str, name: str, value: Any) -> str | None:

@@ -13,8 +13,6 @@ _CONFIG = "model_parallel_config"
 _SIZES = {
     "tensor_model_parallel_size": "tp",
     "pipeline_model_parallel_size": "pp",
-    "context_parallel_size": "cp",
-    "expert_model_parallel_size": "ep",
     "expert_tensor_parallel_size": "tp",
 }
 _VIRTUAL = "virtual_pipeline_model_parallel_size"

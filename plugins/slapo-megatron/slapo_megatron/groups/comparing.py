@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from slapo_core import BuildError
-from slapo_core.spec.mesh import DATA_DIMS, Mesh
+from slapo_core.spec.mesh import Mesh
 from slapo_megatron.groups.order import order_of, row
 
 __all__ = ["compare", "compare_virtual", "differences"]
@@ -31,8 +31,6 @@ def compare(mesh: Mesh) -> None:
         sizes = {
             "tensor_model_parallel_size": mesh.size("tp"),
             "pipeline_model_parallel_size": mesh.size("pp"),
-            "context_parallel_size": mesh.size("cp"),
-            "expert_model_parallel_size": mesh.size("ep"),
         }
         arguments = [f"{name}={size}" for name, size in sizes.items() if size > 1]
         call = ", ".join([*arguments, f'order="{order_of(mesh)}"'])
@@ -52,7 +50,7 @@ def differences(mesh: Mesh) -> Iterator[str]:
     groups: dict[str, tuple[Any, tuple[str, ...]]] = {
         "tensor model parallel": (parallel_state.get_tensor_model_parallel_group(), ("tp",)),
         "pipeline model parallel": (parallel_state.get_pipeline_model_parallel_group(), ("pp",)),
-        "data parallel": (parallel_state.get_data_parallel_group(with_context_parallel=True), DATA_DIMS),
+        "data parallel": (parallel_state.get_data_parallel_group(with_context_parallel=True), ("dp",)),
         "context parallel": (parallel_state.get_context_parallel_group(), ("cp",)),
         "expert parallel": (parallel_state.get_expert_model_parallel_group(), ("ep",)),
     }

@@ -1,8 +1,7 @@
 """The order of a mesh in Megatron's terms: which dimension lies innermost, then the next, ``"tp-cp-ep-dp-pp"``.
 
-Megatron makes all of its groups of one such order, twice: once for most parameters, where experts are replicas
-(``dp`` x ``ep``), and once for those of experts, where context-parallel ranks are (``dp`` x ``cp``). Not every mesh can
-be had so. Source: ``RankGenerator`` and ``initialize_model_parallel`` of ``megatron/core/parallel_state.py``.
+Source: ``RankGenerator`` and ``initialize_model_parallel`` of ``megatron/core/parallel_state.py``. The mesh has one
+rank along ``cp`` and ``ep``, which may stand anywhere.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ def order_of(mesh: Mesh) -> str:
     reason = unfit(mesh)
     if reason is not None:
         raise BuildError(reason.message, hint=reason.hint)
-    found = _fitting(mesh)
-    assert found is not None
-    return "-".join(found)
+    wanted = _strides(mesh)
+    orders = itertools.permutations(_INNERMOST_FIRST)
+    return "-".join(next(order for order in orders if wanted.items() <= _steps(order, mesh.sizes).items()))
 
 
 def unfit(mesh: Mesh) -> Violation | None:
@@ -48,16 +47,7 @@ def unfit(mesh: Mesh) -> Violation | None:
             "along its dimensions",
             hint="init_device_mesh(device_type, shape, mesh_dim_names=...)",
         )
-    if _fitting(mesh) is not None:
-        return None
-    outermost_first = [name for name in reversed(_INNERMOST_FIRST) if name in mesh]
-    others = (Mesh({name: mesh.size(name) for name in names}) for names in itertools.permutations(outermost_first))
-    other = next(one for one in others if _fitting(one) is not None)
-    return Violation(
-        f"Megatron has no order of ranks with the groups of the mesh {mesh}: 'ep' is a part of its data parallel "
-        "groups and must be next to 'dp', and 'pp' is outermost where there are several ranks along 'cp' or 'ep'",
-        hint=f"mesh={other}",
-    )
+    return None
 
 
 def row(mesh: Mesh, mesh_dims: Sequence[str]) -> list[int]:
@@ -71,31 +61,6 @@ def row(mesh: Mesh, mesh_dims: Sequence[str]) -> list[int]:
     here = {name: mesh.rank(name) for name in mesh.sizes}
     places = itertools.product(*(range(mesh.size(name)) for name in along))
     return sorted(_rank_at(mesh, {**here, **dict(zip(along, place, strict=True))}) for place in places)
-
-
-def _fitting(mesh: Mesh) -> tuple[str, ...] | None:
-    """The first order, Megatron's default before others, that gives the groups of the mesh."""
-    return next((order for order in itertools.permutations(_INNERMOST_FIRST) if _fits(mesh, order)), None)
-
-
-def _fits(mesh: Mesh, order: Sequence[str]) -> bool:
-    wanted, size = _strides(mesh), mesh.size
-    dense = _steps(order, {**mesh.sizes, "ep": 1, "dp": size("dp") * size("ep")})
-    experts = _steps(order, {**mesh.sizes, "cp": 1, "dp": size("dp") * size("cp")})
-    if order[-1] != "pp" and size("pp") > 1 and size("cp") != size("ep"):
-        return False  # Megatron refuses it
-    here = {"tp": dense["tp"], "cp": dense["cp"], "pp": dense["pp"], "ep": experts["ep"]}
-    if any(size(name) > 1 and step != wanted[name] for name, step in here.items()):
-        return False
-    if size("pp") > 1 and experts["pp"] != dense["pp"]:
-        return False
-    inner = sorted((wanted[name], size(name)) for name in ("dp", "ep") if size(name) > 1)
-    step = dense["dp"]
-    for stride, count in inner:  # of the replicas, one dimension after the other
-        if stride != step:
-            return False
-        step *= count
-    return True
 
 
 def _steps(order: Sequence[str], sizes: Mapping[str, int]) -> dict[str, int]:

@@ -195,8 +195,6 @@ def _make(mesh: Mesh) -> _Made:
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=mesh.size("tp"),
             pipeline_model_parallel_size=mesh.size("pp"),
-            context_parallel_size=mesh.size("cp"),
-            expert_model_parallel_size=mesh.size("ep"),
             distributed_timeout_minutes=timeout_minutes(),
             order=order,
         )

@@ -22,13 +22,9 @@ def transformer_config(options: Mapping[str, Any], mesh: Mesh | None) -> Transfo
     """
     size = mesh.size if mesh is not None else lambda _: 1
     heads = size("tp")
-    given = dict(options["model_parallel_config"])
-    experts = given.pop("expert_model_parallel_size", 1)  # refused beside a number of experts, of which there is none
-    config = TransformerConfig(
+    return TransformerConfig(
         num_layers=size("pp"),
         hidden_size=heads,
         num_attention_heads=heads,
-        **given,
+        **options["model_parallel_config"],
     )
-    config.expert_model_parallel_size = experts
-    return config

@@ -1,4 +1,4 @@
-"""Lower precision as Megatron's ``Float16Module`` has it: the model and its inputs in it, its outputs in float32."""
+"""Lower precision: parameters and inputs in it, outputs in float32, as Megatron's ``Float16Module`` has them."""
 
 from __future__ import annotations
 
@@ -25,14 +25,19 @@ def working_dtype(config: Any) -> torch.dtype | None:
 
 
 def lower_model(model: nn.Module, dtype: torch.dtype | None) -> None:
-    """Cast its parameters and buffers in place; each stays the same object.
+    """Cast the parameters in place; each stays the same object.
+
+    Buffers keep their dtypes, unlike in Megatron's ``Float16Module``: rotary frequencies in bfloat16 turn position 4000
+    by 0.7 rad.
 
     Args:
         model: the scheduled one, every tensor in its place.
         dtype: None does nothing.
     """
     if dtype is not None:
-        (model.bfloat16 if dtype == torch.bfloat16 else model.half)()
+        for parameter in model.parameters():
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.to(dtype)
 
 
 def lowered(values: Any, dtype: torch.dtype | None) -> Any:

@@ -16,7 +16,6 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer
 
 from slapo_core import BuildError
-from slapo_core.spec.mesh import DATA_DIMS
 from slapo_core.spec.places import Place
 from slapo_megatron.state.tensors import united
 
@@ -130,7 +129,7 @@ def _whole(one: Any, places: Places, copies: dict[int, torch.Tensor]) -> None:
 def _distributed(one: DistributedOptimizer, places: Places, mesh: Mesh | None) -> None:
     """Replicas hold equal parts of flat buffers; one that holds no element of a parameter knows nothing of it."""
     is_part = one.data_parallel_group.size() > 1
-    groups = [mesh.group(mesh_dim) for mesh_dim in DATA_DIMS if mesh is not None and mesh.size(mesh_dim) > 1]
+    groups = [mesh.group("dp")] if mesh is not None and mesh.size("dp") > 1 else []
     if math.prod(group.size() for group in groups if group is not None) != one.data_parallel_group.size():
         groups = [one.data_parallel_group]  # several instances of the optimizer, each of them sharded by itself
     places.shared = groups if is_part else []

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from slapo_core.spec.mesh import DATA_DIMS
 from slapo_core.spec.places import gathered, is_rounding
 
 if TYPE_CHECKING:
@@ -87,7 +86,7 @@ def shared_dims(held: Held | None, mesh: Mesh | None) -> tuple[str, ...]:
     """The mesh dimensions along which ranks hold parts of a parameter: those of replicas, as Megatron counts them."""
     if held is None or not held.is_part or mesh is None:
         return ()
-    return tuple(mesh_dim for mesh_dim in DATA_DIMS if mesh.size(mesh_dim) > 1)
+    return ("dp",) if mesh.size("dp") > 1 else ()
 
 
 def united(own: dict[int, Any], groups: Sequence[Any]) -> dict[int, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +13,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from slapo_core import TraceError
+from slapo_core.spec.accelerators import fork_rng
+from slapo_core.tracing import copied_model
 from slapo_pipeline.balance.flops import flops_of
 
 __all__ = ["Call", "Section", "Sections", "run_in_sections"]
@@ -64,11 +65,11 @@ def run_in_sections(model: nn.Module, call: Call, blocks: Sequence[str], cuts: S
         TraceError: it raised, or does not call the blocks once each, one after the other.
     """
     # Buffers are copied, and what the forward sets on modules stays on the copy.
-    copied = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
+    copied = copied_model(model)
     clock = _Clock(copied, blocks, cuts)
     tensors = [leaf for leaf in pytree.tree_leaves(call) if isinstance(leaf, torch.Tensor)]
     mode = next((mode for mode in (getattr(each, "fake_mode", None) for each in tensors) if mode is not None), None)
-    with mode or contextlib.nullcontext(), torch.random.fork_rng(), torch.no_grad(), clock.watching(), clock:
+    with mode or contextlib.nullcontext(), fork_rng(), torch.no_grad(), clock.watching(), clock:
         try:
             copied(*call[0], **call[1])
         except TraceError:

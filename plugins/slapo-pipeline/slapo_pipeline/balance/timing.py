@@ -13,6 +13,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from slapo_core.spec.accelerators import accelerator, fork_rng
+from slapo_core.tracing import copied_model
 from slapo_pipeline.balance.sections import Call
 
 __all__ = ["seconds_of"]
@@ -31,10 +33,10 @@ def seconds_of(parts: Sequence[tuple[nn.Module, Callable[[], Call]]], *, rounds:
         parts: modules with values, each with what makes the arguments of a call; the values of its tensors are made up.
         rounds: how often each of them runs, after a first time that does not count.
     """
-    copies = [copy.deepcopy(module) for module, _ in parts]
+    copies = [copied_model(module, {}) for module, _ in parts]
     kinds = [_kind(module, make()) for module, make in parts]
     times: dict[Any, list[float]] = {}
-    with torch.random.fork_rng():
+    with fork_rng():
         for turn in range(rounds + 1):
             for module, (_, make), kind in zip(copies, parts, kinds, strict=True):
                 seconds = _seconds(module, _with_values(make()))
@@ -65,8 +67,8 @@ def _plain(out: Any) -> Any:
 
 
 def _wait() -> None:
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        torch.cuda.synchronize()
+    if accelerator() is not None:
+        torch.accelerator.synchronize()
 
 
 def _kind(module: nn.Module, call: Call) -> Any:

@@ -36,7 +36,7 @@ def slapo_partition(
 ) -> Partition | None:
     """The stages between the cuts of :class:`PipelineSplit`.
 
-    Source: paper section 3.4, partition propagation.
+    Source: paper section 3.3.2, partition propagation.
     """
     cuts: dict[str, Record] = {}
     for record in schedule.records:
@@ -122,9 +122,9 @@ class _Cutting:
         module = CutStage(segment.index, root)
         called = [str(node.target) for node in segment.graph.nodes if node.op == "call_module"]
         for path in sorted(set(called), key=self._order.__getitem__):  # the model's: what is above comes first
-            module.hold(path, root.get_submodule(path))
+            module._hold_module(path, root.get_submodule(path))
         for path in dict.fromkeys(str(node.target) for node in segment.graph.nodes if node.op == "get_attr"):
-            module.hold_tensor(path)
+            module._hold_tensor(path)
         made = {self.name(node): segment.known[node] for node in segment.makes}
         segment.graph.output(made)
         sources = [self._source(*segment.sources[node]) for node in segment.graph.nodes if node.op == "placeholder"]
@@ -140,7 +140,7 @@ class _Cutting:
             flat=self.flat,
             called=tuple(dict.fromkeys(called)),
         )
-        module.run_with(program)
+        module._run_with(program)
         cuts = self.places.cuts
         last = cuts[segment.index] if segment.index < len(cuts) else None
         return Stage(segment.index, module, read, used, tuple(made), last)

@@ -48,6 +48,8 @@ class Program:
 class CutStage(StageModule):
     """See :class:`slapo_core.spec.pipeline.StageModule`.
 
+    What :mod:`slapo_pipeline.partition.hook` calls has an underscore: other names may be those of the model's modules.
+
     Args:
         index: of the stage.
         root: the scheduled model.
@@ -62,13 +64,13 @@ class CutStage(StageModule):
     # Its mode is the root's, as that of every holder is its module's.
     training = Holder.training
 
-    def hold(self, path: str, module: nn.Module) -> None:
+    def _hold_module(self, path: str, module: nn.Module) -> None:
         """Put a module of the model at its path."""
         owner, name = self._owner(path)
         if name not in owner._modules:
             owner.add_module(name, module)
 
-    def hold_tensor(self, path: str) -> None:
+    def _hold_tensor(self, path: str) -> None:
         """Put a tensor that a module above a cut owns at its path: a parameter, a buffer, or a plain attribute."""
         owner, name = self._owner(path)
         if not isinstance(owner, Holder | CutStage):
@@ -77,7 +79,7 @@ class CutStage(StageModule):
         self.__dict__["_own"].append((owner, ancestor, name))
         _hold(owner, ancestor, name)
 
-    def run_with(self, program: Program) -> None:
+    def _run_with(self, program: Program) -> None:
         """What the stage computes."""
         root: nn.Module = self.__dict__["_ancestor"][0]
         inlined = program.flat.inlined

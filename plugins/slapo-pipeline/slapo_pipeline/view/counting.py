@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from slapo_core.tracing import FakeMode
+from slapo_core.spec.accelerators import fork_rng
+from slapo_core.tracing import FakeMode, copied_model
 from slapo_pipeline.balance.flops import FlopCount
 
 __all__ = ["flops_by_stage"]
@@ -28,7 +29,7 @@ def flops_by_stage(model: nn.Module, inputs: Mapping[str, Any], cuts: Sequence[s
     Raises:
         Exception: whatever the model raises without values.
     """
-    copied = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
+    copied = copied_model(model)
     device = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
     mode = FakeMode() if device.type != "meta" else None
 
@@ -42,7 +43,7 @@ def flops_by_stage(model: nn.Module, inputs: Mapping[str, Any], cuts: Sequence[s
     for path in cuts:
         copied.get_submodule(path).register_forward_hook(lambda *_: ends.append(count.total))
     given = pytree.tree_map(without_values, dict(inputs))
-    with mode or contextlib.nullcontext(), torch.random.fork_rng(), torch.no_grad(), count:
+    with mode or contextlib.nullcontext(), fork_rng(), torch.no_grad(), count:
         _call(copied, given)
     ends.append(count.total)
     return [end - start for start, end in zip([0, *ends[:-1]], ends, strict=True)]

@@ -12,10 +12,13 @@ from collections.abc import Callable, Sequence
 
 from slapo_core.spec.sampler import Point, SearchSpace, Trial
 
-__all__ = ["FAILED", "Asking", "key", "replayed"]
+__all__ = ["FAILED", "Asking", "key", "margin", "replayed"]
 
 FAILED = -math.inf
 """The value of a point that gave none: it ran out of memory, crashed, was refused, ..."""
+
+_ALLOWANCE = 1 << 20
+"""Bytes that are not held against an estimate: small tensors that ranks compare when they start."""
 
 Key = frozenset[tuple[str, object]]
 
@@ -23,6 +26,26 @@ Key = frozenset[tuple[str, object]]
 def key(point: Point) -> Key:
     """What tells points apart."""
     return frozenset(point.items())
+
+
+def margin(history: Sequence[Trial], memory: int | None) -> float:
+    """Return the factor for predictions of memory that trials so far have shown; at least 1.
+
+    It is the largest ratio of measured to predicted memory. A trial that ran out of memory shows that its prediction is
+    too much, unless another one with a larger prediction fitted.
+
+    Args:
+        history: finished trials.
+        memory: the limit in bytes.
+    """
+    known = [(trial, float(trial.predicted["memory"])) for trial in history if trial.predicted.get("memory")]
+    fitted = [(trial.measured.get("memory", 0.0), predicted) for trial, predicted in known if trial.status == "ok"]
+    largest = max((predicted for _, predicted in fitted), default=0.0)
+    ratios = [(measured - _ALLOWANCE) / predicted for measured, predicted in fitted]
+    if memory is not None:
+        failed = [predicted for trial, predicted in known if trial.status == "oom" and predicted > largest]
+        ratios += [memory / predicted + 1e-9 for predicted in failed]
+    return max([1.0, *ratios])
 
 
 class _Unknown(Exception):  # noqa: N818 - carries the proposal out of the program
@@ -53,9 +76,8 @@ class Asking:
         self.best: tuple[Point, float] | None = None
         self.asked: dict[Key, float] = {}
         self._history = {key(trial.point): trial for trial in history}
-        self._margin = 1.0  # what trials needed, in parts of what was predicted
-        self._fitted = 0.0  # the most that was predicted for one that fitted
-        self._failed: list[float] = []  # what was predicted for those that did not
+        self._learned: list[Trial] = []  # those of points that were asked for
+        self._margin = 1.0
 
     def value(self, point: Point) -> float:
         """What a trial of the point gave; `FAILED` if it gave nothing. Ends the program if there is no trial yet."""
@@ -89,20 +111,11 @@ class Asking:
         limit, predicted = self.space.memory, self.space.predicted_memory(point)
         if limit is None or predicted is None:
             return True
-        # one that ran out of memory below others that fitted says nothing about the rest
-        ceiling = min((failed for failed in self._failed if failed > self._fitted), default=math.inf)
-        return predicted * self._margin <= limit and predicted < ceiling
+        return predicted * self._margin <= limit
 
     def _learn(self, trial: Trial) -> None:
-        predicted = trial.predicted.get("memory")
-        limit = self.space.memory
-        if not predicted or limit is None:
-            return
-        if trial.status == "ok":
-            self._fitted = max(self._fitted, predicted)
-            self._margin = max(self._margin, trial.measured.get("memory", 0.0) / predicted)
-        elif trial.status == "oom":
-            self._failed.append(predicted)
+        self._learned.append(trial)
+        self._margin = margin(self._learned, self.space.memory)
 
 
 def replayed(

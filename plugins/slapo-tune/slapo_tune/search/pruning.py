@@ -8,41 +8,16 @@ from pathlib import Path
 from slapo_core.spec.sampler import Point, Trial
 from slapo_core.spec.sizes import format_bytes
 from slapo_tune.errors import StudyError
+from slapo_tune.samplers.replaying import margin
 from slapo_tune.search.predictions import Prediction, Predictions
 from slapo_tune.space.space import Space
 from slapo_tune.study import Study
 from slapo_tune.trials.launching import Trials
 
-__all__ = ["Pruning", "View", "margin"]
-
-
-def margin(history: Sequence[Trial], memory: int | None) -> float:
-    """What predictions of memory are multiplied with, of what was measured so far; at least 1.
-
-    The largest of measured by predicted; a trial that ran out of memory says that what it was predicted is too much.
-
-    Args:
-        history: the trials so far.
-        memory: the limit in bytes.
-    """
-    ratios = [
-        (trial.measured["memory"] - _ALLOWANCE) / trial.predicted["memory"]
-        for trial in history
-        if trial.status == "ok" and trial.predicted.get("memory") and trial.measured.get("memory")
-    ]
-    if memory is not None:
-        ratios += [
-            memory / trial.predicted["memory"] + 1e-9
-            for trial in history
-            if trial.status == "oom" and trial.predicted.get("memory")
-        ]
-    return max([1.0, *ratios])
+__all__ = ["Pruning", "View"]
 
 
 _PATIENCE = 120.0  # seconds at least for making a schedule, however short trials are
-
-_ALLOWANCE = 1 << 20
-"""Bytes that are not held against an estimate: small tensors that ranks compare when they start."""
 
 
 class View:

@@ -21,7 +21,8 @@ def parted_replicas_are_found(bench: DialectBench) -> None:
     for rank, (name, found) in enumerate(results):
         for call, text in found.items():
             # A runtime may keep a value for the forward beside that of its optimiser: 'up.weight in the forward'.
-            named = text.startswith((f"RankMismatchError: '{name}'", f"RankMismatchError: '{name} "))
+            starts = [f"{kind}: '{name}{end}" for kind in ("ReplicaError", "RankMismatchError") for end in ("'", " ")]
+            named = text.startswith(tuple(starts))
             wrong = text != "fine" if "again" in call else not named
             if wrong:
                 raise CheckError(
