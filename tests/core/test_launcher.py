@@ -328,7 +328,7 @@ def test_a_batch_that_the_model_does_not_take_is_said_alone(tmp_path: Path, mess
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, cwd=tmp_path, timeout=600)
     assert done.stderr.count("Traceback") == 1
     said = done.stderr.rpartition("slapo_core.errors.ArgumentError: ")[2]
-    message(said, "2x5 and 4x4", "verify(sch, example_inputs)")
+    message(said.replace("addmm: ", ""), "2x5 and 4x4", "verify(sch, example_inputs)")  # which newer torch names
 
 
 TEST_MODULE = """

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 import slapo_core as slapo
 from tests.integration.dialects.resuming import AFTER, BEFORE, Pair, differences
@@ -39,8 +41,6 @@ def written_and_read(writing: Sequence[str], pairs: Sequence[Pair], directory: P
 
 def to_the_last_bit(directory: Path) -> dict[str, Any]:
     """Main parameters and their moments; a scheduler; and what the files hold."""
-    from megatron.core import dist_checkpointing
-
     options = own(0.1, lr_warmup_steps=3, lr_decay_steps=9, lr_decay_style="linear")
     options["optimizer_config"] |= BF16["optimizer_config"]
     engine = build("megatron dp2 distributed", dtype=torch.bfloat16, **options)
@@ -58,8 +58,9 @@ def to_the_last_bit(directory: Path) -> dict[str, Any]:
         train(other, BEFORE, AFTER)
         found[form] = (told, replicas, different(other.state_dict(), wanted))
         other.close()
-    tensors = dist_checkpointing.load_tensors_metadata(str(directory / "low"))
-    weights = {key: (tuple(one.global_shape), str(one.dtype)) for key, one in tensors.items()}
+    stored = FileSystemReader(directory / "low").read_metadata().state_dict_metadata
+    tensors = {key: one for key, one in stored.items() if isinstance(one, TensorStorageMetadata)}
+    weights = {key: (tuple(one.size), str(one.properties.dtype)) for key, one in tensors.items()}
     return {"resumed": found, "tensors": weights, "files": sorted(path.name for path in directory.iterdir())}
 
 

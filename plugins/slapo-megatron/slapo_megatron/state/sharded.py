@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from slapo_core import BuildError, WeightsError
 
@@ -38,7 +40,7 @@ class ShardedDirectory:
 
     def __init__(self, directory: Path, request: BuildRequest) -> None:
         self._path, self._request = directory, request
-        self._tensors: Mapping[str, Any] = {}
+        self._tensors: Mapping[str, TensorStorageMetadata] = {}
 
     @property
     def label(self) -> str:
@@ -78,12 +80,13 @@ class ShardedDirectory:
         """
         try:
             description = dist_checkpointing.load_common_state_dict(str(self._path))[_OURS]
-            self._tensors = dist_checkpointing.load_tensors_metadata(str(self._path))
+            stored = FileSystemReader(self._path).read_metadata().state_dict_metadata
         except (KeyError, OSError, dist_checkpointing.core.CheckpointingException) as error:
             raise WeightsError(
                 f"'{self._path}' is not a checkpoint written by engine.save_sharded(): {error}",
                 hint="engine.load(directory) reads what engine.save(directory) wrote",
             ) from error
+        self._tensors = {key: value for key, value in stored.items() if isinstance(value, TensorStorageMetadata)}
         found: dict[str, Any] = json.loads(description)
         return found
 
@@ -91,7 +94,7 @@ class ShardedDirectory:
 
     def like(self, kind: str, name: str) -> torch.Tensor:
         found = self._tensors[_key(kind, name)]
-        return torch.empty(found.global_shape, dtype=found.dtype, device="meta")
+        return torch.empty(found.size, dtype=found.properties.dtype, device="meta")
 
     def read(self, wanted: Sequence[Piece]) -> None:
         dist_checkpointing.load(_sharded(wanted), str(self._path), validate_access_integrity=False)
