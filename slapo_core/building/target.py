@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from slapo_core.errors import BuildError, SealedError, SlapoError
-from slapo_core.schedule.obligations import refuse_if_incomplete, unused_mesh_dims
+from slapo_core.schedule.obligations import refuse_if_incomplete, sharded_mesh_dims, unused_mesh_dims
 from slapo_core.spec.reserved import CORE_DISTRIBUTION
 
 if TYPE_CHECKING:
@@ -130,6 +130,7 @@ class Target:
                 hint=f"call torch.distributed.init_process_group() first and launch with `{mesh.launch_command()}`",
             )
         _warn_if_alone(schedule)
+        _warn_if_unverified(schedule)
 
     def _blamed(self, method: str) -> contextlib.AbstractContextManager[None]:
         return _blamed(self.label, self.dialect.name, method, is_own=self.is_own)
@@ -156,6 +157,17 @@ def _warn_of_unused_dimensions(schedule: Schedule) -> None:
         warnings.warn(
             f"mesh_dim {', '.join(unused)} of the mesh {schedule.mesh} is used by no step: its ranks do the same work",
             stacklevel=4,
+        )
+
+
+def _warn_if_unverified(schedule: Schedule) -> None:
+    mesh, sharded = schedule.mesh, sharded_mesh_dims(schedule)
+    if mesh is not None and sharded and mesh.is_first_rank and not schedule.is_verified:
+        dims = ", ".join(f"mesh_dim '{mesh_dim}' ({mesh.size(mesh_dim)} ranks)" for mesh_dim in sharded)
+        warnings.warn(
+            f"the schedule shards tensors over {dims} and was never verified: call slapo_core.verify(sch, batch) once "
+            "before build(); sch.to_json() keeps its result for replay()",
+            stacklevel=7,
         )
 
 

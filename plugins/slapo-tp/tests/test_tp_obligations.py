@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import slapo_core as slapo
@@ -203,7 +206,20 @@ def check_build_and_verify() -> None:
     sch["words"].sync("forward")
     sch["block.2"].sync("forward")
     slapo.verify(sch, ids)
-    slapo.build(sch, optimizer=make_optimizer)
+    document = sch.to_json()
+    assert unverified(slapo.replay(Model(), document)) == []
+    (line,) = unverified(slapo.replay(Model(), {**json.loads(document), "verified": ""})) or [""]
+    assert ("was never verified: call slapo_core.verify(sch, batch)" in line) == (dist.get_rank() == 0)
+    assert unverified(slapo.create_schedule(Model(), mesh={"dp": 2})) == []
+
+
+def unverified(sch: Schedule) -> list[str]:
+    """Build, and give what is warned of."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        slapo.build(sch, optimizer=make_optimizer, weights=Model().state_dict())
+    assert all(one.filename == __file__ for one in caught)
+    return [str(one.message) for one in caught]
 
 
 @pytest.mark.ranks
