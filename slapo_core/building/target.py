@@ -70,7 +70,7 @@ class Target:
             BuildError: it cannot run this schedule, or a plugin says that the schedule is incomplete: every reason is
                 given; or an option is wrong.
         """
-        self._check(schedule)
+        self._check(schedule, trains=arguments.has_optimizer or not self.is_own)  # others: by their options too
         if arguments.accumulate > 1 and not self.dialect.accumulates:
             raise BuildError(
                 f"target '{self.dialect.name}' does not accumulate gradients (got accumulate={arguments.accumulate})",
@@ -109,7 +109,7 @@ class Target:
         with self._blamed("build"):
             return self.dialect.build(plan, request)
 
-    def _check(self, schedule: Schedule) -> None:
+    def _check(self, schedule: Schedule, *, trains: bool) -> None:
         mesh = schedule.mesh
         with self._blamed("check"):
             reasons = [str(violation) for violation in self.dialect.check(schedule) or ()]
@@ -121,7 +121,7 @@ class Target:
             start = f"target '{self.dialect.name}' cannot run this schedule"
             lines = [f"{start}: {reasons[0]}"] if len(reasons) == 1 else [f"{start}:", *(f"  - {r}" for r in reasons)]
             raise BuildError("\n".join(lines))
-        refuse_if_incomplete(schedule)
+        refuse_if_incomplete(schedule, trains=trains)
         _warn_of_unused_dimensions(schedule)
         if mesh is not None and mesh.is_dry:
             raise BuildError(

@@ -34,13 +34,13 @@ def obligations(schedule: Schedule) -> tuple[Violation, ...]:
     return tuple(found)
 
 
-def refuse_if_incomplete(schedule: Schedule) -> None:
-    """Refuse a schedule that certainly trains another model.
+def refuse_if_incomplete(schedule: Schedule, *, trains: bool = True) -> None:
+    """Refuse a schedule that certainly trains another model; without ``trains``, one that computes another output.
 
     Raises:
         BuildError: every reason is given.
     """
-    missing = [str(violation) for violation in obligations(schedule)]
+    missing = [str(one) for one in obligations(schedule) if trains or not one.gradients_only]
     if missing:
         start = "the schedule is incomplete"
         lines = [f"{start}: {missing[0]}"] if len(missing) == 1 else [f"{start}:", *(f"  - {one}" for one in missing)]
