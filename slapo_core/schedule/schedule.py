@@ -212,7 +212,7 @@ class Schedule:
     def document(self) -> dict[str, Any]:
         """The schedule as plain data, which :func:`replay` takes; see :meth:`to_json`.
 
-        ``"verified"`` is in it where :attr:`is_verified` is true.
+        ``"verified"`` is in it where ``is_verified`` is true.
         """
         document = dump_records(
             self.records,
@@ -271,7 +271,7 @@ class Schedule:
         return self._hooks
 
     def mark_verified(self) -> None:
-        """Record that ``verify`` has passed; see :attr:`is_verified`."""
+        """Record that ``verify`` has passed; see ``is_verified``."""
         self._history.kept["verified"] = True
 
     def apply_at(

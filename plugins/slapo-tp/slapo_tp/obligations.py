@@ -133,9 +133,8 @@ def _trained_before(members: Sequence[Node], mesh_dim: str, group: RankGroup) ->
         if wanted is None and (node.wrappers or any(mesh_dim in _mesh_dims(node, name) for name in node.parameters)):
             return None  # sync_gradient wraps; of a split norm the output is not known
         outputs = [hook for kind, hook in node.hooks if kind == "forward"]
-        if any(not isinstance(hook, OutputHook) or hook.group != group for hook in outputs):
-            return None
-        return node if [hook.op for hook in outputs] == ([] if wanted is None else [wanted]) else None
+        ops = [hook.op for hook in outputs if isinstance(hook, OutputHook) and hook.group == group]
+        return node if len(ops) == len(outputs) and ops == ([] if wanted is None else [wanted]) else None
     return None
 
 
