@@ -165,8 +165,8 @@ def _warn_if_unverified(schedule: Schedule) -> None:
     if mesh is not None and sharded and mesh.is_first_rank and not schedule.is_verified:
         dims = ", ".join(f"mesh_dim '{mesh_dim}' ({mesh.size(mesh_dim)} ranks)" for mesh_dim in sharded)
         warnings.warn(
-            f"the schedule shards tensors over {dims} and was never verified: call slapo_core.verify(sch, batch) once "
-            "before build(); sch.to_json() keeps its result for replay()",
+            f"the schedule shards tensors over {dims} and was never verified with these steps on this mesh: call "
+            "slapo_core.verify(sch, batch) before build(); sch.to_json() keeps its result for replay()",
             stacklevel=7,
         )
 

@@ -42,7 +42,7 @@ __all__ = [
 
 _SHOWN = 4  # names in a message
 _CAUSES = (
-    'slapo_core.verify(sch, batch), before training, finds a reduction that the schedule lacks, such as '
+    "slapo_core.verify(sch, batch), before training, finds a reduction that the schedule lacks, such as "
     'sync("bwd_post", "all_reduce"); else, ranks that hold copies must be given the same batch and the same seeds '
     "(torch.manual_seed), and be changed alike"
 )

@@ -97,9 +97,7 @@ class TensorState:
         if self.correspondence.placement is not None:
             with together(self.mesh, "looking for the values of this rank's tensors"):
                 self._refuse_without_values()
-        compare_all(
-            self.correspondence, optimizer, storage=self.kept, random=self.draws, repair=repair, hint=self.hint
-        )
+        compare_all(self.correspondence, optimizer, storage=self.kept, random=self.draws, repair=repair, hint=self.hint)
 
     def state_dict(self, *, rank0_only: bool = False, include_added: bool = False) -> dict[str, torch.Tensor]:
         self._check_unchanged()
