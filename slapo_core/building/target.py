@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from slapo_core.errors import BuildError, SealedError, SlapoError
-from slapo_core.schedule.obligations import refuse_if_incomplete, unused_mesh_dims
+from slapo_core.schedule.obligations import refuse_if_incomplete, sharded_mesh_dims, unused_mesh_dims
 from slapo_core.spec.reserved import CORE_DISTRIBUTION
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class Target:
             BuildError: it cannot run this schedule, or a plugin says that the schedule is incomplete: every reason is
                 given; or an option is wrong.
         """
-        self._check(schedule)
+        self._check(schedule, trains=arguments.has_optimizer or not self.is_own)  # others: by their options too
         if arguments.accumulate > 1 and not self.dialect.accumulates:
             raise BuildError(
                 f"target '{self.dialect.name}' does not accumulate gradients (got accumulate={arguments.accumulate})",
@@ -109,7 +109,7 @@ class Target:
         with self._blamed("build"):
             return self.dialect.build(plan, request)
 
-    def _check(self, schedule: Schedule) -> None:
+    def _check(self, schedule: Schedule, *, trains: bool) -> None:
         mesh = schedule.mesh
         with self._blamed("check"):
             reasons = [str(violation) for violation in self.dialect.check(schedule) or ()]
@@ -121,7 +121,7 @@ class Target:
             start = f"target '{self.dialect.name}' cannot run this schedule"
             lines = [f"{start}: {reasons[0]}"] if len(reasons) == 1 else [f"{start}:", *(f"  - {r}" for r in reasons)]
             raise BuildError("\n".join(lines))
-        refuse_if_incomplete(schedule)
+        refuse_if_incomplete(schedule, trains=trains)
         _warn_of_unused_dimensions(schedule)
         if mesh is not None and mesh.is_dry:
             raise BuildError(
@@ -130,6 +130,7 @@ class Target:
                 hint=f"call torch.distributed.init_process_group() first and launch with `{mesh.launch_command()}`",
             )
         _warn_if_alone(schedule)
+        _warn_if_unverified(schedule)
 
     def _blamed(self, method: str) -> contextlib.AbstractContextManager[None]:
         return _blamed(self.label, self.dialect.name, method, is_own=self.is_own)
@@ -156,6 +157,17 @@ def _warn_of_unused_dimensions(schedule: Schedule) -> None:
         warnings.warn(
             f"mesh_dim {', '.join(unused)} of the mesh {schedule.mesh} is used by no step: its ranks do the same work",
             stacklevel=4,
+        )
+
+
+def _warn_if_unverified(schedule: Schedule) -> None:
+    mesh, sharded = schedule.mesh, sharded_mesh_dims(schedule)
+    if mesh is not None and sharded and mesh.is_first_rank and not schedule.is_verified:
+        dims = ", ".join(f"mesh_dim '{mesh_dim}' ({mesh.size(mesh_dim)} ranks)" for mesh_dim in sharded)
+        warnings.warn(
+            f"the schedule shards tensors over {dims} and was never verified with these steps on this mesh: call "
+            "slapo_core.verify(sch, batch) before build(); sch.to_json() keeps its result for replay()",
+            stacklevel=7,
         )
 
 

@@ -11,7 +11,7 @@ from slapo_core.spec.violation import Violation
 if TYPE_CHECKING:
     from slapo_core.schedule.schedule import Schedule
 
-__all__ = ["obligations", "refuse_if_incomplete", "unused_mesh_dims"]
+__all__ = ["obligations", "refuse_if_incomplete", "sharded_mesh_dims", "unused_mesh_dims"]
 
 
 def obligations(schedule: Schedule) -> tuple[Violation, ...]:
@@ -34,13 +34,13 @@ def obligations(schedule: Schedule) -> tuple[Violation, ...]:
     return tuple(found)
 
 
-def refuse_if_incomplete(schedule: Schedule) -> None:
-    """Refuse a schedule that certainly trains another model.
+def refuse_if_incomplete(schedule: Schedule, *, trains: bool = True) -> None:
+    """Refuse a schedule that certainly trains another model; without ``trains``, one that computes another output.
 
     Raises:
         BuildError: every reason is given.
     """
-    missing = [str(violation) for violation in obligations(schedule)]
+    missing = [str(one) for one in obligations(schedule) if trains or not one.gradients_only]
     if missing:
         start = "the schedule is incomplete"
         lines = [f"{start}: {missing[0]}"] if len(missing) == 1 else [f"{start}:", *(f"  - {one}" for one in missing)]
@@ -54,8 +54,16 @@ def unused_mesh_dims(schedule: Schedule) -> tuple[str, ...]:
     """
     sizes = schedule.mesh.sizes if schedule.mesh is not None else {}
     used = {"dp", "pp", *(getattr(record.primitive, "mesh_dim", None) for record in schedule.records)}
+    used |= {*sharded_mesh_dims(schedule)}
+    return tuple(mesh_dim for mesh_dim, size in sizes.items() if size > 1 and mesh_dim not in used)
+
+
+def sharded_mesh_dims(schedule: Schedule) -> tuple[str, ...]:
+    """Name the mesh dimensions of several ranks along which a tensor is a shard or a partial sum."""
+    found: set[str] = set()
     for node in schedule.root.walk():
         for name in (*node.parameters, *node.buffers):
             layout = node.layout(name)
-            used |= {*(mesh_dim for mesh_dim, _ in layout.shards()), *layout.partials()}
-    return tuple(mesh_dim for mesh_dim, size in sizes.items() if size > 1 and mesh_dim not in used)
+            found |= {*(mesh_dim for mesh_dim, _ in layout.shards()), *layout.partials()}
+    sizes = schedule.mesh.sizes if schedule.mesh is not None else {}
+    return tuple(mesh_dim for mesh_dim, size in sizes.items() if size > 1 and mesh_dim in found)

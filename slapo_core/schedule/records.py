@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import inspect
 import json
 import os
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from slapo_core.graph.patterns.pattern import GraphPattern
     from slapo_core.plugins.registry import Registry
 
-__all__ = ["FORMAT", "dump_records", "load_document", "primitive_from_json", "primitive_to_json"]
+__all__ = ["FORMAT", "dump_records", "fingerprint", "load_document", "primitive_from_json", "primitive_to_json"]
 
 FORMAT = 1
 """Version of the document's format; a reader refuses a newer one."""
@@ -67,6 +68,13 @@ def dump_records(
     if patterns:  # each once, however many layers it was found in
         document["patterns"] = [pattern_to_json(pattern, registry) for pattern in patterns]
     return document
+
+
+def fingerprint(document: Mapping[str, Any]) -> str:
+    """Hash what a verification holds for: steps, versions, model class, its blocks, mesh sizes; not the locations."""
+    records = [{key: value for key, value in one.items() if key != "location"} for one in document["records"]]
+    held = {key: value for key, value in document.items() if key != "verified"} | {"records": records}
+    return hashlib.sha256(json.dumps(held, sort_keys=True).encode()).hexdigest()
 
 
 def load_document(document: Mapping[str, Any] | str | os.PathLike[str]) -> Mapping[str, Any]:

@@ -12,7 +12,7 @@ from torch import nn
 from slapo_core.errors import ReplayError, SlapoError
 from slapo_core.schedule.coverage import uncovered
 from slapo_core.schedule.creation import create_schedule
-from slapo_core.schedule.records import load_document, primitive_from_json
+from slapo_core.schedule.records import fingerprint, load_document, primitive_from_json
 from slapo_core.schedule.saved_patterns import SavedPatterns
 from slapo_core.schedule.schedule import Schedule
 from slapo_core.spec.mesh import Mesh
@@ -82,6 +82,8 @@ def replay(
     except BaseException:
         schedule.undo(to=0)
         raise
+    if "verified" in data and data["verified"] == fingerprint(schedule.document()):
+        schedule.mark_verified()
     for line in missing:
         warnings.warn(f"{line}; give those their steps, or undo with sch.undo(to=0)", stacklevel=2)
     return schedule

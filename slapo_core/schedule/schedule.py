@@ -20,7 +20,7 @@ from slapo_core.schedule.finding import Matches, find_in
 from slapo_core.schedule.history import History
 from slapo_core.schedule.location import caller_location
 from slapo_core.schedule.obligations import refuse_if_incomplete
-from slapo_core.schedule.records import dump_records
+from slapo_core.schedule.records import dump_records, fingerprint
 from slapo_core.schedule.settling import each_its_own, found_out, settled
 from slapo_core.schedule.sugar import bound_primitive
 from slapo_core.schedule.transaction import Transaction
@@ -171,6 +171,15 @@ class Schedule:
         """Whether ``build`` or ``seal`` ended the schedule."""
         return self._sealed_by is not None
 
+    @property
+    def is_verified(self) -> bool:
+        """Whether :func:`verify` has passed these steps on this mesh; a further step or ``undo`` resets it.
+
+        A saved schedule keeps it. :func:`replay` restores it where the class of the model, the mesh sizes and the
+        versions of slapo-core and of the plugins are the same.
+        """
+        return "verified" in self._history.kept
+
     @contextlib.contextmanager
     def untouched(self) -> Iterator[nn.Module]:
         """The model as it was before the first step, for the duration of a ``with`` block.
@@ -201,14 +210,18 @@ class Schedule:
     # -- as data ----------------------------------------------------------------------------------------------
 
     def document(self) -> dict[str, Any]:
-        """The schedule as plain data, which :func:`replay` takes; see :meth:`to_json`."""
-        return dump_records(
+        """The schedule as plain data, which :func:`replay` takes; see :meth:`to_json`.
+
+        ``"verified"`` is in it where ``is_verified`` is true.
+        """
+        document = dump_records(
             self.records,
             model=self.model,
             mesh=self.mesh.sizes if self.mesh else None,
             prefer=self.prefer,
             registry=self.registry,
         )
+        return {**document, "verified": fingerprint(document)} if self.is_verified else document
 
     def to_json(self) -> str:
         """The schedule as JSON, for :func:`replay`.
@@ -256,6 +269,10 @@ class Schedule:
         if self._hooks is None:
             self._hooks = HookManager(self.registry)
         return self._hooks
+
+    def mark_verified(self) -> None:
+        """Record that ``verify`` has passed; see ``is_verified``."""
+        self._history.kept["verified"] = True
 
     def apply_at(
         self,

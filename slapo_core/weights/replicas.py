@@ -41,12 +41,18 @@ __all__ = [
 ]
 
 _SHOWN = 4  # names in a message
+_CAUSES = (
+    "slapo_core.verify(sch, batch), before training, finds a reduction that the schedule lacks, such as "
+    'sync("bwd_post", "all_reduce"); else, ranks that hold copies must be given the same batch and the same seeds '
+    "(torch.manual_seed), and be changed alike"
+)
 PARTED = (
-    'slapo_core.verify(sch, batch) finds a reduction that the schedule lacks, such as sync("bwd_post", '
-    '"all_reduce"); else, ranks that hold copies must be given the same batch and the same seeds (torch.manual_seed), '
-    "and be changed alike; "
-    "engine.check_replicas() after each step finds the first one that parts them, and "
+    f"{_CAUSES}; engine.check_replicas() after each step finds the first one that parts them, and "
     "engine.check_replicas(repair=True) goes on with the first rank's values"
+)
+PARTED_LIVE = (
+    f"{_CAUSES}: slapo_core.clip_grad_norm_(sch, max_norm), not torch's, which scales each rank's gradients by another "
+    "norm; slapo_core.state_dict(sch) after each step finds the first one that parts them"
 )
 IN_PLACE = (
     "engine.load_state_dict(state) changes what is trained; engine.check_replicas(repair=True) goes on with what is"
@@ -82,6 +88,7 @@ def compare_all(
     storage: TensorStorage | None = None,
     random: bool,
     repair: bool,
+    hint: str = PARTED,
 ) -> None:
     """As :func:`check_replicas`, for a whole model: its tensors, an optimiser's state, and where torch draws.
 
@@ -91,6 +98,7 @@ def compare_all(
         storage: where a runtime keeps the tensors.
         random: whether tensor-parallel ranks must stand at the same random numbers.
         repair: give all ranks the first one's values, with a warning that says what differed.
+        hint: the way out.
 
     Raises:
         ReplicaError: on every rank; with ``repair``, where a setting differs that is no tensor.
@@ -113,7 +121,7 @@ def compare_all(
         states = {device: torch.tensor(list(state), dtype=torch.uint8) for device, state in torch_states().items()}
         replicas += [Replica(f"torch's random state on {name}", state, ("tp",)) for name, state in states.items()]
     try:
-        check_replicas(mesh, replicas, hint=PARTED)
+        check_replicas(mesh, replicas, hint=hint)
     except ReplicaError as error:
         if not repair:
             raise

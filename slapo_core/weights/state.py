@@ -19,7 +19,7 @@ from slapo_core.weights.exchange import exchange_device
 from slapo_core.weights.in_place import InPlace
 from slapo_core.weights.loading import Loading
 from slapo_core.weights.pieces import load_pieces, pieces_of
-from slapo_core.weights.replicas import compare_all
+from slapo_core.weights.replicas import PARTED, PARTED_LIVE, compare_all
 from slapo_core.weights.sources import Source, check_names, open_source, read_tensor
 from slapo_core.weights.survey import TensorSpec
 
@@ -44,6 +44,7 @@ class TensorState:
         draws: whether a training step was seen to draw random numbers of torch.
         storage: where a runtime keeps the tensors.
         built: the types of the live tensors before a runtime took them, by name.
+        hint: the way out where replicas differ.
     """
 
     correspondence: Correspondence
@@ -51,6 +52,7 @@ class TensorState:
     draws: bool = False
     storage: TensorStorage = field(default_factory=InPlace)
     built: dict[str, torch.dtype] = field(default_factory=dict)
+    hint: str = PARTED
     _told: bool = False
     _trained: dict[str, torch.dtype] = field(default_factory=dict)
 
@@ -65,7 +67,7 @@ class TensorState:
         """
         correspondence, tensors = Correspondence.of(schedule)
         correspondence.check()
-        state = cls(correspondence)
+        state = cls(correspondence, hint=PARTED_LIVE)
         for spec in correspondence.dropped():
             if tensors[spec.name].is_meta:
                 raise WeightsError(f"'{spec.name}' is on the meta device, so there is no state dict yet")
@@ -95,7 +97,7 @@ class TensorState:
         if self.correspondence.placement is not None:
             with together(self.mesh, "looking for the values of this rank's tensors"):
                 self._refuse_without_values()
-        compare_all(self.correspondence, optimizer, storage=self.kept, random=self.draws, repair=repair)
+        compare_all(self.correspondence, optimizer, storage=self.kept, random=self.draws, repair=repair, hint=self.hint)
 
     def state_dict(self, *, rank0_only: bool = False, include_added: bool = False) -> dict[str, torch.Tensor]:
         self._check_unchanged()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import sys
 import warnings
@@ -14,6 +15,7 @@ from torch import nn
 
 import slapo_core as slapo
 from slapo_core.errors import MeshError, ReplayError
+from slapo_core.schedule.records import fingerprint
 from slapo_core.testing import ModelSnapshot, assert_bit_identical
 from tests.core.small_models import MLP, MODELS, run
 from tests.messages import Messages
@@ -84,6 +86,50 @@ def test_replay_on_another_mesh() -> None:
     assert (other.mesh.rank("dp"), other.mesh.rank("tp")) == (1, 1)
     with pytest.raises(MeshError):
         slapo.replay(MLP(), sch.document() | {"mesh": {"tp": "two"}})
+
+
+class OtherMLP(MLP):
+    """The same modules, of another class."""
+
+
+def test_a_successful_verify_is_kept_for_these_steps_and_lost_with_any_change() -> None:
+    sch = slapo.create_schedule(MLP(), mesh={"tp": 1})
+    sch["layers.0"].checkpoint()
+    sch["head"].annotate("weight", "mark", 1)
+    assert not sch.is_verified
+    assert "verified" not in sch.document()
+    slapo.verify(sch, torch.randn(2, 8))
+    assert sch.is_verified
+    text = sch.to_json()
+    assert slapo.replay(MLP(), text).is_verified
+    assert slapo.replay(MLP(), text).to_json() == text
+    assert not slapo.replay(OtherMLP(), text).is_verified
+    with pytest.warns(UserWarning, match="of the 5 Sequential"):
+        assert not slapo.replay(MLP(layers=5), text).is_verified
+    assert not slapo.replay(MLP(), text, mesh={"tp": 2}).is_verified
+    assert not slapo.replay(MLP(), text.replace('"mark"', '"other"')).is_verified
+    for key, old in (("slapo-core", '"slapo-core": "'), ("version of a plugin", '"version": "')):
+        other = json.loads(text.replace(old, f"{old}9."))
+        other["verified"] = fingerprint(other)  # as that version would have written it
+        assert not slapo.replay(MLP(), other).is_verified, key
+    sch.undo()
+    assert not sch.is_verified
+    again = slapo.replay(MLP(), text)
+    again["layers.1"].checkpoint()
+    assert not again.is_verified
+
+
+class Doubled(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
+def test_a_schedule_that_verify_refuses_is_not_marked() -> None:
+    right, wrong = slapo.create_schedule(model := MLP()), slapo.create_schedule(copy.deepcopy(model))
+    wrong["head"].replace(Doubled(8, 4))
+    with pytest.raises(slapo.VerifyError):
+        slapo.verify([right, wrong], torch.randn(2, 8))
+    assert (right.is_verified, wrong.is_verified) == (True, False)
 
 
 def test_replayed_schedule_goes_on_with_its_own_lines() -> None:

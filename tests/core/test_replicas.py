@@ -166,7 +166,8 @@ def test_replicas_that_differ_are_saved_with_the_first_one_s_values(tmp_path: Pa
             assert found[f"rounding {what}"] == ("fine", 1)
             (tensor, ranks, path, _, hint, _), warned = found[f"apart {what}"]
             assert (tensor, ranks, path, warned) == ("norm.weight", (0, 1), "norm", 0)
-            assert hint.index("verify") < hint.index("seeds")
+            assert hint.index("verify") < hint.index("bwd_post") < hint.index("seeds")
+            assert ("engine." in hint, "clip_grad_norm_" in hint) == (what == "save", what != "save")
         assert found["apart save"][0][3] == str(tmp_path / "apart")
         assert found["apart export"][0][3] == str(tmp_path / "apart-export")
         assert found["apart state_dict"][0][5] == [1.0 + rank] * 6

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from slapo_core import Node, Primitive, Suggestion, Violation, hookimpl
 from slapo_core.spec.request import ScheduledModel
 from slapo_tp.carried_syncs import carried_sync_violations
-from slapo_tp.obligations import cut_heads, doubled_reductions, missing_reductions
+from slapo_tp.obligations import cut_heads, doubled_reductions, missing_gradient_reductions, missing_reductions
 from slapo_tp.suggestions import suggestions
 
 __all__ = ["slapo_check", "slapo_preconditions", "slapo_suggest"]
@@ -26,6 +26,7 @@ def slapo_check(schedule: ScheduledModel) -> Iterator[Violation]:
     for mesh_dim in schedule.mesh.sizes if schedule.mesh is not None else ():
         yield from missing_reductions(schedule, mesh_dim)
         yield from doubled_reductions(schedule, mesh_dim)
+        yield from missing_gradient_reductions(schedule, mesh_dim)
         yield from cut_heads(schedule, mesh_dim)
 
 

@@ -21,7 +21,7 @@ from slapo_tp.left_out_bias import AddBias, FunctionHook
 from slapo_tp.splits import as_tuple, bias_is_left_out, block_around, output_state, sites, split_axis
 from slapo_tp.sync_hooks import GradientHook, InputHook, OutputHook
 
-__all__ = ["cut_heads", "doubled_reductions", "missing_reductions"]
+__all__ = ["cut_heads", "doubled_reductions", "missing_gradient_reductions", "missing_reductions"]
 
 _OWN_HOOKS = (AddBias, FunctionHook, GradientHook, InputHook, OutputHook)
 _SUMS = ("all_reduce", "reduce_scatter")
@@ -73,7 +73,84 @@ def doubled_reductions(schedule: ScheduledModel, mesh_dim: str) -> Iterator[Viol
                 f"the gradients of the inputs of {_where(place.path)} are reduced twice over mesh_dim '{mesh_dim}': by "
                 f"sync('bwd_post') there, and at {names}",
                 f"leave out the one at {_where(place.path)}, or those at {names}",
+                gradients_only=True,
             )
+
+
+def missing_gradient_reductions(schedule: ScheduledModel, mesh_dim: str) -> Iterator[Violation]:
+    """Yield each layer with a split output whose partial input gradient reaches a trained weight unreduced.
+
+    Only within an nn.Sequential, where it is certain which layer gets which output; elsewhere ``verify`` finds it.
+    """
+    assert schedule.mesh is not None
+    if any(not _is_known(schedule, record) for record in schedule.records):
+        return
+    if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
+        return
+    group, found = RankGroup.along(schedule.mesh, mesh_dim), dict[str, Violation]()
+    for sequence in schedule.root.walk():
+        members = _in_order(sequence)
+        for position, node in enumerate(members):
+            if layer_type_of(node.module) in (None, EMBEDDING) or output_state(node, mesh_dim) != "split":
+                continue
+            before = _trained_before(members[: position + 1], mesh_dim, group)
+            if before is not None and node.path not in found:
+                found[node.path] = Violation(
+                    f"{_cause(node, mesh_dim)} made the gradient of the input of {_where(node.path)} a partial sum, "
+                    f"which no step reduces on its way to '{before.path}.weight'",
+                    f'add {_address(node.path)}.sync("bwd_post", "all_reduce")',
+                    gradients_only=True,
+                )
+    yield from found.values()
+
+
+def _in_order(node: Node) -> list[Node]:
+    """The members of an nn.Sequential as they are called, those of nested ones too; empty for any other module."""
+    if type(node.module) is not nn.Sequential or _is_unknown_code(node):
+        return []
+    found = []
+    for name in node.module._modules:
+        member: Node = node[name]
+        inside = [] if member.hooks or member.wrappers else _in_order(member)
+        found += inside or [member]
+    return found
+
+
+def _trained_before(members: Sequence[Node], mesh_dim: str, group: RankGroup) -> Node | None:
+    """The layer with a trained weight whose output goes into the last member; None if the gradient may be reduced."""
+    *others, last = members
+    if _changes_gradients(last) or any(kind != "forward" for kind, _ in last.hooks):
+        return None
+    for node in reversed(others):
+        if _changes_gradients(node) or not type(node.module).__module__.startswith("torch.nn."):
+            return None
+        if not node.parameters and not node.hooks and not node.children:
+            continue  # an activation, dropout
+        weight = node.parameters.get("weight")
+        if weight is None or not weight.requires_grad or _has_hooks(weight):
+            return None
+        wanted = {"partial": "all_reduce", "split": "all_gather"}.get(output_state(node, mesh_dim) or "")
+        if wanted is None and (node.wrappers or any(mesh_dim in _mesh_dims(node, name) for name in node.parameters)):
+            return None  # sync_gradient wraps; of a split norm the output is not known
+        outputs = [hook for kind, hook in node.hooks if kind == "forward"]
+        ops = [hook.op for hook in outputs if isinstance(hook, OutputHook) and hook.group == group]
+        return node if len(ops) == len(outputs) and ops == ([] if wanted is None else [wanted]) else None
+    return None
+
+
+def _changes_gradients(node: Node) -> bool:
+    """Whether code that this plugin does not know may reduce gradients here."""
+    module = node.module
+    return _is_unknown_code(node) or bool(module._backward_hooks or module._backward_pre_hooks)
+
+
+def _has_hooks(parameter: Any) -> bool:
+    return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
+
+
+def _mesh_dims(node: Node, name: str) -> tuple[str, ...]:
+    layout = node.layout(name)
+    return (*(mesh_dim for mesh_dim, _ in layout.shards()), *layout.partials())
 
 
 def _reduces_gradients(node: Node, group: RankGroup) -> bool:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import slapo_core as slapo
@@ -203,7 +206,20 @@ def check_build_and_verify() -> None:
     sch["words"].sync("forward")
     sch["block.2"].sync("forward")
     slapo.verify(sch, ids)
-    slapo.build(sch, optimizer=make_optimizer)
+    document = sch.to_json()
+    assert unverified(slapo.replay(Model(), document)) == []
+    (line,) = unverified(slapo.replay(Model(), {**json.loads(document), "verified": ""})) or [""]
+    assert ("'tp' (2 ranks) and was never verified" in line) == (dist.get_rank() == 0)
+    assert unverified(slapo.create_schedule(Model(), mesh={"dp": 2})) == []
+
+
+def unverified(sch: Schedule) -> list[str]:
+    """Build, and give what is warned of."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        slapo.build(sch, optimizer=make_optimizer, weights=Model().state_dict())
+    assert all(one.filename == __file__ for one in caught)
+    return [str(one.message) for one in caught]
 
 
 @pytest.mark.ranks
@@ -245,6 +261,91 @@ def test_gradients_that_are_reduced_twice_on_their_way_are_named(size: int, mess
 )
 def test_gradients_that_are_reduced_once_or_perhaps_are_not_named(reducing: tuple[str, ...], norm: bool) -> None:
     assert obligations(gated(*reducing, norm=norm)) == ()
+
+
+def stacked(size: int = 2, norm: type[nn.Module] = nn.LayerNorm) -> Schedule:
+    """Two pairs of layers, of which the second gets what the first and a norm make."""
+    layers = (nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6), norm(6))
+    pair = nn.Sequential(nn.Dropout(0.1), nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6))
+    sch = slapo.create_schedule(nn.Sequential(*layers, pair), mesh={"tp": size})
+    for first, second in (("0", "2"), ("4.1", "4.3")):
+        sch[first].shard(["weight", "bias"], axis=0)
+        sch[second].shard("weight", axis=1).sync("fwd_post", "all_reduce")
+    return sch
+
+
+@MESHES
+def test_a_gradient_that_reaches_a_trained_layer_unreduced_is_named(size: int, message: Messages) -> None:
+    sch = stacked(size)
+    (missing,) = obligations(sch)  # not of the first layer: its input may need none
+    message(missing, "input of '4.1'", "'3.weight'", 'add sch[\'4.1\'].sync("bwd_post", "all_reduce")')
+    sch.root.sync("bwd_post", "all_reduce")  # behind the norm's weight
+    assert obligations(sch) == (missing,)
+    (missing,) = obligations(stacked(size, nn.Identity))
+    assert "'2.weight'" in str(missing)  # its shards need the whole gradient too
+
+
+def of_the_input(sch: Schedule) -> None:
+    sch["4.1"].sync("bwd_post", "all_reduce")
+
+
+def own_hook_between(sch: Schedule) -> None:
+    sch.model[4][0].register_forward_pre_hook(lambda module, args: None)  # type: ignore[index]
+
+
+def of_the_sequence(sch: Schedule) -> None:
+    sch["4"].sync("bwd_post", "all_reduce")
+
+
+def of_the_parameters(sch: Schedule) -> None:
+    sch["3"].sync_gradient(["weight", "bias"])
+
+
+def nothing_trained(sch: Schedule) -> None:
+    sch.model.requires_grad_(False)
+
+
+def own_module_between(sch: Schedule) -> None:
+    sch["4.0"].replace(Passing())
+
+
+def own_backward_hook(sch: Schedule) -> None:
+    sch.model[3].register_full_backward_hook(lambda module, inputs, outputs: None)  # type: ignore[index]
+
+
+def own_hook_of_the_parameter(sch: Schedule) -> None:
+    sch.model[3].weight.register_hook(lambda gradient: gradient)  # type: ignore[index]
+
+
+def other_order(sch: Schedule) -> None:
+    sch.model.forward = sch.model.forward  # type: ignore[method-assign]
+
+
+class Passing(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+REDUCED = [
+    of_the_input, own_hook_between, of_the_sequence, of_the_parameters, nothing_trained, own_module_between,
+    own_backward_hook, own_hook_of_the_parameter, other_order,
+]  # fmt: skip
+
+
+@MESHES
+@pytest.mark.parametrize("apply", REDUCED, ids=lambda apply: apply.__name__)
+def test_a_gradient_that_may_be_reduced_is_not_spoken_of(apply: Callable[[Schedule], None], size: int) -> None:
+    sch = stacked(size)
+    assert len(obligations(sch)) == 1
+    apply(sch)
+    assert obligations(sch) == ()
+
+
+def test_an_engine_that_only_evaluates_needs_no_gradient(message: Messages) -> None:
+    with pytest.raises(slapo.BuildError) as refused:
+        slapo.build(stacked(1), optimizer=make_optimizer)
+    message(refused, "the schedule is incomplete", "input of '4.1'")
+    slapo.build(stacked(1))
 
 
 class Heads(nn.Module):

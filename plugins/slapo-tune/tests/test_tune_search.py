@@ -131,6 +131,7 @@ def test_a_study_of_a_file_is_pruned_run_verified_and_kept(
     with torch.device("meta"):
         schedule = winner.apply(study.make_model())
     assert schedule.document()["records"] == winner.document["records"]  # type: ignore[index]
+    assert schedule.is_verified
 
     again = search(study, resume=True, tell=events.append)
     assert again == result
