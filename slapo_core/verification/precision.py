@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = ["Choice", "ChoosesAlike", "DtypeObserver", "coarsest", "dtype_name", "is_inexact", "own_dtype"]
 
-_CHOOSE = {torch.ops.aten.topk.default: 2, torch.ops.aten.max.dim: 1, torch.ops.aten.argmax.default: 1}
+_CHOOSE: dict[Any, int] = {torch.ops.aten.topk.default: 2, torch.ops.aten.max.dim: 1, torch.ops.aten.argmax.default: 1}
 """Operators that choose by the size of numbers, and where their axis stands: the last one, if it is not given."""
 
 _SAME_SCORES = {torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 0.25}
