@@ -251,6 +251,7 @@ class _Check:
             self.notes.append(
                 f"further batches: {', '.join(called for called, _ in untouched.conditions.more_batches)}"
             )
+        self.notes += self._full_beside_shards(found, blame)
         where = f" on rank {rank}" if not self.world.is_alone else ""
         tolerance = self.trials.tolerance(untouched, records)
         raise VerifyError(
@@ -266,6 +267,15 @@ class _Check:
             plugin=blame.plugin if isinstance(blame, CutFault) else None,
             hint=found.hint,
         )
+
+    def _full_beside_shards(self, found: Difference, blame: Blame | CutFault) -> list[str]:
+        """Parameters that a reduction at a module of an unknown type may add once for each rank."""
+        if self.world.is_alone or "output" not in found.kind:
+            return []
+        paths = dict.fromkeys(record.path for record in blame.records)
+        full = [name for path in paths for name in self.subject.counterparts.full_beside_shards(path)]
+        names = " and ".join(map(repr, full))
+        return [f"every rank holds the full {names}: added to a partial sum, it counts once for each rank"] * bool(full)
 
     def _raise_exception(
         self,

@@ -201,6 +201,30 @@ def split_channels(*norm: str) -> Steps:
     return steps
 
 
+class Expert(nn.Module):
+    """Bare parameters, as GPT-OSS has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up_proj, self.down_proj = nn.Parameter(torch.randn(8, 12)), nn.Parameter(torch.randn(12, 8))
+        self.down_proj_bias = nn.Parameter(torch.randn(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(x @ self.up_proj) @ self.down_proj + self.down_proj_bias
+
+
+class ExpertsModel(Ids):
+    block = Expert
+
+
+def split_experts() -> Steps:
+    steps: Steps = []
+    for layer in ("layers.0", "layers.1"):
+        steps += [(layer, Shard("up_proj", axis=1)), (layer, Shard("down_proj", axis=0))]
+        steps += [(layer, Sync(mode, "all_reduce")) for mode in ("bwd_post", "fwd_post")]
+    return steps
+
+
 def without(steps: Steps, *wrong: tuple[str, str]) -> Steps:
     """Without the steps of a name at a path."""
     kept = [each for each in steps if (each[0], each[1].name) not in wrong]
@@ -251,6 +275,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Steps]]] = {
     "one residual": (Ids, lambda: split_blocks("layers.0.up", "layers.1")),
     "norms of channels": (ChannelsModel, split_channels),
     "statistics of channels": (ChannelsModel, lambda: split_channels("weight", "bias")),
+    "bias of experts": (ExpertsModel, split_experts),
     "no gather of the sequence": (SequenceParallel, lambda: without(split_sequence(), ("layers.1.up", "tp.sync"))),
 }  # fmt: skip
 
@@ -378,3 +403,8 @@ def test_norms_over_split_channels_are_split_with_their_statistics(answers: dict
     assert suggested(answers["statistics of channels"]) == "; ".join(
         f"write {call.format(index)} in place of #{step}" for index, step in places
     )
+
+
+def test_a_bare_parameter_that_every_rank_adds_is_named(answers: dict[str, Any]) -> None:
+    message, _ = answers["bias of experts"]
+    assert "  note: every rank holds the full 'layers.0.down_proj_bias'" in message
