@@ -62,13 +62,16 @@ def verify(
 
     Compared are the outputs in training mode, the buffers and the gradients of all parameters after a forward and a
     backward; outputs and buffers in evaluation mode; outputs and gradients for a batch of twice the size, without the
-    tensors that the model can be called without; the gradients of floating-point inputs; and after some steps of SGD
+    tensors that the model can be called without (an error of the scheduled model for such a batch alone is a note in
+    the report, as it is loud in training, too); the gradients of floating-point inputs; and after some steps of SGD
     with momentum the parameters, buffers and outputs. (Not of an adaptive optimiser: it divides by the gradient's size,
     and so makes full-sized differences of the rounding noise in a gradient that is zero.) All that with dropout off;
     who drops how much is compared too, and outputs and gradients with dropout on, unless the schedule draws other
     random numbers, rightly: for a piece of a tensor, or by a step that promises RANDOM; and with dropout on, ranks that
     see the same samples must have the same outputs, and gradients of parameters that all of them have whole. The first
-    of these once more in the model's own types, where it is allowed what rounding does to the untouched model there.
+    of these once more in the model's own types, where it is allowed what rounding does to the untouched model there;
+    there both choose (``topk``, ``max``, ``argmax``: a token's experts) as in the finer type, where the scores are the
+    same but for rounding.
     A model that the schedule cuts into stages runs stage by stage, in this process, and each gets only what it is sent.
     Every rank of the mesh calls it and compares its own pieces; every rank gets the same answer. Where the mesh is only
     declared, the processes are started on this machine's CPU and repeat the schedule.

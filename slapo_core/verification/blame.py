@@ -174,20 +174,21 @@ def _find(search: Search, steps: Part, near: str | None, suggest: Suggest, paths
     single = search.single(steps, near)
     if single is not None:
         return Blame((single,), proven=True, alone=True)
-    suggestions = [*as_the_others(steps, paths), *suggest()] if len(steps) > 1 or suggest is not tuple else []
+    advice = suggest()
+    suggestions = [*as_the_others(steps, paths), *advice] if len(steps) > 1 or suggest is not tuple else []
     cure = first_cure(search, steps, suggestions, paths)
     if cure is not None:
-        return _cured(cure, steps, search.tied)
+        return _cured(cure, steps, search.tied, advice)
     part = search.narrow(steps, near)
     ran_out = search.ran_out
     search.budget = search.trials + MAX_CURES
-    found = _in_part(search, steps, part, near, suggestions, paths)
+    found = _in_part(search, steps, part, near, suggestions, advice, paths)
     if found is None and search.stopped_at_blocks:
         search.into_blocks = True
         smaller = search.narrow(part, near)
         if len(smaller) < len(part) and search.agrees(_without_alike(steps, smaller)):
             part = smaller
-            found = _in_part(search, steps, part, near, suggestions, paths)
+            found = _in_part(search, steps, part, near, suggestions, advice, paths)
     if found is not None:
         return found
     likewise = tuple(search.likewise)
@@ -212,7 +213,13 @@ def _without_alike(steps: Part, part: Part) -> Part:
 
 
 def _in_part(
-    search: Search, steps: Part, part: Part, near: str | None, suggestions: Sequence[Suggestion], paths: Sequence[str]
+    search: Search,
+    steps: Part,
+    part: Part,
+    near: str | None,
+    suggestions: Sequence[Suggestion],
+    advice: Sequence[Suggestion],
+    paths: Sequence[str],
 ) -> Blame | None:
     """The cause within the part that is left, if it can be shown."""
     found = part if len(part) == 1 and (len(steps) > 1 or isinstance(search.outcome(part), Failed)) else ()
@@ -222,14 +229,17 @@ def _in_part(
         return Blame(found, proven=True, likewise=tuple(search.likewise), alone=True)
     cure = without_one(search, steps, part) if len(part) <= _FEW else None
     cure = cure or find_cure(search, steps, part, suggestions, paths)
-    return None if cure is None else _cured(cure, steps, search.tied)
+    return None if cure is None else _cured(cure, steps, search.tied, advice)
 
 
-def _cured(cure: Cure, steps: Part, tied: Sequence[frozenset[str]]) -> Blame:
-    """The steps that are changed, or else those nearest to what is added."""
+def _cured(cure: Cure, steps: Part, tied: Sequence[frozenset[str]], advice: Sequence[Suggestion]) -> Blame:
+    """The steps that are changed, or else those nearest to what is added.
+
+    To leave a step out is advice where a plugin suggests it (``advice``); elsewhere it only shows which step does it.
+    """
     changes = cure.suggestion.changes
     wrong = tuple(change.instead_of for change in changes if change.instead_of is not None)
-    told = not all(change.primitive is None for change in changes)
+    told = any(change.primitive for change in changes) or any(each.changes == changes for each in advice)
     if not wrong:
         places = dict.fromkeys(record for change in changes for record in _beside(steps, change.path, tied)[-1:])
         wrong = tuple(sorted(places, key=lambda record: record.index))[:_NAMED]

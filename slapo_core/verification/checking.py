@@ -139,7 +139,7 @@ class _Check:
         if own in (torch.float32, torch.float64):
             dtypes.remove(torch.float32)
         raised: list[str] = []
-        tried: list[tuple[UntouchedRun, Attempt[Any]]] = []
+        tried: list[tuple[UntouchedRun, Attempt[Any], str]] = []
         for dtype in dtypes:
             try:
                 outcome = self.turns.run(dtype)
@@ -149,13 +149,14 @@ class _Check:
                 raised.append(f"the untouched one raises in {dtype_name(dtype)}: {raising.failure}")
                 continue
             if outcome.raised is not None:
-                tried.append((outcome.reference, outcome.raised))
+                tried.append((outcome.reference, outcome.raised, outcome.raised_for))
             if outcome.raised is None or own is torch.float64 or OWN_TYPES in outcome.reference.stages:
                 break
             if dtype is not None:
                 raised.append(f"the scheduled model raises in {dtype_name(dtype)}: {outcome.raised.failures[0]}")
         if outcome.raised is not None:
-            self._raise_exception(*_most_precise(tried))
+            reference, attempt, batches = _most_precise(tried)
+            self._raise_exception(reference, attempt, batches=batches)
         if raised:
             ran = "the model's own types" if dtype is None else dtype_name(dtype)
             self.notes.append(f"both ran in {ran}, because {'; '.join(raised)}")
@@ -246,6 +247,11 @@ class _Check:
             failed = Failed.by(found)
             blame = self.trials.blame(untouched, stages, failed, near=owner, gradients=gradients, records=records)
         name = label(found.kind, found.name, self.options.optimizer_steps)
+        if found.kind == "batch gradient":  # outputs have their batch in their names
+            self.notes.append(
+                f"further batches: {', '.join(called for called, _ in untouched.conditions.more_batches)}"
+            )
+        self.notes += self._full_beside_shards(found, blame)
         where = f" on rank {rank}" if not self.world.is_alone else ""
         tolerance = self.trials.tolerance(untouched, records)
         raise VerifyError(
@@ -262,8 +268,22 @@ class _Check:
             hint=found.hint,
         )
 
+    def _full_beside_shards(self, found: Difference, blame: Blame | CutFault) -> list[str]:
+        """Parameters that a reduction at a module of an unknown type may add once for each rank."""
+        if self.world.is_alone or "output" not in found.kind:
+            return []
+        paths = dict.fromkeys(record.path for record in blame.records)
+        full = [name for path in paths for name in self.subject.counterparts.full_beside_shards(path)]
+        names = " and ".join(map(repr, full))
+        return [f"every rank holds the full {names}: added to a partial sum, it counts once for each rank"] * bool(full)
+
     def _raise_exception(
-        self, reference: UntouchedRun, candidate: Attempt[Any], records: Sequence[Record] | None = None
+        self,
+        reference: UntouchedRun,
+        candidate: Attempt[Any],
+        records: Sequence[Record] | None = None,
+        *,
+        batches: str = "",
     ) -> None:
         records = self.schedule.records if records is None else records
         first = candidate.failures[0]
@@ -286,7 +306,8 @@ class _Check:
             stages = self.trials.stages_raising(self.subject, reference)
             failed = Failed.with_exception(first)
             blame = self.trials.blame(reference, stages, failed, near=None, records=records)
-        where = f" on rank {first.rank}" if not self.world.is_alone else ""
+        where = f" for {batches}" if batches else ""
+        where += f" on rank {first.rank}" if not self.world.is_alone else ""
         others = [other for other in candidate.failures[1:] if (other.kind, other.where) != (first.kind, first.where)]
         also = "".join(f"\n  and on rank {other.rank}: {other}" for other in others)
         raise VerifyError(
@@ -306,11 +327,13 @@ class _Check:
         return "".join(f"\n  missing: {violation}" for violation in obligations(self.schedule))
 
 
-def _most_precise(tried: Sequence[tuple[UntouchedRun, Attempt[Any]]]) -> tuple[UntouchedRun, Attempt[Any]]:
+def _most_precise(
+    tried: Sequence[tuple[UntouchedRun, Attempt[Any], str]],
+) -> tuple[UntouchedRun, Attempt[Any], str]:
     """Of the runs that raise as the last one did, the first: what cures it agrees there with less rounding."""
     last = tried[-1][1].failures[0]
     return next(
-        pair for pair in tried if (found := pair[1].failures[0]).kind == last.kind and found.where == last.where
+        each for each in tried if (found := each[1].failures[0]).kind == last.kind and found.where == last.where
     )
 
 

@@ -139,6 +139,10 @@ def compare(
             seen = Largest(kind, summary.compared + 1, apart, allowed, name)
             kept = Largest(kind, seen.compared, summary.difference, summary.allowed, summary.name)
             summary = seen if seen.fraction > kept.fraction or not kept.name else kept
+            if difference is not None and after is None and counterparts.is_frozen(name):
+                hint = f"freeze it before create_schedule: model.get_parameter('{origin}').requires_grad_(False)"
+                problem = f"{difference.problem}: it was frozen after the schedule, and the reference model trains it"
+                difference = dataclasses.replace(difference, problem=problem, hint=hint)
             if difference is not None:
                 result.differences.append(dataclasses.replace(difference, rule=str(rule)))
         result.largest[kind] = summary

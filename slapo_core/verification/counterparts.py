@@ -75,6 +75,22 @@ class Counterparts:
         live = self.tensors.get(name)
         return live is not None and self.explained(name) is not None and not live.layout.placements
 
+    def is_frozen(self, name: str) -> bool:
+        """Whether a parameter of the scheduled model is not trained."""
+        live = self.tensors.get(name)
+        return live is not None and isinstance(live.tensor, nn.Parameter) and not live.tensor.requires_grad
+
+    def full_beside_shards(self, path: str) -> list[str]:
+        """The parameters of a module of which every rank has the full one, if it has shards of others.
+
+        Empty where the weight is among the shards: of such a layer it is known how its bias is added.
+        """
+        own = {name: live for name, live in self.tensors.items() if name.rpartition(".")[0] == path}
+        sharded = {name.rpartition(".")[2] for name, live in own.items() if live.layout.is_sharded}
+        if not sharded or "weight" in sharded:
+            return []
+        return [name for name, live in own.items() if isinstance(live.tensor, nn.Parameter) and self.is_whole(name)]
+
     def is_split_around(self, path: str) -> bool:
         """Whether a tensor of a module, or of those beside it, is kept in pieces."""
         around = path.rpartition(".")[0]

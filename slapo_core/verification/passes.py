@@ -13,6 +13,7 @@ from slapo_core.verification.determinism import fixed_conditions
 from slapo_core.verification.dropout import DropoutMode
 from slapo_core.verification.inputs import Batch, Inputs
 from slapo_core.verification.leaves import output_leaves
+from slapo_core.verification.precision import Choice
 
 __all__ = ["Caller", "Conditions", "dense", "detached", "evaluated", "forward_backward", "strided"]
 
@@ -59,6 +60,7 @@ class Conditions:
         adapt_output: makes of a rank's output the one that the untouched model gives.
         more_batches: further ones, each with what to call it, e.g. ``"a batch of 4"``.
         caller: makes of a model what calls it.
+        choices: of the reference model in a finer type, which both models follow in their own.
     """
 
     dtype: torch.dtype | None
@@ -68,6 +70,7 @@ class Conditions:
     adapt_output: Callable[[Any], Any] = lambda output: output
     more_batches: tuple[tuple[str, Inputs], ...] = ()
     caller: Callable[[nn.Module], Caller] = Caller
+    choices: tuple[Choice, ...] = ()
 
 
 def evaluated(

@@ -1,8 +1,9 @@
-"""In which floating-point types a model computes."""
+"""In which floating-point types a model computes, and what it chooses by numbers that are rounded."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,7 +11,13 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["DtypeObserver", "coarsest", "dtype_name", "is_inexact", "own_dtype"]
+__all__ = ["Choice", "ChoosesAlike", "DtypeObserver", "coarsest", "dtype_name", "is_inexact", "own_dtype"]
+
+_CHOOSE: dict[Any, int] = {torch.ops.aten.topk.default: 2, torch.ops.aten.max.dim: 1, torch.ops.aten.argmax.default: 1}
+"""Operators that choose by the size of numbers, and where their axis stands: the last one, if it is not given."""
+
+_SAME_SCORES = {torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 0.25}
+"""How far rounding may take scores, as a share of the span between the largest and the smallest."""
 
 
 def coarsest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
@@ -38,10 +45,15 @@ class DtypeObserver(TorchDispatchMode):
     """Notes the floating-point types of everything computed from floating-point tensors, and which tensor took which.
 
     A constant that is only made (a mask of zeros in the default type) rounds nothing and does not count.
+
+    Attributes:
+        seen: the types.
+        choices: what was chosen by floating-point numbers.
     """
 
     def __init__(self) -> None:
         super().__init__()
+        self.choices: list[Choice] = []
         self.seen: set[torch.dtype] = set()
         self._through: dict[int, torch.dtype] = {}  # storage -> the coarsest type on the way to what is in it
         self._scalars = torch.float64  # and to all that became a Python number, from where it cannot be followed
@@ -60,6 +72,8 @@ class DtypeObserver(TorchDispatchMode):
             self._through[_storage(leaf)] = coarsest(
                 [way, leaf.dtype.to_real()] if rounds and is_inexact(leaf) else [way]
             )
+        choice = Choice.of(func, args, kwargs or {}, result)
+        self.choices += [] if choice is None else [choice]
         if func is torch.ops.aten._local_scalar_dense.default:
             self._scalars = coarsest([self._scalars, way])
         return result
@@ -71,6 +85,77 @@ class DtypeObserver(TorchDispatchMode):
     def _way(self, tensor: torch.Tensor) -> torch.dtype:
         own = tensor.dtype.to_real() if is_inexact(tensor) else torch.float64
         return self._through.get(_storage(tensor), own)
+
+
+@dataclass(frozen=True, eq=False)
+class Choice:
+    """Indices that were chosen by scores, e.g. the experts of each token.
+
+    Args:
+        call: the operator, and its arguments behind the scores.
+        axis: along which it chose.
+        scores: a copy.
+        indices: a copy.
+    """
+
+    call: tuple[Any, ...]
+    axis: int
+    scores: torch.Tensor
+    indices: torch.Tensor
+
+    @classmethod
+    def of(cls, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], made: Any) -> Choice | None:
+        """What a call chose; None if it chooses nothing, or among all elements."""
+        position = _CHOOSE.get(func)
+        if position is None or not is_inexact(args[0]):
+            return None
+        axis = args[position] if len(args) > position else kwargs.get("dim", None if position == 1 else -1)
+        if not isinstance(axis, int) or not args[0].numel():
+            return None
+        indices = made if isinstance(made, torch.Tensor) else made[1]
+        return cls((func, *args[1:], kwargs), axis, args[0].detach().clone(), indices.detach().clone())
+
+    def apart(self, other: Choice) -> torch.Tensor:
+        """How far each score is from another choice's, in float64; 0 for the same infinite ones."""
+        one, two = self.scores.double(), other.scores.to(self.scores.device).double()
+        return torch.where(one == two, 0.0, (one - two).abs()).nan_to_num(nan=torch.inf)
+
+
+class ChoosesAlike(TorchDispatchMode):
+    """Chooses as another run did, wherever the scores are the same but for rounding.
+
+    Rounding turns near ties, and one token that goes to another expert is no small difference any more.
+
+    Args:
+        choices: of the other run.
+        dtype: the coarsest type in which this one computes; the scores themselves may be finer.
+    """
+
+    def __init__(self, choices: Sequence[Choice], dtype: torch.dtype) -> None:
+        super().__init__()
+        self._choices, self._share = choices, _SAME_SCORES.get(dtype, 0.0)
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        own = Choice.of(func, args, kwargs or {}, made)
+        if own is None:
+            return made
+        alike = [each for each in self._choices if each.call == own.call and each.scores.shape == own.scores.shape]
+        if not alike:
+            return made
+        other = min(alike, key=lambda each: float(own.apart(each).sum()))  # calls may come in another order, or again
+        axis, scores, indices = own.axis, own.scores, other.indices.to(own.indices.device)
+        finite = scores[scores.isfinite()].double()
+        span = float(finite.max() - finite.min()) if finite.numel() else 0.0
+        near = (own.apart(other) <= self._share * span).all(axis, keepdim=True)
+        keeps_axis = indices.dim() == scores.dim()
+        indices = torch.where(near if keeps_axis else near.squeeze(axis), indices, own.indices)
+        if isinstance(made, torch.Tensor):
+            return indices
+        values = scores.gather(axis, indices if keeps_axis else indices.unsqueeze(axis))
+        return (values if keeps_axis else values.squeeze(axis)), indices
 
 
 def _storage(tensor: torch.Tensor) -> int:

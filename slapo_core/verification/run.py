@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -14,7 +15,7 @@ from torch import nn
 from slapo_core.verification.dropout import DropoutMode
 from slapo_core.verification.inputs import Batch, Inputs
 from slapo_core.verification.passes import Conditions, dense, detached, evaluated, forward_backward, strided
-from slapo_core.verification.precision import is_inexact
+from slapo_core.verification.precision import ChoosesAlike, is_inexact, own_dtype
 
 __all__ = [
     "EARLY",
@@ -227,7 +228,10 @@ def _with_dropout(course: Course, seen: Observation) -> None:
 
 
 def _own_types(course: Course, seen: Observation) -> None:
-    own = Course(course.model, course.inputs, dataclasses.replace(course.conditions, dtype=None)).run(EARLY)
+    conditions = dataclasses.replace(course.conditions, dtype=None)
+    dtype = own_dtype(course.model, (tensor for _, tensor in course.inputs.tensors()))
+    with ChoosesAlike(conditions.choices, dtype) if conditions.choices else contextlib.nullcontext():
+        own = Course(course.model, course.inputs, conditions).run(EARLY)
     for kind in ("output", "buffer", "gradient", "evaluation output"):
         seen.values[f"own {kind}"] = own.of(kind)
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from slapo_core.errors import HookError, TraceError, VerifyError
+from slapo_core.errors import HookError, VerifyError
 from slapo_core.ranks.world import Attempt, World
 from slapo_core.spec.equivalence import Equivalence
 from slapo_core.verification.blame import Blame, find_steps
@@ -218,10 +218,6 @@ class Trials:
         refusals = self.staging.refusals if self.staging is not None else set()
         refused = all((failure.kind, failure.text) in refusals for failure in attempt.failures)
         return all(self.world.gather(refused))
-
-    def cannot_be_cut(self, attempt: Attempt[Any]) -> bool:
-        """Whether plugins would not cut the model for such a batch: that is told, and says nothing of others."""
-        return self.was_refused(attempt) and all(failure.kind == TraceError.__name__ for failure in attempt.failures)
 
     def contradicts_itself(self, attempt: Attempt[Any]) -> bool:
         """Whether what plugins said of stages cannot be right."""

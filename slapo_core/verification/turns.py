@@ -59,12 +59,14 @@ class Turned:
         comparison: this rank's.
         raised: where the scheduled one raised, or None.
         notes: what could not be compared.
+        raised_for: the further batches of which one made it raise, e.g. ``"batch 2"``; "" for the given one.
     """
 
     reference: UntouchedRun
     comparison: Comparison
     raised: Attempt[Any] | None = None
     notes: tuple[str, ...] = ()
+    raised_for: str = ""
 
 
 class Turns:
@@ -104,6 +106,7 @@ class _Turn:
         self.subject, self.records = turns.subject, turns.records
         self.comparison = Comparison()
         self.notes: list[str] = []
+        self.raised_for = ""
 
     def run(self, dtype: torch.dtype | None) -> Turned:
         updates = self._untouched_first(dtype)
@@ -202,7 +205,7 @@ class _Turn:
         return self._candidate(OWN_TYPES)
 
     def _further_batches(self) -> Attempt[Any] | None:
-        """The batch of one goes along where both models take it: raising is not silent, so it is no difference."""
+        """The user's batches, and those made of the given one where both models run: raising is not silent."""
         choices, one, notes = self.runs.further_batches()
         self.notes += notes
         for batches, variant in choices:
@@ -214,10 +217,10 @@ class _Turn:
                     one = None
             if failure is None:
                 raised = self._candidate_on(batches, one)
-                if raised is None or not variant or not self.trials.cannot_be_cut(raised):
+                if raised is None or not variant or self.trials.contradicts_itself(raised):
+                    self.raised_for = " or ".join(called for called, _ in batches) if raised is not None else ""
                     return raised
-                first = raised.failures[0]
-                self.notes.append(f"{variant} was not compared, because it gives no stages: {first.kind}: {first.text}")
+                self._note_raising(variant, raised)
                 self._release()
                 continue
             if not variant:
@@ -245,9 +248,7 @@ class _Turn:
         assert failure is None, failure  # it has just run on them
         again = self._candidate("batches") if batches else None
         if again is None:
-            first = raised.failures[0]
-            where = "" if self.world.is_alone else f" on rank {first.rank}"
-            self.notes.append(f"{one[0]} was not compared, because the scheduled model raises{where}: {first}")
+            self._note_raising(one[0], raised)
         return again
 
     def _input_gradients(self) -> Attempt[Any] | None:
@@ -285,11 +286,16 @@ class _Turn:
     def _note(self, what: str, failure: Failure) -> None:
         self.notes.append(f"{what}, because the untouched model raises: {failure.kind}: {failure.text}")
 
+    def _note_raising(self, batch: str, raised: Attempt[Any]) -> None:
+        first = raised.failures[0]
+        where = "" if self.world.is_alone else f" on rank {first.rank}"
+        self.notes.append(f"{batch} was not compared, because the scheduled model raises{where}: {first}")
+
     def _outcome(self, raised: Attempt[Any] | None = None) -> Turned:
         self.reference.seen.values.clear()
         ran = self.reference.stages
         self.reference.stages = tuple(stage for stage in (*EARLY, *_LATE) if stage in ran)
-        return Turned(self.reference, self.comparison, raised, tuple(self.notes))
+        return Turned(self.reference, self.comparison, raised, tuple(self.notes), self.raised_for)
 
 
 _LATE = ("batches", "inputs", "updates", "dropout", OWN_TYPES)

@@ -83,6 +83,7 @@ class UntouchedRuns:
         course.inputs = self.inputs
         _require_gradients(course, seen)
         lowest, finer = _types(seen, observer, base)
+        conditions = dataclasses.replace(conditions, choices=tuple(observer.choices))
         return UntouchedRun(seen, conditions, EARLY, lowest, finer, base), course, step_size(model, seen)
 
     def add(self, reference: UntouchedRun, stage: str, course: Course | None = None) -> None:

@@ -154,3 +154,46 @@ def test_a_step_that_raises_for_one_sample_is_not_silent_and_the_report_says_so(
     (note,) = report.notes
     assert note.startswith("a batch of 1 was not compared, because the scheduled model raises: ValueError: no single")
     assert {entry.kind: entry.name for entry in report.largest}["batch output"] == "output for a batch of 6"
+
+
+class NeedsMask(nn.Module):
+    """What a schedule may put in the place of a model: it fails, or is wrong, where the mask is left out."""
+
+    def __init__(self, old: nn.Module, *, wrong: bool = False) -> None:
+        super().__init__()
+        self.fc, self.act, self.wrong = old.fc, old.act, wrong
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None, scale: float = 1.0) -> torch.Tensor:
+        if mask is None and not self.wrong:
+            raise ValueError("positions do not fit")
+        y = self.act(self.fc(x)) * scale
+        return y + 0.1 * (y - y.detach()) if mask is None else y * mask
+
+
+class Around(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net()
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        return self.net(x, mask)
+
+
+def test_a_step_that_raises_where_an_optional_argument_is_left_out_is_a_note_and_a_wrong_value_is_not() -> None:
+    batch = {"x": torch.randn(3, 4), "mask": torch.ones(3, 4)}
+    sch = slapo.create_schedule(Around())
+    sch["net"].replace(lambda old: NeedsMask(old))
+    report = slapo.verify(sch, batch, optimizer_steps=1)
+    (note,) = report.notes
+    assert note.startswith(
+        "a batch of 6 without mask was not compared, because the scheduled model raises: ValueError: positions do not"
+    )
+    assert {entry.kind: entry.compared for entry in report.largest}["batch output"] == 2  # of 6 with mask, and of 1
+    with pytest.raises(slapo.VerifyError, match="raises for batch 2 where") as caught:
+        slapo.verify(sch, batch, more_batches=[{"x": torch.randn(2, 4)}], optimizer_steps=1)
+    assert "ValueError: positions do not fit" in caught.value.message
+    wrong = slapo.create_schedule(Around())
+    wrong["net"].replace(lambda old: NeedsMask(old, wrong=True))
+    error = failure(wrong, batch, optimizer_steps=1)
+    assert error.tensor == "gradient of net.fc.bias for further batches"
+    assert "\n  note: further batches: a batch of 6 without mask, a batch of 1" in error.message

@@ -153,6 +153,16 @@ def test_freezing_that_is_said_or_was_there_before_agrees() -> None:
     assert slapo.verify(sch, torch.randn(5, 6)).notes == (ONE_SAMPLE,)
 
 
+def test_freezing_after_the_schedule_is_told_with_the_place_to_do_it(message: Messages) -> None:
+    sch = slapo.create_schedule(Net())
+    sch["fc1"].apply(Unfreeze("another object"))  # from here on the reference model has a parameter of its own
+    sch.model.get_parameter("fc1.weight").requires_grad_(False)
+    error = failure(sch)
+    message(error, "gradient of fc1.weight", "frozen after the schedule")
+    assert error.steps == ()
+    assert error.hint == "freeze it before create_schedule: model.get_parameter('fc1.weight').requires_grad_(False)"
+
+
 @dataclass(frozen=True)
 class Unfreeze(slapo.Primitive):
     """Train a parameter, and say so or not; in one of the ways below."""

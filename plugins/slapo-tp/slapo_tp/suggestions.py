@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, cast
+
+from torch import nn
 
 from slapo_core import Change, Node, Record, Suggestion
 from slapo_core.spec.request import ScheduledModel
 from slapo_tp.layers import layer_type_of
 from slapo_tp.shard import Shard
 from slapo_tp.splits import as_tuple, bias_is_left_out, output_state, sites, split_axis
-from slapo_tp.suggested_splits import counts, other_splits, partners
+from slapo_tp.suggested_splits import counts, other_splits, partners, statistics
 from slapo_tp.sync import Sync
 from slapo_tp.sync_gradient import SyncGradient
 
@@ -35,13 +38,17 @@ def suggestions(schedule: ScheduledModel, gradients: Sequence[str], mesh_dim: st
     axes = _sequence_axes(syncs)
     others = functools.partial(_other_syncs, axes=axes)
     if gradients:
+        reducing = [record for record in backward if cast(Sync, record.primitive).op in (None, "all_reduce")]
         yield from _whole_gradients(schedule.root, gradients, mesh_dim)
+        yield from _doubled(reducing, own, gradients)
         yield from _input_gradients(nodes, mesh_dim)
+        yield from _inside_residuals(schedule.root, reducing, mesh_dim)
         yield from _each(others, schedule.root, [*backward, *forward])
         yield from _sequence(nodes, axes, mesh_dim)
         yield from _each(other_splits, schedule.root, splits)
     else:
         yield from _reductions(nodes, mesh_dim)
+        yield from statistics(nodes, mesh_dim)
         yield from counts(nodes, mesh_dim)
         yield from _sequence(nodes, axes, mesh_dim)
         yield from _each(others, schedule.root, forward)
@@ -88,6 +95,56 @@ def _whole_gradients(root: Node, gradients: Sequence[str], mesh_dim: str) -> Ite
         yield Suggestion(tuple(changes), likely=True)
     if len(changes) > 1:
         yield from (Suggestion((change,)) for change in changes[:4])
+
+
+def _doubled(reducing: Sequence[Record], own: Sequence[Record], gradients: Sequence[str]) -> Iterator[Suggestion]:
+    """Leave out sums of gradients that are whole already, and one of two reductions on a way."""
+    summed = [
+        record
+        for record in own
+        if isinstance(record.primitive, SyncGradient)
+        and any(f"{record.path}.{name}".lstrip(".") in gradients for name in as_tuple(record.primitive.names))
+    ]
+    inner = [record for record in reducing if any(_is_below(record, other) for other in reducing)]
+    outer = [record for record in reducing if any(_is_below(other, record) for other in reducing)]
+    for records in (summed, inner, outer):
+        blocks: dict[str, list[Change]] = {}
+        for record in records:
+            block = re.match(r".*\.\d+(?=\.|$)", record.path)
+            blocks.setdefault(block[0] if block else "", []).append(Change(record.path, instead_of=record))
+        for number, changes in enumerate(blocks.values()):  # verify tries the same in all repeated blocks
+            yield Suggestion(tuple(changes), likely=not number)
+            yield from (Suggestion((change,)) for change in changes[:4] if len(changes) > 1)
+
+
+def _is_below(record: Record, other: Record) -> bool:
+    return record.path != other.path and (not other.path or record.path.startswith(f"{other.path}."))
+
+
+def _inside_residuals(root: Node, reducing: Sequence[Record], mesh_dim: str) -> Iterator[Suggestion]:
+    """Reductions at a module with split layers in it, moved to these: its input may flow around them, too."""
+    seen: set[str] = set()
+    for record in reducing:
+        try:
+            node: Node = root[record.path] if record.path else root
+        except LookupError:
+            continue  # it went with a module around it
+        layers = [below for below in node.walk() if output_state(below, mesh_dim) == "split"]
+        layers = [below for below in layers if not isinstance(below.module, nn.Embedding)]
+        around = [
+            child for child in node.children if any(f"{below.path}.".startswith(f"{child.path}.") for below in layers)
+        ]
+        if node in layers or not layers:
+            continue
+        alike = re.sub(r"\d+", "*", record.path)
+        for places in (around, layers) if around != layers else (layers,):
+            added = [
+                Change(place.path, Sync("bwd_post", "all_reduce", mesh_dim=mesh_dim))
+                for place in places
+                if not _syncs(place, "bwd_post")
+            ]
+            yield Suggestion((Change(record.path, instead_of=record), *added), likely=alike not in seen)
+        seen.add(alike)
 
 
 def _reductions(nodes: Sequence[Node], mesh_dim: str) -> Iterator[Suggestion]:

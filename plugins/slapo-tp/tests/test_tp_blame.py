@@ -125,6 +125,106 @@ def split_sequence() -> Steps:
     return [*steps, ("head", Shard("weight", axis=0)), *(("head", sync) for sync in head)]
 
 
+class LowRank(nn.Module):
+    """A frozen linear layer, and a low-rank one beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.a, self.b = nn.Linear(8, 12), nn.Linear(8, 2, bias=False), nn.Linear(2, 12, bias=False)
+        self.base.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.b(self.a(x))
+
+
+class LowRankBlock(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = LowRank()
+
+
+class Ids(nn.Module):
+    """Blocks on embedded ids."""
+
+    block: type[nn.Module] = Block
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.layers = nn.Embedding(32, 8), nn.Sequential(*(self.block() for _ in range(2)))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.layers(self.embed(ids))
+
+
+class LowRankModel(Ids):
+    block = LowRankBlock
+
+
+def split_low_rank(*more: tuple[str, slapo.Primitive]) -> Steps:
+    """What ``more`` gives is put at both layers; without it, every gradient is summed once."""
+    steps: Steps = []
+    for layer in ("layers.0", "layers.1"):
+        steps += [(f"{layer}.up.base", Shard(("weight", "bias"), axis=0)), (f"{layer}.up.base", Sync("backward"))]
+        steps += [(f"{layer}.up.b", Shard("weight", axis=0)), (f"{layer}.up.b", Sync("backward"))]
+        steps += [(f"{layer}.{path}", primitive) for path, primitive in more]
+        steps += [(f"{layer}.down", Shard("weight", axis=1)), (f"{layer}.down", Sync("forward"))]
+    return steps
+
+
+def split_blocks(*backward_at: str) -> Steps:
+    steps: Steps = []
+    for layer, place in zip(("layers.0", "layers.1"), backward_at, strict=True):
+        steps += [(f"{layer}.up", Shard(("weight", "bias"), axis=0)), (place, Sync("bwd_post", "all_reduce"))]
+        steps += [(f"{layer}.down", Shard("weight", axis=1)), (f"{layer}.down", Sync("forward"))]
+    return steps
+
+
+class Channels(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.bn1, self.conv2 = nn.Conv1d(8, 4, 1), nn.BatchNorm1d(4), nn.Conv1d(4, 8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.conv2(torch.relu(self.bn1(self.conv1(x.mT)))).mT
+
+
+class ChannelsModel(Ids):
+    block = Channels
+
+
+def split_channels(*norm: str) -> Steps:
+    steps: Steps = []
+    for layer in ("layers.0", "layers.1"):
+        steps += [(f"{layer}.conv1", Shard(("weight", "bias"), axis=0)), (f"{layer}.conv1", Sync("backward"))]
+        steps += [(f"{layer}.bn1", Shard(norm, axis=0))] if norm else []
+        steps += [(f"{layer}.conv2", Shard("weight", axis=1)), (f"{layer}.conv2", Sync("forward"))]
+    return steps
+
+
+class Expert(nn.Module):
+    """Bare parameters, as GPT-OSS has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up_proj, self.down_proj = nn.Parameter(torch.randn(8, 12)), nn.Parameter(torch.randn(12, 8))
+        self.down_proj_bias = nn.Parameter(torch.randn(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(x @ self.up_proj) @ self.down_proj + self.down_proj_bias
+
+
+class ExpertsModel(Ids):
+    block = Expert
+
+
+def split_experts() -> Steps:
+    steps: Steps = []
+    for layer in ("layers.0", "layers.1"):
+        steps += [(layer, Shard("up_proj", axis=1)), (layer, Shard("down_proj", axis=0))]
+        steps += [(layer, Sync(mode, "all_reduce")) for mode in ("bwd_post", "fwd_post")]
+    return steps
+
+
 def without(steps: Steps, *wrong: tuple[str, str]) -> Steps:
     """Without the steps of a name at a path."""
     kept = [each for each in steps if (each[0], each[1].name) not in wrong]
@@ -143,6 +243,7 @@ def with_other(steps: Steps, path: str, name: str, **changes: Any) -> Steps:
 
 
 H = "transformer.h.1"
+STATISTICS = ("weight", "bias", "running_mean", "running_var")
 Q = "model.layers.{}.self_attn.{}_norm"
 T = "encoder.block.{}.layer.0.SelfAttention"
 NORMS = [(Q.format(layer, name), "tp.sync_gradient") for layer in range(2) for name in "qk"]
@@ -166,6 +267,15 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Steps]]] = {
             split_sequence(), "layers.1.up", "tp.sync", mode="bwd_post", op="all_reduce", axis=-1
         ),
     ),
+    "a sum too many": (LowRankModel, lambda: split_low_rank(("up.a", SyncGradient("weight")))),
+    "two reductions": (
+        LowRankModel, lambda: split_low_rank(("up", Sync("backward")), ("up.a", SyncGradient("weight")))
+    ),
+    "residuals": (Ids, lambda: split_blocks("layers.0", "layers.1")),
+    "one residual": (Ids, lambda: split_blocks("layers.0.up", "layers.1")),
+    "norms of channels": (ChannelsModel, split_channels),
+    "statistics of channels": (ChannelsModel, lambda: split_channels("weight", "bias")),
+    "bias of experts": (ExpertsModel, split_experts),
     "no gather of the sequence": (SequenceParallel, lambda: without(split_sequence(), ("layers.1.up", "tp.sync"))),
 }  # fmt: skip
 
@@ -180,7 +290,9 @@ def verify(make: Callable[[], nn.Module], steps: Steps) -> slapo.VerifyError | N
     for path, primitive in steps:
         sch[path].apply(primitive)
     try:
-        slapo.verify(sch, (IDS,) if isinstance(model, SequenceParallel) else {"input_ids": IDS}, optimizer_steps=1)
+        slapo.verify(
+            sch, (IDS,) if isinstance(model, (SequenceParallel, Ids)) else {"input_ids": IDS}, optimizer_steps=1
+        )
     except slapo.VerifyError as error:
         return error
     return None
@@ -189,7 +301,9 @@ def verify(make: Callable[[], nn.Module], steps: Steps) -> slapo.VerifyError | N
 def verify_all() -> dict[str, tuple[str, tuple[str, ...]] | None]:
     right = {
         "right gpt2": (gpt2, split_gpt2), "right qwen3": (qwen3, split_qwen3), "right t5": (t5, split_t5),
-        "right sequence": (SequenceParallel, split_sequence),
+        "right sequence": (SequenceParallel, split_sequence), "right low rank": (LowRankModel, split_low_rank),
+        "right blocks": (Ids, lambda: split_blocks("layers.0.up", "layers.1.up")),
+        "right channels": (ChannelsModel, lambda: split_channels(*STATISTICS)),
     }  # fmt: skip
     errors = {name: verify(make, steps()) for name, (make, steps) in {**right, **CASES}.items()}
     return {name: None if error is None else (error.message, error.steps) for name, error in errors.items()}
@@ -208,7 +322,7 @@ def suggested(answer: tuple[str, tuple[str, ...]]) -> str:
 
 
 def test_the_right_schedules_agree(answers: dict[str, Any]) -> None:
-    assert [answers[name] for name in answers if name.startswith("right")] == [None] * 4
+    assert [answers[name] for name in answers if name.startswith("right")] == [None] * 7
 
 
 def test_counts_of_heads_that_nobody_divided_are_named(answers: dict[str, Any]) -> None:
@@ -262,3 +376,35 @@ def test_a_collective_of_sequence_parallelism_that_is_another_or_missing_is_name
     gather = "sync('fwd_pre', op='all_gather', axis=1)"
     assert suggested(answers["axis of the sequence"]) == f"write sch['layers.1.up'].{gather} in place of #9"
     assert suggested(answers["no gather of the sequence"]) == f"add sch['layers.1.up'].{gather}"
+
+
+def test_a_gradient_that_is_summed_twice_is_named_with_the_step_to_leave_out(answers: dict[str, Any]) -> None:
+    message, _ = answers["a sum too many"]
+    assert suggested(answers["a sum too many"]) == "leave #5 sync_gradient('weight') at 'layers.0.up.a' out"
+    assert "  and likewise at layers.1.up.a\n" in message
+    message, steps = answers["two reductions"]
+    assert suggested(answers["two reductions"]).startswith("leave #")
+    assert steps[0].startswith(("#2 sync('backward') at 'layers.0.up.", "#4 sync('backward') at 'layers.0.up."))
+    assert "  and likewise at layers.1.up." in message
+
+
+def test_a_reduction_around_a_residual_is_moved_into_it(answers: dict[str, Any]) -> None:
+    out = "leave #{} sync('bwd_post', op='all_reduce') at 'layers.{}' out; "
+    add = "add sch['layers.{}.up'].sync('bwd_post', op='all_reduce')"
+    assert suggested(answers["residuals"]) == out.format(2, 0) + add.format(0)
+    assert "  and likewise at layers.1, layers.1.up\n" in answers["residuals"][0]
+    assert suggested(answers["one residual"]) == out.format(6, 1) + add.format(1)
+
+
+def test_norms_over_split_channels_are_split_with_their_statistics(answers: dict[str, Any]) -> None:
+    call = f"sch['layers.{{}}.bn1'].shard({STATISTICS}, axis=0)"
+    assert suggested(answers["norms of channels"]) == "; ".join(f"add {call.format(index)}" for index in range(2))
+    places = ((0, 3), (1, 8))
+    assert suggested(answers["statistics of channels"]) == "; ".join(
+        f"write {call.format(index)} in place of #{step}" for index, step in places
+    )
+
+
+def test_a_bare_parameter_that_every_rank_adds_is_named(answers: dict[str, Any]) -> None:
+    message, _ = answers["bias of experts"]
+    assert "  note: every rank holds the full 'layers.0.down_proj_bias'" in message
