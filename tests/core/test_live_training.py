@@ -415,7 +415,7 @@ def test_a_parameter_registered_outside_of_the_schedule_is_said_to_be_that(messa
     with pytest.raises(slapo.WeightsError) as refused:
         slapo.state_dict(sch)
     message(refused, "'fc1.prompt' (3,) was put into the model outside of the schedule", "create_schedule(model)")
-    with pytest.raises(slapo.VerifyError, match="'fc1.prompt' .* outside of the schedule"):
+    with pytest.raises(slapo.VerifyError, match=r"'fc1.prompt' .* outside of the schedule"):
         slapo.verify(sch, batch)
 
 
