@@ -39,8 +39,8 @@ class Arguments:
             rate = optimizer.param_groups[0].get("lr")
             shown = f", lr={float(rate):g}" if isinstance(rate, (int, float)) else ""
             raise OptimizerError(
-                f"optimizer must be a factory (got a {name} made before the schedule was built, which holds the "
-                "untouched model's parameters)",
+                f"optimizer must be a factory (got the optimizer {name}, made before the schedule was built, which "
+                "holds the parameters of the reference model)",
                 hint=f"build(sch, optimizer=lambda params: torch.optim.{name}(params{shown}))",
             )
         if optimizer is not None and not callable(optimizer):

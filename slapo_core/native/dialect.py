@@ -67,8 +67,9 @@ class TorchDialect(Dialect):
                 hint = _PRECISION_HINT if name in _PRECISION else None
                 raise BuildError(f"target 'torch' has no option {name!r}; it has {', '.join(known)}", hint=hint)
             why = "several ranks" if pp == 1 else "one rank"
+            given = "no mesh" if mesh is None else mesh
             raise BuildError(
-                f"option {name!r} of target 'torch' is for a mesh with {why} along 'pp' (got {mesh})",
+                f"option {name!r} of target 'torch' is for a mesh with {why} along 'pp' (got {given})",
                 hint=f"leave it out; the options here are {', '.join(known)}",
             )
         options = {**known, **config}

@@ -67,7 +67,8 @@ def by_place(node: Node, matches: Iterable[Match]) -> list[tuple[Node, list[Matc
 class Graph(Protocol):
     """The static graph that runs in place of a module's forward.
 
-    It holds no module: names in it are relative to the one it is called for. ``print(graph)`` shows it as Python.
+    It holds no module: names in it are relative to the one it is called for. ``print(graph)`` shows it as Python to
+    read, where a value may have the name of the function that gives it; names are those of error messages.
     Nothing changes it; what rewrites it makes another one, for :meth:`slapo_core.spec.edit.Edit.set_graph`.
     """
 

@@ -158,7 +158,9 @@ class Correspondence:
         """Every tensor of which nobody said what it stands for, or what became of it."""
         found = [_no_layout(live, self.survey) for live in self.live() if self._is_unexplained(live)]
         explained = {*self.tree.tensors.dropped, *self.tree.tensors.kept_on}
-        return found or [_lost(spec) for spec in self._missing() if spec.name not in explained]
+        unknown = {live.name for live in self.live() if not self.tree.tensors.is_known(live.tensor)}
+        lost = [spec for spec in self._missing() if spec.name not in explained]
+        return found or [_put_in(spec) if spec.name in unknown else _lost(spec) for spec in lost]
 
     def check(self) -> None:
         """Refuse a model with tensors that nobody explains.
@@ -218,6 +220,15 @@ def _no_layout(live: LiveTensor, survey: Survey) -> Unexplained:
         "how",
         f'the primitive that made it must record that: edit.set_parameter(node, "{live.own_name}", value, '
         f'layout=Layout("", {shape})), and its plugin answer slapo_to_reference and slapo_from_reference',
+    )
+
+
+def _put_in(spec: TensorSpec) -> Unexplained:
+    return Unexplained(
+        spec.name,
+        f"'{spec.name}' {spec.shape} was put into the model outside of the schedule, after its first step: neither its "
+        "state dicts nor its steps know of it",
+        "change the model before create_schedule(model)",
     )
 
 

@@ -407,6 +407,18 @@ def test_a_change_outside_of_the_schedule_is_refused_wherever_values_leave(chang
             leave()
 
 
+def test_a_parameter_registered_outside_of_the_schedule_is_said_to_be_that(message: Messages) -> None:
+    batch = {"x": torch.randn(4, 6), "y": torch.randn(4, 4)}
+    sch = slapo.create_schedule(real("mlp"), example_inputs=batch)
+    sch["fc1"].checkpoint()
+    sch.model.fc1.register_parameter("prompt", nn.Parameter(torch.ones(3)))
+    with pytest.raises(slapo.WeightsError) as refused:
+        slapo.state_dict(sch)
+    message(refused, "'fc1.prompt' (3,) was put into the model outside of the schedule", "create_schedule(model)")
+    with pytest.raises(slapo.VerifyError, match=r"'fc1.prompt' .* outside of the schedule"):
+        slapo.verify(sch, batch)
+
+
 def test_wrappers_hooks_and_modes_are_no_change_of_the_model() -> None:
     sch = slapo.create_schedule(real("mlp"))
     sch["fc1"].checkpoint()

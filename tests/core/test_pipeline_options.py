@@ -19,7 +19,7 @@ from tests.core.hand_stages import Net, liveness_of, partition_of
 from tests.messages import Messages
 
 
-def plan(mesh: dict[str, int], **config: Any) -> slapo.Plan:
+def plan(mesh: dict[str, int] | None, **config: Any) -> slapo.Plan:
     return TorchDialect().plan(slapo.create_schedule(nn.Linear(2, 2), mesh=mesh), config)
 
 
@@ -125,10 +125,11 @@ def test_a_plan_says_what_happens_and_gives_itself_again() -> None:
         ({"pp": 2}, {"find_unused_parameters": True}, "'find_unused_parameters'"),
         ({"dp": 2}, {"microbatches": 4}, "'microbatches'"),
         ({"pp": 2}, {"bucket_cap_mb": 0}, "bucket_cap_mb"),
+        (None, {"microbatches": 4}, "got no mesh"),
     ],
 )
 def test_options_that_cannot_be_are_refused(
-    mesh: dict[str, int], config: dict[str, Any], word: str, message: Messages
+    mesh: dict[str, int] | None, config: dict[str, Any], word: str, message: Messages
 ) -> None:
     with pytest.raises(slapo.BuildError) as error:
         plan(mesh, **config)

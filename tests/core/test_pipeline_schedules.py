@@ -68,7 +68,7 @@ def on_rank(pp: int, *, checkpoints: bool = False, hooks: bool = False) -> list[
         own = {number for stage in runner.stages for number in map(int, stage.submod.blocks)}
         if sorted(net.hooked) != sorted(number for number in untouched.hooked if number in own):
             found.append(f"{case}: hooks ran {net.hooked}")
-        if runner.last_rank == rank:
+        if schedule.stage_ranks(stages, pp)[-1] == rank:
             loss = torch.stack([work.losses[number] for number in range(count)]).mean()
             if not torch.allclose(loss, expected["loss"], rtol=0, atol=1e-13):
                 found.append(f"{case}: loss {loss} instead of {expected['loss']}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -56,6 +57,20 @@ def test_argument_of_a_wrong_type_is_refused_when_the_value_is_made(
         Typed(**arguments)
     message(caught, "test.typed", words)
     assert isinstance(caught.value, TypeError)
+
+
+def test_a_misspelled_word_is_answered_with_the_one_that_is_meant() -> None:
+    @dataclass(frozen=True)
+    class Worded(TestPrimitive):
+        name = "test.worded"
+        op: Literal["all_reduce", "all_gather"] | Callable[..., Any] | None = None
+
+        def apply(self, node: slapo.Node, edit: slapo.Edit) -> None:
+            edit.note("worded")
+
+    with pytest.raises(ArgumentError, match=r"'op' must be .*'allreduce'") as caught:
+        Worded("allreduce")  # type: ignore[arg-type]
+    assert caught.value.hint == "did you mean 'all_reduce'?"
 
 
 def test_lists_become_tuples_at_any_depth() -> None:

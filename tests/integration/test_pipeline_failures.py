@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -113,3 +116,20 @@ def test_a_rank_that_is_gone_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
     told = [path.read_text() for path in sorted(tmp_path.iterdir())]
     assert len(told) == 2
     assert all("rank 1, no sign of life: " in text for text in told)
+
+
+@pytest.mark.parametrize("package", ["slapo_core.native", "slapo_deepspeed", "slapo_megatron"])
+def test_an_interrupted_step_closes_the_engine(package: str) -> None:
+    """Its groups are gone: a later step would fail in the middle of them."""
+    engine_class = import_module(f"{package}.pipeline.engine").PipelineEngine
+    engine = engine_class.__new__(engine_class)
+    closed: list[bool] = []
+    engine._at, engine._reason, engine.close = "nothing", None, lambda: closed.append(True)
+    engine._groups = SimpleNamespace(step=lambda at: contextlib.nullcontext(), group=lambda mesh_dim: None)
+    engine._lease = SimpleNamespace(spoil=lambda: closed.append(True))
+    engine.deepspeed = SimpleNamespace(device="cpu")
+    with pytest.raises(KeyboardInterrupt), engine._step():
+        raise KeyboardInterrupt
+    assert len(closed) == (2 if package == "slapo_megatron" else 1)
+    with pytest.raises(slapo.BuildError, match="the engine is closed, because a step was ended by KeyboardInterrupt"):
+        engine._require_open()

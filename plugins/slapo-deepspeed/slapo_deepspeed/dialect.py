@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from slapo_core import Dialect, Plan
@@ -12,7 +12,7 @@ from slapo_deepspeed.config.planning import steps_of
 from slapo_deepspeed.starting import check_device
 
 if TYPE_CHECKING:
-    from slapo_core import Engine, Violation
+    from slapo_core import Engine
     from slapo_core.spec.dialect import BuildArguments
     from slapo_core.spec.request import BuildRequest, ScheduledModel
     from slapo_core.testing import DialectCase
@@ -35,9 +35,6 @@ class DeepSpeedDialect(Dialect):
     supports: ClassVar[frozenset[str]] = frozenset({"dp", "pp", "tp"})
     takes_tensors: ClassVar[bool] = True
     accumulates: ClassVar[bool] = True
-
-    def check(self, schedule: ScheduledModel) -> Iterable[Violation]:
-        return ()
 
     def options(self, config: Mapping[str, Any], arguments: BuildArguments) -> Mapping[str, Any]:
         """The options with what else was given to ``build``, for the plan to fill in.

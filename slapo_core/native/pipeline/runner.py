@@ -45,7 +45,7 @@ class Runner:
         count: int,
     ) -> None:
         self.partition = partition
-        self._ranks, self._count, self._group = tuple(ranks), count, group
+        self._count, self._group = count, group
         self.stages = [
             RunningStage(
                 partition,
@@ -68,11 +68,6 @@ class Runner:
                 f"pipeline_schedule='{schedule.name}' does not run these stages: {error}",
                 hint='compile modules in place, module.compile(), or pipeline_schedule="1f1b"',
             ) from error
-
-    @property
-    def last_rank(self) -> int:
-        """Along ``pp``: where the loss is."""
-        return self._ranks[-1]
 
     def run(
         self,

@@ -184,8 +184,8 @@ class PipelineEngine(DeepSpeedEngine):
         try:
             with self._groups.step(lambda: self._at), sending_over(self._groups.group("pp")):
                 yield
-        except RankFailedError as error:
-            self._reason = str(error)
+        except (RankFailedError, KeyboardInterrupt, SystemExit) as error:  # the groups are gone on every rank
+            self._reason = str(error) if isinstance(error, RankFailedError) else f"a step was ended by {error!r}"
             self.close()
             raise
 

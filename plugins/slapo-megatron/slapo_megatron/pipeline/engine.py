@@ -137,8 +137,8 @@ class PipelineEngine(MegatronEngine):
         try:
             with self._groups.step(lambda: self._at):
                 yield
-        except RankFailedError as error:
-            self._reason = str(error)
+        except (RankFailedError, KeyboardInterrupt, SystemExit) as error:  # the groups are gone on every rank
+            self._reason = str(error) if isinstance(error, RankFailedError) else f"a step was ended by {error!r}"
             self._lease.spoil()
             self.close()
             raise
