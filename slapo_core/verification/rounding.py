@@ -20,7 +20,8 @@ __all__ = ["OF_NORM", "room_for_rounding"]
 
 OF_NORM = {torch.float32: 1e-2, torch.float16: 5e-2, torch.bfloat16: 0.2}
 """Of a gradient's norm: where the input of a ReLU rounds to the other side of zero, single elements jump. Seen on tiny
-tensor-parallel models, jumps included: 1e-6, 4e-3 and 0.16."""
+tensor-parallel models, jumps included: 1e-6, 4e-3 and 0.16. In half precision of an output's too: where the scores of a
+router round to another order, whole rows jump."""
 
 _TIMES = 4.0
 """Two runs that each stray as far as the untouched one, and twice that for luck."""

@@ -226,3 +226,29 @@ def test_a_model_that_is_another_one_in_float32_gives_a_scheduled_one_little_roo
     sch["1"].replace(Cancelling(order="second", by=1.502))
     with pytest.raises(slapo.VerifyError, match="own types"):
         slapo.verify(sch, torch.randn(3, 8))
+
+
+class Routed(nn.Module):
+    """Each row goes through one of two layers, by a sum that is taken in one of two orders."""
+
+    def __init__(self, *, first: bool = False) -> None:
+        super().__init__()
+        self.first, self.low, self.high = first, nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        one, two, three = input.unbind(-1)
+        score = (one + two) + three if self.first else one + (two + three)
+        scaled = input.tanh()
+        return torch.where((score > 0.5).unsqueeze(-1), self.high(scaled), self.low(scaled))
+
+
+def test_a_row_that_rounding_routes_elsewhere_is_no_difference() -> None:
+    """As the top-k of a mixture of experts does; in bfloat16, (256 + 1) - 256 is 0."""
+    torch.manual_seed(0)
+    rows = torch.randint(-8, 8, (2048, 3)).bfloat16()
+    rows[0] = torch.tensor([256.0, 1.0, -256.0])
+    sch = slapo.create_schedule(nn.Sequential(nn.Identity(), Routed()).bfloat16())
+    sch["1"].replace(Routed(first=True).bfloat16())
+    report = slapo.verify(sch, rows)
+    (own,) = (entry for entry in report.largest if entry.kind == "own gradient")
+    assert own.compared == 4
