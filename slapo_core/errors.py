@@ -468,7 +468,7 @@ class RejectedPluginError(PluginError, AttributeError):
     """
 
 
-class ConflictingPluginError(PluginError):
+class ConflictingPluginError(PluginError, AttributeError):
     """Two distributions provide the same full name.
 
     What to do: uninstall or disable one of them.

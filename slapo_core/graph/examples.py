@@ -16,7 +16,7 @@ from slapo_core.graph.fake import FakeMode, with_tensors
 from slapo_core.graph.randomness import drawn_back
 from slapo_core.spec.accelerators import fork_rng
 
-__all__ = ["Call", "copied_model", "example_calls"]
+__all__ = ["Call", "copied_model", "detached_results", "example_calls"]
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -123,6 +123,7 @@ def copied_model(model: nn.Module, memo: Mapping[int, Any] | None = None) -> nn.
         memo: what stands for objects in the copy, by id; None: the same parameters, and copies of the buffers.
     """
     known = dict(memo) if memo is not None else {id(parameter): parameter for parameter in model.parameters()}
+    known = {**detached_results(model), **known}
     try:
         return copy.deepcopy(model, dict(known))
     except TypeError:
@@ -134,6 +135,24 @@ def copied_model(model: nn.Module, memo: Mapping[int, Any] | None = None) -> nn.
                     except TypeError:
                         known[id(value)] = value
         return copy.deepcopy(model, known)
+
+
+def detached_results(model: nn.Module) -> dict[int, torch.Tensor]:
+    """Copy without their graphs the tensors that earlier forwards left on modules; deepcopy refuses those.
+
+    Such as a router's ``self.aux_loss``, or the weight that ``nn.utils.weight_norm`` computes before each forward.
+
+    Returns:
+        by the id of the tensor, for the memo of ``copy.deepcopy``.
+    """
+    found: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        for value in module.__dict__.values():
+            inside = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+            for tensor in (value, *inside):
+                if isinstance(tensor, torch.Tensor) and not tensor.is_leaf:
+                    found[id(tensor)] = tensor.detach().clone()
+    return found
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from slapo_core.errors import HookError
+from slapo_core.graph.examples import detached_results
 from slapo_core.pipeline.calls import Extents, StagedCalls
 from slapo_core.pipeline.staged import Staged
 from slapo_core.schedule.copied import ScheduledCopy
@@ -82,7 +83,7 @@ class ApartCalls:
 
 def _around_the_same_tensors(model: nn.Module) -> nn.Module:
     memo: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    return copy.deepcopy(model, memo)
+    return copy.deepcopy(model, {**detached_results(model), **memo})
 
 
 def _as_data(staged: Staged) -> Any:

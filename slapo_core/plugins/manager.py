@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -148,8 +148,8 @@ class HookManager:
         """
         self._require_hook(name)
         preferred = self._preferred.get(name)
-        answers = self._answers(name, arguments, only=preferred) if preferred is not None else []
-        answers = answers or self.call_each(name, **arguments)
+        answers = self._answers(name, arguments, {preferred}) if preferred is not None else []
+        answers = answers or self._answers(name, arguments, self._modules(name).keys() - {preferred})
         if len(answers) > 1:
             labels = [self._active[distribution] for distribution, _ in answers]
             raise HookError(
@@ -163,13 +163,15 @@ class HookManager:
         """Ask every active plugin; as `call`, but with the distribution of each answer that is not None."""
         return self._answers(name, arguments)
 
-    def _answers(self, name: str, arguments: dict[str, Any], *, only: str | None = None) -> list[tuple[str, Any]]:
+    def _answers(
+        self, name: str, arguments: dict[str, Any], distributions: Collection[str] | None = None
+    ) -> list[tuple[str, Any]]:
         known = self._require_hook(name)
         if set(known) != set(arguments):
             raise HookError(f"hook {name} takes ({', '.join(known)}), got ({', '.join(arguments)})")
         modules = self._modules(name)
         answers = []
-        for distribution in sorted(modules) if only is None else [only]:
+        for distribution in sorted(modules if distributions is None else distributions):
             others = [module for other, module in modules.items() if other != distribution]
             caller = self._manager.subset_hook_caller(name, others)
             answers += [(distribution, answer) for answer in self._ask(caller, distribution, arguments)]

@@ -109,10 +109,6 @@ class TensorPlan:
         return "parameters " + "; ".join(parts) if parts else "no parameters on either side"
 
 
-def _where(node: Node) -> str:
-    return f"'{node.path}'" if node.path else "the root"
-
-
 def lost_changes(node: Node, new: nn.Module) -> Iterator[Violation]:
     """Forwards that were wrapped, and hooks below, that would silently go with the node's module.
 

@@ -204,8 +204,15 @@ class Schedule:
         if self.is_sealed:
             self._check_open("go back")
         self._history.check_start()
-        with self._history.rewound(self._history.position(to)):
+        with self._rewound(self._history.position(to)):
             yield self.model
+
+    @contextlib.contextmanager
+    def _rewound(self, steps: int) -> Iterator[None]:
+        """Have only the first steps in force, and nothing of the edit of a primitive that is being applied."""
+        edit = self.tree.open_edit
+        with edit.set_aside() if edit is not None else contextlib.nullcontext(), self._history.rewound(steps):
+            yield
 
     # -- as data ----------------------------------------------------------------------------------------------
 
@@ -340,7 +347,8 @@ class Schedule:
         try:
             return tuple([self.apply_at(node, own) for node, own in each_its_own(primitive, nodes)])
         except BaseException:
-            self.undo(to=before)
+            if len(self._history) > before:
+                self.undo(to=before)
             raise
 
     def find_at(self, nodes: tuple[TreeNode, ...], pattern: Any) -> Matches:
@@ -378,13 +386,10 @@ class Schedule:
 
     def example_call_of(self, path: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What the module at ``path`` is called with; see :meth:`slapo_core.spec.node.Node.example_call`."""
-        calls = self._example_calls
-        if calls is None:
-            with self._history.rewound(0):
-                calls = ExampleCalls(self.model, self.example_inputs)
-            if self.tree.open_edit is None:  # beneath an open edit the model is not the reference model
-                self._example_calls = calls
-        return calls.of(path)
+        if self._example_calls is None:
+            with self._rewound(0):
+                self._example_calls = ExampleCalls(self.model, self.example_inputs)
+        return self._example_calls.of(path)
 
     def _refresh(self) -> None:
         """After steps went away: hooks of distributions that no step names any more are switched off."""

@@ -123,20 +123,21 @@ class Transaction:
             PostconditionError: the primitive did not take effect; the model is as before.
         """
         self._provider = self._admit(primitive)
-        primitive = self._settle(node, primitive)
-        self._check(node, primitive)
-        outer, self._tree.open_edit = self._tree.open_edit, self._edit
+        self._tree.open_edit = self._edit
         try:
-            result = self._change(node, primitive)
-            record = Record(index, primitive, node.path, *self._provider, location, self._edit.effects(node.path))
-            for _ in self._ask("slapo_applied", node=node, record=record):
-                pass
-        except BaseException as error:
-            self._edit.rollback()
-            self._ask("slapo_rolled_back", node=node, primitive=primitive, error=error)
-            raise
+            primitive = self._settle(node, primitive)
+            self._check(node, primitive)
+            try:
+                result = self._change(node, primitive)
+                record = Record(index, primitive, node.path, *self._provider, location, self._edit.effects(node.path))
+                for _ in self._ask("slapo_applied", node=node, record=record):
+                    pass
+            except BaseException as error:
+                self._edit.rollback()
+                self._ask("slapo_rolled_back", node=node, primitive=primitive, error=error)
+                raise
         finally:
-            self._tree.open_edit = outer
+            self._tree.open_edit = None
         distributions = frozenset({record.distribution, *(inner.distribution for inner in self._inner)})
         step = Step(record, tuple(self._edit.close()), distributions)
         step.mark()

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 
 import torch
 
-__all__ = ["accelerator", "device_of", "fork_rng"]
+__all__ = ["accelerator", "device_of", "fork_rng", "type_of_ranks"]
 
 
 def accelerator() -> torch.device | None:
@@ -20,6 +20,16 @@ def accelerator() -> torch.device | None:
 def device_of(kind: str) -> torch.device:
     """Give the current device of a kind, e.g. ``"cuda"``, with its index; ``"cpu"`` has none."""
     return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
+
+
+def type_of_ranks() -> str:
+    """Give the device type that torch.distributed runs on: an accelerator with its own backend, e.g. NCCL, else CPU."""
+    import torch.distributed as dist
+
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    backends = dict(entry.split(":") for entry in dist.get_backend_config().split(","))  # "cpu:gloo,cuda:nccl"
+    own = backends.get(kind.type) if kind is not None else None
+    return "cpu" if kind is None or own in (None, "gloo", "mpi", "fake") else kind.type
 
 
 def fork_rng() -> AbstractContextManager[None]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from slapo_core.errors import MeshError
+from slapo_core.spec.accelerators import type_of_ranks
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -98,8 +99,11 @@ class Mesh:
         return self._device_mesh.get_group(mesh_dim)
 
     def launch_command(self) -> str:
-        """The command that starts as many processes as the mesh needs."""
-        return f"torchrun --nproc-per-node {self.world_size} your_script.py"
+        """The command that starts as many processes as the mesh needs: on each node 8, where there are more."""
+        nodes, rest = divmod(self.world_size, 8)
+        if nodes < 2 or rest:
+            return f"torchrun --nproc-per-node {self.world_size} your_script.py"
+        return f"torchrun --nnodes {nodes} --nproc-per-node 8 your_script.py"
 
     def __str__(self) -> str:
         return "{" + ", ".join(f"{mesh_dim!r}: {size}" for mesh_dim, size in self._sizes.items()) + "}"
@@ -194,6 +198,5 @@ def _realise(sizes: dict[str, int], rank: int) -> Mesh:
         return Mesh(sizes)
     from torch.distributed.device_mesh import init_device_mesh
 
-    device_type = "cuda" if "nccl" in str(dist.get_backend()) else "cpu"
-    device_mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    device_mesh = init_device_mesh(type_of_ranks(), tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     return Mesh(sizes, rank=dist.get_rank(), device_mesh=device_mesh)

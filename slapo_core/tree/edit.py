@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -203,6 +204,22 @@ class TreeEdit:
         while len(self.entries) > count:
             self._paths.pop()
             self.entries.pop().undo()
+
+    @contextlib.contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """Undo the edits made so far for the duration of a ``with`` block, in which no other is made."""
+        entries, was_open = self.entries, self._open
+        self.entries, self._open = [], False
+        undone: list[Entry] = []
+        try:
+            for entry in reversed(entries):
+                entry.undo()
+                undone.append(entry)
+            yield
+        finally:
+            for entry in reversed(undone):
+                entry.redo()
+            self.entries, self._open = entries, was_open
 
     def close(self) -> list[Entry]:
         """End the edit and give out what was done."""

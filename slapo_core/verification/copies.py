@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from slapo_core.graph.examples import detached_results
+
 __all__ = ["convert", "copy_model"]
 
 _CONTAINERS = (dict, list, set, OrderedDict)
@@ -41,6 +43,7 @@ def copy_model(
         memo.update(
             (id(one), type(one)()) for one in module.__dict__.values() if _is_empty(one) and id(one) not in memo
         )
+    memo |= {key: tensor for key, tensor in detached_results(model).items() if key not in memo}
     copied = copy.deepcopy(model, memo)
     for name, parameter in copied.named_parameters(remove_duplicate=False):
         original = model.get_parameter(name)

@@ -154,6 +154,13 @@ class OptimizerState:
             full_key = f"{name}{_SEPARATOR}{key}"
             if not isinstance(value, torch.Tensor):
                 self._scalars.setdefault(name, {})[key] = _to_json(value, f"state '{key}' of {self._kind}")
+            elif hasattr(value, "__tensor_flatten__"):  # made of other tensors, and without memory of its own
+                raise BuildError(
+                    f"{self._kind} keeps '{key}' of '{name}' as a {type(value).__name__}, a tensor made of others, "
+                    "which safetensors cannot hold",
+                    hint="use an optimizer whose state is of plain tensors, e.g. torch.optim.AdamW, or save the "
+                    "weights only: engine.state_dict()",
+                )
             elif value.is_meta or (value.dim() and tuple(value.shape) == local_shape):
                 self._tensors[full_key] = _Moment(layout, value.dtype, partial(self._storage.read, parameter, key))
             elif not value.dim() or not self._is_split(layout):

@@ -209,6 +209,20 @@ def test_state_whose_place_in_the_full_tensor_is_unknown_is_refused(tmp_path: Pa
         assert save_with_rows(mesh, str(tmp_path)) == "(8, 1)"
 
 
+def test_state_of_tensors_made_of_others_is_refused(tmp_path: Path, message: Messages) -> None:
+    """As optimizers in 8 bits keep it."""
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    engine = engine_on(None)
+    train(engine, 0, 1)
+    weight = engine.module.fc1.weight
+    engine.optimizer.state[weight]["exp_avg"] = TwoTensor(torch.ones_like(weight), torch.ones_like(weight))
+    with pytest.raises(slapo.BuildError) as caught:
+        engine.save(tmp_path)
+    message(caught, "'exp_avg' of 'fc1.weight'", "TwoTensor", "engine.state_dict()")
+    assert list(tmp_path.iterdir()) == []
+
+
 def save_into_a_file(directory: str) -> str:
     engine = engine_on({"tp": 2})
     try:

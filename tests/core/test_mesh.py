@@ -127,3 +127,4 @@ def test_mesh_of_running_processes(message: Messages) -> None:
 def test_mesh_text() -> None:
     assert str(Mesh({"dp": 2, "tp": 4})) == "{'dp': 2, 'tp': 4}"
     assert Mesh({"tp": 4}).launch_command() == "torchrun --nproc-per-node 4 your_script.py"
+    assert Mesh({"dp": 8, "tp": 8}).launch_command() == "torchrun --nnodes 8 --nproc-per-node 8 your_script.py"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -170,17 +169,75 @@ def test_a_schedule_changes_no_more_while_a_primitive_is_applied(
     assert before.differences(model) == []
 
 
-def test_example_calls_that_a_primitive_asks_for_are_not_kept() -> None:
-    """Beneath an open edit the model is another one than the schedule began with."""
+@dataclass(frozen=True)
+class Reentering(slapo.Primitive):
+    """Apply another primitive through the schedule where a primitive is only asked.
+
+    rewrite: x -> x
+    """
+
+    name = "test.reentering"
+    equivalence = slapo.Equivalence.EXACT
+    schedule: Any = None
+
+    def preconditions(self, node: slapo.Node) -> Iterator[slapo.Violation]:
+        self.schedule["1"].apply(HookAll())
+        return iter(())
+
+    def apply(self, node: slapo.Node, edit: slapo.Edit) -> None:
+        edit.note("applied")
+
+
+def test_preconditions_apply_nothing() -> None:
+    """Two records would have the same index."""
+    sch = slapo.create_schedule(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    with pytest.raises(slapo.ApplyError, match="while a primitive is being applied"):
+        sch["0"].apply(Reentering(sch))
+    assert sch.records == ()
+    sch["0"].apply(HookAll())
+    assert [record.index for record in sch.records] == [1]
+
+
+class Counted(nn.Linear):
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        Counted.calls += 1
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("asked", ["example_call", "node", "schedule"])
+def test_the_reference_model_can_be_asked_for_in_the_middle_of_an_edit(asked: str) -> None:
+    """The edits made so far are as they were afterwards, though an earlier step changed the same place."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    reference = model[0]
     sch = slapo.create_schedule(model, example_inputs=torch.ones(1, 2))
-    sch["0"].apply(Call(lambda node, edit: edit.set_parameter(node, "weight", nn.Parameter(torch.zeros(2, 2)))))
+    sch["0"].apply(Call(lambda node, edit: edit.replace_module(node, nn.Linear(2, 3))))
+    second = nn.Linear(2, 3)
 
-    def narrow(node: slapo.Node, edit: slapo.Edit) -> None:
-        edit.set_parameter(node, "weight", nn.Parameter(torch.zeros(3, 2)))
-        with contextlib.suppress(slapo.TraceError):
-            node.example_call()
+    def ask(node: slapo.Node, edit: slapo.Edit) -> None:
+        edit.replace_module(node, second)
+        edit.set_attribute(node.parent, "factor", 2)
+        if asked == "example_call":
+            assert sch["1"].example_call()[0][0].shape == (1, 2)
+            return
+        with sch["0"].untouched() if asked == "node" else sch.untouched() as found:
+            assert (found if asked == "node" else found[0]) is reference
+            assert not hasattr(model, "factor")
+            with pytest.raises(slapo.ApplyError, match="over"):
+                edit.set_attribute(node.parent, "factor", 3)
 
-    sch["0"].apply(Call(narrow))
+    before = ModelSnapshot(model)
+    sch["0"].apply(Call(ask))
+    assert (model[0], model.factor) == (second, 2)
     sch.undo()
-    assert sch["1"].example_call()[0][0].shape == (1, 2)
+    assert before.differences(model) == []
+
+
+def test_example_calls_are_taken_once() -> None:
+    model = nn.Sequential(*[nn.Sequential(Counted(2, 2), nn.ReLU()) for _ in range(3)])
+    sch = slapo.create_schedule(model, example_inputs=torch.ones(1, 2))
+    Counted.calls = 0
+    for number in range(3):
+        sch[str(number)].apply(Call(lambda node, edit: (edit.note("asks"), node.example_call())[0]))
+    assert Counted.calls == 3  # once for each layer: one run

@@ -1,8 +1,12 @@
 """Amounts of memory as people write them."""
 
+from pathlib import Path
+
 import pytest
+import torch
 
 from slapo_core.errors import ArgumentError
+from slapo_core.live.export import export_plain
 from slapo_core.spec.sizes import format_bytes, parse_bytes
 from tests.messages import Messages
 
@@ -52,6 +56,18 @@ def test_other_sizes_are_refused_with_the_corrected_call(text: object, hint: str
         parse_bytes(text)  # type: ignore[arg-type]
     assert str(caught.value).startswith("memory must be ")
     assert str(caught.value).endswith(f"(got {text!r})\n  hint: {hint}")
+
+
+@pytest.mark.parametrize("size", ["1.5GB", "500B", "5gb", "5Gb"])
+def test_the_limit_of_a_file_is_written_like_every_other_size(size: str, tmp_path: Path) -> None:
+    try:
+        parse_bytes(size)
+    except ArgumentError as error:
+        with pytest.raises(ArgumentError, match=f"max_shard_size={str(error).rpartition('=')[2]}"):
+            export_plain({"weight": torch.ones(2)}, tmp_path, size)
+    else:
+        export_plain({"weight": torch.ones(2)}, tmp_path, size)
+        assert (tmp_path / "model.safetensors").is_file()
 
 
 @pytest.mark.parametrize("size", [0, -5, "0GiB", "0.1B"])

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+import slapo_core as slapo
 from slapo_core.verification.copies import copy_model
 
 
@@ -44,3 +45,30 @@ def test_empty_containers_are_the_copys_own_and_shared_as_they_were() -> None:
     made.seen.append(1)
     assert (len(model.second._forward_hooks), len(made.first._forward_hooks), model.seen) == (0, 0, [])
     assert torch.equal(made.first.weight, model.first.weight)
+
+
+class Router(nn.Linear):
+    """A layer that leaves results of its forward on itself, as routers leave their auxiliary losses."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        out = super().forward(input)
+        self.aux_loss = out.sum()
+        self.losses, self.by_name = [self.aux_loss], {"aux": self.aux_loss * 2}
+        return out
+
+
+def test_what_an_earlier_forward_left_on_a_module_is_copied_without_its_graph() -> None:
+    """Deepcopy refuses a tensor with a graph, also the weight that the older weight_norm computes."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(Router(4, 4), nn.utils.weight_norm(nn.Linear(4, 4)), nn.Linear(4, 4))
+    model(torch.randn(2, 4))
+    assert not model[0].aux_loss.is_leaf
+    assert not model[1].weight.is_leaf
+    sch = slapo.create_schedule(model, example_inputs=torch.randn(2, 4))
+    sch["2"].checkpoint()
+    assert slapo.verify(sch, torch.randn(2, 4))
+    sch["1"].trace(flatten=True)
+    made: Any = copy_model(model)
+    assert made[0].aux_loss is made[0].losses[0]
+    assert (made[0].aux_loss.is_leaf, made[0].by_name["aux"]) == (True, model[0].by_name["aux"])
+    assert model[0].aux_loss.grad_fn is not None

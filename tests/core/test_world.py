@@ -6,11 +6,13 @@ import contextlib
 import gc
 import weakref
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
 
 import slapo_core as slapo
@@ -277,3 +279,37 @@ def test_ranks_in_different_calls_are_told_so_instead_of_hanging(message: Messag
     assert second[0] == first[0]
     assert len(first) == 1
     message(second[1], "rank 0 made a call that rank 1 did not make")
+
+
+@pytest.mark.parametrize(
+    ("kind", "backends", "expected"),
+    [
+        ("cuda", "cuda:nccl", "cuda"),
+        ("cuda", "cpu:gloo,cuda:nccl", "cuda"),  # of init_process_group() without a backend
+        ("cuda", "cpu:gloo,cuda:gloo", "cpu"),
+        ("cuda", "cpu:gloo", "cpu"),
+        ("xpu", "cpu:gloo,xpu:xccl", "xpu"),
+        ("hpu", "hpu:hccl", "hpu"),
+        ("mps", "cpu:gloo,mps:gloo", "cpu"),
+        (None, "cpu:gloo", "cpu"),
+    ],
+)
+def test_a_mesh_is_made_on_the_devices_of_the_process_group(
+    kind: str | None, backends: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+
+    def init(device_type: str, shape: tuple[int, ...], **options: Any) -> Any:
+        made.append(device_type)
+        return SimpleNamespace(get_local_rank=lambda mesh_dim: 0)
+
+    device = torch.device(kind) if kind is not None else None
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: device)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_backend", lambda: "nccl" if backends == "cuda:nccl" else "undefined")
+    monkeypatch.setattr(dist, "get_backend_config", lambda: backends)
+    monkeypatch.setattr(device_mesh, "init_device_mesh", init)
+    declare_mesh({"tp": 2})
+    assert made == [expected]

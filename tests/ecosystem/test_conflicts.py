@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from torch import nn
 
 from slapo_core.errors import ConflictingPluginError
 from slapo_core.plugins import Registry
+from slapo_core.schedule.schedule import Schedule
 from slapo_core.testing.distributions import FakeDistribution, FakeEnvironment, primitive_source
 from tests.messages import Messages
 
@@ -35,6 +37,13 @@ def test_neither_is_used(registry: Registry, name: str, message: Messages) -> No
     with pytest.raises(ConflictingPluginError) as caught:
         registry.resolve("primitives", name)
     message(caught, "'acme.pad'", "first 1.0 and second 1.0", "SLAPO_DISABLE_PLUGINS=first")
+
+
+def test_asking_whether_a_node_has_the_name_raises_nothing(registry: Registry) -> None:
+    sch = Schedule(nn.Linear(1, 1), registry=registry)
+    assert not hasattr(sch, "pad")
+    assert not hasattr(sch.root, "pad")
+    assert hasattr(sch.root, "cut")
 
 
 def test_their_other_names_work(registry: Registry) -> None:

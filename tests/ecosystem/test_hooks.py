@@ -77,6 +77,19 @@ def test_an_installed_plugin_has_no_effect_until_it_is_named(fake_distributions:
     assert manager.call("slapo_doctor") == [["acme"]]
 
 
+def test_a_preferred_plugin_without_an_answer_is_asked_once(fake_distributions: FakeEnvironment) -> None:
+    counting = "ASKED = []\n@hookimpl\ndef slapo_materialize(path):\n    ASKED.append(path)\n"
+    fake_distributions.install(with_hooks("mute-slapo", counting), with_hooks("full-slapo", MATERIALIZE))
+    manager = HookManager(fake_distributions.registry())
+    manager.activate("full-slapo")
+    manager.prefer("slapo_materialize", "mute-slapo")
+    assert manager.single("slapo_materialize", **TENSOR) == ("full-slapo 1.0", {})
+    assert len(sys.modules["mute_slapo_hooks"].ASKED) == 1
+    manager.deactivate("full-slapo")
+    assert manager.single("slapo_materialize", **TENSOR) is None
+    assert len(sys.modules["mute_slapo_hooks"].ASKED) == 2
+
+
 @pytest.mark.slow
 def test_finding_plugins_imports_no_pluggy(fake_distributions: FakeEnvironment) -> None:
     code = (

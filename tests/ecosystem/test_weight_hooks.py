@@ -142,6 +142,50 @@ def test_verify_compares_translated_weights_and_their_gradients(scheduled: Calla
     assert report.not_compared == ()
 
 
+def test_verify_compares_the_output_that_a_plugin_gathers(fake_distributions: FakeEnvironment) -> None:
+    """Here of a model whose rows come in another order."""
+    primitive = """
+from dataclasses import dataclass
+from slapo_core import Equivalence, Primitive
+
+def _flipped(forward):
+    return lambda module, input: forward(module, input).flip(0)
+
+@dataclass(frozen=True)
+class Flip(Primitive):
+    \"\"\"Give the rows of the output in reverse.
+
+    rewrite: ``y`` -> ``y[::-1]``
+    \"\"\"
+    name = "odd.flip"
+    equivalence = Equivalence.EXACT
+    def apply(self, node, edit):
+        edit.wrap_forward(node, _flipped)
+"""
+    hooks = "from slapo_core import hookimpl\n@hookimpl\ndef slapo_gather_output(node, output):\n    return {}\n"
+    for name, answer in (("odd", "output.flip(0) if node.path == '' else None"), ("mute", "None")):
+        fake_distributions.install(
+            FakeDistribution(
+                f"{name}-slapo",
+                entry_points={
+                    "slapo.v1.primitives": {f"{name}.flip": f"{name}_slapo:Flip"},
+                    "slapo.v1.hooks": {name: f"{name}_hooks"},
+                },
+                modules={
+                    f"{name}_slapo": primitive.replace("odd.flip", f"{name}.flip"),
+                    f"{name}_hooks": hooks.format(answer),
+                },
+            )
+        )
+    with use_registry(fake_distributions.registry(with_installed=True)):
+        gathered, plain = slapo.create_schedule(model()), slapo.create_schedule(model())
+        gathered.root.odd.flip()
+        slapo.verify(gathered, torch.randn(3, 6))
+        plain.root.mute.flip()
+        with pytest.raises(slapo.VerifyError, match="output"):
+            slapo.verify(plain, torch.randn(3, 6))
+
+
 def test_verify_finds_a_wrong_translation(scheduled: Callable[..., slapo.Schedule]) -> None:
     schedule = scheduled(model(), hooks=HOOKS.replace('.weight": tensor.t()}', '.weight": tensor.t() * 2}'))
     with pytest.raises(slapo.VerifyError, match="weight"):
