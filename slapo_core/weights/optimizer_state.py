@@ -156,7 +156,7 @@ class OptimizerState:
                 self._scalars.setdefault(name, {})[key] = _to_json(value, f"state '{key}' of {self._kind}")
             elif hasattr(value, "__tensor_flatten__"):  # made of other tensors, and without memory of its own
                 raise BuildError(
-                    f"{self._kind} keeps '{key}' of '{name}' as a {type(value).__name__}, a tensor made of others, "
+                    f"{self._kind} keeps '{key}' of '{name}' in a tensor made of others ({type(value).__name__}), "
                     "which safetensors cannot hold",
                     hint="use an optimizer whose state is of plain tensors, e.g. torch.optim.AdamW, or save the "
                     "weights only: engine.state_dict()",
