@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from slapo_core.errors import MeshError
-from slapo_core.spec.accelerators import type_of_ranks
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -197,6 +196,8 @@ def _realise(sizes: dict[str, int], rank: int) -> Mesh:
     if world_size == 1:
         return Mesh(sizes)
     from torch.distributed.device_mesh import init_device_mesh
+
+    from slapo_core.spec.accelerators import type_of_ranks
 
     device_mesh = init_device_mesh(type_of_ranks(), tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     return Mesh(sizes, rank=dist.get_rank(), device_mesh=device_mesh)

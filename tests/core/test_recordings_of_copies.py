@@ -114,7 +114,7 @@ def test_a_copy_is_not_run_again_and_has_a_graph_of_its_own(runs: list[Any]) -> 
     assert told(first) == told(second)
     assert first.graph is not second.graph
     assert second.module is second.inlined[""] is other
-    second.graph.erase_node(next(reversed(second.graph.nodes)))
+    second.graph.erase_node(next(iter(reversed(second.graph.nodes))))
     second.forget()
     assert told(record(copy.deepcopy(model))) == told(first)
     second.require()

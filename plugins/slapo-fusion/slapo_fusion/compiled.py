@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Mapping
@@ -19,6 +20,8 @@ __all__ = ["Backend", "Compiled", "backend_problem", "reason"]
 
 _MOST_VARIANTS = 64
 """Of one function: training and not, types, with gradients and without, and each watched by verify or not."""
+
+_LIMIT = {"recompile_limit": _MOST_VARIANTS} if "recompile_limit" in inspect.signature(torch.compile).parameters else {}
 
 
 @dataclass(frozen=True)
@@ -91,13 +94,11 @@ class Compiled:
             return self.function(*args, **kwargs)
         if self._compiled is None:
             self._compiled = torch.compile(
-                self.function, backend=self.backend, fullgraph=self.fullgraph, dynamic=self.dynamic, **_limit()
+                self.function, backend=self.backend, fullgraph=self.fullgraph, dynamic=self.dynamic, **_LIMIT
             )
         try:
-            if is_watched():
-                with aside():
-                    return self._compiled(*args, **kwargs)
-            return self._compiled(*args, **kwargs)
+            with _limited(), aside() if is_watched() else contextlib.nullcontext():
+                return self._compiled(*args, **kwargs)
         except torch._dynamo.exc.TorchDynamoException as error:
             raise ApplyError(
                 f"{self.where} failed: {reason(error)}",
@@ -114,10 +115,12 @@ class Compiled:
         self.__init__(values.pop("function"), values.pop("backend"), **values)  # type: ignore[misc]
 
 
-def _limit() -> dict[str, Any]:
-    """For ``torch.compile``, where it takes that; older ones take torch's own limit, of 8."""
-    known = "recompile_limit" in inspect.signature(torch.compile).parameters
-    return {"recompile_limit": _MOST_VARIANTS} if known else {}
+def _limited() -> contextlib.AbstractContextManager[Any]:
+    """Set the limit for a call, where ``torch.compile`` takes none; torch's own is 8."""
+    if _LIMIT:
+        return contextlib.nullcontext()
+    patch: contextlib.AbstractContextManager[Any] = torch._dynamo.config.patch(recompile_limit=_MOST_VARIANTS)
+    return patch
 
 
 def backend_problem(backend: Backend) -> tuple[str, str] | None:

@@ -32,12 +32,7 @@ class AddBias:
     pieces: RankGroup | None = None
 
     def __call__(self, module: nn.Module, args: Args, kwargs: Kwargs, output: Tensor) -> Tensor:
-        bias: Tensor = module.bias  # type: ignore[assignment]
-        if self.pieces is not None:
-            bias = collectives.copy(bias, self.pieces)
-        if self.feature_axis != -1:
-            bias = bias.view(-1, *[1] * (-1 - self.feature_axis))
-        return output + bias.to(output.dtype)
+        return _with_bias(module, output, self.feature_axis, self.pieces)
 
 
 @dataclass(frozen=True)
@@ -80,4 +75,13 @@ class FunctionHook:
                 hint=f"return the whole sum, {partial}{choices}",
             )
         in_pieces = None if shape == partial else self.group
-        return AddBias(self.feature_axis, in_pieces)(module, args, kwargs, reduced)
+        return _with_bias(module, reduced, self.feature_axis, in_pieces)
+
+
+def _with_bias(module: nn.Module, output: Tensor, feature_axis: int, pieces: RankGroup | None) -> Tensor:
+    bias: Tensor = module.bias  # type: ignore[assignment]
+    if pieces is not None:
+        bias = collectives.copy(bias, pieces)
+    if feature_axis != -1:
+        bias = bias.view(-1, *[1] * (-1 - feature_axis))
+    return output + bias.to(output.dtype)

@@ -75,7 +75,10 @@ def _ranks_sharded(module: Any) -> frozenset[int] | None:
     """The ranks over which ``fully_shard`` spread a module; None if this version of torch does not say."""
     from torch.distributed.tensor import DTensor
 
-    groups = getattr(module._get_fsdp_state(), "_fsdp_param_groups", None)
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None and hasattr(state, "_fsdp_param_group"):  # older torch, where a module has one at most
+        groups = [each for each in (state._fsdp_param_group,) if each is not None]
     if groups is None:
         return None
     ranks: set[int] = set()
