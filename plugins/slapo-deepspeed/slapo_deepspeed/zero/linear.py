@@ -12,8 +12,13 @@ from typing import Any
 
 import torch
 from torch.nn import functional
+from torch.torch_version import TorchVersion
 
 __all__ = ["linear_of_torch", "partitioned_linear"]
+
+_IS_COMPILED_RIGHT = TorchVersion(torch.__version__) >= (2, 13)
+"""Older dynamo (2.11 at least) loses the weights' gradients in DeepSpeed's function; torch's own keeps them there, and
+the gathered weights from forward to backward."""
 
 
 @contextlib.contextmanager
@@ -42,7 +47,9 @@ def partitioned_linear(config: Mapping[str, Any]) -> Iterator[None]:
     before = functional.linear
 
     def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return zero3_linear_wrap(input, weight, bias) if hasattr(weight, "ds_id") else before(input, weight, bias)  # type: ignore[no-any-return]
+        if hasattr(weight, "ds_id") and (_IS_COMPILED_RIGHT or not torch.compiler.is_compiling()):
+            return zero3_linear_wrap(input, weight, bias)  # type: ignore[no-any-return]
+        return before(input, weight, bias)
 
     functional.linear = linear
     try:
