@@ -21,7 +21,9 @@ __all__ = ["Backend", "Compiled", "backend_problem", "reason"]
 _MOST_VARIANTS = 64
 """Of one function: training and not, types, with gradients and without, and each watched by verify or not."""
 
-_LIMIT = {"recompile_limit": _MOST_VARIANTS} if "recompile_limit" in inspect.signature(torch.compile).parameters else {}
+_LIMIT: dict[str, Any] = (
+    {"recompile_limit": _MOST_VARIANTS} if "recompile_limit" in inspect.signature(torch.compile).parameters else {}
+)
 
 
 @dataclass(frozen=True)

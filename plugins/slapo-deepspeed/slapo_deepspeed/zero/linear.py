@@ -16,7 +16,7 @@ from torch.torch_version import TorchVersion
 
 __all__ = ["linear_of_torch", "partitioned_linear"]
 
-_IS_COMPILED_RIGHT = TorchVersion(torch.__version__) >= (2, 13)
+_IS_COMPILED_RIGHT = TorchVersion(torch.__version__) >= "2.13"
 """Older dynamo (2.11 at least) loses the weights' gradients in DeepSpeed's function; torch's own keeps them there, and
 the gathered weights from forward to backward."""
 
