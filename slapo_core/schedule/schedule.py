@@ -277,9 +277,11 @@ class Schedule:
             self._hooks = HookManager(self.registry)
         return self._hooks
 
-    def mark_verified(self) -> None:
-        """Record that ``verify`` has passed; see ``is_verified``."""
-        self._history.kept["verified"] = True
+    def mark_verified(self, passed: bool = True) -> None:
+        """Record whether ``verify`` has passed; see ``is_verified``."""
+        self._history.kept.pop("verified", None)
+        if passed:
+            self._history.kept["verified"] = True
 
     def apply_at(
         self,

@@ -69,7 +69,7 @@ def verify(
     who drops how much is compared too, and outputs and gradients with dropout on, unless the schedule draws other
     random numbers, rightly: for a piece of a tensor, or by a step that promises RANDOM; and with dropout on, ranks that
     see the same samples must have the same outputs, and gradients of parameters that all of them have whole. The first
-    of these once more in the model's own types, where it is allowed what rounding does to the untouched model there;
+    of these once more in the model's own types, where it is allowed what rounding does to the reference model there;
     there both choose (``topk``, ``max``, ``argmax``: a token's experts) as in the finer type, where the scores are the
     same but for rounding.
     A model that the schedule cuts into stages runs stage by stage, in this process, and each gets only what it is sent.
@@ -172,8 +172,7 @@ def _verify_each(
             outcomes = check_in_processes(together, inputs, on_cpu, timeout=timeout)
         found.update(zip(numbers, outcomes, strict=True))
     for number, outcome in found.items():
-        if isinstance(outcome, VerifyReport):
-            schedules[number].mark_verified()
+        schedules[number].mark_verified(isinstance(outcome, VerifyReport))
     return conclude([found[number] for number in range(len(schedules))])
 
 
