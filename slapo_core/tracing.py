@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -19,7 +20,6 @@ from slapo_core.errors import GuardError
 from slapo_core.graph.buffers import buffers_kept
 from slapo_core.graph.checks import Checks
 from slapo_core.graph.code import compiled
-from slapo_core.graph.copies import Kept, recordings_of_copies
 from slapo_core.graph.examples import copied_model
 from slapo_core.graph.fake import FakeMode, with_own_values
 from slapo_core.graph.leaves import inlined_modules, walk
@@ -36,7 +36,7 @@ from slapo_core.graph.traced import TracedForward
 from slapo_core.graph.tracers.record import RecordTracer, record
 from slapo_core.spec.accelerators import fork_rng
 from slapo_core.spec.graph import Graph
-from slapo_core.spec.tracer import Guard, GuardViolation, Location, Recorded, Untraceable, check
+from slapo_core.spec.tracer import Flag, Guard, GuardViolation, Location, Recorded, Untraceable, check
 from slapo_core.tree.forward import ModuleForward
 
 __all__ = [
@@ -82,22 +82,40 @@ class FlatGraph:
     def __init__(
         self,
         module: nn.Module,
-        kept: Kept,
+        recorded: Recorded,
+        notes: Notes,
         *,
+        surroundings: tuple[Flag, ...],
+        written: frozenset[str],
         inlined: Mapping[str, nn.Module],
         stand_in_for: torch.device | None = None,
     ) -> None:
-        recorded, notes = kept.recorded, kept.notes
         self.module, self.graph, self.captured = module, recorded.graph, recorded.captured
         self.guards = list(recorded.guards)
         self.values, self.writes, self.storages = notes.values, notes.writes, notes.storages
-        self.written, self.inlined, self.state = kept.written, dict(inlined), state()
+        self.written, self.inlined, self.state = written, dict(inlined), state()
         index = {path: number for number, path in enumerate(self.inlined)}
         self._modules = list(self.inlined.values())
         self._tensors = list(_read_tensors(module, self.graph))
-        self._checks = Checks((*recorded.flags, *kept.surroundings), index)
+        self._checks = Checks((*recorded.flags, *surroundings), index)
         self._default = torch.get_default_dtype()
         self._stand_in_for = stand_in_for
+        self._reads_values = notes.is_real or bool(notes.value_reads)
+
+    def of_copy(self, module: nn.Module) -> FlatGraph | None:
+        """The same graph, of a copy of the module: its modules and tensors are found by their names.
+
+        None if the run that recorded it looked into values of tensors, or would not be the same on the copy.
+        """
+        if self._reads_values:
+            return None
+        other = copy.copy(self)
+        other.module, other.inlined = module, {path: module.get_submodule(path) for path in self.inlined}
+        other._modules = list(other.inlined.values())
+        other._tensors = list(_read_tensors(module, self.graph))
+        if [each[1:] for each in other._tensors] != [each[1:] for each in self._tensors]:
+            return None
+        return other if other._checks.violated(other._modules) is None else None
 
     def device(self, node: fx.Node) -> torch.device:
         """Where the tensor of a node is; that of a stand-in is where what it stands for is."""
@@ -185,25 +203,6 @@ def flat(
         TraceError: it cannot be recorded.
     """
     inlined = inlined_modules(module, leaves)
-    shared = recordings_of_copies()
-    asked = shared.asked(module, forward, arguments, inlined) if shared is not None else None
-    kept = asked.find() if asked is not None else None
-    made = _run(module, forward, arguments, leaves, inlined, path) if kept is None else kept
-    if kept is None and asked is not None:
-        kept = asked.add(made)
-    found = made if kept is None else kept.on(module)
-    return FlatGraph(module, found, inlined=inlined, stand_in_for=_device(module, arguments))
-
-
-def _run(
-    module: nn.Module,
-    forward: Callable[..., Any],
-    arguments: Mapping[str, Any],
-    leaves: Callable[[nn.Module, str], bool],
-    inlined: Mapping[str, nn.Module],
-    path: str,
-) -> Kept:
-    """Run the forward, and write down what it computes."""
     buffers = [
         (f"{path}.{name}" if path else name, buffer)
         for path, below in walk(module)
@@ -225,7 +224,15 @@ def _run(
                 raise Untraceable(f"changes the global name {changed}")
         except Exception as error:
             raise refusal(error, RecordTracer(), path) from error
-    return Kept(recorded, notes, surroundings.flags, written)
+    return FlatGraph(
+        module,
+        recorded,
+        notes,
+        surroundings=surroundings.flags,
+        written=written,
+        inlined=inlined,
+        stand_in_for=_device(module, arguments),
+    )
 
 
 def _recorded(module: nn.Module, forward: Any, arguments: Any, leaves: Any) -> tuple[Recorded, Notes]:

@@ -68,26 +68,6 @@ class Flags:
     def _flags(self) -> tuple[Flag, ...]:
         return tuple(Flag(path, name, expected) for (path, name), expected in self._tokens.items())
 
-    @property
-    def changes(self) -> int:
-        """How many objects had attributes set, so far."""
-        return len(self._set)
-
-    @property
-    def containers(self) -> list[tuple[Any, Any]]:
-        """The lists, dictionaries and sets that were read, each with a copy of what it was."""
-        return [(container, before) for _, _, container, before in self._containers]
-
-    def place_of(self, value: Any) -> Place | None:
-        """Where a watched module or object was found first; None if it is not watched."""
-        return self._places.get(id(value))
-
-    def below(self, place: Place) -> Iterator[Flag]:
-        """What was read, by whomever, in the objects at and below a place; with paths relative to it."""
-        for (path, name), expected in self._tokens.items():
-            if path[: len(place)] == place:
-                yield Flag(path[len(place) :], name, expected)
-
     @contextlib.contextmanager
     def watching(self, root: nn.Module, leaves: LeafRule) -> Iterator[None]:
         """Watch ``root``, all modules below, and plain objects that are read from them.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,7 +14,6 @@ from torch._subclasses import FakeTensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.overrides import TorchFunctionMode
 
-from slapo_core.graph.alike import AlikeCalls
 from slapo_core.graph.pieces import guard_pieces, guard_structure
 from slapo_core.graph.randomness import drawn_back
 from slapo_core.graph.recording import Recording
@@ -51,16 +51,12 @@ class Recorder(TorchFunctionMode):
 
     Args:
         recording: where to.
-
-    Attributes:
-        alike: asked before a module is run; None runs all of them.
     """
 
     def __init__(self, recording: Recording) -> None:
         super().__init__()
         self.recording = recording
         self.regions = Regions(recording)
-        self.alike: AlikeCalls | None = None
         self._is_paused, self._thread = False, threading.get_ident()
 
     @property
@@ -96,14 +92,8 @@ class Recorder(TorchFunctionMode):
         self, path: str, call: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run a module below the recorded one, and write it down as one call."""
-
-        def run(*given: Any, **named: Any) -> Any:
-            if self.alike is not None:
-                return self.alike.call(path, module, call, given, named)
-            return call(module, *given, **named)
-
         return self._record(
-            run,
+            functools.partial(call, module),
             args,
             kwargs,
             lambda: self.recording.call_module(path, args, kwargs),

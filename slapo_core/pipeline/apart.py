@@ -11,7 +11,7 @@ from torch import nn
 
 from slapo_core.errors import HookError
 from slapo_core.graph.examples import detached_results
-from slapo_core.pipeline.calls import Extents, StagedCalls
+from slapo_core.pipeline.calls import Answers, StagedCalls
 from slapo_core.pipeline.staged import Staged
 from slapo_core.schedule.copied import ScheduledCopy
 from slapo_core.spec.pipeline import Partition
@@ -32,12 +32,13 @@ class ApartCalls:
     Args:
         schedule: says where to cut.
         model: a copy of its model that nobody else runs; the first stage is made of it.
-        extents: see :class:`~slapo_core.pipeline.calls.StagedCalls`.
+        answers: see :class:`~slapo_core.pipeline.calls.StagedCalls`.
     """
 
-    def __init__(self, schedule: Schedule, model: nn.Module, *, extents: Extents | None = None) -> None:
+    def __init__(self, schedule: Schedule, model: nn.Module, *, answers: Answers | None = None) -> None:
         self._schedule, self._model = schedule, model
-        self._calls = [StagedCalls(ScheduledCopy(schedule, model), extents=extents)]
+        self._answers = answers if answers is not None else Answers()
+        self._calls = [StagedCalls(ScheduledCopy(schedule, model), answers=self._answers)]
         self.copies: list[nn.Module] = []
 
     def of(self, inputs: Mapping[str, Any]) -> Staged | None:
@@ -52,10 +53,14 @@ class ApartCalls:
         while len(self._calls) < len(first.partition.stages):
             made = _around_the_same_tensors(self._model)
             self.copies.append(made)
-            self._calls.append(StagedCalls(ScheduledCopy(self._schedule, made)))
+            self._calls.append(StagedCalls(ScheduledCopy(self._schedule, made), answers=self._answers))
         for each in self.copies:
             for ours, theirs in zip(self._model.modules(), each.modules(), strict=True):
                 theirs.training = ours.training
+        models = [self._model, *self.copies[: len(first.partition.stages) - 1]]
+        bound = first.partition.bind(models) if first.partition.bind is not None else None
+        if bound is not None:
+            return dataclasses.replace(first, partition=bound)
         found = [first, *(calls.of(inputs) for calls in self._calls[1 : len(first.partition.stages)])]
         for other in found:
             if other is None or _as_data(other) != _as_data(first):

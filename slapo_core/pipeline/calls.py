@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import operator
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
 from slapo_core.errors import HookError
+from slapo_core.graph.sharing import structure
 from slapo_core.pipeline.batch_form import BatchForm
 from slapo_core.pipeline.staged import Staged, staged
 from slapo_core.spec.pipeline import Extent, Value
@@ -13,8 +18,9 @@ from slapo_core.spec.pipeline import Extent, Value
 if TYPE_CHECKING:
     from slapo_core.schedule.copied import ScheduledCopy
     from slapo_core.schedule.schedule import Schedule
+    from slapo_core.spec.record import Record
 
-__all__ = ["Extents", "StagedCalls"]
+__all__ = ["Answers", "StagedCalls"]
 
 
 class StagedCalls:
@@ -24,7 +30,7 @@ class StagedCalls:
         schedule: its model is in the mode in which it is to run whenever stages are asked for.
         outputs: see :func:`~slapo_core.pipeline.staged.staged`.
         batch_axes: likewise.
-        extents: shared with others that are asked about the same model; None: its own.
+        answers: shared by the copies of one model; None: its own.
     """
 
     def __init__(
@@ -33,10 +39,10 @@ class StagedCalls:
         *,
         outputs: Sequence[str] | None = None,
         batch_axes: Mapping[str, int | None] | None = None,
-        extents: Extents | None = None,
+        answers: Answers | None = None,
     ) -> None:
         self._schedule, self._outputs, self._batch_axes = schedule, outputs, batch_axes
-        self._extents = extents if extents is not None else Extents()
+        self._answers = answers if answers is not None else Answers()
         self._known: list[tuple[BatchForm, Staged | None]] = []
 
     def of(self, inputs: Mapping[str, Any]) -> Staged | None:
@@ -53,28 +59,50 @@ class StagedCalls:
         for known, stages in self._known:
             if known == form:
                 return stages
-        made = staged(self._schedule, inputs, outputs=self._outputs, batch_axes=self._batch_axes)
-        if made is not None and not self._batch_axes:
-            self._extents.add(form, made)
+        made = self._answers.of_copies(self._schedule, form, [self._schedule.model])
+        if made is None:
+            made = staged(self._schedule, inputs, outputs=self._outputs, batch_axes=self._batch_axes)
+            if made is not None and not self._batch_axes:
+                self._answers.add(self._schedule, form, made)
         self._known.append((form, made))
         return made
 
 
-class Extents:
-    """What was said of shapes with the number of samples left open, for batches that differ in nothing else."""
+class Answers:
+    """The stages of copies of one model: those of a further copy are bound, and not asked for again."""
 
     def __init__(self) -> None:
-        self._known: list[tuple[BatchForm, Mapping[str, Value]]] = []
+        self._known: list[tuple[Sequence[Record], Any, BatchForm, Staged]] = []
 
-    def add(self, form: BatchForm, made: Staged) -> None:
-        """Hold what is said of a further form against what was said before.
+    def of_copies(
+        self, schedule: Schedule | ScheduledCopy, form: BatchForm, models: Sequence[nn.Module]
+    ) -> Staged | None:
+        """Stages that were made of a copy with the same steps, for the same form of a batch.
+
+        Args:
+            schedule: of the first copy.
+            form: of the batch, and the modes.
+            models: one for each stage, or one for all of them.
+        """
+        structured = structure(schedule.model)
+        for steps, known_structure, known, made in self._known:
+            if known_structure == structured and known == form and _are_same(steps, schedule.records):
+                partition = made.partition
+                each = models if len(models) > 1 else [*models] * len(partition.stages)
+                bound = partition.bind(each) if partition.bind is not None else None
+                if bound is not None:
+                    return dataclasses.replace(made, partition=bound)
+        return None
+
+    def add(self, schedule: Schedule | ScheduledCopy, form: BatchForm, made: Staged) -> None:
+        """Keep an answer, held against those for other numbers of samples.
 
         Raises:
-            HookError: a value is said to have another shape.
+            HookError: a value is said to have another shape with the number of samples left open.
         """
-        for known, values in self._known:
+        for _, _, known, before in self._known:
             if known.is_like(form):
-                for name, value in values.items():
+                for name, value in before.partition.values.items():
                     again = made.partition.values.get(name)
                     if again is not None and not _agree(value.symbolic_shape, again.symbolic_shape):
                         raise HookError(
@@ -82,7 +110,11 @@ class Extents:
                             f"left open '{name}' is {_shown(value)}, and {_shown(again)}",
                             plugin=made.partition_by,
                         )
-        self._known.append((form, made.partition.values))
+        self._known.append((schedule.records, structure(schedule.model), form, made))
+
+
+def _are_same(some: Sequence[Record], others: Sequence[Record]) -> bool:
+    return len(some) == len(others) and all(map(operator.is_, some, others))
 
 
 def _agree(one: tuple[int | Extent, ...] | None, other: tuple[int | Extent, ...] | None) -> bool:

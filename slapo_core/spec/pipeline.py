@@ -9,7 +9,7 @@ that a stage far behind uses is relayed by those between.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -164,12 +164,16 @@ class Partition:
         values: everything that stages read of each other, and the pieces of the output, by name.
         ties: parameters that several stages use.
         output: of the model.
+        bind: makes the same partition of copies of the model, one for each stage, whose modules and tensors it finds
+            by name; it gives None where this one holds for its own model only. Without ``bind``, the hook is called
+            for every copy.
     """
 
     stages: tuple[Stage, ...]
     values: Mapping[str, Value]
     ties: tuple[Tie, ...]
     output: Output
+    bind: Callable[[Sequence[nn.Module]], Partition | None] | None = field(default=None, repr=False, compare=False)
 
 
 @dataclass(frozen=True)

@@ -37,10 +37,17 @@ class Batch:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What the model is called with; see :meth:`of`."""
+    """What the model is called with; see :meth:`of`.
+
+    Args:
+        args: positional.
+        kwargs: by keyword.
+        is_variant: made here of what the user gave.
+    """
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
+    is_variant: bool = False
 
     @classmethod
     def of(cls, value: Any) -> Inputs:
@@ -102,7 +109,8 @@ class Inputs:
         optional = self._optional(model)
         if not optional:
             return [(called, larger)], []
-        fewer = Inputs(larger.args, {name: value for name, value in larger.kwargs.items() if name not in optional})
+        kept = {name: value for name, value in larger.kwargs.items() if name not in optional}
+        fewer = Inputs(larger.args, kept, is_variant=True)
         return [(f"{called} without {' and '.join(optional)}", fewer), (called, larger)], []
 
     def of_one(self) -> tuple[str, Inputs] | None:
@@ -138,7 +146,8 @@ class Inputs:
                 return leaf
             return change(leaf.detach()).requires_grad_(leaf.requires_grad)
 
-        return Inputs(pytree.tree_map(changed, self.args), pytree.tree_map(changed, dict(self.kwargs)))
+        args, kwargs = pytree.tree_map(changed, self.args), pytree.tree_map(changed, dict(self.kwargs))
+        return Inputs(args, kwargs, is_variant=True)
 
     def _optional(self, model: nn.Module) -> list[str]:
         """Tensors given by keyword, beside the first argument, that the model's forward has a default for."""

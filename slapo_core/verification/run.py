@@ -14,7 +14,7 @@ from torch import nn
 
 from slapo_core.verification.dropout import DropoutMode
 from slapo_core.verification.inputs import Batch, Inputs
-from slapo_core.verification.passes import Conditions, dense, detached, evaluated, forward_backward, strided
+from slapo_core.verification.passes import Caller, Conditions, dense, detached, evaluated, forward_backward, strided
 from slapo_core.verification.precision import ChoosesAlike, is_inexact, own_dtype
 
 __all__ = [
@@ -178,8 +178,9 @@ def _evaluation(course: Course, seen: Observation) -> None:
 
 def _batches(course: Course, seen: Observation) -> None:
     outputs: dict[str, Any] = {}
+    whole = Caller(course.model)  # stages are made anew for each form: only the user's are worth it
     for called, batch in course.conditions.more_batches:
-        ran = course.forward_backward(batch)
+        ran = forward_backward(whole if batch.is_variant else course.caller, batch, course.conditions)
         outputs.update({f"{name} for {called}": value for name, value in ran.items()})
     seen.values["batch output"] = outputs
     seen.values["batch gradient"] = _gradients(course.model)
@@ -231,7 +232,10 @@ def _own_types(course: Course, seen: Observation) -> None:
     conditions = dataclasses.replace(course.conditions, dtype=None)
     dtype = own_dtype(course.model, (tensor for _, tensor in course.inputs.tensors()))
     with ChoosesAlike(conditions.choices, dtype) if conditions.choices else contextlib.nullcontext():
-        own = Course(course.model, course.inputs, conditions).run(EARLY)
+        own_course = Course(course.model, course.inputs, conditions)
+        own = own_course.run(EARLY[:1])
+        own_course.caller = Caller(course.model)  # of a cut model the stages of training are enough
+        own.values.update(own_course.run(EARLY[1:]).values)
     for kind in ("output", "buffer", "gradient", "evaluation output"):
         seen.values[f"own {kind}"] = own.of(kind)
 

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch import nn
 
 from slapo_core.errors import HookError, TraceError
-from slapo_core.graph.copies import CopiedRecordings, copies_share
 from slapo_core.pipeline.apart import ApartCalls
 from slapo_core.pipeline.binding import bound_call
-from slapo_core.pipeline.calls import Extents, StagedCalls
+from slapo_core.pipeline.calls import Answers, StagedCalls
 from slapo_core.pipeline.staged import Staged
 from slapo_core.schedule.copied import ScheduledCopy
 from slapo_core.verification.inputs import Batch
@@ -32,15 +31,13 @@ class Staging:
         last: the stages that were made last; None as long as no plugin has cut a model.
         refusals: class and text of the errors of plugins that were asked for stages, and of stages that are not as was
             said.
-        extents: what was said of shapes with the number of samples left open.
-        recordings: which copies share.
+        answers: which copies share.
     """
 
     def __init__(self) -> None:
         self.last: Staged | None = None
         self.refusals: set[tuple[str, str]] = set()
-        self.extents = Extents()
-        self.recordings = CopiedRecordings()
+        self.answers = Answers()
 
     @property
     def is_needed(self) -> bool:
@@ -72,12 +69,11 @@ class _StagedCaller(Caller):
     def __init__(self, staging: Staging, schedule: Schedule, model: nn.Module) -> None:
         super().__init__(model)
         self._staging = staging
-        self._calls: StagedCalls | ApartCalls = StagedCalls(ScheduledCopy(schedule, model), extents=staging.extents)
+        self._calls: StagedCalls | ApartCalls = StagedCalls(ScheduledCopy(schedule, model), answers=staging.answers)
 
     def __call__(self, batch: Batch) -> Callable[[], Any]:
         inputs = bound_call(self.model, batch.args, batch.kwargs)
-        with copies_share(self._staging.recordings):
-            stages = self._staging.noting_refusals(lambda: self._calls.of(inputs))
+        stages = self._staging.noting_refusals(lambda: self._calls.of(inputs))
         if stages is None:
             return super().__call__(batch)
         self._staging.last = stages
@@ -90,7 +86,7 @@ class _StagedCaller(Caller):
 class _ApartCaller(_StagedCaller):
     def __init__(self, staging: Staging, schedule: Schedule, model: nn.Module) -> None:
         super().__init__(staging, schedule, model)
-        self._calls: ApartCalls = ApartCalls(schedule, model, extents=staging.extents)
+        self._calls: ApartCalls = ApartCalls(schedule, model, answers=staging.answers)
 
     def __call__(self, batch: Batch) -> Callable[[], Any]:
         known = len(self._calls.copies)

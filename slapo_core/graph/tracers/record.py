@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo_core.graph.alike import AlikeCalls
 from slapo_core.graph.arguments import call_of
 from slapo_core.graph.caches import caches_kept
 from slapo_core.graph.fake import FakeMode, home_of, with_own_values, without_values
@@ -97,8 +96,6 @@ def record(
     recording = Recording(module, may_capture=fake, notes=notes, home=home)
     recorder = Recorder(recording)
     flags = Flags(recording.refusal, lambda: recorder.is_paused, first_line(forward))
-    if notes is not None and fake:
-        recorder.alike = AlikeCalls(flags, notes)
     mode = FakeMode(home) if fake else None
     signature = inspect.signature(forward)
     given: dict[str, Any] = {}

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from torch import fx
+import torch
+from torch import fx, nn
 
 from slapo_core import TraceError, hookimpl
 from slapo_core.spec.pipeline import Output, Partition, Stage, Value
@@ -95,10 +96,10 @@ class _Cutting:
         settle_shared_modules(self.segments)
         settle_writes(self.segments, assembly.pieces)
         values = {self.name(node): self._value(node) for each in self.segments.segments for node in each.makes}
-        stages = tuple(self._stage(segment, values) for segment in self.segments.segments)
+        programs = [self._program(segment, values) for segment in self.segments.segments]
         self.flat.forget()
         output = Output(tuple(assembly.pieces.values()), assembly.assemble)
-        return Partition(stages, values, ties_of(stages, self.flat.module), output)
+        return _bound([self.flat] * len(programs), programs, values, output)
 
     def name(self, node: fx.Node) -> str:
         """The name of the value of a node: another one for each."""
@@ -117,35 +118,56 @@ class _Cutting:
         home = self.places.home(node)
         return Value(self.name(node), home, consumers, tuple(tensor.shape), tensor.dtype, bool(tensor.requires_grad))
 
-    def _stage(self, segment: Segment, values: Mapping[str, Value]) -> Stage:
-        root = self.flat.module
-        module = CutStage(segment.index, root)
-        called = [str(node.target) for node in segment.graph.nodes if node.op == "call_module"]
-        for path in sorted(set(called), key=self._order.__getitem__):  # the model's: what is above comes first
-            module._hold_module(path, root.get_submodule(path))
-        for path in dict.fromkeys(str(node.target) for node in segment.graph.nodes if node.op == "get_attr"):
-            module._hold_tensor(path)
+    def _program(self, segment: Segment, values: Mapping[str, Value]) -> Program:
+        called = {str(node.target) for node in segment.graph.nodes if node.op == "call_module"}
         made = {self.name(node): segment.known[node] for node in segment.makes}
         segment.graph.output(made)
         sources = [self._source(*segment.sources[node]) for node in segment.graph.nodes if node.op == "placeholder"]
-        used = tuple(self.name(node) for node in segment.uses)
         taken = {what for kind, what in sources if kind == "input"}
-        read = tuple(name for name in self.inputs if name in taken)
-        program = Program(
+        cuts = self.places.cuts
+        return Program(
             compiled(segment.graph),
             sources,
-            inputs={name: form(self.inputs[name]) for name in read},
-            values={name: (values[name].shape, values[name].dtype) for name in used},
+            inputs={name: form(self.inputs[name]) for name in self.inputs if name in taken},
+            values={name: (values[name].shape, values[name].dtype) for name in map(self.name, segment.uses)},
             makes={name: (values[name].shape, values[name].dtype, values[name].requires_grad) for name in made},
-            flat=self.flat,
-            called=tuple(dict.fromkeys(called)),
+            called=tuple(sorted(called, key=self._order.__getitem__)),  # the model's order: what is above comes first
+            read=tuple(dict.fromkeys(str(node.target) for node in segment.graph.nodes if node.op == "get_attr")),
+            last=cuts[segment.index] if segment.index < len(cuts) else None,
         )
-        module._run_with(program)
-        cuts = self.places.cuts
-        last = cuts[segment.index] if segment.index < len(cuts) else None
-        return Stage(segment.index, module, read, used, tuple(made), last)
 
     def _source(self, kind: str, what: Any) -> tuple[str, Any]:
         if kind == "captured":
             return "constant", self.flat.captured[what]
         return kind, self.name(what) if kind == "value" else what
+
+
+def _bound(
+    flats: Sequence[FlatGraph], programs: Sequence[Program], values: Mapping[str, Value], output: Output
+) -> Partition:
+    """The stages of copies of one model; ``flats`` has the graph of the copy for each stage."""
+    stages = tuple(
+        Stage(
+            index,
+            CutStage(index, flat, program),
+            tuple(program.inputs),
+            tuple(program.values),
+            tuple(program.makes),
+            program.last,
+        )
+        for index, (flat, program) in enumerate(zip(flats, programs, strict=True))
+    )
+
+    def bind(models: Sequence[nn.Module]) -> Partition | None:
+        if any(map(_holds_objects, programs)):
+            return None
+        others = {id(model): flats[0].of_copy(model) for model in models}
+        found = [flat for model in models if (flat := others[id(model)]) is not None]
+        return _bound(found, programs, values, output) if len(found) == len(programs) else None
+
+    return Partition(stages, values, ties_of(stages, flats[0].module), output, bind)
+
+
+def _holds_objects(program: Program) -> bool:
+    """Whether a stage is given an object, which may be the model's own."""
+    return any(kind == "constant" and not isinstance(what, torch.Tensor) for kind, what in program.sources)

@@ -24,7 +24,7 @@ _HINT = "ask for the stages again after such a change"
 
 @dataclass(frozen=True)
 class Program:
-    """What a stage computes, and what it takes for granted.
+    """What a stage computes, and what it takes for granted: by names, so that it runs on any copy of the model.
 
     Args:
         code: a function of the stage's module and of what ``sources`` say.
@@ -32,8 +32,9 @@ class Program:
         inputs: the form of every argument that it reads.
         values: shape and dtype of what it receives.
         makes: shape, dtype, and whether it carries a gradient, of what it gives.
-        flat: the graph that it is a part of.
-        called: paths of the modules that it calls.
+        called: paths of the modules that it calls, in the model's order.
+        read: names of the tensors that it reads.
+        last: path of the module after which it was cut; None for the last stage.
     """
 
     code: Callable[..., Any]
@@ -41,25 +42,31 @@ class Program:
     inputs: Mapping[str, Any]
     values: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
     makes: Mapping[str, tuple[tuple[int, ...], torch.dtype, bool]]
-    flat: FlatGraph
     called: Sequence[str]
+    read: Sequence[str]
+    last: str | None
 
 
 class CutStage(StageModule):
     """See :class:`slapo_core.spec.pipeline.StageModule`.
 
-    What :mod:`slapo_pipeline.partition.hook` calls has an underscore: other names may be those of the model's modules.
+    What it keeps has an underscore: other names may be those of the model's modules.
 
     Args:
         index: of the stage.
-        root: the scheduled model.
+        flat: the graph of the model that it is a stage of.
+        program: what it computes.
     """
 
-    def __init__(self, index: int, root: nn.Module) -> None:
-        self.__dict__["_ancestor"] = (root,)  # in a tuple: no child
+    def __init__(self, index: int, flat: FlatGraph, program: Program) -> None:
+        self.__dict__["_ancestor"] = (flat.module,)  # in a tuple: no child
         super().__init__()
-        self.__dict__["_index"] = index
-        self.__dict__["_own"] = []
+        self.__dict__.update(_index=index, _flat=flat, _program=program, _own=[])
+        for path in program.called:
+            self._hold_module(path, flat.module.get_submodule(path))
+        for path in program.read:
+            self._hold_tensor(path)
+        self.__dict__["_checked"] = self._structure()
 
     # Its mode is the root's, as that of every holder is its module's.
     training = Holder.training
@@ -79,30 +86,28 @@ class CutStage(StageModule):
         self.__dict__["_own"].append((owner, ancestor, name))
         _hold(owner, ancestor, name)
 
-    def _run_with(self, program: Program) -> None:
-        """What the stage computes."""
-        root: nn.Module = self.__dict__["_ancestor"][0]
-        inlined = program.flat.inlined
+    def _structure(self) -> tuple[Any, ...]:
+        """What of the modules must stay as it is."""
+        root, flat, program = self.__dict__["_ancestor"][0], self.__dict__["_flat"], self.__dict__["_program"]
         links = []
-        for path in (*filter(None, inlined), *program.called):
+        for path in (*filter(None, flat.inlined), *program.called):
             owner, _, name = path.rpartition(".")
             links.append((root.get_submodule(owner)._modules, name, root.get_submodule(path), path))
-        modes = [(module, module.training, path) for path, module in inlined.items() if self._has(path)]
+        modes = [(module, module.training, path) for path, module in flat.inlined.items() if self._has(path)]
         modes += [(root.get_submodule(path), root.get_submodule(path).training, path) for path in program.called]
-        called = {str(node.target) for node in program.flat.graph.nodes if node.op == "call_module"}  # in all stages
+        called = {str(node.target) for node in flat.graph.nodes if node.op == "call_module"}  # in all stages
         lists = [(module, list(module._modules.values()), path) for path, module in _containers(root, called)]
-        self.__dict__["_checked"] = (links, modes, list(inlined.items()), lists)
-        self.__dict__["_program"] = program
+        return links, modes, list(flat.inlined.items()), lists
 
     def forward(self, inputs: Mapping[str, Any], values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         program: Program = self.__dict__["_program"]
-        self._require(program)
+        self._require()
         before = state()
         given = [self._given(program, kind, what, inputs, values, before) for kind, what in program.sources]
         try:
             made: dict[str, torch.Tensor] = program.code(self, *given)
         except GuardViolation as error:
-            raise self._error(program.flat.violated(error)) from None
+            raise self._error(self.__dict__["_flat"].violated(error)) from None
         finally:
             set_state(*before)
         for name, (shape, dtype, requires_grad) in program.makes.items():
@@ -136,7 +141,7 @@ class CutStage(StageModule):
             return tensor
         return before[0] if kind == "grad" else what
 
-    def _require(self, program: Program) -> None:
+    def _require(self) -> None:
         links, modes, inlined, lists = self.__dict__["_checked"]
         for table, name, module, path in links:
             if table.get(name) is not module:
@@ -158,7 +163,7 @@ class CutStage(StageModule):
         for owner, ancestor, name in self.__dict__["_own"]:
             _hold(owner, ancestor, name)  # it may have been replaced meanwhile: materialised, moved
         try:
-            program.flat.require()
+            self.__dict__["_flat"].require()
         except GuardError as error:
             raise self._error(error) from None
 
