@@ -18,25 +18,24 @@ from torch import fx, nn
 
 from slapo_core.errors import GuardError
 from slapo_core.graph.buffers import buffers_kept
-from slapo_core.graph.checks import Checks
 from slapo_core.graph.code import compiled
 from slapo_core.graph.examples import copied_model
 from slapo_core.graph.fake import FakeMode, with_own_values
+from slapo_core.graph.guards import Checks, describe, fingerprint
 from slapo_core.graph.leaves import inlined_modules, walk
 from slapo_core.graph.mutations import refusing_changes
 from slapo_core.graph.notes import Notes, left
 from slapo_core.graph.patching import PATCHING
+from slapo_core.graph.reads import GlobalNames
 from slapo_core.graph.recorder import NeedsValues
 from slapo_core.graph.refusals import refusal
 from slapo_core.graph.regions import set_state, state
 from slapo_core.graph.structure import Opaque, children, concrete, is_plain, rebuild
-from slapo_core.graph.surroundings import Surroundings
-from slapo_core.graph.tokens import describe, token
 from slapo_core.graph.traced import TracedForward
 from slapo_core.graph.tracers.record import RecordTracer, record
 from slapo_core.spec.accelerators import fork_rng
 from slapo_core.spec.graph import Graph
-from slapo_core.spec.tracer import Flag, Guard, GuardViolation, Location, Recorded, Untraceable, check
+from slapo_core.spec.tracer import Flag, Guard, GuardViolation, Location, Recorded, check
 from slapo_core.tree.forward import ModuleForward
 
 __all__ = [
@@ -137,7 +136,7 @@ class FlatGraph:
         if violated is not None:
             flag, found = violated
             raise GuardError(
-                f"recorded with {flag.name} == {describe(flag.expected)}, and now it is {describe(token(found))}",
+                f"recorded with {flag.name} == {describe(flag.expected)}, and now it is {describe(fingerprint(found))}",
                 hint=_HINT,
             )
         for owner, name, shape, dtype in self._tensors:
@@ -211,24 +210,18 @@ def flat(
     ]
     versions = [(name, buffer, buffer._version) for name, buffer in buffers]
     with PATCHING:
-        surroundings = Surroundings(forward, inlined.values())
-        changed = None
+        names = GlobalNames(forward, inlined.values())
         try:
-            try:
-                with buffers_kept(module), _by_own_forwards(inlined.values()):
-                    recorded, notes = _recorded(module, refusing_changes(forward), arguments, leaves)
-                    written = frozenset(name for name, buffer, version in versions if buffer._version != version)
-            finally:
-                changed = surroundings.put_back()
-            if changed is not None:
-                raise Untraceable(f"changes the global name {changed}")
+            with names.kept(), buffers_kept(module), _by_own_forwards(inlined.values()):
+                recorded, notes = _recorded(module, refusing_changes(forward), arguments, leaves)
+                written = frozenset(name for name, buffer, version in versions if buffer._version != version)
         except Exception as error:
             raise refusal(error, RecordTracer(), path) from error
     return FlatGraph(
         module,
         recorded,
         notes,
-        surroundings=surroundings.flags,
+        surroundings=names.flags,
         written=written,
         inlined=inlined,
         stand_in_for=_device(module, arguments),

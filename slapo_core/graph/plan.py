@@ -7,7 +7,6 @@ from typing import Any
 from torch import nn
 
 from slapo_core.graph.leaves import LeafRule, inlined_modules, is_changed
-from slapo_core.graph.tokens import real_type
 
 __all__ = ["Plan"]
 
@@ -25,11 +24,11 @@ class Plan:
         self.paths = tuple(inlined)
         index = {path: number for number, path in enumerate(inlined)}
         self._inlined = [
-            (index[_parent(path)], _name(path), real_type(module), len(module._modules))
+            (index[_parent(path)], _name(path), type(module), len(module._modules))
             for path, module in inlined.items()
             if path
         ]
-        self._root = (real_type(root), len(root._modules))
+        self._root = (type(root), len(root._modules))
         self._below: list[tuple[int, str]] = []
         where = dict(index)
         for path, _ in root.named_modules(remove_duplicate=False):
@@ -45,11 +44,11 @@ class Plan:
         None if another plan is needed: a module was replaced, put in, taken out, hooked, or its forward changed.
         """
         found = [root]
-        if self._root != (real_type(root), len(root._modules)):
+        if self._root != (type(root), len(root._modules)):
             return None
         for parent, name, cls, count in self._inlined:
             module: Any = found[parent]._modules.get(name)
-            if real_type(module) is not cls or len(module._modules) != count or is_changed(module):
+            if type(module) is not cls or len(module._modules) != count or is_changed(module):
                 return None
             found.append(module)
         for parent, name in self._below:

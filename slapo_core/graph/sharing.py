@@ -8,10 +8,9 @@ import torch
 from torch import fx, nn
 
 from slapo_core.graph.arguments import MISSING
-from slapo_core.graph.checks import Checks
+from slapo_core.graph.guards import Checks
 from slapo_core.graph.leaves import walk
 from slapo_core.graph.structure import children, is_plain
-from slapo_core.graph.tokens import real_type
 from slapo_core.graph.variant import Variant
 from slapo_core.spec.tracer import Recorded
 
@@ -41,7 +40,7 @@ class Pool:
         if recorded.read is None or not is_pure(recorded):
             return
         index = {path: number for number, (path, _) in enumerate(walk(module))}
-        self._entries.setdefault(key, []).append((Checks(recorded.read, index), variant))
+        self._entries.setdefault(key, []).append((Checks((*recorded.read, *variant.surroundings), index), variant))
 
     def __getstate__(self) -> dict[str, Any]:
         """Those who share it go on sharing it after a copy through pickle; graphs are recorded anew."""
@@ -68,7 +67,7 @@ def structure(root: nn.Module) -> Any:
         if path:  # what is around the root runs outside of its graph
             around = (own.get("forward"), *(tuple(own[table].values()) for table in HOOKS))
         number = numbers.setdefault(id(module), len(numbers))
-        found.append((path, real_type(module), number, module.training, tuple(own["_modules"]), tuple(tensors), around))
+        found.append((path, type(module), number, module.training, tuple(own["_modules"]), tuple(tensors), around))
     return tuple(found)
 
 

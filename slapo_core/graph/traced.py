@@ -16,21 +16,21 @@ from slapo_core.errors import ApplyError, GuardError
 from slapo_core.graph import regions
 from slapo_core.graph.arguments import MISSING, Parameters, forms
 from slapo_core.graph.buffers import buffers_kept
+from slapo_core.graph.guards import describe, fingerprint
 from slapo_core.graph.leaves import Leaves
 from slapo_core.graph.mutations import refusing_changes
 from slapo_core.graph.patching import PATCHING
 from slapo_core.graph.plan import Plan
 from slapo_core.graph.printing import printed
+from slapo_core.graph.reads import GlobalNames
 from slapo_core.graph.refusals import refusal
 from slapo_core.graph.rewriting.actions import Action, Outline, Replacement, as_before
 from slapo_core.graph.rewriting.matching import applied, by_pattern, rewrite_of
 from slapo_core.graph.rewriting.rewrite import Rewrite
 from slapo_core.graph.rewriting.swallowing import swallowed_problem
 from slapo_core.graph.sharing import Pool, exact_form, structure
-from slapo_core.graph.surroundings import Surroundings
-from slapo_core.graph.tokens import describe, token
 from slapo_core.graph.variant import Variant
-from slapo_core.spec.tracer import Flag, GuardViolation, Tracer, Untraceable
+from slapo_core.spec.tracer import Flag, GuardViolation, Tracer
 
 if TYPE_CHECKING:
     from slapo_core.spec.graph import Match, Region
@@ -38,15 +38,16 @@ if TYPE_CHECKING:
 __all__ = ["TracedForward"]
 
 MOST_VARIANTS = 16
+MOST_FOR_ATTRIBUTES = 8
 _CLOCK = itertools.count(1)
 
 
 class TracedForward:
     """The graphs of one forward, called like it: with the module first.
 
-    There is a graph for every form of arguments, mode and types that it was called with: a variant, recorded when it is
-    first needed. A graph holds no module: the names in it are looked up in the one that is called, so that a copy of
-    the model runs on itself.
+    There is a graph for every form of arguments, mode and types that it was called with, and for other values of the
+    attributes and global names that the forward reads: a variant, recorded when it is first needed. A graph holds no
+    module: the names in it are looked up in the one that is called, so that a copy of the model runs on itself.
 
     Args:
         forward: the forward that is recorded; takes the module first.
@@ -74,10 +75,11 @@ class TracedForward:
         self.beneath, self.rewrite = beneath, rewrite
         self.__name__, self.__qualname__ = "forward", f"the graph of {path}"  # as functions have
         self.parameters = Parameters(forward)
-        self.variants: dict[Any, Variant] = {}
+        self.specializations: dict[Any, list[Variant]] = {}
         self.plans: list[Plan] = []
         self.draft: Variant | None = None  # recorded before any call was known: never run
         self.has_dropped = False  # a variant, for one of another form
+        self.recorded_anew = 0  # because an attribute or a global name had another value
 
     @property
     def __signature__(self) -> Any:
@@ -118,7 +120,12 @@ class TracedForward:
     @property
     def first(self) -> Variant | None:
         """The variant that stands for all of them: the one recorded first; None after a copy through pickle."""
-        return next(iter(self.variants.values()), self.draft)
+        return next(iter(self.variants), self.draft)
+
+    @property
+    def variants(self) -> list[Variant]:
+        """All recorded for calls; the first stands for all of them: patterns are found there."""
+        return [variant for alike in self.specializations.values() for variant in alike]
 
     def __str__(self) -> str:
         """As Python; of several variants, the one recorded first."""
@@ -141,7 +148,7 @@ class TracedForward:
 
         Raises:
             TraceError: what is needed cannot be recorded.
-            GuardError: an attribute has another value than when it was recorded.
+            GuardError: a module that a rewrite took out was changed.
         """
         number, plan, modules = self._plan(module)
         key = (
@@ -160,15 +167,15 @@ class TracedForward:
             torch.get_default_dtype(),
             not torch.compiler.is_compiling() and torch.is_inference_mode_enabled(),  # dynamo cannot say
         )
-        found = self.variants.get(key)
-        if found is None:
-            found = self.variants[key] = self._shared(module, values, plan, key[1:])
-            return found
+        changed = None
+        for found in self.specializations.get(key, ()):
+            changed = found.checks.violated(modules)
+            if changed is None:
+                break
+        else:
+            return self._specialized(module, values, plan, key, changed)
         if not torch.compiler.is_compiling():
             found.used = next(_CLOCK)
-        violated = found.checks.violated(modules)
-        if violated is not None:
-            raise self._changed(*violated)
         problem = swallowed_problem(module, found.swallowed)
         if problem is not None:
             raise GuardError(
@@ -205,7 +212,7 @@ class TracedForward:
 
     @property
     def swallowed(self) -> tuple[str, ...]:
-        variants = [*self.variants.values(), *([self.draft] if self.draft is not None else [])]
+        variants = [*self.variants, *([self.draft] if self.draft is not None else [])]
         return tuple(dict.fromkeys(path for variant in variants for path, _ in variant.swallowed))
 
     @property
@@ -234,9 +241,11 @@ class TracedForward:
         made.plans = self.plans  # the same list: a form of a call has the same key in both
         if self.draft is not None:
             made.draft = made._repeated(self.draft, module, self.draft.plan, first=True)
-        for position, (key, variant) in enumerate(self.variants.items()):
-            is_first = position == 0 and self.draft is None
-            made.variants[key] = made._repeated(variant, module, variant.plan, first=is_first)
+        for variant_key, alike in self.specializations.items():
+            for variant in alike:
+                is_first = not made.variants and self.draft is None
+                again = made._repeated(variant, module, variant.plan, first=is_first)
+                made.specializations.setdefault(variant_key, []).append(again)
         return made
 
     def _repeated(self, variant: Variant, module: nn.Module, plan: Plan, *, first: bool = False) -> Variant:
@@ -264,19 +273,43 @@ class TracedForward:
         return len(self.plans) - 1, plan, modules
 
     @_disable_dynamo  # recording is no part of what is compiled: torch.compile breaks its graph here, once
-    def _shared(self, module: nn.Module, values: tuple[Any, ...], plan: Plan, key: Any) -> Variant:
-        """A variant that another module has recorded, or else a new one, for which the least recently used one goes."""
+    def _specialized(
+        self, module: nn.Module, values: tuple[Any, ...], plan: Plan, key: Any, changed: tuple[Flag, Any] | None
+    ) -> Variant:
+        """A new variant; ``changed`` is what those of the same form were recorded with, and what it is now."""
         if len(self.variants) >= MOST_VARIANTS:
-            _, *others = self.variants  # the first stands for all of them: patterns are found there
-            del self.variants[min(others, key=lambda key: self.variants[key].used)]
-            if not self.has_dropped:
-                warnings.warn(
-                    f"{self._where} was called in more than {MOST_VARIANTS} different forms: the graph that was used "
-                    "least recently is dropped, and recorded again when it is needed; pass what varies as numbers or "
-                    "tensors, or trace a narrower node",
-                    stacklevel=2,
-                )
-            self.has_dropped = True
+            self._drop_one()
+        self.recorded_anew += changed is not None
+        if changed is not None and self.recorded_anew == MOST_FOR_ATTRIBUTES:
+            flag, found = changed
+            warnings.warn(
+                f"{self._where} was recorded anew {MOST_FOR_ATTRIBUTES} times because what its forward reads has "
+                f"changed, lately {flag.name} from {describe(flag.expected)} to {describe(fingerprint(found))}: pass "
+                "what varies as an argument, or trace a narrower node",
+                stacklevel=2,
+            )
+        made = self._shared(module, values, plan, key[1:])
+        self.specializations.setdefault(key, []).append(made)
+        return made
+
+    def _drop_one(self) -> None:
+        """Let go of the least recently used variant."""
+        dropped = min(self.variants[1:], key=lambda variant: variant.used)
+        for key, alike in list(self.specializations.items()):
+            alike[:] = [variant for variant in alike if variant is not dropped]
+            if not alike:
+                del self.specializations[key]
+        if not self.has_dropped:
+            warnings.warn(
+                f"{self._where} was called in more than {MOST_VARIANTS} different forms: the graph that was used "
+                "least recently is dropped, and recorded again when it is needed; pass what varies as numbers or "
+                "tensors, or trace a narrower node",
+                stacklevel=2,
+            )
+        self.has_dropped = True
+
+    def _shared(self, module: nn.Module, values: tuple[Any, ...], plan: Plan, key: Any) -> Variant:
+        """A variant that another module has recorded, or else a new one."""
         if self.beneath is not None:
             assert self.rewrite is not None
             with as_before(self.rewrite.action, module):
@@ -298,31 +331,17 @@ class TracedForward:
         modules = plan.modules_of(module)
         assert modules is not None
         with PATCHING:
-            surroundings = Surroundings(self.forward, modules[: len(plan.paths)])
-            changed = None
+            names = GlobalNames(self.forward, modules[: len(plan.paths)])
             try:
-                try:
-                    with buffers_kept(module):
-                        recorded = self.tracer.trace(module, refusing_changes(self.forward), arguments, self.leaves)
-                finally:
-                    changed = surroundings.put_back()
-                if changed is not None:
-                    raise Untraceable(f"changes the global name {changed}")
+                with names.kept(), buffers_kept(module):
+                    recorded = self.tracer.trace(module, refusing_changes(self.forward), arguments, self.leaves)
             except Exception as error:
                 raise refusal(error, self.tracer, self.path) from error
-        return Variant(recorded, plan, surroundings=surroundings.flags)
+        return Variant(recorded, plan, surroundings=names.flags)
 
     @property
     def _where(self) -> str:
         return f"'{self.path}'" if self.path else "the root"
-
-    def _changed(self, flag: Flag, found: Any) -> GuardError:
-        return GuardError(
-            f"the graph of {self._where} was recorded with {flag.name} == {describe(flag.expected)}, and now it is "
-            f"{describe(token(found))}",
-            path=self.path,
-            hint="trace the module again after changing it",
-        )
 
     def __getstate__(self) -> dict[str, Any]:
         names = ("forward", "tracer", "leaves", "path", "pool", "beneath", "rewrite")

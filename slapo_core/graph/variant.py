@@ -9,12 +9,11 @@ from typing import Any
 from torch import nn
 
 from slapo_core.graph import regions
-from slapo_core.graph.checks import Checks
 from slapo_core.graph.code import compiled
+from slapo_core.graph.guards import Checks
 from slapo_core.graph.leaves import is_changed
 from slapo_core.graph.plan import Plan
 from slapo_core.graph.rewriting.swallowing import Swallowed
-from slapo_core.graph.tokens import real_type
 from slapo_core.spec.tracer import Flag, Recorded
 
 __all__ = ["Variant"]
@@ -64,7 +63,7 @@ class Variant:
         """What a rewrite sees of the modules that the graph calls, besides flags."""
         calls = dict.fromkeys(str(node.target) for node in self.recorded.graph.nodes if node.op == "call_module")
         found = [module.get_submodule(path) for path in calls]
-        return tuple((real_type(below), is_changed(below)) for below in found)
+        return tuple((type(below), is_changed(below)) for below in found)
 
     def run(self, module: nn.Module, given: list[Any]) -> Any:
         """Call it.

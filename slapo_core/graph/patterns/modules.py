@@ -16,7 +16,6 @@ from slapo_core.graph.patterns.calls import Attribute, Call
 from slapo_core.graph.patterns.operations import finished, plain
 from slapo_core.graph.patterns.schemas import parameter_name
 from slapo_core.graph.structure import is_plain
-from slapo_core.graph.tokens import real_type
 
 __all__ = ["functional_form", "is_plain_module", "module_call", "settings"]
 
@@ -78,7 +77,7 @@ def functional_form(module: nn.Module) -> str | None:
     There is none where the call does more than the function: hooks, steps, counting batches, other padding modes,
     weights that are computed anew (parametrisations).
     """
-    name = _FUNCTIONS.get(real_type(module))
+    name = _FUNCTIONS.get(type(module))
     if name is None or is_changed(module):
         return None
     if name == "batch_norm" and (module.training or getattr(module, "running_mean", None) is None):
@@ -94,7 +93,7 @@ def settings(module: nn.Module) -> Any:
     """What :func:`module_call` depends on, to be compared later: class, hooks, settings, which tensors there are."""
     own = [(name, value) for name, value in vars(module).items() if isinstance(value, _COMPARED)]
     tensors = [*module._parameters.items(), *module._buffers.items()]
-    return real_type(module), is_changed(module), own, [name for name, tensor in tensors if tensor is not None]
+    return type(module), is_changed(module), own, [name for name, tensor in tensors if tensor is not None]
 
 
 _COMPARED = (bool, int, float, str, tuple, list, type(None))

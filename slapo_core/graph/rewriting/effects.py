@@ -19,7 +19,6 @@ from torch import fx, nn
 from slapo_core.graph.leaves import is_changed
 from slapo_core.graph.regions import set_state
 from slapo_core.graph.rewriting.functional import functional_form
-from slapo_core.graph.tokens import real_type
 from slapo_core.spec.tracer import check
 
 __all__ = ["Effects", "is_inert"]
@@ -170,7 +169,7 @@ class Effects:
             return node.op in ("placeholder", "get_attr")
         if node.op == "call_module":
             below = self.module.get_submodule(str(node.target))
-            return real_type(below) in (nn.Linear, nn.LayerNorm, nn.Embedding, nn.GELU, nn.RMSNorm, nn.SiLU, nn.Conv2d)
+            return type(below) in (nn.Linear, nn.LayerNorm, nn.Embedding, nn.GELU, nn.RMSNorm, nn.SiLU, nn.Conv2d)
         operators = _operators(node.target)
         if operators:
             return all(result.alias_info is None for each in operators for result in each._schema.returns)

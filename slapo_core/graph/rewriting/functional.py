@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from slapo_core.graph.leaves import is_changed
-from slapo_core.graph.tokens import real_type
 
 __all__ = ["BY_KEYWORD", "FunctionalForm", "functional_form"]
 
@@ -78,7 +77,7 @@ def functional_form(module: nn.Module, node: fx.Node, *, hooked: bool = False) -
         node: the call.
         hooked: whether to answer for one that is hooked, too: what it computes, not what happens around it.
     """
-    form = _FORMS.get(real_type(module))
+    form = _FORMS.get(type(module))
     if form is None or (not hooked and is_changed(module)):
         return None
     is_plain_call = (len(node.args) == 1 and not node.kwargs) or (not node.args and tuple(node.kwargs) == ("input",))

@@ -11,9 +11,9 @@ from torch import fx, nn
 from torch.fx.graph import CodeGen
 
 from slapo_core.graph.code import compiled
+from slapo_core.graph.guards import fingerprint
 from slapo_core.graph.rewriting.effects import Effects
 from slapo_core.graph.rewriting.functional import BY_KEYWORD, FunctionalForm, functional_form
-from slapo_core.graph.tokens import real_type
 from slapo_core.spec.tracer import Flag
 
 __all__ = ["Read", "TakenOut", "take_out"]
@@ -136,7 +136,7 @@ class _Writer:
             return
         given = args[0] if args else kwargs["input"]
         values = {name: self._held(form, below, path, name) for name in form.order}
-        self.swallowed.append((path, real_type(below)))
+        self.swallowed.append((path, type(below)))
         if form.function in BY_KEYWORD:
             self.steps.append(_Step("call_function", form.function, (given,), values))
         else:
@@ -147,7 +147,7 @@ class _Writer:
         if name in form.reads or (name in form.tensors and value is not None):
             return self.use(Read(f"{path}.{name}"))
         if name in form.constants:
-            self.flags.append(Flag(tuple(path.split(".")), name, value))
+            self.flags.append(Flag(tuple(path.split(".")), name, fingerprint(value)))
         return value
 
     def key(self, operands: tuple[Any, ...], results: tuple[_Position, ...]) -> Any:

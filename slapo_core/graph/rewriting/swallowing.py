@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Sequence
 
 from torch import fx, nn
 
+from slapo_core.graph.guards import fingerprint
 from slapo_core.graph.leaves import is_changed, is_predefined
 from slapo_core.graph.rewriting.placing import CannotPlace
 from slapo_core.graph.structure import is_plain
-from slapo_core.graph.tokens import real_type
 from slapo_core.spec.tracer import Flag
 
 __all__ = ["Swallowed", "refuse_changed", "settings_of", "swallowed_problem"]
@@ -37,7 +36,7 @@ def refuse_changed(nodes: Sequence[fx.Node], module: nn.Module) -> Iterator[Swal
                     f"'{node}' calls '{place}', which has hooks or a forward of its own, and would be called no more",
                     "rewrite first, change the module then; or match what lies around it",
                 )
-        yield path, real_type(called)
+        yield path, type(called)
 
 
 def settings_of(nodes: Sequence[fx.Node], module: nn.Module) -> tuple[Flag, ...]:
@@ -54,7 +53,7 @@ def settings_of(nodes: Sequence[fx.Node], module: nn.Module) -> tuple[Flag, ...]
         if is_predefined(called):
             for name, value in vars(called).items():
                 if not name.startswith("_") and name != "training" and is_plain(value):
-                    found.append(Flag(tuple(path.split(".")), name, copy.copy(value)))
+                    found.append(Flag(tuple(path.split(".")), name, fingerprint(value)))
     return tuple(found)
 
 
@@ -62,8 +61,8 @@ def swallowed_problem(module: nn.Module, swallowed: Sequence[Swallowed]) -> str 
     """What has been done to a module that is called no more, and has no effect; None if nothing."""
     for path, cls in swallowed:
         below = module.get_submodule(path)
-        if real_type(below) is not cls:
-            return f"'{path}' was a {cls.__name__} and is a {real_type(below).__name__} now"
+        if type(below) is not cls:
+            return f"'{path}' was a {cls.__name__} and is a {type(below).__name__} now"
         if is_changed(below):
             return f"'{path}' got hooks, or another forward"
     return None

@@ -16,8 +16,9 @@ from torch.utils import _pytree as pytree
 
 from slapo_core.graph import regions
 from slapo_core.graph.arguments import call_of
-from slapo_core.graph.flags import Flags
 from slapo_core.graph.leaves import inlined_modules
+from slapo_core.graph.location import first_line
+from slapo_core.graph.reads import AttributeReads
 from slapo_core.graph.recording import Recording
 from slapo_core.graph.tracers.conversion import convert
 from slapo_core.graph.tracers.isolation import alone
@@ -61,7 +62,7 @@ class ExportTracer(Tracer):
                 "trace with tracer='record', or trace narrower nodes",
             )
         recording = Recording(module)
-        flags = Flags(recording.refusal)
+        reads = AttributeReads(recording.refusal, first_line(forward))
         real = {name: _without_fakes(value) for name, value in arguments.items()}
         given, kwargs = call_of(inspect.signature(forward), real)
         args = tuple(given)
@@ -69,12 +70,12 @@ class ExportTracer(Tracer):
         with (
             alone(),
             _bare(module, forward) as twin,
-            flags.watching(twin, leaves),
+            reads.watching(twin, leaves),
             properties_refused(recording),
         ):
             exported = _exported(twin, args, kwargs, shapes)
         convert(exported, recording, arguments)
-        return Recorded(recording.graph, tuple(recording.guards), flags.seen, tuple(recording.captured))
+        return Recorded(recording.graph, tuple(recording.guards), reads.seen, tuple(recording.captured))
 
 
 def _exported(module: nn.Module, args: Any, kwargs: Any, shapes: Any) -> ExportedProgram:

@@ -10,9 +10,10 @@ import torch
 from torch import fx, nn
 
 from slapo_core.graph.arguments import call_of
-from slapo_core.graph.flags import Flags
 from slapo_core.graph.functions import autograd_functions
+from slapo_core.graph.location import first_line
 from slapo_core.graph.pruning import drop_unused
+from slapo_core.graph.reads import AttributeReads
 from slapo_core.graph.recorder import Recorder
 from slapo_core.graph.submodules import module_calls
 from slapo_core.graph.targets import query_of, writes_to_first
@@ -42,7 +43,7 @@ class FxTracer(Tracer):
     ) -> Recorded:
         recording = SymbolicRecording(module)
         recorder = recording.recorder = SymbolicRecorder(recording)
-        flags = Flags(recording.refusal)
+        reads = AttributeReads(recording.refusal, first_line(forward))
         signature = inspect.signature(forward)
         given: dict[str, Any] = {}
         with alone():
@@ -54,7 +55,7 @@ class FxTracer(Tracer):
                     given[name] = recording.give(value, recording.graph.placeholder(name))
             args, kwargs = call_of(signature, given)
             with (
-                flags.watching(module, leaves),
+                reads.watching(module, leaves),
                 module_calls(recorder, leaves),
                 autograd_functions(recorder),
                 recorder,
@@ -64,7 +65,7 @@ class FxTracer(Tracer):
             recording.graph.output(recording.node(out))
         drop_unused(recording.graph)
         recording.graph.lint()
-        return Recorded(recording.graph, tuple(recording.guards), flags.seen, tuple(recording.captured), flags.read)
+        return Recorded(recording.graph, tuple(recording.guards), reads.seen, tuple(recording.captured), reads.read)
 
 
 def _required(signature: inspect.Signature) -> list[str]:

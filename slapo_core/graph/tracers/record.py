@@ -14,16 +14,14 @@ from torch import nn
 from slapo_core.graph.arguments import call_of
 from slapo_core.graph.caches import caches_kept
 from slapo_core.graph.fake import FakeMode, home_of, with_own_values, without_values
-from slapo_core.graph.flags import Flags
 from slapo_core.graph.functions import autograd_functions, checkpointing_refused
-from slapo_core.graph.leaves import inlined_modules
 from slapo_core.graph.location import first_line
 from slapo_core.graph.notes import Notes
 from slapo_core.graph.pruning import drop_unused
 from slapo_core.graph.randomness import drawn_back, generators
+from slapo_core.graph.reads import AttributeReads
 from slapo_core.graph.recorder import NeedsValues, Recorder
 from slapo_core.graph.recording import Recording
-from slapo_core.graph.state import state_kept
 from slapo_core.graph.submodules import module_calls
 from slapo_core.graph.tracers.isolation import alone
 from slapo_core.spec.accelerators import fork_rng
@@ -95,18 +93,13 @@ def record(
     home = (home or home_of(module, dict(arguments))) if fake else None
     recording = Recording(module, may_capture=fake, notes=notes, home=home)
     recorder = Recorder(recording)
-    flags = Flags(recording.refusal, lambda: recorder.is_paused, first_line(forward))
+    reads = AttributeReads(recording.refusal, first_line(forward), lambda: recorder.is_paused)
     mode = FakeMode(home) if fake else None
     signature = inspect.signature(forward)
     given: dict[str, Any] = {}
     drawn = generators()
     with (
         alone(),
-        state_kept(
-            module,
-            inlined_modules(module, leaves).values(),
-            lambda problem: Untraceable(problem, first_line(forward)),
-        ),
         drawn_back(),
         caches_kept(module),
         mode or contextlib.nullcontext(),
@@ -116,7 +109,7 @@ def record(
             given[name] = recording.give(value, recording.graph.placeholder(name))
         args, kwargs = call_of(signature, given)
         with (
-            flags.watching(module, leaves),
+            reads.watching(module, leaves),
             module_calls(recorder, leaves),
             autograd_functions(recorder),
             checkpointing_refused(recorder),
@@ -132,4 +125,4 @@ def record(
     graph = recording.graph
     drop_unused(graph)
     graph.lint()
-    return Recorded(graph, tuple(recording.guards), flags.seen, tuple(recording.captured), flags.read)
+    return Recorded(graph, tuple(recording.guards), reads.seen, tuple(recording.captured), reads.read)
