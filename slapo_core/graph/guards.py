@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
@@ -26,26 +26,39 @@ class ABSENT:
 
 
 class Same:
-    """The fingerprint of an object that must be the very same: of a tensor that is a global name, say.
+    """The fingerprint of a global name that is, or holds, tensors: they must be the very same objects.
 
     Args:
         value: the object.
     """
 
     def __init__(self, value: Any) -> None:
-        self.value = value
+        self.told = fingerprint(value, _Itself)
 
-    def __eq__(self, other: object) -> bool:
-        return type(other) is Same and other.value is self.value
-
-    def __hash__(self) -> int:
-        return id(self.value)
+    def holds(self, found: Any) -> bool:
+        """Whether ``found`` has the same tensors at the same places, and beside them what was there."""
+        return bool(fingerprint(found, _Itself) == self.told)
 
     def __repr__(self) -> str:
-        return f"this {type(self.value).__name__}"
+        return "the same tensors"
 
 
-def fingerprint(value: Any) -> Any:
+class _Itself:
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is _Itself and other.tensor is self.tensor
+
+    def __hash__(self) -> int:
+        return id(self.tensor)
+
+
+def _shape_and_type(tensor: torch.Tensor) -> Any:
+    return torch.Tensor, tuple(tensor.shape), tensor.dtype
+
+
+def fingerprint(value: Any, of_tensor: Callable[[torch.Tensor], Any] = _shape_and_type) -> Any:
     """What a value is compared by: settings by their values, in containers too; functions and classes by identity.
 
     Copies of a model have equal fingerprints: objects count by their class, and tensors by shape and dtype.
@@ -58,12 +71,12 @@ def fingerprint(value: Any) -> Any:
     if isinstance(value, _BY_IDENTITY):
         return value
     if isinstance(value, torch.Tensor):
-        return (torch.Tensor, tuple(value.shape), value.dtype)
+        return of_tensor(value)
     parts = _parts(value)
     if parts is not None:
-        return (cls, tuple((key, _of_part(part)) for key, part in parts))
+        return (cls, tuple((key, _of_part(part, of_tensor)) for key, part in parts))
     if cls in (set, frozenset):
-        return (cls, frozenset(_of_part(part) for part in value))
+        return (cls, frozenset(_of_part(part, of_tensor) for part in value))
     if cls is MethodType:
         return (cls, value.__func__, type(value.__self__))
     if not hasattr(value, "__dict__") and hasattr(cls, "__slots__"):  # it cannot be watched
@@ -86,9 +99,9 @@ def _parts(value: Any) -> Iterable[tuple[Any, Any]] | None:
     return None
 
 
-def _of_part(value: Any) -> Any:
+def _of_part(value: Any, of_tensor: Callable[[torch.Tensor], Any]) -> Any:
     """A part of a container: with its class, and of objects, which nobody watches there, the settings."""
-    found = fingerprint(value)
+    found = fingerprint(value, of_tensor)
     if type(found) is tuple and found[:1] in ((object,), (nn.Module,)):
         found = (*found, _settings(value))
     return (type(value), found)
@@ -123,7 +136,7 @@ def _is_same(found: Any, expected: Any) -> bool:
     if type(expected) is tuple and len(expected) == 2 and expected[0] in (object, nn.Module):
         return type(found) is expected[1]
     if type(expected) is Same:
-        return found is expected.value
+        return bool(expected.holds(found))
     if type(expected) in (list, dict, set) or (type(expected) is tuple and not _is_of_container(expected)):
         return type(found) is type(expected) and bool(found == expected)  # the value itself, as a tracer may give it
     now = fingerprint(found)

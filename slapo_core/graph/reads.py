@@ -286,11 +286,10 @@ class GlobalNames:
 
     def _note(self, owner: str, path: Place, name: str, table: dict[str, Any]) -> None:
         value = table[name]
-        if isinstance(value, torch.Tensor):
-            self._values[owner, path, name] = (table, value, Same(value), None)
-        elif _is_compared(value):
+        if isinstance(value, torch.Tensor) or _is_compared(value):
             contents = value.copy() if isinstance(value, (list, dict, set)) else None
-            self._values[owner, path, name] = (table, value, fingerprint(value), contents)
+            expected = Same(value) if isinstance(value, (torch.Tensor, tuple, list, dict)) else fingerprint(value)
+            self._values[owner, path, name] = (table, value, expected, contents)
 
 
 def _put_back(name: str, table: dict[str, Any], value: Any, _: Any, contents: Any) -> bool:

@@ -236,27 +236,23 @@ def reads_mode_of_child(self: Any, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("read", "change", "is_error"),
+    ("read", "change"),
     [
-        (reads_member, lambda m: setattr(m, "mode", Mode.TRIPLE), True),
-        (reads_pair, lambda m: setattr(m, "pair", Pair(3.0)), True),
-        (reads_slots, lambda m: setattr(m.slotted, "factor", 3.0), True),
-        (reads_space, lambda m: setattr(m.space, "factor", 3.0), True),
-        (reads_child, lambda m: setattr(m.child, "p", 0.0), True),
-        (reads_mode_of_child, lambda m: m.child.eval() and None, False),
+        (reads_member, lambda m: setattr(m, "mode", Mode.TRIPLE)),
+        (reads_pair, lambda m: setattr(m, "pair", Pair(3.0))),
+        (reads_slots, lambda m: setattr(m.slotted, "factor", 3.0)),
+        (reads_space, lambda m: setattr(m.space, "factor", 3.0)),
+        (reads_child, lambda m: setattr(m.child, "p", 0.0)),
+        (reads_mode_of_child, lambda m: m.child.eval() and None),
     ],
 )
-def test_a_setting_that_changes_counts_or_is_an_error(read: Any, change: Callable[[Any], None], is_error: bool) -> None:
+def test_a_setting_that_changes_counts(read: Any, change: Callable[[Any], None]) -> None:
     plain, twin = pair(Reads(read))
     torch.manual_seed(0)
     expected = plain(X)
     torch.manual_seed(0)
     assert torch.equal(twin(X), expected)
     change(plain.below), change(twin.below)
-    if is_error:
-        with pytest.raises(slapo.GuardError, match="was recorded with self"):
-            twin(X)
-        return
     torch.manual_seed(0)
     expected = plain(X)
     torch.manual_seed(0)

@@ -78,12 +78,10 @@ def test_every_tracer_gives_what_the_forward_gives_and_holds_to_what_it_assumed(
             for one, other in zip(results(model, *args), results(plain, *args), strict=True):
                 assert torch.equal(one, other)
     assert ("self.fc(x)" in str(sch["0"].graph)) == (tracer != "export")
-    model[0].gain = 3.0
-    with pytest.raises(slapo.GuardError) as caught:
-        model(X)
-    message(caught, "self.gain == 2.0", "3.0")
-    model[0].gain = 2.0
-    model(X)
+    for gain in (3.0, 2.0):
+        plain[0].gain = model[0].gain = gain
+        for one, other in zip(results(model, X), results(plain, X), strict=True):
+            assert torch.equal(one, other)
 
 
 def test_export_takes_what_record_refuses_without_values_and_its_guards_hold(message: Messages) -> None:
@@ -192,9 +190,8 @@ def test_a_tracer_of_a_plugin_is_used_by_its_name(registry: Registry, message: M
         model[0](X[..., :7])
     message(caught, "width == 8", "7")
     model[0].out_features = 5
-    with pytest.raises(slapo.GuardError) as caught:
-        model[0](X)
-    message(caught, "self.out_features == 4", "5")
+    assert torch.equal(model[0](X), expected)
+    assert len(sch["0"].graph.variants) == 2
     with pytest.raises(slapo.TraceError) as refused:
         sch["1"].trace(tracer="byhand", example_inputs=X)
     message(refused, "'1'", "'byhand'")
