@@ -11,9 +11,8 @@ import torch
 from torch import nn
 from torch._subclasses import FakeTensor
 
-from slapo_core.graph.caches import caches_kept
 from slapo_core.graph.fake import FakeMode, with_tensors
-from slapo_core.graph.randomness import drawn_back
+from slapo_core.graph.session import caches_kept, drawn_back
 from slapo_core.spec.accelerators import fork_rng
 
 __all__ = ["Call", "copied_model", "detached_results", "example_calls"]

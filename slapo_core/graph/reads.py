@@ -19,9 +19,8 @@ from torch._subclasses import FakeTensor
 from slapo_core.graph.guards import ABSENT, Same, fingerprint, is_setting, is_told
 from slapo_core.graph.leaves import LeafRule, inlined_modules, walk
 from slapo_core.graph.location import is_of_the_model
-from slapo_core.graph.mutations import is_unchanged, put_back
+from slapo_core.graph.session import attributes_kept, put_back
 from slapo_core.graph.sizes import is_symbolic
-from slapo_core.graph.state import state_kept
 from slapo_core.graph.structure import Opaque
 from slapo_core.spec.tracer import Flag, Location, Untraceable
 
@@ -85,7 +84,7 @@ class AttributeReads:
         """
         inlined = inlined_modules(root, leaves)
         self._recorded = set(map(_place, inlined))
-        with state_kept(root, inlined.values(), lambda problem: Untraceable(problem, self._line)):
+        with attributes_kept(root, inlined.values(), lambda problem: Untraceable(problem, self._line)):
             try:
                 for path, module in walk(root):  # a module that is there twice is known by its first path
                     self._watch(module, _place(path))
@@ -296,10 +295,7 @@ def _put_back(name: str, table: dict[str, Any], value: Any, _: Any, contents: An
     """Give a name its value and contents again; whether they had changed."""
     is_other = table.get(name) is not value
     table[name] = value
-    if contents is not None and not is_unchanged(value, contents):
-        put_back(value, contents)
-        return True
-    return is_other
+    return (contents is not None and put_back(value, contents)) or is_other
 
 
 class _AnswersOutside(type):

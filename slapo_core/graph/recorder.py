@@ -15,9 +15,9 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.overrides import TorchFunctionMode
 
 from slapo_core.graph.pieces import guard_pieces, guard_structure
-from slapo_core.graph.randomness import drawn_back
 from slapo_core.graph.recording import Recording
 from slapo_core.graph.regions import Regions
+from slapo_core.graph.session import drawn_back
 from slapo_core.graph.structure import concrete
 from slapo_core.graph.targets import query_of, writes_to_first
 from slapo_core.spec.tracer import Untraceable

@@ -15,10 +15,8 @@ from torch._compile import _disable_dynamo
 from slapo_core.errors import ApplyError, GuardError
 from slapo_core.graph import regions
 from slapo_core.graph.arguments import MISSING, Parameters, forms
-from slapo_core.graph.buffers import buffers_kept
 from slapo_core.graph.guards import describe, fingerprint
 from slapo_core.graph.leaves import Leaves
-from slapo_core.graph.mutations import refusing_changes
 from slapo_core.graph.patching import PATCHING
 from slapo_core.graph.plan import Plan
 from slapo_core.graph.printing import printed
@@ -28,6 +26,7 @@ from slapo_core.graph.rewriting.actions import Action, Outline, Replacement, as_
 from slapo_core.graph.rewriting.matching import applied, by_pattern, rewrite_of
 from slapo_core.graph.rewriting.rewrite import Rewrite
 from slapo_core.graph.rewriting.swallowing import swallowed_problem
+from slapo_core.graph.session import buffers_kept, refusing_changes
 from slapo_core.graph.sharing import Pool, exact_form, structure
 from slapo_core.graph.variant import Variant
 from slapo_core.spec.tracer import Flag, GuardViolation, Tracer

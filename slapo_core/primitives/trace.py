@@ -24,9 +24,9 @@ class Trace(Primitive):
 
     The module stays what it is: the same object, class, parameters, hooks and state dict. The forward runs once on
     tensors without values, and the torch calls it makes become the graph; calls of child modules stay calls. Sizes stay
-    symbolic: the graph runs at other batch sizes and lengths. What the recorded code decided on - a size, a flag of the
-    configuration - is checked at every call, and refused where it is not so; training and evaluation, and another
-    pattern of arguments (None, types), are recorded anew when they are first met.
+    symbolic: the graph runs at other batch sizes and lengths. What the recorded code decided on of a size is checked at
+    every call, and refused where it is not so. Training and evaluation, another pattern of arguments (None, types), and
+    another value of an attribute or global name that the code read are recorded anew when they are first met.
 
     Args:
         leaves: with ``flatten``: modules that stay calls, by class, name of the class, path relative to the node, or

@@ -215,6 +215,7 @@ def test_a_setting_that_has_changed_gets_a_graph_of_its_own() -> None:
     sch = traced()
     plain = copy.deepcopy(sch.model)
     del plain.block.forward
+    sch.model.eval(), plain.eval()
     for setting in ("gelu", "relu", "gelu"):
         for model in (sch.model, plain):
             model.block.config.act = setting

@@ -13,7 +13,7 @@ from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from slapo_core.graph import regions
-from slapo_core.graph.buffers import buffers_kept
+from slapo_core.graph.session import buffers_kept
 from slapo_core.spec.graph import Match
 from slapo_core.spec.tracer import Recorded
 

@@ -20,8 +20,8 @@ from slapo_core.graph.leaves import inlined_modules
 from slapo_core.graph.location import first_line
 from slapo_core.graph.reads import AttributeReads
 from slapo_core.graph.recording import Recording
+from slapo_core.graph.session import alone
 from slapo_core.graph.tracers.conversion import convert
-from slapo_core.graph.tracers.isolation import alone
 from slapo_core.graph.tracers.properties import properties_refused
 from slapo_core.spec.tracer import Recorded, Tracer, Untraceable
 

@@ -15,9 +15,9 @@ from slapo_core.graph.location import first_line
 from slapo_core.graph.pruning import drop_unused
 from slapo_core.graph.reads import AttributeReads
 from slapo_core.graph.recorder import Recorder
+from slapo_core.graph.session import alone
 from slapo_core.graph.submodules import module_calls
 from slapo_core.graph.targets import query_of, writes_to_first
-from slapo_core.graph.tracers.isolation import alone
 from slapo_core.graph.tracers.symbols import Symbol, SymbolicRecording, class_of_result
 from slapo_core.spec.tracer import Recorded, Tracer
 

@@ -12,18 +12,16 @@ import torch
 from torch import nn
 
 from slapo_core.graph.arguments import call_of
-from slapo_core.graph.caches import caches_kept
 from slapo_core.graph.fake import FakeMode, home_of, with_own_values, without_values
 from slapo_core.graph.functions import autograd_functions, checkpointing_refused
 from slapo_core.graph.location import first_line
 from slapo_core.graph.notes import Notes
 from slapo_core.graph.pruning import drop_unused
-from slapo_core.graph.randomness import drawn_back, generators
 from slapo_core.graph.reads import AttributeReads
 from slapo_core.graph.recorder import NeedsValues, Recorder
 from slapo_core.graph.recording import Recording
+from slapo_core.graph.session import alone, caches_kept, drawn_back, generators
 from slapo_core.graph.submodules import module_calls
-from slapo_core.graph.tracers.isolation import alone
 from slapo_core.spec.accelerators import fork_rng
 from slapo_core.spec.tracer import Recorded, Tracer, Untraceable
 

@@ -1,0 +1,250 @@
+"""A recording is no call of the model, and leaves no mark: what it changes is put back, or refused.
+
+What a graph would not do again is refused in recorded code, and put back for modules that stay calls.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import random
+import sys
+import types
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import _pop_mode, _push_mode
+from torch.utils._device import DeviceContext
+
+from slapo_core.graph.leaves import walk
+from slapo_core.graph.location import first_line
+from slapo_core.graph.structure import Opaque, children
+from slapo_core.spec.tracer import Untraceable
+
+__all__ = [
+    "alone",
+    "attributes_kept",
+    "buffers_kept",
+    "caches_kept",
+    "drawn_back",
+    "generators",
+    "is_unchanged",
+    "put_back",
+    "refusing_changes",
+]
+
+_CONTAINERS = (list, dict, set)
+_NO_HOLDERS = (nn.Module, torch.Tensor, type, types.ModuleType, types.FunctionType, types.MethodType)
+_REGISTERED = ("_parameters", "_buffers", "_modules")
+_Cache = type(functools.lru_cache(abs))
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Without the torch-function modes of others, who would take the recording for a run of the model."""
+    others: list[Any] = []
+    while torch._C._len_torch_function_stack():
+        others.append(_pop_mode())
+    for each in reversed(others):
+        if isinstance(each, DeviceContext):  # `with torch.device(...)`: it decides where tensors are made
+            _push_mode(each)
+    torch.clear_autocast_cache()
+    # On top of those of others, torch.utils.checkpoint's for one, which must not count what a recording saves.
+    # Emptied in the end: an operation that saves its own result would keep it, and the parameters behind, for ever.
+    boxes: list[list[torch.Tensor]] = []
+    saved = torch.autograd.graph.saved_tensors_hooks(lambda tensor: _boxed(tensor, boxes), lambda box: box[0])
+    try:
+        with saved:
+            yield
+    finally:
+        for box in boxes:
+            box.clear()
+        torch.clear_autocast_cache()  # of weights cast without values
+        while torch._C._len_torch_function_stack():
+            _pop_mode()
+        for each in reversed(others):
+            _push_mode(each)
+
+
+def _boxed(tensor: torch.Tensor, boxes: list[list[torch.Tensor]]) -> list[torch.Tensor]:
+    boxes.append([tensor])
+    return boxes[-1]
+
+
+@contextlib.contextmanager
+def buffers_kept(module: nn.Module) -> Iterator[None]:
+    """Put back, at the end, what was written to buffers meanwhile.
+
+    Also where the run is fake: torch computes with small tensors for real there, to know their values.
+    """
+    before = [(buffer, buffer._version, buffer.detach().clone()) for buffer in module.buffers() if not buffer.is_meta]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, version, value in before:
+                if buffer._version != version:
+                    buffer.copy_(value)
+
+
+# -- random numbers and caches ----------------------------------------------------------------------------------------
+
+
+def generators() -> tuple[Any, ...]:
+    """The states of Python's and NumPy's generators: what they give is a constant to a graph."""
+    numpy: Any = sys.modules.get("numpy.random")
+    if numpy is None:
+        return (random.getstate(),)
+    kind, key, *rest = numpy.get_state()
+    return random.getstate(), (kind, key.tobytes(), *rest)
+
+
+@contextlib.contextmanager
+def drawn_back() -> Iterator[None]:
+    """At the end, these generators are as they were: what was drawn meanwhile will be drawn again."""
+    numpy: Any = sys.modules.get("numpy.random")
+    before, state = random.getstate(), numpy.get_state() if numpy is not None else None
+    try:
+        yield
+    finally:
+        random.setstate(before)
+        if numpy is not None:
+            numpy.set_state(state)
+
+
+@contextlib.contextmanager
+def caches_kept(root: nn.Module) -> Iterator[None]:
+    """Empty, at the end, every ``functools.lru_cache`` that took up something meanwhile, in the code of the modules.
+
+    Known are those in the classes and in the files where the classes are written, decorated once more or not.
+    """
+    caches = {id(cache): (cache, cache.cache_info().misses) for cache in _caches(root)}
+    try:
+        yield
+    finally:
+        for cache, misses in caches.values():
+            if cache.cache_info().misses != misses:
+                cache.cache_clear()
+
+
+def _caches(root: nn.Module) -> Iterable[Any]:
+    classes = {cls for module in root.modules() for cls in type(module).__mro__}
+    files = {cls.__module__ for cls in classes if cls.__module__.partition(".")[0] not in ("torch", "builtins")}
+    for holder in (*(sys.modules.get(name) for name in files), *(cls for cls in classes if cls.__module__ in files)):
+        for value in list(vars(holder).values()) if holder is not None else ():
+            value = getattr(value, "__func__", value)  # of a static method or a class method
+            if isinstance(value, _Cache):
+                yield value
+            elif isinstance(value, types.FunctionType):
+                for cell in value.__closure__ or ():
+                    with contextlib.suppress(ValueError):  # an empty cell
+                        if isinstance(cell.cell_contents, _Cache):
+                            yield cell.cell_contents
+
+
+# -- attributes and containers ----------------------------------------------------------------------------------------
+
+
+def is_unchanged(container: Any, before: Any) -> bool:
+    """Whether a list, dictionary or set holds the same objects, in the same order, as its copy ``before``."""
+    if len(container) != len(before):
+        return False
+    if isinstance(container, set):
+        return bool(container == before)
+    if isinstance(container, dict):
+        pairs = zip(container.items(), before.items(), strict=True)
+        return all(key is other and item is old for (key, item), (other, old) in pairs)
+    return all(one is other for one, other in zip(container, before, strict=True))
+
+
+def put_back(container: Any, before: Any) -> bool:
+    """Give a container the contents of its copy again; whether it had changed."""
+    if is_unchanged(container, before):
+        return False
+    container.clear()
+    container.extend(before) if isinstance(container, list) else container.update(before)
+    return True
+
+
+@contextlib.contextmanager
+def attributes_kept(
+    root: nn.Module, recorded: Collection[nn.Module], refuse: Callable[[str], Exception]
+) -> Iterator[None]:
+    """Put back, at the end, what was changed meanwhile: attributes, and lists, dictionaries and objects in them.
+
+    Args:
+        root: the modules below it too.
+        recorded: modules whose own code becomes the graph.
+        refuse: makes the error for a change in one of those.
+    """
+    own = {id(module) for module in recorded}
+    held: dict[int, tuple[str, Any, Any, bool]] = {}
+    for path, module in walk(root):
+        _hold(module.__dict__, f"self.{path}" if path else "self", id(module) in own, held)
+    completed = False
+    try:
+        yield
+        completed = True
+    finally:
+        changed = [name for name, value, before, is_own in held.values() if put_back(value, before) and is_own]
+    if completed and changed:
+        raise refuse(f"changes {changed[0]} in place, which a graph would not do again")
+
+
+def _hold(value: Any, name: str, is_own: bool, held: dict[int, tuple[str, Any, Any, bool]]) -> None:
+    """Note what is in a container, and in containers and objects in it."""
+    if id(value) in held:
+        return
+    before = dict(value) if isinstance(value, dict) else value.copy()  # a class of its own may not be made so
+    held[id(value)] = (name, value, before, is_own)
+    for key, part in value.items() if isinstance(value, dict) else enumerate(value):
+        if isinstance(part, _CONTAINERS):
+            _hold(part, _below(name, key), is_own, held)
+        elif hasattr(part, "__dict__") and not isinstance(part, _NO_HOLDERS) and type(part.__dict__) is dict:
+            _hold(part.__dict__, _below(name, key), is_own, held)
+
+
+def _below(name: str, key: Any) -> str:
+    if key in _REGISTERED:
+        return f"the {key[1:]} of {name}"
+    return f"{name}.{key}" if isinstance(key, str) and key.isidentifier() else name
+
+
+def refusing_changes(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """``forward``, refused if it changes a list or a dictionary that it is given, or calls itself: a graph would not.
+
+    Args:
+        forward: takes the module first.
+    """
+    is_running = False
+
+    @functools.wraps(forward)
+    def kept(module: Any, *args: Any, **kwargs: Any) -> Any:
+        before = [(container, container.copy()) for value in (*args, *kwargs.values()) for container in _within(value)]
+        nonlocal is_running
+        if is_running:
+            raise Untraceable("calls itself", first_line(forward))
+        is_running = True
+        try:
+            out = forward(module, *args, **kwargs)
+        finally:
+            is_running = False
+        for container, copied in before:
+            if not is_unchanged(container, copied):
+                given = inspect.signature(forward).bind(module, *args, **kwargs).arguments
+                holding = [name for name, value in given.items() if any(one is container for one in _within(value))]
+                raise Untraceable(f"changes the argument {holding[0]!r}", first_line(forward))
+        return out
+
+    return kept
+
+
+def _within(value: Any) -> Iterator[Any]:
+    if type(value) in (list, dict):
+        yield value
+    if type(value) is not Opaque and not hasattr(value, "shape"):
+        for _, _, part in children(value) or ():
+            yield from _within(part)
