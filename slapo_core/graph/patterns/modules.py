@@ -5,88 +5,23 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import nn
-from torch.nn import functional
 
+from slapo_core.graph.functional import INPUT, Own, functional_form, input_of
 from slapo_core.graph.leaves import is_changed, is_predefined
 from slapo_core.graph.patterns.calls import Attribute, Call
-from slapo_core.graph.patterns.operations import finished, plain
-from slapo_core.graph.patterns.schemas import parameter_name
+from slapo_core.graph.patterns.operations import constant_kind, function_call, plain
 from slapo_core.graph.structure import is_plain
 
-__all__ = ["functional_form", "is_plain_module", "module_call", "settings"]
-
-_FUNCTIONS = {
-    nn.AvgPool1d: "avg_pool1d",
-    nn.AvgPool2d: "avg_pool2d",
-    nn.AdaptiveAvgPool1d: "adaptive_avg_pool1d",
-    nn.AdaptiveAvgPool2d: "adaptive_avg_pool2d",
-    nn.AlphaDropout: "alpha_dropout",
-    nn.BatchNorm1d: "batch_norm",
-    nn.BatchNorm2d: "batch_norm",
-    nn.BatchNorm3d: "batch_norm",
-    nn.Bilinear: "bilinear",
-    nn.CELU: "celu",
-    nn.Conv1d: "conv1d",
-    nn.Conv2d: "conv2d",
-    nn.Conv3d: "conv3d",
-    nn.Dropout: "dropout",
-    nn.Dropout1d: "dropout1d",
-    nn.Dropout2d: "dropout2d",
-    nn.Dropout3d: "dropout3d",
-    nn.ELU: "elu",
-    nn.Embedding: "embedding",
-    nn.GELU: "gelu",
-    nn.GLU: "glu",
-    nn.GroupNorm: "group_norm",
-    nn.Hardsigmoid: "hardsigmoid",
-    nn.Hardswish: "hardswish",
-    nn.Hardtanh: "hardtanh",
-    nn.LayerNorm: "layer_norm",
-    nn.LeakyReLU: "leaky_relu",
-    nn.Linear: "linear",
-    nn.LogSigmoid: "log_sigmoid",
-    nn.LogSoftmax: "log_softmax",
-    nn.MaxPool1d: "max_pool1d",
-    nn.MaxPool2d: "max_pool2d",
-    nn.Mish: "mish",
-    nn.PReLU: "prelu",
-    nn.RMSNorm: "rms_norm",
-    nn.ReLU: "relu",
-    nn.ReLU6: "relu6",
-    nn.SELU: "selu",
-    nn.Sigmoid: "sigmoid",
-    nn.SiLU: "silu",
-    nn.Softmax: "softmax",
-    nn.Softplus: "softplus",
-    nn.Tanh: "tanh",
-}
+__all__ = ["is_plain_module", "module_call", "settings"]
 
 
 def is_plain_module(module: nn.Module) -> bool:
     """Whether a call of ``module`` is nothing but what torch.nn says: no hooks, no forward step, its own class."""
     return is_predefined(module) and not is_changed(module)
-
-
-def functional_form(module: nn.Module) -> str | None:
-    """The name of the function that a call of ``module`` stands for, e.g. ``"linear"``; None if there is none.
-
-    There is none where the call does more than the function: hooks, steps, counting batches, other padding modes,
-    weights that are computed anew (parametrisations).
-    """
-    name = _FUNCTIONS.get(type(module))
-    if name is None or is_changed(module):
-        return None
-    if name == "batch_norm" and (module.training or getattr(module, "running_mean", None) is None):
-        return None
-    if getattr(module, "padding_mode", "zeros") != "zeros" or getattr(module, "return_indices", False):
-        return None
-    if getattr(module, "max_norm", None) is not None:  # writes to its weight
-        return None
-    return name
 
 
 def settings(module: nn.Module) -> Any:
@@ -97,35 +32,6 @@ def settings(module: nn.Module) -> Any:
 
 
 _COMPARED = (bool, int, float, str, tuple, list, type(None))
-
-
-@functools.cache
-def _parameters(name: str) -> tuple[str, ...]:
-    if name in _BUILTIN_PARAMETERS:
-        return _BUILTIN_PARAMETERS[name]
-    return tuple(inspect.signature(getattr(functional, name)).parameters)
-
-
-_CONVOLUTION = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
-_POOLING = ("input", "kernel_size", "stride", "padding", "dilation", "ceil_mode")
-_BUILTIN_PARAMETERS: dict[str, tuple[str, ...]] = {
-    "avg_pool1d": ("input", "kernel_size", "stride", "padding", "ceil_mode", "count_include_pad"),
-    "avg_pool2d": ("input", "kernel_size", "stride", "padding", "ceil_mode", "count_include_pad", "divisor_override"),
-    "adaptive_avg_pool1d": ("input", "output_size"),
-    "bilinear": ("input1", "input2", "weight", "bias"),
-    "conv1d": _CONVOLUTION,
-    "conv2d": _CONVOLUTION,
-    "conv3d": _CONVOLUTION,
-    "gelu": ("input", "approximate"),
-    "linear": ("input", "weight", "bias"),
-    "log_sigmoid": ("input",),
-    "max_pool1d": _POOLING,
-    "max_pool2d": _POOLING,
-    "prelu": ("input", "weight"),
-    "sigmoid": ("input",),
-    "softplus": ("input", "beta", "threshold"),
-    "tanh": ("input",),
-}
 
 
 @functools.cache
@@ -180,19 +86,13 @@ def module_call(
         return None, names, given
     held = held or (lambda name: Attribute(f"{path}.{name}"))
     cls = type(module)
-    function = functional_form(module)
     targets = (cls.__name__, path) if path else (cls.__name__,)
-    if function is not None:
-        arguments = {parameter_name(function, name): value for name, value in given.items()}
-        for name in _parameters(function):
-            if name in arguments or name in ("input", "_stacklevel", "return_indices"):
-                continue
-            tensor = _tensor(module, name)
-            if tensor is not None:
-                arguments[name] = held(name)
-            elif hasattr(module, name):
-                arguments[name] = plain(getattr(module, name))
-        return finished(function, arguments, (function, *targets)), names, given
+    form, given_input = functional_form(module), input_of(module, args, kwargs)
+    if form is not None and given_input:
+        operands = [_operand(value, given_input[0], held) for value in form.args]
+        named = {name: _operand(value, given_input[0], held) for name, value in form.kwargs.items()}
+        call = function_call(form.function, tuple(operands), named, _kind)
+        return replace(call, names=(call.operation, *targets)), names, given
     own = {f"self.{name}": held(name) for name, _ in (*module.named_parameters(), *module.named_buffers())}
     for name, value in vars(module).items():
         if not name.startswith("_") and is_plain(value):
@@ -201,6 +101,12 @@ def module_call(
     return Call(operation, {**given, **own}, names=(operation, *targets)), names, given
 
 
-def _tensor(module: nn.Module, name: str) -> torch.Tensor | None:
-    found = module._parameters.get(name)
-    return module._buffers.get(name) if found is None else found
+def _operand(value: Any, given: Any, held: Callable[[str], Any]) -> Any:
+    if value is INPUT:
+        return given
+    return held(value.name) if isinstance(value, Own) else value
+
+
+def _kind(value: Any) -> str:
+    kind = constant_kind(value)
+    return "tensor" if kind == "other" else kind

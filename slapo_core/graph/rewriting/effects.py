@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from slapo_core.graph.functional import FunctionalForm, functional_form
 from slapo_core.graph.leaves import is_changed
 from slapo_core.graph.regions import set_state
-from slapo_core.graph.rewriting.functional import functional_form
 from slapo_core.spec.tracer import check
 
 __all__ = ["Effects", "is_inert"]
@@ -89,6 +89,7 @@ class Effects:
         self._roots: dict[fx.Node, frozenset[Any]] = {}
         self._writes: dict[fx.Node, frozenset[Any]] = {}
         self._draws: dict[fx.Node, bool] = {}
+        self._forms: dict[str, FunctionalForm | None] = {}
         self.graph = graph
 
     def conflict(self, first: fx.Node, second: fx.Node) -> str | None:
@@ -147,11 +148,23 @@ class Effects:
             return True
         if node.op == "call_module":
             below = self.module.get_submodule(str(node.target))
-            return functional_form(below, node) is not None and not self.draws(node) and not self._written(node)
+            return (
+                not is_changed(below)
+                and self._form(node) is not None
+                and not self.draws(node)
+                and not self._written(node)
+            )
         known = node.op == "call_method" or not _is_foreign(node.target)
         return known and not self.draws(node) and not self._written(node)
 
     # ----------------------------------------------------------------------------------------------------------
+
+    def _form(self, node: fx.Node) -> FunctionalForm | None:
+        """What the module that a node calls computes, whatever happens around it."""
+        path = str(node.target)
+        if path not in self._forms:
+            self._forms[path] = functional_form(self.module.get_submodule(path), hooked=True)
+        return self._forms[path]
 
     def _find_roots(self, node: fx.Node) -> frozenset[Any]:
         if node.op == "placeholder":
@@ -169,7 +182,8 @@ class Effects:
             return node.op in ("placeholder", "get_attr")
         if node.op == "call_module":
             below = self.module.get_submodule(str(node.target))
-            return type(below) in (nn.Linear, nn.LayerNorm, nn.Embedding, nn.GELU, nn.RMSNorm, nn.SiLU, nn.Conv2d)
+            form = self._form(node)
+            return form is not None and form.name in _FRESH
         operators = _operators(node.target)
         if operators:
             return all(result.alias_info is None for each in operators for result in each._schema.returns)
@@ -180,8 +194,8 @@ class Effects:
             below = self.module.get_submodule(str(node.target))
             if is_changed(below) and not type(below).__module__.startswith("torch.nn."):
                 return True
-            form = functional_form(below, node, hooked=True)
-            return form is None or form.draws
+            form = self._form(node)
+            return form is None or form.name in _RANDOM  # whatever its probability: that may change
         if node.op not in ("call_function", "call_method"):
             return False
         known = getattr(node.target, "slapo_draws", None)
@@ -204,7 +218,7 @@ class Effects:
         """The arguments whose memory it may write to."""
         if node.op == "call_module":
             below = self.module.get_submodule(str(node.target))
-            if functional_form(below, node, hooked=True) is None and not type(below).__module__.startswith("torch.nn."):
+            if self._form(node) is None and not type(below).__module__.startswith("torch.nn."):
                 return list(node.all_input_nodes)
             return list(node.all_input_nodes[:1]) if getattr(below, "inplace", False) else []
         if node.op not in ("call_function", "call_method") or is_inert(node):

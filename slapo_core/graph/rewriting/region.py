@@ -11,9 +11,9 @@ from torch import fx, nn
 from torch.fx.graph import CodeGen
 
 from slapo_core.graph.code import compiled
-from slapo_core.graph.guards import fingerprint
+from slapo_core.graph.functional import INPUT, Own, functional_form, input_of
 from slapo_core.graph.rewriting.effects import Effects
-from slapo_core.graph.rewriting.functional import BY_KEYWORD, FunctionalForm, functional_form
+from slapo_core.graph.rewriting.swallowing import settings_of
 from slapo_core.spec.tracer import Flag
 
 __all__ = ["Read", "TakenOut", "take_out"]
@@ -130,25 +130,20 @@ class _Writer:
     def _add_module(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         path = str(node.target)
         below = self.module.get_submodule(path)
-        form = functional_form(below, node)
-        if form is None:
+        form, given = functional_form(below), input_of(below, args, kwargs)
+        if form is None or not given:
             self.steps.append(_Step("call_method", "__call__", (self.use(Read(path)), *args), kwargs))
             return
-        given = args[0] if args else kwargs["input"]
-        values = {name: self._held(form, below, path, name) for name in form.order}
-        self.swallowed.append((path, type(below)))
-        if form.function in BY_KEYWORD:
-            self.steps.append(_Step("call_function", form.function, (given,), values))
-        else:
-            self.steps.append(_Step("call_function", form.function, (given, *values.values()), {}))
 
-    def _held(self, form: FunctionalForm, below: nn.Module, path: str, name: str) -> Any:
-        value = getattr(below, name)
-        if name in form.reads or (name in form.tensors and value is not None):
-            return self.use(Read(f"{path}.{name}"))
-        if name in form.constants:
-            self.flags.append(Flag(tuple(path.split(".")), name, fingerprint(value)))
-        return value
+        def here(value: Any) -> Any:
+            if isinstance(value, Own):
+                return self.use(Read(f"{path}.{value.name}"))
+            return given[0] if value is INPUT else value
+
+        self.swallowed.append((path, type(below)))
+        self.flags += settings_of([node], self.module)
+        named = {name: here(value) for name, value in form.kwargs.items()}
+        self.steps.append(_Step("call_function", form.function, tuple(map(here, form.args)), named))
 
     def key(self, operands: tuple[Any, ...], results: tuple[_Position, ...]) -> Any:
         order = {operand: index for index, operand in enumerate(operands)}

@@ -1,0 +1,109 @@
+"""Modules of ``torch.nn`` as calls of functions: what their own forward calls, seen by running it once."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from slapo_core.graph.leaves import is_changed, is_predefined
+
+__all__ = ["INPUT", "FunctionalForm", "Own", "functional_form", "input_of"]
+
+
+class INPUT:
+    """Stands for what the module is called with."""
+
+
+@dataclass(frozen=True)
+class Own:
+    """Stands for a parameter or buffer of the module."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class FunctionalForm:
+    """The one call that a module's forward consists of: ``F.linear(INPUT, Own("weight"), Own("bias"))``.
+
+    Args:
+        function: of torch.
+        args: with stand-ins for the input and the module's tensors.
+        kwargs: likewise.
+    """
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        """Of the function: ``"dropout"``."""
+        return str(getattr(self.function, "__name__", ""))
+
+
+def functional_form(module: nn.Module, *, hooked: bool = False) -> FunctionalForm | None:
+    """What a call of a module of ``torch.nn`` computes; None where it is more than one call of a function.
+
+    That is so for hooks and steps, for batches that are counted, for other padding modes, for weights that are computed
+    anew (parametrizations) or renormalized.
+
+    Args:
+        module: is called with one tensor.
+        hooked: whether to answer for one that is hooked, too: what it computes, not what happens around it.
+    """
+    if not is_predefined(module) or (not hooked and is_changed(module)):
+        return None
+    if getattr(module, "return_indices", False) or getattr(module, "max_norm", None) is not None:
+        return None
+    for axes in (2, 3, 4, 5):  # batch norms ask for theirs
+        seen = _Seen(torch.empty((0,) * axes), module)
+        try:
+            with seen:
+                out = type(module).forward(module, seen.given)
+        except Exception:  # noqa: BLE001 - of another number of axes, or not called with one tensor
+            continue
+        return seen.form if out is seen.given_back else None
+    return None
+
+
+class _Seen(TorchFunctionMode):
+    """Notes the first call of a forward, and computes nothing."""
+
+    def __init__(self, given: torch.Tensor, module: nn.Module) -> None:
+        super().__init__()
+        self.given, self.given_back = given, torch.empty(0)
+        self.form: FunctionalForm | None = None
+        self._own = {id(tensor): name for name, tensor in (*module._buffers.items(), *module._parameters.items())}
+        self._own.pop(id(None), None)
+        self._calls = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") in ("dim", "size", "__get__"):
+            return func(*args, **kwargs)
+        self._calls += 1
+        given = tuple(self._stand_in(value) for value in args), {key: self._stand_in(kwargs[key]) for key in kwargs}
+        is_known = not any(isinstance(value, torch.Tensor) for value in (*given[0], *given[1].values()))
+        self.form = FunctionalForm(func, *given) if is_known and self._calls == 1 else None
+        return self.given_back
+
+    def _stand_in(self, value: Any) -> Any:
+        if value is self.given:
+            return INPUT
+        return Own(self._own[id(value)]) if id(value) in self._own else value
+
+
+def input_of(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The one argument of a call of ``module``, in a list; an empty one where there are others."""
+    if len(args) + len(kwargs) != 1:
+        return []
+    if args:
+        return [args[0]]
+    first = list(inspect.signature(type(module).forward).parameters)[1]
+    return [kwargs[first]] if first in kwargs else []
