@@ -204,6 +204,8 @@ def finished(operation: str, arguments: dict[str, Any], names: tuple[str, ...]) 
     if operation == "transpose" and type(arguments.get("dim0")) is type(arguments.get("dim1")) is int:
         dims = sorted((arguments["dim0"], arguments["dim1"]), key=lambda dim: (dim < 0, dim))
         arguments = {**arguments, "dim0": dims[0], "dim1": dims[1]}
+    if operation == "hardtanh" and (arguments.get("min_val"), arguments.get("max_val")) == (0.0, 6.0):
+        operation, arguments = "relu6", {name: arguments[name] for name in ("input", "inplace") if name in arguments}
     defaults = defaults_of(operation)
     if arguments.get("inplace") is True and not operation.endswith("_"):
         arguments = {name: value for name, value in arguments.items() if name != "inplace"}

@@ -181,7 +181,6 @@ class Effects:
         if node.op in ("placeholder", "get_attr") or self._written(node):
             return node.op in ("placeholder", "get_attr")
         if node.op == "call_module":
-            below = self.module.get_submodule(str(node.target))
             form = self._form(node)
             return form is not None and form.name in _FRESH
         operators = _operators(node.target)
