@@ -61,15 +61,21 @@ def functional_form(module: nn.Module, *, hooked: bool = False) -> FunctionalFor
         return None
     if getattr(module, "return_indices", False) or getattr(module, "max_norm", None) is not None:
         return None
-    for axes in (2, 3, 4, 5):  # batch norms ask for theirs
-        seen = _Seen(torch.empty((0,) * axes), module)
+    for given in _GIVEN:
+        seen = _Seen(given, module)
         try:
             with seen:
                 out = type(module).forward(module, seen.given)
         except Exception:  # noqa: BLE001 - of another number of axes, or not called with one tensor
             continue
-        return seen.form if out is seen.given_back else None
+        return seen.form if out is _RESULT else None
     return None
+
+
+_GIVEN = tuple(torch.empty((0,) * axes) for axes in (2, 3, 4, 5))
+"""Batch norms ask how many axes there are."""
+
+_RESULT = torch.empty(0)
 
 
 class _Seen(TorchFunctionMode):
@@ -77,7 +83,7 @@ class _Seen(TorchFunctionMode):
 
     def __init__(self, given: torch.Tensor, module: nn.Module) -> None:
         super().__init__()
-        self.given, self.given_back = given, torch.empty(0)
+        self.given = given
         self.form: FunctionalForm | None = None
         self._own = {id(tensor): name for name, tensor in (*module._buffers.items(), *module._parameters.items())}
         self._own.pop(id(None), None)
@@ -86,12 +92,13 @@ class _Seen(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if getattr(func, "__name__", "") in ("dim", "size", "__get__"):
-            return func(*args, **kwargs)
+            with torch._C.DisableTorchFunction():  # nor by what records
+                return func(*args, **kwargs)
         self._calls += 1
         given = tuple(self._stand_in(value) for value in args), {key: self._stand_in(kwargs[key]) for key in kwargs}
         is_known = not any(isinstance(value, torch.Tensor) for value in (*given[0], *given[1].values()))
         self.form = FunctionalForm(func, *given) if is_known and self._calls == 1 else None
-        return self.given_back
+        return _RESULT
 
     def _stand_in(self, value: Any) -> Any:
         if value is self.given:
