@@ -21,7 +21,7 @@ from slapo_core.graph.leaves import is_changed
 from slapo_core.graph.regions import set_state
 from slapo_core.spec.tracer import check
 
-__all__ = ["Effects", "is_inert"]
+__all__ = ["BATCH_STATISTICS", "Effects", "is_inert"]
 
 
 def _words(text: str) -> list[str]:
@@ -52,7 +52,7 @@ _IN_PLACE_OPERATORS = frozenset(
     function for name, function in vars(operator).items() if name.startswith("i") and f"__{name}__" in vars(operator)
 ) - {operator.is_, operator.is_not, operator.index, operator.inv, operator.invert}
 _NO_TENSORS = (getattr, len, check)
-_BATCH_STATISTICS = {"batch_norm": (1, 2), "instance_norm": (1, 2)}
+BATCH_STATISTICS = {"batch_norm": (1, 2), "instance_norm": (1, 2)}
 _TAGGED = ("aten", "prims", "_c10d_functional")
 """Namespaces whose operators have the tag of random numbers if they draw some; that of others may be missing."""
 
@@ -240,7 +240,7 @@ class Effects:
             in_place = in_place or (name.endswith("_") and not name.startswith("_"))
         if in_place or _argument(node, "inplace", None, False):
             found += _nodes(node.args[0] if node.args else list(node.kwargs.values())[:1])
-        for position in _BATCH_STATISTICS.get(name, ()):
+        for position in BATCH_STATISTICS.get(name, ()):
             found += _nodes(node.args[position] if position < len(node.args) else None)
             found += _nodes([node.kwargs.get(key) for key in ("running_mean", "running_var")])
         return found

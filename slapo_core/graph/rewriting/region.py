@@ -12,7 +12,7 @@ from torch.fx.graph import CodeGen
 
 from slapo_core.graph.code import compiled
 from slapo_core.graph.functional import INPUT, Own, functional_form, input_of
-from slapo_core.graph.rewriting.effects import Effects
+from slapo_core.graph.rewriting.effects import BATCH_STATISTICS, Effects
 from slapo_core.graph.rewriting.swallowing import settings_of
 from slapo_core.spec.tracer import Flag
 
@@ -131,7 +131,7 @@ class _Writer:
         path = str(node.target)
         below = self.module.get_submodule(path)
         form, given = functional_form(below), input_of(below, args, kwargs)
-        if form is None or not given:
+        if form is None or not given or form.name in BATCH_STATISTICS:
             self.steps.append(_Step("call_method", "__call__", (self.use(Read(path)), *args), kwargs))
             return
 
@@ -143,6 +143,8 @@ class _Writer:
         self.swallowed.append((path, type(below)))
         self.flags += settings_of([node], self.module)
         named = {name: here(value) for name, value in form.kwargs.items()}
+        if "training" in named:  # the graph may be of another mode than the module is in now
+            named["training"] = self.use(Read(f"{path}.training"))
         self.steps.append(_Step("call_function", form.function, tuple(map(here, form.args)), named))
 
     def key(self, operands: tuple[Any, ...], results: tuple[_Position, ...]) -> Any:
