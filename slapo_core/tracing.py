@@ -31,7 +31,7 @@ from slapo_core.graph.regions import set_state, state
 from slapo_core.graph.session import buffers_kept, refusing_changes
 from slapo_core.graph.structure import Opaque, children, concrete, is_plain, rebuild
 from slapo_core.graph.traced import TracedForward
-from slapo_core.graph.tracers.record import RecordTracer, record
+from slapo_core.graph.tracer import RecordTracer, record
 from slapo_core.spec.accelerators import fork_rng
 from slapo_core.spec.graph import Graph
 from slapo_core.spec.tracer import Flag, Guard, GuardViolation, Location, Recorded, check

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any
 
 from torch import nn
 
-__all__ = ["LeafRule", "Leaves", "inlined_modules", "is_changed", "is_predefined", "walk"]
+__all__ = ["HOOKS", "LeafRule", "Leaves", "around", "inlined_modules", "is_changed", "is_predefined", "walk"]
 
 LeafRule = Callable[[nn.Module, str], bool]
 """Whether a module, at a path relative to the traced one, stays a call."""
@@ -24,19 +25,23 @@ class Leaves:
         patterns: classes, names of classes, paths relative to the traced module, or globs over either: these are
             called.
         flatten: whether all others but those of ``torch.nn`` are looked into; without it every module is called.
-        everything: whether those of ``torch.nn`` are looked into too.
     """
 
     patterns: tuple[type | str, ...] = ()
     flatten: bool = False
-    everything: bool = False
 
     def __call__(self, module: nn.Module, path: str) -> bool:
         """Whether ``module``, which lies at ``path`` below the traced one, is called as it is.
 
-        One that is hooked, or whose forward was wrapped or set, is called: what runs around it stays in force.
+        One that is hooked, or whose forward was wrapped or set, is called: what runs around it stays in force. Only
+        what steps put there that a graph can hold is looked into (``slapo_is_inlined``).
         """
-        if not self.flatten or is_changed(module) or (is_predefined(module) and not self.everything):
+        if not self.flatten:
+            return True
+        if is_changed(module):
+            if not all(getattr(part, "slapo_is_inlined", False) for part in _parts(module)):
+                return True
+        elif is_predefined(module):
             return True
         names = (path, type(module).__name__, f"{type(module).__module__}.{type(module).__qualname__}")
         return any(
@@ -57,6 +62,22 @@ def is_changed(module: nn.Module) -> bool:
         or module._backward_hooks
         or module._backward_pre_hooks
     )
+
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def around(module: nn.Module) -> tuple[Any, ...]:
+    """What runs when ``module`` is called besides its class's forward, to be compared: forward and hooks."""
+    own = module.__dict__
+    forward = own.get("forward")
+    return (getattr(forward, "__func__", forward), *(tuple(own[table].values()) for table in HOOKS))
+
+
+def _parts(module: nn.Module) -> list[Any]:
+    forward, *hooks = around(module)
+    compiled = [module._compiled_call_impl] if "_compiled_call_impl" in module.__dict__ else []
+    return [*compiled, *([] if forward is None else [forward]), *(hook for table in hooks for hook in table)]
 
 
 def walk(root: nn.Module) -> list[tuple[str, nn.Module]]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from slapo_core.graph.leaves import LeafRule, inlined_modules, is_changed
+from slapo_core.graph.leaves import LeafRule, around, inlined_modules, is_changed
 
 __all__ = ["Plan"]
 
@@ -24,17 +24,25 @@ class Plan:
         self.paths = tuple(inlined)
         index = {path: number for number, path in enumerate(inlined)}
         self._inlined = [
-            (index[_parent(path)], _name(path), type(module), len(module._modules))
+            (
+                index[_parent(path)],
+                _name(path),
+                type(module),
+                len(module._modules),
+                around(module) if is_changed(module) else None,
+            )
             for path, module in inlined.items()
             if path
         ]
         self._root = (type(root), len(root._modules))
-        self._below: list[tuple[int, str]] = []
+        self._below: list[tuple[int, str, Any]] = []
         where = dict(index)
-        for path, _ in root.named_modules(remove_duplicate=False):
+        for path, module in root.named_modules(remove_duplicate=False):
             if path not in where:
                 where[path] = len(where)
-                self._below.append((where[_parent(path)], _name(path)))
+                is_called = _parent(path) in index  # of those further below nobody looks at what is around
+                steps = around(module) if is_called and is_changed(module) else None
+                self._below.append((where[_parent(path)], _name(path), steps if is_called else _UNSEEN))
         self.index = index
         self._ties = _ties([module for _, module in _in_order(root, where)])
 
@@ -46,14 +54,16 @@ class Plan:
         found = [root]
         if self._root != (type(root), len(root._modules)):
             return None
-        for parent, name, cls, count in self._inlined:
+        for parent, name, cls, count, steps in self._inlined:
             module: Any = found[parent]._modules.get(name)
-            if type(module) is not cls or len(module._modules) != count or is_changed(module):
+            if type(module) is not cls or len(module._modules) != count:
+                return None
+            if _differs(module, steps):
                 return None
             found.append(module)
-        for parent, name in self._below:
+        for parent, name, steps in self._below:
             module = found[parent]._modules.get(name)
-            if module is None:
+            if module is None or (steps is not _UNSEEN and _differs(module, steps)):
                 return None
             found.append(module)
         for (here, table, name), (there, other_table, other_name) in self._ties:
@@ -62,6 +72,16 @@ class Plan:
             if one is not other:
                 return None
         return found
+
+
+def _differs(module: nn.Module, steps: Any) -> bool:
+    """Whether something else is around a module than there was; None: nothing was."""
+    if steps is None:
+        return is_changed(module)
+    return not is_changed(module) or around(module) != steps
+
+
+_UNSEEN = ()
 
 
 def _in_order(root: nn.Module, where: dict[str, int]) -> list[tuple[str, nn.Module]]:

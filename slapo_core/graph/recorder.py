@@ -14,6 +14,8 @@ from torch._subclasses import FakeTensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.overrides import TorchFunctionMode
 
+from slapo_core.graph.effects import Observer
+from slapo_core.graph.leaves import is_predefined
 from slapo_core.graph.pieces import guard_pieces, guard_structure
 from slapo_core.graph.recording import Recording
 from slapo_core.graph.regions import Regions
@@ -51,10 +53,14 @@ class Recorder(TorchFunctionMode):
 
     Args:
         recording: where to.
+        memory_of: gives the fake tensor whose memory stands for that of a real one; None: each has its own.
     """
 
-    def __init__(self, recording: Recording) -> None:
+    def __init__(
+        self, recording: Recording, memory_of: Callable[[torch.Tensor], torch.Tensor] | None = None
+    ) -> None:
         super().__init__()
+        self._memory_of = memory_of
         self.recording = recording
         self.regions = Regions(recording)
         self._is_paused, self._thread = False, threading.get_ident()
@@ -98,23 +104,35 @@ class Recorder(TorchFunctionMode):
             kwargs,
             lambda: self.recording.call_module(path, args, kwargs),
             may_vary=True,
+            is_observed=is_predefined(module),
         )
 
     def _record(
-        self, run: Callable[..., Any], args: Any, kwargs: Any, write: Callable[[], Any], *, may_vary: bool = False
+        self,
+        run: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        write: Callable[[], Any],
+        *,
+        may_vary: bool = False,
+        is_observed: bool = True,
     ) -> Any:
         self.regions.enter()
         notes = self.recording.notes
         with self.paused():  # asking for a version is a call too
             before = notes.versions((args, kwargs)) if notes is not None else []
         with self.paused(), drawn_back() if may_vary else contextlib.nullcontext():
+            observer = Observer(self._memory_of)
             try:
-                out = run(*concrete(args), **concrete(kwargs))
+                with observer if is_observed else contextlib.nullcontext():
+                    out = run(*concrete(args), **concrete(kwargs))
             except DataDependentOutputException as error:
                 raise self._needs_values(f"branches on the values of a tensor ({error.func})") from error
             except DynamicOutputShapeException as error:
                 raise self._needs_values(f"makes a tensor whose shape depends on values ({error.func})") from error
             node = write()
+            if is_observed:
+                node.meta["seen"] = observer.seen(args, kwargs, out)
             if notes is not None:
                 with self.paused():
                     written = [self.recording.node(tensor) for tensor, version in before if tensor._version != version]

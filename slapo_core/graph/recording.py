@@ -135,17 +135,6 @@ class Recording:
         keys = [key for _, key, _ in children(value) or ()]
         return self.compute(type(value), (), dict(zip(keys, inner, strict=True)))
 
-    def read(self, name: str, tensor: torch.Tensor) -> fx.Node:
-        """A node for a tensor that other code reads by ``name``: from the module if it is there, else captured."""
-        if name in self._held.values():
-            return self.graph.get_attr(name)
-        return self._held_or_captured(tensor)
-
-    def note_guard(self, value: str, expected: Any) -> int:
-        """A guard whose check is written elsewhere; its number."""
-        self.guards.append(Guard(value, expected, model_location()))
-        return len(self.guards) - 1
-
     def _held_or_captured(self, tensor: torch.Tensor) -> fx.Node:
         name = self._held.get(id(tensor))
         if name is not None:

@@ -9,15 +9,12 @@ from torch import fx, nn
 
 from slapo_core.graph.arguments import MISSING
 from slapo_core.graph.guards import Checks
-from slapo_core.graph.leaves import walk
+from slapo_core.graph.leaves import around, walk
 from slapo_core.graph.structure import children, is_plain
 from slapo_core.graph.variant import Variant
 from slapo_core.spec.tracer import Recorded
 
-__all__ = ["HOOKS", "Pool", "exact_form", "is_pure", "structure"]
-
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
+__all__ = ["Pool", "exact_form", "is_pure", "structure"]
 
 class Pool:
     """The recordings of several traced modules, to be asked before another one is made.
@@ -63,11 +60,11 @@ def structure(root: nn.Module) -> Any:
             for name, tensor in table.items()
             if tensor is None or isinstance(tensor, torch.Tensor)
         ]
-        around: tuple[Any, ...] = ()
+        steps: tuple[Any, ...] = ()
         if path:  # what is around the root runs outside of its graph
-            around = (own.get("forward"), *(tuple(own[table].values()) for table in HOOKS))
+            steps = around(module)
         number = numbers.setdefault(id(module), len(numbers))
-        found.append((path, type(module), number, module.training, tuple(own["_modules"]), tuple(tensors), around))
+        found.append((path, type(module), number, module.training, tuple(own["_modules"]), tuple(tensors), steps))
     return tuple(found)
 
 

@@ -12,9 +12,10 @@ import torch
 from torch import nn
 from torch._compile import _disable_dynamo
 
-from slapo_core.errors import ApplyError, GuardError
+from slapo_core.errors import ApplyError, GuardError, TraceError
 from slapo_core.graph import regions
 from slapo_core.graph.arguments import MISSING, Parameters, forms
+from slapo_core.graph.fake import FakeMode, without_values
 from slapo_core.graph.guards import describe, fingerprint
 from slapo_core.graph.leaves import Leaves
 from slapo_core.graph.patching import PATCHING
@@ -76,9 +77,9 @@ class TracedForward:
         self.parameters = Parameters(forward)
         self.specializations: dict[Any, list[Variant]] = {}
         self.plans: list[Plan] = []
-        self.draft: Variant | None = None  # recorded before any call was known: never run
         self.has_dropped = False  # a variant, for one of another form
         self.recorded_anew = 0  # because an attribute or a global name had another value
+        self.example: tuple[Any, ...] | None = None  # values of the parameters, without values of tensors
 
     @property
     def __signature__(self) -> Any:
@@ -100,26 +101,45 @@ class TracedForward:
                 "lie below this decision",
             ) from None
 
-    def record(self, module: nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]] | None) -> None:
+    def record(self, module: nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
         """Record the graph for calls like this one, if it is not there yet.
 
         Args:
             module: the traced module.
-            call: positional and keyword arguments; None for a tracer that needs to know none.
+            call: positional and keyword arguments.
 
         Raises:
             TraceError: it cannot be recorded.
             TypeError: the forward does not take these arguments.
         """
-        if call is None:
-            self.draft = self._recorded(module, None, self._plan(module)[1])
-        else:
-            self.variant(module, self.parameters.bind(module, *call))
+        values = self.parameters.bind(module, *call)
+        self.variant(module, values)
+        self.example = without_values(FakeMode(), values)
+
+    def follow(self, module: nn.Module) -> None:
+        """Record again what steps have changed at modules below, with all that was done to the graph repeated.
+
+        Where the forward cannot run (between two steps that belong together, say) nothing is recorded: the next call
+        will, or another step before.
+
+        Raises:
+            TraceError: the graph would be another one, in which what was done to this one cannot be repeated.
+        """
+        if self.example is None or any(plan.modules_of(module) is not None for plan in self.plans):
+            return
+        base = self
+        while base.beneath is not None:
+            base = base.beneath
+        try:
+            base.variant(module, self.example)
+        except TraceError:
+            return
+        self.variant(module, self.example)
 
     @property
     def first(self) -> Variant | None:
         """The variant that stands for all of them: the one recorded first; None after a copy through pickle."""
-        return next(iter(self.variants), self.draft)
+        return next(iter(self.variants), None)
 
     @property
     def variants(self) -> list[Variant]:
@@ -211,8 +231,7 @@ class TracedForward:
 
     @property
     def swallowed(self) -> tuple[str, ...]:
-        variants = [*self.variants, *([self.draft] if self.draft is not None else [])]
-        return tuple(dict.fromkeys(path for variant in variants for path, _ in variant.swallowed))
+        return tuple(dict.fromkeys(path for variant in self.variants for path, _ in variant.swallowed))
 
     @property
     def node_names(self) -> frozenset[str]:
@@ -238,12 +257,10 @@ class TracedForward:
     def _with(self, rewrite: Rewrite, module: nn.Module) -> TracedForward:
         made = TracedForward(self.forward, self.tracer, self.leaves, path=self.path, beneath=self, rewrite=rewrite)
         made.plans = self.plans  # the same list: a form of a call has the same key in both
-        if self.draft is not None:
-            made.draft = made._repeated(self.draft, module, self.draft.plan, first=True)
+        made.example = self.example
         for variant_key, alike in self.specializations.items():
             for variant in alike:
-                is_first = not made.variants and self.draft is None
-                again = made._repeated(variant, module, variant.plan, first=is_first)
+                again = made._repeated(variant, module, variant.plan, first=not made.variants)
                 made.specializations.setdefault(variant_key, []).append(again)
         return made
 
@@ -321,12 +338,10 @@ class TracedForward:
             self.pool.add(exact, module, found)
         return found
 
-    def _recorded(self, module: nn.Module, values: tuple[Any, ...] | None, plan: Plan) -> Variant:
-        """A new variant; ``values`` of the parameters are None if no call is known."""
-        arguments = None
-        if values is not None:
-            named = zip(self.parameters.names, values, strict=True)
-            arguments = {name: value for name, value in named if value is not MISSING}
+    def _recorded(self, module: nn.Module, values: tuple[Any, ...], plan: Plan) -> Variant:
+        """A new variant for calls with ``values`` of the parameters."""
+        named = zip(self.parameters.names, values, strict=True)
+        arguments = {name: value for name, value in named if value is not MISSING}
         modules = plan.modules_of(module)
         assert modules is not None
         with PATCHING:

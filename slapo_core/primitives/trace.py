@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from slapo_core.errors import ArgumentError, TraceError
+from slapo_core.errors import TraceError
 from slapo_core.spec.edit import Edit
 from slapo_core.spec.equivalence import Equivalence
 from slapo_core.spec.node import Node
@@ -14,8 +14,6 @@ from slapo_core.spec.primitive import Primitive
 from slapo_core.spec.violation import Violation
 
 __all__ = ["Trace"]
-
-Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -33,14 +31,13 @@ class Trace(Primitive):
             glob over either; one of them, or several.
         flatten: whether child modules become part of the graph, all but those of ``torch.nn``, and but those that are
             hooked, or whose forward steps have changed.
-        tracer: the name of a tracer: ``"record"``; ``"fx"``, which needs no inputs, for small modules; ``"export"``,
-            for what ``"record"`` refuses; or a plugin's. ``"auto"`` is ``"record"`` where it is known what the module
-            is called with, and ``"fx"`` elsewhere.
+        tracer: the name of a tracer: ``"record"``, or a plugin's.
         example_inputs: what the module is called with: a mapping (keyword arguments), a tuple (positional ones), or one
             argument. None takes what it gets when the whole untouched model runs on the schedule's example inputs.
 
     Raises:
         PreconditionError: the module is traced already, or has no forward of its own.
+        ArgumentError: it is not known what the module is called with.
         UnknownNameError: no plugin provides the tracer.
         TraceError: the forward branches on values of tensors, sets attributes, or does what else a graph cannot say.
 
@@ -55,17 +52,13 @@ class Trace(Primitive):
 
     leaves: type | str | tuple[type | str, ...] = ()
     flatten: bool = False
-    tracer: str = "auto"
+    tracer: str = "record"
     example_inputs: Any = None
 
     def preconditions(self, node: Node) -> Iterator[Violation]:
         from torch import nn
 
-        if self.tracer != "auto":
-            tracer = node.plugin("tracers", self.tracer)  # its error says what there is
-            if not tracer.keeps_calls and (self.leaves or not self.flatten):
-                call = f"trace(flatten=True, tracer={self.tracer!r})"
-                yield Violation(f"tracer '{self.tracer}' looks into every module below, torch.nn's too", call)
+        node.plugin("tracers", self.tracer)  # its error says what there is
         for leaf in self._leaves():
             if isinstance(leaf, type) and not issubclass(leaf, nn.Module):
                 yield Violation(f"leaves= names modules, and {leaf.__qualname__} is no class of modules", "nn.Linear")
@@ -86,33 +79,23 @@ class Trace(Primitive):
         from slapo_core.graph.traced import TracedForward
         from slapo_core.tree.forward import ModuleForward
 
-        call, unknown = self._call(node)
-        name = self.tracer if self.tracer != "auto" else "record" if call is not None else "fx"
-        tracer = node.plugin("tracers", name)()
-        if call is None and tracer.needs_inputs and unknown is not None:
-            raise unknown
+        call = self._call(node)
+        tracer = node.plugin("tracers", self.tracer)()
         forward = ModuleForward.of(node.module).bottom
-        leaves = Leaves(self._leaves(), self.flatten, not tracer.keeps_calls)
+        leaves = Leaves(self._leaves(), self.flatten)
         peer = next((graph for graph in _graphs_of_peers(node) if isinstance(graph, TracedForward)), None)
         pool = peer.pool if peer is not None else None
         graph = TracedForward(forward, tracer, leaves, path=node.path, pool=pool)
         try:
             graph.record(node.module, call)
         except TraceError as error:
-            if self.example_inputs is None and call is not None and _is_changed(node):
-                raise TraceError(
-                    error.message,
-                    path=error.path,
-                    hint=f"steps have changed {node.path!r}, and the example call is that of the untouched model; "
-                    f"trace(example_inputs=...) with what it is called with now; or: {error.hint}",
-                ) from error
-            if self.tracer != "auto" or unknown is None:
+            if self.example_inputs is not None or not _is_changed(node):
                 raise
             raise TraceError(
-                f"{error.message.partition(chr(10))[0]}; tracer 'record' was not tried: {unknown.message}",
+                error.message,
                 path=error.path,
-                location=error.location,
-                hint=unknown.hint,
+                hint=f"steps have changed {node.path!r}, and the example call is that of the untouched model; "
+                f"trace(example_inputs=...) with what it is called with now; or: {error.hint}",
             ) from error
         edit.set_graph(node, graph)
 
@@ -123,17 +106,14 @@ class Trace(Primitive):
     def _leaves(self) -> tuple[type | str, ...]:
         return self.leaves if isinstance(self.leaves, tuple) else (self.leaves,)
 
-    def _call(self, node: Node) -> tuple[Call | None, ArgumentError | TraceError | None]:
-        """What the module is called with, or why that is not known."""
+    def _call(self, node: Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What the module is called with."""
         given = self.example_inputs
         if isinstance(given, Mapping):
-            return ((), {str(name): value for name, value in given.items()}), None
+            return (), {str(name): value for name, value in given.items()}
         if given is not None:
-            return (given if isinstance(given, tuple) else (given,), {}), None
-        try:
-            return node.example_call(), None
-        except (ArgumentError, TraceError) as error:
-            return None, error
+            return (given if isinstance(given, tuple) else (given,)), {}
+        return node.example_call()
 
 
 def _is_changed(node: Node) -> bool:

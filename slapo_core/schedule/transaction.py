@@ -156,9 +156,10 @@ class Transaction:
             )
 
     def _change(self, node: Node, primitive: Primitive) -> Node:
-        before = len(self._edit.entries) + len(self._edit.notes)
+        first, before = len(self._edit.entries), len(self._edit.entries) + len(self._edit.notes)
         try:
             result = primitive.apply(node, self._edit)
+            self._edit.follow(first)
         except SlapoError:
             raise
         except Exception as error:

@@ -78,6 +78,14 @@ class Graph(Protocol):
 
     def __str__(self) -> str: ...
 
+    def follow(self, module: nn.Module) -> None:
+        """Record again what steps have changed at modules below the traced one.
+
+        Raises:
+            TraceError: what was done to the graph cannot be repeated then.
+        """
+        ...
+
     @property
     def swallowed(self) -> tuple[str, ...]:
         """Paths, relative to the traced module, of modules that it called before it was rewritten, and calls no more.

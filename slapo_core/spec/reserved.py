@@ -68,8 +68,8 @@ RESERVED_COMMANDS: dict[str, str] = {
 }
 """Names of commands kept for the project's own distributions: ``slapo plugins``, ``slapo pipeline``."""
 
-RESERVED_TRACERS: dict[str, str] = dict.fromkeys(("auto", "export", "fx", "record"), "slapo-core")
-"""Names of tracers kept for the project's own distributions; ``"auto"`` stands for the choice between them."""
+RESERVED_TRACERS: dict[str, str] = dict.fromkeys(("export", "fx", "record"), "slapo-core")
+"""Names of tracers kept for the project's own distributions."""
 
 RESERVED_SAMPLERS: dict[str, str] = dict.fromkeys(
     ("coordinate", "exhaustive", "frontier", "optuna", "random"), "slapo-tune"
@@ -80,7 +80,7 @@ FIRST_PARTY_NAMES: dict[str, dict[str, tuple[str, ...]]] = {
     "slapo-core": {
         "primitives": ("annotate", "checkpoint", "merge", "replace", "trace"),
         "dialects": ("torch",),
-        "tracers": ("export", "fx", "record"),
+        "tracers": ("record",),
     },
     "slapo-deepspeed": {"dialects": ("deepspeed",)},
     "slapo-fusion": {

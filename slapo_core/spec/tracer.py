@@ -78,7 +78,7 @@ class Recorded:
 
 
 class Tracer(ABC):
-    """Turns a module's forward into a graph: ``sch["encoder"].trace(tracer="fx")``.
+    """Turns a module's forward into a graph: ``sch["encoder"].trace(tracer="acme")``.
 
     A graph runs in place of the forward for the calls that it was asked for: one graph for every form of arguments
     (which are None, the types of others, the number of axes and dtype of tensors), mode (train, eval) and dtype of the
@@ -87,21 +87,16 @@ class Tracer(ABC):
 
     Attributes:
         name: what users pass as ``trace(tracer=...)``.
-        needs_inputs: whether :meth:`trace` needs to know what the module is called with.
-        keeps_calls: whether modules below stay calls where ``leaves`` says so. False is for tracers whose graphs call
-            no module: they are used with ``flatten=True`` and no leaves, and must refuse a module that stays a call.
     """
 
     name: ClassVar[str]
-    needs_inputs: ClassVar[bool] = True
-    keeps_calls: ClassVar[bool] = True
 
     @abstractmethod
     def trace(
         self,
         module: nn.Module,
         forward: Callable[..., Any],
-        arguments: Mapping[str, Any] | None,
+        arguments: Mapping[str, Any],
         leaves: Callable[[nn.Module, str], bool],
     ) -> Recorded:
         """The graph for calls like this one; nothing may be changed.
@@ -110,8 +105,7 @@ class Tracer(ABC):
             module: the traced module.
             forward: what it computes, called with the module first: its class's, or what the user set on the instance.
             arguments: what the parameters of ``forward`` get, in their order, without those that are left out;
-                ``*args`` is a tuple there, ``**kwargs`` a dictionary. Tensors may be without values. None if no call is
-                known, which only tracers see that do not need inputs.
+                ``*args`` is a tuple there, ``**kwargs`` a dictionary. Tensors may be without values.
             leaves: says of a module below, and its path relative to ``module``, whether it stays a call.
 
         Raises:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from slapo_core.errors import ApplyError
+from slapo_core.errors import ApplyError, TraceError
 from slapo_core.tree.gradient_hooks import gradient_hooks
 from slapo_core.tree.index import full_name
 from slapo_core.tree.journal import (
@@ -123,7 +123,6 @@ class TreeEdit:
                 "the root of the model cannot be replaced",
                 hint="replace its children, or make a schedule of the new model",
             )
-        self._refuse_swallowed(node)
         entry = ReplaceModule(self._tree, node.path, module, dict(moved or {}), frozenset(dropped))
         for name, hooks in entry.hooks.items():
             self._keep_hooks(node, name, hooks.old, hooks.new)
@@ -149,15 +148,12 @@ class TreeEdit:
         prepend: bool = False,
         active: bool = True,
     ) -> None:
-        self._refuse_swallowed(node)
         self._do(node, AddHook(self._tree.calls, node.module, kind, function, prepend, active))
 
     def wrap_forward(self, node: NodeProtocol, wrapper: Callable[[Forward], Forward], *, active: bool = True) -> None:
-        self._refuse_swallowed(node)
         self._do(node, WrapForward(self._tree.calls, node.module, wrapper, active))
 
     def set_graph(self, node: NodeProtocol, graph: Graph) -> None:
-        self._refuse_swallowed(node)
         self._do(node, SetGraph(self._tree.calls, node.module, graph))
 
     def set_attribute(self, node: NodeProtocol, name: str, value: Any) -> None:
@@ -252,25 +248,30 @@ class TreeEdit:
         if self._after_edit is not None:
             self._after_edit(len(self.entries))
 
-    def _refuse_swallowed(self, node: NodeProtocol) -> None:
-        """Refuse to change calls of a module that a rewritten graph above it makes no more."""
-        names = node.path.split(".") if node.path else []
-        for depth in range(len(names)):
-            above = ".".join(names[:depth])
-            module = self._tree.index.modules.get(above)
-            graph = self._tree.calls.graph(module) if module is not None else None
-            if graph is None:
-                continue
-            inner = ".".join(names[depth:])
-            swallowed = next((path for path in graph.swallowed if f"{inner}.".startswith(f"{path}.")), None)
-            if swallowed is not None:
-                where = f"'{above}'" if above else "the root"
-                raise ApplyError(
-                    f"'{node.path}' is called no more since the graph of {where} was rewritten, and what is put around "
-                    "its calls would have no effect",
-                    path=node.path,
-                    hint="change the module first, and rewrite then",
-                )
+    def follow(self, first: int) -> None:
+        """Have the graphs above what was changed since edit ``first`` recorded again.
+
+        Raises:
+            ApplyError: one of them was rewritten, and that cannot be repeated; not where tensors were changed too:
+                another step will follow, such as the collective of a split layer.
+        """
+        above = {path.rpartition(".")[0]: None for path in self._paths[first:] if path}
+        changed = any(isinstance(entry, SetTensor) for entry in self.entries[first:])
+        for path in above:
+            names = path.split(".") if path else []
+            for depth in range(len(names), -1, -1):
+                place = ".".join(names[:depth])
+                module = self._tree.index.modules.get(place)
+                graph = self._tree.calls.graph(module) if module is not None else None
+                if graph is None:
+                    continue
+                try:
+                    graph.follow(module)
+                except TraceError as error:
+                    if changed:
+                        continue
+                    hint = "make this step first, and rewrite then"
+                    raise ApplyError(error.message, path=error.path, hint=hint) from error
 
     def _keep_hooks(self, node: NodeProtocol, name: str, old: torch.Tensor | None, new: torch.Tensor | None) -> None:
         """Refuse to lose the hooks that the user registered on ``old``: a tensor of its shape takes them over."""

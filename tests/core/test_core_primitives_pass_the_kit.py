@@ -98,14 +98,13 @@ ONE_PROCESS = [check.name for check in CHECKS if check.name != "forward_and_grad
             path="first",
             rejects=[
                 Trace(leaves=("up",)),
-                Trace(tracer="export"),
                 Trace(flatten=True, leaves=(int,)),
                 ("first.layers", Trace(example_inputs=torch.ones(5, 8))),
             ],
             serializable=False,
             **COMMON,
         ),
-        Case(Trace(tracer="fx", flatten=True, leaves="up"), path="second", name="trace-fx", **COMMON),
+        Case(Trace(flatten=True, leaves="up"), path="second", name="trace-flat", **COMMON),
     ]
 )
 def test_each_primitive_of_the_core(check: Any) -> None:
@@ -157,15 +156,8 @@ def test_each_primitive_of_the_core(check: Any) -> None:
         Case(
             Checkpoint(),
             path="first.up",
-            before=[("first", Trace(tracer="fx", flatten=True))],
+            before=[("first", Trace(flatten=True))],
             name="checkpoint-below-traced",
-            **COMMON,
-        ),
-        Case(
-            lambda: Trace(flatten=True, tracer="export", example_inputs=(torch.ones(5, 8),)),
-            path="second",
-            serializable=False,
-            name="trace-export",
             **COMMON,
         ),
     ],

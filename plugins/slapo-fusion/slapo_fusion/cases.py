@@ -33,9 +33,9 @@ def batch() -> tuple[Tensor]:
 
 
 def traced() -> Primitive:
-    """The step that traces a module, of which no example is needed."""
-    sch = slapo.create_schedule(Feed())
-    sch.root.trace(tracer="fx")
+    """The step that traces a module."""
+    sch = slapo.create_schedule(Feed(), example_inputs=batch())
+    sch.root.trace()
     return sch.records[0].primitive
 
 

@@ -15,7 +15,8 @@ function           forward                        backward
 =================  =============================  =================================
 
 They are functional (no argument is overwritten unless the caller says so), give plain tensors, and ``torch.compile``
-traces them. Source: the conjugate operators f and g of Megatron-LM (paper section 2.2);
+traces them. In a static graph each is one call; on a mesh that is only declared they give tensors without values their
+shapes, so that a schedule can be traced there. Source: the conjugate operators f and g of Megatron-LM (paper section 2.2);
 ``megatron/core/tensor_parallel/mappings.py`` has the same table.
 """
 
@@ -26,12 +27,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, is_grad_enabled
+from torch._subclasses import FakeTensor
 from torch.autograd import Function
 from torch.compiler import is_compiling
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from slapo_core import Mesh, MeshError
 
-__all__ = ["RankGroup", "all_gather", "all_reduce", "copy", "gather_sum", "reduce_scatter", "split"]
+__all__ = ["Collective", "RankGroup", "all_gather", "all_reduce", "copy", "gather_sum", "reduce_scatter", "split"]
 
 _ops = torch.ops._c10d_functional  # each by its overload: choosing one anew costs microseconds a call
 
@@ -81,34 +84,92 @@ def all_reduce(tensor: Tensor, group: RankGroup, *, overwrite: bool = False) -> 
         overwrite: the caller knows that nobody else holds ``tensor``, so that the sum may take its memory, which saves
             a copy. ``torch.compile`` decides this by itself.
     """
-    if overwrite and tensor.is_contiguous() and not is_compiling():
-        return _AllReduceInPlace.apply(tensor, group.running())
-    return _AllReduce.apply(tensor, group.running())
+    return _call("all_reduce_" if overwrite and not is_compiling() else "all_reduce", tensor, group)
 
 
 def copy(tensor: Tensor, group: RankGroup) -> Tensor:
     """The tensor itself; its gradient is summed over the ranks."""
-    return _Copy.apply(tensor, group.running())
+    return _call("copy", tensor, group)
 
 
 def all_gather(tensor: Tensor, axis: int, group: RankGroup) -> Tensor:
     """The ranks' pieces one after the other along ``axis``; the gradient is this rank's piece."""
-    return _AllGather.apply(tensor, axis, group.running(), group.size, group.rank)
+    return _call("all_gather", tensor, group, axis)
 
 
 def split(tensor: Tensor, axis: int, group: RankGroup) -> Tensor:
     """This rank's piece of ``axis``; the gradient is gathered."""
-    return _Split.apply(tensor, axis, group.running(), group.size, group.rank)
+    return _call("split", tensor, group, axis)
 
 
 def gather_sum(tensor: Tensor, axis: int, group: RankGroup) -> Tensor:
     """The ranks' pieces one after the other along ``axis``; the gradient is summed, then this rank's piece taken."""
-    return _GatherSum.apply(tensor, axis, group.running(), group.size)
+    return _call("gather_sum", tensor, group, axis)
 
 
 def reduce_scatter(tensor: Tensor, axis: int, group: RankGroup) -> Tensor:
     """Sum over the ranks, this rank's piece of ``axis``; the gradient is gathered."""
+    return _call("reduce_scatter", tensor, group, axis)
+
+
+def _call(name: str, tensor: Tensor, group: RankGroup, axis: int = 0) -> Tensor:
+    if has_torch_function_unary(tensor):  # a mode, which writes it down as one call
+        return handle_torch_function(Collective(name, group, axis), (tensor,), tensor)  # type: ignore[no-any-return]
+    return _run(name, tensor, group, axis)
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A collective as the target of a call in a graph: plain data, and a function of one tensor.
+
+    Args:
+        name: of one of the functions above; ``"all_reduce_"`` overwrites its tensor.
+        group: the ranks.
+        axis: to gather or scatter.
+    """
+
+    name: str
+    group: RankGroup
+    axis: int = 0
+    slapo_is_observed = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "__name__", self.name)
+        object.__setattr__(self, "__qualname__", self.name)
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        return _call(self.name, tensor, self.group, self.axis)
+
+
+def _run(name: str, tensor: Tensor, group: RankGroup, axis: int) -> Tensor:
+    if group.name is None and (tensor.is_meta or isinstance(tensor, FakeTensor)):
+        return _without_ranks(name, tensor, group.size, axis)
+    if name == "all_reduce_" and tensor.is_contiguous():
+        return _AllReduceInPlace.apply(tensor, group.running())
+    if name in ("all_reduce", "all_reduce_"):
+        return _AllReduce.apply(tensor, group.running())
+    if name == "copy":
+        return _Copy.apply(tensor, group.running())
+    if name == "all_gather":
+        return _AllGather.apply(tensor, axis, group.running(), group.size, group.rank)
+    if name == "split":
+        return _Split.apply(tensor, axis, group.running(), group.size, group.rank)
+    if name == "gather_sum":
+        return _GatherSum.apply(tensor, axis, group.running(), group.size)
     return _ReduceScatter.apply(tensor, axis, group.running(), group.size)
+
+
+def _without_ranks(name: str, tensor: Tensor, size: int, axis: int) -> Tensor:
+    """What a collective gives where ranks are declared and tensors have no values: the right shapes."""
+    if name == "copy":
+        return tensor.view_as(tensor)
+    if name == "all_reduce_":
+        return tensor.add_(0)
+    if name == "all_reduce":
+        return tensor.clone()
+    if name in ("all_gather", "gather_sum"):
+        return torch.cat([tensor] * size, dim=axis)
+    return tensor.narrow(axis, 0, tensor.shape[axis] // size).clone(memory_format=torch.contiguous_format)
 
 
 class _AllReduce(Function):

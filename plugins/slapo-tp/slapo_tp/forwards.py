@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch.nn.functional as F
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from slapo_core.spec.edit import Forward
 
-__all__ = ["fresh", "gives_fresh_output", "leave_bias_out", "look_up_own_rows"]
+__all__ = ["OwnRows", "fresh", "gives_fresh_output", "leave_bias_out", "look_up_own_rows"]
 
 
 def gives_fresh_output(module: nn.Module) -> bool:
@@ -28,8 +29,9 @@ def gives_fresh_output(module: nn.Module) -> bool:
 
 
 def fresh(function: Forward) -> Forward:
-    """Mark a forward whose output is made anew, and kept by nobody."""
+    """Mark a forward whose output is made anew and kept by nobody, and that a static graph can hold."""
     setattr(function, _FRESH, function)
+    function.slapo_is_inlined = True  # type: ignore[attr-defined]
     return function
 
 
@@ -62,15 +64,33 @@ def look_up_own_rows(start: int, vocabulary: int) -> Callable[[Forward], Forward
 
 
 def own_rows_looked_up(start: int, vocabulary: int, forward: Forward) -> Forward:
-    def look_up(module: Any, input: Tensor) -> Tensor:
+    return OwnRows(start, vocabulary)
+
+
+@dataclass(frozen=True)
+class OwnRows:
+    """The forward of an embedding of which this rank holds some rows.
+
+    Args:
+        start: the first id of this rank.
+        vocabulary: the number of ids of all ranks.
+    """
+
+    start: int
+    vocabulary: int
+    slapo_is_inlined = True
+
+    @property
+    def _slapo_tp_fresh(self) -> OwnRows:
+        return self
+
+    def __call__(self, module: Any, input: Tensor) -> Tensor:
         rows = module.weight.shape[0]
-        stop = start + rows
-        others = ((input >= 0) & (input < start)) | ((input >= stop) & (input < vocabulary))
+        stop = self.start + rows
+        others = ((input >= 0) & (input < self.start)) | ((input >= stop) & (input < self.vocabulary))
         padding = module.padding_idx
         if padding is not None:
-            padding = padding - start if start <= padding < stop else None
-        own = (input - start).masked_fill(others, 0)
+            padding = padding - self.start if self.start <= padding < stop else None
+        own = (input - self.start).masked_fill(others, 0)
         found = F.embedding(own, module.weight, padding, sparse=module.sparse)
         return found.masked_fill(others.unsqueeze(-1), 0.0)
-
-    return fresh(look_up)

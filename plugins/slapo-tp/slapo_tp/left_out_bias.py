@@ -30,6 +30,7 @@ class AddBias:
 
     feature_axis: int
     pieces: RankGroup | None = None
+    slapo_is_inlined = True
 
     def __call__(self, module: nn.Module, args: Args, kwargs: Kwargs, output: Tensor) -> Tensor:
         return _with_bias(module, output, self.feature_axis, self.pieces)

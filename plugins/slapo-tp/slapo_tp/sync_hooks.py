@@ -1,14 +1,15 @@
-"""The hooks that ``sync`` registers: plain values, so that a model can be copied and compiled with them."""
+"""The hooks that ``sync`` registers: plain values, so that a model can be copied, traced and compiled with them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from torch import Tensor, is_grad_enabled, nn
 from torch.compiler import is_compiling
 from torch.nn.modules.module import _global_forward_hooks
+from torch.overrides import has_torch_function_unary
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from slapo_core import ArgumentError
@@ -40,10 +41,11 @@ class OutputHook:
     op: str
     axis: int
     group: RankGroup
-    path: str
+    path: str = field(compare=False)
     outputs: tuple[int, ...] | None = None
     add_bias: AddBias | None = None
     is_fresh: bool = False
+    slapo_is_inlined = True
 
     def __call__(self, module: nn.Module, args: Args, kwargs: Kwargs, output: Any) -> Any:
         if isinstance(output, Tensor) and self.outputs is None:
@@ -100,9 +102,10 @@ class InputHook:
     op: str
     axis: int
     group: RankGroup
-    path: str
+    path: str = field(compare=False)
     inputs: tuple[int | str, ...] | None = None
     parameters: tuple[str, ...] = ()
+    slapo_is_inlined = True
 
     def __call__(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         if self.inputs is None and len(args) == 1 and not kwargs and _is_floating(args[0]):  # the usual call
@@ -141,20 +144,21 @@ class GradientHook:
     """
 
     group: RankGroup
-    path: str
+    path: str = field(compare=False)
     inputs: tuple[int | str, ...] | None = None
     parameters: tuple[str, ...] = ()
+    slapo_is_inlined = True
 
     def __call__(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         if not is_grad_enabled():
             return args, kwargs
         if self.inputs is None and len(args) == 1 and not kwargs and isinstance(args[0], Tensor):  # the usual call
-            # Whether a gradient is asked for is not looked at: a static graph would hold for one answer only.
             return ((collectives.copy(args[0], self.group),) if args[0].is_floating_point() else args), kwargs
         done: list[tuple[Tensor, Tensor]] = []
 
         def communicate(tensor: Tensor) -> Tensor:
-            if not tensor.requires_grad:
+            # While a graph is made, whether a gradient is asked for is not looked at: it would hold for one answer only.
+            if not (tensor.is_floating_point() if has_torch_function_unary(tensor) else tensor.requires_grad):
                 return tensor
             for before, after in done:  # attention may get one tensor as query, key and value
                 if before is tensor:

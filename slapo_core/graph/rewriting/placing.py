@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from torch import fx
 
-from slapo_core.graph.rewriting.effects import Effects
+from slapo_core.graph.effects import Effects
 
 __all__ = ["CannotPlace", "nodes_after"]
 

@@ -11,8 +11,8 @@ from torch import fx, nn
 from torch.fx.graph import CodeGen
 
 from slapo_core.graph.code import compiled
+from slapo_core.graph.effects import Effects
 from slapo_core.graph.functional import INPUT, Own, functional_form, input_of
-from slapo_core.graph.rewriting.effects import BATCH_STATISTICS, Effects
 from slapo_core.graph.rewriting.swallowing import settings_of
 from slapo_core.spec.tracer import Flag
 
@@ -73,6 +73,9 @@ def take_out(
     return TakenOut(region, operands, tuple(writer.flags), tuple(writer.swallowed), draws)
 
 
+_KEPT = ("batch_norm", "instance_norm")
+"""Functions that write to tensors of their module: it stays a call."""
+
 _REGIONS: weakref.WeakValueDictionary[Any, Callable[..., Any]] = weakref.WeakValueDictionary()
 """What was made for a key, as long as somebody uses it: a cache of a pure function, not a registry."""
 
@@ -131,7 +134,7 @@ class _Writer:
         path = str(node.target)
         below = self.module.get_submodule(path)
         form, given = functional_form(below), input_of(below, args, kwargs)
-        if form is None or not given or form.name in BATCH_STATISTICS:
+        if form is None or not given or form.name in _KEPT:
             self.steps.append(_Step("call_method", "__call__", (self.use(Read(path)), *args), kwargs))
             return
 

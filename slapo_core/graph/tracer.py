@@ -33,7 +33,7 @@ _RANDOM = "draw them with torch (torch.rand), or in a module below that stays a 
 class RecordTracer(Tracer):
     """Run the forward once, on tensors without values, and write down the torch calls it makes.
 
-    The default where it is known what the module is called with. Sizes stay symbolic; what the forward decided on is
+    The default. Sizes stay symbolic; what the forward decided on is
     a guard. Where shapes or modules below depend on values it runs on the tensors themselves, if they have values; what
     the recorded code itself decides on values of tensors is refused.
     """
@@ -44,11 +44,9 @@ class RecordTracer(Tracer):
         self,
         module: nn.Module,
         forward: Callable[..., Any],
-        arguments: Mapping[str, Any] | None,
+        arguments: Mapping[str, Any],
         leaves: Callable[[nn.Module, str], bool],
     ) -> Recorded:
-        if arguments is None:
-            raise Untraceable("is recorded by running it, and it is not known what it is called with")
         # In an empty context: what collects outputs of modules there must not collect those of a recording.
         try:
             return contextvars.Context().run(record, module, forward, arguments, leaves)
@@ -90,9 +88,9 @@ def record(
     """
     home = (home or home_of(module, dict(arguments))) if fake else None
     recording = Recording(module, may_capture=fake, notes=notes, home=home)
-    recorder = Recorder(recording)
-    reads = AttributeReads(recording.refusal, first_line(forward), lambda: recorder.is_paused)
     mode = FakeMode(home) if fake else None
+    recorder = Recorder(recording, mode.fake if mode is not None else None)
+    reads = AttributeReads(recording.refusal, first_line(forward), lambda: recorder.is_paused)
     signature = inspect.signature(forward)
     given: dict[str, Any] = {}
     drawn = generators()

@@ -1,1 +1,0 @@
-"""The tracers of slapo-core, found through entry points like anybody's."""
