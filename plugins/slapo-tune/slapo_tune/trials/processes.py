@@ -21,7 +21,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 _TRACKER = "multiprocessing.resource_tracker"
 _GROUPS = "/sys/fs/cgroup"
-_PATIENCE = 8.0  # seconds for what gives back shared memory by itself when its owners are gone
+_PATIENCE = 60.0  # seconds for what gives back shared memory when its owners are gone, and may just be starting
 
 
 def adopt_orphans() -> None:
@@ -74,7 +74,7 @@ def end_all(keep: Collection[int], *, patience: float = 10.0) -> tuple[list[str]
             command = _command(process)
             pids.add(process.pid)
             if _TRACKER in command and time.monotonic() < trackers_until:
-                waits = True
+                waits, deadline = True, time.monotonic() + patience
                 continue
             killed.setdefault(process.pid, command)
             with contextlib.suppress(psutil.NoSuchProcess):
