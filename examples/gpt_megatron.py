@@ -32,6 +32,7 @@ RUNS = {"pp2_tp2": ({"dp": 1, "pp": 2, "tp": 2}, False), "dp2_pp2": ({"dp": 2, "
 """The scheduled runs: the mesh, and whether the optimizer is Megatron's distributed one."""
 
 PROCESSES, MICROBATCHES = 4, 4
+REPOSITORY = Path(__file__).resolve().parents[1]
 
 OPTIMIZER = {"optimizer": "adam", "lr": 5e-4, "min_lr": 5e-5, "weight_decay": 0.1, "clip_grad": 1.0, "adam_eps": 1e-6}
 """As Megatron's ``OptimizerConfig`` calls them. Biases and scales of norms have no weight decay, as always there."""
@@ -54,7 +55,7 @@ def device() -> torch.device:
 
 def run_on_cpu() -> None:
     """Let the stand-in of the tests answer what Megatron asks of CUDA."""
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    sys.path.insert(0, str(REPOSITORY))
     from tests.cpu_megatron import install
 
     install()
@@ -145,6 +146,12 @@ def launch(options: argparse.Namespace) -> int:
             )
             return 2
         print(f"Megatron-core runs on {PROCESSES} GPUs")
+    elif not (REPOSITORY / "tests" / "cpu_megatron.py").exists():
+        print(
+            "Megatron-core wants a GPU for each process; the stand-in for CUDA is in the repository: run it there",
+            file=sys.stderr,
+        )
+        return 2
     else:
         print(
             "NO GPU IS HERE: Megatron-core runs on the CPU, by the stand-in for CUDA that the tests have "

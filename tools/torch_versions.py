@@ -56,8 +56,8 @@ def main() -> int:
     where.add_argument("--keep", type=Path, metavar="DIR", help="make the environment there, and leave it")
     where.add_argument("--use", type=Path, metavar="DIR", help="run in this environment, as it is")
     options = parser.parse_args()
-    rows: list[Row] = json.loads(ROWS.read_text()) if ROWS.exists() else []
     row = _run(options) if options.version else None
+    rows: list[Row] = json.loads(ROWS.read_text()) if ROWS.exists() else []
     if row is not None:
         rows = with_row(rows, row)
         ROWS.write_text(json.dumps(rows, indent=1) + "\n")

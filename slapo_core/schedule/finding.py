@@ -29,8 +29,9 @@ class Matches(list[Match]):
     Args:
         matches: the places.
         untraced: paths of modules that were not searched, because neither they nor what holds them is traced.
-        closed: paths of modules that were searched as one call each, and that ``trace(flatten=True)`` would open.
-        hooked: paths of modules that were searched as one call each because of their hooks or wrapped forwards.
+        closed: where nothing was found: paths of modules that were searched as one call each, and that
+            ``trace(flatten=True)`` would open.
+        hooked: likewise, of those that are one call because of their hooks or wrapped forwards.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class Matches(list[Match]):
         more = f" and {len(self.untraced) - 4} more" if len(self.untraced) > 4 else ""
         if self.untraced:
             lines.append(f"  not searched, not traced: {shown}{more}")
-        if (self.closed or self.hooked) and not self:
+        if self.closed or self.hooked:
             lines.append(f"  {how_to_open(self.closed, self.hooked)}")
         count = f"{len(self) or 'no'} {'match' if len(self) == 1 else 'matches'}"
         return "\n".join([f"<{count}{':' if lines else ''}", *lines]) + ">"
@@ -86,9 +87,10 @@ def find_in(schedule: Schedule, nodes: Sequence[TreeNode], pattern: Any) -> Matc
             hint=f"sch[{first!r}].trace() first" if first else "sch.trace() first, or sch['a.b'].trace()",
         )
     matches = [match for node in traced.values() for match in matches_at(node, made)]
+    if matches:
+        return Matches(matches, untraced=tuple(untraced))
     searched = traced.values()
-    closed, hooked = closed_calls(searched), hooked_calls(searched)
-    return Matches(matches, untraced=tuple(untraced), closed=closed, hooked=hooked)
+    return Matches(untraced=tuple(untraced), closed=closed_calls(searched), hooked=hooked_calls(searched))
 
 
 def matches_at(node: TreeNode, pattern: GraphPattern) -> list[Match]:

@@ -178,7 +178,7 @@ class Schedule:
         A saved schedule keeps it. :func:`replay` restores it where the class of the model, the mesh sizes and the
         versions of slapo-core and of the plugins are the same.
         """
-        return "verified" in self._history.kept
+        return bool(self._history.kept.get("verified"))
 
     @contextlib.contextmanager
     def untouched(self) -> Iterator[nn.Module]:
@@ -279,9 +279,7 @@ class Schedule:
 
     def mark_verified(self, passed: bool = True) -> None:
         """Record whether ``verify`` has passed; see ``is_verified``."""
-        self._history.kept.pop("verified", None)
-        if passed:
-            self._history.kept["verified"] = True
+        self._history.kept["verified"] = passed
 
     def apply_at(
         self,

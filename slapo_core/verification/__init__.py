@@ -153,6 +153,8 @@ def _verify_each(
     from slapo_core.verification.inputs import Inputs
     from slapo_core.verification.several import Outcome, Siblings, conclude
 
+    for one in schedules:
+        one.mark_verified(passed=False)  # whatever is raised from here on
     siblings = Siblings(schedules)
     found: dict[int, Outcome] = {}
     by_mesh: dict[Any, list[int]] = {}  # those with one declared mesh are verified in the same processes
@@ -172,7 +174,8 @@ def _verify_each(
             outcomes = check_in_processes(together, inputs, on_cpu, timeout=timeout)
         found.update(zip(numbers, outcomes, strict=True))
     for number, outcome in found.items():
-        schedules[number].mark_verified(isinstance(outcome, VerifyReport))
+        if isinstance(outcome, VerifyReport):
+            schedules[number].mark_verified()
     return conclude([found[number] for number in range(len(schedules))])
 
 

@@ -192,6 +192,7 @@ def test_the_program_of_slapo_tp_runs_on_two_ranks(clean: CleanEnvironment) -> N
     assert "Linear(in_features=64, out_features=128, bias=True)" in clean.python(*run)
 
 
+@pytest.mark.slow
 @pytest.mark.breadth
 def test_the_program_of_slapo_fusion_runs(clean: CleanEnvironment) -> None:
     printed = clean.script("fusion.py", program(ROOT / "plugins/slapo-fusion/README.md"))
@@ -199,6 +200,7 @@ def test_the_program_of_slapo_fusion_runs(clean: CleanEnvironment) -> None:
     assert "verified: Sequential with 10 steps agrees with the untouched model" in printed
 
 
+@pytest.mark.slow
 @pytest.mark.breadth
 def test_the_program_of_slapo_pipeline_runs(clean: CleanEnvironment) -> None:
     printed = clean.script("pipeline.py", program(ROOT / "plugins/slapo-pipeline/README.md"))

@@ -148,6 +148,7 @@ def test_mypy_rejects_what_slapo_rejects(world: World) -> None:
     assert world.mypy("rejected.py", REJECTED) == COMPLAINTS
 
 
+@pytest.mark.slow
 @pytest.mark.breadth
 def test_stubs_work_with_an_ordinary_installation_too(tmp_path: Path) -> None:
     made = World(tmp_path)

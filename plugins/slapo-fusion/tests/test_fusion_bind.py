@@ -93,6 +93,7 @@ def test_a_kernel_in_the_place_of_a_forward(step: Bind) -> None:
     assert "forward" not in sch.model[1].__dict__
 
 
+@pytest.mark.slow
 @pytest.mark.breadth
 def test_cpp_source_is_built_and_bound_with_its_backward(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, message: Messages

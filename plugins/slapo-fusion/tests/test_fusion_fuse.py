@@ -202,6 +202,7 @@ def test_a_match_across_layers_is_found_from_the_root() -> None:
     slapo.verify(sch, x)
 
 
+@pytest.mark.slow
 @pytest.mark.breadth
 def test_inductor_draws_the_same_dropout_as_the_untouched_model(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch

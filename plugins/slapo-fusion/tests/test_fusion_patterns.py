@@ -23,18 +23,18 @@ REPLACED = ("fusion.sdpa", "fusion.rms_norm", "fusion.gelu", "fusion.gelu_tanh")
 class Model(nn.Module):
     """A root, so that the module below is one like others, and a parameter that every output depends on."""
 
-    def __init__(self, function: Any) -> None:
+    def __init__(self, function: Any, shape: torch.Size) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.op = Written(function)
-        self.shift = nn.Parameter(torch.zeros(1))
+        self.shift = nn.Parameter(torch.zeros(shape))  # of one element: a sum that cancels, and rounds as much
 
     def forward(self, first: Tensor, *others: Tensor) -> Any:
         return self.op(first + self.shift, *others)
 
 
 def traced(function: Any, inputs: tuple[Tensor, ...]) -> slapo.Schedule:
-    sch = slapo.create_schedule(Model(function), example_inputs=inputs)
+    sch = slapo.create_schedule(Model(function, inputs[0].shape[1:]), example_inputs=inputs)
     sch["op"].trace(flatten=True)
     return sch
 

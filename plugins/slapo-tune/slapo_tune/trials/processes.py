@@ -21,7 +21,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 _TRACKER = "multiprocessing.resource_tracker"
 _GROUPS = "/sys/fs/cgroup"
-_PATIENCE = 8.0  # seconds for what gives back shared memory by itself when its owners are gone
+_PATIENCE = 60.0  # seconds for what gives back shared memory when its owners are gone, and may just be starting
 
 
 def adopt_orphans() -> None:
@@ -65,7 +65,7 @@ def end_all(keep: Collection[int], *, patience: float = 10.0) -> tuple[list[str]
     trackers_until = time.monotonic() + _PATIENCE
     while True:
         left = [process for process in psutil.Process().children(recursive=True) if process.pid not in keep]
-        left = [process for process in left if _is_alive(process)]
+        left = [process for process in left if _is_alive(process) and not _is_tracker_of(process, keep)]
         _reap(keep)
         if not left or time.monotonic() > deadline:
             break
@@ -74,7 +74,7 @@ def end_all(keep: Collection[int], *, patience: float = 10.0) -> tuple[list[str]
             command = _command(process)
             pids.add(process.pid)
             if _TRACKER in command and time.monotonic() < trackers_until:
-                waits = True
+                waits, deadline = True, time.monotonic() + patience
                 continue
             killed.setdefault(process.pid, command)
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -102,6 +102,13 @@ def _is_alive(process: psutil.Process) -> bool:
         return bool(process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
+
+
+def _is_tracker_of(process: psutil.Process, keep: Collection[int]) -> bool:
+    """Whether it gives back the shared memory of a process that stays."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.ppid() in keep and _TRACKER in _command(process)
+    return False
 
 
 def _command(process: psutil.Process) -> str:
