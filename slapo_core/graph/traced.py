@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +27,6 @@ from slapo_core.graph.refusals import refusal
 from slapo_core.graph.rewriting.actions import Action, Outline, Replacement, as_before
 from slapo_core.graph.rewriting.matching import applied, by_pattern, rewrite_of
 from slapo_core.graph.rewriting.rewrite import Rewrite
-from slapo_core.graph.rewriting.swallowing import swallowed_problem
 from slapo_core.graph.session import buffers_kept, refusing_changes
 from slapo_core.graph.sharing import Pool, exact_form, structure
 from slapo_core.graph.variant import Variant
@@ -79,6 +79,7 @@ class TracedForward:
         self.plans: list[Plan] = []
         self.has_dropped = False  # a variant, for one of another form
         self.recorded_anew = 0  # because an attribute or a global name had another value
+        self._first: Variant | None = None
         self.example: tuple[Any, ...] | None = None  # values of the parameters, without values of tensors
 
     @property
@@ -116,34 +117,51 @@ class TracedForward:
         self.variant(module, values)
         self.example = without_values(FakeMode(), values)
 
-    def follow(self, module: nn.Module) -> None:
+    def follow(self, module: nn.Module) -> tuple[str, ...]:
         """Record again what steps have changed at modules below, with all that was done to the graph repeated.
 
         Where the forward cannot run (between two steps that belong together, say) nothing is recorded: the next call
         will, or another step before.
 
+        Returns:
+            paths of modules that the graph calls no more since it was rewritten.
+
         Raises:
             TraceError: the graph would be another one, in which what was done to this one cannot be repeated.
         """
-        if self.example is None or any(plan.modules_of(module) is not None for plan in self.plans):
-            return
-        base = self
-        while base.beneath is not None:
-            base = base.beneath
-        try:
-            base.variant(module, self.example)
-        except TraceError:
-            return
-        self.variant(module, self.example)
+        self.look(module)
+        if self.example is not None and not self._holds(module):
+            base = self
+            with contextlib.ExitStack() as before:
+                while base.beneath is not None:
+                    assert base.rewrite is not None
+                    before.enter_context(as_before(base.rewrite.action, module))
+                    base = base.beneath
+                try:
+                    base.variant(module, self.example)
+                except TraceError:
+                    return self.swallowed
+            self._first = self.variant(module, self.example)
+        return self.swallowed
+
+    def look(self, module: nn.Module) -> None:
+        """Have a variant that was recorded of the module as it is now stand for all, if there is one."""
+        if not self._holds(module):
+            alike = (variant for variant in self.variants if variant.plan.modules_of(module) is not None)
+            self._first = next(alike, self._first)
+
+    def _holds(self, module: nn.Module) -> bool:
+        first = self.first
+        return first is None or first.plan.modules_of(module) is not None
 
     @property
     def first(self) -> Variant | None:
-        """The variant that stands for all of them: the one recorded first; None after a copy through pickle."""
-        return next(iter(self.variants), None)
+        """The variant that stands for all of them: patterns are found there; None after a copy through pickle."""
+        return self._first if self._first is not None else next(iter(self.variants), None)
 
     @property
     def variants(self) -> list[Variant]:
-        """All recorded for calls; the first stands for all of them: patterns are found there."""
+        """All that were recorded for calls."""
         return [variant for alike in self.specializations.values() for variant in alike]
 
     def __str__(self) -> str:
@@ -166,8 +184,7 @@ class TracedForward:
             values: of the forward's parameters, in their order.
 
         Raises:
-            TraceError: what is needed cannot be recorded.
-            GuardError: a module that a rewrite took out was changed.
+            TraceError: what is needed cannot be recorded, or what was done to the graph cannot be repeated there.
         """
         number, plan, modules = self._plan(module)
         key = (
@@ -195,14 +212,6 @@ class TracedForward:
             return self._specialized(module, values, plan, key, changed)
         if not torch.compiler.is_compiling():
             found.used = next(_CLOCK)
-        problem = swallowed_problem(module, found.swallowed)
-        if problem is not None:
-            raise GuardError(
-                f"the graph of {self._where} does not call it any more since it was rewritten, and {problem}: that "
-                "would have no effect",
-                path=self.path,
-                hint="change the module first, and rewrite then",
-            )
         return found
 
     # -- rewriting ---------------------------------------------------------------------------------------------
@@ -231,7 +240,7 @@ class TracedForward:
 
     @property
     def swallowed(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(path for variant in self.variants for path, _ in variant.swallowed))
+        return self.first.swallowed if self.first is not None else ()
 
     @property
     def node_names(self) -> frozenset[str]:
@@ -258,10 +267,16 @@ class TracedForward:
         made = TracedForward(self.forward, self.tracer, self.leaves, path=self.path, beneath=self, rewrite=rewrite)
         made.plans = self.plans  # the same list: a form of a call has the same key in both
         made.example = self.example
-        for variant_key, alike in self.specializations.items():
-            for variant in alike:
-                again = made._repeated(variant, module, variant.plan, first=not made.variants)
-                made.specializations.setdefault(variant_key, []).append(again)
+        first = self.first
+        with as_before(rewrite.action, module):
+            present = [variant for variant in self.variants if variant.plan.modules_of(module) is not None]
+        again = {}
+        for key, alike in self.specializations.items():
+            for variant in sorted(alike, key=lambda each: each is not first):
+                if variant is first or variant in present:  # the others are recorded again if they are called
+                    again[variant] = made._repeated(variant, module, variant.plan, first=variant is first)
+                    made.specializations.setdefault(key, []).append(again[variant])
+        made._first = again.get(first) if first is not None else None
         return made
 
     def _repeated(self, variant: Variant, module: nn.Module, plan: Plan, *, first: bool = False) -> Variant:
@@ -310,7 +325,8 @@ class TracedForward:
 
     def _drop_one(self) -> None:
         """Let go of the least recently used variant."""
-        dropped = min(self.variants[1:], key=lambda variant: variant.used)
+        others = [variant for variant in self.variants if variant is not self.first]
+        dropped = min(others, key=lambda variant: variant.used)
         for key, alike in list(self.specializations.items()):
             alike[:] = [variant for variant in alike if variant is not dropped]
             if not alike:

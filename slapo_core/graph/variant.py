@@ -13,7 +13,6 @@ from slapo_core.graph.code import compiled
 from slapo_core.graph.guards import Checks
 from slapo_core.graph.leaves import is_changed
 from slapo_core.graph.plan import Plan
-from slapo_core.graph.rewriting.swallowing import Swallowed
 from slapo_core.spec.tracer import Flag, Recorded
 
 __all__ = ["Variant"]
@@ -34,7 +33,7 @@ class Variant:
         recorded: Recorded,
         plan: Plan,
         surroundings: tuple[Flag, ...] = (),
-        swallowed: tuple[Swallowed, ...] = (),
+        swallowed: tuple[str, ...] = (),
     ) -> None:
         self.recorded, self.plan, self.surroundings, self.swallowed = recorded, plan, surroundings, swallowed
         self.checks = Checks((*recorded.flags, *surroundings), plan.index)

@@ -144,6 +144,7 @@ class PartsBack:
 
         merged = module.get_submodule(self.child)
         slots = [module.get_submodule(path)._parameters for path in self.paths]
+        before = [dict(slot) for slot in slots]
         try:
             for name in self.names:
                 whole = merged._parameters[name]
@@ -154,8 +155,8 @@ class PartsBack:
                     slot[name] = nn.Parameter(value, requires_grad=whole.requires_grad)
             yield
         finally:
-            for slot in slots:
-                slot.update(dict.fromkeys(self.names))
+            for slot, own in zip(slots, before, strict=True):
+                slot.update(own)
 
 
 def tensor_violations(parts: Parts) -> Iterator[Violation]:

@@ -78,8 +78,16 @@ class Graph(Protocol):
 
     def __str__(self) -> str: ...
 
-    def follow(self, module: nn.Module) -> None:
+    def look(self, module: nn.Module) -> None:
+        """Have what was recorded of the module as it is now stand for all variants, if there is such a recording."""
+        ...
+
+    def follow(self, module: nn.Module) -> tuple[str, ...]:
         """Record again what steps have changed at modules below the traced one.
+
+        Returns:
+            paths, relative to the traced module, of modules that the graph called before it was rewritten, and calls
+            no more. Their parameters may be in use; what is put around their calls has no effect.
 
         Raises:
             TraceError: what was done to the graph cannot be repeated then.
@@ -87,16 +95,8 @@ class Graph(Protocol):
         ...
 
     @property
-    def swallowed(self) -> tuple[str, ...]:
-        """Paths, relative to the traced module, of modules that it called before it was rewritten, and calls no more.
-
-        Their parameters may be in use; what is put around their calls has no effect.
-        """
-        ...
-
-    @property
     def node_names(self) -> frozenset[str]:
-        """Of the variant that was recorded first, which matches are named after."""
+        """Of the variant that stands for all, which matches are named after."""
         ...
 
     def outlined(

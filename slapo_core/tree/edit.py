@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 
 __all__ = ["TreeEdit"]
 
+_OF_CALLS = (AddHook, WrapForward, SetGraph, ReplaceModule)
+"""Edits that are noticed where a module is called, and nowhere else."""
+
 
 class TreeEdit:
     """The implementation of :class:`slapo_core.spec.edit.Edit`.
@@ -252,26 +255,37 @@ class TreeEdit:
         """Have the graphs above what was changed since edit ``first`` recorded again.
 
         Raises:
-            ApplyError: one of them was rewritten, and that cannot be repeated; not where tensors were changed too:
-                another step will follow, such as the collective of a split layer.
+            ApplyError: one of them was rewritten, and that cannot be repeated, or it calls the module no more; not
+                where tensors were changed too: another step will follow, such as the collective of a split layer.
         """
-        above = {path.rpartition(".")[0]: None for path in self._paths[first:] if path}
-        changed = any(isinstance(entry, SetTensor) for entry in self.entries[first:])
-        for path in above:
+        is_waiting = any(isinstance(entry, SetTensor) for entry in self.entries[first:])
+        done = zip(self._paths[first:], self.entries[first:], strict=True)
+        for path, is_call in dict.fromkeys((path, isinstance(entry, _OF_CALLS)) for path, entry in done):
             names = path.split(".") if path else []
-            for depth in range(len(names), -1, -1):
-                place = ".".join(names[:depth])
-                module = self._tree.index.modules.get(place)
+            for depth in range(len(names) - 1, -1, -1):
+                above, below = ".".join(names[:depth]), ".".join(names[depth:])
+                module = self._tree.index.modules.get(above)
                 graph = self._tree.calls.graph(module) if module is not None else None
-                if graph is None:
+                if module is None or graph is None:
                     continue
+                where = f"'{above}'" if above else "the root"
                 try:
-                    graph.follow(module)
+                    uncalled = graph.follow(module)
                 except TraceError as error:
-                    if changed:
+                    if is_waiting:
                         continue
-                    hint = "make this step first, and rewrite then"
-                    raise ApplyError(error.message, path=error.path, hint=hint) from error
+                    raise ApplyError(
+                        f"'{path}' is part of what was rewritten in the graph of {where}: {error.message}",
+                        path=path,
+                        hint="change the module first, and rewrite then",
+                    ) from error
+                if is_call and any(f"{below}.".startswith(f"{each}.") for each in uncalled):
+                    raise ApplyError(
+                        f"'{path}' is called no more since the graph of {where} was rewritten, and what is put around "
+                        "its calls would have no effect",
+                        path=path,
+                        hint="change the module first, and rewrite then",
+                    )
 
     def _keep_hooks(self, node: NodeProtocol, name: str, old: torch.Tensor | None, new: torch.Tensor | None) -> None:
         """Refuse to lose the hooks that the user registered on ``old``: a tensor of its shape takes them over."""

@@ -92,7 +92,10 @@ class TreeNode:
 
     @property
     def graph(self) -> Graph | None:
-        return self._tree.calls.graph(self.module)
+        graph = self._tree.calls.graph(self.module)
+        if graph is not None:
+            graph.look(self.module)
+        return graph
 
     @property
     def mesh(self) -> Mesh | None:

@@ -15,7 +15,7 @@ from slapo_core.graph.rewriting.calls import NamedCall, target_for
 from slapo_core.graph.effects import Effects, is_inert
 from slapo_core.graph.rewriting.placing import CannotPlace
 from slapo_core.graph.rewriting.region import take_out
-from slapo_core.graph.rewriting.swallowing import Swallowed, refuse_changed, settings_of
+from slapo_core.graph.rewriting.swallowing import refuse_changed, settings_of
 from slapo_core.spec.tracer import Flag
 
 __all__ = ["Action", "NewCall", "Outline", "Place", "Replacement", "as_before"]
@@ -60,7 +60,7 @@ class NewCall:
     then: Callable[..., Any] | None = None
     results: tuple[fx.Node, ...] | None = None
     flags: tuple[Flag, ...] = ()
-    swallowed: tuple[Swallowed, ...] = ()
+    swallowed: tuple[str, ...] = ()
 
 
 class Action(Protocol):

@@ -15,7 +15,6 @@ from slapo_core.graph.rewriting.adapting import given_by
 from slapo_core.graph.rewriting.placing import CannotPlace
 from slapo_core.graph.rewriting.region import Read
 from slapo_core.graph.rewriting.rewrite import Rewrite, rewritten
-from slapo_core.graph.rewriting.swallowing import Swallowed
 from slapo_core.spec.graph import Match
 from slapo_core.spec.tracer import Recorded
 
@@ -89,7 +88,7 @@ def rewrite_of(
 
 def applied(
     rewrite: Rewrite, recorded: Recorded, module: nn.Module, where: str, path: str, *, first: bool
-) -> tuple[Recorded, tuple[Swallowed, ...]]:
+) -> tuple[Recorded, tuple[str, ...]]:
     """The graph of one variant, rewritten.
 
     Args:

@@ -34,14 +34,14 @@ class TakenOut:
         region: the function; identical regions are one object.
         operands: what it is called with, by position.
         flags: attributes of modules that became a part of its code.
-        swallowed: modules that are called no more, as (path, class).
+        swallowed: paths of modules that are called no more.
         draws: whether it may draw random numbers.
     """
 
     region: Callable[..., Any]
     operands: tuple[fx.Node | Read, ...]
     flags: tuple[Flag, ...]
-    swallowed: tuple[tuple[str, type[nn.Module]], ...]
+    swallowed: tuple[str, ...]
     draws: bool
 
 
@@ -108,7 +108,7 @@ class _Writer:
         self.steps: list[_Step] = []
         self.positions: dict[fx.Node, _Position] = {}
         self.flags: list[Flag] = []
-        self.swallowed: list[tuple[str, type[nn.Module]]] = []
+        self.swallowed: list[str] = []
 
     def slot(self, operand: fx.Node | Read) -> _Slot:
         if operand not in self.slots:
@@ -143,7 +143,7 @@ class _Writer:
                 return self.use(Read(f"{path}.{value.name}"))
             return given[0] if value is INPUT else value
 
-        self.swallowed.append((path, type(below)))
+        self.swallowed.append(path)
         self.flags += settings_of([node], self.module)
         named = {name: here(value) for name, value in form.kwargs.items()}
         if "training" in named:  # the graph may be of another mode than the module is in now

@@ -13,7 +13,6 @@ from slapo_core.graph.rewriting.actions import Action, NewCall, Place
 from slapo_core.graph.effects import Effects
 from slapo_core.graph.rewriting.placing import CannotPlace, nodes_after
 from slapo_core.graph.rewriting.region import Read
-from slapo_core.graph.rewriting.swallowing import Swallowed
 from slapo_core.spec.tracer import Recorded, check
 
 __all__ = ["Rewrite", "rewritten"]
@@ -40,7 +39,7 @@ class Rewrite:
 
 def rewritten(
     recorded: Recorded, module: nn.Module, places: Sequence[Place], action: Action
-) -> tuple[Recorded, tuple[Swallowed, ...]]:
+) -> tuple[Recorded, tuple[str, ...]]:
     """A new graph in which ``action`` has come in each of ``places``; and what is called no more.
 
     Raises:
@@ -50,7 +49,7 @@ def rewritten(
     twins: dict[fx.Node, fx.Node] = {}
     graph.graph_copy(recorded.graph, twins)
     _copy_output(recorded.graph, graph, twins)
-    flags, swallowed = list(recorded.flags), list[Swallowed]()
+    flags, swallowed = list(recorded.flags), list[str]()
     for place in places:
         call = _rewrite_one(graph, module, _moved(place, twins), action, twins)
         flags += [flag for flag in call.flags if flag not in flags]

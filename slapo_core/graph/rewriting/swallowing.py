@@ -12,14 +12,11 @@ from slapo_core.graph.rewriting.placing import CannotPlace
 from slapo_core.graph.structure import is_plain
 from slapo_core.spec.tracer import Flag
 
-__all__ = ["Swallowed", "refuse_changed", "settings_of", "swallowed_problem"]
-
-Swallowed = tuple[str, type[nn.Module]]
-"""Path relative to the traced module, and the class that stood there."""
+__all__ = ["refuse_changed", "settings_of"]
 
 
-def refuse_changed(nodes: Sequence[fx.Node], module: nn.Module) -> Iterator[Swallowed]:
-    """The modules that ``nodes`` call.
+def refuse_changed(nodes: Sequence[fx.Node], module: nn.Module) -> Iterator[str]:
+    """The paths of the modules that ``nodes`` call.
 
     Raises:
         CannotPlace: one of them, or one below it, has hooks or another forward than its class's.
@@ -36,7 +33,7 @@ def refuse_changed(nodes: Sequence[fx.Node], module: nn.Module) -> Iterator[Swal
                     f"'{node}' calls '{place}', which has hooks or a forward of its own, and would be called no more",
                     "rewrite first, change the module then; or match what lies around it",
                 )
-        yield path, type(called)
+        yield path
 
 
 def settings_of(nodes: Sequence[fx.Node], module: nn.Module) -> tuple[Flag, ...]:
@@ -56,13 +53,3 @@ def settings_of(nodes: Sequence[fx.Node], module: nn.Module) -> tuple[Flag, ...]
                     found.append(Flag(tuple(path.split(".")), name, fingerprint(value)))
     return tuple(found)
 
-
-def swallowed_problem(module: nn.Module, swallowed: Sequence[Swallowed]) -> str | None:
-    """What has been done to a module that is called no more, and has no effect; None if nothing."""
-    for path, cls in swallowed:
-        below = module.get_submodule(path)
-        if type(below) is not cls:
-            return f"'{path}' was a {cls.__name__} and is a {type(below).__name__} now"
-        if is_changed(below):
-            return f"'{path}' got hooks, or another forward"
-    return None
