@@ -11,7 +11,7 @@ import math
 import operator
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx, nn
@@ -225,12 +225,12 @@ class Effects:
 
     def _tried(self, node: fx.Node) -> Seen | None:
         """What a function does that a rewrite has put there: seen on tensors without values, like those it gets."""
-        observer = Observer()
+        observer, target = Observer(), cast("Callable[..., Any]", node.target)
         with FakeTensorMode():
             try:
                 args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), self._example)
                 with observer:
-                    out = node.target(*args, **kwargs)
+                    out = target(*args, **kwargs)
             except Exception:  # noqa: BLE001 - not known what it gets
                 return None
             return observer.seen(args, kwargs, out)

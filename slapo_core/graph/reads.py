@@ -24,7 +24,7 @@ from slapo_core.graph.sizes import is_symbolic
 from slapo_core.graph.structure import Opaque
 from slapo_core.spec.tracer import Flag, Location, Untraceable
 
-__all__ = ["AttributeReads", "GlobalNames"]
+__all__ = ["AttributeReads", "GlobalNames", "Place"]
 
 Place = tuple[str, ...]
 _DEPTH = 4
@@ -61,6 +61,17 @@ class AttributeReads:
         self._spied: dict[type, dict[str, Any]] = {}
         self._recorded: set[Place] = set()
         self._is_known = True
+        self._logs: list[dict[tuple[Place, str], None]] = []
+
+    @contextlib.contextmanager
+    def logged(self) -> Iterator[dict[tuple[Place, str], None]]:
+        """What is read while this lasts, by place and name, also where it was read before."""
+        log: dict[tuple[Place, str], None] = {}
+        self._logs.append(log)
+        try:
+            yield log
+        finally:
+            self._logs.remove(log)
 
     @property
     def seen(self) -> tuple[Flag, ...]:
@@ -76,19 +87,21 @@ class AttributeReads:
         return tuple(Flag(path, name, expected) for (path, name), expected in self._found.items())
 
     @contextlib.contextmanager
-    def watching(self, root: nn.Module, leaves: LeafRule) -> Iterator[None]:
+    def watching(self, root: nn.Module, leaves: LeafRule) -> Iterator[Callable[[], bool]]:
         """Watch ``root``, all modules below, and plain objects that are read from them; what they set is taken back.
+
+        Gives a function that says whether all attributes are still as they were.
 
         Raises:
             Untraceable: recorded code changed what is in an attribute.
         """
         inlined = inlined_modules(root, leaves)
         self._recorded = set(map(_place, inlined))
-        with attributes_kept(root, inlined.values(), lambda problem: Untraceable(problem, self._line)):
+        with attributes_kept(root, inlined.values(), lambda problem: Untraceable(problem, self._line)) as is_unchanged:
             try:
                 for path, module in walk(root):  # a module that is there twice is known by its first path
                     self._watch(module, _place(path))
-                yield
+                yield is_unchanged
             finally:
                 for cls, own in self._spied.items():
                     for name in _SPIES:
@@ -143,6 +156,9 @@ class AttributeReads:
         path = self._places.get(id(this))
         if path is None or (isinstance(this, nn.Module) and name in _OF_EVERY_MODULE):
             return
+        if self._logs and not isinstance(getattr(type(this), name, None), property):  # it reads what it is made of
+            for log in self._logs:
+                log[path, name] = None
         if not self._is_paused():
             self._by_code.add((path, name))
         if hasattr(found, "__dict__") and not isinstance(found, _NO_HOLDERS):
@@ -165,6 +181,10 @@ class AttributeReads:
         path = self._places.get(id(this))
         if path is None:
             return
+        own = object.__getattribute__(this, "__dict__")
+        if not any(name in own.get(table, ()) for table in ("_parameters", "_buffers", "_modules")):
+            for log in self._logs:
+                log[path, name] = None
         if not self._is_paused():
             self._by_code.add((path, name))
         if (path, name) in self._found:

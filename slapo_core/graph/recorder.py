@@ -14,6 +14,7 @@ from torch._subclasses import FakeTensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.overrides import TorchFunctionMode
 
+from slapo_core.graph.alike import AlikeCalls
 from slapo_core.graph.effects import Observer
 from slapo_core.graph.leaves import is_predefined
 from slapo_core.graph.pieces import guard_pieces, guard_structure
@@ -56,13 +57,12 @@ class Recorder(TorchFunctionMode):
         memory_of: gives the fake tensor whose memory stands for that of a real one; None: each has its own.
     """
 
-    def __init__(
-        self, recording: Recording, memory_of: Callable[[torch.Tensor], torch.Tensor] | None = None
-    ) -> None:
+    def __init__(self, recording: Recording, memory_of: Callable[[torch.Tensor], torch.Tensor] | None = None) -> None:
         super().__init__()
         self._memory_of = memory_of
         self.recording = recording
         self.regions = Regions(recording)
+        self.alike: AlikeCalls | None = None
         self._is_paused, self._thread = False, threading.get_ident()
 
     @property
@@ -98,13 +98,15 @@ class Recorder(TorchFunctionMode):
         self, path: str, call: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run a module below the recorded one, and write it down as one call."""
+        is_observed = is_predefined(module)
+        alike = None if is_observed else self.alike
         return self._record(
-            functools.partial(call, module),
+            functools.partial(call, module) if alike is None else functools.partial(alike.call, call, path, module),
             args,
             kwargs,
             lambda: self.recording.call_module(path, args, kwargs),
             may_vary=True,
-            is_observed=is_predefined(module),
+            is_observed=is_observed,
         )
 
     def _record(

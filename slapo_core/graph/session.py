@@ -172,8 +172,10 @@ def put_back(container: Any, before: Any) -> bool:
 @contextlib.contextmanager
 def attributes_kept(
     root: nn.Module, recorded: Collection[nn.Module], refuse: Callable[[str], Exception]
-) -> Iterator[None]:
+) -> Iterator[Callable[[], bool]]:
     """Put back, at the end, what was changed meanwhile: attributes, and lists, dictionaries and objects in them.
+
+    Gives a function that says whether nothing has changed so far.
 
     Args:
         root: the modules below it too.
@@ -186,7 +188,7 @@ def attributes_kept(
         _hold(module.__dict__, f"self.{path}" if path else "self", id(module) in own, held)
     completed = False
     try:
-        yield
+        yield lambda: all(is_unchanged(value, before) for _, value, before, _ in held.values())
         completed = True
     finally:
         changed = [name for name, value, before, is_own in held.values() if put_back(value, before) and is_own]

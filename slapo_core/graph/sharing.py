@@ -16,6 +16,7 @@ from slapo_core.spec.tracer import Recorded
 
 __all__ = ["Pool", "exact_form", "is_pure", "structure"]
 
+
 class Pool:
     """The recordings of several traced modules, to be asked before another one is made.
 

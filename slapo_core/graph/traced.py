@@ -268,15 +268,17 @@ class TracedForward:
         made.plans = self.plans  # the same list: a form of a call has the same key in both
         made.example = self.example
         first = self.first
+        if first is not None:
+            made._first = made._repeated(first, module, first.plan, first=True)
         with as_before(rewrite.action, module):
-            present = [variant for variant in self.variants if variant.plan.modules_of(module) is not None]
-        again = {}
-        for key, alike in self.specializations.items():
-            for variant in sorted(alike, key=lambda each: each is not first):
-                if variant is first or variant in present:  # the others are recorded again if they are called
-                    again[variant] = made._repeated(variant, module, variant.plan, first=variant is first)
-                    made.specializations.setdefault(key, []).append(again[variant])
-        made._first = again.get(first) if first is not None else None
+            alike = [variant for variant in self.variants if variant.plan.modules_of(module) is not None]
+        for key, variants in self.specializations.items():
+            for variant in variants:
+                if variant in alike:  # the others are recorded again if they are called
+                    again = made._first if variant is first else None
+                    again = again or made._repeated(variant, module, variant.plan)
+                    if again.plan.modules_of(module) is not None:  # without a child that came with the rewrite
+                        made.specializations.setdefault(key, []).append(again)
         return made
 
     def _repeated(self, variant: Variant, module: nn.Module, plan: Plan, *, first: bool = False) -> Variant:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from slapo_core.graph.alike import AlikeCalls
 from slapo_core.graph.arguments import call_of
 from slapo_core.graph.fake import FakeMode, home_of, with_own_values, without_values
 from slapo_core.graph.functions import autograd_functions, checkpointing_refused
@@ -105,12 +106,14 @@ def record(
             given[name] = recording.give(value, recording.graph.placeholder(name))
         args, kwargs = call_of(signature, given)
         with (
-            reads.watching(module, leaves),
+            reads.watching(module, leaves) as is_unchanged,
             module_calls(recorder, leaves),
             autograd_functions(recorder),
             checkpointing_refused(recorder),
             recorder,
         ):
+            if fake and notes is not None:
+                recorder.alike = AlikeCalls(reads, notes, is_unchanged)
             out = forward(module, *args, **kwargs)
         if generators() != drawn:
             raise Untraceable("draws random numbers that are not torch's", first_line(forward), _RANDOM)

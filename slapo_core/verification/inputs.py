@@ -37,17 +37,10 @@ class Batch:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What the model is called with; see :meth:`of`.
-
-    Args:
-        args: positional.
-        kwargs: by keyword.
-        is_variant: made here of what the user gave.
-    """
+    """What the model is called with; see :meth:`of`."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
-    is_variant: bool = False
 
     @classmethod
     def of(cls, value: Any) -> Inputs:
@@ -109,8 +102,7 @@ class Inputs:
         optional = self._optional(model)
         if not optional:
             return [(called, larger)], []
-        kept = {name: value for name, value in larger.kwargs.items() if name not in optional}
-        fewer = Inputs(larger.args, kept, is_variant=True)
+        fewer = Inputs(larger.args, {name: value for name, value in larger.kwargs.items() if name not in optional})
         return [(f"{called} without {' and '.join(optional)}", fewer), (called, larger)], []
 
     def of_one(self) -> tuple[str, Inputs] | None:
@@ -146,8 +138,7 @@ class Inputs:
                 return leaf
             return change(leaf.detach()).requires_grad_(leaf.requires_grad)
 
-        args, kwargs = pytree.tree_map(changed, self.args), pytree.tree_map(changed, dict(self.kwargs))
-        return Inputs(args, kwargs, is_variant=True)
+        return Inputs(pytree.tree_map(changed, self.args), pytree.tree_map(changed, dict(self.kwargs)))
 
     def _optional(self, model: nn.Module) -> list[str]:
         """Tensors given by keyword, beside the first argument, that the model's forward has a default for."""

@@ -178,9 +178,8 @@ def _evaluation(course: Course, seen: Observation) -> None:
 
 def _batches(course: Course, seen: Observation) -> None:
     outputs: dict[str, Any] = {}
-    whole = Caller(course.model)  # stages are made anew for each form: only the user's are worth it
     for called, batch in course.conditions.more_batches:
-        ran = forward_backward(whole if batch.is_variant else course.caller, batch, course.conditions)
+        ran = course.forward_backward(batch)
         outputs.update({f"{name} for {called}": value for name, value in ran.items()})
     seen.values["batch output"] = outputs
     seen.values["batch gradient"] = _gradients(course.model)

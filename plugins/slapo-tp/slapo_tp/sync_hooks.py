@@ -157,7 +157,7 @@ class GradientHook:
         done: list[tuple[Tensor, Tensor]] = []
 
         def communicate(tensor: Tensor) -> Tensor:
-            # While a graph is made, whether a gradient is asked for is not looked at: it would hold for one answer only.
+            # While a graph is made, nobody looks whether a gradient is asked for: it would hold for one answer only.
             if not (tensor.is_floating_point() if has_torch_function_unary(tensor) else tensor.requires_grad):
                 return tensor
             for before, after in done:  # attention may get one tensor as query, key and value

@@ -10,9 +10,9 @@ from typing import Any, Protocol
 
 from torch import fx, nn
 
+from slapo_core.graph.effects import Effects, is_inert
 from slapo_core.graph.rewriting.adapting import adapted
 from slapo_core.graph.rewriting.calls import NamedCall, target_for
-from slapo_core.graph.effects import Effects, is_inert
 from slapo_core.graph.rewriting.placing import CannotPlace
 from slapo_core.graph.rewriting.region import take_out
 from slapo_core.graph.rewriting.swallowing import refuse_changed, settings_of

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import fx, nn
 
-from slapo_core.graph.rewriting.actions import Action, NewCall, Place
 from slapo_core.graph.effects import Effects
+from slapo_core.graph.rewriting.actions import Action, NewCall, Place
 from slapo_core.graph.rewriting.placing import CannotPlace, nodes_after
 from slapo_core.graph.rewriting.region import Read
 from slapo_core.spec.tracer import Recorded, check

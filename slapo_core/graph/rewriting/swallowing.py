@@ -52,4 +52,3 @@ def settings_of(nodes: Sequence[fx.Node], module: nn.Module) -> tuple[Flag, ...]
                 if not name.startswith("_") and name != "training" and is_plain(value):
                     found.append(Flag(tuple(path.split(".")), name, fingerprint(value)))
     return tuple(found)
-
