@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import operator
 import random
 import sys
 import types
@@ -152,12 +153,13 @@ def is_unchanged(container: Any, before: Any) -> bool:
     """Whether a list, dictionary or set holds the same objects, in the same order, as its copy ``before``."""
     if len(container) != len(before):
         return False
+    if not before:
+        return True
     if isinstance(container, set):
         return bool(container == before)
-    if isinstance(container, dict):
-        pairs = zip(container.items(), before.items(), strict=True)
-        return all(key is other and item is old for (key, item), (other, old) in pairs)
-    return all(one is other for one, other in zip(container, before, strict=True))
+    if isinstance(container, dict) and not all(map(operator.is_, container.values(), before.values())):
+        return False
+    return all(map(operator.is_, container, before))
 
 
 def put_back(container: Any, before: Any) -> bool:

@@ -146,9 +146,9 @@ def load_pattern(registry: Registry, name: str) -> Any:
 
 def _collect(node: TreeNode, traced: dict[str, TreeNode], untraced: dict[str, None]) -> None:
     """Sort the modules at and below ``node`` into those with a graph, and the topmost that no graph covers."""
-    if node.graph is not None:
+    if node.is_traced:
         traced.setdefault(node.path, node)
-    below = {each.path: each for each in node.walk() if each.graph is not None}
+    below = {each.path: each for each in node.walk() if each.is_traced}
     traced.update({path: each for path, each in below.items() if path not in traced})
     _note_untraced(node, set(traced), untraced)
 

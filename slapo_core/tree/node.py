@@ -91,6 +91,11 @@ class TreeNode:
         return self._tree.calls.hooks(self.module)
 
     @property
+    def is_traced(self) -> bool:
+        """Whether a static graph runs as its forward."""
+        return self._tree.calls.graph(self.module) is not None
+
+    @property
     def graph(self) -> Graph | None:
         graph = self._tree.calls.graph(self.module)
         if graph is not None:
