@@ -140,7 +140,7 @@ class TracedForward:
                 try:
                     base.variant(module, self.example)
                 except TraceError:
-                    return self.swallowed
+                    return ()
             self._first = self.variant(module, self.example)
         return self.swallowed
 
