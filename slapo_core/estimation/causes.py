@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from slapo_core.estimation.place import At, Place
+from slapo_core.graph.recorder import is_recording
 from slapo_core.tree.forward import ModuleForward
 from slapo_core.tree.journal import AddHook, AddModule, ReplaceModule, WrapForward
 
@@ -79,15 +80,27 @@ def _modules(model: nn.Module, entries: list[tuple[Record, Entry]], place: Place
             place.came_by(module, came[id(module)])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Hook:
-    """A hook that says whose it is while it runs."""
+    """A hook that says whose it is while it runs; to a graph that was recorded with it, the hook itself."""
 
     place: Place
     at: At
     function: Callable[..., Any]
 
+    @property
+    def slapo_is_inlined(self) -> bool:
+        return getattr(self.function, "slapo_is_inlined", False)
+
+    def __eq__(self, other: object) -> bool:
+        return bool(self.function == (other.function if isinstance(other, _Hook) else other))
+
+    def __hash__(self) -> int:
+        return hash(self.function)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if is_recording():  # what a graph holds is no call of the model
+            return self.function(*args, **kwargs)
         return self.place.run(self.at, self.function, *args, **kwargs)
 
 

@@ -25,7 +25,7 @@ from slapo_core.graph.structure import concrete
 from slapo_core.graph.targets import query_of, writes_to_first
 from slapo_core.spec.tracer import Untraceable
 
-__all__ = ["NeedsValues", "Recorder"]
+__all__ = ["NeedsValues", "Recorder", "is_recording"]
 
 _SWITCHES = (torch._C._set_grad_enabled,)
 """Seen through the state that they change."""
@@ -157,3 +157,8 @@ class Recorder(TorchFunctionMode):
             yield
         finally:
             self._is_paused = before
+
+
+def is_recording() -> bool:
+    """Whether what runs now is written down."""
+    return any(isinstance(mode, Recorder) for mode in torch.overrides._get_current_function_mode_stack())

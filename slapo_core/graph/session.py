@@ -20,7 +20,7 @@ from torch import nn
 from torch.overrides import _pop_mode, _push_mode
 from torch.utils._device import DeviceContext
 
-from slapo_core.graph.leaves import walk
+from slapo_core.graph.leaves import HOOKS, walk
 from slapo_core.graph.location import first_line
 from slapo_core.graph.structure import Opaque, children
 from slapo_core.spec.tracer import Untraceable
@@ -204,6 +204,8 @@ def _hold(value: Any, name: str, is_own: bool, held: dict[int, tuple[str, Any, A
         return
     before = dict(value) if isinstance(value, dict) else value.copy()  # a class of its own may not be made so
     held[id(value)] = (name, value, before, is_own)
+    if name.rpartition(".")[2] in HOOKS:  # what a hook holds is not the model's
+        return
     for key, part in value.items() if isinstance(value, dict) else enumerate(value):
         if isinstance(part, _CONTAINERS):
             _hold(part, _below(name, key), is_own, held)
