@@ -35,21 +35,22 @@ class Plan:
             if path
         ]
         self._root = (type(root), len(root._modules))
-        self._below: list[tuple[int, str, Any]] = []
+        self._leaves = leaves
+        self._below: list[tuple[int, str, str, bool | None]] = []
         where = dict(index)
         for path, module in root.named_modules(remove_duplicate=False):
             if path not in where:
                 where[path] = len(where)
-                is_called = _parent(path) in index  # of those further below nobody looks at what is around
-                steps = around(module) if is_called and is_changed(module) else None
-                self._below.append((where[_parent(path)], _name(path), steps if is_called else _UNSEEN))
+                was_changed = is_changed(module) if _parent(path) in index else None  # None: it lies below a call
+                self._below.append((where[_parent(path)], _name(path), path, was_changed))
         self.index = index
         self._ties = _ties([module for _, module in _in_order(root, where)])
 
     def modules_of(self, root: nn.Module) -> list[nn.Module] | None:
         """Those whose code is part of the graph, in the order of :attr:`paths`, and all others below them.
 
-        None if another plan is needed: a module was replaced, put in, taken out, hooked, or its forward changed.
+        None if another plan is needed: a module was replaced, put in or taken out; or one that is part of the graph
+        was hooked or got another forward, or one that was called would be looked into now.
         """
         found = [root]
         if self._root != (type(root), len(root._modules)):
@@ -61,10 +62,12 @@ class Plan:
             if _differs(module, steps):
                 return None
             found.append(module)
-        for parent, name, steps in self._below:
+        for parent, name, path, was_changed in self._below:
             module = found[parent]._modules.get(name)
-            if module is None or (steps is not _UNSEEN and _differs(module, steps)):
+            if module is None:
                 return None
+            if was_changed is not None and (was_changed or is_changed(module)) and not self._leaves(module, path):
+                return None  # it would be looked into now
             found.append(module)
         for (here, table, name), (there, other_table, other_name) in self._ties:
             one = found[here] if not table else found[here].__dict__[table].get(name)
@@ -79,9 +82,6 @@ def _differs(module: nn.Module, steps: Any) -> bool:
     if steps is None:
         return is_changed(module)
     return not is_changed(module) or around(module) != steps
-
-
-_UNSEEN = ()
 
 
 def _in_order(root: nn.Module, where: dict[str, int]) -> list[tuple[str, nn.Module]]:

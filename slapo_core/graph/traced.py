@@ -18,7 +18,7 @@ from slapo_core.graph import regions
 from slapo_core.graph.arguments import MISSING, Parameters, forms
 from slapo_core.graph.fake import FakeMode, without_values
 from slapo_core.graph.guards import describe, fingerprint
-from slapo_core.graph.leaves import Leaves
+from slapo_core.graph.leaves import Leaves, is_changed
 from slapo_core.graph.patching import PATCHING
 from slapo_core.graph.plan import Plan
 from slapo_core.graph.printing import printed
@@ -185,6 +185,7 @@ class TracedForward:
 
         Raises:
             TraceError: what is needed cannot be recorded, or what was done to the graph cannot be repeated there.
+            GuardError: a module that a rewrite took out was hooked.
         """
         number, plan, modules = self._plan(module)
         key = (
@@ -212,6 +213,14 @@ class TracedForward:
             return self._specialized(module, values, plan, key, changed)
         if not torch.compiler.is_compiling():
             found.used = next(_CLOCK)
+        hooked = next((path for path in found.swallowed if is_changed(module.get_submodule(path))), None)
+        if hooked is not None:
+            raise GuardError(
+                f"the graph of {self._where} does not call it any more since it was rewritten, and '{hooked}' got "
+                "hooks, or another forward: that would have no effect",
+                path=self.path,
+                hint="change the module first, and rewrite then",
+            )
         return found
 
     # -- rewriting ---------------------------------------------------------------------------------------------

@@ -123,6 +123,7 @@ RESERVED_NAMES: frozenset[str] = frozenset(
         "example_call",
         "find",
         "graph",
+        "is_traced",
         "layout",
         "mesh",
         "module",

@@ -207,7 +207,7 @@ def test_what_looks_into_values_is_recorded_for_each_copy(recorded: list[Any]) -
 def test_verify_records_a_cut_model_once_for_each_form(recorded: list[Any]) -> None:
     schedule = cut_schedule(Model(), ["first", "second"])
     slapo.verify(schedule, CALL)
-    assert len(recorded) == 4, "in float64 in both modes and with the gradient of x, and in its own type"
+    assert len(recorded) == 6, "in float64 in both modes, with the gradient of x, for two more sizes; in its own type"
 
 
 def test_torch_finds_calls_with_parameters_among_those_that_it_knows() -> None:
