@@ -34,15 +34,20 @@ class Leaves:
         """Whether ``module``, which lies at ``path`` below the traced one, is called as it is.
 
         One that is hooked, or whose forward was wrapped or set, is called: what runs around it stays in force. Only
-        what steps put there that a graph can hold is looked into (``slapo_is_inlined``).
+        what steps put there that a graph can hold is looked into (``slapo_is_inlined``). So is a module that says
+        ``slapo_stays_a_call``, as one that a step puts there does if its forward sets attributes.
         """
         if not self.flatten:
             return True
         if is_changed(module):
             if not all(getattr(part, "slapo_is_inlined", False) for part in _parts(module)):
                 return True
-        elif is_predefined(module):
+        elif is_predefined(module) or getattr(module, "slapo_stays_a_call", False):
             return True
+        return self.is_named(module, path)
+
+    def is_named(self, module: nn.Module, path: str) -> bool:
+        """Whether one of the patterns names ``module``, which lies at ``path`` below the traced one."""
         names = (path, type(module).__name__, f"{type(module).__module__}.{type(module).__qualname__}")
         return any(
             isinstance(module, pattern)

@@ -36,13 +36,13 @@ class Plan:
         ]
         self._root = (type(root), len(root._modules))
         self._leaves = leaves
-        self._below: list[tuple[int, str, str, bool | None]] = []
+        self._below: list[tuple[int, str, str, tuple[type[nn.Module], bool] | None]] = []
         where = dict(index)
         for path, module in root.named_modules(remove_duplicate=False):
             if path not in where:
                 where[path] = len(where)
-                was_changed = is_changed(module) if _parent(path) in index else None  # None: it lies below a call
-                self._below.append((where[_parent(path)], _name(path), path, was_changed))
+                was = (type(module), is_changed(module)) if _parent(path) in index else None  # None: below a call
+                self._below.append((where[_parent(path)], _name(path), path, was))
         self.index = index
         self._ties = _ties([module for _, module in _in_order(root, where)])
 
@@ -62,11 +62,12 @@ class Plan:
             if _differs(module, steps):
                 return None
             found.append(module)
-        for parent, name, path, was_changed in self._below:
+        for parent, name, path, was in self._below:
             module = found[parent]._modules.get(name)
             if module is None:
                 return None
-            if was_changed is not None and (was_changed or is_changed(module)) and not self._leaves(module, path):
+            is_new = was is not None and (was[1] or type(module) is not was[0] or is_changed(module))
+            if is_new and not self._leaves(module, path):
                 return None  # it would be looked into now
             found.append(module)
         for (here, table, name), (there, other_table, other_name) in self._ties:

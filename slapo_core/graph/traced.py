@@ -7,30 +7,32 @@ import itertools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch._compile import _disable_dynamo
 
-from slapo_core.errors import ApplyError, GuardError, TraceError
+from slapo_core.errors import ApplyError, ArgumentError, GuardError, TraceError
 from slapo_core.graph import regions
 from slapo_core.graph.arguments import MISSING, Parameters, forms
 from slapo_core.graph.fake import FakeMode, without_values
 from slapo_core.graph.guards import describe, fingerprint
-from slapo_core.graph.leaves import Leaves, is_changed
+from slapo_core.graph.leaves import Leaves, is_changed, is_predefined
 from slapo_core.graph.patching import PATCHING
 from slapo_core.graph.plan import Plan
 from slapo_core.graph.printing import printed
 from slapo_core.graph.reads import GlobalNames
 from slapo_core.graph.refusals import refusal
 from slapo_core.graph.rewriting.actions import Action, Outline, Replacement, as_before
-from slapo_core.graph.rewriting.matching import applied, by_pattern, rewrite_of
+from slapo_core.graph.rewriting.matching import applied, by_pattern, places_of, rewrite_of
 from slapo_core.graph.rewriting.rewrite import Rewrite
 from slapo_core.graph.session import buffers_kept, refusing_changes
 from slapo_core.graph.sharing import Pool, exact_form, structure
 from slapo_core.graph.variant import Variant
 from slapo_core.spec.tracer import Flag, GuardViolation, Tracer
+from slapo_core.tree.forward import ModuleForward
 
 if TYPE_CHECKING:
     from slapo_core.spec.graph import Match, Region
@@ -143,6 +145,62 @@ class TracedForward:
                     return ()
             self._first = self.variant(module, self.example)
         return self.swallowed
+
+    def opened(
+        self, below: str, child: nn.Module, call: Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]
+    ) -> TracedForward | None:
+        """A graph for a module below, which becomes a call: for what is wrapped around one whose code was recorded.
+
+        Args:
+            below: its path, relative to the traced module.
+            child: the module.
+            call: gives what it is called with.
+
+        Returns:
+            its graph, to run within the wrappers; None if its code is not recorded here, or cannot be.
+        """
+        first = self.first
+        if first is None or not self.leaves.flatten or is_predefined(child) or self.leaves.is_named(child, below):
+            return None
+        path = f"{self.path}.{below}" if self.path else below
+        made = TracedForward(ModuleForward.of(child).bottom, self.tracer, Leaves(flatten=True), path=path)
+        try:
+            made.record(child, call())
+        except (ArgumentError, TraceError):
+            return None
+        return made
+
+    def parted(
+        self, module: nn.Module, inner: TracedForward, child: nn.Module
+    ) -> tuple[TracedForward, TracedForward] | None:
+        """This graph without what ``inner`` holds, and ``inner``, with every rewrite repeated where its matches lie.
+
+        Args:
+            module: the traced one.
+            inner: of :meth:`opened`.
+            child: the module of ``inner``, which is a call now.
+
+        Returns:
+            both; None where a rewrite cannot be repeated so.
+        """
+        base = self
+        while base.beneath is not None:
+            base = base.beneath
+        outer = TracedForward(base.forward, self.tracer, self.leaves, path=self.path, pool=base.pool)
+        graphs = [(outer, module), (inner, child)]
+        try:
+            if self.example is None:
+                return None
+            outer.variant(module, self.example)
+            outer.example = self.example
+            for rewrite in self.rewrites:
+                graphs = [
+                    (graph._with(part, below) if part is not None else graph, below)
+                    for part, (graph, below) in zip(_shared_out(rewrite, graphs), graphs, strict=True)
+                ]
+        except (ApplyError, TraceError):
+            return None
+        return graphs[0][0], graphs[1][0]
 
     def look(self, module: nn.Module) -> None:
         """Have a variant that was recorded of the module as it is now stand for all, if there is one."""
@@ -390,3 +448,28 @@ class TracedForward:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)  # type: ignore[misc]
+
+
+def _shared_out(rewrite: Rewrite, graphs: Sequence[tuple[TracedForward, nn.Module]]) -> list[Rewrite | None]:
+    """A rewrite of all matches of a pattern as one for each of the graphs among which they are now.
+
+    Raises:
+        TraceError: they are others than they were.
+    """
+    counts = []
+    for graph, module in graphs:
+        assert graph.first is not None
+        counts.append(len(places_of(rewrite.pattern, graph.first.recorded, module)[0]))
+    is_whole = len(rewrite.indices) == rewrite.total and len(set(rewrite.captured)) == 1
+    if sum(counts) != rewrite.total or not (is_whole or counts[0] == rewrite.total):
+        raise TraceError(f"the rewrite '{rewrite.action.name}' cannot be repeated")
+    if isinstance(getattr(rewrite.action, "new", None), str) and counts[0] != rewrite.total:
+        raise TraceError(f"'{rewrite.action.name}' is a module of the graph around it")
+    return [
+        rewrite
+        if count == rewrite.total
+        else replace(rewrite, indices=tuple(range(count)), total=count, captured=rewrite.captured[:count])
+        if count
+        else None
+        for count in counts
+    ]

@@ -59,7 +59,9 @@ class RecordTracer(Tracer):
             try:
                 with fork_rng():
                     return contextvars.Context().run(record, module, forward, real, leaves, fake=False)
-            except (NeedsValues, RuntimeError, NotImplementedError):
+            except Untraceable:
+                raise
+            except Exception:  # noqa: BLE001 - whatever it is: a compiler's own, where it is asked to run in a recording
                 raise fake_error from None
 
 

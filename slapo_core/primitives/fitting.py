@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from slapo_core.spec.edit import goes_around, wrappers_around
 from slapo_core.spec.node import Node
 from slapo_core.spec.violation import Violation
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from slapo_core.spec.edit import HookKind
     from slapo_core.spec.layout import Layout
 
-__all__ = ["TensorPlan", "hooks_to_carry", "lost_changes", "signature_mismatches"]
+__all__ = ["TensorPlan", "hooks_to_carry", "lost_changes", "signature_mismatches", "wrappers_to_carry"]
 
 
 class TensorPlan:
@@ -121,9 +122,12 @@ def lost_changes(node: Node, new: nn.Module) -> Iterator[Violation]:
         below = node[name] if name else node
         place = ".".join(filter(None, (node.path, name)))
         by = f"by {' and '.join(map(str, below.records)) or 'a step at another module'}"
-        if below.wrappers or "forward" in module.__dict__:
+        forward = module.__dict__.get("forward")
+        stays = not name and below.wrappers and all(map(goes_around, below.wrappers)) and below.graph is None
+        if (below.wrappers or forward is not None) and not (stays and not getattr(forward, "has_own", False)):
+            who = by if below.wrappers or below.graph is not None else _OUTSIDE
             yield Violation(
-                f"the forward of '{place}' was changed {by if below.wrappers else _OUTSIDE}, and that would be lost",
+                f"the forward of '{place}' was changed {who}, and that would be lost",
                 "replace first, change then",
             )
         registered = [hook for table in _HOOK_TABLES.values() for hook in getattr(module, table).values()]
@@ -199,6 +203,11 @@ def hooks_to_carry(node: Node, new: nn.Module) -> Iterator[tuple[HookKind, Calla
                 function = _with_kwargs(function, has_kwargs, 2 if kind == "forward_pre" else 3)
             yield kind, function, True
         yield from ((kind, function, False) for function in inactive)
+
+
+def wrappers_to_carry(node: Node, new: nn.Module) -> tuple[tuple[Callable[..., Any], bool], ...]:
+    """What goes around the forward of ``new`` too, innermost first, and whether it is active; as for hooks."""
+    return () if any(module is node.module for module in new.modules()) else wrappers_around(node)
 
 
 def _with_kwargs(function: Callable[..., Any], has_kwargs: bool, position: int) -> Callable[..., Any]:

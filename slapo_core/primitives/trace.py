@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from slapo_core.errors import TraceError
-from slapo_core.spec.edit import Edit
+from slapo_core.errors import PathError, SlapoError, TraceError
+from slapo_core.spec.edit import Edit, goes_around
 from slapo_core.spec.equivalence import Equivalence
 from slapo_core.spec.node import Node
 from slapo_core.spec.primitive import Primitive
+from slapo_core.spec.record import Record
+from slapo_core.spec.tracer import Untraceable
 from slapo_core.spec.violation import Violation
+
+if TYPE_CHECKING:
+    from slapo_core.graph.traced import TracedForward
 
 __all__ = ["Trace"]
 
@@ -24,13 +30,15 @@ class Trace(Primitive):
     tensors without values, and the torch calls it makes become the graph; calls of child modules stay calls. Sizes stay
     symbolic: the graph runs at other batch sizes and lengths. What the recorded code decided on of a size is checked at
     every call, and refused where it is not so. Training and evaluation, another pattern of arguments (None, types), and
-    another value of an attribute or global name that the code read are recorded anew when they are first met.
+    another value of an attribute or global name that the code read are recorded anew when they are first met. Between
+    the steps of a split, where the module cannot run, the graph is that of before the split, and follows after it.
 
     Args:
         leaves: with ``flatten``: modules that stay calls, by class, name of the class, path relative to the node, or
             glob over either; one of them, or several.
         flatten: whether child modules become part of the graph, all but those of ``torch.nn``, and but those that are
-            hooked, or whose forward steps have changed.
+            hooked, or whose forward steps have changed. Around which steps only put something (``checkpoint``,
+            ``compile``, ``fork_rng``), those get graphs of their own, in which patterns are found as well.
         tracer: the name of a tracer: ``"record"``, or a plugin's.
         example_inputs: what the module is called with: a mapping (keyword arguments), a tuple (positional ones), or one
             argument. None takes what it gets when the whole untouched model runs on the schedule's example inputs.
@@ -89,15 +97,35 @@ class Trace(Primitive):
         try:
             graph.record(node.module, call)
         except TraceError as error:
-            if self.example_inputs is not None or not _is_changed(node):
+            if self.example_inputs is not None or not _changes(node):
                 raise
+            if _is_between_steps(node, error) and _recorded_before(graph, node, call):
+                self._set(node, edit, graph)
+                edit.note("it cannot run between the steps of a split: recorded as before them, and anew after them")
+                return
             raise TraceError(
                 error.message,
                 path=error.path,
                 hint=f"steps have changed {node.path!r}, and the example call is that of the untouched model; "
                 f"trace(example_inputs=...) with what it is called with now; or: {error.hint}",
             ) from error
+        self._set(node, edit, graph)
+
+    def _set(self, node: Node, edit: Edit, graph: TracedForward) -> None:
+        """Have the graph run; what steps wrapped below, and so stays a call, runs its own within the wrappers."""
         edit.set_graph(node, graph)
+        closed = ""
+        for below in node.walk() if self.flatten else ():
+            if below.path == node.path or (closed and below.path.startswith(f"{closed}.")):
+                continue
+            if below.graph is not None:
+                closed = below.path
+            elif below.wrappers and all(map(goes_around, below.wrappers)):
+                relative = below.path.removeprefix(f"{node.path}.") if node.path else below.path
+                inner = graph.opened(relative, below.module, below.example_call)
+                if inner is not None:
+                    edit.set_graph(below, inner)
+                closed = below.path
 
     def postconditions(self, node: Node) -> Iterator[Violation]:
         if node.graph is None:
@@ -116,14 +144,35 @@ class Trace(Primitive):
         return node.example_call()
 
 
-def _is_changed(node: Node) -> bool:
-    """Whether steps were applied at the module, around it, or below."""
+def _is_between_steps(node: Node, error: TraceError) -> bool:
+    """Whether the forward fails where something is split: the rest of the split may be still to come."""
+    if isinstance(error.__cause__, (Untraceable, SlapoError)):
+        return False  # the recording was refused; it is not that the forward raises
+    return any(
+        below.layout(name).is_sharded
+        for below in node.walk()
+        for name, tensor in (*below.parameters.items(), *below.buffers.items())
+        if tensor is not None
+    )
+
+
+def _recorded_before(graph: Any, node: Node, call: tuple[tuple[Any, ...], dict[str, Any]]) -> bool:
+    """Record the module as it was when it last could run; the graph follows as soon as it can again."""
+    for before in sorted({record.index - 1 for record in _changes(node)}, reverse=True):
+        with contextlib.suppress(TraceError, PathError), node.untouched(to=before) as module:
+            graph.record(module, call)
+            return True
+    return False
+
+
+def _changes(node: Node) -> list[Record]:
+    """The steps at the module, around it, and below."""
+    found = list(node.records_below())
     here: Node | None = node
     while here is not None:
-        if here.records:
-            return True
+        found += here.records
         here = here.parent
-    return bool(node.records_below())
+    return found
 
 
 def _graphs_of_peers(node: Node) -> Iterator[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from slapo_core.spec.node import Node
     from slapo_core.spec.primitive import Primitive
 
-__all__ = ["Edit", "Forward", "HookKind"]
+__all__ = ["Edit", "Forward", "HookKind", "goes_around", "wrappers_around"]
 
 HookKind = Literal["forward_pre", "forward", "full_backward_pre", "full_backward"]
 Forward = Callable[..., Any]
@@ -129,7 +130,9 @@ class Edit(Protocol):
         """
         ...
 
-    def wrap_forward(self, node: Node, wrapper: Callable[[Forward], Forward], *, active: bool = True) -> None:
+    def wrap_forward(
+        self, node: Node, wrapper: Callable[[Forward], Forward], *, active: bool = True, inside: bool = False
+    ) -> None:
         """Replace the module's forward ``f`` by ``wrapper(f)``; both take the module first.
 
         Args:
@@ -138,6 +141,7 @@ class Edit(Protocol):
                 to a particular module, so that a deep copy of the model runs on itself.
             active: False where it has nothing to do, as for a hook: it is recorded, and ``node.wrappers`` gives it, but
                 it is not called and the forward stays.
+            inside: within the wrappers that are there, and not around them.
         """
         ...
 
@@ -165,3 +169,19 @@ class Edit(Protocol):
     def note(self, text: str) -> None:
         """Say why nothing was changed, e.g. ``"mesh_dim 'tp' has one rank"``; shown by ``explain``."""
         ...
+
+
+def goes_around(wrapper: Callable[..., Any]) -> bool:
+    """Whether a wrapper runs the forward that it is given, whatever that computes: it fits around another one too.
+
+    Its function says so by ``slapo_goes_around = True``; what computes something itself (a kernel) does not.
+    """
+    while isinstance(wrapper, functools.partial):
+        wrapper = wrapper.func
+    return getattr(wrapper, "slapo_goes_around", False) is True
+
+
+def wrappers_around(node: Node) -> tuple[tuple[Callable[[Forward], Forward], bool], ...]:
+    """The wrappers that go with another module in the place of the node's, innermost first, and which are active."""
+    active: tuple[Any, ...] = getattr(node.module.__dict__.get("forward"), "wrappers", ())
+    return tuple((wrapper, any(wrapper is one for one in active)) for wrapper in node.wrappers if goes_around(wrapper))

@@ -94,6 +94,34 @@ class Graph(Protocol):
         """
         ...
 
+    def opened(
+        self, below: str, child: nn.Module, call: Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]
+    ) -> Graph | None:
+        """A graph for a module below whose code is part of this one, to run within what is put around it now.
+
+        Args:
+            below: its path, relative to the traced module.
+            child: the module.
+            call: gives what it is called with.
+
+        Returns:
+            its graph; None if its code is not part of this one, or cannot be recorded by itself.
+        """
+        ...
+
+    def parted(self, module: nn.Module, inner: Any, child: nn.Module) -> tuple[Graph, Graph] | None:
+        """This graph with a call in the place of a module's code, and ``inner``, both rewritten as this one is.
+
+        Args:
+            module: the traced one.
+            inner: of :meth:`opened`.
+            child: the module of ``inner``.
+
+        Returns:
+            both; None where a rewrite cannot be repeated so.
+        """
+        ...
+
     @property
     def node_names(self) -> frozenset[str]:
         """Of the variant that stands for all, which matches are named after."""

@@ -140,8 +140,11 @@ class Node(Protocol):
         """
         ...
 
-    def untouched(self) -> AbstractContextManager[nn.Module]:
+    def untouched(self, to: int = 0) -> AbstractContextManager[nn.Module]:
         """The module that stood here before the first step, for the duration of a ``with`` block: see Schedule.
+
+        Args:
+            to: or the one that stood here just after this many steps.
 
         Raises:
             PathError: a step brought the place.

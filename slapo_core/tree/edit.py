@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from slapo_core.errors import ApplyError, TraceError
+from slapo_core.spec.edit import goes_around
 from slapo_core.tree.gradient_hooks import gradient_hooks
 from slapo_core.tree.index import full_name
 from slapo_core.tree.journal import (
@@ -153,8 +154,15 @@ class TreeEdit:
     ) -> None:
         self._do(node, AddHook(self._tree.calls, node.module, kind, function, prepend, active))
 
-    def wrap_forward(self, node: NodeProtocol, wrapper: Callable[[Forward], Forward], *, active: bool = True) -> None:
-        self._do(node, WrapForward(self._tree.calls, node.module, wrapper, active))
+    def wrap_forward(
+        self,
+        node: NodeProtocol,
+        wrapper: Callable[[Forward], Forward],
+        *,
+        active: bool = True,
+        inside: bool = False,
+    ) -> None:
+        self._do(node, WrapForward(self._tree.calls, node.module, wrapper, active, inside))
 
     def set_graph(self, node: NodeProtocol, graph: Graph) -> None:
         self._do(node, SetGraph(self._tree.calls, node.module, graph))
@@ -258,6 +266,16 @@ class TreeEdit:
             ApplyError: one of them was rewritten, and that cannot be repeated, or it calls the module no more; not
                 where tensors were changed too: another step will follow, such as the collective of a split layer.
         """
+        wrapped = {
+            path
+            for path, entry in zip(self._paths[first:], self.entries[first:], strict=True)
+            if isinstance(entry, WrapForward) and entry.active and goes_around(entry.wrapper)
+        }
+        traced = {
+            path: entry.graph
+            for path, entry in zip(self._paths[first:], self.entries[first:], strict=True)
+            if isinstance(entry, SetGraph)
+        }
         is_waiting = any(isinstance(entry, SetTensor) for entry in self.entries[first:])
         done = zip(self._paths[first:], self.entries[first:], strict=True)
         for path, is_call in dict.fromkeys((path, isinstance(entry, _OF_CALLS)) for path, entry in done):
@@ -269,9 +287,15 @@ class TreeEdit:
                 if module is None or graph is None:
                     continue
                 where = f"'{above}'" if above else "the root"
+                opened = self._opened(graph, path, below) if path in wrapped else traced.get(path)
                 try:
                     uncalled = graph.follow(module)
                 except TraceError as error:
+                    parted = graph.parted(module, opened, self._tree.index.modules[path]) if opened else None
+                    if parted is not None:
+                        self.set_graph(self._tree.node(above), parted[0])
+                        self.set_graph(self._tree.node(path), parted[1])
+                        continue
                     if is_waiting:
                         continue
                     raise ApplyError(
@@ -286,6 +310,15 @@ class TreeEdit:
                         path=path,
                         hint="change the module first, and rewrite then",
                     )
+                if opened is not None and path in wrapped:
+                    self.set_graph(self._tree.node(path), opened)
+
+    def _opened(self, graph: Graph, path: str, below: str) -> Graph | None:
+        """A graph of its own for a module whose code is part of ``graph``, and that becomes a call."""
+        module = self._tree.index.modules.get(path)
+        if module is None or self._tree.calls.graph(module) is not None:
+            return None
+        return graph.opened(below, module, lambda: self._tree.owner.example_call_of(path))
 
     def _keep_hooks(self, node: NodeProtocol, name: str, old: torch.Tensor | None, new: torch.Tensor | None) -> None:
         """Refuse to lose the hooks that the user registered on ``old``: a tensor of its shape takes them over."""

@@ -113,9 +113,9 @@ class ModuleForward:
         """Whether the module's ``__dict__`` holds what this object left there, and not another forward of the user."""
         return self._module.__dict__.get("forward", _Nothing) is (self._own if self._is_idle else self)
 
-    def add(self, wrapping: Wrapping) -> None:
-        """Put ``wrapping`` around everything."""
-        self._change([*self._wrappings, wrapping], self._base)
+    def add(self, wrapping: Wrapping, *, inside: bool = False) -> None:
+        """Put ``wrapping`` around everything, or within everything that is around the base."""
+        self._change([wrapping, *self._wrappings] if inside else [*self._wrappings, wrapping], self._base)
 
     def remove(self, wrapping: Wrapping) -> None:
         """Take ``wrapping`` away, wherever it is; nothing happens if it is not here."""

@@ -145,12 +145,13 @@ class TreeNode:
         return self._tree.owner.example_call_of(self.path)
 
     @contextlib.contextmanager
-    def untouched(self) -> Iterator[nn.Module]:
-        with self._tree.owner.rewound(0) as model:
+    def untouched(self, to: int = 0) -> Iterator[nn.Module]:
+        with self._tree.owner.rewound(to) as model:
             try:
                 module = model.get_submodule(self.path)
             except AttributeError:
-                raise PathError(f"the untouched model has nothing at '{self.path}'", path=self.path) from None
+                what = f"the model after step {to}" if to else "the untouched model"
+                raise PathError(f"{what} has nothing at '{self.path}'", path=self.path) from None
             yield module
 
     def plugin(self, kind: str, name: str) -> Any:

@@ -105,6 +105,9 @@ def compiled(forward: Forward, *, backend: Backend, where: str, fullgraph: bool,
     return Compiled(forward, backend, where=where, fullgraph=fullgraph, dynamic=dynamic)
 
 
+compiled.slapo_goes_around = True  # type: ignore[attr-defined]
+
+
 def _is_compiling(wrapper: Callable[..., Any]) -> bool:
     return isinstance(wrapper, functools.partial) and wrapper.func is compiled
 

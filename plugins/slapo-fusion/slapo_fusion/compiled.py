@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import fx
 
 from slapo_core import ApplyError
@@ -58,6 +59,8 @@ class Backend:
             return made  # type: ignore[no-any-return]
         if callable(self.backend):
             return self.backend(graph, inputs, **({"options": dict(self.options)} if self.options else {}))
+        if self.backend == "eager":
+            _keep_random_states(graph)
         return torch._dynamo.lookup_backend(self.backend)(graph, inputs, **dict(self.options))
 
     @property
@@ -148,6 +151,24 @@ def backend_problem(backend: Backend) -> tuple[str, str] | None:
         if name not in names:
             return f"inductor has no option '{name}'", "torch._inductor.list_options() lists them"
     return None
+
+
+def _keep_random_states(graph: fx.GraphModule) -> None:
+    """Draw the same numbers again in what is checkpointed: torch leaves that to AOTAutograd, which is not run here."""
+    tagged = torch.ops.higher_order.tag_activation_checkpoint
+    for below in graph.modules():
+        if isinstance(below, fx.GraphModule):
+            for node in below.graph.nodes:
+                if node.target is tagged:
+                    node.target = _checkpointed
+            below.recompile()
+
+
+def _checkpointed(region: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    tagged: Any = torch.ops.higher_order.tag_activation_checkpoint
+    options, own = tagged.divide_kwargs(kwargs)
+    options["use_reentrant"] = False
+    return torch.utils.checkpoint.checkpoint(region, *args, **options, **own)
 
 
 def _kept(graph: fx.GraphModule) -> fx.GraphModule:

@@ -89,6 +89,9 @@ def captured(forward: Forward, *, path: str, warmup: int, most_shapes: int) -> F
     return Captured(forward, path=path, warmup=warmup, most_shapes=most_shapes)
 
 
+captured.slapo_goes_around = True  # type: ignore[attr-defined]
+
+
 def _is_captured(wrapper: Callable[..., object]) -> bool:
     return isinstance(wrapper, functools.partial) and wrapper.func is captured
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from slapo_core import Edit, Equivalence, Node, Primitive, Violation
+from slapo_core.spec.edit import wrappers_around
 from slapo_fusion.replacing import carry_hooks, steps_hooks, users_changes
 
 if TYPE_CHECKING:
@@ -64,14 +65,14 @@ class Decompose(Primitive):
                 "its weight is split on its input axis, and nothing sums the ranks' outputs yet",
                 'write sync("fwd_post", "all_reduce") before',
             )
-        if node.graph is not None or len(node.wrappers) > row_split:
+        if node.graph is not None or len(node.wrappers) > row_split + len(wrappers_around(node)):
             by = next((str(record) for record in reversed(node.records) if record.effects), "a step")
             yield Violation(f"its forward was changed, by {by}, and that would be lost", "decompose before that step")
 
     def apply(self, node: Node, edit: Edit) -> None:
         from slapo_fusion.decomposed import decomposed
 
-        hooks = steps_hooks(node)
+        hooks, wrappers = steps_hooks(node), wrappers_around(node)
         new = decomposed(
             node.module,
             before=tuple(function for kind, function, is_active in hooks if kind == "forward_pre" and is_active),
@@ -80,6 +81,8 @@ class Decompose(Primitive):
         )
         edit.replace_module(node, new)
         carry_hooks(tuple((kind, function, False) for kind, function, is_active in hooks if not is_active), node, edit)
+        for wrapper, is_active in wrappers:
+            edit.wrap_forward(node, wrapper, active=is_active)
 
     def postconditions(self, node: Node) -> Iterator[Violation]:
         from slapo_fusion.decomposed import KINDS

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from slapo_core import Edit, Equivalence, Node, Primitive, Violation
+from slapo_core.spec.edit import wrappers_around
 from slapo_fusion.replacing import carry_hooks, steps_hooks, users_changes
 
 if TYPE_CHECKING:
@@ -71,9 +72,11 @@ class Quantize(Primitive):
 
     def apply(self, node: Node, edit: Edit) -> None:
         for below in _linears(node):
-            hooks = steps_hooks(below)
+            hooks, wrappers = steps_hooks(below), wrappers_around(below)
             edit.replace_module(below, self._rounding(below.module))
             carry_hooks(hooks, below, edit)
+            for wrapper, is_active in wrappers:
+                edit.wrap_forward(below, wrapper, active=is_active)
 
     def postconditions(self, node: Node) -> Iterator[Violation]:
         left = _linears(node)
@@ -90,7 +93,7 @@ class Quantize(Primitive):
                 f"{where} has {module.in_features} input features, not divisible into groups of {self.group_size}",
                 "choose a group_size that divides them",
             )
-        if node.wrappers or node.graph is not None:
+        if len(node.wrappers) > len(wrappers_around(node)) or node.graph is not None:
             yield Violation(f"the forward of {where} was changed, which would be lost", "quantise before that step")
         yield from users_changes(node, "quantize")
 
@@ -108,13 +111,15 @@ class Quantize(Primitive):
             activation = IntxFakeQuantizeConfig(types[self.activation], "per_token", is_symmetric=False)
         new = FakeQuantizedLinear.from_linear(module, activation_config=activation, weight_config=weight)
         new._parameters.update(module._parameters)  # on the meta device too, where torchao makes its own
+        new.slapo_stays_a_call = True  # its forward keeps the scales of the last call
         return new.train(module.training)
 
 
 def _linears(node: Node) -> list[Node]:
     from torch import nn
 
-    return [below for below in node.walk() if type(below.module) is nn.Linear]
+    found = [below for below in node.walk() if type(below.module) is nn.Linear]
+    return [below for below in found if below.module._parameters["weight"] is not None]  # not merged into another
 
 
 def slapo_cases() -> list[Case]:

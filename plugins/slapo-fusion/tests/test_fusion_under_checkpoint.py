@@ -8,6 +8,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import slapo_core as slapo
+from slapo_core.primitives.checkpoint import checkpoints
+from slapo_core.spec.edit import goes_around
 
 
 class Block(nn.Module):
@@ -31,3 +33,20 @@ def test_a_region_at_the_end_of_what_is_checkpointed(compiler: str) -> None:
     sch["*"].checkpoint()
     model(x).sum().backward()
     slapo.verify(sch)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_what_is_checkpointed_inside_of_what_is_compiled_draws_the_same_again(backend: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(), Block()).train()
+    sch = slapo.create_schedule(model, example_inputs=torch.randn(2, 3, 8))
+    sch["0"].checkpoint().compile(backend=backend)
+    assert slapo.verify(sch, optimizer_steps=0).steps_verified == 2
+
+
+def test_a_whole_forward_goes_on_being_checkpointed_when_its_weight_is_split() -> None:
+    sch = slapo.create_schedule(Block(), mesh={"tp": 2}, example_inputs=torch.randn(2, 3, 8))
+    sch["inner"].checkpoint().shard("weight", axis=1)
+    first, second = sch["inner"].wrappers
+    assert checkpoints(sch["inner"])
+    assert (goes_around(first), goes_around(second)) == (False, True)

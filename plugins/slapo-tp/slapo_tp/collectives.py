@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, is_grad_enabled
-from torch._subclasses import FakeTensor
+from torch._guards import detect_fake_mode
 from torch.autograd import Function
 from torch.compiler import is_compiling
 from torch.overrides import handle_torch_function, has_torch_function_unary
@@ -142,7 +142,7 @@ class Collective:
 
 
 def _run(name: str, tensor: Tensor, group: RankGroup, axis: int) -> Tensor:
-    if group.name is None and (tensor.is_meta or isinstance(tensor, FakeTensor)):
+    if group.name is None and (tensor.is_meta or detect_fake_mode((tensor,)) is not None):  # a parameter is no fake one
         return _without_ranks(name, tensor, group.size, axis)
     if name == "all_reduce_" and tensor.is_contiguous():
         return _AllReduceInPlace.apply(tensor, group.running())

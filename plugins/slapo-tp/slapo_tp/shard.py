@@ -135,9 +135,9 @@ class Shard(Primitive):
         bias, role = own_tensor(node, "bias"), kind.role(axis)
         if role == "vocabulary":
             start = weight.shape[0] * (node.mesh.rank(self.mesh_dim) if node.mesh else 0)
-            edit.wrap_forward(node, look_up_own_rows(start, node.layout(name).shape[0]), active=active)
+            edit.wrap_forward(node, look_up_own_rows(start, node.layout(name).shape[0]), active=active, inside=True)
         elif role == "input" and bias is not None and kind.without_bias is not None:
-            edit.wrap_forward(node, leave_bias_out(kind.without_bias), active=active)
+            edit.wrap_forward(node, leave_bias_out(kind.without_bias), active=active, inside=True)
         elif (
             role == "output"
             and bias is not None

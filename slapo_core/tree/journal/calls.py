@@ -116,10 +116,18 @@ class WrapForward(Entry):
         module: whose forward it is.
         wrapper: makes the new forward of the present one.
         active: whether calls go through it.
+        inside: within the wrappers that are there.
     """
 
-    def __init__(self, calls: Calls, module: nn.Module, wrapper: Callable[[Forward], Forward], active: bool) -> None:
-        self.calls, self.module, self.wrapper, self.active = calls, module, wrapper, active
+    def __init__(
+        self,
+        calls: Calls,
+        module: nn.Module,
+        wrapper: Callable[[Forward], Forward],
+        active: bool,
+        inside: bool = False,
+    ) -> None:
+        self.calls, self.module, self.wrapper, self.active, self.inside = calls, module, wrapper, active, inside
         self.change = CallChange("wrapper", wrapper)
         self.wrapping = Wrapping(wrapper)
         self.forward: ModuleForward | None = None
@@ -130,8 +138,8 @@ class WrapForward(Entry):
             # A forward that the user set while this step was taken back is what the wrapper goes around now.
             if self.forward is None or (self.was_in_place and not self.forward.is_in_place):
                 self.forward = ModuleForward.of(self.module)
-            self.forward.add(self.wrapping)
-        self.calls.add(self.module, self.change)
+            self.forward.add(self.wrapping, inside=self.inside)
+        self.calls.add(self.module, self.change, first=self.inside)
 
     def undo(self) -> None:
         self.calls.remove(self.module, self.change)
