@@ -57,7 +57,7 @@ _SAMPLE = {
 }
 
 
-@pytest.mark.parametrize("order", itertools.permutations(("checkpoint", "trace", "fuse")), ids=", ".join)
+@pytest.mark.parametrize("order", list(itertools.permutations(("checkpoint", "trace", "fuse"))), ids=", ".join)
 def test_what_is_around_a_part_of_a_flat_graph_goes_around_a_graph_of_its_own(order: tuple[str, ...]) -> None:
     if order.index("fuse") < order.index("trace"):
         pytest.skip("there is no graph yet to find a pattern in")
