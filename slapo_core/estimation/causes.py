@@ -45,6 +45,12 @@ def name_causes(schedule: Schedule, place: Place) -> None:
         elif isinstance(entry, WrapForward):
             hooks.setdefault(id(entry.wrapper), {}).setdefault(record.path, str(record))
 
+    place.hooks = {
+        (record.path, entry.function): str(record)
+        for record, entry in reversed(entries)
+        if isinstance(entry, AddHook) and getattr(entry.function, "slapo_is_inlined", False)
+    }
+
     def cause(function: Any, module: nn.Module) -> str | None:
         known = hooks.get(id(function), {})
         return known.get(paths[id(module)], next(iter(known.values()), None))

@@ -64,6 +64,12 @@ def kernels_bert(layer: Any) -> None:
     layer.fuse("fusion.bias_dropout_add_norm", compiler="eager")
 
 
+def kernels_of_decomposed_bert(layer: Any) -> None:
+    for name in ("intermediate.dense", "attention.output.dense", "output.dense"):
+        layer[name].decompose()
+    kernels_bert(layer)
+
+
 def kernels_llama(layer: Any) -> None:
     layer.trace(flatten=True)
     layer.replace(match="fusion.sdpa")
@@ -72,6 +78,11 @@ def kernels_llama(layer: Any) -> None:
 
 FAMILIES: dict[str, tuple[Callable[[], nn.Module], str, dict[str, Callable[[Any], Any]]]] = {
     "bert": (bert, "bert.encoder.layer.0", {"tp": split_bert, "kernels": kernels_bert}),
+    "bert, decomposed": (
+        bert,
+        "bert.encoder.layer.0",
+        {"tp": split_bert, "kernels": kernels_of_decomposed_bert},
+    ),
     "llama": (llama, "model.layers.0", {"tp": split_llama, "kernels": kernels_llama}),
 }
 ORDERS = list(itertools.permutations(("tp", "kernels", "checkpoint")))
@@ -104,3 +115,28 @@ def test_every_order_is_verified_and_replayed(family: str, order: tuple[str, ...
     schedule.undo(to=0)
     assert "forward" not in schedule[path].module.__dict__
     assert schedule.records == ()
+
+
+@pytest.mark.ranks
+def test_estimate_attributes_collectives_of_graphs_to_the_modules_and_steps_they_came_from() -> None:
+    make, path, steps = FAMILIES["bert"]
+    found = []
+    for order in (("tp",), ("kernels", "tp")):
+        schedule = slapo.create_schedule(make(), mesh={"tp": 2}, example_inputs=BATCH)
+        for each in order:
+            steps[each](schedule[path])
+        collectives = slapo.estimate(schedule, BATCH).kinds[0].collectives
+        found.append(
+            [
+                (one.module, one.phase, one.bytes, one.record.partition(" ")[2].partition(" at")[0])
+                for one in collectives
+            ]
+        )
+    assert found[0] == found[1]
+    assert [module.removeprefix(f"{path}.") for module, *_ in found[1]] == [
+        "attention.output.dense",
+        "output.dense",
+        "intermediate.dense",
+        "attention.self",
+    ]
+    assert all("all_reduce" in record for *_, record in found[1])

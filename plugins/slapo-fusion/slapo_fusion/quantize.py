@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from slapo_core import Edit, Equivalence, Node, Primitive, Violation
-from slapo_fusion.replacing import carry_hooks, steps_hooks, users_changes
+from slapo_fusion.replacing import StepsChanges, users_changes
 
 if TYPE_CHECKING:
     from torch import nn
@@ -71,9 +71,9 @@ class Quantize(Primitive):
 
     def apply(self, node: Node, edit: Edit) -> None:
         for below in _linears(node):
-            hooks = steps_hooks(below)
+            changes = StepsChanges.at(below)
             edit.replace_module(below, self._rounding(below.module))
-            carry_hooks(hooks, below, edit)
+            changes.carry(below, edit)
 
     def postconditions(self, node: Node) -> Iterator[Violation]:
         left = _linears(node)

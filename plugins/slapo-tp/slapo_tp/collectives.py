@@ -22,7 +22,7 @@ shapes, so that a schedule can be traced there. Source: the conjugate operators 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ from torch.compiler import is_compiling
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from slapo_core import Mesh, MeshError
+from slapo_core.spec.watching import Origin, run_from
 
 __all__ = ["Collective", "RankGroup", "all_gather", "all_reduce", "copy", "gather_sum", "reduce_scatter", "split"]
 
@@ -126,11 +127,13 @@ class Collective:
         name: of one of the functions above; ``"all_reduce_"`` overwrites its tensor.
         group: the ranks.
         axis: to gather or scatter.
+        origin: the hook that communicates.
     """
 
     name: str
     group: RankGroup
     axis: int = 0
+    origin: Origin | None = None
     slapo_is_observed = True
 
     def __post_init__(self) -> None:
@@ -138,7 +141,11 @@ class Collective:
         object.__setattr__(self, "__qualname__", self.name)
 
     def __call__(self, tensor: Tensor) -> Tensor:
-        return _call(self.name, tensor, self.group, self.axis)
+        return run_from(self.origin, _call, self.name, tensor, self.group, self.axis)  # type: ignore[no-any-return]
+
+    def slapo_from(self, origin: Origin) -> Collective:
+        """The same as a call of a hook's."""
+        return replace(self, origin=origin)
 
 
 def _run(name: str, tensor: Tensor, group: RankGroup, axis: int) -> Tensor:

@@ -83,7 +83,8 @@ class LayerType:
 def layer_type_of(module: nn.Module) -> LayerType | None:
     """The kind of a module; None if its forward is not one that this plugin knows."""
     cls = type(module)
-    kind = _BY_FORWARD.get(cls.forward)
+    same = vars(cls).get("slapo_same_as", cls)  # its own way to compute what that class does
+    kind = _BY_FORWARD.get(same.forward)
     if kind is None and cls.__name__ == "Conv1D" and hasattr(module, "nf") and hasattr(module, "nx"):
         return CONV1D  # transformers' own, recognised by name so that transformers is not needed
     return kind
