@@ -13,9 +13,11 @@ from torch._subclasses import FakeTensor
 
 from slapo_core.graph.fake import FakeMode, with_tensors
 from slapo_core.graph.session import caches_kept, drawn_back
+from slapo_core.graph.traced import TracedForward
 from slapo_core.spec.accelerators import fork_rng
+from slapo_core.tree.forward import ModuleForward
 
-__all__ = ["Call", "copied_model", "detached_results", "example_calls"]
+__all__ = ["Call", "call_with", "copied_model", "detached_results", "example_calls", "scheduled_calls"]
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -33,11 +35,7 @@ def example_calls(model: nn.Module, example_inputs: Any) -> tuple[dict[str, Call
     Returns:
         the arguments by path, as far as the run came; what ended it early, or None.
     """
-    if isinstance(example_inputs, Mapping):
-        args: tuple[Any, ...] = ()
-        kwargs = {str(name): value for name, value in example_inputs.items()}
-    else:
-        args, kwargs = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,), {}
+    args, kwargs = call_with(example_inputs)
     tensors = [*model.parameters(), *model.buffers()]
     if all(type(tensor) in (nn.Parameter, torch.Tensor) for tensor in tensors):
         # The meta device takes a third of the time of fake tensors, and not all models.
@@ -52,6 +50,35 @@ def example_calls(model: nn.Module, example_inputs: Any) -> tuple[dict[str, Call
         return calls, error
     with fork_rng():
         return _run(model, args, kwargs, None)
+
+
+def scheduled_calls(model: nn.Module, example_inputs: Any) -> tuple[dict[str, Call], Exception | None]:
+    """Note the first call of every module of a scheduled model, as far as it runs without values.
+
+    Graphs that no step rewrote are left out: those modules run their own forward.
+
+    Args:
+        model: on any device, ``meta`` too; nothing in it is changed.
+        example_inputs: a mapping (keyword arguments), a tuple (positional ones), or one argument.
+
+    Returns:
+        the arguments by path, as far as the run came; what ended it early, or None.
+    """
+    copied = copied_model(model)
+    for module in copied.modules():
+        forward = module.__dict__.get("forward")
+        if isinstance(forward, ModuleForward) and not forward.has_own:
+            graph = getattr(forward.base, "__func__", None)
+            if isinstance(graph, TracedForward) and not graph.rewrites:
+                forward.set_base(None)
+    return _run(copied, *call_with(example_inputs), FakeMode())
+
+
+def call_with(example_inputs: Any) -> Call:
+    """Positional and keyword arguments, of a mapping (keyword arguments), a tuple (positional ones), or one argument."""
+    if isinstance(example_inputs, Mapping):
+        return (), {str(name): value for name, value in example_inputs.items()}
+    return example_inputs if isinstance(example_inputs, tuple) else (example_inputs,), {}
 
 
 class _Placed(dict[str, Call]):

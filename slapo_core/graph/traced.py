@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -102,20 +102,34 @@ class TracedForward:
                 "lie below this decision",
             ) from None
 
-    def record(self, module: nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
-        """Record the graph for calls like this one, if it is not there yet.
+    def record(self, module: nn.Module, calls: Iterable[tuple[tuple[Any, ...], dict[str, Any]]]) -> None:
+        """Record the graph for calls like the first of these that it can be recorded for, if it is not there yet.
 
         Args:
             module: the traced module.
-            call: positional and keyword arguments.
+            calls: positional and keyword arguments; a later one is asked for only where those before do not fit.
 
         Raises:
-            TraceError: it cannot be recorded.
+            TraceError: it cannot be recorded for any.
             TypeError: the forward does not take these arguments.
         """
-        values = self.parameters.bind(module, *call)
-        self.variant(module, values)
-        self.example = without_values(FakeMode(), values)
+        refused: TraceError | None = None
+        try:
+            for call in calls:
+                values = self.parameters.bind(module, *call)
+                try:
+                    self.variant(module, values)
+                except TraceError as error:
+                    refused = error
+                    continue
+                self.example = without_values(FakeMode(), values)
+                return
+        except TraceError as unknown:
+            if refused is None:
+                raise
+            refused.hint = f"{unknown.message}; {unknown.hint}; or: {refused.hint}"
+        assert refused is not None
+        raise refused
 
     def follow(self, module: nn.Module) -> tuple[str, ...]:
         """Record again what steps have changed at modules below, with all that was done to the graph repeated.
@@ -250,6 +264,12 @@ class TracedForward:
     @property
     def swallowed(self) -> tuple[str, ...]:
         return self.first.swallowed if self.first is not None else ()
+
+    @property
+    def called(self) -> tuple[str, ...]:
+        """The paths of the modules that the graph calls, below the traced one."""
+        nodes = self.first.recorded.graph.nodes if self.first is not None else ()
+        return tuple(dict.fromkeys(str(node.target) for node in nodes if node.op == "call_module"))
 
     @property
     def node_names(self) -> frozenset[str]:

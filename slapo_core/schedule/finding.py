@@ -125,7 +125,7 @@ def first_graph(node: TreeNode) -> fx.Graph:
     """The graph that is searched: of the variant recorded first; recorded now if there is none yet."""
     graph: Any = node.graph
     if graph.first is None:
-        graph.record(node.module, node.example_call())
+        graph.record(node.module, node.example_calls())
     recorded: fx.Graph = graph.first.recorded.graph
     return recorded
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._subclasses import FakeTensor
 
 from slapo_core import Edit, Equivalence, Node, Primitive, Violation
 from slapo_core.spec.accelerators import accelerator
@@ -95,8 +96,11 @@ def drawing_on_its_own(forward: Forward, *, rank: int) -> Forward:
 @contextlib.contextmanager
 def _stream_of(rank: int) -> Iterator[None]:
     """Torch's generators, of the CPU and of the current GPU, seeded for this rank; behind it they go on as before."""
-    shared = int(torch.randint(2**63 - 1, ()))
-    seed = (shared + (rank + 1) * _STRIDE) % 2**64
+    shared = torch.randint(2**63 - 1, ())
+    if isinstance(shared, FakeTensor) or shared.is_meta:  # without values there is nothing to draw
+        yield
+        return
+    seed = (int(shared) + (rank + 1) * _STRIDE) % 2**64
     generators: list[Any] = [torch.default_generator]
     device = accelerator()
     if device is not None:
