@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 import dataclasses
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +40,14 @@ class Family:
     batch: Any = dataclasses.field(default_factory=lambda: TOKENS)
     loss: Callable[[Any, Any], Tensor] | None = None
     compiled: bool = True
+
+    def collectives(self, path: str) -> dict[tuple[str, str], int]:
+        """How many of each phase and kind the layer at ``path`` has."""
+        if path.startswith("decoder."):
+            return {("forward", "all_reduce"): 3, ("backward", "all_reduce"): 4}
+        if path.startswith("layer"):
+            return {("forward", "all_reduce"): 1, ("forward", "all_gather"): 1, ("backward", "all_reduce"): 2}
+        return {("forward", "all_reduce"): 2, ("backward", "all_reduce"): 2}
 
     def apply(self, sch: Any, **options: Any) -> None:
         """The full schedule, its regions grouped and not compiled."""
