@@ -131,11 +131,17 @@ class TracedForward:
         assert refused is not None
         raise refused
 
-    def follow(self, module: nn.Module) -> tuple[str, ...]:
+    def follow(
+        self, module: nn.Module, calls: Iterable[tuple[tuple[Any, ...], dict[str, Any]]] = ()
+    ) -> tuple[str, ...]:
         """Record again what steps have changed at modules below, with all that was done to the graph repeated.
 
         Where the forward cannot run (between two steps that belong together, say) nothing is recorded: the next call
         will, or another step before.
+
+        Args:
+            module: the traced module.
+            calls: what it may be called with now, if not with what it was recorded with.
 
         Returns:
             paths of modules that the graph calls no more since it was rewritten.
@@ -144,27 +150,37 @@ class TracedForward:
             TraceError: the graph would be another one, in which what was done to this one cannot be repeated.
         """
         self.look(module)
-        if self.example is not None and not self._holds(module):
-            base = self
-            with contextlib.ExitStack() as before:
-                while base.beneath is not None:
-                    assert base.rewrite is not None
-                    before.enter_context(as_before(base.rewrite.action, module))
-                    base = base.beneath
-                try:
-                    base.variant(module, self.example)
-                except TraceError:
-                    return ()
-            self._first = self.variant(module, self.example)
+        if self.example is not None and not self.holds(module):
+            examples = itertools.chain([self.example], (self.parameters.bind(module, *call) for call in calls))
+            example = next((each for each in examples if self._runs(module, each)), None)
+            if example is None:
+                return ()
+            self._first = self.variant(module, example)
+            self.example = without_values(FakeMode(), example)
         return self.swallowed
+
+    def _runs(self, module: nn.Module, example: tuple[Any, ...]) -> bool:
+        """Whether the forward, which steps have not rewritten, can be recorded for these values of the parameters."""
+        base = self
+        with contextlib.ExitStack() as before:
+            while base.beneath is not None:
+                assert base.rewrite is not None
+                before.enter_context(as_before(base.rewrite.action, module))
+                base = base.beneath
+            try:
+                base.variant(module, example)
+            except TraceError:
+                return False
+        return True
 
     def look(self, module: nn.Module) -> None:
         """Have a variant that was recorded of the module as it is now stand for all, if there is one."""
-        if not self._holds(module):
+        if not self.holds(module):
             alike = (variant for variant in self.variants if variant.plan.modules_of(module) is not None)
             self._first = next(alike, self._first)
 
-    def _holds(self, module: nn.Module) -> bool:
+    def holds(self, module: nn.Module) -> bool:
+        """Whether what stands for all variants was recorded of the module as it is now."""
         first = self.first
         return first is None or first.plan.modules_of(module) is not None
 
