@@ -49,8 +49,8 @@ def bert(
     layers["intermediate.dense"].shard(["weight", "bias"], axis=0).sync("bwd_post", "all_reduce")
     layers["output.dense"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
     if embeddings:
-        sch[f"{body}.embeddings.word_embeddings"].shard("weight", axis=0).sync("fwd_post", "all_reduce")
-        sch[head].shard("bias", axis=0)
+        sch[f"{body}.embeddings.word_embeddings"].shard("weight", axis=0, pad=True).sync("fwd_post", "all_reduce")
+        sch[head].shard("bias", axis=0, pad=True)
         sch[f"{head}.decoder"].sync("bwd_post", "all_reduce").sync("fwd_post", "all_gather")
     if kernels:
         for name in ("intermediate", "attention.output", "output"):
@@ -119,7 +119,7 @@ def gpt(
     layers["attn"].shard_attribute("split_size")
     layers["*.c_proj"].shard("weight", axis=0).sync("fwd_post", "all_reduce")
     if embeddings:
-        sch["transformer.wte"].shard("weight", axis=0).sync("fwd_post", "all_reduce")
+        sch["transformer.wte"].shard("weight", axis=0, pad=True).sync("fwd_post", "all_reduce")
         sch["lm_head"].sync("bwd_post", "all_reduce").sync("fwd_post", "all_gather")
     if kernels:
         layers.trace(flatten=True).replace(match="fusion.sdpa").replace(match="fusion.gelu_tanh")
@@ -160,7 +160,7 @@ def opt(
     for name in ("self_attn.out_proj", "fc2"):
         layers[name].shard("weight", axis=1).sync("fwd_post", "all_reduce")
     if embeddings:
-        sch["model.decoder.embed_tokens"].shard("weight", axis=0).sync("fwd_post", "all_reduce")
+        sch["model.decoder.embed_tokens"].shard("weight", axis=0, pad=True).sync("fwd_post", "all_reduce")
         sch["lm_head"].sync("bwd_post", "all_reduce").sync("fwd_post", "all_gather")
     if kernels:
         layers.trace(flatten=True).replace(match="fusion.sdpa").fuse("fusion.bias_dropout_add_norm", compiler=compiler)
@@ -201,7 +201,7 @@ def t5(
     blocks["layer.*.*Attention"].shard_attribute("n_heads").fork_rng()
     blocks["layer.*.*Attention.relative_attention_bias"].shard("weight", axis=1)
     if embeddings:
-        sch["lm_head"].shard("weight", axis=0).sync("bwd_post", "all_reduce").sync("fwd_post", "all_gather")
+        sch["lm_head"].shard("weight", axis=0, pad=True).sync("bwd_post", "all_reduce").sync("fwd_post", "all_gather")
         sch["*coder.embed_tokens"].sync("fwd_post", "all_reduce")
     if kernels:
         blocks.trace(flatten=True).replace(match="fusion.sdpa").replace(match="fusion.rms_norm")
@@ -242,8 +242,8 @@ def llama(
     for name in ("self_attn.o_proj", "mlp.down_proj"):
         layers[name].shard("weight", axis=1).sync("fwd_post", "all_reduce")
     if embeddings:
-        sch["model.embed_tokens"].shard("weight", axis=0).sync("fwd_post", "all_reduce")
-        sch["lm_head"].shard("weight", axis=0).sync("bwd_post", "all_reduce").sync("fwd_post", "all_gather")
+        sch["model.embed_tokens"].shard("weight", axis=0, pad=True).sync("fwd_post", "all_reduce")
+        sch["lm_head"].shard("weight", axis=0, pad=True).sync("bwd_post", "all_reduce").sync("fwd_post", "all_gather")
     if kernels:
         layers.trace(flatten=True).replace(match="fusion.sdpa").replace(match="fusion.rms_norm")
         for pattern in ("fusion.rotary", "fusion.swiglu"):
@@ -286,7 +286,8 @@ def wide_resnet(
     blocks["conv2"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
     blocks["bn3"].sync("fwd_post", "all_gather", axis=1)
     if embeddings:
-        sch["fc"].shard(["weight", "bias"], axis=0).sync("bwd_post", "all_reduce").sync("fwd_post", "all_gather")
+        sch["fc"].shard(["weight", "bias"], axis=0, pad=True)
+        sch["fc"].sync("bwd_post", "all_reduce").sync("fwd_post", "all_gather")
     if kernels:
         blocks.trace(flatten=True).fuse(lambda x, identity: x.add_(identity).relu_(), compiler=compiler)
     for block in list(blocks)[: round(checkpoint * len(blocks))]:

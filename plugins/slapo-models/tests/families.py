@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import slapo_models
 
 IDS = torch.arange(32).reshape(2, 16) * 5 % 96
-SIZES = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 EAGER = {"attn_implementation": "eager"}
 
 
@@ -72,7 +72,7 @@ def gpt() -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
-    sizes = {"vocab_size": 96, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32}
+    sizes = {"vocab_size": 97, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32}
     tokens = {"bos_token_id": 1, "eos_token_id": 2}
     return GPT2LMHeadModel(GPT2Config(**sizes, **tokens, **EAGER, use_cache=False))  # type: ignore[no-any-return]
 
@@ -89,7 +89,7 @@ def t5() -> nn.Module:
     from transformers import T5Config, T5ForConditionalGeneration
 
     torch.manual_seed(0)
-    sizes = {"vocab_size": 96, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+    sizes = {"vocab_size": 97, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
     return T5ForConditionalGeneration(T5Config(**sizes, **EAGER, decoder_start_token_id=0, use_cache=False))  # type: ignore[no-any-return]
 
 
@@ -133,7 +133,7 @@ class WideResNet(nn.Module):
         classes: of pictures.
     """
 
-    def __init__(self, blocks: tuple[int, int, int, int] = (1, 1, 1, 1), planes: int = 4, classes: int = 8) -> None:
+    def __init__(self, blocks: tuple[int, int, int, int] = (1, 1, 1, 1), planes: int = 4, classes: int = 7) -> None:
         super().__init__()
         self.conv1, self.bn1 = nn.Conv2d(3, planes, 7, stride=2, padding=3, bias=False), nn.BatchNorm2d(planes)
         self.relu, self.maxpool = nn.ReLU(inplace=True), nn.MaxPool2d(3, stride=2, padding=1)
