@@ -25,10 +25,12 @@ class Leaves:
         patterns: classes, names of classes, paths relative to the traced module, or globs over either: these are
             called.
         flatten: whether all others but those of ``torch.nn`` are looked into; without it every module is called.
+        above: the path of the traced module, relative to the module that the paths in ``patterns`` are relative to.
     """
 
     patterns: tuple[type | str, ...] = ()
     flatten: bool = False
+    above: str = ""
 
     def __call__(self, module: nn.Module, path: str) -> bool:
         """Whether ``module``, which lies at ``path`` below the traced one, is called as it is.
@@ -43,6 +45,11 @@ class Leaves:
                 return True
         elif is_predefined(module):
             return True
+        return self.names(module, path)
+
+    def names(self, module: nn.Module, path: str) -> bool:
+        """Whether one of the patterns names ``module``, which lies at ``path`` below the traced one."""
+        path = f"{self.above}.{path}" if self.above else path
         names = (path, type(module).__name__, f"{type(module).__module__}.{type(module).__qualname__}")
         return any(
             isinstance(module, pattern)

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from slapo_core.errors import TraceError
 from slapo_core.spec.edit import Edit
 from slapo_core.spec.equivalence import Equivalence
 from slapo_core.spec.node import Node
@@ -14,6 +13,8 @@ from slapo_core.spec.primitive import Primitive
 from slapo_core.spec.violation import Violation
 
 __all__ = ["Trace"]
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -27,13 +28,16 @@ class Trace(Primitive):
     another value of an attribute or global name that the code read are recorded anew when they are first met.
 
     Args:
-        leaves: with ``flatten``: modules that stay calls, by class, name of the class, path relative to the node, or
-            glob over either; one of them, or several.
+        leaves: with ``flatten`` or ``recursive``: modules that stay calls of their own forward, by class, name of the
+            class, path relative to the node, or glob over either; one of them, or several.
         flatten: whether child modules become part of the graph, all but those of ``torch.nn``, and but those that are
             hooked, or whose forward steps have changed.
+        recursive: whether the modules that stay calls, and those that these call, get graphs of their own, all but
+            those of ``torch.nn``, those that ``leaves`` names, and those that have one.
         tracer: the name of a tracer: ``"record"``, or a plugin's.
         example_inputs: what the module is called with: a mapping (keyword arguments), a tuple (positional ones), or one
-            argument. None takes what it gets when the whole untouched model runs on the schedule's example inputs.
+            argument. None takes what it gets when the whole model runs on the schedule's example inputs: the reference
+            model, or, where that does not fit what the steps have made of the module, the scheduled one.
 
     Raises:
         PreconditionError: the module is traced already, or has no forward of its own.
@@ -42,7 +46,7 @@ class Trace(Primitive):
         TraceError: the forward branches on values of tensors, sets attributes, or does what else a graph cannot say.
 
     rewrite:
-        ``y = module.forward(x)`` -> ``y = graph(module, x)``
+        ``y = module.forward(x)`` -> ``y = graph(module, x)``, with ``recursive`` also at the modules that it calls
 
     Source: paper section 3.3, ``.trace()``; ``torch/overrides.py``, ``torch/fx/graph.py``.
     """
@@ -54,6 +58,7 @@ class Trace(Primitive):
     flatten: bool = False
     tracer: str = "record"
     example_inputs: Any = None
+    recursive: bool = False
 
     def preconditions(self, node: Node) -> Iterator[Violation]:
         from torch import nn
@@ -62,9 +67,10 @@ class Trace(Primitive):
         for leaf in self._leaves():
             if isinstance(leaf, type) and not issubclass(leaf, nn.Module):
                 yield Violation(f"leaves= names modules, and {leaf.__qualname__} is no class of modules", "nn.Linear")
-        if self.leaves and not self.flatten:
+        if self.leaves and not self.flatten and not self.recursive:
             yield Violation(
-                "leaves= says what flatten=True leaves alone; without it every child is a call", "flatten=True"
+                "leaves= says what flatten=True and recursive=True leave alone; without them every child is a call",
+                "flatten=True",
             )
         if node.graph is not None:
             yield Violation("the module is traced already", "undo that step first, or remove this call")
@@ -75,29 +81,32 @@ class Trace(Primitive):
             )
 
     def apply(self, node: Node, edit: Edit) -> None:
-        from slapo_core.graph.leaves import Leaves
+        from slapo_core.graph.examples import call_with, example_calls
+
+        calls: Mapping[str, Call] = {}  # by path from here; of the others the schedule knows
+        if self.example_inputs is not None:
+            given = call_with(self.example_inputs)
+            calls = example_calls(node.module, self.example_inputs)[0] if self.recursive else {"": given}
+        self._trace(node, "", calls, edit)
+
+    def _trace(self, node: Node, path: str, calls: Mapping[str, Call], edit: Edit) -> None:
+        """Set the graph of ``node``, which lies at ``path`` from where the primitive is applied."""
+        from slapo_core.graph.leaves import Leaves, is_predefined
         from slapo_core.graph.traced import TracedForward
         from slapo_core.tree.forward import ModuleForward
 
-        call = self._call(node)
         tracer = node.plugin("tracers", self.tracer)()
         forward = ModuleForward.of(node.module).bottom
-        leaves = Leaves(self._leaves(), self.flatten)
+        leaves = Leaves(self._leaves(), self.flatten, path)
         peer = next((graph for graph in _graphs_of_peers(node) if isinstance(graph, TracedForward)), None)
         pool = peer.pool if peer is not None else None
         graph = TracedForward(forward, tracer, leaves, path=node.path, pool=pool)
-        try:
-            graph.record(node.module, call)
-        except TraceError as error:
-            if self.example_inputs is not None or not _is_changed(node):
-                raise
-            raise TraceError(
-                error.message,
-                path=error.path,
-                hint=f"steps have changed {node.path!r}, and the example call is that of the untouched model; "
-                f"trace(example_inputs=...) with what it is called with now; or: {error.hint}",
-            ) from error
+        graph.record(node.module, [calls[path]] if path in calls else node.example_calls())
         edit.set_graph(node, graph)
+        for name in graph.called if self.recursive else ():
+            child = node[name]
+            if child.graph is None and not is_predefined(child.module) and not leaves.names(child.module, name):
+                self._trace(child, f"{path}.{name}".lstrip("."), calls, edit)
 
     def postconditions(self, node: Node) -> Iterator[Violation]:
         if node.graph is None:
@@ -105,25 +114,6 @@ class Trace(Primitive):
 
     def _leaves(self) -> tuple[type | str, ...]:
         return self.leaves if isinstance(self.leaves, tuple) else (self.leaves,)
-
-    def _call(self, node: Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What the module is called with."""
-        given = self.example_inputs
-        if isinstance(given, Mapping):
-            return (), {str(name): value for name, value in given.items()}
-        if given is not None:
-            return (given if isinstance(given, tuple) else (given,)), {}
-        return node.example_call()
-
-
-def _is_changed(node: Node) -> bool:
-    """Whether steps were applied at the module, around it, or below."""
-    here: Node | None = node
-    while here is not None:
-        if here.records:
-            return True
-        here = here.parent
-    return bool(node.records_below())
 
 
 def _graphs_of_peers(node: Node) -> Iterator[Any]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from slapo_core.errors import TraceError
+from slapo_core.errors import ArgumentError, TraceError
 from slapo_core.schedule.closed_calls import closed_calls, hooked_calls, how_to_open
 from slapo_core.spec.graph import Match
 from slapo_core.spec.reserved import RESERVED_NAMESPACES, split_name
@@ -122,10 +123,16 @@ def match_of(path: str, pattern: GraphPattern, found: Found, index: int, total: 
 
 
 def first_graph(node: TreeNode) -> fx.Graph:
-    """The graph that is searched: of the variant recorded first; recorded now if there is none yet."""
+    """The graph that is searched: of the variant recorded first; recorded now if there is none of the present module.
+
+    Where that cannot be, between two steps that belong together, it is that of before.
+    """
     graph: Any = node.graph
     if graph.first is None:
-        graph.record(node.module, node.example_call())
+        graph.record(node.module, node.example_calls())
+    elif not graph.holds(node.module):
+        with contextlib.suppress(ArgumentError, TraceError):
+            graph.follow(node.module, node.example_calls())
     recorded: fx.Graph = graph.first.recorded.graph
     return recorded
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -54,6 +54,7 @@ class Owner(Protocol):
     def rewound(self, to: Any) -> AbstractContextManager[nn.Module]: ...
 
     def example_call_of(self, path: str) -> tuple[tuple[Any, ...], dict[str, Any]]: ...
+    def example_calls_of(self, path: str) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]: ...
 
 
 class Tree:
