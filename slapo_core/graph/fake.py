@@ -51,7 +51,8 @@ class FakeMode(FakeTensorMode):
 
     def fake(self, tensor: torch.Tensor) -> torch.Tensor:
         """The fake tensor that stands for another one wherever this mode meets it."""
-        return tensor if isinstance(tensor, FakeTensor) else self.from_tensor(tensor, static_shapes=True)
+        is_own = isinstance(tensor, FakeTensor) and tensor.fake_mode is self
+        return tensor if is_own else self.from_tensor(tensor, static_shapes=True)
 
     def from_tensor(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> FakeTensor:
         if self._home is not None and tensor.is_meta and not isinstance(tensor, FakeTensor):

@@ -6,14 +6,12 @@ import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from slapo_core import Edit, Equivalence, Layout, Node, Primitive, Violation
 from slapo_core.spec.preconditions import Distributed
 from slapo_tp.forwards import leave_bias_out, look_up_own_rows
 from slapo_tp.layers import layer_type_of
-from slapo_tp.shard_rules import names_violations, pieces, tensor_violations
-from slapo_tp.splits import as_tuple, mesh_size, own_tensor, sites, split_axis, tensor_axis
+from slapo_tp.shard_rules import names_violations, pieces, tensor_violations, together_violations
+from slapo_tp.splits import as_tuple, mesh_size, own_tensor, sites, sized_tensor, split_axis, tensor_axis
 
 __all__ = ["Shard"]
 
@@ -22,12 +20,13 @@ __all__ = ["Shard"]
 class Shard(Primitive):
     """Keep only this rank's piece of a parameter or buffer, split evenly along one axis.
 
-    Every place that is tied to the tensor changes with it. Of nn.Linear, nn.Embedding, nn.Conv1d/2d/3d and
-    transformers' Conv1D the size attributes and the forward follow; of any other module only the tensor is cut, and the
-    record says so.
+    Every place that is tied to the tensor changes with it. Of nn.Linear, nn.Embedding, nn.Conv1d/2d/3d,
+    nn.BatchNorm1d/2d/3d and transformers' Conv1D the size attributes and the forward follow; of any other module only
+    the tensor is cut, and the record says so.
 
     Args:
-        names: the module's own parameters or buffers, e.g. ``"weight"`` or ``["weight", "bias"]``.
+        names: the module's own parameters or buffers, e.g. ``"weight"`` or ``["weight", "bias"]``; of nn.BatchNorm
+            all that it has: ``["weight", "bias", "running_mean", "running_var"]``.
         axis: the tensor's axis to split; negative counts from the end. For ``["weight", "bias"]`` it is the weight's:
             the bias goes along with the weight's output axis, e.g. ``axis=0`` of nn.Linear, ``axis=1`` of Conv1D.
         packed: the axis holds several matrices one after the other, each of which is split by itself: how many of the
@@ -49,6 +48,9 @@ class Shard(Primitive):
         ``Embedding, axis 0``: ``w[ids] (..., e)`` -> ``w[r][ids]``, zeros for other ranks' ids: a partial sum
 
         ``Embedding, axis 1``: ``w[ids] (..., e)`` -> ``w[r][ids] (..., e/n)``: the output is split
+
+        ``BatchNorm, axis 0``: ``x (n, c, ...) -> y (n, c, ...)`` -> ``x[r] (n, c/n, ...) -> y[r] (n, c/n, ...)``: each
+        channel by itself, with its running statistics; between layers split on their output and on their input axis
 
     On a mesh dimension of one rank the layout is recorded, and nothing else changes.
 
@@ -72,6 +74,7 @@ class Shard(Primitive):
         yield from names_violations(names)
         for name in dict.fromkeys(names):
             yield from tensor_violations(node, name, names, self.axis, self.packed, self.mesh_dim)
+        yield from together_violations(node, names)
 
     def apply(self, node: Node, edit: Edit) -> None:
         if mesh_size(node, self.mesh_dim) == 1:
@@ -122,14 +125,16 @@ class Shard(Primitive):
         if kind is None:
             edit.note(f"{type(node.module).__name__} is no kind that tp.shard knows: its forward and attributes stay")
             return
-        if name != "weight":
-            if own_tensor(node, "weight") is None:
+        sized = sized_tensor(node, kind)
+        if name != sized:
+            if sized is None:
                 edit.note(
                     f"the weight of '{node.path}' is computed from other tensors (weight_norm, a parametrisation): its "
                     "forward and attributes stay, and sync needs its op"
                 )
             return
-        weight: Tensor = node.parameters[name]
+        weight = own_tensor(node, name)
+        assert weight is not None
         active = mesh_size(node, self.mesh_dim) > 1
         edit.set_attribute(node, kind.axes[axis].attribute, weight.shape[axis])
         bias, role = own_tensor(node, "bias"), kind.role(axis)

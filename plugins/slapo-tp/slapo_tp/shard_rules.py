@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from slapo_core import Node, Violation
 from slapo_core.spec.preconditions import Divisible
 from slapo_tp.layers import LayerType, layer_type_of, reads_weights_itself
-from slapo_tp.splits import as_tuple, mesh_size, own_tensor, sites, split_axis, tensor_axis
+from slapo_tp.splits import as_tuple, mesh_size, own_tensor, sites, split_axis, split_together, tensor_axis
 
-__all__ = ["names_violations", "pieces", "tensor_violations"]
+__all__ = ["names_violations", "pieces", "tensor_violations", "together_violations"]
 
 Packed = int | tuple[int, ...]
 
@@ -26,6 +26,20 @@ def names_violations(names: tuple[str, ...]) -> Iterator[Violation]:
     for name, count in Counter(names).items():
         if count > 1:
             yield Violation(f"'{name}' is named {count} times", "name each parameter once")
+
+
+def together_violations(node: Node, names: tuple[str, ...]) -> Iterator[Violation]:
+    """Refuse a part of the tensors that only one step can split, such as a norm without its running statistics."""
+    together, module = split_together(node), type(node.module).__name__
+    left_out = [name for name in together if name not in names]
+    if left_out and set(names) & set(together):
+        listed = ", ".join(f"'{name}'" for name in left_out)
+        stay = "stay" if len(left_out) > 1 else "stays"
+        written = ", ".join(f'"{name}"' for name in together)
+        yield Violation(
+            f"{listed} {stay} full: {module} reads all of its tensors for each channel",
+            f"use shard([{written}], axis=0)",
+        )
 
 
 def pieces(packed: Packed, extent: int) -> tuple[int, ...]:
@@ -187,7 +201,7 @@ def output_axis_is_not_split(place: Node, kind: LayerType, mesh_dim: str) -> boo
     if own_tensor(place, "weight") is None:
         return False
     axis = split_axis(place, "weight", mesh_dim)
-    return axis is not None and kind.role(axis) != "output"
+    return axis is not None and kind.role(axis) not in ("output", "channel")
 
 
 def _forward_refuses(place: Node, kind: LayerType, axis: int, packed: Packed, mesh_dim: str) -> Iterator[Violation]:

@@ -130,15 +130,16 @@ def _overlap(one: tuple[Any, ...] | None, other: tuple[Any, ...] | None) -> bool
 def _output_violations(sync: Sync, node: Node, op: str, axis: int) -> list[Violation]:
     state, kind = output_state(node, sync.mesh_dim), layer_type_of(node.module)
     if state == "split" and kind is not None and op != "all_gather":
-        instead = f', or shard("weight", axis={partial_axis(kind)}), whose output is a partial sum'
-        scattered = instead if op == "reduce_scatter" else ""
+        partial = partial_axis(kind)
+        instead = f', or shard("weight", axis={partial}), whose output is a partial sum'
+        scattered = instead if op == "reduce_scatter" and partial is not None else ""
         return [
             Violation(
                 f"the weight is split on its output axis, so each rank has other features, which {op} would add up",
                 f'use sync("fwd_post", "all_gather"{_axis(kind.feature_axis)}){scattered}',
             )
         ]
-    if state == "split" and kind is not None and axis < 0 and axis != kind.feature_axis:
+    if state == "split" and kind is not None and axis < 0 > kind.feature_axis != axis:
         return [
             Violation(
                 f"the output is split on axis {kind.feature_axis}, not on axis {axis}",
@@ -184,6 +185,13 @@ def _gradient_violations(sync: Sync, node: Node) -> list[Violation]:
     state, kind = output_state(node, sync.mesh_dim), layer_type_of(node.module)
     if kind is None or state is None:
         return []
+    if kind.role(0) == "channel":
+        return [
+            Violation(
+                "the channels are split, so each rank's input is another shard with its own gradient",
+                "remove this call; it belongs to the layer before that is split on its output axis",
+            )
+        ]
     if kind.axis_of("input") is None:
         return [Violation(f"the inputs of {kind.name} are ids, which have no gradient", "remove this call")]
     if state == "partial":
