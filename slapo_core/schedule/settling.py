@@ -124,7 +124,8 @@ def _found(
                 if found.closed or found.hooked
                 else f"{shown} shows the calls that are there"
             )
-            raise _refusal(primitive, node, f"{name}: nothing there matches the pattern{nearest}", closed)
+            named = f"the pattern {value!r}" if isinstance(value, str) else "the pattern"
+            raise _refusal(primitive, node, f"{name}: nothing there matches {named}{nearest}", closed)
         return list(found)
     if not matches:
         raise _refusal(primitive, node, f"{name} is an empty list of matches", "give what find() found, or a pattern")

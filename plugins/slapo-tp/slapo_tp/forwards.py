@@ -92,5 +92,7 @@ class OwnRows:
         if padding is not None:
             padding = padding - self.start if self.start <= padding < stop else None
         own = (input - self.start).masked_fill(others, 0)
+        if stop > self.vocabulary:  # an id in the padding is an error, as on the other ranks
+            own = own.masked_fill(input >= self.vocabulary, rows)
         found = F.embedding(own, module.weight, padding, sparse=module.sparse)
         return found.masked_fill(others.unsqueeze(-1), 0.0)

@@ -17,7 +17,7 @@ from slapo_core import Violation
 from slapo_core.spec.edit import Forward
 from slapo_tp.forwards import fresh
 
-__all__ = ["Axis", "LayerType", "layer_type_of", "partial_axis", "reads_weights_itself"]
+__all__ = ["EMBEDDING", "LINEAR", "Axis", "LayerType", "layer_type_of", "partial_axis", "reads_weights_itself"]
 
 Role = Literal["output", "input", "vocabulary", "channel"]
 

@@ -33,6 +33,11 @@ class Shard(Primitive):
             same size, e.g. ``3`` for a fused query-key-value weight, or their sizes in elements, e.g.
             ``(768, 256, 256)``.
         mesh_dim: the mesh dimension to split over.
+        pad: append zeros to the rows of an nn.Embedding, or to the output axis of an nn.Linear (tied or not, with its
+            bias), where their number is not divisible by the ranks: the last ranks hold them, and every rank has a
+            tensor of one size. State dicts and checkpoints have the reference model's shapes, ``sync("fwd_post",
+            "all_gather")`` cuts the padding off, and its gradient is zero, so that it stays zero. (A function given
+            to ``sync`` gets the padding.)
 
     Raises:
         PreconditionError: no mesh, no such tensor or axis, split already, a size that cannot be divided evenly, or a
@@ -52,6 +57,8 @@ class Shard(Primitive):
         ``BatchNorm, axis 0``: ``x (n, c, ...) -> y (n, c, ...)`` -> ``x[r] (n, c/n, ...) -> y[r] (n, c/n, ...)``: each
         channel by itself, with its running statistics; between layers split on their output and on their input axis
 
+        ``pad=True``: as above with ``w`` of ``v`` rows followed by zeros up to ``n ceil(v/n)`` rows
+
     On a mesh dimension of one rank the layout is recorded, and nothing else changes.
 
     Source: paper section 3.2.2, ``.shard(param, axis)``; section 2.2, "Tensor parallelism".
@@ -64,6 +71,7 @@ class Shard(Primitive):
     axis: int
     packed: int | tuple[int, ...] = dataclasses.field(default=1, kw_only=True)
     mesh_dim: str = dataclasses.field(default="tp", kw_only=True)
+    pad: bool = dataclasses.field(default=False, kw_only=True)
 
     def preconditions(self, node: Node) -> Iterator[Violation]:
         unplaced = list(Distributed(self.mesh_dim)(node))
@@ -73,7 +81,7 @@ class Shard(Primitive):
         names = as_tuple(self.names)
         yield from names_violations(names)
         for name in dict.fromkeys(names):
-            yield from tensor_violations(node, name, names, self.axis, self.packed, self.mesh_dim)
+            yield from tensor_violations(node, name, names, self.axis, self.packed, self.mesh_dim, pad=self.pad)
         yield from together_violations(node, names)
 
     def apply(self, node: Node, edit: Edit) -> None:
@@ -106,14 +114,19 @@ class Shard(Primitive):
         sizes = pieces(self.packed, old.shape[axis])
         placements = ((self.mesh_dim, ShardPlacement(axis)),)
         packing = ((axis, sizes),) if len(sizes) > 1 else ()
+        missing = -old.shape[axis] % mesh_size(node, self.mesh_dim) if self.pad else 0
+        padding = ((axis, missing),) if missing else ()
         before = node.layout(name)
         layout = dataclasses.replace(
-            before, placements=(*before.placements, *placements), packing=(*before.packing, *packing)
+            before,
+            placements=(*before.placements, *placements),
+            packing=(*before.packing, *packing),
+            padding=(*before.padding, *padding),
         )
         if mesh_size(node, self.mesh_dim) == 1:
             edit.set_layout(node, name, layout)
             return
-        piece = Layout(before.origin, tuple(old.shape), placements, packing).local(old, node.mesh)
+        piece = Layout(before.origin, tuple(old.shape), placements, packing, padding).local(old, node.mesh)
         if name in node.parameters:
             edit.set_parameter(node, name, piece, layout=layout)
         else:

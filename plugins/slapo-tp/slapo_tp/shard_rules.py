@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from slapo_core import Node, Violation
 from slapo_core.spec.preconditions import Divisible
-from slapo_tp.layers import LayerType, layer_type_of, reads_weights_itself
+from slapo_tp.layers import EMBEDDING, LINEAR, LayerType, layer_type_of, reads_weights_itself
 from slapo_tp.splits import as_tuple, mesh_size, own_tensor, sites, split_axis, split_together, tensor_axis
 
 __all__ = ["names_violations", "pieces", "tensor_violations", "together_violations"]
@@ -48,9 +48,9 @@ def pieces(packed: Packed, extent: int) -> tuple[int, ...]:
 
 
 def tensor_violations(
-    node: Node, name: str, names: tuple[str, ...], axis: int, packed: Packed, mesh_dim: str
+    node: Node, name: str, names: tuple[str, ...], axis: int, packed: Packed, mesh_dim: str, *, pad: bool
 ) -> Iterator[Violation]:
-    """Every reason why ``shard(names, axis, packed=packed)`` cannot split tensor ``name`` of this node."""
+    """Every reason why ``shard(names, axis, packed=packed, pad=pad)`` cannot split tensor ``name`` of this node."""
     tensor = own_tensor(node, name)
     if tensor is None:
         yield _missing(node, name)
@@ -72,7 +72,26 @@ def tensor_violations(
         for place, own in sites(node, name)
         for refusal in _module_refuses(node, place, own, own_axis, packed, mesh_dim)
     ]
-    yield from refusals or _indivisible(node, name, tensor, own_axis, packed, mesh_dim)
+    if refusals:
+        yield from refusals
+    elif not pad:
+        yield from _indivisible(node, name, tensor, own_axis, packed, mesh_dim)
+    elif packed != 1 or not _can_be_padded(node, name, own_axis):
+        got = f"axis {own_axis} of '{name}' of {type(node.module).__name__}" if packed == 1 else f"packed={packed}"
+        yield Violation(
+            f"pad=True is for the rows of nn.Embedding and the output axis of nn.Linear (got {got})", "leave pad out"
+        )
+
+
+def _can_be_padded(node: Node, name: str, axis: int) -> bool:
+    """Whether every known layer with the tensor has it as its rows or outputs, and there is one."""
+    kinds = [(layer_type_of(place.module), own) for place, own in sites(node, name)]
+    known = [(kind, own) for kind, own in kinds if kind is not None]
+    return (
+        bool(known)
+        and axis == 0
+        and all(kind in (LINEAR, EMBEDDING) and own in ("weight", "bias") for kind, own in known)
+    )
 
 
 def _missing(node: Node, name: str) -> Violation:
@@ -158,7 +177,10 @@ def _indivisible(
     for number, length in enumerate(sizes, start=1):
         part = what if len(sizes) == 1 else f"matrix {number} of {len(sizes)} on {what}"
         near = [near for near in (length - length % size, length - length % size + size) if near]
-        yield from Divisible(part, length, mesh_dim, f"sizes that work: {' or '.join(map(str, near))}")(node)
+        hint = f"sizes that work: {' or '.join(map(str, near))}"
+        if packed == 1 and _can_be_padded(node, name, axis):
+            hint += f'; a vocabulary can be padded: shard("{name}", axis={axis}, pad=True)'
+        yield from Divisible(part, length, mesh_dim, hint)(node)
 
 
 def _module_refuses(

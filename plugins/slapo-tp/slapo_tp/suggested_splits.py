@@ -27,6 +27,7 @@ def other_splits(node: Node, record: Record) -> Iterator[Suggestion]:
         return
 
     def write(**changes: Any) -> Suggestion:
+        changes = {"pad": before.pad and "axis" not in changes, **changes}
         return Suggestion((Change(record.path, dataclasses.replace(before, **changes), instead_of=record),))
 
     has_bias = own_tensor(node, "bias") is not None

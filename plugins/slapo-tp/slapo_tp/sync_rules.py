@@ -7,14 +7,15 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from slapo_core import Node, Violation
-from slapo_tp.layers import layer_type_of, partial_axis
-from slapo_tp.splits import bias_is_left_out, has_split_below, output_state
+from slapo_tp.layers import LINEAR, layer_type_of, partial_axis
+from slapo_tp.splits import bias_is_left_out, has_split_below, output_state, own_tensor
+from slapo_tp.sync_hooks import OutputHook
 from slapo_tp.whole_modules import nothing_split
 
 if TYPE_CHECKING:
     from slapo_tp.sync import Sync
 
-__all__ = ["argument_violations", "place_violations", "resolve"]
+__all__ = ["argument_violations", "place_violations", "resolve", "unpadded_features"]
 
 
 def resolve(sync: Sync, node: Node) -> tuple[str, str | Callable[..., Any] | None, int]:
@@ -29,6 +30,21 @@ def resolve(sync: Sync, node: Node) -> tuple[str, str | Callable[..., Any] | Non
     if state == "split" and kind is not None:
         return "fwd_post", "all_gather", kind.feature_axis
     return "fwd_post", "all_reduce" if state == "partial" else None, sync.axis
+
+
+def unpadded_features(node: Node) -> int | None:
+    """The number of output features without the padding of ``shard(..., pad=True)``; None where there is none.
+
+    Of this layer, or of one below whose output no step there gathers.
+    """
+    for below in node.walk():
+        gathered = below.path != node.path and any(isinstance(hook, OutputHook) for _, hook in below.hooks)
+        if layer_type_of(below.module) is LINEAR and not gathered:
+            layouts = [below.layout(name) for name in ("weight", "bias") if own_tensor(below, name) is not None]
+            padded = [layout.shape[0] for layout in layouts if layout.padding]
+            if padded:
+                return padded[0]
+    return None
 
 
 def argument_violations(sync: Sync, node: Node) -> list[Violation]:

@@ -41,6 +41,7 @@ class BiasDropoutAddNorm(slapo.Pattern):
             summed = dropped + residual
             return any_of(
                 F.layer_norm(summed, shape, weight, norm_bias, eps),
+                F.layer_norm(summed.reshape(-1, summed.size(-1)), shape, weight, norm_bias, eps),
                 F.layer_norm(summed, shape, weight, None, eps),
                 F.layer_norm(summed, shape, None, None, eps),
             )
