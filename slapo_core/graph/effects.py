@@ -15,11 +15,9 @@ from typing import Any, cast
 
 import torch
 from torch import fx, nn
-from torch._subclasses import FakeTensorMode
-from torch.nn.modules.dropout import _DropoutNd
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from slapo_core.graph.leaves import is_changed
+from slapo_core.graph.private import Dropout, FakeTensorMode, OpOverload, TorchDispatchMode
 from slapo_core.graph.regions import set_state
 from slapo_core.spec.tracer import check
 
@@ -64,7 +62,7 @@ class Observer(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not isinstance(func, torch._ops.OpOverload):
+        if not isinstance(func, OpOverload):
             self._is_known = False
         elif func.namespace != "prim":
             self._draws |= torch.Tag.nondeterministic_seeded in func.tags or func.namespace not in _TAGGED
@@ -218,7 +216,7 @@ class Effects:
             below = self.module.get_submodule(str(node.target))
             if not type(below).__module__.startswith("torch.nn."):
                 return None
-            return Seen(True, seen.writes, seen.shares) if isinstance(below, _DropoutNd) and seen else seen
+            return Seen(True, seen.writes, seen.shares) if isinstance(below, Dropout) and seen else seen
         is_observed = getattr(node.target, "slapo_is_observed", False)
         if node.op == "call_function" and _is_foreign(node.target) and not is_observed:
             return None

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses import FakeTensor
 
 from slapo_core.graph.fake import FakeMode, with_tensors
 from slapo_core.graph.leaves import inlined_modules
+from slapo_core.graph.private import FakeTensor
 from slapo_core.graph.session import caches_kept, drawn_back
 from slapo_core.graph.traced import TracedForward
 from slapo_core.spec.accelerators import fork_rng

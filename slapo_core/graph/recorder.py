@@ -11,14 +11,19 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses import FakeTensor
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.overrides import TorchFunctionMode
 
 from slapo_core.graph.alike import AlikeCalls
 from slapo_core.graph.effects import Observer
 from slapo_core.graph.leaves import is_predefined
 from slapo_core.graph.pieces import guard_pieces, guard_structure
+from slapo_core.graph.private import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    function_modes,
+    set_grad_enabled,
+)
 from slapo_core.graph.recording import Recording
 from slapo_core.graph.regions import Regions
 from slapo_core.graph.session import drawn_back
@@ -29,7 +34,7 @@ from slapo_core.spec.watching import Origin
 
 __all__ = ["NeedsValues", "Recorder", "is_recording"]
 
-_SWITCHES = (torch._C._set_grad_enabled,)
+_SWITCHES = (set_grad_enabled,)
 """Seen through the state that they change."""
 
 _READS = frozenset(
@@ -186,4 +191,4 @@ def _running_hook() -> Any:
 
 def is_recording() -> bool:
     """Whether what runs now is written down."""
-    return any(isinstance(mode, Recorder) for mode in torch.overrides._get_current_function_mode_stack())
+    return any(isinstance(mode, Recorder) for mode in function_modes())

@@ -17,11 +17,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import _pop_mode, _push_mode
-from torch.utils._device import DeviceContext
 
 from slapo_core.graph.leaves import HOOKS, walk
 from slapo_core.graph.location import first_line
+from slapo_core.graph.private import DeviceContext, number_of_function_modes, pop_function_mode, push_function_mode
 from slapo_core.graph.structure import Opaque, children
 from slapo_core.spec.tracer import Untraceable
 
@@ -50,11 +49,11 @@ _Cache = type(functools.lru_cache(abs))
 def alone() -> Iterator[None]:
     """Without the torch-function modes of others, who would take the recording for a run of the model."""
     others: list[Any] = []
-    while torch._C._len_torch_function_stack():
-        others.append(_pop_mode())
+    while number_of_function_modes():
+        others.append(pop_function_mode())
     for each in reversed(others):
         if isinstance(each, DeviceContext):  # `with torch.device(...)`: it decides where tensors are made
-            _push_mode(each)
+            push_function_mode(each)
     torch.clear_autocast_cache()
     # On top of those of others, torch.utils.checkpoint's for one, which must not count what a recording saves.
     # Emptied in the end: an operation that saves its own result would keep it, and the parameters behind, for ever.
@@ -67,10 +66,10 @@ def alone() -> Iterator[None]:
         for box in boxes:
             box.clear()
         torch.clear_autocast_cache()  # of weights cast without values
-        while torch._C._len_torch_function_stack():
-            _pop_mode()
+        while number_of_function_modes():
+            pop_function_mode()
         for each in reversed(others):
-            _push_mode(each)
+            push_function_mode(each)
 
 
 def _boxed(tensor: torch.Tensor, boxes: list[list[torch.Tensor]]) -> list[torch.Tensor]:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch._compile import _disable_dynamo
 
 from slapo_core.errors import ApplyError, GuardError, TraceError
 from slapo_core.graph import regions
@@ -22,6 +21,7 @@ from slapo_core.graph.leaves import Leaves, is_changed
 from slapo_core.graph.patching import PATCHING
 from slapo_core.graph.plan import Plan
 from slapo_core.graph.printing import printed
+from slapo_core.graph.private import disable_dynamo
 from slapo_core.graph.reads import GlobalNames
 from slapo_core.graph.refusals import refusal
 from slapo_core.graph.rewriting.actions import Action, Outline, Replacement, as_before
@@ -350,7 +350,7 @@ class TracedForward:
         self.plans.append(plan)
         return len(self.plans) - 1, plan, modules
 
-    @_disable_dynamo  # recording is no part of what is compiled: torch.compile breaks its graph here, once
+    @disable_dynamo  # recording is no part of what is compiled: torch.compile breaks its graph here, once
     def _specialized(
         self, module: nn.Module, values: tuple[Any, ...], plan: Plan, key: Any, changed: tuple[Flag, Any] | None
     ) -> Variant:

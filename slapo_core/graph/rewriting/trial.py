@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._subclasses import FakeTensorMode
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from slapo_core.graph import regions
+from slapo_core.graph.private import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from slapo_core.graph.session import buffers_kept
 from slapo_core.spec.graph import Match
 from slapo_core.spec.tracer import Recorded
