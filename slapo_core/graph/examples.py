@@ -81,7 +81,7 @@ def scheduled_calls(model: nn.Module, example_inputs: Any) -> tuple[dict[str, Ca
 
 
 def call_with(example_inputs: Any) -> Call:
-    """Positional and keyword arguments, of a mapping (keyword arguments), a tuple (positional ones), or one argument."""
+    """Give positional and keyword arguments: of a mapping (keyword ones), a tuple (positional ones), or one argument."""
     if isinstance(example_inputs, Mapping):
         return (), {str(name): value for name, value in example_inputs.items()}
     return example_inputs if isinstance(example_inputs, tuple) else (example_inputs,), {}
