@@ -148,6 +148,7 @@ def test_blocks_of_t5_are_traced_from_one_batch_with_the_bias_of_this_rank_s_hea
         step(schedule)
     assert len(schedule.find("softmax")) == 0
     slapo.verify(schedule, optimizer_steps=1)
+    assert len(slapo.estimate(schedule).kinds[0].collectives) >= 5  # forward: an attention each
     again = slapo.replay(t5(), schedule.to_json(), example_inputs=batch)
     assert [str(record) for record in again.records] == [str(record) for record in schedule.records]
     for path in ("encoder.block.1", "decoder.block.1"):
