@@ -67,7 +67,7 @@ def name_causes(schedule: Schedule, place: Place) -> None:
         if isinstance(forward, ModuleForward) and forward.wrappers:
             names = [cause(wrapper, module) or "" for wrapper in forward.wrappers]
             innermost, *others = forward.wrappers
-            first = _Wrapper(place, At(own.module, names[0]), innermost, beneath=own)
+            first = _Wrapper(place, At(own.module, names[0]), innermost, beneath=own, is_own=forward.base is None)
             rest = (_Wrapper(place, At(own.module, name), each) for name, each in zip(names[1:], others, strict=True))
             forward.exchange_wrappers([first, *rest])
 
@@ -119,17 +119,22 @@ class _Wrapper:
         at: of the wrapper.
         function: the wrapper.
         beneath: of the forward beneath it, which does not say so itself; None if it does.
+        is_own: whether that is the own forward of the class, which a wrapper sees by ``slapo_own`` then.
     """
 
     place: Place
     at: At
     function: Callable[[Forward], Forward]
     beneath: At | None = None
+    is_own: bool = False
 
     def __call__(self, forward: Forward) -> Forward:
-        return self._saying(
-            self.at, self.function(forward if self.beneath is None else self._saying(self.beneath, forward))
-        )
+        if self.beneath is None:
+            return self._saying(self.at, self.function(forward))
+        said = self._saying(self.beneath, forward)
+        if self.is_own:
+            said.slapo_own = said  # type: ignore[attr-defined]
+        return self._saying(self.at, self.function(said))
 
     def _saying(self, at: At, forward: Forward) -> Forward:
         @functools.wraps(forward)

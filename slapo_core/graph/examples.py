@@ -71,17 +71,22 @@ def scheduled_calls(model: nn.Module, example_inputs: Any) -> tuple[dict[str, Ca
     inlined: set[nn.Module] = set()  # a hook there would make another graph
     for module in copied.modules():
         forward = module.__dict__.get("forward")
-        graph = getattr(forward.base, "__func__", None) if isinstance(forward, ModuleForward) else None
-        if isinstance(graph, TracedForward):
-            if graph.rewrites:
-                inlined |= {below for path, below in inlined_modules(module, graph.leaves).items() if path}
-            elif not forward.has_own:
-                forward.set_base(None)
+        if not isinstance(forward, ModuleForward):
+            continue
+        graph = getattr(forward.base, "__func__", None)
+        if isinstance(graph, TracedForward) and graph.rewrites:
+            inlined |= {below for path, below in inlined_modules(module, graph.leaves).items() if path}
+        elif isinstance(graph, TracedForward) and not forward.has_own:
+            forward.set_base(None)
     return _run(copied, *call_with(example_inputs), FakeMode(), unseen=inlined)
 
 
 def call_with(example_inputs: Any) -> Call:
-    """Positional and keyword arguments, of a mapping (keyword arguments), a tuple (positional ones), or one argument."""
+    """Split example inputs into positional and keyword arguments.
+
+    Args:
+        example_inputs: a mapping (keyword arguments), a tuple (positional ones), or one argument.
+    """
     if isinstance(example_inputs, Mapping):
         return (), {str(name): value for name, value in example_inputs.items()}
     return example_inputs if isinstance(example_inputs, tuple) else (example_inputs,), {}

@@ -403,18 +403,18 @@ class Schedule:
             yield self.example_call_of(path)
         except TraceError as error:
             unknown = error
-        error = None
+        ended = None
         if self.records_so_far():
-            self._scheduled_calls, error = scheduled_calls(self.model, self.example_inputs)
+            self._scheduled_calls, ended = scheduled_calls(self.model, self.example_inputs)
         if path in self._scheduled_calls:
             yield self._scheduled_calls[path]
-        elif error is not None:
+        elif ended is not None:
             raise TraceError(
-                f"the scheduled model does not run as far as '{path}': it raises {type(error).__name__}: {error}",
+                f"the scheduled model does not run as far as '{path}': it raises {type(ended).__name__}: {ended}",
                 path=path,
                 hint="complete the steps at the modules that run before, or trace(example_inputs=...) with what this "
                 "module is called with",
-            ) from error
+            ) from ended
         elif unknown is not None:
             raise unknown
 

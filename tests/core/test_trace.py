@@ -431,7 +431,7 @@ class Deep(nn.Module):
 
 def test_a_child_that_cannot_be_traced_refuses_the_whole_step_and_is_named() -> None:
     sch = slapo.create_schedule(nn.Sequential(Deep()), example_inputs=X)
-    with pytest.raises(slapo.TraceError, match="'0.bad' cannot be traced") as told:
+    with pytest.raises(slapo.TraceError, match=r"'0\.bad' cannot be traced") as told:
         sch["0"].trace(recursive=True)
     assert "leaves=" in str(told.value)
     assert with_graphs(sch.model) == []

@@ -140,3 +140,53 @@ def test_estimate_attributes_collectives_of_graphs_to_the_modules_and_steps_they
         "attention.self",
     ]
     assert all("all_reduce" in record for *_, record in found[1])
+
+
+def t5() -> nn.Module:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 96, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_heads": 4}
+    return T5ForConditionalGeneration(  # type: ignore[no-any-return]
+        T5Config(**sizes, num_layers=2, decoder_start_token_id=0, attn_implementation="eager", use_cache=False)
+    )
+
+
+def split_t5(schedule: Any) -> None:
+    for stack in ("encoder", "decoder"):
+        schedule[f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias"].shard("weight", axis=1)
+    for attention in schedule["*.block.*.layer.*.*Attention"]:
+        for name in ("q", "k", "v"):
+            attention[name].shard("weight", axis=0)
+        attention["o"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
+        attention.shard_attribute("n_heads")
+        attention.fork_rng()
+        inputs = (
+            ("hidden_states",) if attention.path.endswith("SelfAttention") else ("hidden_states", "key_value_states")
+        )
+        attention.sync("bwd_post", "all_reduce", inputs=inputs)
+
+
+def kernels_t5(schedule: Any) -> None:
+    for group in ("encoder.block.*", "decoder.block.*"):
+        schedule[group].trace(flatten=True)
+        schedule[group].replace(match="fusion.sdpa")
+        schedule[group].replace(match="fusion.rms_norm")
+
+
+@pytest.mark.ranks
+@pytest.mark.breadth
+@pytest.mark.parametrize("steps", [(split_t5, kernels_t5), (kernels_t5, split_t5)])
+def test_blocks_of_t5_are_traced_from_one_batch_with_the_bias_of_this_rank_s_heads(steps: Any) -> None:
+    batch = {"input_ids": IDS, "labels": IDS[:, :8].clone()}
+    schedule = slapo.create_schedule(t5(), mesh={"tp": 2}, example_inputs=batch)
+    for step in steps:
+        step(schedule)
+    assert len(schedule.find("softmax")) == 0
+    slapo.verify(schedule, optimizer_steps=1)
+    assert len(slapo.estimate(schedule).kinds[0].collectives) >= 5  # forward: an attention each
+    again = slapo.replay(t5(), schedule.to_json(), example_inputs=batch)
+    assert [str(record) for record in again.records] == [str(record) for record in schedule.records]
+    for path in ("encoder.block.1", "decoder.block.1"):
+        assert "all_reduce" in str(schedule[path].graph)
+        assert "fork = fork(" in str(schedule[path].graph)

@@ -6,6 +6,8 @@ forward and two backward a layer, one more for each cross-attention, whose two i
 
 from __future__ import annotations
 
+from typing import Any
+
 import slapo_core as slapo
 
 __all__ = ["bert", "gpt", "llama", "opt", "roberta", "t5", "wide_resnet"]
@@ -41,7 +43,7 @@ def bert(
 
     Source: paper appendix A.
     """
-    layers = sch[f"{body}.encoder.layer.*"]
+    layers: Any = sch[f"{body}.encoder.layer.*"]
     for name in ("query", "key", "value"):
         layers[f"attention.self.{name}"].shard(["weight", "bias"], axis=0)
     layers["attention.self"].sync("bwd_post", "all_reduce").fork_rng()
@@ -86,7 +88,7 @@ def roberta(
     Raises:
         PreconditionError: see :func:`bert`.
     """
-    options = {"kernels": kernels, "checkpoint": checkpoint, "embeddings": embeddings, "stages": stages}
+    options: Any = {"kernels": kernels, "checkpoint": checkpoint, "embeddings": embeddings, "stages": stages}
     bert(sch, **options, compiler=compiler, body="roberta", head="lm_head")
 
 
@@ -113,7 +115,7 @@ def gpt(
     Raises:
         PreconditionError: see :func:`bert`.
     """
-    layers = sch["transformer.h.*"]
+    layers: Any = sch["transformer.h.*"]
     for name, packed in (("attn.c_attn", 3), ("mlp.c_fc", 1)):
         layers[name].shard(["weight", "bias"], axis=1, packed=packed).sync("bwd_post", "all_reduce")
     layers["attn"].shard_attribute("split_size")
@@ -153,7 +155,7 @@ def opt(
     Raises:
         PreconditionError: see :func:`bert`.
     """
-    layers = sch["model.decoder.layers.*"]
+    layers: Any = sch["model.decoder.layers.*"]
     layers["self_attn.[qkv]_proj"].shard(["weight", "bias"], axis=0)
     layers["self_attn"].shard_attribute("num_heads").sync("bwd_post", "all_reduce")
     layers["fc1"].shard(["weight", "bias"], axis=0).sync("bwd_post", "all_reduce")
@@ -191,15 +193,16 @@ def t5(
     Raises:
         PreconditionError: see :func:`bert`.
     """
-    blocks = sch["*coder.block.*"]
+    blocks: Any = sch["*coder.block.*"]
     for name in ("*Attention.[qkv]", "DenseReluDense.wi"):
         blocks[f"layer.*.{name}"].shard("weight", axis=0)
     for name in ("*Attention.o", "DenseReluDense.wo"):
         blocks[f"layer.*.{name}"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
     for name, others in (("SelfAttention", ()), ("EncDecAttention", ("key_value_states",)), ("DenseReluDense", ())):
         blocks[f"layer.*.{name}"].sync("bwd_post", "all_reduce", inputs=("hidden_states", *others))
-    blocks["layer.*.*Attention"].shard_attribute("n_heads").fork_rng()
-    blocks["layer.*.*Attention.relative_attention_bias"].shard("weight", axis=1)
+    for name in ("*Attention", "DenseReluDense.dropout"):
+        blocks[f"layer.*.{name}"].fork_rng()
+    blocks["layer.*.*Attention"].shard_attribute("n_heads")["*_bias"].shard("weight", axis=1)
     if embeddings:
         sch["lm_head"].shard("weight", axis=0, pad=True).sync("bwd_post", "all_reduce").sync("fwd_post", "all_gather")
         sch["*coder.embed_tokens"].sync("fwd_post", "all_reduce")
@@ -234,7 +237,7 @@ def llama(
     Raises:
         PreconditionError: see :func:`bert`.
     """
-    layers = sch["model.layers.*"]
+    layers: Any = sch["model.layers.*"]
     for name in ("self_attn.[qkv]_proj", "mlp.gate_proj", "mlp.up_proj"):
         layers[name].shard("weight", axis=0)
     for name in ("self_attn", "mlp"):
@@ -278,7 +281,7 @@ def wide_resnet(
     Raises:
         PreconditionError: see :func:`bert`.
     """
-    blocks = sch["layer*.*"]
+    blocks: Any = sch["layer*.*"]
     for name in ("conv1", "conv3"):
         blocks[name].shard("weight", axis=0).sync("bwd_post", "all_reduce")
     for name in ("bn1", "bn3"):

@@ -162,6 +162,7 @@ def test_the_full_schedule_is_verified(name: str, mesh: dict[str, int]) -> None:
     sch = scheduled(name, mesh, stages=mesh.get("pp", 1))
     report = slapo.verify(sch, optimizer_steps=1, timeout=PATIENCE)
     assert report.steps_verified == len(sch.records)
+    assert not any("no dropout" in note for note in report.notes)  # every fork_rng is around one
     assert {"output", "gradient", "parameter"} <= {each.kind for each in report.largest if each.compared}
 
 

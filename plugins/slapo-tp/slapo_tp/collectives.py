@@ -291,10 +291,10 @@ def _concatenate(tensor: Tensor, axis: int, name: str, size: int, length: int | 
     return torch.cat(_cut(pieces.chunk(size), axis, length), dim=axis)
 
 
-def _cut(pieces: Sequence[Tensor], axis: int, length: int | None) -> Sequence[Tensor]:
+def _cut(pieces: Sequence[Tensor], axis: int, length: int | None) -> list[Tensor]:
     """The pieces without what reaches over ``length`` elements of ``axis``."""
     if length is None:
-        return pieces
+        return list(pieces)
     extent = pieces[0].shape[axis]
     rest = [max(0, min(extent, length - number * extent)) for number in range(len(pieces))]
     return [piece.narrow(axis, 0, own) for piece, own in zip(pieces, rest, strict=True)]

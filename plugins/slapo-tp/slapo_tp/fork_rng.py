@@ -98,7 +98,8 @@ class _Forked:
     def __init__(self, forward: Forward, rank: int, own: Any) -> None:
         functools.update_wrapper(self, forward)
         self.forward, self.rank = forward, rank
-        self.slapo_is_inlined = forward is own.forward or getattr(forward, "slapo_is_inlined", False)
+        is_own = forward is own.forward or getattr(forward, "slapo_own", None) is forward
+        self.slapo_is_inlined = is_own or getattr(forward, "slapo_is_inlined", False)
 
     def __call__(self, module: Any, *args: Any, **kwargs: Any) -> Any:
         states = Fork(self.rank)(torch.randint(2**63 - 1, ()))

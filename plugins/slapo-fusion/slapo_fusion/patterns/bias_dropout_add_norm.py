@@ -18,8 +18,8 @@ class BiasDropoutAddNorm(slapo.Pattern):
     """Bias, dropout, residual and LayerNorm: F.layer_norm(F.dropout(x + bias) + residual).
 
     The bias is found where its sum stands by itself before a dropout, as behind ``decompose()``; otherwise ``x`` has it
-    already. Dropout may be absent. Where the sum is used behind the norm too, as in layers that begin with their norm,
-    it is a second output of the match.
+    already. Dropout may be absent. The sum may be made two-dimensional before the norm, as in OPT. Where the sum is
+    used behind the norm too, as in layers that begin with their norm, it is a second output of the match.
     """
 
     name = "fusion.bias_dropout_add_norm"
