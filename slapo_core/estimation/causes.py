@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from slapo_core.estimation.place import At, Place
+from slapo_core.graph.leaves import is_inlined
 from slapo_core.graph.recorder import is_recording
 from slapo_core.tree.forward import ModuleForward
 from slapo_core.tree.journal import AddHook, AddModule, ReplaceModule, WrapForward
@@ -96,7 +97,7 @@ class _Hook:
 
     @property
     def slapo_is_inlined(self) -> bool:
-        return getattr(self.function, "slapo_is_inlined", False)
+        return is_inlined(self.function)
 
     def __eq__(self, other: object) -> bool:
         return bool(self.function == (other.function if isinstance(other, _Hook) else other))

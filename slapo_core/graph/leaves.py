@@ -5,11 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from types import FunctionType
 from typing import Any
 
 from torch import nn
 
-__all__ = ["HOOKS", "LeafRule", "Leaves", "around", "inlined_modules", "is_changed", "is_predefined", "walk"]
+from slapo_core.tree.forward import ModuleForward
+
+__all__ = [
+    "HOOKS",
+    "LeafRule",
+    "Leaves",
+    "around",
+    "inlined_modules",
+    "is_changed",
+    "is_inlined",
+    "is_predefined",
+    "walk",
+]
 
 LeafRule = Callable[[nn.Module, str], bool]
 """Whether a module, at a path relative to the traced one, stays a call."""
@@ -41,7 +54,7 @@ class Leaves:
         if not self.flatten:
             return True
         if is_changed(module):
-            if not all(getattr(part, "slapo_is_inlined", False) for part in _parts(module)):
+            if not all(map(is_inlined, _parts(module))):
                 return True
         elif is_predefined(module):
             return True
@@ -71,6 +84,15 @@ def is_changed(module: nn.Module) -> bool:
     )
 
 
+def is_inlined(part: Any) -> bool:
+    """Whether a graph can hold a hook or a forward of a step (``slapo_is_inlined``).
+
+    Of a function the mark is the function itself: ``functools.wraps`` copies marks onto what is wrapped around it.
+    """
+    mark = getattr(part, "slapo_is_inlined", False)
+    return mark is part if isinstance(part, FunctionType) else bool(mark)
+
+
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -82,9 +104,11 @@ def around(module: nn.Module) -> tuple[Any, ...]:
 
 
 def _parts(module: nn.Module) -> list[Any]:
-    forward, *hooks = around(module)
-    compiled = [module._compiled_call_impl] if "_compiled_call_impl" in module.__dict__ else []
-    return [*compiled, *([] if forward is None else [forward]), *(hook for table in hooks for hook in table)]
+    own = module.__dict__
+    forward = own.get("forward")
+    forwards = forward.parts if isinstance(forward, ModuleForward) else () if forward is None else (forward,)
+    compiled = [module._compiled_call_impl] if "_compiled_call_impl" in own else []
+    return [*compiled, *forwards, *(hook for table in HOOKS for hook in own[table].values())]
 
 
 def walk(root: nn.Module) -> list[tuple[str, nn.Module]]:

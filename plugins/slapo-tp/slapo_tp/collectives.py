@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, is_grad_enabled
-from torch._subclasses import FakeTensor
+from torch._guards import detect_fake_mode
 from torch.autograd import Function
 from torch.compiler import is_compiling
 from torch.overrides import handle_torch_function, has_torch_function_unary
@@ -161,7 +161,8 @@ class Collective:
 
 
 def _run(name: str, tensor: Tensor, group: RankGroup, axis: int, length: int | None) -> Tensor:
-    if group.name is None and (tensor.is_meta or isinstance(tensor, FakeTensor)):
+    # A parameter has its values while a graph is recorded, and what is computed with it has none.
+    if group.name is None and (tensor.is_meta or detect_fake_mode(tensor) is not None):
         return _without_ranks(name, tensor, group.size, axis, length)
     if name == "all_reduce_" and tensor.is_contiguous():
         return _AllReduceInPlace.apply(tensor, group.running())

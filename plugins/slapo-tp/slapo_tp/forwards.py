@@ -31,7 +31,7 @@ def gives_fresh_output(module: nn.Module) -> bool:
 def fresh(function: Forward) -> Forward:
     """Mark a forward whose output is made anew and kept by nobody, and that a static graph can hold."""
     setattr(function, _FRESH, function)
-    function.slapo_is_inlined = True  # type: ignore[attr-defined]
+    function.slapo_is_inlined = function  # type: ignore[attr-defined]
     return function
 
 

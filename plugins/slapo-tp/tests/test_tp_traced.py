@@ -151,6 +151,15 @@ def test_shards_that_one_layer_hands_to_the_next_are_found_in_either_order(steps
     assert [str(layer.graph) for layer in again["layers.*"]] == [str(layer.graph) for layer in sch["layers.*"]]
 
 
+def test_a_split_layer_under_a_checkpoint_stays_a_call_of_the_graph_around_it() -> None:
+    sch = slapo.create_schedule(model(), mesh={"tp": 2}, example_inputs=X)
+    split_mlp(sch["0"])
+    sch["0.down"].checkpoint()
+    sch["0"].trace(flatten=True)
+    assert "self.down(" in str(sch["0"].graph)
+    assert "self.up(" not in str(sch["0"].graph)
+
+
 WAYS = (trace_then_split, split_then_trace, trace_beside, split_heads_and_trace_around)
 
 
