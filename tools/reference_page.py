@@ -103,6 +103,7 @@ _DISTRIBUTIONS = (
     "slapo-deepspeed",
     "slapo-fusion",
     "slapo-megatron",
+    "slapo-models",
     "slapo-pipeline",
     "slapo-tp",
     "slapo-tune",

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from slapo_core.estimation.place import At, Place
+from slapo_core.graph.leaves import is_inlined
 from slapo_core.graph.recorder import is_recording
 from slapo_core.tree.forward import ModuleForward
 from slapo_core.tree.journal import AddHook, AddModule, ReplaceModule, WrapForward
@@ -45,6 +46,12 @@ def name_causes(schedule: Schedule, place: Place) -> None:
         elif isinstance(entry, WrapForward):
             hooks.setdefault(id(entry.wrapper), {}).setdefault(record.path, str(record))
 
+    place.hooks = {
+        (record.path, entry.function): str(record)
+        for record, entry in reversed(entries)
+        if isinstance(entry, AddHook) and getattr(entry.function, "slapo_is_inlined", False)
+    }
+
     def cause(function: Any, module: nn.Module) -> str | None:
         known = hooks.get(id(function), {})
         return known.get(paths[id(module)], next(iter(known.values()), None))
@@ -61,7 +68,7 @@ def name_causes(schedule: Schedule, place: Place) -> None:
         if isinstance(forward, ModuleForward) and forward.wrappers:
             names = [cause(wrapper, module) or "" for wrapper in forward.wrappers]
             innermost, *others = forward.wrappers
-            first = _Wrapper(place, At(own.module, names[0]), innermost, beneath=own)
+            first = _Wrapper(place, At(own.module, names[0]), innermost, beneath=own, is_own=forward.base is None)
             rest = (_Wrapper(place, At(own.module, name), each) for name, each in zip(names[1:], others, strict=True))
             forward.exchange_wrappers([first, *rest])
 
@@ -90,7 +97,7 @@ class _Hook:
 
     @property
     def slapo_is_inlined(self) -> bool:
-        return getattr(self.function, "slapo_is_inlined", False)
+        return is_inlined(self.function)
 
     def __eq__(self, other: object) -> bool:
         return bool(self.function == (other.function if isinstance(other, _Hook) else other))
@@ -113,17 +120,22 @@ class _Wrapper:
         at: of the wrapper.
         function: the wrapper.
         beneath: of the forward beneath it, which does not say so itself; None if it does.
+        is_own: whether that is the own forward of the class, which a wrapper sees by ``slapo_own`` then.
     """
 
     place: Place
     at: At
     function: Callable[[Forward], Forward]
     beneath: At | None = None
+    is_own: bool = False
 
     def __call__(self, forward: Forward) -> Forward:
-        return self._saying(
-            self.at, self.function(forward if self.beneath is None else self._saying(self.beneath, forward))
-        )
+        if self.beneath is None:
+            return self._saying(self.at, self.function(forward))
+        said = self._saying(self.beneath, forward)
+        if self.is_own:
+            said.slapo_own = said  # type: ignore[attr-defined]
+        return self._saying(self.at, self.function(said))
 
     def _saying(self, at: At, forward: Forward) -> Forward:
         @functools.wraps(forward)

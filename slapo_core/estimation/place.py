@@ -12,6 +12,7 @@ from torch import nn
 
 from slapo_core.estimation.private import current_autograd_node, next_sequence_number
 from slapo_core.graph.patching import PATCHING
+from slapo_core.spec.watching import Origin, attributed
 
 __all__ = ["At", "Place"]
 
@@ -45,12 +46,14 @@ class Place:
 
     Attributes:
         step: ``"forward"``, ``"backward"`` or ``"optimizer"``; the training step says so.
+        hooks: path of a module and a hook there -> the step that registered it, as in ``str(record)``.
     """
 
     def __init__(self, paths: Mapping[int, str], owners: Mapping[int, str]) -> None:
         self.step = "forward"
         self._modules = {module: At(path) for module, path in paths.items()}
         self._owners = {parameter: At(path) for parameter, path in owners.items()}
+        self.hooks: dict[tuple[str, Any], str] = {}
         self._stack: list[At] = []
         self._numbers: list[int] = []
         self._since: list[At] = []
@@ -79,7 +82,8 @@ class Place:
             call = nn.Module.__call__
             nn.Module.__call__ = noticed  # type: ignore[method-assign]
             try:
-                yield
+                with attributed(self._run_from):
+                    yield
             finally:
                 nn.Module.__call__ = call  # type: ignore[method-assign]
 
@@ -92,6 +96,11 @@ class Place:
         finally:
             self._stack.pop()
             self._note()
+
+    def _run_from(self, origin: Origin, function: Callable[..., Any], /, *args: Any) -> Any:
+        """Run what a graph holds of a hook below the module that runs."""
+        path = ".".join(filter(None, (self._now().module, origin.module)))
+        return self.run(At(path, self.hooks.get((path, origin.hook), "")), function, *args)
 
     def own_code(self, module: nn.Module) -> At:
         """Where the forward of a module runs, without what steps put around it."""

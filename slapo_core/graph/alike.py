@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses import FakeTensor
 
 from slapo_core.graph import regions
 from slapo_core.graph.guards import fingerprint, is_told
 from slapo_core.graph.leaves import around
 from slapo_core.graph.notes import Notes
+from slapo_core.graph.private import FakeTensor
 from slapo_core.graph.reads import AttributeReads, Place
 from slapo_core.graph.sharing import structure
 from slapo_core.graph.structure import children, is_plain, rebuild

@@ -15,11 +15,9 @@ from typing import Any, cast
 
 import torch
 from torch import fx, nn
-from torch._subclasses import FakeTensorMode
-from torch.nn.modules.dropout import _DropoutNd
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from slapo_core.graph.leaves import is_changed
+from slapo_core.graph.private import Dropout, FakeTensorMode, OpOverload, TorchDispatchMode
 from slapo_core.graph.regions import set_state
 from slapo_core.spec.tracer import check
 
@@ -39,12 +37,12 @@ class Seen:
     Args:
         draws: whether it drew random numbers.
         writes: which of its :func:`_operands` it wrote to, by position.
-        is_fresh: whether what it gave is new memory, and no view of what it was given.
+        shares: in the memory of which of its operands lies what it gave; empty for new memory, None if not known.
     """
 
     draws: bool = False
     writes: tuple[int, ...] = ()
-    is_fresh: bool = False
+    shares: tuple[int, ...] | None = None
 
 
 class Observer(TorchDispatchMode):
@@ -64,7 +62,7 @@ class Observer(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not isinstance(func, torch._ops.OpOverload):
+        if not isinstance(func, OpOverload):
             self._is_known = False
         elif func.namespace != "prim":
             self._draws |= torch.Tag.nondeterministic_seeded in func.tags or func.namespace not in _TAGGED
@@ -84,8 +82,9 @@ class Observer(TorchDispatchMode):
         given = [self._memory(value) for value in _operands((args, kwargs))]
         written = {self._memory(tensor) for tensor in self._written}
         writes = tuple(position for position, memory in enumerate(given) if memory is not None and memory in written)
-        is_fresh = not any(self._memory(tensor) in given for tensor in _tensors(out))
-        return Seen(self._draws, writes, is_fresh)
+        made = {self._memory(tensor) for tensor in _tensors(out)}
+        shares = tuple(position for position, memory in enumerate(given) if memory is not None and memory in made)
+        return Seen(self._draws, writes, shares)
 
     def _memory(self, value: Any) -> int | None:
         if not isinstance(value, torch.Tensor):
@@ -179,8 +178,8 @@ class Effects:
             if present in self._roots:
                 stack.pop()
                 continue
-            missing = [value for value in present.all_input_nodes if value not in self._roots]
-            if missing and not self._is_fresh(present):
+            missing = [value for value in self._shared(present) if value not in self._roots]
+            if missing:
                 stack.extend(missing)
                 continue
             stack.pop()
@@ -217,7 +216,7 @@ class Effects:
             below = self.module.get_submodule(str(node.target))
             if not type(below).__module__.startswith("torch.nn."):
                 return None
-            return Seen(True, seen.writes, seen.is_fresh) if isinstance(below, _DropoutNd) and seen else seen
+            return Seen(True, seen.writes, seen.shares) if isinstance(below, Dropout) and seen else seen
         is_observed = getattr(node.target, "slapo_is_observed", False)
         if node.op == "call_function" and _is_foreign(node.target) and not is_observed:
             return None
@@ -248,23 +247,25 @@ class Effects:
             return frozenset(["arguments"])
         if node.op == "get_attr":
             return frozenset([f"self.{node.target}"])
-        if self._is_fresh(node):
-            return frozenset([node])
-        return frozenset([node]).union(*(self._roots[value] for value in node.all_input_nodes))
+        return frozenset([node]).union(*(self._roots[value] for value in self._shared(node)))
 
-    def _is_fresh(self, node: fx.Node) -> bool:
+    def _shared(self, node: fx.Node) -> list[fx.Node]:
+        """The arguments in whose memory its value may lie."""
         if node in self._fresh or node.op in ("placeholder", "get_attr"):
-            return True
+            return []
         seen = self._of(node)
-        return seen is not None and seen.is_fresh
+        return self._operands_at(node, None if seen is None else seen.shares)
 
     def _written(self, node: fx.Node) -> list[fx.Node]:
         """The arguments whose memory it may write to."""
         seen = self._of(node)
-        if seen is None:
+        return self._operands_at(node, None if seen is None else seen.writes)
+
+    def _operands_at(self, node: fx.Node, positions: tuple[int, ...] | None) -> list[fx.Node]:
+        given = _operands((node.args, node.kwargs)) if positions else []
+        if positions is None or max(positions, default=-1) >= len(given):  # a container of tensors is one node
             return list(node.all_input_nodes)
-        given = _operands((node.args, node.kwargs)) if seen.writes else []
-        return [given[position] for position in seen.writes if isinstance(given[position], fx.Node)]
+        return [given[position] for position in positions if isinstance(given[position], fx.Node)]
 
 
 def _is_foreign(target: Any) -> bool:

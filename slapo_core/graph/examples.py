@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses import FakeTensor
 
 from slapo_core.graph.fake import FakeMode, with_tensors
+from slapo_core.graph.leaves import inlined_modules
+from slapo_core.graph.private import FakeTensor
 from slapo_core.graph.session import caches_kept, drawn_back
+from slapo_core.graph.traced import TracedForward
 from slapo_core.spec.accelerators import fork_rng
+from slapo_core.tree.forward import ModuleForward
 
-__all__ = ["Call", "copied_model", "detached_results", "example_calls"]
+__all__ = ["Call", "call_with", "copied_model", "detached_results", "example_calls", "scheduled_calls"]
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -33,11 +36,7 @@ def example_calls(model: nn.Module, example_inputs: Any) -> tuple[dict[str, Call
     Returns:
         the arguments by path, as far as the run came; what ended it early, or None.
     """
-    if isinstance(example_inputs, Mapping):
-        args: tuple[Any, ...] = ()
-        kwargs = {str(name): value for name, value in example_inputs.items()}
-    else:
-        args, kwargs = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,), {}
+    args, kwargs = call_with(example_inputs)
     tensors = [*model.parameters(), *model.buffers()]
     if all(type(tensor) in (nn.Parameter, torch.Tensor) for tensor in tensors):
         # The meta device takes a third of the time of fake tensors, and not all models.
@@ -47,11 +46,50 @@ def example_calls(model: nn.Module, example_inputs: Any) -> tuple[dict[str, Call
             device = devices.pop() if devices else torch.device("cpu")
             if not devices:
                 return _Placed(calls, device), None
-    calls, error = _run(model, args, kwargs, FakeMode())
+    with torch.no_grad():
+        calls, error = _run(copied_model(model), args, kwargs, FakeMode())
     if error is None or any(tensor.is_meta for tensor in tensors):
         return calls, error
-    with fork_rng():
-        return _run(model, args, kwargs, None)
+    with fork_rng(), torch.no_grad():
+        return _run(copied_model(model), args, kwargs, None)
+
+
+def scheduled_calls(model: nn.Module, example_inputs: Any) -> tuple[dict[str, Call], Exception | None]:
+    """Note the first call of every module of a scheduled model, as far as it runs without values.
+
+    Graphs that no step rewrote are left out: those modules run their own forward. Calls of modules that are part of a
+    rewritten graph are not noted.
+
+    Args:
+        model: on any device, ``meta`` too; nothing in it is changed.
+        example_inputs: a mapping (keyword arguments), a tuple (positional ones), or one argument.
+
+    Returns:
+        the arguments by path, as far as the run came; what ended it early, or None.
+    """
+    copied = copied_model(model)
+    inlined: set[nn.Module] = set()  # a hook there would make another graph
+    for module in copied.modules():
+        forward = module.__dict__.get("forward")
+        if not isinstance(forward, ModuleForward):
+            continue
+        graph = getattr(forward.base, "__func__", None)
+        if isinstance(graph, TracedForward) and graph.rewrites:
+            inlined |= {below for path, below in inlined_modules(module, graph.leaves).items() if path}
+        elif isinstance(graph, TracedForward) and not forward.has_own:
+            forward.set_base(None)
+    return _run(copied, *call_with(example_inputs), FakeMode(), unseen=inlined)
+
+
+def call_with(example_inputs: Any) -> Call:
+    """Split example inputs into positional and keyword arguments.
+
+    Args:
+        example_inputs: a mapping (keyword arguments), a tuple (positional ones), or one argument.
+    """
+    if isinstance(example_inputs, Mapping):
+        return (), {str(name): value for name, value in example_inputs.items()}
+    return example_inputs if isinstance(example_inputs, tuple) else (example_inputs,), {}
 
 
 class _Placed(dict[str, Call]):
@@ -92,18 +130,19 @@ def _run_on_meta(model: nn.Module, args: Any, kwargs: Any) -> tuple[dict[str, Ca
     return calls, None
 
 
-def _run(model: nn.Module, args: Any, kwargs: Any, mode: FakeMode | None) -> tuple[dict[str, Call], Exception | None]:
-    """On fake tensors of ``mode``; without one, on the tensors themselves."""
-    on_meta = any(tensor.is_meta for tensor in model.parameters())
+def _run(
+    copied: nn.Module, args: Any, kwargs: Any, mode: FakeMode | None, unseen: Collection[nn.Module] = ()
+) -> tuple[dict[str, Call], Exception | None]:
+    """Run a copy, on which stays what the forward sets; on fake tensors of ``mode``, or on the tensors themselves."""
+    on_meta = any(tensor.is_meta for tensor in copied.parameters())
     calls: dict[str, Call] = {}
-    copied = copied_model(model)  # what the forward sets on its modules stays on the copy
 
     def own(tensor: torch.Tensor) -> torch.Tensor:
         if mode is None:
             return tensor.detach().clone()
         return mode.from_tensor(tensor.to("meta") if on_meta else tensor, static_shapes=True)
 
-    with mode or contextlib.nullcontext(), torch.no_grad(), caches_kept(model), drawn_back(), _noting(copied, calls):
+    with mode or contextlib.nullcontext(), caches_kept(copied), drawn_back(), _noting(copied, calls, unseen):
         given, named = with_tensors((args, kwargs), own)
         try:
             copied(*given, **named)
@@ -155,7 +194,7 @@ def detached_results(model: nn.Module) -> dict[int, torch.Tensor]:
 
 
 @contextlib.contextmanager
-def _noting(model: nn.Module, calls: dict[str, Call]) -> Iterator[None]:
+def _noting(model: nn.Module, calls: dict[str, Call], unseen: Collection[nn.Module] = ()) -> Iterator[None]:
     def note(path: str) -> Callable[..., None]:
         def first(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if path not in calls:  # a cache among them is filled afterwards: a copy of it
@@ -166,6 +205,7 @@ def _noting(model: nn.Module, calls: dict[str, Call]) -> Iterator[None]:
     handles = [
         module.register_forward_pre_hook(note(path), prepend=True, with_kwargs=True)
         for path, module in model.named_modules()
+        if module not in unseen
     ]
     try:
         yield

@@ -9,11 +9,9 @@ from typing import Any, Self
 
 import torch
 from torch import nn
-from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves
 
+from slapo_core.graph.private import GROUPED_MM, FakeTensor, FakeTensorMode, disable_current_modes, tree_leaves
 from slapo_core.graph.structure import children, is_plain, rebuild
 
 _LOG = logging.getLogger("torch._subclasses.fake_tensor")
@@ -51,7 +49,8 @@ class FakeMode(FakeTensorMode):
 
     def fake(self, tensor: torch.Tensor) -> torch.Tensor:
         """The fake tensor that stands for another one wherever this mode meets it."""
-        return tensor if isinstance(tensor, FakeTensor) else self.from_tensor(tensor, static_shapes=True)
+        is_own = isinstance(tensor, FakeTensor) and tensor.fake_mode is self
+        return tensor if is_own else self.from_tensor(tensor, static_shapes=True)
 
     def from_tensor(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> FakeTensor:
         if self._home is not None and tensor.is_meta and not isinstance(tensor, FakeTensor):
@@ -60,7 +59,7 @@ class FakeMode(FakeTensorMode):
 
     def _fake_at_home(self, tensor: torch.Tensor) -> FakeTensor:
         if id(tensor) not in self._at_home:
-            with _disable_current_modes():
+            with disable_current_modes():
                 fake = FakeTensor(self, tensor.detach(), self._home)
                 fake.requires_grad_(tensor.requires_grad)
             self._at_home[id(tensor)] = (tensor, fake)
@@ -99,7 +98,7 @@ class FakeMode(FakeTensorMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._home is not None:
             args, kwargs = self._placed(args), self._placed(kwargs or {})
-        if func is torch.ops.aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:
+        if func is GROUPED_MM and args[0].dtype is not torch.bfloat16:
             return _grouped_product(*args, **(kwargs or {}))
         args, kwargs = self._all_fake(func, args, kwargs or {})
         return super().__torch_dispatch__(func, types, args, kwargs)

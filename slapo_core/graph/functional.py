@@ -12,6 +12,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from slapo_core.graph.leaves import is_changed, is_predefined
+from slapo_core.graph.private import DisableTorchFunction
 
 __all__ = ["INPUT", "FunctionalForm", "Own", "functional_form", "input_of"]
 
@@ -92,7 +93,7 @@ class _Seen(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if getattr(func, "__name__", "") in ("dim", "size", "__get__"):
-            with torch._C.DisableTorchFunction():  # nor by what records
+            with DisableTorchFunction():  # nor by what records
                 return func(*args, **kwargs)
         self._calls += 1
         given = tuple(self._stand_in(value) for value in args), {key: self._stand_in(kwargs[key]) for key in kwargs}

@@ -5,11 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from types import FunctionType
 from typing import Any
 
 from torch import nn
 
-__all__ = ["HOOKS", "LeafRule", "Leaves", "around", "inlined_modules", "is_changed", "is_predefined", "walk"]
+from slapo_core.tree.forward import ModuleForward
+
+__all__ = [
+    "HOOKS",
+    "LeafRule",
+    "Leaves",
+    "around",
+    "inlined_modules",
+    "is_changed",
+    "is_inlined",
+    "is_predefined",
+    "walk",
+]
 
 LeafRule = Callable[[nn.Module, str], bool]
 """Whether a module, at a path relative to the traced one, stays a call."""
@@ -25,10 +38,12 @@ class Leaves:
         patterns: classes, names of classes, paths relative to the traced module, or globs over either: these are
             called.
         flatten: whether all others but those of ``torch.nn`` are looked into; without it every module is called.
+        above: the path of the traced module, relative to the module that the paths in ``patterns`` are relative to.
     """
 
     patterns: tuple[type | str, ...] = ()
     flatten: bool = False
+    above: str = ""
 
     def __call__(self, module: nn.Module, path: str) -> bool:
         """Whether ``module``, which lies at ``path`` below the traced one, is called as it is.
@@ -40,14 +55,15 @@ class Leaves:
         if not self.flatten:
             return True
         if is_changed(module):
-            if not all(getattr(part, "slapo_is_inlined", False) for part in _parts(module)):
+            if not all(map(is_inlined, _parts(module))):
                 return True
         elif is_predefined(module) or getattr(module, "slapo_stays_a_call", False):
             return True
-        return self.is_named(module, path)
+        return self.names(module, path)
 
-    def is_named(self, module: nn.Module, path: str) -> bool:
+    def names(self, module: nn.Module, path: str) -> bool:
         """Whether one of the patterns names ``module``, which lies at ``path`` below the traced one."""
+        path = f"{self.above}.{path}" if self.above else path
         names = (path, type(module).__name__, f"{type(module).__module__}.{type(module).__qualname__}")
         return any(
             isinstance(module, pattern)
@@ -69,6 +85,15 @@ def is_changed(module: nn.Module) -> bool:
     )
 
 
+def is_inlined(part: Any) -> bool:
+    """Whether a graph can hold a hook or a forward of a step (``slapo_is_inlined``).
+
+    Of a function the mark is the function itself: ``functools.wraps`` copies marks onto what is wrapped around it.
+    """
+    mark = getattr(part, "slapo_is_inlined", False)
+    return mark is part if isinstance(part, FunctionType) else bool(mark)
+
+
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -80,9 +105,11 @@ def around(module: nn.Module) -> tuple[Any, ...]:
 
 
 def _parts(module: nn.Module) -> list[Any]:
-    forward, *hooks = around(module)
-    compiled = [module._compiled_call_impl] if "_compiled_call_impl" in module.__dict__ else []
-    return [*compiled, *([] if forward is None else [forward]), *(hook for table in hooks for hook in table)]
+    own = module.__dict__
+    forward = own.get("forward")
+    forwards = forward.parts if isinstance(forward, ModuleForward) else () if forward is None else (forward,)
+    compiled = [module._compiled_call_impl] if "_compiled_call_impl" in own else []
+    return [*compiled, *forwards, *(hook for table in HOOKS for hook in own[table].values())]
 
 
 def walk(root: nn.Module) -> list[tuple[str, nn.Module]]:

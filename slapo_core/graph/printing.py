@@ -11,6 +11,7 @@ from torch import fx
 from torch.nn import functional
 
 from slapo_core.graph.expressions import SIGNS
+from slapo_core.graph.private import OpOverload
 from slapo_core.graph.regions import DEVICES, set_state
 from slapo_core.spec.tracer import Guard, Recorded, check
 
@@ -125,7 +126,7 @@ def _function(target: Any) -> str:
     name = getattr(target, "__name__", None) or str(target)
     if known is not None:
         return known
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, OpOverload):
         return f"torch.ops.{target}"
     module = str(getattr(target, "__module__", "") or "")
     if getattr(torch, name, None) is target:

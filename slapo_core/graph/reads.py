@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses import FakeTensor
 
 from slapo_core.graph.guards import ABSENT, Same, fingerprint, is_setting, is_told
 from slapo_core.graph.leaves import LeafRule, inlined_modules, walk
 from slapo_core.graph.location import is_of_the_model
+from slapo_core.graph.private import FakeTensor
 from slapo_core.graph.session import attributes_kept, put_back
 from slapo_core.graph.sizes import is_symbolic
 from slapo_core.graph.structure import Opaque
@@ -33,6 +33,7 @@ _NO_HOLDERS = (
     types.MethodType, types.SimpleNamespace, enum.Enum,
 )  # fmt: skip
 _OF_EVERY_MODULE = frozenset({*vars(nn.Module()), *dir(nn.Module)})
+_OWN_OF_EVERY_MODULE = frozenset(name for name in _OF_EVERY_MODULE if not name.startswith("__"))
 _SPIES = ("__getattribute__", "__setattr__")
 
 
@@ -123,7 +124,11 @@ class AttributeReads:
         original = getattr(cls.__getattribute__, "slapo_original", cls.__getattribute__)
         original_set = getattr(cls.__setattr__, "slapo_original", cls.__setattr__)
 
+        ignored = _OWN_OF_EVERY_MODULE if issubclass(cls, nn.Module) else ()
+
         def read(this: Any, name: str) -> Any:
+            if name in ignored:
+                return original(this, name)
             if name.startswith("__"):
                 is_watched = name == "__dict__" and id(this) in watch._places
                 if is_watched and is_of_the_model(sys._getframe(1).f_code.co_filename):
@@ -154,7 +159,7 @@ class AttributeReads:
 
     def _read(self, this: Any, name: str, found: Any) -> None:
         path = self._places.get(id(this))
-        if path is None or (isinstance(this, nn.Module) and name in _OF_EVERY_MODULE):
+        if path is None:
             return
         if self._logs and not isinstance(getattr(type(this), name, None), property):  # it reads what it is made of
             for log in self._logs:
@@ -173,8 +178,9 @@ class AttributeReads:
 
     def _read_all(self, this: Any) -> None:
         """Code asks for the dictionary of attributes: whatever setting is in it may matter."""
+        ignored = _OF_EVERY_MODULE if isinstance(this, nn.Module) else ()
         for name, value in tuple(object.__getattribute__(this, "__dict__").items()):
-            if is_setting(value):
+            if name not in ignored and is_setting(value):
                 self._read(this, name, value)
 
     def _missed(self, this: Any, name: str) -> None:

@@ -4,30 +4,37 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses import FakeTensor
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.overrides import TorchFunctionMode
 
 from slapo_core.graph.alike import AlikeCalls
 from slapo_core.graph.effects import Observer
 from slapo_core.graph.leaves import is_predefined
 from slapo_core.graph.pieces import guard_pieces, guard_structure
+from slapo_core.graph.private import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    function_modes,
+    set_grad_enabled,
+)
 from slapo_core.graph.recording import Recording
 from slapo_core.graph.regions import Regions
 from slapo_core.graph.session import drawn_back
 from slapo_core.graph.structure import concrete
 from slapo_core.graph.targets import query_of, writes_to_first
 from slapo_core.spec.tracer import Untraceable
+from slapo_core.spec.watching import Origin
 
 __all__ = ["NeedsValues", "Recorder", "is_recording"]
 
-_SWITCHES = (torch._C._set_grad_enabled,)
+_SWITCHES = (set_grad_enabled,)
 """Seen through the state that they change."""
 
 _READS = frozenset(
@@ -64,6 +71,7 @@ class Recorder(TorchFunctionMode):
         self.regions = Regions(recording)
         self.alike: AlikeCalls | None = None
         self._is_paused, self._thread = False, threading.get_ident()
+        self._path = ""  # of the module below whose own code runs
 
     @property
     def is_paused(self) -> bool:
@@ -87,6 +95,8 @@ class Recorder(TorchFunctionMode):
 
         One that writes to its first argument gives just that: a fake one may stand for a buffer while it runs.
         """
+        if (from_hook := getattr(func, "slapo_from", None)) is not None and (hook := _running_hook()) is not None:
+            func = from_hook(Origin(self._path, hook))
         with self.paused():
             guard_pieces(self.recording, func, args, kwargs)
         out = self._record(run, args, kwargs, lambda: self.recording.call(func, args, kwargs))
@@ -150,6 +160,15 @@ class Recorder(TorchFunctionMode):
         )
 
     @contextlib.contextmanager
+    def inside(self, path: str) -> Iterator[None]:
+        """While this lasts, the code of the module at ``path`` runs, and that of its hooks."""
+        before, self._path = self._path, path
+        try:
+            yield
+        finally:
+            self._path = before
+
+    @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """While this lasts, nothing is written down."""
         before, self._is_paused = self._is_paused, True
@@ -159,6 +178,17 @@ class Recorder(TorchFunctionMode):
             self._is_paused = before
 
 
+def _running_hook() -> Any:
+    """The hook of a step, an object that a graph can hold, inside of which this is called; None outside of any."""
+    frame, found = sys._getframe(1), None
+    while frame is not None and frame.f_code.co_filename != nn.modules.module.__file__:
+        first = frame.f_locals.get(next(iter(frame.f_code.co_varnames), ""))
+        if getattr(type(first), "slapo_is_inlined", False):
+            found = first
+        frame = frame.f_back  # type: ignore[assignment]
+    return found
+
+
 def is_recording() -> bool:
     """Whether what runs now is written down."""
-    return any(isinstance(mode, Recorder) for mode in torch.overrides._get_current_function_mode_stack())
+    return any(isinstance(mode, Recorder) for mode in function_modes())

@@ -14,6 +14,7 @@ from slapo_core.graph.expressions import expression
 from slapo_core.graph.leaves import walk
 from slapo_core.graph.location import model_location
 from slapo_core.graph.notes import Notes
+from slapo_core.graph.private import FakeTensor
 from slapo_core.graph.sizes import is_symbolic, symbolic
 from slapo_core.graph.structure import Opaque, children, is_plain, rebuild
 from slapo_core.graph.targets import target_of
@@ -70,7 +71,7 @@ class Recording:
             self.notes.values[node] = value
         if isinstance(value, torch.Tensor):
             node.meta["example"] = (tuple(value.shape), value.dtype)
-            if isinstance(value, torch._subclasses.FakeTensor):
+            if isinstance(value, FakeTensor):
                 # Another object for each tensor, so that a device that is read from it is known again.
                 device = torch.device(str(value.fake_device))
                 value.fake_device = device
@@ -148,7 +149,7 @@ class Recording:
                     f"reads a parameter of shape {tuple(tensor.shape)} that lies outside of the traced module",
                     "trace the module that holds both",
                 )
-            if isinstance(tensor, torch._subclasses.FakeTensor) or not self.may_capture:
+            if isinstance(tensor, FakeTensor) or not self.may_capture:
                 raise self.refusal("uses a tensor that was made outside of the recorded calls")
             node = self.graph.placeholder(f"captured_{len(self.captured)}")
             first = next(each for position, each in enumerate(self.graph.nodes) if position == len(self.captured))

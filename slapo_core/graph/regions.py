@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from slapo_core.graph.private import set_grad_enabled
+
 if TYPE_CHECKING:
     from slapo_core.graph.recording import Recording
 
@@ -54,7 +56,7 @@ def set_state(grad: bool, autocast: tuple[tuple[bool, torch.dtype], ...], cache:
     Where autocast ends, what it keeps ends with it, as it does at the end of torch's own regions: its copies of weights
     are those of before the optimiser's step, and made under ``no_grad`` they take no gradient.
     """
-    torch._C._set_grad_enabled(grad)
+    set_grad_enabled(grad)
     for kind, (enabled, dtype) in zip(DEVICES, autocast, strict=True):
         torch.set_autocast_enabled(kind, enabled)
         torch.set_autocast_dtype(kind, dtype)

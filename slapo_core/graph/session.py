@@ -17,11 +17,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import _pop_mode, _push_mode
-from torch.utils._device import DeviceContext
 
 from slapo_core.graph.leaves import HOOKS, walk
 from slapo_core.graph.location import first_line
+from slapo_core.graph.private import DeviceContext, number_of_function_modes, pop_function_mode, push_function_mode
 from slapo_core.graph.structure import Opaque, children
 from slapo_core.spec.tracer import Untraceable
 
@@ -38,7 +37,10 @@ __all__ = [
 ]
 
 _CONTAINERS = (list, dict, set)
-_NO_HOLDERS = (nn.Module, torch.Tensor, type, types.ModuleType, types.FunctionType, types.MethodType)
+_NO_HOLDERS = (
+    bool, int, float, str, type(None),
+    nn.Module, torch.Tensor, type, types.ModuleType, types.FunctionType, types.MethodType,
+)  # fmt: skip
 _REGISTERED = ("_parameters", "_buffers", "_modules")
 _Cache = type(functools.lru_cache(abs))
 
@@ -47,11 +49,11 @@ _Cache = type(functools.lru_cache(abs))
 def alone() -> Iterator[None]:
     """Without the torch-function modes of others, who would take the recording for a run of the model."""
     others: list[Any] = []
-    while torch._C._len_torch_function_stack():
-        others.append(_pop_mode())
+    while number_of_function_modes():
+        others.append(pop_function_mode())
     for each in reversed(others):
         if isinstance(each, DeviceContext):  # `with torch.device(...)`: it decides where tensors are made
-            _push_mode(each)
+            push_function_mode(each)
     torch.clear_autocast_cache()
     # On top of those of others, torch.utils.checkpoint's for one, which must not count what a recording saves.
     # Emptied in the end: an operation that saves its own result would keep it, and the parameters behind, for ever.
@@ -64,10 +66,10 @@ def alone() -> Iterator[None]:
         for box in boxes:
             box.clear()
         torch.clear_autocast_cache()  # of weights cast without values
-        while torch._C._len_torch_function_stack():
-            _pop_mode()
+        while number_of_function_modes():
+            pop_function_mode()
         for each in reversed(others):
-            _push_mode(each)
+            push_function_mode(each)
 
 
 def _boxed(tensor: torch.Tensor, boxes: list[list[torch.Tensor]]) -> list[torch.Tensor]:
@@ -185,38 +187,56 @@ def attributes_kept(
         refuse: makes the error for a change in one of those.
     """
     own = {id(module) for module in recorded}
-    held: dict[int, tuple[str, Any, Any, bool]] = {}
+    held: dict[int, _Held] = {}
     for path, module in walk(root):
-        _hold(module.__dict__, f"self.{path}" if path else "self", id(module) in own, held)
+        _hold(module.__dict__, ("self", *path.split(".")) if path else ("self",), id(module) in own, held)
     completed = False
     try:
-        yield lambda: all(is_unchanged(value, before) for _, value, before, _ in held.values())
+        yield lambda: next(_changed(held), None) is None
         completed = True
     finally:
-        changed = [name for name, value, before, is_own in held.values() if put_back(value, before) and is_own]
-    if completed and changed:
-        raise refuse(f"changes {changed[0]} in place, which a graph would not do again")
+        changed = list(_changed(held))
+        for value, before, _, _ in changed:
+            put_back(value, before)
+    first = next((keys for _, _, keys, is_own in changed if is_own), None)
+    if completed and first is not None:
+        raise refuse(f"changes {_name(first)} in place, which a graph would not do again")
 
 
-def _hold(value: Any, name: str, is_own: bool, held: dict[int, tuple[str, Any, Any, bool]]) -> None:
+_Held = tuple[Any, Any, tuple[Any, ...], bool]
+"""A container, a copy of it, the keys by which it is reached, and whether it is part of a module that is recorded."""
+
+
+def _hold(value: Any, keys: tuple[Any, ...], is_own: bool, held: dict[int, _Held]) -> None:
     """Note what is in a container, and in containers and objects in it."""
     if id(value) in held:
         return
     before = dict(value) if isinstance(value, dict) else value.copy()  # a class of its own may not be made so
-    held[id(value)] = (name, value, before, is_own)
-    if name.rpartition(".")[2] in HOOKS:  # what a hook holds is not the model's
+    held[id(value)] = (value, before, keys, is_own)
+    if keys[-1] in HOOKS:  # what a hook holds is not the model's
         return
-    for key, part in value.items() if isinstance(value, dict) else enumerate(value):
+    for key, part in before.items() if isinstance(before, dict) else enumerate(before):
         if isinstance(part, _CONTAINERS):
-            _hold(part, _below(name, key), is_own, held)
-        elif hasattr(part, "__dict__") and not isinstance(part, _NO_HOLDERS) and type(part.__dict__) is dict:
-            _hold(part.__dict__, _below(name, key), is_own, held)
+            _hold(part, (*keys, key), is_own, held)
+        elif not isinstance(part, _NO_HOLDERS) and type(getattr(part, "__dict__", None)) is dict:
+            _hold(part.__dict__, (*keys, key), is_own, held)
 
 
-def _below(name: str, key: Any) -> str:
-    if key in _REGISTERED:
-        return f"the {key[1:]} of {name}"
-    return f"{name}.{key}" if isinstance(key, str) and key.isidentifier() else name
+def _changed(held: dict[int, _Held]) -> Iterator[_Held]:
+    for each in held.values():
+        value, before, _, _ = each
+        if (value or before) and not is_unchanged(value, before):  # most are tables of hooks, and empty
+            yield each
+
+
+def _name(keys: tuple[Any, ...]) -> str:
+    name = "self"
+    for key in keys[1:]:
+        if key in _REGISTERED:
+            name = f"the {key[1:]} of {name}"
+        elif isinstance(key, str) and key.isidentifier():
+            name = f"{name}.{key}"
+    return name
 
 
 def refusing_changes(forward: Callable[..., Any]) -> Callable[..., Any]:

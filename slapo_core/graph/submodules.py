@@ -44,7 +44,8 @@ def module_calls(recorder: Recorder, leaves: LeafRule) -> Iterator[None]:
         if path is None:
             return original(module, *args, **kwargs)
         if not leaves(module, path):
-            out = original(module, *args, **kwargs)
+            with recorder.inside(path):
+                out = original(module, *args, **kwargs)
             if recording.notes is not None:
                 recording.compute(left, (path,))
             return out

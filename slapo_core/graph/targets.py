@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from slapo_core.graph.private import TensorBase
 from slapo_core.graph.sizes import symbolic
 from slapo_core.graph.structure import concrete
 
@@ -122,7 +123,7 @@ def _attribute(descriptor: Any) -> str:
 
 
 def _is_method(func: Any, name: str) -> bool:
-    return getattr(torch.Tensor, name, None) is func or getattr(torch._C.TensorBase, name, None) is func
+    return getattr(torch.Tensor, name, None) is func or getattr(TensorBase, name, None) is func
 
 
 _VALUES = ("__bool__", "__int__", "__float__", "__index__", "item", "tolist", "__complex__", "numpy", "__contains__")

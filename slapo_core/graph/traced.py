@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import itertools
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch._compile import _disable_dynamo
 
 from slapo_core.errors import ApplyError, ArgumentError, GuardError, TraceError
 from slapo_core.graph import regions
@@ -23,6 +22,7 @@ from slapo_core.graph.leaves import Leaves, is_changed, is_predefined
 from slapo_core.graph.patching import PATCHING
 from slapo_core.graph.plan import Plan
 from slapo_core.graph.printing import printed
+from slapo_core.graph.private import disable_dynamo
 from slapo_core.graph.reads import GlobalNames
 from slapo_core.graph.refusals import refusal
 from slapo_core.graph.rewriting.actions import Action, Outline, Replacement, as_before
@@ -104,26 +104,46 @@ class TracedForward:
                 "lie below this decision",
             ) from None
 
-    def record(self, module: nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
-        """Record the graph for calls like this one, if it is not there yet.
+    def record(self, module: nn.Module, calls: Iterable[tuple[tuple[Any, ...], dict[str, Any]]]) -> None:
+        """Record the graph for calls like the first of these that it can be recorded for, if it is not there yet.
 
         Args:
             module: the traced module.
-            call: positional and keyword arguments.
+            calls: positional and keyword arguments; a later one is asked for only where those before do not fit.
 
         Raises:
-            TraceError: it cannot be recorded.
+            TraceError: it cannot be recorded for any.
             TypeError: the forward does not take these arguments.
         """
-        values = self.parameters.bind(module, *call)
-        self.variant(module, values)
-        self.example = without_values(FakeMode(), values)
+        refused: TraceError | None = None
+        try:
+            for call in calls:
+                values = self.parameters.bind(module, *call)
+                try:
+                    self.variant(module, values)
+                except TraceError as error:
+                    refused = error
+                    continue
+                self.example = without_values(FakeMode(), values)
+                return
+        except TraceError as unknown:
+            if refused is None:
+                raise
+            refused.hint = f"{unknown.message}; {unknown.hint}; or: {refused.hint}"
+        assert refused is not None
+        raise refused
 
-    def follow(self, module: nn.Module) -> tuple[str, ...]:
+    def follow(
+        self, module: nn.Module, calls: Iterable[tuple[tuple[Any, ...], dict[str, Any]]] = ()
+    ) -> tuple[str, ...]:
         """Record again what steps have changed at modules below, with all that was done to the graph repeated.
 
         Where the forward cannot run (between two steps that belong together, say) nothing is recorded: the next call
         will, or another step before.
+
+        Args:
+            module: the traced module.
+            calls: what it may be called with now, if not with what it was recorded with.
 
         Returns:
             paths of modules that the graph calls no more since it was rewritten.
@@ -132,19 +152,28 @@ class TracedForward:
             TraceError: the graph would be another one, in which what was done to this one cannot be repeated.
         """
         self.look(module)
-        if self.example is not None and not self._holds(module):
-            base = self
-            with contextlib.ExitStack() as before:
-                while base.beneath is not None:
-                    assert base.rewrite is not None
-                    before.enter_context(as_before(base.rewrite.action, module))
-                    base = base.beneath
-                try:
-                    base.variant(module, self.example)
-                except TraceError:
-                    return ()
-            self._first = self.variant(module, self.example)
+        if self.example is not None and not self.holds(module):
+            examples = itertools.chain([self.example], (self.parameters.bind(module, *call) for call in calls))
+            example = next((each for each in examples if self._runs(module, each)), None)
+            if example is None:
+                return ()
+            self._first = self.variant(module, example)
+            self.example = without_values(FakeMode(), example)
         return self.swallowed
+
+    def _runs(self, module: nn.Module, example: tuple[Any, ...]) -> bool:
+        """Whether the forward, which steps have not rewritten, can be recorded for these values of the parameters."""
+        base = self
+        with contextlib.ExitStack() as before:
+            while base.beneath is not None:
+                assert base.rewrite is not None
+                before.enter_context(as_before(base.rewrite.action, module))
+                base = base.beneath
+            try:
+                base.variant(module, example)
+            except TraceError:
+                return False
+        return True
 
     def opened(
         self, below: str, child: nn.Module, call: Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]
@@ -160,12 +189,14 @@ class TracedForward:
             its graph, to run within the wrappers; None if its code is not recorded here, or cannot be.
         """
         first = self.first
-        if first is None or not self.leaves.flatten or is_predefined(child) or self.leaves.is_named(child, below):
+        if first is None or not self.leaves.flatten or is_predefined(child) or self.leaves.names(child, below):
+            return None
+        if not self.leaves(child, below):  # a graph can hold what is wrapped around it
             return None
         path = f"{self.path}.{below}" if self.path else below
         made = TracedForward(ModuleForward.of(child).bottom, self.tracer, Leaves(flatten=True), path=path)
         try:
-            made.record(child, call())
+            made.record(child, [call()])
         except (ArgumentError, TraceError):
             return None
         return made
@@ -204,11 +235,12 @@ class TracedForward:
 
     def look(self, module: nn.Module) -> None:
         """Have a variant that was recorded of the module as it is now stand for all, if there is one."""
-        if not self._holds(module):
+        if not self.holds(module):
             alike = (variant for variant in self.variants if variant.plan.modules_of(module) is not None)
             self._first = next(alike, self._first)
 
-    def _holds(self, module: nn.Module) -> bool:
+    def holds(self, module: nn.Module) -> bool:
+        """Whether what stands for all variants was recorded of the module as it is now."""
         first = self.first
         return first is None or first.plan.modules_of(module) is not None
 
@@ -310,6 +342,12 @@ class TracedForward:
         return self.first.swallowed if self.first is not None else ()
 
     @property
+    def called(self) -> tuple[str, ...]:
+        """The paths of the modules that the graph calls, below the traced one."""
+        nodes = self.first.recorded.graph.nodes if self.first is not None else ()
+        return tuple(dict.fromkeys(str(node.target) for node in nodes if node.op == "call_module"))
+
+    @property
     def node_names(self) -> frozenset[str]:
         first = self.first
         return frozenset(node.name for node in first.recorded.graph.nodes) if first is not None else frozenset()
@@ -372,7 +410,7 @@ class TracedForward:
         self.plans.append(plan)
         return len(self.plans) - 1, plan, modules
 
-    @_disable_dynamo  # recording is no part of what is compiled: torch.compile breaks its graph here, once
+    @disable_dynamo  # recording is no part of what is compiled: torch.compile breaks its graph here, once
     def _specialized(
         self, module: nn.Module, values: tuple[Any, ...], plan: Plan, key: Any, changed: tuple[Flag, Any] | None
     ) -> Variant:

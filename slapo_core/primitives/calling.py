@@ -10,7 +10,7 @@ from typing import Any
 from slapo_core.spec.graph import Match
 from slapo_core.spec.violation import Violation
 
-__all__ = ["Arguments", "arguments_for"]
+__all__ = ["Arguments", "arguments_for", "has_signature", "names_given"]
 
 _KINDS = inspect.Parameter
 _POSITIONAL = (_KINDS.POSITIONAL_ONLY, _KINDS.POSITIONAL_OR_KEYWORD)
@@ -35,19 +35,30 @@ def arguments_for(function: Callable[..., Any], match: Match, *, shown: str) -> 
     A parameter with a default gets what is captured under its name, and else keeps its default.
 
     Args:
-        function: called in the place of the match.
+        function: called in the place of the match; it has a signature.
         match: of which it gets inputs and captured constants.
         shown: the name of ``function``, for messages.
     """
-    inner = set(match.nodes)
-    captures = [name for name, value in match.captures.items() if value not in inner]
-    try:
-        parameters = list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):  # a function in C
-        return Arguments(tuple(range(len(match.inputs))))
+    captures = names_given(match)
+    parameters = list(inspect.signature(function).parameters.values())
     if captures and {each.name for each in parameters if _is_required(each)} <= set(captures):
         return _by_name(parameters, captures, shown)
     return _by_order(parameters, match, captures, shown)
+
+
+def has_signature(function: Callable[..., Any]) -> bool:
+    """Whether the parameters of a function are known; not those of one in C, such as most of torch's."""
+    try:
+        inspect.signature(function)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def names_given(match: Match) -> list[str]:
+    """The names of what a match captured and does not compute itself."""
+    inner = set(match.nodes)
+    return [name for name, value in match.captures.items() if value not in inner]
 
 
 def _by_name(parameters: list[inspect.Parameter], captures: list[str], shown: str) -> Arguments | Violation:

@@ -37,9 +37,11 @@ class Replace(Primitive):
     stay), or it is renamed by ``params``, or given up by ``drop``.
 
     With a match, a function *is* the new computation: the graph calls it with what the match captured, by the names of
-    its parameters, or else with the match's inputs in their order. A module becomes a child of the traced one, and the
-    graph calls it; the same object at every match, so that one with parameters can stand in one traced module only.
-    What the match swallowed keeps its path and its parameters. Several outputs are a tuple, in the graph's order.
+    its parameters, or else with the match's inputs in their order. One in C, such as
+    ``F.scaled_dot_product_attention``, says nothing of its parameters: it gets several inputs in the one order in which
+    it computes the same, which a trial in float64 on random values finds. A module becomes a child of the traced one,
+    and the graph calls it; the same object at every match, so that one with parameters can stand in one traced module
+    only. What the match swallowed keeps its path and its parameters. Several outputs are a tuple, in the graph's order.
 
     Args:
         new_module: the new module, or a function ``fn(old) -> new`` that must not change the old one. A function at the
@@ -58,8 +60,8 @@ class Replace(Primitive):
     Raises:
         PreconditionError: it is the root; the new forward cannot take the old one's arguments; a parameter is not
             accounted for; the module is in the model already. With a match: nothing matches; what is new cannot take
-            what the match gives, or gives another number of values, shape or type; hooks or steps of a swallowed module
-            would be lost.
+            what the match gives (a function in C: in no order, or in several), or gives another number of values, shape
+            or type; hooks or steps of a swallowed module would be lost.
         ApplyError: the function raised or returned no module; the match cannot be taken out of the graph.
         StaleMatchError: an earlier step changed the place of the match.
 
@@ -192,7 +194,9 @@ class Replace(Primitive):
         yield from self._plan(node, new).violations
 
     def _at_matches(self, node: Node) -> MatchReplacement:
-        return MatchReplacement(node, self.new_module, self.match, dict(self.params), self.name_)
+        return MatchReplacement(
+            node, self.new_module, self.match, dict(self.params), self.name_, rtol=self.rtol, atol=self.atol
+        )
 
     def _plan(self, node: Node, new: nn.Module) -> TensorPlan:
         return TensorPlan(node, new, dict(self.params), tuple(self.drop))

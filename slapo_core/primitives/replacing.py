@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from slapo_core.primitives.at_matches import changes_swallowed
-from slapo_core.primitives.calling import Arguments, arguments_for
+from slapo_core.primitives.calling import Arguments, arguments_for, has_signature, names_given
 from slapo_core.primitives.fitting import type_of
 from slapo_core.primitives.modes import set_mode
 from slapo_core.spec.edit import Edit
@@ -30,13 +30,27 @@ class MatchReplacement:
         matches: where it comes.
         params: ``{"old.name": "new.name"}``: tensors below the traced module that become the new module's.
         name: of the call, or of the new child; None takes one from ``new``.
+        rtol: how far the numbers of ``new`` may be off, relative to the largest.
+        atol: the absolute difference allowed.
     """
 
-    def __init__(self, node: Node, new: Any, matches: tuple[Match, ...], params: dict[str, str], name: str | None):
+    def __init__(
+        self,
+        node: Node,
+        new: Any,
+        matches: tuple[Match, ...],
+        params: dict[str, str],
+        name: str | None,
+        *,
+        rtol: float | None = None,
+        atol: float | None = None,
+    ):
         self.new: Any = _replacement_of(node, new) if isinstance(new, str) else new
         self.shown = new if isinstance(new, str) else _shown(new)
         self.places = by_place(node, matches)
         self.params, self.name = params, name
+        self.rtol, self.atol = rtol or 0.0, atol or 0.0
+        self._orders: dict[Any, Any] = {}
 
     def violations(self) -> Iterator[Violation]:
         """Everything that speaks against it."""
@@ -53,10 +67,13 @@ class MatchReplacement:
             yield from self._module_violations(new)
         elif self.params:
             yield Violation("params= is for the parameters of a new module, and a function has none", "leave it out")
+        yield from dict.fromkeys(self._match_violations())
+
+    def _match_violations(self) -> Iterator[Violation]:
         for place, matches in self.places:
             for match in matches:
                 yield from changes_swallowed(place, match)
-                arguments = self._arguments(match)
+                arguments = self._arguments(place, match)
                 if isinstance(arguments, Violation):
                     yield arguments
                 else:
@@ -76,7 +93,7 @@ class MatchReplacement:
                 for old, own in self.params.items():
                     self._tie(place, child, old, own, edit)
                 target = name
-            for arguments, members in self._groups(matches):
+            for arguments, members in self._groups(place, matches):
                 graph = graph.replaced(
                     place.module,
                     members,
@@ -89,14 +106,60 @@ class MatchReplacement:
 
     # ----------------------------------------------------------------------------------------------------------
 
-    def _arguments(self, match: Match) -> Arguments | Violation:
+    def _arguments(self, place: Node, match: Match) -> Arguments | Violation:
         function = self.new.forward if _is_module(self.new) else self.new
-        return arguments_for(function, match, shown=self.shown)
+        if has_signature(function):
+            return arguments_for(function, match, shown=self.shown)
+        return self._in_some_order(place, match)
 
-    def _groups(self, matches: list[Match]) -> list[tuple[Arguments, list[Match]]]:
+    def _in_some_order(self, place: Node, match: Match) -> Arguments | Violation:
+        """What a function without a signature gets: the inputs, in the one order in which it computes the same."""
+        from slapo_core.graph.rewriting.trial import fitting_orders
+
+        named = {value: name for name, value in match.captures.items() if isinstance(value, str)}
+        inputs = [named.get(value, f"input_{number}") for number, value in enumerate(match.inputs)]
+        constants = [name for name in names_given(match) if isinstance(match.captures[name], tuple)]
+
+        def written(arguments: Sequence[str] = ("...",)) -> str:
+            call = f"write lambda {', '.join((*inputs, *constants))}: {self.shown}({', '.join(arguments)})"
+            name = match.pattern.name
+            return call if name is None else f"replace(match={name!r}), with what the pattern brings along; or {call}"
+
+        if constants:
+            listed = ", ".join(f"'{name}'" for name in constants)
+            return Violation(
+                f"{self.shown} is called with the match's inputs alone, and the match captured {listed} too",
+                written(),
+            )
+        if len(inputs) < 2:
+            return Arguments(tuple(range(len(inputs))))
+        graph: Any = place.graph
+        orders = fitting_orders(
+            graph.first.recorded, place.module, match, self.new, rtol=self.rtol, atol=self.atol, known=self._orders
+        )
+        if isinstance(orders, str):
+            return Violation(
+                f"the order in which {self.shown} takes {', '.join(inputs)} cannot be found out: {orders}",
+                written(),
+            )
+        if not orders:
+            return Violation(
+                f"{self.shown} computes something else than {match}, with {', '.join(inputs)} in any order (tried in "
+                "float64)",
+                written(),
+            )
+        if len(orders) > 1:
+            shown = " and ".join(f"({', '.join(inputs[which] for which in order)})" for order in orders[:3])
+            return Violation(
+                f"{self.shown} computes the same as {match} with its inputs in {len(orders)} orders: {shown}",
+                written([inputs[which] for which in orders[0]]),
+            )
+        return Arguments(orders[0])
+
+    def _groups(self, place: Node, matches: list[Match]) -> list[tuple[Arguments, list[Match]]]:
         groups: dict[Arguments, list[Match]] = {}
         for match in matches:
-            arguments = self._arguments(match)
+            arguments = self._arguments(place, match)
             assert isinstance(arguments, Arguments)  # or the preconditions had refused it
             groups.setdefault(arguments, []).append(match)
         return list(groups.items())

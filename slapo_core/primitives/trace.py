@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Trace"]
 
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
 
 @dataclass(frozen=True)
 class Trace(Primitive):
@@ -34,14 +36,17 @@ class Trace(Primitive):
     the steps of a split, where the module cannot run, the graph is that of before the split, and follows after it.
 
     Args:
-        leaves: with ``flatten``: modules that stay calls, by class, name of the class, path relative to the node, or
-            glob over either; one of them, or several.
+        leaves: with ``flatten`` or ``recursive``: modules that stay calls of their own forward, by class, name of the
+            class, path relative to the node, or glob over either; one of them, or several.
         flatten: whether child modules become part of the graph, all but those of ``torch.nn``, and but those that are
             hooked, or whose forward steps have changed. Around which steps only put something (``checkpoint``,
             ``compile``, ``fork_rng``), those get graphs of their own, in which patterns are found as well.
+        recursive: whether the modules that stay calls, and those that these call, get graphs of their own, all but
+            those of ``torch.nn``, those that ``leaves`` names, and those that have one.
         tracer: the name of a tracer: ``"record"``, or a plugin's.
         example_inputs: what the module is called with: a mapping (keyword arguments), a tuple (positional ones), or one
-            argument. None takes what it gets when the whole untouched model runs on the schedule's example inputs.
+            argument. None takes what it gets when the whole model runs on the schedule's example inputs: the reference
+            model, or, where that does not fit what the steps have made of the module, the scheduled one.
 
     Raises:
         PreconditionError: the module is traced already, or has no forward of its own.
@@ -50,7 +55,7 @@ class Trace(Primitive):
         TraceError: the forward branches on values of tensors, sets attributes, or does what else a graph cannot say.
 
     rewrite:
-        ``y = module.forward(x)`` -> ``y = graph(module, x)``
+        ``y = module.forward(x)`` -> ``y = graph(module, x)``, with ``recursive`` also at the modules that it calls
 
     Source: paper section 3.3, ``.trace()``; ``torch/overrides.py``, ``torch/fx/graph.py``.
     """
@@ -62,6 +67,7 @@ class Trace(Primitive):
     flatten: bool = False
     tracer: str = "record"
     example_inputs: Any = None
+    recursive: bool = False
 
     def preconditions(self, node: Node) -> Iterator[Violation]:
         from torch import nn
@@ -70,9 +76,10 @@ class Trace(Primitive):
         for leaf in self._leaves():
             if isinstance(leaf, type) and not issubclass(leaf, nn.Module):
                 yield Violation(f"leaves= names modules, and {leaf.__qualname__} is no class of modules", "nn.Linear")
-        if self.leaves and not self.flatten:
+        if self.leaves and not self.flatten and not self.recursive:
             yield Violation(
-                "leaves= says what flatten=True leaves alone; without it every child is a call", "flatten=True"
+                "leaves= says what flatten=True and recursive=True leave alone; without them every child is a call",
+                "flatten=True",
             )
         if node.graph is not None:
             yield Violation("the module is traced already", "undo that step first, or remove this call")
@@ -83,33 +90,37 @@ class Trace(Primitive):
             )
 
     def apply(self, node: Node, edit: Edit) -> None:
-        from slapo_core.graph.leaves import Leaves
+        from slapo_core.graph.examples import call_with, example_calls
+
+        calls: Mapping[str, Call] = {}  # by path from here; of the others the schedule knows
+        if self.example_inputs is not None:
+            given = call_with(self.example_inputs)
+            calls = example_calls(node.module, self.example_inputs)[0] if self.recursive else {"": given}
+        self._trace(node, "", calls, edit)
+
+    def _trace(self, node: Node, path: str, calls: Mapping[str, Call], edit: Edit) -> None:
+        """Set the graph of ``node``, which lies at ``path`` from where the primitive is applied."""
+        from slapo_core.graph.leaves import Leaves, is_predefined
         from slapo_core.graph.traced import TracedForward
         from slapo_core.tree.forward import ModuleForward
 
-        call = self._call(node)
         tracer = node.plugin("tracers", self.tracer)()
         forward = ModuleForward.of(node.module).bottom
-        leaves = Leaves(self._leaves(), self.flatten)
+        leaves = Leaves(self._leaves(), self.flatten, path)
         peer = next((graph for graph in _graphs_of_peers(node) if isinstance(graph, TracedForward)), None)
         pool = peer.pool if peer is not None else None
         graph = TracedForward(forward, tracer, leaves, path=node.path, pool=pool)
         try:
-            graph.record(node.module, call)
+            graph.record(node.module, [calls[path]] if path in calls else node.example_calls())
         except TraceError as error:
-            if self.example_inputs is not None or not _changes(node):
+            if not (_is_between_steps(node, error) and _recorded_before(graph, node, calls.get(path))):
                 raise
-            if _is_between_steps(node, error) and _recorded_before(graph, node, call):
-                self._set(node, edit, graph)
-                edit.note("it cannot run between the steps of a split: recorded as before them, and anew after them")
-                return
-            raise TraceError(
-                error.message,
-                path=error.path,
-                hint=f"steps have changed {node.path!r}, and the example call is that of the untouched model; "
-                f"trace(example_inputs=...) with what it is called with now; or: {error.hint}",
-            ) from error
+            edit.note("it cannot run between the steps of a split: recorded as before them, and again after them")
         self._set(node, edit, graph)
+        for name in graph.called if self.recursive else ():
+            child = node[name]
+            if child.graph is None and not is_predefined(child.module) and not leaves.names(child.module, name):
+                self._trace(child, f"{path}.{name}".lstrip("."), calls, edit)
 
     def _set(self, node: Node, edit: Edit, graph: TracedForward) -> None:
         """Have the graph run; what steps wrapped below, and so stays a call, runs its own within the wrappers."""
@@ -122,6 +133,8 @@ class Trace(Primitive):
                 closed = below.path
             elif below.wrappers and all(map(goes_around, below.wrappers)):
                 relative = below.path.removeprefix(f"{node.path}.") if node.path else below.path
+                if not graph.leaves(below.module, relative):
+                    continue  # a graph can hold what is wrapped around it
                 inner = graph.opened(relative, below.module, below.example_call)
                 if inner is not None:
                     edit.set_graph(below, inner)
@@ -133,15 +146,6 @@ class Trace(Primitive):
 
     def _leaves(self) -> tuple[type | str, ...]:
         return self.leaves if isinstance(self.leaves, tuple) else (self.leaves,)
-
-    def _call(self, node: Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What the module is called with."""
-        given = self.example_inputs
-        if isinstance(given, Mapping):
-            return (), {str(name): value for name, value in given.items()}
-        if given is not None:
-            return (given if isinstance(given, tuple) else (given,)), {}
-        return node.example_call()
 
 
 def _is_between_steps(node: Node, error: TraceError) -> bool:
@@ -156,11 +160,11 @@ def _is_between_steps(node: Node, error: TraceError) -> bool:
     )
 
 
-def _recorded_before(graph: Any, node: Node, call: tuple[tuple[Any, ...], dict[str, Any]]) -> bool:
+def _recorded_before(graph: Any, node: Node, call: Call | None) -> bool:
     """Record the module as it was when it last could run; the graph follows as soon as it can again."""
     for before in sorted({record.index - 1 for record in _changes(node)}, reverse=True):
         with contextlib.suppress(TraceError, PathError), node.untouched(to=before) as module:
-            graph.record(module, call)
+            graph.record(module, [node.example_call() if call is None else call])
             return True
     return False
 

@@ -13,7 +13,7 @@ from slapo_core.tree.node import TreeNode
 from slapo_core.tree.tree import Tree
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
 
     from slapo_core.plugins.manager import HookManager
@@ -71,6 +71,9 @@ class ScheduledCopy:
 
     def example_call_of(self, path: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return self._schedule.example_call_of(path)
+
+    def example_calls_of(self, path: str) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+        return self._schedule.example_calls_of(path)
 
     def rewound(self, to: Any) -> AbstractContextManager[nn.Module]:
         """The user's own model, as the schedule gives it."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from slapo_core.errors import TraceError
+from slapo_core.errors import ArgumentError, TraceError
 from slapo_core.schedule.closed_calls import closed_calls, hooked_calls, how_to_open
 from slapo_core.spec.graph import Match
 from slapo_core.spec.reserved import RESERVED_NAMESPACES, split_name
+from slapo_core.tree.select import is_regular_expression
 
 if TYPE_CHECKING:
     from torch import fx
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
     from slapo_core.schedule.schedule import Schedule
     from slapo_core.tree.node import TreeNode
 
-__all__ = ["Matches", "find_in", "first_graph", "load_pattern", "match_of"]
+__all__ = ["Matches", "find_in", "first_graph", "how_to_search", "load_pattern", "match_of"]
 
 _NOT_OF_PLUGINS = ("core", "slapo", "torch")
 
@@ -32,6 +34,7 @@ class Matches(list[Match]):
         closed: where nothing was found: paths of modules that were searched as one call each, and that
             ``trace(flatten=True)`` would open.
         hooked: likewise, of those that are one call because of their hooks or wrapped forwards.
+        expression: where nothing was found: the text that was looked for, if it is a regular expression and no glob.
     """
 
     def __init__(
@@ -41,9 +44,11 @@ class Matches(list[Match]):
         untraced: Sequence[str] = (),
         closed: Sequence[str] = (),
         hooked: Sequence[str] = (),
+        expression: str | None = None,
     ) -> None:
         super().__init__(matches)
         self.untraced, self.closed, self.hooked = tuple(untraced), tuple(closed), tuple(hooked)
+        self.expression = expression
 
     def __repr__(self) -> str:
         lines = [f"  {match}" for match in self]
@@ -51,10 +56,17 @@ class Matches(list[Match]):
         more = f" and {len(self.untraced) - 4} more" if len(self.untraced) > 4 else ""
         if self.untraced:
             lines.append(f"  not searched, not traced: {shown}{more}")
+        if self.expression is not None:
+            lines.append(f"  {how_to_search(self.expression)}")
         if self.closed or self.hooked:
             lines.append(f"  {how_to_open(self.closed, self.hooked)}")
         count = f"{len(self) or 'no'} {'match' if len(self) == 1 else 'matches'}"
         return "\n".join([f"<{count}{':' if lines else ''}", *lines]) + ">"
+
+
+def how_to_search(expression: str) -> str:
+    """What to write instead of a text that is a regular expression."""
+    return f"a text is a glob, and '{expression}' is a regular expression: write re.compile({expression!r})"
 
 
 def find_in(schedule: Schedule, nodes: Sequence[TreeNode], pattern: Any) -> Matches:
@@ -90,7 +102,13 @@ def find_in(schedule: Schedule, nodes: Sequence[TreeNode], pattern: Any) -> Matc
     if matches:
         return Matches(matches, untraced=tuple(untraced))
     searched = traced.values()
-    return Matches(untraced=tuple(untraced), closed=closed_calls(searched), hooked=hooked_calls(searched))
+    globs = [step.target.name for form in made.forms for step in form.steps if step.target.kind == "glob"]
+    return Matches(
+        untraced=tuple(untraced),
+        closed=closed_calls(searched),
+        hooked=hooked_calls(searched),
+        expression=next(filter(is_regular_expression, globs), None),
+    )
 
 
 def matches_at(node: TreeNode, pattern: GraphPattern) -> list[Match]:
@@ -122,10 +140,16 @@ def match_of(path: str, pattern: GraphPattern, found: Found, index: int, total: 
 
 
 def first_graph(node: TreeNode) -> fx.Graph:
-    """The graph that is searched: of the variant recorded first; recorded now if there is none yet."""
+    """The graph that is searched: of the variant recorded first; recorded now if there is none of the present module.
+
+    Where that cannot be, between two steps that belong together, it is that of before.
+    """
     graph: Any = node.graph
     if graph.first is None:
-        graph.record(node.module, node.example_call())
+        graph.record(node.module, node.example_calls())
+    elif not graph.holds(node.module):
+        with contextlib.suppress(ArgumentError, TraceError):
+            graph.follow(node.module, node.example_calls())
     recorded: fx.Graph = graph.first.recorded.graph
     return recorded
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from packaging.utils import canonicalize_name
 from torch import nn
 
-from slapo_core.errors import ApplyError, ArgumentError, SealedError
+from slapo_core.errors import ApplyError, ArgumentError, SealedError, TraceError
 from slapo_core.plugins.manager import HookManager
 from slapo_core.plugins.process import current_registry
 from slapo_core.schedule.example_calls import ExampleCalls
@@ -73,6 +73,7 @@ class Schedule:
         self._inner: list[Record] = []  # of the primitives that the one being applied has applied itself
         self._sealed_by: str | None = None
         self._example_calls: ExampleCalls | None = None
+        self._scheduled_calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}  # of a run with steps in force
         self.estimates: dict[bytes, Any] = {}  # that fit has asked for, by the steps and what was asked
         self.tree = Tree(model, mesh, self)
         for distribution in self.plugins:
@@ -391,8 +392,35 @@ class Schedule:
                 self._example_calls = ExampleCalls(self.model, self.example_inputs)
         return self._example_calls.of(path)
 
+    def example_calls_of(self, path: str) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+        """Candidates for what the module at ``path`` is called with; see ``Node.example_calls``."""
+        from slapo_core.graph.examples import scheduled_calls
+
+        if path in self._scheduled_calls:
+            yield self._scheduled_calls[path]
+        unknown = None
+        try:
+            yield self.example_call_of(path)
+        except TraceError as error:
+            unknown = error
+        ended = None
+        if self.records_so_far():
+            self._scheduled_calls, ended = scheduled_calls(self.model, self.example_inputs)
+        if path in self._scheduled_calls:
+            yield self._scheduled_calls[path]
+        elif ended is not None:
+            raise TraceError(
+                f"the scheduled model does not run as far as '{path}': it raises {type(ended).__name__}: {ended}",
+                path=path,
+                hint="complete the steps at the modules that run before, or trace(example_inputs=...) with what this "
+                "module is called with",
+            ) from ended
+        elif unknown is not None:
+            raise unknown
+
     def _refresh(self) -> None:
         """After steps went away: hooks of distributions that no step names any more are switched off."""
+        self._scheduled_calls = {}
         if not self._history:
             self.tree.tensors.forget()
         if self._hooks is not None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from slapo_core.errors import ApplyError, PreconditionError, SlapoError, StaleMatchError, TraceError
 from slapo_core.schedule.closed_calls import how_to_open
-from slapo_core.schedule.finding import find_in, first_graph, load_pattern, matches_at
+from slapo_core.schedule.finding import find_in, first_graph, how_to_search, load_pattern, matches_at
 from slapo_core.spec.graph import Match
 from slapo_core.spec.violation import Violation
 
@@ -119,12 +119,13 @@ def _found(
             shown = (
                 f"print(sch[{node.path!r}].graph)" if node.graph is not None else "print(node.graph) of a traced node"
             )
-            closed = (
-                how_to_open(found.closed, found.hooked)
-                if found.closed or found.hooked
-                else f"{shown} shows the calls that are there"
-            )
-            raise _refusal(primitive, node, f"{name}: nothing there matches the pattern{nearest}", closed)
+            closed = f"{shown} shows the calls that are there"
+            if found.expression is not None:
+                closed = how_to_search(found.expression)
+            elif found.closed or found.hooked:
+                closed = how_to_open(found.closed, found.hooked)
+            named = f"the pattern {value!r}" if isinstance(value, str) else "the pattern"
+            raise _refusal(primitive, node, f"{name}: nothing there matches {named}{nearest}", closed)
         return list(found)
     if not matches:
         raise _refusal(primitive, node, f"{name} is an empty list of matches", "give what find() found, or a pattern")

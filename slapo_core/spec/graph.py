@@ -82,8 +82,14 @@ class Graph(Protocol):
         """Have what was recorded of the module as it is now stand for all variants, if there is such a recording."""
         ...
 
-    def follow(self, module: nn.Module) -> tuple[str, ...]:
+    def follow(
+        self, module: nn.Module, calls: Iterable[tuple[tuple[Any, ...], dict[str, Any]]] = ()
+    ) -> tuple[str, ...]:
         """Record again what steps have changed at modules below the traced one.
+
+        Args:
+            module: the traced module.
+            calls: what it may be called with now, if not with what it was recorded with.
 
         Returns:
             paths, relative to the traced module, of modules that the graph called before it was rewritten, and calls

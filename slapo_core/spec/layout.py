@@ -179,6 +179,7 @@ class Layout:
             return "replicated"
         parts = [f"{mesh_dim}: {placement}" for mesh_dim, placement in self.placements]
         parts += [f"packed {sizes} on axis {axis}" for axis, sizes in self.packing]
+        parts += [f"padded by {elements} on axis {axis}" for axis, elements in self.padding]
         return ", ".join(parts)
 
 

@@ -140,6 +140,19 @@ class Node(Protocol):
         """
         ...
 
+    def example_calls(self) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+        """Candidates for the arguments of the module, for a primitive that tries them until one fits.
+
+        That of the reference model, as :meth:`example_call` gives it, and that of the model as the steps have made it
+        so far, where blocks may hand on shards. A run of the scheduled model takes place only if it is asked for, and
+        serves the modules after it, too.
+
+        Raises:
+            TraceError: neither run calls this module.
+            ArgumentError: the schedule has no example inputs.
+        """
+        ...
+
     def untouched(self, to: int = 0) -> AbstractContextManager[nn.Module]:
         """The module that stood here before the first step, for the duration of a ``with`` block: see Schedule.
 

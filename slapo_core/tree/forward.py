@@ -109,6 +109,15 @@ class ModuleForward:
         return tuple(wrapping.wrapper for wrapping in self._wrappings)
 
     @property
+    def parts(self) -> tuple[Forward, ...]:
+        """What is called beside the class's forward, innermost first: the base, and what each wrapper made."""
+        made, function = [] if self._base is None else [self._bottom], self._bottom
+        for wrapping in self._wrappings:
+            function = wrapping.over(function)
+            made.append(function)
+        return tuple(made)
+
+    @property
     def is_in_place(self) -> bool:
         """Whether the module's ``__dict__`` holds what this object left there, and not another forward of the user."""
         return self._module.__dict__.get("forward", _Nothing) is (self._own if self._is_idle else self)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, overload
 
 from slapo_core.errors import PathError
-from slapo_core.tree.select import is_glob, refuse_number_ranges
+from slapo_core.tree.select import is_glob, meant_as_regular_expression, refuse_number_ranges
 
 if TYPE_CHECKING:
     from slapo_core.spec.primitive import Primitive
@@ -70,9 +70,13 @@ class NodeGroup:
             for each in below if isinstance(below, NodeGroup) else (below,):
                 found.setdefault(each.path, each)
         if not found:
+            below_first = [each.path.removeprefix(f"{self.nodes[0].path}.") for each in self.nodes[0].walk()][1:]
+            glob = meant_as_regular_expression(key, below_first)
+            is_expression = ": it is a regular expression, and paths take globs" if glob is not None else ""
             raise PathError(
-                f"the pattern '{key}' matches no module below the {len(self)} nodes of '{self.pattern}'",
+                f"the pattern '{key}' matches no module below the {len(self)} nodes of '{self.pattern}'{is_expression}",
                 path=f"{self.pattern}.{key}",
+                hint=glob,
             )
         return NodeGroup(tuple(found.values()), f"{self.pattern}.{key}")
 

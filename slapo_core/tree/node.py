@@ -144,6 +144,9 @@ class TreeNode:
     def example_call(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return self._tree.owner.example_call_of(self.path)
 
+    def example_calls(self) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+        return self._tree.owner.example_calls_of(self.path)
+
     @contextlib.contextmanager
     def untouched(self, to: int = 0) -> Iterator[nn.Module]:
         with self._tree.owner.rewound(to) as model:

@@ -9,7 +9,14 @@ from functools import lru_cache
 
 from slapo_core.errors import PathError
 
-__all__ = ["close_matches", "is_glob", "matching", "refuse_number_ranges"]
+__all__ = [
+    "close_matches",
+    "is_glob",
+    "is_regular_expression",
+    "matching",
+    "meant_as_regular_expression",
+    "refuse_number_ranges",
+]
 
 
 def is_glob(path: str) -> bool:
@@ -74,6 +81,55 @@ def refuse_number_ranges(pattern: str) -> None:
                 path=pattern,
                 hint=" and ".join(others) if negation else f"{nodes}[{low}:{end}]",
             )
+
+
+def is_regular_expression(text: str) -> bool:
+    """Whether ``text`` has characters that a regular expression has, and no path, glob or name."""
+    return any(character in text for character in "\\()|^$+")
+
+
+def meant_as_regular_expression(text: str, paths: Iterable[str]) -> str | None:
+    """The glob to write instead of a regular expression over paths, for a hint; None if ``text`` is none.
+
+    Args:
+        text: that matches nothing as a glob.
+        paths: of the modules.
+    """
+    known = list(paths)
+    try:
+        selected = [path for path in known if re.fullmatch(text, path)]
+    except re.error:
+        selected = []
+    for some in ("*", ".**.", ".**.*"):  # what .* may stand for
+        candidate = re.sub(r"\.{2,}", ".", "".join(_as_glob(text, some))).strip(".")
+        if selected and is_glob(candidate) and matching(candidate, known) == selected:
+            return f"sch['{candidate}']"
+    if not is_regular_expression(text):
+        return None
+    if not selected:
+        return "* is one level of a path, ** any number of levels, [01] one of these characters"
+    shown = ", ".join(f"'{path}'" for path in selected[:4])
+    return f"it would select {shown}{', ...' if len(selected) > 4 else ''}: name them one by one, or by several globs"
+
+
+_TOKENS = re.compile(
+    r"(?P<any>\.[*+]\??)|(?P<some>(?:\\[dw]|\[[^]]+\])[*+]\??)|\((?:\?:)?(?P<group>[^()]*)\)|"
+    r"\\(?P<digit>d)|(?P<edge>[\^$])|\[\^(?P<negated>[^]]+)\]|\\?(?P<plain>\[[^]]+\]|.)"
+)
+
+
+def _as_glob(text: str, some: str) -> Iterator[str]:
+    """A regular expression piece by piece as a glob, as far as there is one."""
+    for token in _TOKENS.finditer(text):
+        kind = token.lastgroup
+        if kind == "any":
+            yield some
+        elif kind == "group":
+            choices = token["group"].split("|")
+            yield f"[{''.join(choices)}]" if all(len(choice) == 1 for choice in choices) else "*"
+        elif kind != "edge":
+            made = {"some": "*", "digit": "[0-9]", "negated": f"[!{token['negated']}]", "plain": token["plain"]}
+            yield made[str(kind)]
 
 
 def close_matches(path: str, paths: Iterable[str], *, limit: int = 3) -> list[str]:

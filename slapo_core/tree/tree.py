@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -14,7 +14,7 @@ from slapo_core.tree.calls import Calls
 from slapo_core.tree.group import NodeGroup
 from slapo_core.tree.index import ModuleIndex, TensorSites
 from slapo_core.tree.node import TreeNode
-from slapo_core.tree.select import close_matches, is_glob, matching
+from slapo_core.tree.select import close_matches, is_glob, matching, meant_as_regular_expression
 from slapo_core.tree.tensors import TensorTable
 
 if TYPE_CHECKING:
@@ -54,6 +54,7 @@ class Owner(Protocol):
     def rewound(self, to: Any) -> AbstractContextManager[nn.Module]: ...
 
     def example_call_of(self, path: str) -> tuple[tuple[Any, ...], dict[str, Any]]: ...
+    def example_calls_of(self, path: str) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]: ...
 
 
 class Tree:
@@ -136,6 +137,7 @@ class Tree:
             selected = through_aliases.union(paths)
             paths = [path for path in index.modules if path in selected]
         if not paths:
+            self._refuse_regular_expression(pattern)
             literal = pattern.replace("*", "").strip(".") or pattern
             raise PathError(f"the pattern '{pattern}' matches no module", path=pattern, hint=self._suggest(literal))
         return NodeGroup(tuple(self.node(path) for path in paths), pattern)
@@ -201,7 +203,15 @@ class Tree:
                 path=path,
                 hint=f"address what stands at '{record.path}' now, or sch.undo(to={record.index - 1})",
             )
+        self._refuse_regular_expression(path)
         raise PathError(f"the model has no module '{path}'", path=path, hint=self._suggest(path))
+
+    def _refuse_regular_expression(self, text: str) -> None:
+        hint = meant_as_regular_expression(text, self.index.modules)
+        if hint is not None:
+            raise PathError(
+                f"'{text}' matches no module: it is a regular expression, and paths take globs", path=text, hint=hint
+            )
 
     def _suggest(self, path: str) -> str:
         found = close_matches(path, self.index.modules)

@@ -129,10 +129,13 @@ def advice(told: Sequence[Told], untouched: Sequence[Draw]) -> str | None:
 def without_effect(told: Sequence[Told], untouched: Sequence[Draw], records: Sequence[Record]) -> str | None:
     """A note on steps that promise other random numbers where nothing is dropped; the same on every rank."""
     paths = {path for rank in told for path, _ in rank.draws}
+    graphs = {each.path for each in records if getattr(each.primitive, "flatten", False)} & paths
     idle = [
         f"{each.primitive} at '{each.path}'"
         for each in records
-        if each.primitive.equivalence.is_random and not any(_is_below(path, each.path) for path in paths)
+        if each.primitive.equivalence.is_random
+        and not any(_is_below(path, each.path) for path in paths)
+        and not any(_is_below(each.path, graph) for graph in graphs)  # what a flat graph drops counts to its module
     ]
     if not told or not untouched or not idle:
         return None

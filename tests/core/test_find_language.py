@@ -51,6 +51,16 @@ def test_a_regular_expression_is_searched_for_in_the_same_names(schedule: slapo.
     assert found(schedule, re.compile("GELU", re.IGNORECASE)) == [("gelu",)]
 
 
+def test_a_text_that_is_a_regular_expression_is_told(schedule: slapo.Schedule, message: Messages) -> None:
+    nothing = schedule.find("^(gelu|dropout)$")
+    assert nothing == []
+    message(repr(nothing), "re.compile('^(gelu|dropout)$')")
+    with pytest.raises(slapo.PreconditionError) as refused:
+        schedule.checkpoint("gelu|dropout")
+    message(refused, "re.compile('gelu|dropout')")
+    assert "re.compile" not in repr(schedule.find("nothing"))
+
+
 def test_where_takes_the_nodes_that_a_function_accepts(schedule: slapo.Schedule) -> None:
     def is_shared(node: fx.Node) -> bool:
         return node.op == "call_module" and len(node.users) == 1
@@ -101,6 +111,26 @@ def test_any_constant_is_what_is_written_or_left_out(schedule: slapo.Schedule) -
     assert total(lambda x: x.view(any_constant(), -1), lambda x: x.view(4, -1), X) == 1
     assert total(lambda x, n=ANY: (x * n) + n, lambda x: (x * 2) + 2, X) == 1
     assert total(lambda x, n=ANY: (x * n) + n, lambda x: (x * 2) + 3, X) == 0
+
+
+def test_a_dropout_without_p_is_any_and_captures_p_and_mode(schedule: slapo.Schedule) -> None:
+    (match,) = schedule.find(lambda x: F.dropout(F.gelu(x)))
+    assert match.captures == {"x": "up", "p": ("constant", 0.1), "training": ("constant", True)}
+    assert found(schedule, lambda x: F.dropout(x, 0.5)) == []  # what the default is, given
+    assert F.dropout.__defaults__ == (0.5, True, False)
+
+    twice = lambda x, y: F.dropout(F.dropout(x, 0.2) + y, 0.3, False)  # noqa: E731
+    (match,) = traced(twice, X, Y).find(lambda x, p: F.dropout(F.dropout(x) + p))
+    assert match.captures == {
+        "x": "getitem",
+        "p": "getitem_1",
+        "p_2": ("constant", 0.2),
+        "training": ("constant", True),
+        "p_3": ("constant", 0.3),
+        "training_2": ("constant", False),
+    }
+    either = any_of(lambda x: F.dropout(F.gelu(x)), lambda x: F.dropout(F.relu(x)))
+    assert [dict(form.captures).keys() for form in pattern_of(either).forms] == [{"x", "p", "training"}] * 2
 
 
 def test_a_default_of_a_parameter_is_that_constant(schedule: slapo.Schedule) -> None:

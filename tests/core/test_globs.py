@@ -66,6 +66,35 @@ def test_range_of_numbers_is_refused_because_a_glob_has_none(pattern: str, hint:
     message(caught, "a set of single characters", f"  hint: {hint}")
 
 
+@pytest.mark.parametrize(
+    ("expression", "glob"),
+    [
+        (r"bert.encoder.layer.\d+", "sch['bert.encoder.layer.*']"),
+        (r"bert\.encoder\.layer\.(0|2)", "sch['bert.encoder.layer.[02]']"),
+        (r"^bert.encoder.layer.[0-9]+.attention$", "sch['bert.encoder.layer.*.attention']"),
+        (r"bert.encoder.layer.[^1]\.attention", "sch['bert.encoder.layer.[!1].attention']"),
+        ("bert.encoder.*attention", "sch['bert.encoder.**.attention']"),
+        (r".*\.(query|key)", "'bert.encoder.layer.0.attention.self.query', "),
+        (r"encoder\.layers\.\d", "** any number of levels"),
+    ],
+)
+def test_a_regular_expression_is_told_with_the_glob_that_selects_the_same(
+    expression: str, glob: str, message: Messages
+) -> None:
+    sch = slapo.create_schedule(bert())
+    with pytest.raises(PathError) as caught:
+        sch[expression]
+    message(caught, "regular expression", glob)
+
+
+def test_a_regular_expression_below_a_group(message: Messages) -> None:
+    sch = slapo.create_schedule(bert())
+    for expression, glob in ((r"attention\.\w+", ".attention.*']"), (r"attention.[a-z]+", "sch['attention.*']")):
+        with pytest.raises(PathError) as caught:
+            sch["bert.encoder.layer.*"][expression]
+        message(caught, "regular expression", glob)
+
+
 def test_glob_that_matches_nothing_is_an_error_with_close_matches(message: Messages) -> None:
     sch = slapo.create_schedule(bert())
     with pytest.raises(PathError) as caught:

@@ -220,3 +220,63 @@ def test_a_saved_schedule_holds_each_pattern_once() -> None:
         changed["records"][3]["arguments"]["match"][0]["pattern"] = number
         with pytest.raises(slapo.ReplayError, match=r"step 4, core\.checkpoint"):
             slapo.replay(nn.Sequential(Each(), Each(), Each()), changed, example_inputs=X)
+
+
+def dropped(x: Any, residual: Any) -> Any:
+    return F.dropout(x) + residual
+
+
+def test_a_replacement_must_use_the_p_and_the_mode_that_a_pattern_leaves_open(message: Messages) -> None:
+    model, untouched, schedule = stack()
+    with pytest.raises(slapo.PreconditionError) as refused:
+        schedule["blocks.*"].replace(lambda x, residual: F.dropout(x, 0.25) + residual, dropped)
+    message(refused, "(x, residual, p, training)")
+    schedule["blocks.*"].replace(lambda x, residual, p, training: F.dropout(x, p, training) + residual, dropped)
+    slapo.verify(schedule, X)
+    for mode in (True, False):
+        results = []
+        for each in (model.train(mode), untouched.train(mode)):
+            torch.manual_seed(1)
+            results.append(each(X))
+        torch.testing.assert_close(*results)
+
+
+SDPA = F.scaled_dot_product_attention
+
+
+def another_scale(value: Any, mask: Any, key: Any, query: Any) -> Any:
+    return F.softmax((query / 2.0) @ key.mT + mask, dim=-1) @ value
+
+
+def attention(forward: Any) -> slapo.Schedule:
+    class Written(nn.Module):
+        def forward(self, q: torch.Tensor, mask: torch.Tensor) -> Any:
+            return forward(q * 3, mask, q + 1, q)
+
+    schedule = slapo.create_schedule(Written(), example_inputs=(torch.randn(2, 5, 4), torch.randn(5, 5)))
+    schedule.trace()
+    return schedule
+
+
+def test_a_function_in_c_gets_the_inputs_in_the_one_order_that_computes_the_same() -> None:
+    schedule = attention(another_scale)
+    schedule.replace(SDPA, another_scale)
+    assert "F.scaled_dot_product_attention(q, add, mul, mask)" in str(schedule.root.graph)
+    q, mask = torch.randn(3, 7, 4), torch.randn(7, 7)
+    torch.testing.assert_close(schedule.model(q, mask), another_scale(q * 3, mask, q + 1, q))
+
+
+def test_a_function_in_c_that_fits_in_no_order_or_in_several_is_refused(message: Messages) -> None:
+    doubled = lambda value, mask, key, query: another_scale(value, mask, key, query * 2)  # noqa: E731
+    constant = lambda value, mask, key, query, p=CONSTANT: F.dropout(  # noqa: E731
+        another_scale(value, mask, key, query), p
+    )
+    for forward, new, pattern, words in (
+        (doubled, SDPA, doubled, "something else"),
+        (lambda *each: F.dropout(another_scale(*each), 0.1), SDPA, constant, "lambda value, mask, key, query, p:"),
+        (another_scale, torch.add, lambda x, y: x + y, "add(x, y)"),
+    ):
+        schedule = attention(forward)
+        with pytest.raises(slapo.PreconditionError) as refused:
+            schedule.replace(new, pattern)
+        message(refused, words)

@@ -111,14 +111,16 @@ def test_a_write_that_the_match_needs(message: Messages) -> None:
     message(text, "what 'add' reads")
 
 
-def test_a_write_to_an_input_of_what_is_run_again(message: Messages) -> None:
+def test_a_write_to_an_input_of_what_is_run_again() -> None:
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        base = x * 2
+        base = self.fc(x)
         return torch.relu(base.add_(1)) + base
 
     schedule = traced(forward)
-    text = refusal(schedule, lambda: schedule.checkpoint(lambda x: torch.relu(x.add_(1))))
-    message(text, "'add_'", "what the match is given")
+    schedule.checkpoint(lambda x: torch.relu(x.add_(1)))  # written to is a copy, which the second run finds unwritten
+    same_as_before(schedule)
+    slapo.verify(schedule, X)
+    schedule.undo()
     # What reads base later reads the result of add_, so that something new may stand there.
     schedule.replace(lambda x: (x + 1, torch.relu(x + 1)), lambda x: torch.relu(x.add_(1)), name="new")
     same_as_before(schedule)
@@ -133,6 +135,36 @@ def test_a_write_to_an_alias_that_is_read_later(message: Messages) -> None:
     schedule = traced(forward)
     text = refusal(schedule, lambda: schedule.replace(lambda x: torch.relu(x + 1), lambda x: torch.relu(x.add_(1))))
     message(text, "'add_' writes in place")
+
+
+def one_memory_twice(self: Any, x: torch.Tensor) -> torch.Tensor:
+    base = x * 2
+    return torch.relu(base[0].add_(base[:, 0].sum()))
+
+
+def a_view_that_is_returned(self: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    base = x * 2
+    flat = base.view(-1)
+    return torch.relu(base.add_(flat.sum())), flat
+
+
+def an_argument_of_the_model(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return torch.relu(x.view(-1).add_(x.sum()))
+
+
+WRITES = [
+    (one_memory_twice, lambda x, y: torch.relu(x.add_(y.sum())), "is given twice"),
+    (a_view_that_is_returned, lambda x, y: torch.relu(x.add_(y)), "what 'output' reads"),
+    (an_argument_of_the_model, lambda x, y: torch.relu(x.add_(y)), "to an argument"),
+]
+
+
+@pytest.mark.parametrize(("function", "pattern", "word"), WRITES, ids=[each[0].__name__ for each in WRITES])
+def test_a_write_that_a_copy_would_hide(
+    function: Callable[..., Any], pattern: Callable[..., Any], word: str, message: Messages
+) -> None:
+    schedule = traced(function)
+    message(refusal(schedule, lambda: schedule.checkpoint(pattern)), "in place", word)
 
 
 def test_a_write_to_a_value_of_its_own_is_right() -> None:

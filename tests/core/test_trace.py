@@ -252,6 +252,66 @@ def test_steps_below_stay_in_force_when_the_module_around_is_flattened() -> None
         assert torch.equal(near, sch.model(X)["hidden"])
 
 
+class Biased(nn.Module):
+    """The first layer makes a bias of its table, and the others get it, as in T5."""
+
+    runs = 0
+
+    class Layer(nn.Module):
+        def __init__(self, table: bool) -> None:
+            super().__init__()
+            self.table = nn.Linear(8, 4) if table else None
+            self.out = nn.Linear(4, 8)
+
+        def forward(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+            if bias is None:
+                assert self.table is not None
+                bias = self.table(x)
+            return x + self.out(bias), bias
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(self.Layer(table=index == 0) for index in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        type(self).runs += 1
+        bias = None
+        for layer in self.layers:
+            x, bias = layer(x, bias)
+        return x
+
+
+def narrowed(sch: slapo.Schedule) -> None:
+    sch["layers.0.table"].replace(nn.Linear(8, 2), drop=["weight", "bias"])
+    for layer in sch["layers.*"]:
+        layer["out"].replace(nn.Linear(2, 8), drop=["weight"])
+
+
+def test_what_the_steps_made_of_a_module_s_arguments_is_found_by_one_run_for_all() -> None:
+    sch = slapo.create_schedule(Biased(), example_inputs=X)
+    sch["layers.*"].trace()
+    assert [layer.graph.example[1] is None for layer in sch["layers.*"]] == [True, False, False, False]
+    sch.undo(to=0)
+    narrowed(sch)
+    Biased.runs = 0
+    sch["layers.*"].trace()
+    assert [layer.graph.example[1].shape[-1] for layer in sch["layers.*"][1:]] == [2, 2, 2]
+    assert Biased.runs == 1  # of the scheduled model; that of the reference model was before
+    assert sch.model(X).shape == X.shape
+    for layer in sch["layers.*"]:
+        assert len(layer.graph.variants) == 1
+
+
+def test_where_the_scheduled_model_does_not_run_so_far_the_steps_to_complete_are_named(message: Messages) -> None:
+    sch = slapo.create_schedule(Biased(), example_inputs=X)
+    sch["layers.0.table"].replace(nn.Linear(8, 2), drop=["weight", "bias"])
+    sch["layers.2.out"].replace(nn.Linear(2, 8), drop=["weight"])
+    with pytest.raises(slapo.TraceError) as told:
+        sch["layers.2"].trace()
+    message(told, "'layers.2' cannot be traced", "does not run as far as 'layers.2'", "trace(example_inputs=")
+    assert sch["layers.2"].graph is None
+
+
 def test_without_example_inputs_the_call_to_write_is_told(message: Messages) -> None:
     sch = slapo.create_schedule(Model())
     with pytest.raises(slapo.ArgumentError) as told:
@@ -302,3 +362,78 @@ def test_where_a_cache_stops_a_trace_use_cache_is_named() -> None:
     with pytest.raises(slapo.TraceError, match="KeyCache") as refused:
         sch["layer"].trace(flatten=True)
     assert "use_cache=False" in str(refused.value.hint)
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, scale: float) -> torch.Tensor:
+        return F.gelu(self.fc(x)) * scale
+
+
+class Outer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.shared = Inner(), nn.Sequential(nn.Linear(8, 8), nn.GELU()), Inner()
+        self.again = self.shared
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.again(self.shared(self.second(self.first(x, 2.0)), 3.0), 4.0)
+
+
+def with_graphs(model: nn.Module) -> list[str]:
+    return [path for path, module in model.named_modules() if "forward" in module.__dict__]
+
+
+def test_recursive_makes_graphs_of_what_is_called_and_undo_takes_all_back() -> None:
+    model = nn.Sequential(Outer(), Outer()).double()
+    x = X.double()
+    untouched, expected = copy.deepcopy(model), model(x)
+    sch = slapo.create_schedule(model, example_inputs=x)
+    sch["0"].trace(recursive=True, leaves="second")
+    assert with_graphs(model) == ["0", "0.first", "0.shared"]
+    assert len(sch.records) == 1
+    assert [match.path for match in sch.find(nn.GELU())] == ["0.first", "0.shared"]
+    again = slapo.replay(untouched, sch.to_json(), example_inputs=x)
+    assert with_graphs(untouched) == with_graphs(model)
+    assert str(again["0.first"].graph) == str(sch["0.first"].graph)
+    assert torch.equal(model(x), expected)
+    slapo.verify(sch, x)
+    sch.undo()
+    assert with_graphs(model) == []
+    sch["0.shared"].trace()
+    sch["0"].trace(recursive=True)
+    assert with_graphs(model) == ["0", "0.first", "0.second", "0.shared"]
+    sch.undo()
+    assert with_graphs(model) == ["0.shared"]
+
+
+def test_recursive_with_flatten_makes_graphs_of_what_stays_a_call() -> None:
+    model = nn.Sequential(Outer())
+    model[0].first.register_forward_hook(lambda module, args, out: out + 1)
+    expected = model(X)
+    sch = slapo.create_schedule(model)
+    sch["0"].trace(flatten=True, recursive=True, example_inputs=X)
+    assert with_graphs(model) == ["0", "0.first"]
+    assert torch.equal(model(X), expected)
+
+
+class Deep(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.good, self.bad = Inner(), Branching("value")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.bad(self.good(x, 2.0))
+
+
+def test_a_child_that_cannot_be_traced_refuses_the_whole_step_and_is_named() -> None:
+    sch = slapo.create_schedule(nn.Sequential(Deep()), example_inputs=X)
+    with pytest.raises(slapo.TraceError, match=r"'0\.bad' cannot be traced") as told:
+        sch["0"].trace(recursive=True)
+    assert "leaves=" in str(told.value)
+    assert with_graphs(sch.model) == []
+    sch["0"].trace(recursive=True, leaves=Branching)
+    assert with_graphs(sch.model) == ["0", "0.good"]

@@ -49,6 +49,11 @@ def test_every_schedule_gets_a_report() -> None:
     assert first == slapo.verify(right(), INPUTS)
 
 
+def test_the_inputs_are_those_of_the_first_schedule_that_has_some() -> None:
+    other = slapo.create_schedule(net(), example_inputs=INPUTS)
+    assert slapo.verify([right(), other]) == slapo.verify((right(), other), INPUTS)
+
+
 class Detached(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return nn.functional.linear(x, self.weight.detach(), self.bias)

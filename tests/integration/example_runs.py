@@ -33,8 +33,14 @@ def text_for(directory: Path) -> Path:
 def all_runs(name: str, arguments: list[str]) -> None:
     """On every rank."""
     module = example(name)
-    for run in module.RUNS:
-        module.run_scheduled(module.parsed(arguments), run)
+    options = module.parsed(arguments)
+    for run in runs_of(module, options):
+        module.run_scheduled(options, run)
+
+
+def runs_of(module: Any, options: Any) -> list[str]:
+    """The scheduled runs of an example, or those of them that its command line asks for."""
+    return list(getattr(options, "targets", module.RUNS))
 
 
 def assert_trains_as_one_process(
@@ -56,6 +62,7 @@ def assert_trains_as_one_process(
     arguments = [*arguments, "--text", str(text_for(directory)), "--output", str(directory)]
     module = example(name)
     options = module.parsed(arguments)
+    runs = runs_of(module, options)
     module.run_plain(options)  # trains the tokenizer, too
     run_ranks(functools.partial(all_runs, name, arguments), world_size=world_size, timeout=600)
     capsys.readouterr()
@@ -63,14 +70,14 @@ def assert_trains_as_one_process(
     printed = capsys.readouterr().out
     assert "the loss curves agree" in printed
     assert (directory / "loss_curves.png").read_bytes().startswith(b"\x89PNG")
-    plain, *others = (json.loads((directory / f"{run}.json").read_text()) for run in ("plain", *module.RUNS))
+    plain, *others = (json.loads((directory / f"{run}.json").read_text()) for run in ("plain", *runs))
     (whole,) = [memory["weights and optimiser"] for memory in plain["memory"]]
     shares = {}
-    for run, other in zip(module.RUNS, others, strict=True):
+    for run, other in zip(runs, others, strict=True):
         assert other["losses"] == pytest.approx(plain["losses"], abs=2e-5), run
         assert other["held_out"] == pytest.approx(plain["held_out"], abs=1e-4), run
         shares[run] = [memory["weights and optimiser"] / whole for memory in other["memory"]]
     others[-1]["losses"][-1] += 2 * module.common.TOLERANCE  # the comparison can fail
-    (directory / f"{list(module.RUNS)[-1]}.json").write_text(json.dumps(others[-1]))
+    (directory / f"{runs[-1]}.json").write_text(json.dumps(others[-1]))
     assert module.compare(options) == 1
     return printed, shares

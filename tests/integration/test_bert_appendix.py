@@ -9,8 +9,13 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+import torch.nn.functional as F
 
+import slapo_core as slapo
+from slapo_core.patterns import call_module
 from slapo_core.testing import preload_modules, run_ranks
+from tests.core.small_models import bert
 from tests.integration.example_runs import EXAMPLES, example, text_for
 
 SMALL = ["--steps", "3", "--batch-size", "2", "--length", "32", "--vocab-size", "600", "--compiler", "eager"]
@@ -53,3 +58,26 @@ def test_the_schedule_is_not_longer_than_the_paper_s() -> None:
     (schedule,) = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "schedule_bert"]
     lines = (EXAMPLES / "bert_appendix.py").read_text().splitlines()[schedule.body[1].lineno - 1 : schedule.end_lineno]
     assert len([line for line in lines if not line.strip().startswith("#")]) <= 21
+
+
+def test_the_patterns_of_the_paper_are_found_as_they_are_written_there() -> None:
+    ids = {
+        "input_ids": torch.tensor([[1, 5, 7, 9], [3, 4, 5, 6]]),
+        "attention_mask": torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]]),
+    }
+    sch = slapo.create_schedule(bert(num_hidden_layers=1), example_inputs=ids)
+    layer = sch["bert.encoder.layer.0"]
+    for name in ("intermediate.dense", "attention.output.dense", "output.dense"):
+        layer[name].decompose()
+    layer.trace(flatten=True)
+    layer.fuse(layer.find(lambda x, bias: F.gelu(bias + x)), compiler="eager", name="BiasGeLU")
+    for norm in ("attention.output.LayerNorm", "output.LayerNorm"):
+        found = layer.find(lambda x, bias, residual: call_module(norm, F.dropout(bias + x) + residual))  # noqa: B023
+        assert [match.captures["p"] for match in found] == [("constant", 0.1)]
+        layer.fuse(found, compiler="eager", name="LNResidual")
+    layer.replace(
+        lambda q, k, v, mask, p, training: F.scaled_dot_product_attention(q, k, v, mask, p if training else 0.0),
+        match=lambda q, k, v, mask: F.dropout(F.softmax(q @ k.transpose(2, 3) * 8**-0.5 + mask, dim=-1)) @ v,
+        name="attention",
+    )
+    assert slapo.verify(sch, optimizer_steps=0).steps_verified == len(sch.records) == 8

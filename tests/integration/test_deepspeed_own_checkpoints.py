@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,8 +13,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Shard
 
+import slapo_core as slapo
 from slapo_core.spec.layout import Layout
 from slapo_core.testing import preload_modules, run_ranks
+from slapo_core.weights.state import TensorState
 from tests.integration.deepspeed.states import different
 from tests.integration.dialects.small import build, train
 
@@ -44,13 +47,13 @@ def convert(directory: Path) -> None:
 
 def own_and_universal(form: str, others: list[str], directory: Path) -> dict[str, Any]:
     """Two steps and saved; loaded as it is, and converted, under other forms; what differs there and two steps on."""
-    engine = build(form, optimizer=one_group)
+    engine = build(form, padded=False, optimizer=one_group)
     train(engine, 0, 2)
     engine.deepspeed.save_checkpoint(str(directory), tag="two")
     two = engine.state_dict()
     train(engine, 2, 4)
     four = engine.state_dict()
-    again = build(form, optimizer=one_group, seed=7)
+    again = build(form, padded=False, optimizer=one_group, seed=7)
     again.deepspeed.load_checkpoint(str(directory), tag="two")
     found: dict[str, Any] = {"own": different(again.state_dict(), two)}
     train(again, 2, 4)
@@ -60,7 +63,7 @@ def own_and_universal(form: str, others: list[str], directory: Path) -> dict[str
     dist.barrier()
     for other in others:
         universal = {"checkpoint": {"load_universal": True}}
-        loaded = build(other, optimizer=one_group, seed=7, config=universal)
+        loaded = build(other, padded=False, optimizer=one_group, seed=7, config=universal)
         loaded.deepspeed.load_checkpoint(str(directory), tag="universal")
         differing = different(loaded.state_dict(), two)
         loaded.check_replicas()
@@ -114,7 +117,6 @@ class Tp:
         Layout("w", (5, 6), (("tp", Shard(1)),)),
         Layout("w", (12, 5), (("tp", Shard(0)),), ((0, (4, 4, 4)),)),
         Layout("w", (5, 12), (("tp", Shard(1)),), ((1, (8, 4)),)),
-        Layout("w", (7, 3), (("tp", Shard(0)),), (), ((0, 1),)),
     ],
     ids=str,
 )
@@ -128,6 +130,22 @@ def test_the_map_for_deepspeed_is_the_layout(layout: Layout) -> None:
     pieces = {place: layout.local(full, mesh) for place, mesh in enumerate(meshes)}
     described = ParamAffineMap.from_dict(_map_of(layout, meshes[0]))
     described.validate_coverage()
-    padded = layout._pad(full)
-    assert torch.equal(described.rebuild(pieces), padded)
-    assert all(torch.equal(described.extract(padded, place), piece) for place, piece in pieces.items())
+    assert torch.equal(described.rebuild(pieces), full)
+    assert all(torch.equal(described.extract(full, place), piece) for place, piece in pieces.items())
+
+
+def test_a_padded_vocabulary_is_refused_by_universal_checkpoints() -> None:
+    from deepspeed.checkpoint.ds_to_universal import _validate_autotp_conversion_support
+    from deepspeed.checkpoint.universal_checkpoint import _resolve_autotp_partition
+
+    from slapo_deepspeed.state.universal import describe
+
+    sch = slapo.create_schedule(nn.Sequential(nn.Embedding(17, 4)), mesh={"tp": 2})
+    sch["0"].shard("weight", axis=0, pad=True).sync("forward")
+    weight = sch.model[0].weight
+    engine = SimpleNamespace(param_names={weight: "0.weight"}, module=sch.model)
+    describe(engine, SimpleNamespace(schedule=sch, state=TensorState.of(sch)))
+    with pytest.raises(ValueError, match=r"0.+weight.: its vocabulary is padded"):
+        _validate_autotp_conversion_support(sch.model.universal_checkpoint_info)
+    with pytest.raises(RuntimeError, match="its vocabulary is padded"):
+        _resolve_autotp_partition(weight, {}, torch.zeros(17, 4), 0, 2)

@@ -64,6 +64,12 @@ def kernels_bert(layer: Any) -> None:
     layer.fuse("fusion.bias_dropout_add_norm", compiler="eager")
 
 
+def kernels_of_decomposed_bert(layer: Any) -> None:
+    for name in ("intermediate.dense", "attention.output.dense", "output.dense"):
+        layer[name].decompose()
+    kernels_bert(layer)
+
+
 def kernels_llama(layer: Any) -> None:
     layer.trace(flatten=True)
     layer.replace(match="fusion.sdpa")
@@ -72,6 +78,11 @@ def kernels_llama(layer: Any) -> None:
 
 FAMILIES: dict[str, tuple[Callable[[], nn.Module], str, dict[str, Callable[[Any], Any]]]] = {
     "bert": (bert, "bert.encoder.layer.0", {"tp": split_bert, "kernels": kernels_bert}),
+    "bert, decomposed": (
+        bert,
+        "bert.encoder.layer.0",
+        {"tp": split_bert, "kernels": kernels_of_decomposed_bert},
+    ),
     "llama": (llama, "model.layers.0", {"tp": split_llama, "kernels": kernels_llama}),
 }
 ORDERS = list(itertools.permutations(("tp", "kernels", "checkpoint")))
@@ -104,3 +115,78 @@ def test_every_order_is_verified_and_replayed(family: str, order: tuple[str, ...
     schedule.undo(to=0)
     assert "forward" not in schedule[path].module.__dict__
     assert schedule.records == ()
+
+
+@pytest.mark.ranks
+def test_estimate_attributes_collectives_of_graphs_to_the_modules_and_steps_they_came_from() -> None:
+    make, path, steps = FAMILIES["bert"]
+    found = []
+    for order in (("tp",), ("kernels", "tp")):
+        schedule = slapo.create_schedule(make(), mesh={"tp": 2}, example_inputs=BATCH)
+        for each in order:
+            steps[each](schedule[path])
+        collectives = slapo.estimate(schedule, BATCH).kinds[0].collectives
+        found.append(
+            [
+                (one.module, one.phase, one.bytes, one.record.partition(" ")[2].partition(" at")[0])
+                for one in collectives
+            ]
+        )
+    assert found[0] == found[1]
+    assert [module.removeprefix(f"{path}.") for module, *_ in found[1]] == [
+        "attention.output.dense",
+        "output.dense",
+        "intermediate.dense",
+        "attention.self",
+    ]
+    assert all("all_reduce" in record for *_, record in found[1])
+
+
+def t5() -> nn.Module:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 96, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_heads": 4}
+    return T5ForConditionalGeneration(  # type: ignore[no-any-return]
+        T5Config(**sizes, num_layers=2, decoder_start_token_id=0, attn_implementation="eager", use_cache=False)
+    )
+
+
+def split_t5(schedule: Any) -> None:
+    for stack in ("encoder", "decoder"):
+        schedule[f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias"].shard("weight", axis=1)
+    for attention in schedule["*.block.*.layer.*.*Attention"]:
+        for name in ("q", "k", "v"):
+            attention[name].shard("weight", axis=0)
+        attention["o"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
+        attention.shard_attribute("n_heads")
+        attention.fork_rng()
+        inputs = (
+            ("hidden_states",) if attention.path.endswith("SelfAttention") else ("hidden_states", "key_value_states")
+        )
+        attention.sync("bwd_post", "all_reduce", inputs=inputs)
+
+
+def kernels_t5(schedule: Any) -> None:
+    for group in ("encoder.block.*", "decoder.block.*"):
+        schedule[group].trace(flatten=True)
+        schedule[group].replace(match="fusion.sdpa")
+        schedule[group].replace(match="fusion.rms_norm")
+
+
+@pytest.mark.ranks
+@pytest.mark.breadth
+@pytest.mark.parametrize("steps", [(split_t5, kernels_t5), (kernels_t5, split_t5)])
+def test_blocks_of_t5_are_traced_from_one_batch_with_the_bias_of_this_rank_s_heads(steps: Any) -> None:
+    batch = {"input_ids": IDS, "labels": IDS[:, :8].clone()}
+    schedule = slapo.create_schedule(t5(), mesh={"tp": 2}, example_inputs=batch)
+    for step in steps:
+        step(schedule)
+    assert len(schedule.find("softmax")) == 0
+    slapo.verify(schedule, optimizer_steps=1)
+    assert len(slapo.estimate(schedule).kinds[0].collectives) >= 5  # forward: an attention each
+    again = slapo.replay(t5(), schedule.to_json(), example_inputs=batch)
+    assert [str(record) for record in again.records] == [str(record) for record in schedule.records]
+    for path in ("encoder.block.1", "decoder.block.1"):
+        assert "all_reduce" in str(schedule[path].graph)
+        assert "fork = fork(" in str(schedule[path].graph)

@@ -1,12 +1,12 @@
 """Modules of torch.nn with their arithmetic in pieces: the same parameters, more than one operation.
 
 They are no modules of torch.nn, so that ``trace(flatten=True)`` looks into them, and patterns see the pieces.
+``slapo_same_as`` says which class of torch.nn a forward computes the same as: steps treat the module as one of that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -14,66 +14,48 @@ from torch import Tensor, nn
 
 __all__ = ["KINDS", "DecomposedLayerNorm", "DecomposedLinear", "decomposed"]
 
-Around = tuple[Callable[..., Any], ...]
-
 
 class DecomposedLinear(nn.Linear):
-    """A matrix product, what steps put behind it (an all-reduce), then the bias.
+    """A matrix product, then the bias."""
 
-    Attributes:
-        before: forward pre-hooks of steps, called as torch does.
-        after: forward hooks of steps, likewise.
-        adds_bias: False where ``after`` adds the bias already, as the sync of a row-split layer does.
-    """
-
-    before: Around
-    after: Around
-    adds_bias: bool
+    slapo_same_as: ClassVar[type[nn.Module]] = nn.Linear
 
     def forward(self, input: Tensor) -> Tensor:
-        args, kwargs = _enter(self, self.before, input)
-        output = _leave(self, self.after, args, kwargs, torch.matmul(args[0], self.weight.t()))
-        return output if self.bias is None or not self.adds_bias else output + _as(self.bias, output)
+        output = torch.matmul(input, self.weight.t())
+        return output if self.bias is None else output + _as(self.bias, output)
 
 
 class DecomposedLayerNorm(nn.LayerNorm):
-    """The normalisation, then the scale, then the shift."""
-
-    before: Around
-    after: Around
+    """The normalization, then the scale, then the shift."""
 
     def forward(self, input: Tensor) -> Tensor:
-        args, kwargs = _enter(self, self.before, input)
-        output = F.layer_norm(args[0], self.normalized_shape, None, None, self.eps)
+        output = F.layer_norm(input, self.normalized_shape, None, None, self.eps)
         if self.weight is not None:
             output = output * _as(self.weight, output)
-        if self.bias is not None:
-            output = output + _as(self.bias, output)
-        return _leave(self, self.after, args, kwargs, output)
+        return output if self.bias is None else output + _as(self.bias, output)
 
 
 class _DecomposedBatchNorm:
-    """The normalisation with its running statistics, then scale and shift of each channel."""
+    """The normalization with its running statistics, then scale and shift of each channel."""
 
     def forward(self: Any, input: Tensor) -> Tensor:
-        args, kwargs = _enter(self, self.before, input)
-        output = _normalised(self, args[0])
-        if self.weight is not None:
-            channels = (1, -1, *[1] * (output.dim() - 2))
-            output = output * _as(self.weight, output).view(channels) + _as(self.bias, output).view(channels)
-        return _leave(self, self.after, args, kwargs, output)
+        output = _normalized(self, input)
+        if self.weight is None:
+            return output
+        channels = (1, -1, *[1] * (output.dim() - 2))
+        return output * _as(self.weight, output).view(channels) + _as(self.bias, output).view(channels)
 
 
 class DecomposedBatchNorm1d(_DecomposedBatchNorm, nn.BatchNorm1d):  # type: ignore[misc]
-    pass
+    slapo_same_as = nn.BatchNorm1d
 
 
 class DecomposedBatchNorm2d(_DecomposedBatchNorm, nn.BatchNorm2d):  # type: ignore[misc]
-    pass
+    slapo_same_as = nn.BatchNorm2d
 
 
 class DecomposedBatchNorm3d(_DecomposedBatchNorm, nn.BatchNorm3d):  # type: ignore[misc]
-    pass
+    slapo_same_as = nn.BatchNorm3d
 
 
 KINDS: dict[type[nn.Module], type[nn.Module]] = {
@@ -85,34 +67,16 @@ KINDS: dict[type[nn.Module], type[nn.Module]] = {
 }
 
 
-def decomposed(module: nn.Module, *, before: Around = (), after: Around = (), adds_bias: bool = True) -> nn.Module:
+def decomposed(module: nn.Module) -> nn.Module:
     """The same module in pieces: with the same parameter and buffer objects and attributes, and without its hooks."""
     new: Any = KINDS[type(module)].__new__(KINDS[type(module)])
     nn.Module.__init__(new)
     own = {name: value for name, value in vars(module).items() if name not in vars(new) and name != "forward"}
-    vars(new).update(own, training=module.training, before=before, after=after, adds_bias=adds_bias)
+    vars(new).update(own, training=module.training)
     new._parameters.update(module._parameters)
     new._buffers.update(module._buffers)
     new._non_persistent_buffers_set.update(module._non_persistent_buffers_set)
     return new  # type: ignore[no-any-return]
-
-
-def _enter(module: nn.Module, hooks: Around, input: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    args: tuple[Any, ...] = (input,)
-    kwargs: dict[str, Any] = {}
-    for hook in hooks:
-        answer = hook(module, args, kwargs)
-        if answer is not None:
-            args, kwargs = answer
-    return args, kwargs
-
-
-def _leave(module: nn.Module, hooks: Around, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-    for hook in hooks:
-        answer = hook(module, args, kwargs, output)
-        if answer is not None:
-            output = answer
-    return output
 
 
 def _as(parameter: Tensor, output: Tensor) -> Tensor:
@@ -120,7 +84,7 @@ def _as(parameter: Tensor, output: Tensor) -> Tensor:
     return parameter if parameter.dtype == output.dtype else parameter.to(output.dtype)
 
 
-def _normalised(module: Any, input: Tensor) -> Tensor:
+def _normalized(module: Any, input: Tensor) -> Tensor:
     module._check_input_dim(input)
     share = 0.0 if module.momentum is None else module.momentum
     if module.training and module.track_running_stats and module.num_batches_tracked is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -76,7 +75,7 @@ class Fuse(Primitive):
             yield Violation(error.message, error.hint)
 
     def apply(self, node: Node, edit: Edit) -> None:
-        from slapo_fusion.fused import fused
+        from slapo_fusion.fused import Fusing
 
         compiler = node.plugin("compilers", self.compiler)
         if compiler.deprecated is not None:
@@ -85,7 +84,7 @@ class Fuse(Primitive):
         for place, matches in by_place(node, self.match):
             graph: Any = place.graph
             where = f"fuse at '{place.path}' ({'; '.join(map(str, matches))})"
-            transform = functools.partial(fused, compiler=compiler, options=options, where=where)
+            transform = Fusing(compiler, options, where)
             edit.set_graph(place, graph.outlined(place.module, matches, transform, name=self.name_ or "fused"))
 
 

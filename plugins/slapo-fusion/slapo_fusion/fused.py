@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -18,7 +19,7 @@ from slapo_core.spec.graph import Region
 from slapo_fusion.compiled import Compiled, reason
 from slapo_fusion.watching import is_fake, is_watched, shown_or_aside
 
-__all__ = ["Fused"]
+__all__ = ["Fused", "Fusing"]
 
 _COMPILED: WeakKeyDictionary[Region, dict[Any, Region]] = WeakKeyDictionary()
 """What a compiler made of a region, as long as the region is in use: a cache of a pure function, not a registry."""
@@ -90,8 +91,17 @@ class Fused:
         self.__init__(state.pop("region"), **state)  # type: ignore[misc]
 
 
-def fused(
-    region: Region, *, compiler: type[Compiler], options: tuple[tuple[str, Any], ...], where: str
-) -> Callable[..., Any]:
-    """``region``, compiled."""
-    return Fused(region, compiler=compiler, options=options, where=where)
+@dataclass(frozen=True)
+class Fusing:
+    """Makes a :class:`Fused` of a region; equal wherever it does the same, so that layers alike share a graph.
+
+    Args:
+        compiler: as of :class:`Fused`, like the others.
+    """
+
+    compiler: type[Compiler]
+    options: tuple[tuple[str, Any], ...]
+    where: str = field(compare=False)
+
+    def __call__(self, region: Region) -> Fused:
+        return Fused(region, compiler=self.compiler, options=self.options, where=self.where)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from slapo_core import Edit, Equivalence, Node, Primitive, Violation
 from slapo_core.spec.edit import wrappers_around
-from slapo_fusion.replacing import carry_hooks, steps_hooks, users_changes
+from slapo_fusion.replacing import StepsChanges, users_changes
 
 if TYPE_CHECKING:
     from torch import nn
@@ -72,11 +72,9 @@ class Quantize(Primitive):
 
     def apply(self, node: Node, edit: Edit) -> None:
         for below in _linears(node):
-            hooks, wrappers = steps_hooks(below), wrappers_around(below)
+            changes = StepsChanges.at(below)
             edit.replace_module(below, self._rounding(below.module))
-            carry_hooks(hooks, below, edit)
-            for wrapper, is_active in wrappers:
-                edit.wrap_forward(below, wrapper, active=is_active)
+            changes.carry(below, edit)
 
     def postconditions(self, node: Node) -> Iterator[Violation]:
         left = _linears(node)

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from slapo_core import Edit, Node, Violation
-from slapo_core.spec.edit import HookKind
+from slapo_core.spec.edit import Forward, HookKind
 from slapo_core.spec.node import only_looks
 
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["Hook", "carry_hooks", "steps_hooks", "users_changes"]
-
-Hook = tuple[HookKind, Callable[..., Any], bool]
-"""Its kind, the function, and whether it runs on this mesh."""
+__all__ = ["StepsChanges", "users_changes"]
 
 _TABLES: dict[HookKind, str] = {
     "forward_pre": "_forward_pre_hooks",
@@ -25,18 +23,31 @@ _TABLES: dict[HookKind, str] = {
 }
 
 
-def steps_hooks(node: Node) -> tuple[Hook, ...]:
-    """The hooks that steps put at the module, those of one kind in the order in which they run."""
-    return tuple(
-        (kind, function, any(function is one for one in getattr(node.module, _TABLES[kind]).values()))
-        for kind, function in node.hooks
-    )
+@dataclass(frozen=True)
+class StepsChanges:
+    """The hooks and wrapped forwards that steps put at a module: each with whether it runs on this mesh."""
 
+    hooks: tuple[tuple[HookKind, Callable[..., Any], bool], ...]
+    wrappers: tuple[tuple[Callable[[Forward], Forward], bool], ...]
 
-def carry_hooks(hooks: tuple[Hook, ...], node: Node, edit: Edit) -> None:
-    """Register what :func:`steps_hooks` gave before the module was replaced."""
-    for kind, function, is_active in hooks:
-        edit.add_hook(node, kind, function, active=is_active)
+    @classmethod
+    def at(cls, node: Node) -> StepsChanges:
+        module = node.module
+        active = getattr(module.__dict__.get("forward"), "wrappers", ())
+        return cls(
+            tuple(
+                (kind, function, any(function is one for one in getattr(module, _TABLES[kind]).values()))
+                for kind, function in node.hooks
+            ),
+            tuple((wrapper, any(wrapper is one for one in active)) for wrapper in node.wrappers),
+        )
+
+    def carry(self, node: Node, edit: Edit) -> None:
+        """Put them at the module that stands at ``node`` now."""
+        for wrapper, is_active in self.wrappers:
+            edit.wrap_forward(node, wrapper, active=is_active)
+        for kind, function, is_active in self.hooks:
+            edit.add_hook(node, kind, function, active=is_active)
 
 
 def users_changes(node: Node, doing: str) -> Iterator[Violation]:

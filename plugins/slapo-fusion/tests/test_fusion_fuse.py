@@ -73,6 +73,49 @@ def test_the_model_is_pickled_and_the_schedule_replayed() -> None:
     assert "bias_gelu(" not in str(sch["2"].graph)
 
 
+class Residual(nn.Module):
+    """Two blocks that add their input in place, as torchvision's ResNets do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)) for _ in range(2))
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for norm in self.norms:
+            identity = x
+            out = norm(x)
+            out += identity
+            x = self.relu(out)
+        return x
+
+
+def add_relu(out: Any, identity: Any) -> Any:
+    out += identity
+    return F.relu(out, inplace=True)
+
+
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+def test_a_residual_added_in_place_is_fused_and_leaves_the_sum_before_it_as_it_was(
+    compiler: str, message: Messages
+) -> None:
+    torch.manual_seed(0)
+    model, x = Residual(), torch.randn(4, 6)
+    sch = slapo.create_schedule(model, example_inputs=x)
+    sch.trace(flatten=True)
+    with pytest.raises(slapo.PreconditionError) as refused:
+        sch.fuse(lambda out, identity: F.relu(out + identity), compiler=compiler)
+    message(refused, "write add_ and relu_ in the pattern")
+    assert len(sch.find(add_relu)) == 2
+    sch.fuse(add_relu, compiler=compiler, name="add_relu")
+    assert str(sch.root.graph).count("= add_relu(") == 2
+    assert "add_(" not in str(sch.root.graph)
+    assert slapo.verify(sch, x).steps_verified == 2
+    given = x.clone()
+    sch.model(given)
+    assert torch.equal(given, x)
+
+
 class Wrong(AotEager):
     """Its code is off by a hundredth."""
 

@@ -190,6 +190,11 @@ FOUND: dict[str, Case] = {
         (X, Y),
     ),
     "residual, norm": ("fusion.bias_dropout_add_norm", lambda self, x, y: self.norm(x + y), (X, Y)),
+    "residual, norm of rows": (
+        "fusion.bias_dropout_add_norm",
+        lambda self, x, y: (lambda z: self.norm(z.reshape(-1, z.size(-1))))(self.dropout(x) + y),
+        (X, Y),
+    ),
     "SwiGLU": ("fusion.swiglu", lambda self, x: self.silu(self.first(x)) * self.second(x), (X,)),
     "SwiGLU by a sigmoid": ("fusion.swiglu", lambda self, x, y: y * (x * torch.sigmoid(x)), (X, Y)),
     "SwiGLU of halves": ("fusion.swiglu", lambda self, x: (lambda a, b: b * F.silu(a))(*x.chunk(2, -1)), (X,)),

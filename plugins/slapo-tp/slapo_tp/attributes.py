@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from slapo_core import Edit, Equivalence, Node, Primitive, Violation
 from slapo_core.spec.preconditions import Distributed, Divisible
 from slapo_tp.layers import layer_type_of
-from slapo_tp.splits import as_tuple, mesh_size, own_tensor, split_axis
+from slapo_tp.splits import as_tuple, mesh_size, sized_tensor, split_axis
 
 __all__ = ["ShardAttribute"]
 
@@ -108,8 +108,9 @@ class ShardAttribute(Primitive):
             ):
                 return str(record)
         kind = layer_type_of(node.module)
-        if kind is not None and own_tensor(node, "weight") is not None:
-            axis = split_axis(node, "weight", self.mesh_dim)
+        sized = sized_tensor(node, kind) if kind is not None else None
+        if kind is not None and sized is not None:
+            axis = split_axis(node, sized, self.mesh_dim)
             if axis is not None and kind.axes[axis].attribute == name:
-                return "tp.shard of its weight"
+                return f"tp.shard of its {sized}"
         return None

@@ -22,7 +22,8 @@ shapes, so that a schedule can be traced there. Source: the conjugate operators 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ from torch.compiler import is_compiling
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from slapo_core import Mesh, MeshError
+from slapo_core.spec.watching import Origin, run_from
 
 __all__ = ["Collective", "RankGroup", "all_gather", "all_reduce", "copy", "gather_sum", "reduce_scatter", "split"]
 
@@ -92,9 +94,17 @@ def copy(tensor: Tensor, group: RankGroup) -> Tensor:
     return _call("copy", tensor, group)
 
 
-def all_gather(tensor: Tensor, axis: int, group: RankGroup) -> Tensor:
-    """The ranks' pieces one after the other along ``axis``; the gradient is this rank's piece."""
-    return _call("all_gather", tensor, group, axis)
+def all_gather(tensor: Tensor, axis: int, group: RankGroup, length: int | None = None) -> Tensor:
+    """The ranks' pieces one after the other along ``axis``; the gradient is this rank's piece.
+
+    Args:
+        tensor: this rank's piece.
+        axis: to concatenate along.
+        group: the ranks.
+        length: elements of ``axis`` without the last pieces' padding, which is cut off and whose gradient is zero;
+            None: no padding.
+    """
+    return _call("all_gather", tensor, group, axis, length)
 
 
 def split(tensor: Tensor, axis: int, group: RankGroup) -> Tensor:
@@ -112,10 +122,11 @@ def reduce_scatter(tensor: Tensor, axis: int, group: RankGroup) -> Tensor:
     return _call("reduce_scatter", tensor, group, axis)
 
 
-def _call(name: str, tensor: Tensor, group: RankGroup, axis: int = 0) -> Tensor:
+def _call(name: str, tensor: Tensor, group: RankGroup, axis: int = 0, length: int | None = None) -> Tensor:
     if has_torch_function_unary(tensor):  # a mode, which writes it down as one call
-        return handle_torch_function(Collective(name, group, axis), (tensor,), tensor)  # type: ignore[no-any-return]
-    return _run(name, tensor, group, axis)
+        called = Collective(name, group, axis, length)
+        return handle_torch_function(called, (tensor,), tensor)  # type: ignore[no-any-return]
+    return _run(name, tensor, group, axis, length)
 
 
 @dataclass(frozen=True)
@@ -126,11 +137,15 @@ class Collective:
         name: of one of the functions above; ``"all_reduce_"`` overwrites its tensor.
         group: the ranks.
         axis: to gather or scatter.
+        length: of that axis without padding, for `all_gather`.
+        origin: the hook that communicates.
     """
 
     name: str
     group: RankGroup
     axis: int = 0
+    length: int | None = None
+    origin: Origin | None = None
     slapo_is_observed = True
 
     def __post_init__(self) -> None:
@@ -138,12 +153,17 @@ class Collective:
         object.__setattr__(self, "__qualname__", self.name)
 
     def __call__(self, tensor: Tensor) -> Tensor:
-        return _call(self.name, tensor, self.group, self.axis)
+        return run_from(self.origin, _call, self.name, tensor, self.group, self.axis, self.length)  # type: ignore[no-any-return]
+
+    def slapo_from(self, origin: Origin) -> Collective:
+        """The same as a call of a hook's."""
+        return replace(self, origin=origin)
 
 
-def _run(name: str, tensor: Tensor, group: RankGroup, axis: int) -> Tensor:
-    if group.name is None and (tensor.is_meta or detect_fake_mode((tensor,)) is not None):  # a parameter is no fake one
-        return _without_ranks(name, tensor, group.size, axis)
+def _run(name: str, tensor: Tensor, group: RankGroup, axis: int, length: int | None) -> Tensor:
+    # A parameter has its values while a graph is recorded, and what is computed with it has none.
+    if group.name is None and (tensor.is_meta or detect_fake_mode(tensor) is not None):
+        return _without_ranks(name, tensor, group.size, axis, length)
     if name == "all_reduce_" and tensor.is_contiguous():
         return _AllReduceInPlace.apply(tensor, group.running())
     if name in ("all_reduce", "all_reduce_"):
@@ -151,7 +171,7 @@ def _run(name: str, tensor: Tensor, group: RankGroup, axis: int) -> Tensor:
     if name == "copy":
         return _Copy.apply(tensor, group.running())
     if name == "all_gather":
-        return _AllGather.apply(tensor, axis, group.running(), group.size, group.rank)
+        return _AllGather.apply(tensor, axis, group.running(), group.size, group.rank, length)
     if name == "split":
         return _Split.apply(tensor, axis, group.running(), group.size, group.rank)
     if name == "gather_sum":
@@ -159,7 +179,7 @@ def _run(name: str, tensor: Tensor, group: RankGroup, axis: int) -> Tensor:
     return _ReduceScatter.apply(tensor, axis, group.running(), group.size)
 
 
-def _without_ranks(name: str, tensor: Tensor, size: int, axis: int) -> Tensor:
+def _without_ranks(name: str, tensor: Tensor, size: int, axis: int, length: int | None) -> Tensor:
     """What a collective gives where ranks are declared and tensors have no values: the right shapes."""
     if name == "copy":
         return tensor.view_as(tensor)
@@ -168,7 +188,7 @@ def _without_ranks(name: str, tensor: Tensor, size: int, axis: int) -> Tensor:
     if name == "all_reduce":
         return tensor.clone()
     if name in ("all_gather", "gather_sum"):
-        return torch.cat([tensor] * size, dim=axis)
+        return torch.cat(_cut([tensor] * size, axis, length), dim=axis)
     return tensor.narrow(axis, 0, tensor.shape[axis] // size).clone(memory_format=torch.contiguous_format)
 
 
@@ -209,21 +229,27 @@ class _Copy(Function):
 
 class _AllGather(Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, axis: int, name: str, size: int, rank: int) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, axis: int, name: str, size: int, rank: int, length: int | None) -> Tensor:
         ctx.arguments = (axis, name, size, rank)
-        return _concatenate(tensor, axis, name, size)
+        return _concatenate(tensor, axis, name, size, length)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return _Split.apply(gradient, *ctx.arguments), None, None, None, None
+        return _Split.apply(gradient, *ctx.arguments), None, None, None, None, None
 
 
 class _Split(Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, axis: int, name: str, size: int, rank: int) -> Tensor:
-        ctx.arguments = (axis, name, size, rank)
-        length = tensor.shape[axis] // size
-        return tensor.narrow(axis, rank * length, length).clone(memory_format=torch.contiguous_format)
+        extent = tensor.shape[axis]
+        length = -(-extent // size)  # what does not divide is padded with zeros, on the last ranks
+        ctx.arguments = (axis, name, size, rank, extent if extent % size else None)
+        start = min(rank * length, extent)
+        missing = max(0, start + length - extent)
+        own = tensor.narrow(axis, start, length - missing)
+        if not missing:
+            return own.clone(memory_format=torch.contiguous_format)
+        return torch.cat([own, torch.zeros_like(tensor.narrow(axis, 0, missing))], dim=axis)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
@@ -259,9 +285,20 @@ def _sum(tensor: Tensor, name: str) -> Tensor:
     return _ops.wait_tensor.default(_ops.all_reduce.default(tensor, "sum", name))
 
 
-def _concatenate(tensor: Tensor, axis: int, name: str, size: int) -> Tensor:
+def _concatenate(tensor: Tensor, axis: int, name: str, size: int, length: int | None = None) -> Tensor:
     pieces = _ops.wait_tensor.default(_ops.all_gather_into_tensor.default(tensor.contiguous(), size, name))
-    return pieces if axis % tensor.dim() == 0 else torch.cat(pieces.chunk(size), dim=axis)
+    if axis % tensor.dim() == 0 and length is None:
+        return pieces
+    return torch.cat(_cut(pieces.chunk(size), axis, length), dim=axis)
+
+
+def _cut(pieces: Sequence[Tensor], axis: int, length: int | None) -> list[Tensor]:
+    """The pieces without what reaches over ``length`` elements of ``axis``."""
+    if length is None:
+        return list(pieces)
+    extent = pieces[0].shape[axis]
+    rest = [max(0, min(extent, length - number * extent)) for number in range(len(pieces))]
+    return [piece.narrow(axis, 0, own) for piece, own in zip(pieces, rest, strict=True)]
 
 
 def _sum_piece(tensor: Tensor, axis: int, name: str, size: int) -> Tensor:

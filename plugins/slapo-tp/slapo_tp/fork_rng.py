@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Iterator
@@ -10,6 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch._subclasses import FakeTensor
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from slapo_core import Edit, Equivalence, Node, Primitive, Violation
 from slapo_core.spec.accelerators import accelerator
@@ -74,41 +76,94 @@ class ForkRng(Primitive):
         if not active:
             edit.note(f"mesh_dim '{self.mesh_dim}' has one rank: there is one stream")
         rank = node.mesh.rank(self.mesh_dim) if node.mesh is not None else 0
-        edit.wrap_forward(node, functools.partial(drawing_on_its_own, rank=rank), active=active)
+        edit.wrap_forward(node, functools.partial(drawing_on_its_own, rank=rank, own=type(node.module)), active=active)
 
     def postconditions(self, node: Node) -> Iterator[Violation]:
         if not node.wrappers:
             yield Violation("the module's forward is not wrapped")
 
 
-def drawing_on_its_own(forward: Forward, *, rank: int) -> Forward:
-    """``forward`` with other random numbers on each rank; both take the module first."""
+def drawing_on_its_own(forward: Forward, *, rank: int, own: type) -> Forward:
+    """``forward`` with other random numbers on each rank; both take the module first.
 
-    @functools.wraps(forward)
-    def run(module: Any, *args: Any, **kwargs: Any) -> Any:
-        with _stream_of(rank):
-            return forward(module, *args, **kwargs)
-
-    return run
+    Args:
+        forward: of the module.
+        rank: along the mesh dimension.
+        own: the class of the module, whose own forward a static graph can hold.
+    """
+    return _Forked(forward, rank, own)
 
 
 drawing_on_its_own.slapo_goes_around = True  # type: ignore[attr-defined]
 
 
-@contextlib.contextmanager
-def _stream_of(rank: int) -> Iterator[None]:
-    """Torch's generators, of the CPU and of the current GPU, seeded for this rank; behind it they go on as before."""
-    shared = int(torch.randint(2**63 - 1, ()))
-    seed = (shared + (rank + 1) * _STRIDE) % 2**64
-    generators: list[Any] = [torch.default_generator]
+class _Forked:
+    def __init__(self, forward: Forward, rank: int, own: Any) -> None:
+        functools.update_wrapper(self, forward)
+        self.forward, self.rank = forward, rank
+        is_own = forward is own.forward or getattr(forward, "slapo_own", None) is forward
+        self.slapo_is_inlined = is_own or getattr(forward, "slapo_is_inlined", False)
+
+    def __call__(self, module: Any, *args: Any, **kwargs: Any) -> Any:
+        states = Fork(self.rank)(torch.randint(2**63 - 1, ()))
+        try:
+            return self.forward(module, *args, **kwargs)
+        finally:
+            Restore()(states)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Forked) and (self.forward, self.rank) == (other.forward, other.rank)
+
+    def __hash__(self) -> int:
+        return hash((self.forward, self.rank))
+
+
+@dataclass(frozen=True)
+class _Switch:
+    """A call in a graph that switches torch's generators, of the CPU and of the current GPU: data, and a function."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "__name__", type(self).__name__.lower())
+        object.__setattr__(self, "__qualname__", type(self).__name__.lower())
+
+    def __call__(self, tensor: Tensor) -> Any:
+        if has_torch_function_unary(tensor):  # a mode, which writes it down as one call
+            return handle_torch_function(self, (tensor,), tensor)
+        return self._switch(tensor)
+
+    def _switch(self, tensor: Tensor) -> Any:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Fork(_Switch):
+    """Seed the generators for this rank, by a number that all ranks share; gives their states before."""
+
+    rank: int
+
+    def _switch(self, tensor: Tensor) -> Tensor:
+        if tensor.is_meta or isinstance(tensor, FakeTensor):  # without values there is nothing to draw
+            return torch.empty(0, dtype=torch.uint8, device=tensor.device)
+        states = [generator.get_state() for generator in _generators()]
+        for generator in _generators():
+            generator.manual_seed((int(tensor) + (self.rank + 1) * _STRIDE) % 2**64)
+        return torch.cat(states)
+
+
+@dataclass(frozen=True)
+class Restore(_Switch):
+    """The generators go on from these states."""
+
+    def _switch(self, tensor: Tensor) -> None:
+        if tensor.is_meta or isinstance(tensor, FakeTensor):
+            return
+        sizes = [generator.get_state().numel() for generator in _generators()]
+        for generator, state in zip(_generators(), tensor.split(sizes), strict=True):
+            generator.set_state(state.clone())
+
+
+def _generators() -> list[Any]:
     device = accelerator()
-    if device is not None:
-        generators.append(torch.get_device_module(device).default_generators[device.index])
-    states = [generator.get_state() for generator in generators]
-    try:
-        for generator in generators:
-            generator.manual_seed(seed)
-        yield
-    finally:
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)
+    if device is None:
+        return [torch.default_generator]
+    return [torch.default_generator, torch.get_device_module(device).default_generators[device.index]]

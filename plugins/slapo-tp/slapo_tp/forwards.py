@@ -31,7 +31,7 @@ def gives_fresh_output(module: nn.Module) -> bool:
 def fresh(function: Forward) -> Forward:
     """Mark a forward whose output is made anew and kept by nobody, and that a static graph can hold."""
     setattr(function, _FRESH, function)
-    function.slapo_is_inlined = True  # type: ignore[attr-defined]
+    function.slapo_is_inlined = function  # type: ignore[attr-defined]
     return function
 
 
@@ -92,5 +92,7 @@ class OwnRows:
         if padding is not None:
             padding = padding - self.start if self.start <= padding < stop else None
         own = (input - self.start).masked_fill(others, 0)
+        if stop > self.vocabulary:  # an id in the padding is an error, as on the other ranks
+            own = own.masked_fill(input >= self.vocabulary, rows)
         found = F.embedding(own, module.weight, padding, sparse=module.sparse)
         return found.masked_fill(others.unsqueeze(-1), 0.0)

@@ -17,9 +17,9 @@ from slapo_core import Violation
 from slapo_core.spec.edit import Forward
 from slapo_tp.forwards import fresh
 
-__all__ = ["Axis", "LayerType", "layer_type_of", "partial_axis", "reads_weights_itself"]
+__all__ = ["EMBEDDING", "LINEAR", "Axis", "LayerType", "layer_type_of", "partial_axis", "reads_weights_itself"]
 
-Role = Literal["output", "input", "vocabulary"]
+Role = Literal["output", "input", "vocabulary", "channel"]
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,8 @@ class Axis:
     """What one axis of a weight holds.
 
     Args:
-        role: ``"output"`` features, ``"input"`` features, or the rows of a ``"vocabulary"``.
+        role: ``"output"`` features, ``"input"`` features, the rows of a ``"vocabulary"``, or the ``"channel"``s of a
+            module that computes each of them by itself: features of its input and of its output.
         attribute: the module's attribute that gives its size, e.g. ``"out_features"``.
     """
 
@@ -42,14 +43,17 @@ class LayerType:
     Args:
         name: as users call it, e.g. ``"nn.Linear"``.
         axes: the leading axes of the weight; those after them cannot be split.
-        feature_axis: the axis of the module's output that holds the output features, counted from the end.
+        feature_axis: the axis of the module's output that holds the output features, counted from the end; from the
+            front where modules of the kind take any number of axes behind it.
         without_bias: its forward with the bias left out; None for a kind that has no bias.
+        together: the parameters and buffers that can only be split by one step, such as those of a norm.
     """
 
     name: str
     axes: tuple[Axis, ...]
     feature_axis: int = -1
     without_bias: Forward | None = None
+    together: tuple[str, ...] = ()
 
     def role(self, axis: int) -> Role | None:
         return self.axes[axis].role if axis < len(self.axes) else None
@@ -79,7 +83,8 @@ class LayerType:
 def layer_type_of(module: nn.Module) -> LayerType | None:
     """The kind of a module; None if its forward is not one that this plugin knows."""
     cls = type(module)
-    kind = _BY_FORWARD.get(cls.forward)
+    same = vars(cls).get("slapo_same_as", cls)  # its own way to compute what that class does
+    kind = _BY_FORWARD.get(same.forward)
     if kind is None and cls.__name__ == "Conv1D" and hasattr(module, "nf") and hasattr(module, "nx"):
         return CONV1D  # transformers' own, recognised by name so that transformers is not needed
     return kind
@@ -115,6 +120,12 @@ def _conv1d(module: Any, x: Tensor) -> Tensor:
     return x @ module.weight
 
 
+BATCH_NORM = LayerType(
+    "nn.BatchNorm",
+    (Axis("channel", "num_features"),),
+    feature_axis=1,
+    together=("weight", "bias", "running_mean", "running_var"),
+)
 LINEAR = LayerType("nn.Linear", (Axis("output", "out_features"), Axis("input", "in_features")), without_bias=_linear)
 EMBEDDING = LayerType("nn.Embedding", (Axis("vocabulary", "num_embeddings"), Axis("output", "embedding_dim")))
 CONV1D = LayerType("transformers' Conv1D", (Axis("input", "nx"), Axis("output", "nf")), without_bias=_conv1d)
@@ -131,4 +142,5 @@ _BY_FORWARD: dict[Callable[..., Any], LayerType] = {
     nn.Conv1d.forward: _convolution_kind("nn.Conv1d", 1),
     nn.Conv2d.forward: _convolution_kind("nn.Conv2d", 2),
     nn.Conv3d.forward: _convolution_kind("nn.Conv3d", 3),
+    nn.BatchNorm1d.forward: BATCH_NORM,  # and that of BatchNorm2d and BatchNorm3d
 }

@@ -18,7 +18,15 @@ from slapo_core.spec.request import ScheduledModel
 from slapo_tp.collectives import RankGroup
 from slapo_tp.layers import EMBEDDING, layer_type_of
 from slapo_tp.left_out_bias import AddBias, FunctionHook
-from slapo_tp.splits import as_tuple, bias_is_left_out, block_around, output_state, sites, split_axis
+from slapo_tp.splits import (
+    as_tuple,
+    bias_is_left_out,
+    block_around,
+    makes_gradient_partial,
+    output_state,
+    sites,
+    split_axis,
+)
 from slapo_tp.sync_hooks import GradientHook, InputHook, OutputHook
 
 __all__ = ["cut_heads", "doubled_reductions", "missing_gradient_reductions", "missing_reductions"]
@@ -59,9 +67,7 @@ def doubled_reductions(schedule: ScheduledModel, mesh_dim: str) -> Iterator[Viol
     for place in outer:
         below = list(place.walk())
         layers = [node for node in below if node.parameters]
-        columns = [
-            node for node in layers if output_state(node, mesh_dim) == "split" and type(node.module) is not nn.Embedding
-        ]
+        columns = [node for node in layers if makes_gradient_partial(node, mesh_dim)]
         if not columns or any(output_state(node, mesh_dim) is None for node in layers):
             continue
         if any(_is_unknown_code(node) for node in below):
@@ -91,7 +97,7 @@ def missing_gradient_reductions(schedule: ScheduledModel, mesh_dim: str) -> Iter
     for sequence in schedule.root.walk():
         members = _in_order(sequence)
         for position, node in enumerate(members):
-            if layer_type_of(node.module) in (None, EMBEDDING) or output_state(node, mesh_dim) != "split":
+            if not makes_gradient_partial(node, mesh_dim):
                 continue
             before = _trained_before(members[: position + 1], mesh_dim, group)
             if before is not None and node.path not in found:
@@ -131,7 +137,7 @@ def _trained_before(members: Sequence[Node], mesh_dim: str, group: RankGroup) ->
             return None
         wanted = {"partial": "all_reduce", "split": "all_gather"}.get(output_state(node, mesh_dim) or "")
         if wanted is None and (node.wrappers or any(mesh_dim in _mesh_dims(node, name) for name in node.parameters)):
-            return None  # sync_gradient wraps; of a split norm the output is not known
+            return None  # sync_gradient wraps; of an unknown module the output is not known
         outputs = [hook for kind, hook in node.hooks if kind == "forward"]
         ops = [hook.op for hook in outputs if isinstance(hook, OutputHook) and hook.group == group]
         return node if len(ops) == len(outputs) and ops == ([] if wanted is None else [wanted]) else None
@@ -173,9 +179,10 @@ def cut_heads(schedule: ScheduledModel, mesh_dim: str) -> Iterator[Violation]:
     for node in schedule.root.walk():
         if size == 1 or node.parent is None or output_state(node, mesh_dim) != "split" or _gathers(node):
             continue
-        attention, weight = node.parent.module, node.parameters["weight"]
+        attention, weight = node.parent.module, node.parameters.get("weight")
         axis = split_axis(node, "weight", mesh_dim)
-        assert axis is not None
+        if weight is None or axis is None:
+            continue  # a norm of channels without one
         whole = weight.shape[axis] * size
         known = {**vars(getattr(attention, "config", None) or nn.Identity()), **vars(attention)}
         widths = [known[name] for name in _HEAD_SIZES if type(known.get(name)) is int]

@@ -6,14 +6,12 @@ import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from slapo_core import Edit, Equivalence, Layout, Node, Primitive, Violation
 from slapo_core.spec.preconditions import Distributed
 from slapo_tp.forwards import leave_bias_out, look_up_own_rows
 from slapo_tp.layers import layer_type_of
-from slapo_tp.shard_rules import names_violations, pieces, tensor_violations
-from slapo_tp.splits import as_tuple, mesh_size, own_tensor, sites, split_axis, tensor_axis
+from slapo_tp.shard_rules import names_violations, pieces, tensor_violations, together_violations
+from slapo_tp.splits import as_tuple, mesh_size, own_tensor, sites, sized_tensor, split_axis, tensor_axis
 
 __all__ = ["Shard"]
 
@@ -22,18 +20,24 @@ __all__ = ["Shard"]
 class Shard(Primitive):
     """Keep only this rank's piece of a parameter or buffer, split evenly along one axis.
 
-    Every place that is tied to the tensor changes with it. Of nn.Linear, nn.Embedding, nn.Conv1d/2d/3d and
-    transformers' Conv1D the size attributes and the forward follow; of any other module only the tensor is cut, and the
-    record says so.
+    Every place that is tied to the tensor changes with it. Of nn.Linear, nn.Embedding, nn.Conv1d/2d/3d,
+    nn.BatchNorm1d/2d/3d and transformers' Conv1D the size attributes and the forward follow; of any other module only
+    the tensor is cut, and the record says so.
 
     Args:
-        names: the module's own parameters or buffers, e.g. ``"weight"`` or ``["weight", "bias"]``.
+        names: the module's own parameters or buffers, e.g. ``"weight"`` or ``["weight", "bias"]``; of nn.BatchNorm
+            all that it has: ``["weight", "bias", "running_mean", "running_var"]``.
         axis: the tensor's axis to split; negative counts from the end. For ``["weight", "bias"]`` it is the weight's:
             the bias goes along with the weight's output axis, e.g. ``axis=0`` of nn.Linear, ``axis=1`` of Conv1D.
         packed: the axis holds several matrices one after the other, each of which is split by itself: how many of the
             same size, e.g. ``3`` for a fused query-key-value weight, or their sizes in elements, e.g.
             ``(768, 256, 256)``.
         mesh_dim: the mesh dimension to split over.
+        pad: append zeros to the rows of an nn.Embedding, or to the output axis of an nn.Linear (tied or not, with its
+            bias), where their number is not divisible by the ranks: the last ranks hold them, and every rank has a
+            tensor of one size. State dicts and checkpoints have the reference model's shapes, ``sync("fwd_post",
+            "all_gather")`` cuts the padding off, and its gradient is zero, so that it stays zero. (A function given
+            to ``sync`` gets the padding.)
 
     Raises:
         PreconditionError: no mesh, no such tensor or axis, split already, a size that cannot be divided evenly, or a
@@ -50,6 +54,11 @@ class Shard(Primitive):
 
         ``Embedding, axis 1``: ``w[ids] (..., e)`` -> ``w[r][ids] (..., e/n)``: the output is split
 
+        ``BatchNorm, axis 0``: ``x (n, c, ...) -> y (n, c, ...)`` -> ``x[r] (n, c/n, ...) -> y[r] (n, c/n, ...)``: each
+        channel by itself, with its running statistics; between layers split on their output and on their input axis
+
+        ``pad=True``: as above with ``w`` of ``v`` rows followed by zeros up to ``n ceil(v/n)`` rows
+
     On a mesh dimension of one rank the layout is recorded, and nothing else changes.
 
     Source: paper section 3.2.2, ``.shard(param, axis)``; section 2.2, "Tensor parallelism".
@@ -62,6 +71,7 @@ class Shard(Primitive):
     axis: int
     packed: int | tuple[int, ...] = dataclasses.field(default=1, kw_only=True)
     mesh_dim: str = dataclasses.field(default="tp", kw_only=True)
+    pad: bool = dataclasses.field(default=False, kw_only=True)
 
     def preconditions(self, node: Node) -> Iterator[Violation]:
         unplaced = list(Distributed(self.mesh_dim)(node))
@@ -71,7 +81,8 @@ class Shard(Primitive):
         names = as_tuple(self.names)
         yield from names_violations(names)
         for name in dict.fromkeys(names):
-            yield from tensor_violations(node, name, names, self.axis, self.packed, self.mesh_dim)
+            yield from tensor_violations(node, name, names, self.axis, self.packed, self.mesh_dim, pad=self.pad)
+        yield from together_violations(node, names)
 
     def apply(self, node: Node, edit: Edit) -> None:
         if mesh_size(node, self.mesh_dim) == 1:
@@ -103,14 +114,19 @@ class Shard(Primitive):
         sizes = pieces(self.packed, old.shape[axis])
         placements = ((self.mesh_dim, ShardPlacement(axis)),)
         packing = ((axis, sizes),) if len(sizes) > 1 else ()
+        missing = -old.shape[axis] % mesh_size(node, self.mesh_dim) if self.pad else 0
+        padding = ((axis, missing),) if missing else ()
         before = node.layout(name)
         layout = dataclasses.replace(
-            before, placements=(*before.placements, *placements), packing=(*before.packing, *packing)
+            before,
+            placements=(*before.placements, *placements),
+            packing=(*before.packing, *packing),
+            padding=(*before.padding, *padding),
         )
         if mesh_size(node, self.mesh_dim) == 1:
             edit.set_layout(node, name, layout)
             return
-        piece = Layout(before.origin, tuple(old.shape), placements, packing).local(old, node.mesh)
+        piece = Layout(before.origin, tuple(old.shape), placements, packing, padding).local(old, node.mesh)
         if name in node.parameters:
             edit.set_parameter(node, name, piece, layout=layout)
         else:
@@ -122,14 +138,16 @@ class Shard(Primitive):
         if kind is None:
             edit.note(f"{type(node.module).__name__} is no kind that tp.shard knows: its forward and attributes stay")
             return
-        if name != "weight":
-            if own_tensor(node, "weight") is None:
+        sized = sized_tensor(node, kind)
+        if name != sized:
+            if sized is None:
                 edit.note(
                     f"the weight of '{node.path}' is computed from other tensors (weight_norm, a parametrisation): its "
                     "forward and attributes stay, and sync needs its op"
                 )
             return
-        weight: Tensor = node.parameters[name]
+        weight = own_tensor(node, name)
+        assert weight is not None
         active = mesh_size(node, self.mesh_dim) > 1
         edit.set_attribute(node, kind.axes[axis].attribute, weight.shape[axis])
         bias, role = own_tensor(node, "bias"), kind.role(axis)

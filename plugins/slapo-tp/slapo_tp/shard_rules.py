@@ -13,10 +13,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from slapo_core import Node, Violation
 from slapo_core.spec.edit import goes_around
 from slapo_core.spec.preconditions import Divisible
-from slapo_tp.layers import LayerType, layer_type_of, reads_weights_itself
-from slapo_tp.splits import as_tuple, mesh_size, own_tensor, sites, split_axis, tensor_axis
+from slapo_tp.layers import EMBEDDING, LINEAR, LayerType, layer_type_of, reads_weights_itself
+from slapo_tp.splits import as_tuple, mesh_size, own_tensor, sites, split_axis, split_together, tensor_axis
 
-__all__ = ["names_violations", "pieces", "tensor_violations"]
+__all__ = ["names_violations", "pieces", "tensor_violations", "together_violations"]
 
 Packed = int | tuple[int, ...]
 
@@ -29,15 +29,29 @@ def names_violations(names: tuple[str, ...]) -> Iterator[Violation]:
             yield Violation(f"'{name}' is named {count} times", "name each parameter once")
 
 
+def together_violations(node: Node, names: tuple[str, ...]) -> Iterator[Violation]:
+    """Refuse a part of the tensors that only one step can split, such as a norm without its running statistics."""
+    together, module = split_together(node), type(node.module).__name__
+    left_out = [name for name in together if name not in names]
+    if left_out and set(names) & set(together):
+        listed = ", ".join(f"'{name}'" for name in left_out)
+        stay = "stay" if len(left_out) > 1 else "stays"
+        written = ", ".join(f'"{name}"' for name in together)
+        yield Violation(
+            f"{listed} {stay} full: {module} reads all of its tensors for each channel",
+            f"use shard([{written}], axis=0)",
+        )
+
+
 def pieces(packed: Packed, extent: int) -> tuple[int, ...]:
     """The sizes of the matrices that an axis of ``extent`` elements holds: ``pieces(3, 768) == (256, 256, 256)``."""
     return packed if isinstance(packed, tuple) else (extent // packed,) * packed
 
 
 def tensor_violations(
-    node: Node, name: str, names: tuple[str, ...], axis: int, packed: Packed, mesh_dim: str
+    node: Node, name: str, names: tuple[str, ...], axis: int, packed: Packed, mesh_dim: str, *, pad: bool
 ) -> Iterator[Violation]:
-    """Every reason why ``shard(names, axis, packed=packed)`` cannot split tensor ``name`` of this node."""
+    """Every reason why ``shard(names, axis, packed=packed, pad=pad)`` cannot split tensor ``name`` of this node."""
     tensor = own_tensor(node, name)
     if tensor is None:
         yield _missing(node, name)
@@ -59,7 +73,26 @@ def tensor_violations(
         for place, own in sites(node, name)
         for refusal in _module_refuses(node, place, own, own_axis, packed, mesh_dim)
     ]
-    yield from refusals or _indivisible(node, name, tensor, own_axis, packed, mesh_dim)
+    if refusals:
+        yield from refusals
+    elif not pad:
+        yield from _indivisible(node, name, tensor, own_axis, packed, mesh_dim)
+    elif packed != 1 or not _can_be_padded(node, name, own_axis):
+        got = f"axis {own_axis} of '{name}' of {type(node.module).__name__}" if packed == 1 else f"packed={packed}"
+        yield Violation(
+            f"pad=True is for the rows of nn.Embedding and the output axis of nn.Linear (got {got})", "leave pad out"
+        )
+
+
+def _can_be_padded(node: Node, name: str, axis: int) -> bool:
+    """Whether every known layer with the tensor has it as its rows or outputs, and there is one."""
+    kinds = [(layer_type_of(place.module), own) for place, own in sites(node, name)]
+    known = [(kind, own) for kind, own in kinds if kind is not None]
+    return (
+        bool(known)
+        and axis == 0
+        and all(kind in (LINEAR, EMBEDDING) and own in ("weight", "bias") for kind, own in known)
+    )
 
 
 def _missing(node: Node, name: str) -> Violation:
@@ -145,7 +178,10 @@ def _indivisible(
     for number, length in enumerate(sizes, start=1):
         part = what if len(sizes) == 1 else f"matrix {number} of {len(sizes)} on {what}"
         near = [near for near in (length - length % size, length - length % size + size) if near]
-        yield from Divisible(part, length, mesh_dim, f"sizes that work: {' or '.join(map(str, near))}")(node)
+        hint = f"sizes that work: {' or '.join(map(str, near))}"
+        if packed == 1 and _can_be_padded(node, name, axis):
+            hint += f'; a vocabulary can be padded: shard("{name}", axis={axis}, pad=True)'
+        yield from Divisible(part, length, mesh_dim, hint)(node)
 
 
 def _module_refuses(
@@ -188,7 +224,7 @@ def output_axis_is_not_split(place: Node, kind: LayerType, mesh_dim: str) -> boo
     if own_tensor(place, "weight") is None:
         return False
     axis = split_axis(place, "weight", mesh_dim)
-    return axis is not None and kind.role(axis) != "output"
+    return axis is not None and kind.role(axis) not in ("output", "channel")
 
 
 def _forward_refuses(place: Node, kind: LayerType, axis: int, packed: Packed, mesh_dim: str) -> Iterator[Violation]:

@@ -12,16 +12,19 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from slapo_core import Node
-from slapo_tp.layers import layer_type_of
+from slapo_tp.layers import LayerType, layer_type_of
 
 __all__ = [
     "bias_is_left_out",
     "block_around",
     "has_split_below",
+    "makes_gradient_partial",
     "mesh_size",
     "output_state",
     "sites",
+    "sized_tensor",
     "split_axis",
+    "split_together",
     "tensor_axis",
 ]
 
@@ -63,8 +66,19 @@ def tensor_axis(node: Node, name: str, names: tuple[str, ...], axis: int) -> int
     along_weight = "weight" in names or not -1 <= axis < 1
     if name == "bias" and tensor.dim() == 1 and kind is not None and weight is not None and along_weight:
         position = _normalise(axis, weight.dim())
-        return 0 if position is not None and kind.role(position) == "output" else None
+        return 0 if position is not None and kind.role(position) in ("output", "channel") else None
     return _normalise(axis, tensor.dim())
+
+
+def sized_tensor(node: Node, kind: LayerType) -> str | None:
+    """The tensor whose axes are those of the kind: the weight, or what a norm without one has; None if it has none."""
+    return next((name for name in ("weight", *kind.together) if own_tensor(node, name) is not None), None)
+
+
+def split_together(node: Node) -> tuple[str, ...]:
+    """The tensors of the module that one step must split together; empty for most kinds."""
+    kind = layer_type_of(node.module)
+    return tuple(name for name in kind.together if own_tensor(node, name) is not None) if kind is not None else ()
 
 
 def split_axis(node: Node, name: str, mesh_dim: str) -> int | None:
@@ -90,12 +104,17 @@ def output_state(node: Node, mesh_dim: str) -> Literal["partial", "split"] | Non
     None where it is neither, or where the module is of no known kind.
     """
     kind = layer_type_of(node.module)
-    if kind is None or own_tensor(node, "weight") is None:
+    name = sized_tensor(node, kind) if kind is not None else None
+    axis = split_axis(node, name, mesh_dim) if name is not None else None
+    if kind is None or axis is None:
         return None
-    axis = split_axis(node, "weight", mesh_dim)
-    if axis is None:
-        return None
-    return "split" if kind.role(axis) == "output" else "partial"
+    return "split" if kind.role(axis) in ("output", "channel") else "partial"
+
+
+def makes_gradient_partial(node: Node, mesh_dim: str) -> bool:
+    """Whether the module takes full inputs and gives a shard of the output features: each rank's ``dx`` is partial."""
+    kind = layer_type_of(node.module)
+    return kind is not None and kind.axis_of("input") is not None and output_state(node, mesh_dim) == "split"
 
 
 def bias_is_left_out(node: Node, mesh_dim: str) -> bool:

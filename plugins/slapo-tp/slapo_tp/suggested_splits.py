@@ -7,13 +7,11 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
-from torch.nn.modules.batchnorm import _NormBase
-
 from slapo_core import Change, Node, Primitive, Record, Suggestion
 from slapo_tp.attributes import ShardAttribute
 from slapo_tp.layers import layer_type_of
 from slapo_tp.shard import Shard
-from slapo_tp.splits import as_tuple, output_state, own_tensor, split_axis
+from slapo_tp.splits import as_tuple, output_state, own_tensor, split_axis, split_together
 
 __all__ = ["counts", "other_splits", "partners", "statistics"]
 
@@ -29,6 +27,7 @@ def other_splits(node: Node, record: Record) -> Iterator[Suggestion]:
         return
 
     def write(**changes: Any) -> Suggestion:
+        changes = {"pad": before.pad and "axis" not in changes, **changes}
         return Suggestion((Change(record.path, dataclasses.replace(before, **changes), instead_of=record),))
 
     has_bias = own_tensor(node, "bias") is not None
@@ -136,19 +135,14 @@ def partners(nodes: Sequence[Node], mesh_dim: str) -> Iterator[Suggestion]:
 
 
 def statistics(nodes: Sequence[Node], mesh_dim: str) -> Iterator[Suggestion]:
-    """Split norms over channels with all that they hold, running statistics too: those of one name together."""
+    """Split norms of channels with all of their tensors, running statistics too: those of one name together."""
     by_name: dict[str, list[Change]] = {}
     for node in nodes:
-        if not isinstance(node.module, _NormBase) or not _has_split_beside(node, mesh_dim):
+        names = split_together(node)
+        if not names or output_state(node, mesh_dim) == "split" or not _has_split_beside(node, mesh_dim):
             continue
-        tensors = ("weight", "bias", "running_mean", "running_var")
-        names = tuple(name for name in tensors if own_tensor(node, name) is not None)
-        if not names or all(split_axis(node, name, mesh_dim) is not None for name in names):
-            continue
-        splits = [each for each in node.records if isinstance(each.primitive, Shard)]
-        before = next((each for each in splits if cast(Shard, each.primitive).mesh_dim == mesh_dim), None)
         step = Shard(names, axis=0, mesh_dim=mesh_dim)
-        by_name.setdefault(node.path.rpartition(".")[2], []).append(Change(node.path, step, instead_of=before))
+        by_name.setdefault(node.path.rpartition(".")[2], []).append(Change(node.path, step))
     for changes in by_name.values():
         yield Suggestion(tuple(changes), likely=True)
         yield from (Suggestion((change,)) for change in changes if len(changes) > 1)

@@ -8,13 +8,11 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, cast
 
-from torch import nn
-
 from slapo_core import Change, Node, Record, Suggestion
 from slapo_core.spec.request import ScheduledModel
 from slapo_tp.layers import layer_type_of
 from slapo_tp.shard import Shard
-from slapo_tp.splits import as_tuple, bias_is_left_out, output_state, sites, split_axis
+from slapo_tp.splits import as_tuple, bias_is_left_out, makes_gradient_partial, output_state, sites, split_axis
 from slapo_tp.suggested_splits import counts, other_splits, partners, statistics
 from slapo_tp.sync import Sync
 from slapo_tp.sync_gradient import SyncGradient
@@ -129,8 +127,7 @@ def _inside_residuals(root: Node, reducing: Sequence[Record], mesh_dim: str) -> 
             node: Node = root[record.path] if record.path else root
         except LookupError:
             continue  # it went with a module around it
-        layers = [below for below in node.walk() if output_state(below, mesh_dim) == "split"]
-        layers = [below for below in layers if not isinstance(below.module, nn.Embedding)]
+        layers = [below for below in node.walk() if makes_gradient_partial(below, mesh_dim)]
         around = [
             child for child in node.children if any(f"{below.path}.".startswith(f"{child.path}.") for below in layers)
         ]
@@ -184,9 +181,7 @@ def _open_inputs(nodes: Sequence[Node], mesh_dim: str) -> list[Node]:
     return [
         node
         for node in nodes
-        if output_state(node, mesh_dim) == "split"
-        and (kind := layer_type_of(node.module)) is not None
-        and kind.axis_of("input") is not None
+        if makes_gradient_partial(node, mesh_dim)
         and not any(_syncs(place, "bwd_post", "fwd_pre") for place in (node, *_around(node, 2)))
     ]
 

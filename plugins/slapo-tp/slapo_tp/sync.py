@@ -16,7 +16,7 @@ from slapo_tp.layers import layer_type_of
 from slapo_tp.left_out_bias import AddBias, FunctionHook
 from slapo_tp.splits import bias_is_left_out, mesh_size, output_state
 from slapo_tp.sync_hooks import GradientHook, InputHook, OutputHook
-from slapo_tp.sync_rules import argument_violations, place_violations, resolve
+from slapo_tp.sync_rules import argument_violations, place_violations, resolve, unpadded_features
 
 __all__ = ["Sync"]
 
@@ -53,7 +53,8 @@ class Sync(Primitive):
     rewrite: (n ranks; ``x`` the input, ``y`` the output, ``dx`` and ``dy`` their gradients)
         ``fwd_post all_reduce``: ``y -> sum of y``; backward ``dy -> dy``
 
-        ``fwd_post all_gather``: ``y (..., f/n) -> all y (..., f)``; backward ``dy -> this rank's piece of dy``
+        ``fwd_post all_gather``: ``y (..., f/n) -> all y (..., f)``; backward ``dy -> this rank's piece of dy``; the
+        padding of ``shard(..., pad=True)`` is cut off, and its gradient is zero
 
         ``fwd_post reduce_scatter``: ``y (s, ...) -> piece of the sum of y (s/n, ...)``; backward ``dy -> all dy``
 
@@ -126,6 +127,7 @@ class Sync(Primitive):
                     self.outputs,
                     add_bias,
                     output_state(node, self.mesh_dim) == "partial",
+                    unpadded_features(node) if op == "all_gather" else None,
                 ),
             )
         elif mode == "fwd_pre":

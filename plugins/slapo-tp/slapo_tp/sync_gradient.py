@@ -113,7 +113,10 @@ class SyncGradient(Primitive):
 
 
 def gradients_summed(forward: Forward, *, names: tuple[str, ...], group: RankGroup) -> Forward:
-    """``forward`` with other tensors in the place of the parameters: the same values, whose gradient is summed."""
+    """``forward`` with other tensors in the place of the parameters: the same values, whose gradient is summed.
+
+    A static graph that looks into the module has the collective as a call.
+    """
 
     @functools.wraps(forward)
     def run(module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -128,4 +131,5 @@ def gradients_summed(forward: Forward, *, names: tuple[str, ...], group: RankGro
         finally:
             own.update(kept)
 
+    run.slapo_is_inlined = run  # type: ignore[attr-defined]
     return run

@@ -36,6 +36,7 @@ class OutputHook:
         outputs: which tensors of the flattened output; None for the only one.
         add_bias: adds the bias that the forward left out; None where there is none.
         is_fresh: whether the module is of a kind whose own forward makes its output anew and keeps no reference to it.
+        length: features without padding, where the last axis is gathered; None where there is none.
     """
 
     op: str
@@ -45,6 +46,7 @@ class OutputHook:
     outputs: tuple[int, ...] | None = None
     add_bias: AddBias | None = None
     is_fresh: bool = False
+    length: int | None = None
     slapo_is_inlined = True
 
     def __call__(self, module: nn.Module, args: Args, kwargs: Kwargs, output: Any) -> Any:
@@ -62,7 +64,8 @@ class OutputHook:
             return collectives.all_reduce(tensor, self.group, overwrite=overwrite)
         _check_axis(tensor, self.axis, self.op, self.group, self.path)
         if self.op == "all_gather":
-            return collectives.all_gather(tensor, self.axis, self.group)
+            length = self.length if self.axis in (-1, tensor.dim() - 1) else None
+            return collectives.all_gather(tensor, self.axis, self.group, length)
         return collectives.reduce_scatter(tensor, self.axis, self.group)
 
     def _positions(self, leaves: list[Any]) -> tuple[int, ...]:

@@ -7,14 +7,15 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from slapo_core import Node, Violation
-from slapo_tp.layers import layer_type_of, partial_axis
-from slapo_tp.splits import bias_is_left_out, has_split_below, output_state
+from slapo_tp.layers import LINEAR, layer_type_of, partial_axis
+from slapo_tp.splits import bias_is_left_out, has_split_below, output_state, own_tensor
+from slapo_tp.sync_hooks import OutputHook
 from slapo_tp.whole_modules import nothing_split
 
 if TYPE_CHECKING:
     from slapo_tp.sync import Sync
 
-__all__ = ["argument_violations", "place_violations", "resolve"]
+__all__ = ["argument_violations", "place_violations", "resolve", "unpadded_features"]
 
 
 def resolve(sync: Sync, node: Node) -> tuple[str, str | Callable[..., Any] | None, int]:
@@ -29,6 +30,21 @@ def resolve(sync: Sync, node: Node) -> tuple[str, str | Callable[..., Any] | Non
     if state == "split" and kind is not None:
         return "fwd_post", "all_gather", kind.feature_axis
     return "fwd_post", "all_reduce" if state == "partial" else None, sync.axis
+
+
+def unpadded_features(node: Node) -> int | None:
+    """The number of output features without the padding of ``shard(..., pad=True)``; None where there is none.
+
+    Of this layer, or of one below whose output no step there gathers.
+    """
+    for below in node.walk():
+        gathered = below.path != node.path and any(isinstance(hook, OutputHook) for _, hook in below.hooks)
+        if layer_type_of(below.module) is LINEAR and not gathered:
+            layouts = [below.layout(name) for name in ("weight", "bias") if own_tensor(below, name) is not None]
+            padded = [layout.shape[0] for layout in layouts if layout.padding]
+            if padded:
+                return padded[0]
+    return None
 
 
 def argument_violations(sync: Sync, node: Node) -> list[Violation]:
@@ -130,15 +146,16 @@ def _overlap(one: tuple[Any, ...] | None, other: tuple[Any, ...] | None) -> bool
 def _output_violations(sync: Sync, node: Node, op: str, axis: int) -> list[Violation]:
     state, kind = output_state(node, sync.mesh_dim), layer_type_of(node.module)
     if state == "split" and kind is not None and op != "all_gather":
-        instead = f', or shard("weight", axis={partial_axis(kind)}), whose output is a partial sum'
-        scattered = instead if op == "reduce_scatter" else ""
+        partial = partial_axis(kind)
+        instead = f', or shard("weight", axis={partial}), whose output is a partial sum'
+        scattered = instead if op == "reduce_scatter" and partial is not None else ""
         return [
             Violation(
                 f"the weight is split on its output axis, so each rank has other features, which {op} would add up",
                 f'use sync("fwd_post", "all_gather"{_axis(kind.feature_axis)}){scattered}',
             )
         ]
-    if state == "split" and kind is not None and axis < 0 and axis != kind.feature_axis:
+    if state == "split" and kind is not None and axis < 0 > kind.feature_axis != axis:
         return [
             Violation(
                 f"the output is split on axis {kind.feature_axis}, not on axis {axis}",
@@ -184,6 +201,13 @@ def _gradient_violations(sync: Sync, node: Node) -> list[Violation]:
     state, kind = output_state(node, sync.mesh_dim), layer_type_of(node.module)
     if kind is None or state is None:
         return []
+    if kind.role(0) == "channel":
+        return [
+            Violation(
+                "the channels are split, so each rank's input is another shard with its own gradient",
+                "remove this call; it belongs to the layer before that is split on its output axis",
+            )
+        ]
     if kind.axis_of("input") is None:
         return [Violation(f"the inputs of {kind.name} are ids, which have no gradient", "remove this call")]
     if state == "partial":

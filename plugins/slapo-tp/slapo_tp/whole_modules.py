@@ -55,6 +55,8 @@ def _gather_hint(sync: Sync, node: Node, axis: int) -> str:
 def _partial_hint(node: Node) -> str:
     kind = layer_type_of(node.module)
     assert kind is not None
+    if partial_axis(kind) is None:
+        return "remove this call"
     return f'write shard("weight", axis={partial_axis(kind)}) before, which makes it one'
 
 

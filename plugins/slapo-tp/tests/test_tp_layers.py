@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import slapo_core as slapo
 from slapo_core.testing import run_ranks
 
-from .checks import differs_from_untouched, rand, same_as_untouched
+from .checks import CLOSE, differs_from_untouched, rand, same_as_untouched
 
 pytestmark = pytest.mark.ranks
 
+STATISTICS = ("weight", "bias", "running_mean", "running_var")
 IDS = torch.tensor([[0, 9, 5, 4], [4, 3, 3, 0]])
 
 
@@ -101,7 +105,7 @@ def convolutions(bias: bool) -> nn.Module:
 def split_convolutions(sch: slapo.Schedule) -> None:
     names = ["weight"] if sch["0"].module.bias is None else ["weight", "bias"]
     sch["0"].shard(names, axis=0).sync("backward")
-    sch["1"].shard(["weight", "bias", "running_mean", "running_var"], axis=0).shard_attribute("num_features")
+    sch["1"].shard(STATISTICS, axis=0)
     sch["3"].shard("weight", axis=1).sync("forward")
 
 
@@ -115,6 +119,88 @@ def gather_channels(sch: slapo.Schedule) -> None:
 
 def test_split_linear_and_convolution_layers_are_the_untouched_layers() -> None:
     run_ranks(check_single_layers, world_size=2)
+
+
+class Bottleneck(nn.Module):
+    """A block of WideResNet, with the names that torchvision gives."""
+
+    def __init__(self, features: int = 4, width: int = 8) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(features, width, 1, bias=False), nn.BatchNorm2d(width)
+        self.conv2, self.bn2 = nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width)
+        self.conv3, self.bn3 = nn.Conv2d(width, features, 1, bias=False), nn.BatchNorm2d(features)
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.relu(self.bn1(self.conv1(x)))
+        out = self.relu(self.bn2(self.conv2(out)))
+        out = self.bn3(self.conv3(out))
+        out += x
+        return self.relu(out)
+
+
+def wide_resnet() -> nn.Sequential:
+    return nn.Sequential(Bottleneck(), Bottleneck())
+
+
+def split_wide_resnet(sch: slapo.Schedule) -> None:
+    for block in sch["*"]:
+        block["conv1"].shard("weight", axis=0).sync("bwd_post", "all_reduce")
+        block["bn1"].shard(STATISTICS, axis=0)
+        block["conv2"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
+
+
+def check_wide_resnet() -> None:
+    torch.manual_seed(0)
+    size, images = dist.get_world_size(), rand(4, 4, 3, 3)
+    plain, other = wide_resnet().double(), wide_resnet().double()
+    sch = slapo.create_schedule(copy.deepcopy(plain), mesh={"tp": size}, example_inputs=(images,))
+    before = {name: getattr(sch["0.bn1"].module, name) for name in STATISTICS}
+    split_wide_resnet(sch)
+    norm = sch["0.bn1"].module
+    assert {tuple(getattr(norm, name).shape) for name in STATISTICS} == {(8 // size,)}
+    assert norm.num_features == 8 // size
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        report = slapo.verify(sch)
+    assert report.steps_verified == len(sch.records) == 10
+
+    for model in (plain, sch.model):
+        model(images)
+    state = slapo.state_dict(sch)
+    torch.testing.assert_close(state, dict(plain.state_dict()), **CLOSE)
+    again = slapo.create_schedule(other, mesh={"tp": size}, example_inputs=(images,))
+    split_wide_resnet(again)
+    slapo.load_state_dict(again, state)
+    torch.testing.assert_close(again.model.eval()(images), plain.eval()(images), **CLOSE)
+    sch.undo(to=0)
+    assert norm.num_features == 8
+    assert [getattr(norm, name) is tensor for name, tensor in before.items()] == [True] * 4
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_sharded_wide_resnet_keeps_the_running_statistics_of_the_plain_one(size: int) -> None:
+    run_ranks(check_wide_resnet, world_size=size)
+
+
+def check_batch_norms() -> None:
+    def sharded(sch: slapo.Schedule) -> None:
+        names = ["weight"] if sch["0"].module.bias is None else ["weight", "bias"]
+        sch["0"].shard(names, axis=0).sync("backward")
+        sch["1"].shard([name for name in STATISTICS if getattr(sch["1"].module, name) is not None], axis=0)
+        sch["1"].sync("forward")
+
+    for layer, norm, shape in (
+        (nn.Linear(6, 4), nn.BatchNorm1d(4), (5, 6)),
+        (nn.Conv1d(2, 4, 3), nn.BatchNorm1d(4, affine=False), (3, 2, 7)),
+        (nn.Conv2d(2, 4, 3, bias=False), nn.BatchNorm2d(4, track_running_stats=False), (3, 2, 5, 5)),
+        (nn.Conv3d(2, 4, 2, bias=False), nn.BatchNorm3d(4, momentum=None), (3, 2, 3, 3, 3)),
+    ):
+        same_as_untouched(functools.partial(nn.Sequential, layer, norm), sharded, (rand(*shape),))
+
+
+def test_batch_norms_of_all_axes_follow_their_layer_and_gather_channels() -> None:
+    run_ranks(check_batch_norms, world_size=2)
 
 
 def embedding(padding: int | None, rows: int = 10) -> nn.Module:

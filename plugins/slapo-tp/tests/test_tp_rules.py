@@ -25,6 +25,7 @@ class Model(nn.Module):
         self.conv1d = Conv1D(48, 16)
         self.conv = nn.Conv2d(4, 8, 3)
         self.grouped = nn.Conv2d(4, 8, 3, groups=2)
+        self.norm, self.bare = nn.BatchNorm2d(8), nn.BatchNorm2d(8, affine=False)
         self.words = nn.Embedding(20, 8)
         self.normed = nn.Embedding(20, 8, max_norm=1.0)
         self.counted = nn.Embedding(20, 8, scale_grad_by_freq=True)
@@ -61,12 +62,18 @@ SHARD = [
     (lambda s: s["fc"].shard("bias", axis=0).shard("weight", axis=1), "'fc'", "the bias is split already"),
     (lambda s: s["conv1d"].shard("weight", axis=1, packed=(16, 16)), "'conv1d'", "gives 32"),
     (lambda s: s["conv1d"].shard("weight", axis=1, packed=5), "'conv1d'", "packed=5 does not divide"),
+    (lambda s: s["fc"].shard("weight", axis=1, pad=True), "'fc'", "axis 1 of 'weight' of Linear"),
+    (lambda s: s["fc"].shard("weight", axis=0, packed=2, pad=True), "'fc'", "(got packed=2)"),
+    (lambda s: s["conv"].shard("weight", axis=0, pad=True), "'conv'", "axis 0 of 'weight' of Conv2d"),
+    (lambda s: s["conv1d"].shard("bias", axis=0, pad=True), "'conv1d'", "axis 0 of 'bias' of Conv1D"),
     (lambda s: s["conv"].shard("weight", axis=3), "'conv'", "kernel axis of nn.Conv2d"),
     (lambda s: s["grouped"].shard("weight", axis=0), "'grouped'", "groups=2"),
     (lambda s: s["normed"].shard("weight", axis=1), "'normed'", "max_norm=1.0"),
     (lambda s: s["counted"].shard("weight", axis=0), "'counted'", "scale_grad_by_freq=True"),
     (lambda s: s["words"].shard("weight", axis=1), "'words'", "sch['tied'].shard('table', axis=1)"),
     (lambda s: s["frozen"].shard("weight", axis=1), "'frozen'", "forward of 'frozen'"),
+    (lambda s: s["norm"].shard(["weight", "bias"], axis=0), "'norm'", "'running_mean', 'running_var' stay full"),
+    (lambda s: s["bare"].shard("running_var", axis=0), "'bare'", '["running_mean", "running_var"]'),
     (lambda s: s["fc"].checkpoint().shard("weight", axis=1), "'fc'", "#1 checkpoint() at 'fc'"),
 ]
 
@@ -86,6 +93,9 @@ def test_shard_names_sizes_that_can_be_divided(message: Messages) -> None:
     message(packed, "matrix 2 of 3", "11 elements", "matrix 3 of 3", "5 elements", "tp size 8")
 
 
+STATISTICS = ("weight", "bias", "running_mean", "running_var")
+
+
 def split_pair(s: Any) -> Any:
     s["fc"].shard(["weight", "bias"], axis=0)
     s["out"].shard("weight", axis=1)
@@ -95,6 +105,9 @@ def split_pair(s: Any) -> Any:
 SYNC = [
     (lambda s: s["fc"].sync("fwd_post", "all_reduce"), "'fc'", "not a partial sum"),
     (lambda s: s["fc"].sync("forward"), "'fc'", "nothing was split"),
+    (lambda s: s["norm"].sync("fwd_post", "all_reduce"), "'norm'", "not a partial sum"),
+    (lambda s: s["norm"].shard(STATISTICS, axis=0).sync("backward"), "'norm'", "another shard"),
+    (lambda s: s["norm"].shard(STATISTICS, axis=0).sync("fwd_post", "all_reduce"), "'norm'", "all_gather"),
     (lambda s: split_pair(s).sync("forward"), "the root", "output of this Model"),
     (lambda s: split_pair(s)["fc"].sync("fwd_pre"), "'fc'", "needs an op"),
     (

@@ -42,10 +42,31 @@ def split_block(sch: Any, *, summed: bool = True) -> None:
         sch["norm"].sync_gradient(["weight", "bias"])
 
 
+def traced_and_split(sch: Any, x: torch.Tensor) -> None:
+    sch.trace(flatten=True, example_inputs=x)
+    split_block(sch)
+
+
+def split_and_traced(sch: Any, x: torch.Tensor) -> None:
+    split_block(sch)
+    sch.trace(flatten=True, example_inputs=x)
+
+
+@pytest.mark.parametrize("steps", [traced_and_split, split_and_traced])
+def test_a_static_graph_looks_into_the_module_and_sums_its_gradients(steps: Any) -> None:
+    x = rand(2, 4, 6)
+    sch = slapo.create_schedule(Block(), mesh={"tp": 2}, example_inputs=x)
+    steps(sch, x)
+    assert sch.find(lambda x, weight, bias: torch.nn.functional.layer_norm(x, (6,), weight, bias, 1e-5))
+    assert "copy(self.norm.weight)" in str(sch.root.graph)
+    assert "copy(self.norm.bias)" in str(sch.root.graph)
+
+
 def check_sequence_parallel_block() -> None:
     x = rand(2, 4, 6)
     sch = same_as_untouched(Block, split_block, (x,), piece_axis=1)
     differs_from_untouched(Block, lambda sch: split_block(sch, summed=False), (x,), piece_axis=1)
+    same_as_untouched(Block, lambda sch: traced_and_split(sch, x), (x,), piece_axis=1)
     same_as_untouched(
         Block, split_block, (x,), piece_axis=1, run=lambda model: torch.compile(model, backend="aot_eager")
     )

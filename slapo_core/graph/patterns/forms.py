@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Sequence, Set
 from typing import Any
 
 from slapo_core.graph.patterns.calls import Items, Slice
 from slapo_core.graph.patterns.data import Constant, Form, Result, Step, Wildcard
 from slapo_core.graph.patterns.operations import plain
 from slapo_core.graph.patterns.proxies import Proxy
-from slapo_core.graph.patterns.tracing import Alternatives, TracedCall, Tracer
+from slapo_core.graph.patterns.tracing import SETTING, Alternatives, TracedCall, Tracer
 
 __all__ = ["forms_of"]
 
@@ -38,7 +39,7 @@ def forms_of(tracer: Tracer, returned: Any, names: Sequence[str], constants: Seq
     wildcards: set[str] = set()
     choices: list[tuple[int, int]] = []  # taken, and how many there were
     while True:
-        made = _Making(tracer, [taken for taken, _ in choices])
+        made = _Making(tracer, [taken for taken, _ in choices], {*names, *constants})
         forms.append(made.form(outputs, [*names, *constants], names))
         used |= made.used
         wildcards |= made.wildcards
@@ -71,8 +72,9 @@ def _leaves(value: Any) -> list[Any]:
 class _Making:
     """One form: the alternatives in the order in which they are met, first those of ``given``, then the first ones."""
 
-    def __init__(self, tracer: Tracer, given: list[int]) -> None:
+    def __init__(self, tracer: Tracer, given: list[int], parameters: Set[str]) -> None:
         self.tracer, self.given = tracer, given
+        self.reserved = {*parameters, *(name for name, _ in tracer.captures)}
         self.taken: list[int] = []
         self.counts: list[int] = []
         self.steps: list[Step] = []
@@ -117,7 +119,10 @@ class _Making:
 
     def _source(self, source: Any) -> Any:
         if isinstance(source, Wildcard):
-            if source.name.startswith("_"):
+            if source.name.startswith(SETTING):
+                name = self._renamed.setdefault(source.name, self._free(source.name.split()[1]))
+                source = Wildcard(name, source.kind)
+            elif source.name.startswith("_"):
                 name = self._renamed.setdefault(source.name, f"_{len(self._renamed)}")
                 source = Wildcard(name, source.kind, source.shape)
             self._inputs.setdefault(source.name, source)
@@ -139,6 +144,12 @@ class _Making:
             self.steps.append(Step(source.target, arguments, source.is_commutative, source.location))
         self._made[id(source)] = found
         return found
+
+    def _free(self, name: str) -> str:
+        """``name`` for a capture, or the first of ``name_2``, ... that the pattern does not use."""
+        taken = {*self.reserved, *self._renamed.values()}
+        numbered = (f"{name}_{number}" for number in itertools.count(2))
+        return next(each for each in itertools.chain([name], numbered) if each not in taken)
 
     def _captured(self, proxy: Proxy) -> Any:
         source = proxy._source

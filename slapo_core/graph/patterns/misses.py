@@ -61,9 +61,11 @@ def nearest_miss(forms: tuple[Form, ...], index: Indexed) -> str | None:
         return best[2]
     wanted = dict.fromkeys(_shown(step) for form in forms for step in form.steps)
     present = Counter(_called(found) for found in index.calls.values() if _called(found) not in ("getattr", "getitem"))
+    in_place = [f"{name}_" for name in wanted if f"{name}_" in present]
+    written = f"; write {_listed(in_place)} in the pattern: the model writes in place" if in_place else ""
     return (
         f"no call of {_listed(list(wanted)[:4])} is in the graph, which calls "
-        f"{_listed([name for name, _ in present.most_common(6)])}"
+        f"{_listed([name for name, _ in present.most_common(6)])}{written}"
     )
 
 

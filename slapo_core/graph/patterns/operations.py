@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from slapo_core.graph.patterns.calls import Call, Items, Slice
 from slapo_core.graph.patterns.schemas import bind_function, bind_schema, defaults_of
+from slapo_core.graph.private import NN, VF, OpOverload, OpOverloadPacket
 
 __all__ = ["constant_kind", "finished", "function_call", "method_call", "operation_of", "plain", "same_on_every_axis"]
 
@@ -101,7 +102,7 @@ _COMMUTATIVE = {
     "mul",
     "ne",
 }
-_HOMES = (torch, functional, torch._C._nn, torch.Tensor, torch.functional, torch._VF)
+_HOMES = (torch, functional, NN, torch.Tensor, torch.functional, VF)
 
 
 def plain(value: Any) -> Any:
@@ -142,8 +143,8 @@ def operation_of(function: Callable[..., Any]) -> str:
     known = _OPERATORS.get(function)
     if known is not None:
         return known
-    if isinstance(function, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
-        packet = function.overloadpacket if isinstance(function, torch._ops.OpOverload) else function
+    if isinstance(function, OpOverload | OpOverloadPacket):
+        packet = function.overloadpacket if isinstance(function, OpOverload) else function
         operation = str(packet._qualified_op_name).removeprefix("aten::")
         return _SYNONYMS.get(operation, operation)
     name = str(getattr(function, "__name__", type(function).__name__))
@@ -260,13 +261,13 @@ def _by_position(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any
 
 def _printed(function: Callable[..., Any]) -> tuple[str, ...]:
     """As the printed graph has it, ``F.gelu``, and in full, ``torch._C._nn.gelu``."""
-    if isinstance(function, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+    if isinstance(function, OpOverload | OpOverloadPacket):
         return (f"torch.ops.{function}",)
     name = str(getattr(function, "__qualname__", None) or getattr(function, "__name__", type(function).__name__))
     short = (f"F.{name}",) if getattr(functional, name, None) is function else ()
     if getattr(torch, name, None) is function:
         return (*short, f"torch.{name}")
-    if getattr(torch._C._nn, name, None) is function:
+    if getattr(NN, name, None) is function:
         return (*short, f"torch._C._nn.{name}")
     module = str(getattr(function, "__module__", "") or "torch").replace("_operator", "operator")
     return (*short, f"{module}.{name}")

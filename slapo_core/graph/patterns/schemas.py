@@ -8,8 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch.nn import functional
+
+from slapo_core.graph.private import schemas_for_operator
 
 __all__ = ["Parameter", "bind_function", "bind_schema", "defaults_of", "parameter_name", "required_parameters"]
 
@@ -58,7 +59,7 @@ def parameter_name(operation: str, name: str) -> str:
 @functools.cache
 def _schemas(operation: str) -> tuple[tuple[Parameter, ...], ...]:
     found = []
-    for schema in torch._C._jit_get_schemas_for_operator(operation if "::" in operation else f"aten::{operation}"):
+    for schema in schemas_for_operator(operation if "::" in operation else f"aten::{operation}"):
         types = [str(argument.type) for argument in schema.arguments]
         if schema.overload_name.endswith("out") or any("Dimname" in each or each in ("t", "t[]") for each in types):
             continue

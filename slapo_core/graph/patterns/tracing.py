@@ -8,6 +8,7 @@ from contextvars import ContextVar
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
@@ -24,8 +25,13 @@ from slapo_core.graph.patterns.proxies import Proxy
 from slapo_core.graph.structure import PLAIN
 from slapo_core.graph.targets import target_of
 
-__all__ = ["Alternatives", "TracedCall", "Tracer", "active_tracer"]
+__all__ = ["SETTING", "Alternatives", "TracedCall", "Tracer", "active_tracer"]
 
+SETTING = "_setting "
+"""Begins the name of a constant that is captured although the pattern leaves it out."""
+
+_DROPOUTS: tuple[Any, ...] = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d)
+_LEFT_OUT = float("0.5")  # the default p of these, as an object of its own
 _ACTIVE: ContextVar[Tracer | None] = ContextVar("the tracer of the pattern that is being made", default=None)
 
 
@@ -86,6 +92,10 @@ class Tracer:
         """A value of its own."""
         return Proxy(self, Wildcard(name, kind, shape))
 
+    def setting(self, name: str) -> Proxy:
+        """Any constant, captured in each form under ``name``, or the first of ``name_2``, ... that is free there."""
+        return self.wildcard(f"{SETTING}{name} {id(self.fresh())}", "constant")
+
     def know(self, root: nn.Module) -> None:
         """From now on the parameters and buffers of ``root`` are wildcards by their names."""
         for name, tensor in (*root.named_parameters(), *root.named_buffers()):
@@ -145,7 +155,12 @@ class Tracer:
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Proxy:
         """A function was called."""
         given, named = self.value(tuple(args)), self.value(kwargs)
-        return self._written(function_call(function, given, named, _kind))
+        call = function_call(function, given, named, _kind)
+        if any(value is _LEFT_OUT for value in (*args, *kwargs.values())):
+            for name in ("p", "training"):
+                if call.arguments.get(name, _LEFT_OUT) is _LEFT_OUT:
+                    call.arguments[name] = self.setting(name)
+        return self._written(call)
 
     def record_call(self, run: Any, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Proxy:
         """A custom autograd function was called; nothing is run."""
@@ -232,11 +247,16 @@ class Tracer:
 
         with PATCHING:
             token, original = _ACTIVE.set(self), nn.Module.__call__
+            defaults = [function.__defaults__ for function in _DROPOUTS]
             nn.Module.__call__ = call  # type: ignore[method-assign]
             try:
+                for function in _DROPOUTS:  # they pass their defaults on as if these were given
+                    function.__defaults__ = (_LEFT_OUT, *function.__defaults__[1:])
                 with autograd_functions(cast(Any, self)), _Mode(self):
                     yield
             finally:
+                for function, own in zip(_DROPOUTS, defaults, strict=True):
+                    function.__defaults__ = own
                 nn.Module.__call__ = original  # type: ignore[method-assign]
                 _ACTIVE.reset(token)
 

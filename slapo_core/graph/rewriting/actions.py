@@ -109,12 +109,8 @@ class Outline:
         module: nn.Module,
         effects: Effects,
     ) -> NewCall:
-        taken = take_out(nodes, place.inputs, outputs, module, effects)
-        given = {operand for operand in taken.operands if isinstance(operand, fx.Node)}
-        roots = frozenset[Any]().union(*(effects.roots(node) for node in given))
-        for node in nodes:
-            if effects.writes(node) & roots:
-                raise CannotPlace(f"'{node}' may write in place to what the match is given")
+        copied = _written_operands(nodes, module, effects)
+        taken = take_out(nodes, place.inputs, outputs, module, effects, copied=copied)
         target = self.made.get(taken.region)
         if target is None:
             target = NamedCall(self.transform(taken.region), self.name, draws=taken.draws)
@@ -160,14 +156,11 @@ class Replacement:
         effects: Effects,
     ) -> NewCall:
         inside = set(nodes)
+        _refuse_lasting_writes(nodes, module, effects)
         arguments, keywords = adapted(self.new, module, self.arguments, self.keywords, place)
         args = tuple(_operand(place, which, inside) for which in arguments)
         kwargs = {name: _operand(place, which, inside) for name, which in keywords}
         swallowed = tuple(refuse_changed(nodes, module))
-        if any(effects.writes(node) - inside for node in nodes):
-            outside = Effects(effects.graph, module, fresh=inside)
-            for node in nodes:
-                _refuse_lasting_write(node, effects.writes(node) - inside, inside, outside)
         results = tuple(place.captures[name] for name in self.results) or None
         left = [node for node in outputs if results is not None and node not in results]
         if left:
@@ -216,12 +209,39 @@ def _operand(place: Place, which: str | int, inside: set[fx.Node]) -> Any:
     return found
 
 
-def _refuse_lasting_write(node: fx.Node, written: frozenset[Any], inside: set[fx.Node], outside: Effects) -> None:
+def _written_operands(nodes: Sequence[fx.Node], module: nn.Module, effects: Effects) -> tuple[fx.Node, ...]:
+    """What the match is given and writes to in place: its region works on copies of these.
+
+    Raises:
+        CannotPlace: others read it later, or the match is given the same memory twice.
+    """
+    _refuse_lasting_writes(nodes, module, effects)
+    inside = set(nodes)
+    given = dict.fromkeys(value for node in nodes for value in node.all_input_nodes if value not in inside)
+    copied: dict[fx.Node, None] = {}
+    for node in nodes:
+        written = effects.writes(node)
+        operands = [value for value in given if effects.roots(value) & written]
+        if len(operands) > 1:
+            shown = " and ".join(f"'{value}'" for value in operands)
+            raise CannotPlace(f"'{node}' may write in place to what the match is given twice, as {shown}")
+        if operands and "example" not in operands[0].meta:
+            raise CannotPlace(f"'{node}' may write in place to a part of '{operands[0]}', which the match is given")
+        copied.update(dict.fromkeys(operands))
+    return tuple(copied)
+
+
+def _refuse_lasting_writes(nodes: Sequence[fx.Node], module: nn.Module, effects: Effects) -> None:
     """What the match wrote to and others read later would not be written to any more."""
-    later = node.next
-    while written and later.op != "root":
-        if later not in inside and not is_inert(later) and written & outside.reads(later):
-            raise CannotPlace(f"'{node}' writes in place to what '{later}' reads outside of the match")
-        later = later.next
-    if any(not isinstance(root, fx.Node) for root in written):
-        raise CannotPlace(f"'{node}' writes in place to an argument or a buffer of the module")
+    inside = set(nodes)
+    outside = Effects(effects.graph, module, fresh=inside)
+    for node in nodes:
+        written = effects.writes(node) - inside
+        later = node.next
+        while written and later.op != "root":
+            is_read = later.op == "output" or not is_inert(later)
+            if later not in inside and is_read and written & outside.reads(later):
+                raise CannotPlace(f"'{node}' writes in place to what '{later}' reads outside of the match")
+            later = later.next
+        if any(not isinstance(root, fx.Node) for root in written):
+            raise CannotPlace(f"'{node}' writes in place to an argument or a buffer of the module")

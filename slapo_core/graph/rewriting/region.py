@@ -46,7 +46,13 @@ class TakenOut:
 
 
 def take_out(
-    nodes: Sequence[fx.Node], inputs: Sequence[Any], outputs: Sequence[fx.Node], module: nn.Module, effects: Effects
+    nodes: Sequence[fx.Node],
+    inputs: Sequence[Any],
+    outputs: Sequence[fx.Node],
+    module: nn.Module,
+    effects: Effects,
+    *,
+    copied: Sequence[fx.Node] = (),
 ) -> TakenOut:
     """The region that computes ``outputs``.
 
@@ -56,11 +62,14 @@ def take_out(
         outputs: what the region gives: one value, or a tuple of several.
         module: the traced one; what the nodes call is looked up there.
         effects: of the graph.
+        copied: those operands that the nodes write to in place: the region writes to copies of them.
     """
-    writer = _Writer(nodes, module)
+    writer = _Writer(module)
     for operand in inputs:
         if isinstance(operand, fx.Node | Read):
             writer.slot(operand)
+    for node in copied:
+        writer.copy(node)
     for node in nodes:
         writer.add(node)
     results = tuple(writer.positions[node] for node in outputs)
@@ -101,8 +110,8 @@ class _Position:
 
 
 class _Writer:
-    def __init__(self, nodes: Sequence[fx.Node], module: nn.Module) -> None:
-        self.nodes, self.module = frozenset(nodes), module
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
         self.slots: list[fx.Node | Read] = []
         self.used: set[fx.Node | Read] = set()
         self.steps: list[_Step] = []
@@ -120,7 +129,11 @@ class _Writer:
         return self.slot(operand)
 
     def value(self, node: fx.Node) -> Any:
-        return self.positions[node] if node in self.nodes else self.use(node)
+        return self.positions[node] if node in self.positions else self.use(node)
+
+    def copy(self, node: fx.Node) -> None:
+        self.steps.append(_Step("call_method", "clone", (self.use(node),), {}))
+        self.positions[node] = _Position(len(self.steps) - 1)
 
     def add(self, node: fx.Node) -> None:
         args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), self.value)

@@ -36,6 +36,9 @@ class Rewrite:
     action: Action
     captured: tuple[frozenset[str], ...]
 
+    def __hash__(self) -> int:
+        return hash((self.indices, self.total))  # patterns are large, and few differ
+
 
 def rewritten(
     recorded: Recorded, module: nn.Module, places: Sequence[Place], action: Action

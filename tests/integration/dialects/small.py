@@ -93,8 +93,11 @@ def grouped_adamw(parameters: Any) -> torch.optim.Optimizer:
     )
 
 
-def build(form: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
-    """An engine; another seed gives other first values. Options that are mappings are merged into those of the form."""
+def build(form: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, padded: bool = True, **options: Any) -> Any:
+    """An engine; another seed gives other first values. Options that are mappings are merged into those of the form.
+
+    The vocabulary is split with padding where ``padded``, else it is whole.
+    """
     target, mesh, own = FORMS[form]
     if target == "megatron":
         from tests.cpu_megatron import install
@@ -105,6 +108,9 @@ def build(form: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **opt
         for number in range(4):
             sch[f"blocks.{number}.up"].shard(["weight", "bias"], axis=0).sync("bwd_post", "all_reduce")
             sch[f"blocks.{number}.down"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
+        if padded:
+            sch["embedding"].shard("weight", axis=0, pad=True).sync("fwd_post", "all_reduce")  # tied to the head
+            sch["head"].sync("bwd_post", "all_reduce").sync("fwd_post", "all_gather")
     if mesh is not None and "pp" in mesh:
         sch["blocks.1"].pipeline_split()
     merged: dict[str, Any] = {"optimizer": grouped_adamw}

@@ -113,10 +113,12 @@ def _is_rotary(node: fx.Node, names: Names) -> bool:
 
 
 def _is_normed_sum(node: fx.Node, names: Names) -> bool:
-    """A LayerNorm of a sum of two values."""
+    """A LayerNorm of a sum of two values, or of its rows."""
     if names[node] not in ("layer_norm", "LayerNorm") or not node.args:
         return False
     summed = node.args[0]
+    if isinstance(summed, fx.Node) and names[summed] == "reshape":
+        summed = summed.args[0]
     return isinstance(summed, fx.Node) and names[summed] in ("add", "iadd") and len(summed.all_input_nodes) == 2
 
 

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 __all__ = ["describe", "forget"]
 
-_REASON = "it is a partial sum over the ranks, which no place in a whole tensor explains"
+_PARTIAL = "it is a partial sum over the ranks, which no place in a whole tensor explains"
+_PADDED = "its vocabulary is padded, by shard(pad=True), to this mesh; slapo's engine.save() writes it without padding"
 
 
 def describe(engine: Any, request: BuildRequest) -> None:
@@ -42,11 +43,12 @@ def describe(engine: Any, request: BuildRequest) -> None:
         if name is None or mesh is None or mesh.size("tp") == 1:
             continue
         pattern = f"^{re.escape(name)}$"
-        if live.layout.partials():
-            unknown[pattern] = _REASON
-            continue
-        maps[pattern] = _map_of(live.layout, mesh)
-        setattr(live.tensor, constants.DS_AUTOTP_UC_META, {"conversion": {"affine_map": maps[pattern]}, **version})
+        conversion: dict[str, Any] = {}
+        if live.layout.partials() or live.layout.padding:
+            unknown[pattern] = conversion["unsupported_reason"] = _PARTIAL if live.layout.partials() else _PADDED
+        else:
+            maps[pattern] = conversion["affine_map"] = _map_of(live.layout, mesh)
+        setattr(live.tensor, constants.DS_AUTOTP_UC_META, {"conversion": conversion, **version})
     for theirs in _of_all_stages((maps, unknown), mesh):
         maps.update(theirs[0])
         unknown.update(theirs[1])
@@ -85,11 +87,9 @@ class _At:
 
 
 def _map_of(layout: Layout, mesh: Mesh) -> dict[str, Any]:
-    """Where the pieces of all ranks along ``tp`` lie in the (padded) whole tensor, as DeepSpeed saves it."""
+    """Where the pieces of all ranks along ``tp`` lie in the whole tensor, as DeepSpeed saves it."""
     from deepspeed.checkpoint.affine import ParamAffineMap
 
-    padding = dict(layout.padding)
-    whole = [extent + padding.get(axis, 0) for axis, extent in enumerate(layout.shape)]
     is_split = any(mesh_dim == "tp" for mesh_dim, _ in layout.shards())
     everywhere = list(range(mesh.size("tp")))
     shapes, pieces = {}, {}
@@ -97,8 +97,8 @@ def _map_of(layout: Layout, mesh: Mesh) -> dict[str, Any]:
         segments = layout.segments(_At(mesh, place))  # type: ignore[arg-type]
         shapes[place] = [sum(length for _, length in ranges) for ranges in segments]
         holders = [place] if is_split else everywhere
-        pieces[place] = [_piece(block, whole, shapes[place], holders) for block in _blocks(segments)]
-    found = ParamAffineMap(whole, shapes, pieces)
+        pieces[place] = [_piece(block, layout.shape, shapes[place], holders) for block in _blocks(segments)]
+    found = ParamAffineMap(layout.shape, shapes, pieces)
     found.validate()
     described: dict[str, Any] = found.to_dict()
     return described

@@ -18,8 +18,8 @@ class BiasDropoutAddNorm(slapo.Pattern):
     """Bias, dropout, residual and LayerNorm: F.layer_norm(F.dropout(x + bias) + residual).
 
     The bias is found where its sum stands by itself before a dropout, as behind ``decompose()``; otherwise ``x`` has it
-    already. Dropout may be absent. Where the sum is used behind the norm too, as in layers that begin with their norm,
-    it is a second output of the match.
+    already. Dropout may be absent. The sum may be made two-dimensional before the norm, as in OPT. Where the sum is
+    used behind the norm too, as in layers that begin with their norm, it is a second output of the match.
     """
 
     name = "fusion.bias_dropout_add_norm"
@@ -41,6 +41,7 @@ class BiasDropoutAddNorm(slapo.Pattern):
             summed = dropped + residual
             return any_of(
                 F.layer_norm(summed, shape, weight, norm_bias, eps),
+                F.layer_norm(summed.reshape(-1, summed.size(-1)), shape, weight, norm_bias, eps),
                 F.layer_norm(summed, shape, weight, None, eps),
                 F.layer_norm(summed, shape, None, None, eps),
             )

@@ -1,0 +1,299 @@
+"""Full schedules of seven families: kernels, tensor parallelism, checkpointing and pipeline stages.
+
+Every function stands by itself, to be copied and changed. Tensor parallelism follows Megatron-LM: two all-reduces
+forward and two backward a layer, one more for each cross-attention, whose two inputs take two of the backward ones.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import slapo_core as slapo
+
+__all__ = ["bert", "gpt", "llama", "opt", "roberta", "t5", "wide_resnet"]
+
+
+def bert(
+    sch: slapo.Schedule,
+    *,
+    kernels: bool = True,
+    checkpoint: float = 0.0,
+    embeddings: bool = True,
+    stages: int = 1,
+    compiler: str = "inductor",
+    body: str = "bert",
+    head: str = "cls.predictions",
+) -> None:
+    """Schedule transformers' ``BertForMaskedLM`` (and, with other paths, models of its form).
+
+    Args:
+        sch: the schedule; tensor parallelism is over its mesh dimension ``tp``.
+        kernels: whether to trace each layer, replace its attention, and fuse bias and GELU, and bias, dropout,
+            residual and LayerNorm. The model must be made with ``attn_implementation="eager"``.
+        checkpoint: the share of layers, from the first one, that are recomputed in the backward pass: 0 to 1.
+        embeddings: whether to shard word embeddings and head along the vocabulary.
+        stages: pipeline stages, of equal numbers of layers.
+        compiler: of the fused regions.
+        body: path of the model without its head.
+        head: path of the module with the decoder and its bias.
+
+    Raises:
+        PreconditionError: a step is refused, e.g. sizes are not divisible by ``tp``, or no kernel's pattern matches
+            in a layer.
+
+    Source: paper appendix A.
+    """
+    layers: Any = sch[f"{body}.encoder.layer.*"]
+    for name in ("query", "key", "value"):
+        layers[f"attention.self.{name}"].shard(["weight", "bias"], axis=0)
+    layers["attention.self"].sync("bwd_post", "all_reduce").fork_rng()
+    layers["attention.output.dense"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
+    layers["intermediate.dense"].shard(["weight", "bias"], axis=0).sync("bwd_post", "all_reduce")
+    layers["output.dense"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
+    if embeddings:
+        sch[f"{body}.embeddings.word_embeddings"].shard("weight", axis=0, pad=True).sync("fwd_post", "all_reduce")
+        sch[head].shard("bias", axis=0, pad=True)
+        sch[f"{head}.decoder"].sync("bwd_post", "all_reduce").sync("fwd_post", "all_gather")
+    if kernels:
+        for name in ("intermediate", "attention.output", "output"):
+            layers[f"{name}.dense"].decompose()
+        layers.trace(flatten=True).replace(match="fusion.sdpa")
+        layers.fuse("fusion.bias_gelu", compiler=compiler, name="bias_gelu")
+        layers.fuse("fusion.bias_dropout_add_norm", compiler=compiler, name="bias_dropout_add_norm")
+    for layer in list(layers)[: round(checkpoint * len(layers))]:
+        layer.checkpoint()
+    for stage in range(1, stages):
+        layers[stage * len(layers) // stages - 1].pipeline_split()
+
+
+def roberta(
+    sch: slapo.Schedule,
+    *,
+    kernels: bool = True,
+    checkpoint: float = 0.0,
+    embeddings: bool = True,
+    stages: int = 1,
+    compiler: str = "inductor",
+) -> None:
+    """Schedule transformers' ``RobertaForMaskedLM``: :func:`bert`, whose layers and head it has at other paths.
+
+    Args:
+        sch: see :func:`bert`.
+        kernels: see :func:`bert`.
+        checkpoint: see :func:`bert`.
+        embeddings: see :func:`bert`.
+        stages: see :func:`bert`.
+        compiler: see :func:`bert`.
+
+    Raises:
+        PreconditionError: see :func:`bert`.
+    """
+    options: Any = {"kernels": kernels, "checkpoint": checkpoint, "embeddings": embeddings, "stages": stages}
+    bert(sch, **options, compiler=compiler, body="roberta", head="lm_head")
+
+
+def gpt(
+    sch: slapo.Schedule,
+    *,
+    kernels: bool = True,
+    checkpoint: float = 0.0,
+    embeddings: bool = True,
+    stages: int = 1,
+    compiler: str = "inductor",
+) -> None:
+    """Schedule transformers' ``GPT2LMHeadModel``.
+
+    Args:
+        sch: see :func:`bert`.
+        kernels: whether to trace each layer, replace its attention and its GELU, and fuse dropout, residual and
+            LayerNorm. The model must be made with ``attn_implementation="eager"``.
+        checkpoint: see :func:`bert`.
+        embeddings: see :func:`bert`.
+        stages: see :func:`bert`.
+        compiler: see :func:`bert`.
+
+    Raises:
+        PreconditionError: see :func:`bert`.
+    """
+    layers: Any = sch["transformer.h.*"]
+    for name, packed in (("attn.c_attn", 3), ("mlp.c_fc", 1)):
+        layers[name].shard(["weight", "bias"], axis=1, packed=packed).sync("bwd_post", "all_reduce")
+    layers["attn"].shard_attribute("split_size")
+    layers["*.c_proj"].shard("weight", axis=0).sync("fwd_post", "all_reduce")
+    if embeddings:
+        sch["transformer.wte"].shard("weight", axis=0, pad=True).sync("fwd_post", "all_reduce")
+        sch["lm_head"].sync("bwd_post", "all_reduce").sync("fwd_post", "all_gather")
+    if kernels:
+        layers.trace(flatten=True).replace(match="fusion.sdpa").replace(match="fusion.gelu_tanh")
+        layers.fuse("fusion.bias_dropout_add_norm", compiler=compiler)
+    for layer in list(layers)[: round(checkpoint * len(layers))]:
+        layer.checkpoint()
+    for stage in range(1, stages):
+        layers[stage * len(layers) // stages - 1].pipeline_split()
+
+
+def opt(
+    sch: slapo.Schedule,
+    *,
+    kernels: bool = True,
+    checkpoint: float = 0.0,
+    embeddings: bool = True,
+    stages: int = 1,
+    compiler: str = "inductor",
+) -> None:
+    """Schedule transformers' ``OPTForCausalLM``.
+
+    Args:
+        sch: see :func:`bert`.
+        kernels: whether to trace each layer, replace its attention, and fuse dropout, residual and LayerNorm. The model
+            must be made with ``attn_implementation="eager"``.
+        checkpoint: see :func:`bert`.
+        embeddings: see :func:`bert`.
+        stages: see :func:`bert`.
+        compiler: see :func:`bert`.
+
+    Raises:
+        PreconditionError: see :func:`bert`.
+    """
+    layers: Any = sch["model.decoder.layers.*"]
+    layers["self_attn.[qkv]_proj"].shard(["weight", "bias"], axis=0)
+    layers["self_attn"].shard_attribute("num_heads").sync("bwd_post", "all_reduce")
+    layers["fc1"].shard(["weight", "bias"], axis=0).sync("bwd_post", "all_reduce")
+    for name in ("self_attn.out_proj", "fc2"):
+        layers[name].shard("weight", axis=1).sync("fwd_post", "all_reduce")
+    if embeddings:
+        sch["model.decoder.embed_tokens"].shard("weight", axis=0, pad=True).sync("fwd_post", "all_reduce")
+        sch["lm_head"].sync("bwd_post", "all_reduce").sync("fwd_post", "all_gather")
+    if kernels:
+        layers.trace(flatten=True).replace(match="fusion.sdpa").fuse("fusion.bias_dropout_add_norm", compiler=compiler)
+    for layer in list(layers)[: round(checkpoint * len(layers))]:
+        layer.checkpoint()
+    for stage in range(1, stages):
+        layers[stage * len(layers) // stages - 1].pipeline_split()
+
+
+def t5(
+    sch: slapo.Schedule,
+    *,
+    kernels: bool = True,
+    checkpoint: float = 0.0,
+    embeddings: bool = True,
+    stages: int = 1,
+) -> None:
+    """Schedule transformers' ``T5ForConditionalGeneration``, with tied embeddings and an ungated MLP.
+
+    Args:
+        sch: see :func:`bert`.
+        kernels: whether to trace each block and replace its attentions and norms. The model must be made with
+            ``attn_implementation="eager"``.
+        checkpoint: the share of blocks, those of the encoder first; see :func:`bert`.
+        embeddings: see :func:`bert`.
+        stages: pipeline stages, of equal numbers of blocks, encoder's and decoder's.
+
+    Raises:
+        PreconditionError: see :func:`bert`.
+    """
+    blocks: Any = sch["*coder.block.*"]
+    for name in ("*Attention.[qkv]", "DenseReluDense.wi"):
+        blocks[f"layer.*.{name}"].shard("weight", axis=0)
+    for name in ("*Attention.o", "DenseReluDense.wo"):
+        blocks[f"layer.*.{name}"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
+    for name, others in (("SelfAttention", ()), ("EncDecAttention", ("key_value_states",)), ("DenseReluDense", ())):
+        blocks[f"layer.*.{name}"].sync("bwd_post", "all_reduce", inputs=("hidden_states", *others))
+    for name in ("*Attention", "DenseReluDense.dropout"):
+        blocks[f"layer.*.{name}"].fork_rng()
+    blocks["layer.*.*Attention"].shard_attribute("n_heads")["*_bias"].shard("weight", axis=1)
+    if embeddings:
+        sch["lm_head"].shard("weight", axis=0, pad=True).sync("bwd_post", "all_reduce").sync("fwd_post", "all_gather")
+        sch["*coder.embed_tokens"].sync("fwd_post", "all_reduce")
+    if kernels:
+        blocks.trace(flatten=True).replace(match="fusion.sdpa").replace(match="fusion.rms_norm")
+    for block in list(blocks)[: round(checkpoint * len(blocks))]:
+        block.checkpoint()
+    for stage in range(1, stages):
+        blocks[stage * len(blocks) // stages - 1].pipeline_split()
+
+
+def llama(
+    sch: slapo.Schedule,
+    *,
+    kernels: bool = True,
+    checkpoint: float = 0.0,
+    embeddings: bool = True,
+    stages: int = 1,
+    compiler: str = "inductor",
+) -> None:
+    """Schedule transformers' ``LlamaForCausalLM``, embeddings and head untied.
+
+    Args:
+        sch: see :func:`bert`.
+        kernels: whether to trace each layer, replace its attention and its norms, and fuse rotary embeddings and
+            SwiGLU. The model must be made with ``attn_implementation="eager"``.
+        checkpoint: see :func:`bert`.
+        embeddings: see :func:`bert`.
+        stages: see :func:`bert`.
+        compiler: see :func:`bert`.
+
+    Raises:
+        PreconditionError: see :func:`bert`.
+    """
+    layers: Any = sch["model.layers.*"]
+    for name in ("self_attn.[qkv]_proj", "mlp.gate_proj", "mlp.up_proj"):
+        layers[name].shard("weight", axis=0)
+    for name in ("self_attn", "mlp"):
+        layers[name].sync("bwd_post", "all_reduce")
+    for name in ("self_attn.o_proj", "mlp.down_proj"):
+        layers[name].shard("weight", axis=1).sync("fwd_post", "all_reduce")
+    if embeddings:
+        sch["model.embed_tokens"].shard("weight", axis=0, pad=True).sync("fwd_post", "all_reduce")
+        sch["lm_head"].shard("weight", axis=0, pad=True).sync("bwd_post", "all_reduce").sync("fwd_post", "all_gather")
+    if kernels:
+        layers.trace(flatten=True).replace(match="fusion.sdpa").replace(match="fusion.rms_norm")
+        for pattern in ("fusion.rotary", "fusion.swiglu"):
+            layers.fuse(pattern, compiler=compiler)
+    for layer in list(layers)[: round(checkpoint * len(layers))]:
+        layer.checkpoint()
+    for stage in range(1, stages):
+        layers[stage * len(layers) // stages - 1].pipeline_split()
+
+
+def wide_resnet(
+    sch: slapo.Schedule,
+    *,
+    kernels: bool = True,
+    checkpoint: float = 0.0,
+    embeddings: bool = True,
+    stages: int = 1,
+    compiler: str = "inductor",
+) -> None:
+    """Schedule torchvision's ``wide_resnet50_2`` and ``wide_resnet101_2``.
+
+    In each block the first two convolutions are one pair, and the third is split by its output.
+
+    Args:
+        sch: see :func:`bert`.
+        kernels: whether to trace each block and fuse the sum with the residual and its ReLU.
+        checkpoint: see :func:`bert`.
+        embeddings: whether to shard the classifier.
+        stages: see :func:`bert`.
+        compiler: see :func:`bert`.
+
+    Raises:
+        PreconditionError: see :func:`bert`.
+    """
+    blocks: Any = sch["layer*.*"]
+    for name in ("conv1", "conv3"):
+        blocks[name].shard("weight", axis=0).sync("bwd_post", "all_reduce")
+    for name in ("bn1", "bn3"):
+        blocks[name].shard(["weight", "bias", "running_mean", "running_var"], axis=0)
+    blocks["conv2"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
+    blocks["bn3"].sync("fwd_post", "all_gather", axis=1)
+    if embeddings:
+        sch["fc"].shard(["weight", "bias"], axis=0, pad=True)
+        sch["fc"].sync("bwd_post", "all_reduce").sync("fwd_post", "all_gather")
+    if kernels:
+        blocks.trace(flatten=True).fuse(lambda x, identity: x.add_(identity).relu_(), compiler=compiler)
+    for block in list(blocks)[: round(checkpoint * len(blocks))]:
+        block.checkpoint()
+    for stage in range(1, stages):
+        blocks[stage * len(blocks) // stages - 1].pipeline_split()

@@ -1,0 +1,215 @@
+"""The full schedules: lines, kernels, collectives; verified, saved and replayed, estimated, tuned."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import slapo_core as slapo
+import slapo_tune
+from slapo_models import schedules
+from tests.messages import Messages
+
+from .families import FAMILIES
+
+ROOT = Path(__file__).parents[3]
+PATIENCE = 1800.0  # seconds; the machine may be busy
+EVERYTHING = {"kernels": True, "checkpoint": 0.5, "embeddings": True}
+
+
+def sampled(*names: str) -> list[Any]:
+    """All families, those not named in the whole run only."""
+    return [pytest.param(name, marks=() if name in names else pytest.mark.breadth) for name in FAMILIES]
+
+
+def lines_of(function: ast.FunctionDef, functions: dict[str, ast.FunctionDef]) -> int:
+    """Lines of statements without headers of loops and branches and without the docstring, and those of its helpers."""
+    headed = (ast.For, ast.If, ast.With, ast.FunctionDef)
+    found = [each for each in ast.walk(function) if isinstance(each, ast.stmt) and not isinstance(each, headed)]
+    if ast.get_docstring(function) is not None:
+        found.remove(function.body[0])
+    called = {each.id for each in ast.walk(function) if isinstance(each, ast.Name)} & functions.keys()
+    helpers = sum(lines_of(functions[name], functions) for name in called)
+    return helpers + sum((each.end_lineno or each.lineno) - each.lineno + 1 for each in found)
+
+
+def parsed(source: str) -> dict[str, ast.FunctionDef]:
+    return {each.name: each for each in ast.parse(source).body if isinstance(each, ast.FunctionDef)}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_lines_of_schedule_are_at_most_those_of_the_papers_table(name: str) -> None:
+    functions = parsed(inspect.getsource(schedules))
+    assert 0 < lines_of(functions[name], functions) <= FAMILIES[name].lines
+
+
+def test_the_count_of_lines_has_helpers_and_wrapped_statements_and_no_headers() -> None:
+    source = '''
+def helper(sch):
+    """It helps."""
+    sch.a()
+
+
+def schedule(sch):
+    """Schedule.
+
+    More.
+    """
+    for each in sch:
+        if each:
+            each.b(
+                1,
+            )
+    helper(sch)
+'''
+    functions = parsed(source)
+    assert {name: lines_of(function, functions) for name, function in functions.items()} == {"helper": 1, "schedule": 5}
+
+
+def scheduled(name: str, mesh: dict[str, int], **options: Any) -> slapo.Schedule:
+    family = FAMILIES[name]
+    sch = slapo.create_schedule(family.make(), mesh=mesh, example_inputs=family.batch)
+    family.apply(sch, **{**EVERYTHING, **options})
+    return sch
+
+
+@pytest.mark.parametrize("name", sampled("bert", "gpt", "llama", "wide_resnet"))
+def test_each_layer_has_its_kernels_and_the_schedule_can_be_replayed(name: str) -> None:
+    family = FAMILIES[name]
+    sch = scheduled(name, {"pp": 2, "tp": 2}, stages=2)
+    layers = [layer.path for layer in sch[family.layers]]
+    found = {pattern: dict.fromkeys(layers, 0) for pattern in family.kernels}
+    for record in sch.records:
+        for match in getattr(record.primitive, "match", None) or ():
+            found[match.pattern.name or "add_, relu_"][match.path] += 1
+    assert {pattern: tuple(counts.values()) for pattern, counts in found.items()} == family.kernels
+    checkpointed = [record.path for record in sch.records if record.primitive.name == "core.checkpoint"]
+    assert checkpointed == layers[: round(len(layers) / 2)]
+    (cut,) = [record.path for record in sch.records if record.primitive.name == "pipeline.pipeline_split"]
+    assert cut == layers[len(layers) // 2 - 1]
+
+    again = slapo.replay(family.make(), sch.to_json(), example_inputs=family.batch)
+    assert [str(record) for record in again.records] == [str(record) for record in sch.records]
+    assert str(again[layers[-1]].graph) == str(sch[layers[-1]].graph)
+
+
+def test_the_pages_show_the_schedule_its_lines_and_its_kernels() -> None:
+    source = inspect.getsource(schedules)
+    functions, readme = parsed(source), (ROOT / "plugins" / "slapo-models" / "README.md").read_text(encoding="utf-8")
+    for name, family in FAMILIES.items():
+        (row,) = re.findall(rf"^\| `{name}` \|.*\| (\d+) \| (\d+) \|$", readme, re.MULTILINE)
+        assert row == (str(lines_of(functions[name], functions)), str(family.lines))
+
+    (shown,) = re.findall(r"^```python\n(def llama\(.*?)```", (ROOT / "README.md").read_text("utf-8"), re.M | re.S)
+    kept = functions["llama"]
+    kept.body = kept.body[1:]
+    assert ast.dump(parsed(shown)["llama"]) == ast.dump(kept)
+
+    page = (ROOT / "docs" / "real-models.md").read_text(encoding="utf-8")
+    for name, family in FAMILIES.items():
+        (row,) = re.findall(rf"^\| (?:`\w+`, )*`{name}`(?:, `\w+`)* \| (.*?) \|", page, re.MULTILINE)
+        counts = {(pattern, count) for pattern, counts in family.kernels.items() for count in counts}
+        told = {(name, int(found)) for name, found, wanted in re.findall(r"`([^`]+)` (\d+)/(\d+)", row)}
+        assert told == {(pattern.removeprefix("fusion."), count) for pattern, count in counts}
+
+
+@pytest.mark.breadth
+def test_the_program_of_the_readme_schedules_its_model() -> None:
+    readme = (ROOT / "plugins" / "slapo-models" / "README.md").read_text(encoding="utf-8")
+    (program,) = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+    names: dict[str, Any] = {"__name__": "readme"}
+    exec(compile(program, "README.md", "exec"), names)
+    called = Counter(record.primitive.name for record in names["sch"].records)
+    assert (called["core.trace"], called["core.checkpoint"], called["pipeline.pipeline_split"]) == (4, 2, 1)
+
+
+def test_a_layer_in_which_a_pattern_matches_nothing_is_refused(message: Messages) -> None:
+    family = FAMILIES["gpt"]
+    model = family.make()
+    model.transformer.h[1].mlp.act = nn.ReLU()  # type: ignore[union-attr, index]
+    sch = slapo.create_schedule(model, mesh={"tp": 2}, example_inputs=family.batch)
+    with pytest.raises(slapo.PreconditionError) as refused:
+        family.apply(sch)
+    assert refused.value.path == "transformer.h.1"
+    message(refused, "gelu_tanh", "transformer.h.1")
+    assert not [record for record in sch.records if record.primitive.name == "core.replace" and "gelu" in str(record)]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", sampled("llama"))
+def test_a_layer_has_the_collectives_of_megatrons_layout(name: str) -> None:
+    """Two all-reduces each way; T5's decoder one more forward, and two more backward. Logits are gathered once."""
+    family = FAMILIES[name]
+    sch = scheduled(name, {"tp": 2}, checkpoint=0.0)
+    (kind,) = sch.estimate(loss=family.loss, timeout=PATIENCE).kinds
+    layers = {layer.path: Counter[tuple[str, str]]() for layer in sch[family.layers]}
+    around = Counter[tuple[str, str]]()
+    for each in kind.collectives:
+        path = next((path for path in layers if f"{each.module}.".startswith(f"{path}.")), None)
+        (around if path is None else layers[path])[each.phase, each.kind] += 1
+    for path, counts in layers.items():
+        assert counts == family.collectives(path), path
+    lookups = {"wide_resnet": 0, "t5": 2}.get(name, 1)
+    head = {("forward", "all_gather"): 1, ("backward", "all_reduce"): 1}
+    assert around == head | ({("forward", "all_reduce"): lookups} if lookups else {})
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    "mesh", [{"pp": 2, "tp": 2}, *(pytest.param({"tp": tp}, marks=pytest.mark.breadth) for tp in (2, 4))], ids=str
+)
+@pytest.mark.parametrize("name", sampled("llama"))
+def test_the_full_schedule_is_verified(name: str, mesh: dict[str, int]) -> None:
+    sch = scheduled(name, mesh, stages=mesh.get("pp", 1))
+    report = slapo.verify(sch, optimizer_steps=1, timeout=PATIENCE)
+    assert report.steps_verified == len(sch.records)
+    assert not any("no dropout" in note for note in report.notes)  # every fork_rng is around one
+    assert {"output", "gradient", "parameter"} <= {each.kind for each in report.largest if each.compared}
+
+
+def space(s: Any) -> None:
+    s.choose("tp", (1, 2))
+    s.choose("checkpoint", (0.0, 0.5))
+    s.choose("kernels", (False, True))
+
+
+def tuned(name: str, sch: slapo.Schedule, point: Any) -> None:
+    FAMILIES[name].apply(sch, kernels=point["kernels"], checkpoint=point["checkpoint"])
+
+
+def tuned_batch(name: str, point: Any) -> Any:
+    return FAMILIES[name].batch
+
+
+@pytest.mark.breadth
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", FAMILIES)
+def test_ranks_recomputation_and_kernels_are_tuned(name: str, tmp_path: Path) -> None:
+    family = FAMILIES[name]
+    result = slapo_tune.tune(
+        family.make,
+        space,
+        functools.partial(tuned, name),
+        world_size=2,
+        mesh=lambda point: {"dp": 2 // point["tp"], "tp": point["tp"]},
+        batch=functools.partial(tuned_batch, name),
+        optimizer=torch.optim.AdamW,
+        loss=family.loss,
+        memory="1GiB",
+        sampler="exhaustive",
+        log=tmp_path / "run.jsonl",
+        warmup=0,
+        steps=1,
+    )
+    assert result.counts == {"ok": 8}
+    assert result.winner is not None
+    assert result.winner.right
