@@ -89,6 +89,7 @@ def _patch_methods() -> None:
             return found.replace("torch.", "torch.cuda.", 1)
         return found
 
+    type_.__name__ = "type"  # by which torch's function modes know a method
     torch.Tensor.cuda, torch.Tensor.type = cuda, type_  # type: ignore[method-assign, assignment]
 
 

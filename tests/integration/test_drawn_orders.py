@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 
 import slapo_core as slapo
@@ -15,7 +13,7 @@ from tests.integration.orders.running import applied, preload, run
 
 preload()
 
-SEEDS = [seed for seed in range(21) if seed != 8]  # 8: a saved match of fusion.sdpa in GPT-2 is not found on replay
+SEEDS = range(20)
 
 
 @pytest.mark.ranks
@@ -57,10 +55,12 @@ _SAMPLE = {
 }
 
 
-@pytest.mark.parametrize("order", list(itertools.permutations(("checkpoint", "trace", "fuse"))), ids=", ".join)
+@pytest.mark.parametrize(
+    "order",
+    [("checkpoint", "trace", "fuse"), ("trace", "checkpoint", "fuse"), ("trace", "fuse", "checkpoint")],
+    ids=", ".join,
+)
 def test_what_is_around_a_part_of_a_flat_graph_goes_around_a_graph_of_its_own(order: tuple[str, ...]) -> None:
-    if order.index("fuse") < order.index("trace"):
-        pytest.skip("there is no graph yet to find a pattern in")
     at, model, batch = FAMILIES["bert"], model_of("bert"), batch_of("bert")
     before = ModelSnapshot(model)
     sch = slapo.create_schedule(model, example_inputs=batch)
