@@ -74,7 +74,6 @@ SHARD = [
     (lambda s: s["frozen"].shard("weight", axis=1), "'frozen'", "forward of 'frozen'"),
     (lambda s: s["norm"].shard(["weight", "bias"], axis=0), "'norm'", "'running_mean', 'running_var' stay full"),
     (lambda s: s["bare"].shard("running_var", axis=0), "'bare'", '["running_mean", "running_var"]'),
-    (lambda s: s["fc"].checkpoint().shard("weight", axis=1), "'fc'", "#1 checkpoint() at 'fc'"),
 ]
 
 
