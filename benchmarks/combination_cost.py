@@ -152,7 +152,9 @@ def main() -> None:
     rows = []
     for traced in (True, False):
         question = f"call of a {'traced, ' if traced else ''}sharded layer / by hand"
-        rows.append({"question": question, "allowed": 1.03, **run_ranks(call, pairs, traced, world_size=2)[0]})
+        rows.append(
+            {"question": question, "allowed": 1.03, **run_ranks(call, pairs, traced, world_size=2, timeout=3600)[0]}
+        )
     rows += run_ranks(scheduling_on_a_rank, layers, repeats, world_size=2, timeout=3600)[0]
     for row in rows:
         low, high = row["interval_95"]
