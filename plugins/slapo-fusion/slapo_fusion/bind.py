@@ -83,7 +83,7 @@ class Bind(Primitive):
                 yield Violation("the kernel of a match takes the inputs of the pattern", "leave inputs out")
             yield from self._unusable(node)
             return
-        if any(_is_bound(wrapper) for wrapper in node.wrappers):
+        if any(is_bound(wrapper) for wrapper in node.wrappers):
             yield Violation("a kernel is bound to the module already", "undo that step, or leave this one out")
         yield from self._unknown_arguments(node)
         yield from self._unusable(node)
@@ -104,7 +104,7 @@ class Bind(Primitive):
         edit.wrap_forward(node, functools.partial(bound, kernel=kernel, arguments=arguments), active=reason is None)
 
     def postconditions(self, node: Node) -> Iterator[Violation]:
-        if self.match is None and not any(_is_bound(wrapper) for wrapper in node.wrappers):
+        if self.match is None and not any(is_bound(wrapper) for wrapper in node.wrappers):
             yield Violation("no kernel is bound to the module's forward")
 
     @property
@@ -193,7 +193,8 @@ def bound_region(region: Region, *, kernel: Kernel) -> Region:
     return Bound(region, kernel)
 
 
-def _is_bound(wrapper: Callable[..., Any]) -> bool:
+def is_bound(wrapper: Callable[..., Any]) -> bool:
+    """Whether a wrapper is of a step that bound a kernel to the forward."""
     return isinstance(wrapper, functools.partial) and wrapper.func is bound
 
 

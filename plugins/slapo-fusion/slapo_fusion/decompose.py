@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from slapo_core import Edit, Equivalence, Node, Primitive, Violation
+from slapo_fusion.bind import is_bound
 from slapo_fusion.replacing import StepsChanges, users_changes
 
 if TYPE_CHECKING:
@@ -57,6 +58,8 @@ class Decompose(Primitive):
         yield from users_changes(node, "decompose")
         if node.graph is not None:
             yield Violation("it is traced, and its graph would be lost", "decompose before trace()")
+        if any(is_bound(wrapper) for wrapper in node.wrappers):
+            yield Violation("a kernel bound by bind() runs in the place of its forward", "leave one of the two out")
 
     def apply(self, node: Node, edit: Edit) -> None:
         from slapo_fusion.decomposed import decomposed

@@ -79,7 +79,7 @@ class _HandedOn(TorchFunctionMode):
 
     def __init__(self, modes: list[Any]) -> None:
         super().__init__()
-        self.modes = modes
+        self.modes = [one for mode in modes for one in (mode.modes if isinstance(mode, _HandedOn) else [mode])]
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
