@@ -98,6 +98,28 @@ def test_verify_sees_dropout_in_compiled_code_and_behind_graph_breaks() -> None:
     slapo.verify(sch, torch.randn(3, 6))
 
 
+class Within(nn.Module):
+    """A module that is compiled, called by what a compiler leaves to Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.inner = nn.Linear(6, 6), nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.hidden(self.up(x))
+
+    @torch._dynamo.disable
+    def hidden(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+def test_verify_sees_dropout_once_in_compiled_code_that_compiled_code_calls() -> None:
+    sch = slapo.create_schedule(nn.Sequential(Within()))
+    sch["0.inner"].apply(Compile(backend="eager"))
+    sch["0"].apply(Compile(backend="eager"))
+    slapo.verify(sch, torch.randn(3, 6))
+
+
 def off(graph: Any, inputs: Any) -> Any:
     """A backend whose code is wrong."""
 

@@ -18,7 +18,14 @@ _QUERY, _UP, _DOWN, _NORM = f"{_ATTENTION}.q_proj", _AT.ups[0], _AT.down, _AT.no
 _COLUMNS = tuple(f"{_ATTENTION}.{name}" for name in _AT.columns)
 _BOTH = ("weight", "bias")
 PLACES = (_UP, _ATTENTION, _LAYER, _DOWN, _NORM, _QUERY)
-BELOW = ((_LAYER, _UP), (_LAYER, _ATTENTION), (_ATTENTION, _QUERY), (_LAYER, _DOWN), (_LAYER, _NORM))
+BELOW = (
+    (_LAYER, _UP),
+    (_LAYER, _ATTENTION),
+    (_ATTENTION, _QUERY),
+    (_ATTENTION, _AT.out),
+    (_LAYER, _DOWN),
+    (_LAYER, _NORM),
+)
 
 
 @dataclass(frozen=True)
@@ -108,7 +115,7 @@ _USES: dict[str, dict[str, Use]] = {
         _UP: Use(_gathered(_UP)[0], (_shard(_UP),), _gathered(_UP)[1:]),
         _ATTENTION: Use(_ATTENTION_STEPS[3], _ATTENTION_STEPS[:3], _ATTENTION_STEPS[4:]),
         _DOWN: Use(_SUM, (*_PAIR, _ROW)),
-        _QUERY: Use(_gathered(_QUERY)[0], (_shard(_QUERY),), _gathered(_QUERY)[1:]),
+        _AT.out: Use(_ATTENTION_STEPS[6], _ATTENTION_STEPS[:6]),
     },
     "fork_rng": {_ATTENTION: Use(step(_ATTENTION, "fork_rng"), _ATTENTION_STEPS)},
     "pipeline_split": {_LAYER: Use(step(_LAYER, "pipeline_split"))},
@@ -148,8 +155,10 @@ def pairs() -> Iterator[Pair]:
 
 
 def _calls(first: Use, second: Use) -> tuple[Step | Undo, ...]:
-    """What must come before either, the two, and what belongs after; nothing twice."""
+    """The two, each behind what must come before it, traces first; then what belongs after; nothing twice."""
     two = (first.step, second.step)
-    before = [each for each in (*first.before, *second.before) if each not in two]
-    after = [each for each in (*first.after, *second.after) if each not in (*two, *before)]
-    return resolved("opt", tuple(dict.fromkeys((*before, *two, *after))))
+    traces = [each for each in second.before if each.call == "trace"]
+    before = [each for each in (*traces, *first.before) if each not in two]
+    between = [each for each in second.before if each not in two]
+    after = [each for each in (*first.after, *second.after) if each not in two]
+    return resolved("opt", tuple(dict.fromkeys((*before, first.step, *between, second.step, *after))))

@@ -62,7 +62,8 @@ class Result:
 
 def reason(text: str) -> str:
     """An error's message without what differs from place to place."""
-    text = text.splitlines()[0] if text else ""
+    lines = text.splitlines() or [""]
+    text = " ".join(lines[:2]).replace(":   - ", ": ") if lines[0].endswith(":") else lines[0]
     text = text.partition(": cannot apply")[2].partition(": ")[2] or text
     text = re.sub(r"#\d+ ", "", text)
     text = re.sub(r"/\S+:\d+", "FILE", text)
