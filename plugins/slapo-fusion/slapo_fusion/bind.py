@@ -81,6 +81,18 @@ class Bind(Primitive):
         if self.match is not None:
             if self.inputs is not None:
                 yield Violation("the kernel of a match takes the inputs of the pattern", "leave inputs out")
+            constants = {
+                name: None
+                for _, matches in by_place(node, self.match)
+                for match in matches
+                for name, value in match.captures.items()
+                if isinstance(value, tuple)
+            }
+            if constants:
+                yield Violation(
+                    f"the match captured {', '.join(map(repr, constants))}, which the kernel would not be given",
+                    "replace(kernel, match=...) passes on what a match captured",
+                )
             yield from self._unusable(node)
             return
         if any(is_bound(wrapper) for wrapper in node.wrappers):

@@ -200,3 +200,16 @@ def test_a_kernel_in_the_place_of_matches() -> None:
     sch["1"].apply(Bind(short_kernel, bias_gelu))
     with pytest.raises(slapo.ApplyError, match=r"bind\(short_kernel\) at '1': .*gives \(1, 6\) float32"):
         sch.model(x)
+
+
+def test_a_kernel_that_would_not_be_given_what_a_match_captured(message: Messages) -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.3)))
+    sch: Any = slapo.create_schedule(model, example_inputs=torch.randn(2, 6))
+    sch["0"].trace(flatten=True)
+
+    def dropped(x: Tensor) -> Tensor:
+        return F.dropout(x)
+
+    with pytest.raises(slapo.PreconditionError) as refused:
+        sch["0"].bind(gelu_kernel, dropped)
+    message(refused, "captured 'p'")
