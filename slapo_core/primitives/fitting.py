@@ -1,22 +1,21 @@
-"""Whether a new module fits in the place of an old one, and what becomes of the old one's tensors and hooks."""
+"""Whether a new module fits in the place of an old one, and what becomes of the old one's tensors."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from slapo_core.spec.edit import goes_around, wrappers_around
+from slapo_core.spec.carrying import HOOK_TABLES, runs_own_forward, without
 from slapo_core.spec.node import Node
 from slapo_core.spec.violation import Violation
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from slapo_core.spec.edit import HookKind
     from slapo_core.spec.layout import Layout
 
-__all__ = ["TensorPlan", "hooks_to_carry", "lost_changes", "signature_mismatches", "wrappers_to_carry"]
+__all__ = ["TensorPlan", "lost_changes", "signature_mismatches"]
 
 
 class TensorPlan:
@@ -122,16 +121,15 @@ def lost_changes(node: Node, new: nn.Module) -> Iterator[Violation]:
         below = node[name] if name else node
         place = ".".join(filter(None, (node.path, name)))
         by = f"by {' and '.join(map(str, below.records)) or 'a step at another module'}"
-        forward = module.__dict__.get("forward")
-        stays = not name and below.wrappers and all(map(goes_around, below.wrappers)) and below.graph is None
-        if (below.wrappers or forward is not None) and not (stays and not getattr(forward, "has_own", False)):
+        changed = below.wrappers or "forward" in module.__dict__
+        if changed and (name or not runs_own_forward(below)):
             who = by if below.wrappers or below.graph is not None else _OUTSIDE
             yield Violation(
                 f"the forward of '{place}' was changed {who}, and that would be lost",
                 "replace first, change then",
             )
-        registered = [hook for table in _HOOK_TABLES.values() for hook in getattr(module, table).values()]
-        of_user = _without(registered, [function for _, function in below.hooks])
+        registered = [hook for table in HOOK_TABLES.values() for hook in getattr(module, table).values()]
+        of_user = without(registered, [function for _, function in below.hooks])
         count = len(of_user) + len(below.hooks)
         if name and count:
             who = " and ".join([*([by] if below.hooks else []), *([_OUTSIDE] if of_user else [])])
@@ -146,25 +144,6 @@ def lost_changes(node: Node, new: nn.Module) -> Iterator[Violation]:
 
 
 _OUTSIDE = "outside of the schedule"
-_HOOK_TABLES: dict[HookKind, str] = {
-    "forward_pre": "_forward_pre_hooks",
-    "forward": "_forward_hooks",
-    "full_backward_pre": "_backward_pre_hooks",
-    "full_backward": "_backward_hooks",
-}
-
-
-def _without(functions: Sequence[Callable[..., Any]], others: Sequence[Callable[..., Any]]) -> list[Callable[..., Any]]:
-    """``functions``, each of ``others`` taken out once."""
-    left = list(others)
-    kept = []
-    for function in functions:
-        position = next((index for index, other in enumerate(left) if other is function), None)
-        if position is None:
-            kept.append(function)
-        else:
-            del left[position]
-    return kept
 
 
 def type_of(tensor: Any) -> str:
@@ -179,48 +158,6 @@ def _named_tensors(module: nn.Module) -> dict[str, Any]:
         **dict(module.named_parameters(remove_duplicate=False)),
         **dict(module.named_buffers(remove_duplicate=False)),
     }
-
-
-def hooks_to_carry(node: Node, new: nn.Module) -> Iterator[tuple[HookKind, Callable[..., Any], bool]]:
-    """Hooks on the node's module that calls of ``new`` must still run; none where the old module lives on inside.
-
-    Gives kind, function, and whether it is active; in the order in which they run.
-    """
-    old = node.module
-    if any(module is old for module in new.modules()):
-        return
-    for kind, name in _HOOK_TABLES.items():
-        table: dict[int, Callable[..., Any]] = getattr(old, name)
-        of_steps = [function for one, function in node.hooks if one == kind]
-        inactive = _without(of_steps, list(table.values()))
-        for identity, function in table.items():
-            if any(function is one for one in of_steps):  # those in front of it stay in front of it
-                ahead = of_steps[: next(index for index, one in enumerate(of_steps) if one is function)]
-                yield from ((kind, one, False) for one in inactive if any(one is other for other in ahead))
-                inactive = _without(inactive, ahead)
-            if kind in ("forward_pre", "forward"):
-                has_kwargs = identity in getattr(old, f"{name}_with_kwargs")
-                function = _with_kwargs(function, has_kwargs, 2 if kind == "forward_pre" else 3)
-            yield kind, function, True
-        yield from ((kind, function, False) for function in inactive)
-
-
-def wrappers_to_carry(node: Node, new: nn.Module) -> tuple[tuple[Callable[..., Any], bool], ...]:
-    """What goes around the forward of ``new`` too, innermost first, and whether it is active; as for hooks."""
-    return () if any(module is node.module for module in new.modules()) else wrappers_around(node)
-
-
-def _with_kwargs(function: Callable[..., Any], has_kwargs: bool, position: int) -> Callable[..., Any]:
-    if has_kwargs:
-        return function
-
-    def hook(module: Any, args: Any, kwargs: Any, *output: Any) -> Any:
-        result = function(module, args, *output)
-        if result is None or position == 3:
-            return result
-        return (result if isinstance(result, tuple) else (result,)), kwargs
-
-    return hook
 
 
 def signature_mismatches(old: nn.Module, new: nn.Module) -> Iterator[Violation]:

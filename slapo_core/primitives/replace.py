@@ -7,15 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from slapo_core.errors import ApplyError
-from slapo_core.primitives.fitting import (
-    TensorPlan,
-    hooks_to_carry,
-    lost_changes,
-    signature_mismatches,
-    wrappers_to_carry,
-)
+from slapo_core.primitives.fitting import TensorPlan, lost_changes, signature_mismatches
 from slapo_core.primitives.modes import set_mode
 from slapo_core.primitives.replacing import MatchReplacement
+from slapo_core.spec.carrying import Carried
 from slapo_core.spec.edit import Edit
 from slapo_core.spec.equivalence import Equivalence
 from slapo_core.spec.node import Node
@@ -149,7 +144,7 @@ class Replace(Primitive):
                 text = "; ".join(str(violation) for violation in violations)
                 raise ApplyError(f"the module made for '{node.path}' does not fit: {text}", path=node.path)
         plan = self._plan(node, new)
-        hooks, wrappers = list(hooks_to_carry(node, new)), wrappers_to_carry(node, new)
+        carried = Carried.of(node, new)
         edit.replace_module(node, new, moved=plan.moved, dropped=plan.dropped)
         for new_name, tensor in plan.taken.items():
             holder, _, own_name = new_name.rpartition(".")
@@ -160,10 +155,7 @@ class Replace(Primitive):
                 edit.set_buffer(target, own_name, tensor)
         if old.training != new.training:
             set_mode(node, edit, old.training)
-        for kind, function, active in hooks:
-            edit.add_hook(node, kind, function, active=active)
-        for wrapper, active in wrappers:
-            edit.wrap_forward(node, wrapper, active=active)
+        carried.over(node, edit)
         edit.note(plan.describe())
 
     def postconditions(self, node: Node) -> Iterator[Violation]:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from slapo_core.spec.node import Node
     from slapo_core.spec.primitive import Primitive
 
-__all__ = ["Edit", "Forward", "HookKind", "goes_around", "wrappers_around"]
+__all__ = ["Edit", "Forward", "HookKind", "goes_around"]
 
 HookKind = Literal["forward_pre", "forward", "full_backward_pre", "full_backward"]
 Forward = Callable[..., Any]
@@ -179,9 +179,3 @@ def goes_around(wrapper: Callable[..., Any]) -> bool:
     while isinstance(wrapper, functools.partial):
         wrapper = wrapper.func
     return getattr(wrapper, "slapo_goes_around", False) is True
-
-
-def wrappers_around(node: Node) -> tuple[tuple[Callable[[Forward], Forward], bool], ...]:
-    """The wrappers that go with another module in the place of the node's, innermost first, and which are active."""
-    active: tuple[Any, ...] = getattr(node.module.__dict__.get("forward"), "wrappers", ())
-    return tuple((wrapper, any(wrapper is one for one in active)) for wrapper in node.wrappers if goes_around(wrapper))

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from slapo_core import Edit, Equivalence, Node, Primitive, Violation
+from slapo_core.spec.carrying import Carried
 from slapo_fusion.bind import is_bound
-from slapo_fusion.replacing import StepsChanges, users_changes
 
 if TYPE_CHECKING:
     from slapo_core.testing import Case
@@ -25,8 +25,8 @@ class Decompose(Primitive):
     Linear the bias comes behind the all-reduce, whether it was split before or is split then.
 
     Raises:
-        PreconditionError: a module of another class, one that is traced, one whose forward or hooks were changed
-            outside of the schedule; or the root of the model.
+        PreconditionError: a module of another class, one that is traced or bound to a kernel, one whose forward was
+            set outside of the schedule; or the root of the model.
 
     rewrite:
         ``y = linear(x)`` -> ``y = matmul(x, weight.t()) + bias``
@@ -55,18 +55,22 @@ class Decompose(Primitive):
             known = ", ".join(f"nn.{kind.__name__}" for kind in KINDS)
             yield Violation(f"it knows no pieces of a {type(module).__name__}", f"it knows those of {known}")
             return
-        yield from users_changes(node, "decompose")
         if node.graph is not None:
             yield Violation("it is traced, and its graph would be lost", "decompose before trace()")
+        elif getattr(forward := module.__dict__.get("forward"), "has_own", forward is not None):
+            yield Violation(
+                "the module's forward was set outside of the schedule, and would be lost", "set it in a class instead"
+            )
         if any(is_bound(wrapper) for wrapper in node.wrappers):
             yield Violation("a kernel bound by bind() runs in the place of its forward", "leave one of the two out")
 
     def apply(self, node: Node, edit: Edit) -> None:
         from slapo_fusion.decomposed import decomposed
 
-        changes = StepsChanges.at(node)
-        edit.replace_module(node, decomposed(node.module))
-        changes.carry(node, edit)
+        new = decomposed(node.module)
+        carried = Carried.of(node, new, is_same=True)
+        edit.replace_module(node, new)
+        carried.over(node, edit)
 
     def postconditions(self, node: Node) -> Iterator[Violation]:
         from slapo_fusion.decomposed import KINDS

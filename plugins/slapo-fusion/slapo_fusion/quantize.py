@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from slapo_core import Edit, Equivalence, Node, Primitive, Violation
-from slapo_core.spec.edit import wrappers_around
-from slapo_fusion.replacing import StepsChanges, users_changes
+from slapo_core.spec.carrying import Carried, runs_own_forward
 
 if TYPE_CHECKING:
     from torch import nn
@@ -72,9 +71,10 @@ class Quantize(Primitive):
 
     def apply(self, node: Node, edit: Edit) -> None:
         for below in _linears(node):
-            changes = StepsChanges.at(below)
-            edit.replace_module(below, self._rounding(below.module))
-            changes.carry(below, edit)
+            new = self._rounding(below.module)
+            carried = Carried.of(below, new)
+            edit.replace_module(below, new)
+            carried.over(below, edit)
 
     def postconditions(self, node: Node) -> Iterator[Violation]:
         left = _linears(node)
@@ -91,9 +91,8 @@ class Quantize(Primitive):
                 f"{where} has {module.in_features} input features, not divisible into groups of {self.group_size}",
                 "choose a group_size that divides them",
             )
-        if len(node.wrappers) > len(wrappers_around(node)) or node.graph is not None:
+        if not runs_own_forward(node):
             yield Violation(f"the forward of {where} was changed, which would be lost", "quantise before that step")
-        yield from users_changes(node, "quantize")
 
     def _rounding(self, module: nn.Module) -> nn.Module:
         import torch

@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from slapo_core import Node, Violation
-from slapo_core.spec.edit import goes_around
+from slapo_core.spec.carrying import runs_own_forward
 from slapo_core.spec.preconditions import Divisible
 from slapo_tp.layers import EMBEDDING, LINEAR, LayerType, layer_type_of, reads_weights_itself
 from slapo_tp.splits import as_tuple, mesh_size, own_tensor, sites, split_axis, split_together, tensor_axis
@@ -235,10 +235,7 @@ def _forward_refuses(place: Node, kind: LayerType, axis: int, packed: Packed, me
         yield Violation(
             "the bias is split already, which belongs to the weight's output axis", f"use axis={kind.axis_of('output')}"
         )
-    has_own = getattr(place.module.__dict__.get("forward"), "has_own", False)
-    around = bool(place.wrappers) and place.graph is None and all(map(goes_around, place.wrappers)) and not has_own
-    changed = (bool(place.wrappers) or "forward" in place.module.__dict__) and not around
-    if changed and (role == "vocabulary" or (role == "input" and bias is not None)):
+    if (role == "vocabulary" or (role == "input" and bias is not None)) and not runs_own_forward(place):
         steps = f" by {place.records[-1]}" if place.records else ""
         yield Violation(
             f"the forward of '{place.path}' was changed{steps}, and splitting this axis has to change it too",
