@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from slapo_core import ApplyError, Edit, Equivalence, Node, Primitive, Violation
-from slapo_core.spec.edit import Forward
+from slapo_core.spec.edit import Forward, goes_around
 from slapo_core.spec.graph import Region, by_place
 
 if TYPE_CHECKING:
@@ -45,13 +45,15 @@ class Bind(Primitive):
 
     Raises:
         PreconditionError: the kernel cannot be had and there is no fallback; no gradient is known for it and parameters
-            are trained; names that are not there.
+            are trained; names that are not there; a step changed what the forward computes.
         ApplyError: at a call: another shape or type than the forward's, or a lost gradient.
 
     rewrite:
         ``y = forward(module, x)`` -> ``y = kernel(x, module.weight, module.bias)``
 
         ``h = x + bias; y = gelu(h)`` -> ``y = kernel(x, bias)``
+
+        ``y = checkpoint(forward)(module, x)`` -> ``y = checkpoint(kernel)(x, ...)``, whichever step comes first
 
     Source: ``torch/library.py``, ``torch/utils/cpp_extension.py``; the reference implementation's ``bind``.
     """
@@ -97,6 +99,11 @@ class Bind(Primitive):
             return
         if any(is_bound(wrapper) for wrapper in node.wrappers):
             yield Violation("a kernel is bound to the module already", "undo that step, or leave this one out")
+        elif not all(map(goes_around, node.wrappers)):
+            yield Violation(
+                f"{' and '.join(map(str, node.records))} changed what the forward computes, which would be lost",
+                "leave the kernel out here, or bind before that step",
+            )
         yield from self._unknown_arguments(node)
         yield from self._unusable(node)
 
@@ -113,7 +120,8 @@ class Bind(Primitive):
         kernel, arguments = self._kernel(node), self._names(node)
         if reason is None:
             self._compare_shapes(node, kernel, arguments)
-        edit.wrap_forward(node, functools.partial(bound, kernel=kernel, arguments=arguments), active=reason is None)
+        wrapper = functools.partial(bound, kernel=kernel, arguments=arguments)
+        edit.wrap_forward(node, wrapper, active=reason is None, inside=True)
 
     def postconditions(self, node: Node) -> Iterator[Violation]:
         if self.match is None and not any(is_bound(wrapper) for wrapper in node.wrappers):

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import slapo_core as slapo
 from slapo_fusion import Bind, build_kernels
+from slapo_fusion.bind import is_bound
 from tests.messages import Messages
 
 from .small import gradients, layers, traced
@@ -154,6 +155,13 @@ def test_verify_finds_a_kernel_that_is_off_unless_it_says_so() -> None:
     slapo.verify(sch, X)
 
 
+def test_what_goes_around_a_forward_goes_around_its_kernel() -> None:
+    sch: Any = slapo.create_schedule(nn.Sequential(nn.Linear(6, 6)), example_inputs=torch.randn(2, 6))
+    sch["0"].checkpoint().bind("aten::linear")
+    assert [is_bound(wrapper) for wrapper in sch["0"].wrappers] == [True, False]
+    slapo.verify(sch, torch.randn(2, 6))
+
+
 def test_what_it_refuses(message: Messages) -> None:
     sch = slapo.create_schedule(model())
     for step, word in (
@@ -165,6 +173,11 @@ def test_what_it_refuses(message: Messages) -> None:
         with pytest.raises(slapo.PreconditionError) as refused:
             sch["1"].apply(step)
         message(refused, word)
+    split: Any = slapo.create_schedule(nn.Sequential(nn.Linear(6, 6)), mesh={"tp": 1})
+    split["0"].shard("weight", axis=1)
+    with pytest.raises(slapo.PreconditionError) as refused:
+        split["0"].bind("aten::linear")
+    message(refused, "would be lost")
     for parameter in sch.model.parameters():
         parameter.requires_grad_(False)
     sch["1"].apply(Bind("slapo_fusion_test::ungraded"))  # nothing is trained

@@ -129,6 +129,8 @@ class _Switch:
     def __call__(self, tensor: Tensor) -> Any:
         if has_torch_function_unary(tensor):  # a mode, which writes it down as one call
             return handle_torch_function(self, (tensor,), tensor)
+        if torch.compiler.is_compiling():  # generators are none of a compiler's values
+            return torch.compiler.disable(self._switch)(tensor)
         return self._switch(tensor)
 
     def _switch(self, tensor: Tensor) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import Any
 
@@ -9,10 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 import slapo_core as slapo
 from slapo_core.testing import run_ranks
 from slapo_tp import ForkRng
+from slapo_tp.fork_rng import drawing_on_its_own
 from tests.messages import Messages
 
 SIZE = 64
@@ -171,6 +174,29 @@ def check_recomputed_gradients() -> None:
 @pytest.mark.ranks
 def test_gradients_with_dropout_on_are_the_same_with_and_without_recomputation() -> None:
     run_ranks(check_recomputed_gradients, world_size=2)
+
+
+class Watching(TorchFunctionMode):
+    """Sees every call, as verify does."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def test_it_draws_the_same_when_it_is_compiled_watched_or_not() -> None:
+    def dropped(module: Any, x: Tensor) -> Tensor:
+        return torch.dropout(x, 0.5, True)
+
+    def drawn(run: Any) -> tuple[Tensor, Tensor]:
+        torch.manual_seed(0)
+        return run(None, torch.ones(3, 4)), torch.rand(2)
+
+    forked = drawing_on_its_own(dropped, rank=1, own=nn.Dropout)
+    compiled = torch.compile(forked, backend="eager")
+    for mode in (contextlib.nullcontext(), Watching()):
+        with mode:
+            for one, other in zip(drawn(forked), drawn(compiled), strict=True):
+                assert torch.equal(one, other)
 
 
 def test_on_one_rank_it_is_recorded_and_costs_nothing() -> None:
