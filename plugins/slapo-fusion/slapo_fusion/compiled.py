@@ -14,7 +14,8 @@ import torch.utils.checkpoint
 from torch import fx
 
 from slapo_core import ApplyError
-from slapo_fusion.watching import Watchable, aside, draws, is_fake, is_watched
+from slapo_core.spec.watching import dropout_is_off
+from slapo_fusion.watching import Watchable, aside, draws, drops, is_fake, is_watched, shown
 
 __all__ = ["Backend", "Compiled", "backend_problem", "reason"]
 
@@ -69,6 +70,10 @@ class Backend:
         return self.backend == "inductor" and dict(self.options).get("fallback_random") is False
 
 
+_IN_PIECES: set[Any] = set()
+"""Code in which the compiler leaves something to Python: found out once, and not for each of many equal layers."""
+
+
 class Compiled:
     """A function, compiled when it is first called; pickled as the function, and compiled again where it is loaded.
 
@@ -92,24 +97,44 @@ class Compiled:
         functools.update_wrapper(self, function)
         self.function, self.backend, self.where = function, backend, where
         self.fullgraph, self.dynamic = fullgraph, dynamic
-        self._compiled: Callable[..., Any] | None = None
+        self._compiled: dict[bool, Callable[..., Any]] = {}  # by whether a graph break is an error
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or is_fake():
             return self.function(*args, **kwargs)
-        if self._compiled is None:
-            self._compiled = torch.compile(
-                self.function, backend=self.backend, fullgraph=self.fullgraph, dynamic=self.dynamic, **_LIMIT
-            )
         try:
-            with _limited(), aside() if is_watched() else contextlib.nullcontext():
-                return self._compiled(*args, **kwargs)
+            return self._watched(args, kwargs) if is_watched() else self._call(self.fullgraph, args, kwargs)
         except torch._dynamo.exc.TorchDynamoException as error:
             raise ApplyError(
                 f"{self.where} failed: {reason(error)}",
                 hint="undo that step, choose another backend, or take a smaller part of the model; the model itself "
                 "is as it was",
             ) from error
+
+    def _call(self, fullgraph: bool, args: Any, kwargs: Any) -> Any:
+        if fullgraph not in self._compiled:
+            self._compiled[fullgraph] = torch.compile(
+                self.function, backend=self.backend, fullgraph=fullgraph, dynamic=self.dynamic, **_LIMIT
+            )
+        with _limited():
+            return self._compiled[fullgraph](*args, **kwargs)
+
+    def _watched(self, args: Any, kwargs: Any) -> Any:
+        code = getattr(inspect.unwrap(self.function), "__code__", None)
+        if self.fullgraph or code not in _IN_PIECES:
+            try:
+                with aside():
+                    return self._call(True, args, kwargs)
+            except torch._dynamo.exc.Unsupported:  # before anything ran
+                if self.fullgraph:
+                    raise
+                _IN_PIECES.add(code)
+        if drops(self.function, args, kwargs):
+            if dropout_is_off():
+                return self.function(*args, **kwargs)
+            shown(self.function, args, kwargs)
+        with aside(shown=False):
+            return self._call(False, args, kwargs)
 
     def __getstate__(self) -> Mapping[str, Any]:
         kept = ("function", "backend", "where", "fullgraph", "dynamic")

@@ -17,7 +17,7 @@ from slapo_core import ApplyError, Compiler
 from slapo_core.spec.accelerators import fork_rng
 from slapo_core.spec.graph import Region
 from slapo_fusion.compiled import Compiled, reason
-from slapo_fusion.watching import is_fake, is_watched, shown_or_aside
+from slapo_fusion.watching import aside, drops, is_fake, is_watched
 
 __all__ = ["Fused", "Fusing"]
 
@@ -50,7 +50,10 @@ class Fused:
         try:
             if isinstance(self._compiled, Compiled) or not is_watched():
                 return self._compiled(*args)
-            return shown_or_aside(self.region, self._compiled, args)
+            if drops(self.region, args, {}):
+                return self.region(*args)
+            with aside(shown=False):
+                return self._compiled(*args)
         except _StopRecomputationError:  # by which a checkpoint around ends its second run: no error
             raise
         except Exception as error:

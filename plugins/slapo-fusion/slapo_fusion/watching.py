@@ -1,22 +1,24 @@
-"""Compiled code while somebody watches torch calls, as ``verify`` does to switch dropout off and to see who draws.
+"""Compiled code while a mode watches torch calls, as ``verify`` does to switch dropout off and to see who draws.
 
-A torch-function mode sees what Python calls, and compiled code calls nothing. ``torch.compile`` could trace through the
-mode, and would make other code for each. So the watching mode is put aside while compiled code runs:
+A torch-function mode sees what Python calls, and compiled code calls nothing; and behind a graph break, torch.compile
+(2.13) gives wrong values while a mode is active. So the modes are put aside while compiled code runs:
 
-- what the compiler left to Python (behind a graph break) is handed on to the mode;
-- a compiled graph that draws for dropout is run once more as it was captured, on copies and for the mode's eyes only:
-  it sees every draw. Then the compiled code itself gives the numbers, without its dropout if the mode turned that off.
+- a compiled graph that draws for dropout is run once more as it was captured, on copies and for the modes' eyes only:
+  they see every draw. Then the compiled code itself gives the numbers, without its dropout if a mode turned that off.
+- of what is compiled in pieces, the same is done with the whole function; where a mode turned its dropout off, the
+  function runs uncompiled.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -25,7 +27,7 @@ from torch.utils._pytree import tree_map_only
 from slapo_core.spec.accelerators import fork_rng
 from slapo_core.spec.watching import dropout_is_off
 
-__all__ = ["Watchable", "aside", "draws", "is_fake", "is_watched", "shown_or_aside"]
+__all__ = ["Watchable", "aside", "draws", "drops", "is_fake", "is_watched", "shown"]
 
 _DROPOUT = (
     "alpha_dropout",
@@ -57,43 +59,46 @@ def is_fake() -> bool:
 
 
 @contextlib.contextmanager
-def aside() -> Iterator[None]:
-    """Put the active torch-function modes aside; what is not compiled is still shown to them."""
-    with _without_modes() as modes, _HandedOn(modes):
-        yield
+def aside(*, shown: bool = True) -> Iterator[None]:
+    """Put the active torch-function modes aside.
 
-
-@contextlib.contextmanager
-def _without_modes() -> Iterator[list[Any]]:
-    """Put the active torch-function modes aside, and give them."""
+    Args:
+        shown: whether compiled graphs show them what they draw.
+    """
     modes = [torch.overrides._pop_mode() for _ in range(torch._C._len_torch_function_stack())][::-1]
+    before = _WATCHING.set(modes if shown else ())
     try:
-        yield modes
+        yield
     finally:
+        _WATCHING.reset(before)
         for mode in modes:
             torch.overrides._push_mode(mode)
 
 
-class _HandedOn(TorchFunctionMode):
-    """Hands every call that Python makes on to the modes that were put aside; compilers see none of them."""
+_WATCHING: ContextVar[Sequence[Any]] = ContextVar("the modes that compiled graphs show what they draw", default=())
 
-    def __init__(self, modes: list[Any]) -> None:
-        super().__init__()
-        self.modes = [one for mode in modes for one in (mode.modes if isinstance(mode, _HandedOn) else [mode])]
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if torch.compiler.is_compiling():
-            return func(*args, **(kwargs or {}))
-        return self.shown(func, *args, **(kwargs or {}))
+def shown(function: Callable[..., Any], args: Any, kwargs: Any) -> None:
+    """Run ``function`` on copies, for the eyes of the active modes only: it leaves nothing changed."""
+    modules = [below for each in args if isinstance(each, nn.Module) for below in each.modules()]
+    buffers = [(module._buffers, dict(module._buffers)) for module in modules]
+    try:
+        for table, own in buffers:
+            table.update({name: None if each is None else each.clone() for name, each in own.items()})
+        with fork_rng(), torch.no_grad():
+            args, kwargs = tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), (args, kwargs))
+            function(*args, **kwargs)
+    finally:
+        for table, own in buffers:
+            table.update(own)
 
-    def shown(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """``function(*args, **kwargs)`` under the modes that were put aside."""
-        with contextlib.ExitStack() as stack:
-            for mode in self.modes:
-                stack.enter_context(mode)
-            return function(*args, **kwargs)
+
+def drops(function: Callable[..., Any], args: Any, kwargs: Any) -> bool:
+    """Whether ``function`` drops anything, on copies of its arguments."""
+    looking = _Looking()
+    with aside(shown=False), looking:
+        shown(function, args, kwargs)
+    return looking.has_dropped
 
 
 class Watchable:
@@ -114,39 +119,19 @@ class Watchable:
         self._still: Callable[..., Any] | None = None
 
     def __call__(self, *args: Any) -> Any:
-        watching = _watching()
-        if watching is None:
+        modes = _WATCHING.get()
+        if not modes:
             return self._compiled(*args)
-        copies = tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), args)
-        with fork_rng(), torch.no_grad():
-            is_off = watching.shown(self._look, copies)
+        with contextlib.ExitStack() as stack:
+            for mode in modes:
+                stack.enter_context(mode)
+            shown(self._captured, args, {})
+            is_off = dropout_is_off()
         if not is_off:
             return self._compiled(*args)
         if self._still is None:
             self._still = self._compile_still(without_dropout(self._captured))
         return self._still(*args)
-
-    def _look(self, args: tuple[Any, ...]) -> bool:
-        self._captured(*args)
-        return dropout_is_off()
-
-
-def shown_or_aside(function: Callable[..., Any], compiled: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """For code of a compiler that knows nothing of this: uncompiled and watched where it drops anything; else compiled.
-
-    Args:
-        function: what was compiled; pure.
-        compiled: of it.
-        args: for this call.
-    """
-    looking = _Looking()
-    copies = tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), args)
-    with _without_modes(), fork_rng(), torch.no_grad(), looking:
-        function(*copies)
-    if looking.has_dropped:
-        return function(*args)
-    with aside():
-        return compiled(*args)
 
 
 class _Looking(TorchFunctionMode):
@@ -186,11 +171,6 @@ def without_dropout(graph: fx.GraphModule) -> fx.GraphModule:
 def _parts(graph: fx.GraphModule) -> list[fx.GraphModule]:
     """The graph and those inside of it: what is checkpointed is a graph of its own."""
     return [module for module in graph.modules() if isinstance(module, fx.GraphModule)]
-
-
-def _watching() -> _HandedOn | None:
-    modes = torch.overrides._get_current_function_mode_stack() if torch._C._len_torch_function_stack() else ()
-    return next((mode for mode in modes if isinstance(mode, _HandedOn)), None)
 
 
 def _is_dropout(node: fx.Node) -> bool:

@@ -120,6 +120,28 @@ def test_verify_sees_dropout_once_in_compiled_code_that_compiled_code_calls() ->
     slapo.verify(sch, torch.randn(3, 6))
 
 
+class InPieces(nn.Module):
+    """Code behind graph breaks, for which a compiler gives wrong values where a mode is active."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.dropout = nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = []
+        for part in self.norm(self.up(x)).split([1, 2]):
+            print(end="")
+            parts.append(part.clone())
+        return self.dropout(self.up(x)) + parts[0].sum()
+
+
+def test_verify_of_what_is_compiled_in_pieces() -> None:
+    sch = slapo.create_schedule(nn.Sequential(InPieces()))
+    sch["0"].apply(Compile(backend="eager"))
+    report = slapo.verify(sch, torch.randn(3, 6))
+    assert "dropout" in str(report)
+
+
 def off(graph: Any, inputs: Any) -> Any:
     """A backend whose code is wrong."""
 
