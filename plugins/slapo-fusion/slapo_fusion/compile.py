@@ -27,7 +27,8 @@ class Compile(Primitive):
     become symbolic. Random numbers come from torch's generators, so that dropout drops what it would drop uncompiled.
 
     What was compiled lives in this process; a model that is loaded from a file compiles again. While ``verify`` runs,
-    the compiled code is what runs. As everywhere with ``torch.compile``, most backends refuse gradients of gradients.
+    the compiled code is what runs; only what has graph breaks and drops elements runs uncompiled where ``verify``
+    switches its dropout off. As everywhere with ``torch.compile``, most backends refuse gradients of gradients.
 
     Args:
         mode: of inductor: ``"reduce-overhead"``, ``"max-autotune"`` or ``"max-autotune-no-cudagraphs"``.
