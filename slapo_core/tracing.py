@@ -31,7 +31,7 @@ from slapo_core.graph.regions import set_state, state
 from slapo_core.graph.session import buffers_kept, refusing_changes
 from slapo_core.graph.structure import Opaque, children, concrete, is_plain, rebuild
 from slapo_core.graph.traced import TracedForward
-from slapo_core.graph.tracer import RecordTracer, record
+from slapo_core.graph.tracer import RecordTracer, after_first_call, record
 from slapo_core.spec.accelerators import fork_rng
 from slapo_core.spec.graph import Graph
 from slapo_core.spec.tracer import Flag, Guard, GuardViolation, Location, Recorded, check
@@ -212,7 +212,9 @@ def flat(
         names = GlobalNames(forward, inlined.values())
         try:
             with names.kept(), buffers_kept(module), _by_own_forwards(inlined.values()):
-                recorded, notes = _recorded(module, refusing_changes(forward), arguments, leaves)
+                recorded, notes = after_first_call(
+                    lambda: _recorded(module, refusing_changes(forward), arguments, leaves)
+                )
                 written = frozenset(name for name, buffer, version in versions if buffer._version != version)
         except Exception as error:
             raise refusal(error, RecordTracer(), path) from error

@@ -145,8 +145,11 @@ class AttributeReads:
         def write(this: Any, name: str, new: Any) -> None:
             path = watch._places.get(id(this))
             # `self.count += 1` on a tensor sets what is there already
-            if path in watch._recorded and getattr(this, name, watch) is not new:
-                raise watch._refuse(f"sets {'.'.join(('self', *path, name))}")
+            if path in watch._recorded and (old := getattr(this, name, watch)) is not new:
+                refused = watch._refuse(f"sets {'.'.join(('self', *path, name))}")
+                if old is None and isinstance(new, (str, bool)):
+                    refused.settles = this, name, new  # type: ignore[attr-defined]
+                raise refused
             original_set(this, name, new)
 
         read.slapo_original, write.slapo_original = original, original_set  # type: ignore[attr-defined]

@@ -6,7 +6,7 @@ import contextlib
 import contextvars
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -28,6 +28,8 @@ from slapo_core.spec.tracer import Recorded, Tracer, Untraceable
 
 __all__ = ["RecordTracer"]
 
+T = TypeVar("T")
+
 _RANDOM = "draw them with torch (torch.rand), or in a module below that stays a call"
 
 
@@ -42,6 +44,15 @@ class RecordTracer(Tracer):
     name = "record"
 
     def trace(
+        self,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        arguments: Mapping[str, Any],
+        leaves: Callable[[nn.Module, str], bool],
+    ) -> Recorded:
+        return after_first_call(lambda: self._trace(module, forward, arguments, leaves))
+
+    def _trace(
         self,
         module: nn.Module,
         forward: Callable[..., Any],
@@ -63,6 +74,26 @@ class RecordTracer(Tracer):
                 raise
             except Exception:  # noqa: BLE001 - whatever it is: a compiler's own, where it is asked to run in a recording
                 raise fake_error from None
+
+
+def after_first_call(recording: Callable[[], T]) -> T:
+    """Record what a call after the first one does, where the first one settles something, such as a loss by its labels.
+
+    Settled are texts and truth values in the place of None; they stay, as after a call of the model. What is set again
+    is refused.
+    """
+    settled: list[tuple[Any, str]] = []
+    while True:
+        try:
+            return recording()
+        except Untraceable as error:
+            this, name, value = getattr(error, "settles", (None, "", None))
+            if this is None or any(this is one and name == other for one, other in settled):
+                for one, other in settled:
+                    setattr(one, other, None)
+                raise
+            settled.append((this, name))
+            setattr(this, name, value)
 
 
 def record(

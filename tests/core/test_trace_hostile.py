@@ -162,6 +162,37 @@ def test_a_forward_with_a_memory_is_refused(forward: Callable[..., Any], problem
     assert "forward" not in below.__dict__
 
 
+class Settles(nn.Module):
+    """What its first call finds out, later calls know."""
+
+    def __init__(self, *, again: bool) -> None:
+        super().__init__()
+        self.kind: str | None = None
+        self.again = again
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.kind is None:
+            self.kind = "first"
+            x = x * 3
+        if self.again:
+            self.kind = None
+        return x + 1
+
+
+def test_what_the_first_call_settles_is_settled_by_the_recording() -> None:
+    sch = slapo.create_schedule(Whole(Settles(again=False)), example_inputs=(X,))
+    sch["below"].trace(flatten=True)
+    assert sch.model.below.kind == "first"
+    assert_equal(sch.model(X), X + 1)  # as every call after the first
+
+
+def test_what_every_call_settles_anew_is_refused_and_left_as_it_was() -> None:
+    sch = slapo.create_schedule(Whole(Settles(again=True)), example_inputs=(X,))
+    with pytest.raises(slapo.TraceError, match=r"sets self\.kind"):
+        sch["below"].trace(flatten=True)
+    assert sch.model.below.kind is None
+
+
 @pytest.mark.parametrize(
     ("forward", "other"),
     [(hostile.asks_batch_of_one, X[:1]), (hostile.asks_contiguous, torch.rand(4, 2, 3).transpose(0, 2))],

@@ -15,7 +15,7 @@ from torch import fx
 
 from slapo_core import ApplyError
 from slapo_core.spec.watching import dropout_is_off
-from slapo_fusion.watching import Watchable, aside, draws, drops, is_fake, is_watched, shown
+from slapo_fusion.watching import Watchable, aside, draws, drops, is_fake, is_watched, put_back_on_error, shown
 
 __all__ = ["Backend", "Compiled", "backend_problem", "reason"]
 
@@ -123,9 +123,9 @@ class Compiled:
         code = getattr(inspect.unwrap(self.function), "__code__", None)
         if self.fullgraph or code not in _IN_PIECES:
             try:
-                with aside():
+                with aside(), put_back_on_error(args):
                     return self._call(True, args, kwargs)
-            except torch._dynamo.exc.Unsupported:  # before anything ran
+            except RuntimeError:  # a graph break; or nothing was compiled, and it ran as it is
                 if self.fullgraph:
                     raise
                 _IN_PIECES.add(code)

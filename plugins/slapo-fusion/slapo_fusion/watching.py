@@ -24,7 +24,7 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_map_only
 
-from slapo_core.spec.accelerators import fork_rng
+from slapo_core.spec.accelerators import accelerator, fork_rng
 from slapo_core.spec.watching import dropout_is_off
 
 __all__ = ["Watchable", "aside", "draws", "drops", "is_fake", "is_watched", "shown"]
@@ -91,6 +91,24 @@ def shown(function: Callable[..., Any], args: Any, kwargs: Any) -> None:
     finally:
         for table, own in buffers:
             table.update(own)
+
+
+@contextlib.contextmanager
+def put_back_on_error(args: Any) -> Iterator[None]:
+    """Where a ``RuntimeError`` comes out, buffers of the modules in ``args`` and random states are as before."""
+    buffers = [(each, each.clone()) for module in args if isinstance(module, nn.Module) for each in module.buffers()]
+    device = accelerator()
+    generators: list[Any] = [torch] if device is None else [torch, torch.get_device_module(device)]
+    states = [each.get_rng_state() for each in generators]
+    try:
+        yield
+    except RuntimeError:
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+        for each, state in zip(generators, states, strict=True):
+            each.set_rng_state(state)
+        raise
 
 
 def drops(function: Callable[..., Any], args: Any, kwargs: Any) -> bool:

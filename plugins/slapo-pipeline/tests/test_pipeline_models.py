@@ -80,9 +80,7 @@ def test_hidden_states_of_several_stages(make: Any) -> None:
 
 def test_a_cnn_with_batch_norm() -> None:
     torch.manual_seed(0)
-    config = transformers.ResNetConfig(
-        embedding_size=8, hidden_sizes=[8, 16], depths=[2, 2], num_labels=3, problem_type="single_label_classification"
-    )
+    config = transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[2, 2], num_labels=3)
     model = transformers.ResNetForImageClassification(config).double()
     cuts = ["resnet.encoder.stages.0.layers.0", "resnet.encoder.stages.1"]
     pixels = torch.rand(3, 3, 16, 16, dtype=torch.float64)

@@ -169,7 +169,6 @@ def _vit() -> nn.Module:
             image_size=16,
             patch_size=8,
             num_labels=5,
-            problem_type="single_label_classification",  # else its loss sets it
             hidden_dropout_prob=0.0,
             attention_probs_dropout_prob=0.0,
         )
