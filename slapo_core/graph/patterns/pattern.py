@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from torch import fx, nn
@@ -12,6 +14,7 @@ from slapo_core.graph.patterns.data import Constant, Form, Wildcard
 from slapo_core.graph.patterns.index import Indexed
 from slapo_core.graph.patterns.matching import Embedding
 from slapo_core.graph.patterns.searching import embeddings
+from slapo_core.ranks.facts import describe
 
 __all__ = ["Found", "GraphPattern"]
 
@@ -96,6 +99,12 @@ class GraphPattern:
 
         forms, text = pattern_from_data(data, find_function)
         return cls(forms, text)
+
+    @cached_property
+    def slapo_described(self) -> str:
+        """The pattern as ranks compare it: some have hundreds of forms, and every layer a step with it."""
+        digest = hashlib.sha256(describe(self.forms).encode()).hexdigest()
+        return f"<{self.text}, sha256 {digest[:16]}>"
 
     def __str__(self) -> str:
         return self.text
