@@ -77,7 +77,8 @@ def test_ranks_compare_a_pattern_by_one_line_that_tells_it_from_others() -> None
     assert text == describe(("fused", GraphPattern.from_data(pattern_of(PATTERNS["alternatives"]).to_data())))
     assert len(text) < 150
     one, other = (describe(pattern_of(pattern)) for pattern in (lambda x: x * 2, lambda x: x * 3))
-    assert one.startswith("<the pattern, sha256 ") and one != other
+    assert one.startswith("<the pattern, sha256 ")
+    assert one != other
 
 
 def test_a_pattern_holds_no_live_object() -> None:
