@@ -88,9 +88,10 @@ class _Cutting:
         self.places = Places(flat, cuts)
         self.segments = Segments(flat, self.places)
         self._names: dict[fx.Node, str] = {}
-        self._order = {path: number for number, (path, _) in enumerate(flat.module.named_modules())}
+        modules = dict(flat.module.named_modules())
+        self._order = {path: number for number, path in enumerate(modules)}
         self._taken: set[str] = set()
-        self._lists = tuple(_containers(flat))
+        self._lists = tuple(_containers(flat, modules))
 
     def partition(self) -> Partition:
         assembly = Assembly(self.segments, self.name)
@@ -170,11 +171,11 @@ def _bound(
     return Partition(stages, values, ties_of(stages, flats[0].module), output, bind)
 
 
-def _containers(flat: FlatGraph) -> Iterator[str]:
+def _containers(flat: FlatGraph, modules: Mapping[str, nn.Module]) -> Iterator[str]:
     """Lists and dictionaries of modules that code above the cuts may run through; none inside of a called module."""
     called = {str(node.target) for node in flat.graph.nodes if node.op == "call_module"}
     inside = tuple(f"{path}." for path in called)
-    for path, module in flat.module.named_modules():
+    for path, module in modules.items():
         kinds = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
         if isinstance(module, kinds) and path not in called and not path.startswith(inside):
             yield path
