@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
@@ -18,9 +19,10 @@ from slapo_core.graph.traced import TracedForward
 from slapo_core.spec.accelerators import fork_rng
 from slapo_core.tree.forward import ModuleForward
 
-__all__ = ["Call", "call_with", "copied_model", "detached_results", "example_calls", "scheduled_calls"]
+__all__ = ["Call", "call_with", "copied_model", "example_calls", "made_beforehand", "scheduled_calls"]
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
+_CONTAINERS = (dict, list, set, OrderedDict)
 
 
 def example_calls(model: nn.Module, example_inputs: Any) -> tuple[dict[str, Call], Exception | None]:
@@ -161,7 +163,7 @@ def copied_model(model: nn.Module, memo: Mapping[int, Any] | None = None) -> nn.
         memo: what stands for objects in the copy, by id; None: the same parameters, and copies of the buffers.
     """
     known = dict(memo) if memo is not None else {id(parameter): parameter for parameter in model.parameters()}
-    known = {**detached_results(model), **known}
+    known = {**made_beforehand(model), **known}
     try:
         return copy.deepcopy(model, dict(known))
     except TypeError:
@@ -175,17 +177,22 @@ def copied_model(model: nn.Module, memo: Mapping[int, Any] | None = None) -> nn.
         return copy.deepcopy(model, known)
 
 
-def detached_results(model: nn.Module) -> dict[int, torch.Tensor]:
-    """Copy without their graphs the tensors that earlier forwards left on modules; deepcopy refuses those.
+def made_beforehand(model: nn.Module) -> dict[int, Any]:
+    """Copy what ``deepcopy`` refuses or takes long for.
 
-    Such as a router's ``self.aux_loss``, or the weight that ``nn.utils.weight_norm`` computes before each forward.
+    Tensors that earlier forwards left on modules, without their graphs: a router's ``self.aux_loss``, or the weight
+    that ``nn.utils.weight_norm`` computes before each forward. And containers with nothing in them, of which every
+    module has a dozen.
 
     Returns:
-        by the id of the tensor, for the memo of ``copy.deepcopy``.
+        by the id of the object, for the memo of ``copy.deepcopy``.
     """
-    found: dict[int, torch.Tensor] = {}
+    found: dict[int, Any] = {}
     for module in model.modules():
         for value in module.__dict__.values():
+            if type(value) in _CONTAINERS and not value and not getattr(value, "__dict__", None):
+                found[id(value)] = type(value)()
+                continue
             inside = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
             for tensor in (value, *inside):
                 if isinstance(tensor, torch.Tensor) and not tensor.is_leaf:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from slapo_core.graph.guards import Checks
 from slapo_core.graph.leaves import around, walk
 from slapo_core.graph.structure import children, is_plain
 from slapo_core.graph.variant import Variant
-from slapo_core.spec.tracer import Recorded
+from slapo_core.spec.tracer import Flag, Recorded
 
 __all__ = ["Pool", "exact_form", "is_pure", "structure"]
 
@@ -25,20 +26,33 @@ class Pool:
     """
 
     def __init__(self) -> None:
-        self._entries: dict[Any, list[tuple[Checks, Variant]]] = {}
+        self._entries: dict[Any, list[tuple[Checks, Variant | None]]] = {}
 
     def find(self, key: Any, module: nn.Module) -> Variant | None:
         """A variant for ``module``; ``key`` is what it was added under."""
+        return next((found for found in self._alike(key, module) if found is not None), None)
+
+    def fails(self, key: Any, module: nn.Module) -> bool:
+        """Whether another module could not be recorded, in a run that would be the same for ``module``."""
+        return None in self._alike(key, module)
+
+    def _alike(self, key: Any, module: nn.Module) -> Iterator[Variant | None]:
         modules = [below for _, below in walk(module)]
-        return next((variant for read, variant in self._entries.get(key, ()) if read.violated(modules) is None), None)
+        return (found for read, found in self._entries.get(key, ()) if read.violated(modules) is None)
 
     def add(self, key: Any, module: nn.Module, variant: Variant) -> None:
         """Remember a variant, if others can be proved to be like it."""
         recorded = variant.recorded
-        if recorded.read is None or not is_pure(recorded):
-            return
+        if recorded.read is not None and is_pure(recorded):
+            self._add(key, module, (*recorded.read, *variant.surroundings), variant)
+
+    def add_failure(self, key: Any, module: nn.Module, read: tuple[Flag, ...]) -> None:
+        """Remember that ``module`` cannot be recorded; ``read`` is what was read until it failed."""
+        self._add(key, module, read, None)
+
+    def _add(self, key: Any, module: nn.Module, read: tuple[Flag, ...], variant: Variant | None) -> None:
         index = {path: number for number, (path, _) in enumerate(walk(module))}
-        self._entries.setdefault(key, []).append((Checks((*recorded.read, *variant.surroundings), index), variant))
+        self._entries.setdefault(key, []).append((Checks(read, index), variant))
 
     def __getstate__(self) -> dict[str, Any]:
         """Those who share it go on sharing it after a copy through pickle; graphs are recorded anew."""

@@ -169,9 +169,16 @@ class TracedForward:
                 assert base.rewrite is not None
                 before.enter_context(as_before(base.rewrite.action, module))
                 base = base.beneath
+            key, *_ = base._key(module, example)
+            exact = base._exact(module, example, key)
+            if base.pool.fails(exact, module):
+                return False
             try:
                 base.variant(module, example)
-            except TraceError:
+            except TraceError as error:
+                read = getattr(error, "slapo_read", None)
+                if read is not None:
+                    base.pool.add_failure(exact, module, read)
                 return False
         return True
 
@@ -277,23 +284,7 @@ class TracedForward:
             TraceError: what is needed cannot be recorded, or what was done to the graph cannot be repeated there.
             GuardError: a module that a rewrite took out was hooked.
         """
-        number, plan, modules = self._plan(module)
-        key = (
-            number,
-            forms(values),
-            tuple([below.training for below in modules]),
-            tuple(
-                [
-                    (tensor.dtype, tensor.requires_grad)
-                    for below in modules
-                    for tensor in below._parameters.values()
-                    if tensor is not None
-                ]
-            ),
-            regions.state(),
-            torch.get_default_dtype(),
-            not torch.compiler.is_compiling() and torch.is_inference_mode_enabled(),  # dynamo cannot say
-        )
+        key, plan, modules = self._key(module, values)
         changed = None
         for found in self.specializations.get(key, ()):
             changed = found.checks.violated(modules)
@@ -369,7 +360,9 @@ class TracedForward:
         return graph
 
     def _with(self, rewrite: Rewrite, module: nn.Module) -> TracedForward:
-        made = TracedForward(self.forward, self.tracer, self.leaves, path=self.path, beneath=self, rewrite=rewrite)
+        made = TracedForward(
+            self.forward, self.tracer, self.leaves, path=self.path, pool=self.pool, beneath=self, rewrite=rewrite
+        )
         made.plans = self.plans  # the same list: a form of a call has the same key in both
         made.example = self.example
         first = self.first
@@ -399,6 +392,27 @@ class TracedForward:
 
     # ----------------------------------------------------------------------------------------------------------
 
+    def _key(self, module: nn.Module, values: tuple[Any, ...]) -> tuple[tuple[Any, ...], Plan, list[nn.Module]]:
+        """The form of a call; the structure of the module, and the modules it tells of."""
+        number, plan, modules = self._plan(module)
+        key = (
+            number,
+            forms(values),
+            tuple([below.training for below in modules]),
+            tuple(
+                [
+                    (tensor.dtype, tensor.requires_grad)
+                    for below in modules
+                    for tensor in below._parameters.values()
+                    if tensor is not None
+                ]
+            ),
+            regions.state(),
+            torch.get_default_dtype(),
+            not torch.compiler.is_compiling() and torch.is_inference_mode_enabled(),  # dynamo cannot say
+        )
+        return key, plan, modules
+
     def _plan(self, module: nn.Module) -> tuple[int, Plan, list[nn.Module]]:
         for number, plan in enumerate(self.plans):
             modules = plan.modules_of(module)
@@ -426,7 +440,7 @@ class TracedForward:
                 "what varies as an argument, or trace a narrower node",
                 stacklevel=2,
             )
-        made = self._shared(module, values, plan, key[1:])
+        made = self._shared(module, values, plan, key)
         self.specializations.setdefault(key, []).append(made)
         return made
 
@@ -454,12 +468,16 @@ class TracedForward:
             with as_before(self.rewrite.action, module):
                 beneath = self.beneath.variant(module, values)
             return self._repeated(beneath, module, plan)
-        exact = (self.forward, type(self.tracer), self.leaves, key, exact_form(values), structure(module))
+        exact = self._exact(module, values, key)
         found = self.pool.find(exact, module)
         if found is None:
             found = self._recorded(module, values, plan)
             self.pool.add(exact, module, found)
         return found
+
+    def _exact(self, module: nn.Module, values: tuple[Any, ...], key: tuple[Any, ...]) -> Any:
+        """What decides about a recording, besides attributes and global names."""
+        return (self.forward, type(self.tracer), self.leaves, key[1:], exact_form(values), structure(module))
 
     def _recorded(self, module: nn.Module, values: tuple[Any, ...], plan: Plan) -> Variant:
         """A new variant for calls with ``values`` of the parameters."""
@@ -473,7 +491,11 @@ class TracedForward:
                 with names.kept(), buffers_kept(module):
                     recorded = self.tracer.trace(module, refusing_changes(self.forward), arguments, self.leaves)
             except Exception as error:
-                raise refusal(error, self.tracer, self.path) from error
+                refused = refusal(error, self.tracer, self.path)
+                read = getattr(error, "slapo_read", None)
+                if read is not None:
+                    refused.slapo_read = (*read, *names.flags)  # type: ignore[attr-defined]
+                raise refused from error
         return Variant(recorded, plan, surroundings=names.flags)
 
     @property

@@ -147,7 +147,11 @@ def record(
         ):
             if fake and notes is not None:
                 recorder.alike = AlikeCalls(reads, notes, is_unchanged)
-            out = forward(module, *args, **kwargs)
+            try:
+                out = forward(module, *args, **kwargs)
+            except Exception as error:
+                error.slapo_read = reads.read  # type: ignore[attr-defined] # decides whether alike modules fail too
+                raise
         if generators() != drawn:
             raise Untraceable("draws random numbers that are not torch's", first_line(forward), _RANDOM)
         recorder.regions.finish()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from slapo_core.errors import HookError
-from slapo_core.graph.examples import detached_results
+from slapo_core.graph.examples import made_beforehand
 from slapo_core.pipeline.calls import Answers, StagedCalls
 from slapo_core.pipeline.staged import Staged
 from slapo_core.schedule.copied import ScheduledCopy
@@ -40,6 +40,7 @@ class ApartCalls:
         self._answers = answers if answers is not None else Answers()
         self._calls = [StagedCalls(ScheduledCopy(schedule, model), answers=self._answers)]
         self.copies: list[nn.Module] = []
+        self._pairs: list[tuple[nn.Module, nn.Module]] = []  # what stands in a copy for a module of the model
 
     def of(self, inputs: Mapping[str, Any]) -> Staged | None:
         """As :meth:`slapo_core.pipeline.calls.StagedCalls.of`.
@@ -53,10 +54,10 @@ class ApartCalls:
         while len(self._calls) < len(first.partition.stages):
             made = _around_the_same_tensors(self._model)
             self.copies.append(made)
+            self._pairs += zip(self._model.modules(), made.modules(), strict=True)
             self._calls.append(StagedCalls(ScheduledCopy(self._schedule, made), answers=self._answers))
-        for each in self.copies:
-            for ours, theirs in zip(self._model.modules(), each.modules(), strict=True):
-                theirs.training = ours.training
+        for ours, theirs in self._pairs:
+            theirs.training = ours.training
         models = [self._model, *self.copies[: len(first.partition.stages) - 1]]
         bound = first.partition.bind(models) if first.partition.bind is not None else None
         if bound is not None:
@@ -88,7 +89,7 @@ class ApartCalls:
 
 def _around_the_same_tensors(model: nn.Module) -> nn.Module:
     memo: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    return copy.deepcopy(model, {**detached_results(model), **memo})
+    return copy.deepcopy(model, {**made_beforehand(model), **memo})
 
 
 def _as_data(staged: Staged) -> Any:

@@ -118,15 +118,14 @@ def _of_inputs(partition: Partition, inputs: Mapping[str, Any]) -> Iterator[str]
 
 def _of_modules(partition: Partition, model: nn.Module) -> Iterator[str]:
     """Whether the stages hold the model's own tensors, at the untouched paths, and what several hold is a tie."""
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    tensors = {**parameters, **dict(model.named_buffers(remove_duplicate=False))}
+    tensors = dict(held_by(model))
     first: dict[int, str] = {}
-    for name, parameter in parameters.items():
-        first.setdefault(id(parameter), name)
+    for name, tensor in tensors.items():
+        first.setdefault(id(tensor), name)
     for stage in partition.stages:
         if stage.last is not None and stage.last not in dict(stage.module.named_modules(remove_duplicate=False)):
             yield f"stage {stage.index} is said to end after '{stage.last}', which it does not hold"
-        for name, tensor in held_by(stage):
+        for name, tensor in held_by(stage.module):
             if tensors.get(name, None if isinstance(tensor, nn.Parameter) else tensor) is not tensor:
                 which = "is not the model's" if name in tensors else "is none of the model's"
                 yield f"'{name}' of stage {stage.index} {which}"

@@ -7,22 +7,25 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
+from slapo_core.graph.leaves import walk
 from slapo_core.spec.pipeline import Stage
 
 __all__ = ["SharedState", "StateMark", "held_by", "holders"]
 
 
-def held_by(stage: Stage) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every parameter and buffer of a stage's module, under each of its names."""
-    yield from stage.module.named_parameters(remove_duplicate=False)
-    yield from stage.module.named_buffers(remove_duplicate=False)
+def held_by(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every parameter and buffer of a model, or of a stage's module, under each of its names."""
+    for path, module in walk(model):
+        prefix = f"{path}." if path else ""
+        for table in (module._parameters, module._buffers):
+            yield from ((f"{prefix}{name}", tensor) for name, tensor in table.items() if tensor is not None)
 
 
 def holders(stages: Sequence[Stage]) -> dict[int, tuple[str, torch.Tensor, tuple[int, ...]]]:
     """Tensors that more than one stage holds: id -> first name, tensor, and the stages."""
     found: dict[int, tuple[str, torch.Tensor, dict[int, None]]] = {}
     for stage in stages:
-        for name, tensor in held_by(stage):
+        for name, tensor in held_by(stage.module):
             found.setdefault(id(tensor), (name, tensor, {}))[2][stage.index] = None
     return {key: (name, tensor, tuple(where)) for key, (name, tensor, where) in found.items() if len(where) > 1}
 

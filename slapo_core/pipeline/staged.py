@@ -7,12 +7,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 from torch.utils import _pytree as pytree
 
 from slapo_core.errors import HookError
 from slapo_core.pipeline.checking import check_liveness, check_partition, made_problems
-from slapo_core.pipeline.sharing import SharedState, StateMark
+from slapo_core.pipeline.sharing import SharedState, StateMark, held_by
 from slapo_core.spec.pipeline import Liveness, Partition, Stage
 
 if TYPE_CHECKING:
@@ -106,7 +105,7 @@ def staged(
         TraceError: it cannot be cut there.
         HookError: an answer cannot be right, or there is one about the partition and none about liveness.
     """
-    before = {name: StateMark(tensor) for name, tensor in _tensors(schedule.model).items()}
+    before = {name: StateMark(tensor) for name, tensor in held_by(schedule.model)}
     random = torch.get_rng_state()
     answer = schedule.hooks.single(
         "slapo_partition", schedule=schedule, inputs=inputs, batch_axes=dict(batch_axes or {})
@@ -114,7 +113,7 @@ def staged(
     if answer is None:
         return None
     plugin, partition = answer
-    now = _tensors(schedule.model)
+    now = dict(held_by(schedule.model))
     changed = [f"'{name}'" for name, mark in before.items() if not mark.holds(now.get(name))]
     changed += ["the random state"] if not torch.equal(random, torch.get_rng_state()) else []
     if changed:
@@ -152,10 +151,6 @@ def _with_liveness(schedule: Schedule | ScheduledCopy, found: Staged, needed: tu
     plugin, liveness = answer
     check_liveness(liveness, found.partition, needed, plugin)
     return replace(found, liveness=liveness, liveness_by=plugin)
-
-
-def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
 def _place(stage: Stage) -> str:

@@ -38,7 +38,8 @@ def describe(value: Any) -> str:
     """A text that is the same in every process for the same value.
 
     Plain values, and containers and frozen dataclasses of them, are given in full; functions and classes by their
-    name, devices by their type, and of anything else only the type: its repr may hold an address.
+    name, devices by their type, and of anything else only the type: its repr may hold an address. What has a text of
+    its own for this (``slapo_described``) is given by it.
     """
     if isinstance(value, enum.Enum):
         return f"{type(value).__qualname__}.{value.name}"
@@ -58,6 +59,8 @@ def describe(value: Any) -> str:
     if inspect.isclass(value) or inspect.isroutine(value):
         return f"<{'class' if inspect.isclass(value) else 'function'} {_name(value)}>"
     kind = type(value)
+    if hasattr(kind, "slapo_described"):
+        return str(value.slapo_described)
     parameters = getattr(kind, "__dataclass_params__", None)
     if parameters is not None and parameters.frozen:
         own = (f"{field.name}={describe(getattr(value, field.name))}" for field in fields(value) if field.compare)

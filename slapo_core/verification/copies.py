@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict
 from typing import Any
 
 import torch
 from torch import nn
 
-from slapo_core.graph.examples import detached_results
+from slapo_core.graph.examples import made_beforehand
 
 __all__ = ["convert", "copy_model"]
-
-_CONTAINERS = (dict, list, set, OrderedDict)
 
 
 def copy_model(
@@ -39,22 +36,13 @@ def copy_model(
         made = _made(tensor, dtype, shares_memory=shares_memory)
         if made is not None:
             memo[id(tensor)] = made
-    for module in model.modules():
-        memo.update(
-            (id(one), type(one)()) for one in module.__dict__.values() if _is_empty(one) and id(one) not in memo
-        )
-    memo |= {key: tensor for key, tensor in detached_results(model).items() if key not in memo}
+    memo |= {key: made for key, made in made_beforehand(model).items() if key not in memo}
     copied = copy.deepcopy(model, memo)
     for name, parameter in copied.named_parameters(remove_duplicate=False):
         original = model.get_parameter(name)
         for key, value in original.__dict__.items():
             parameter.__dict__.setdefault(key, value)
     return copied
-
-
-def _is_empty(value: Any) -> bool:
-    """Whether it is a container with nothing in it, as modules have a dozen of: ``deepcopy`` takes long for each."""
-    return type(value) in _CONTAINERS and not value and not getattr(value, "__dict__", None)
 
 
 def convert(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:

@@ -64,6 +64,19 @@ def test_settings_are_read_anew_each_time() -> None:
     assert len(schedule.find(lambda x: F.dropout(x, 0.3))) == 1
 
 
+def test_shapes_and_predicates_are_asked_anew_each_time() -> None:
+    model = Block()
+    schedule = traced(model, X, Y)
+    wanted = {"dropout"}
+    named, dense = patterns.where(lambda node: node.name in wanted), nn.Linear(4, 4)
+    assert found(schedule, named) == [("dropout",)]
+    assert found(schedule, dense) == [("dense",)]
+    wanted.add("add")
+    model.dense.weight = nn.Parameter(torch.randn(8, 4))
+    assert found(schedule, named) == [("dropout",), ("add",)]
+    assert found(schedule, dense) == []
+
+
 def test_modules_that_do_more_than_their_function_are_no_call_of_it() -> None:
     images = torch.randn(2, 3, 8, 8)
 

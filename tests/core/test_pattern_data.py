@@ -18,6 +18,7 @@ from slapo_core.errors import ReplayError, SerializationError
 from slapo_core.graph.patterns.making import pattern_of
 from slapo_core.graph.patterns.pattern import GraphPattern
 from slapo_core.patterns import any_constant, any_of, any_op, call_module, capture, optional, where
+from slapo_core.ranks.facts import describe
 from slapo_core.schedule.functions import find_function
 from tests.core.finding import Block
 from tests.core.oracle.cases import random_case
@@ -69,6 +70,15 @@ def test_patterns_that_find_other_things_differ() -> None:
     patterns += [pattern_of(lambda x, y: x - y), pattern_of(lambda x, y: y - x)]
     assert len(set(patterns)) == len(patterns)
     assert pattern_of(lambda x: F.softmax(x, dim=-1)) == pattern_of(lambda x: x.softmax(-1))
+
+
+def test_ranks_compare_a_pattern_by_one_line_that_tells_it_from_others() -> None:
+    text = describe(("fused", pattern_of(PATTERNS["alternatives"])))
+    assert text == describe(("fused", GraphPattern.from_data(pattern_of(PATTERNS["alternatives"]).to_data())))
+    assert len(text) < 150
+    one, other = (describe(pattern_of(pattern)) for pattern in (lambda x: x * 2, lambda x: x * 3))
+    assert one.startswith("<the pattern, sha256 ")
+    assert one != other
 
 
 def test_a_pattern_holds_no_live_object() -> None:

@@ -85,4 +85,4 @@ def _with_bias(module: nn.Module, output: Tensor, feature_axis: int, pieces: Ran
         bias = collectives.copy(bias, pieces)
     if feature_axis != -1:
         bias = bias.view(-1, *[1] * (-1 - feature_axis))
-    return output + bias.to(output.dtype)
+    return output + bias.type_as(output)

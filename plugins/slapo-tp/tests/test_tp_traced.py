@@ -10,6 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import slapo_core as slapo
+from slapo_core.graph.patterns.matching import FormMatcher
+from slapo_core.graph.tracer import RecordTracer
 from slapo_core.testing import run_ranks
 
 X = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0))
@@ -208,3 +210,42 @@ def test_traced_and_split_modules_agree_with_the_untouched_model_in_any_order() 
         assert "0.down" in wrong
         assert "'0.attention' cannot be traced" in message
         assert graph == "None"
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Filled with a word for each run that records, and for each form of a pattern that is looked for."""
+    seen: list[str] = []
+    trace, start = RecordTracer.trace, FormMatcher.__init__
+    monkeypatch.setattr(RecordTracer, "trace", lambda *args: (seen.append("recorded"), trace(*args))[1])
+    monkeypatch.setattr(FormMatcher, "__init__", lambda *args: (seen.append("searched"), start(*args))[1])
+    return seen
+
+
+def test_layers_that_are_alike_are_recorded_and_searched_once_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = counted(monkeypatch)
+    costs = []
+    for layers in (1, 4):
+        blocks = nn.Sequential(*(Block() for _ in range(layers)))
+        schedule = slapo.create_schedule(blocks, mesh={"tp": 2}, example_inputs=X)
+        for block in schedule["*"]:
+            block.trace(flatten=True)
+            block.replace(F.gelu, match=nn.GELU())
+        for block in schedule["*"]:
+            split_attention(block)
+            block["attention"].shard_attribute("heads")
+            split_mlp(block)
+        assert {str(block.graph).count(" all_reduce_(") for block in schedule["*"]} == {2}
+        costs.append(list(seen))
+        seen.clear()
+    assert costs[0] == costs[1]
+
+
+def test_a_layer_that_cannot_run_yet_is_followed_when_the_attribute_that_was_in_the_way_is_split() -> None:
+    schedule = slapo.create_schedule(nn.Sequential(Block(), Block()), mesh={"tp": 2}, example_inputs=X)
+    for block in schedule["*"]:
+        block.trace(flatten=True)
+    for block in schedule["*"]:
+        split_attention(block)
+        assert not block.graph.holds(block.module)
+        block["attention"].shard_attribute("heads")
+        assert block.graph.holds(block.module)

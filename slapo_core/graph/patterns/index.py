@@ -66,6 +66,7 @@ class Tables:
         self.users: dict[Any, list[int]] = {}
         self.position: dict[fx.Node, int] = {}
         self.reads: dict[Attribute, fx.Node] = {}
+        self.found: dict[Any, Any] = {}
         self._tells_tensors = any("example" in node.meta for node in graph.nodes)
         for position, node in enumerate(graph.nodes):
             self.position[node] = position
@@ -134,6 +135,7 @@ class Indexed:
         self.users: dict[Any, list[int]] = tables.users
         self.position: dict[fx.Node, int] = tables.position
         self.reads: dict[Attribute, fx.Node] = tables.reads
+        self.found: dict[Any, Any] = tables.found  # by pattern, of those that ask for nothing else
 
     def tensor(self, attribute: Attribute) -> Any:
         """What ``attribute`` is in the module now; None if it is gone."""

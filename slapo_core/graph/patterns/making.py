@@ -42,10 +42,11 @@ def pattern_of(value: Any, load: Load | None = None) -> GraphPattern:
     """
     if isinstance(value, GraphPattern):
         return value
+    plugin = _plugin(value, load)
+    if plugin is not None:
+        return _of_plugin(plugin, load, value)
     text = _text(value)
-    forms = tuple(dict.fromkeys(_forms(value, load, text)))
-    is_named = isinstance(value, str) and _plugin(value, load) is not None
-    return GraphPattern(forms, text, value if is_named else None)
+    return GraphPattern(tuple(dict.fromkeys(_forms(value, load, text))), text)
 
 
 def _forms(value: Any, load: Load | None, text: str) -> list[Form]:
@@ -60,7 +61,7 @@ def _forms(value: Any, load: Load | None, text: str) -> list[Form]:
     if isinstance(value, str):
         plugin = _plugin(value, load)
         if plugin is not None:
-            return _forms_of_plugin(plugin, load, value)
+            return list(_of_plugin(plugin, load, value).forms)
         if not value:
             raise ArgumentError("a pattern needs a text (got '')", hint='find("*gelu*")')
         return [_single(Target("glob", value))]
@@ -74,24 +75,25 @@ def _forms(value: Any, load: Load | None, text: str) -> list[Form]:
     )
 
 
-def _plugin(name: str, load: Load | None) -> type[Pattern] | Pattern | None:
-    return load(name) if load is not None and "." in name else None
+def _plugin(name: Any, load: Load | None) -> type[Pattern] | Pattern | None:
+    return load(name) if load is not None and isinstance(name, str) and "." in name else None
 
 
 def _single(target: Target) -> Form:
     return Form((Step(target),), (0,), (), ())
 
 
-_OF_PLUGINS: WeakKeyDictionary[type[Pattern], list[Form]] = WeakKeyDictionary()
+_OF_PLUGINS: WeakKeyDictionary[type[Pattern], GraphPattern] = WeakKeyDictionary()
 """A cache of a pure function, not a registry: some have hundreds of forms, and are looked for in every layer."""
 
 
-def _forms_of_plugin(plugin: type[Pattern] | Pattern, load: Load | None, name: str) -> list[Form]:
-    if not isinstance(plugin, type):
-        return _made_by_plugin(plugin, load, name)
-    if plugin not in _OF_PLUGINS:
-        _OF_PLUGINS[plugin] = _made_by_plugin(plugin, load, name)
-    return _OF_PLUGINS[plugin]
+def _of_plugin(plugin: type[Pattern] | Pattern, load: Load | None, name: str) -> GraphPattern:
+    made = _OF_PLUGINS.get(plugin) if isinstance(plugin, type) else None
+    if made is None or made.name != name:
+        made = GraphPattern(tuple(dict.fromkeys(_made_by_plugin(plugin, load, name))), _text(name), name)
+        if isinstance(plugin, type):
+            _OF_PLUGINS[plugin] = made
+    return made
 
 
 def _made_by_plugin(plugin: type[Pattern] | Pattern, load: Load | None, name: str) -> list[Form]:

@@ -40,7 +40,7 @@ class FormMatcher:
     exactly, and only there. A partial placement that failed is not tried again.
 
     Args:
-        form: of a pattern.
+        form: of a pattern; the graph has each of its operations.
         index: of the graph.
     """
 
@@ -69,8 +69,6 @@ class FormMatcher:
 
     def _narrow(self) -> bool:
         steps = self.form.steps
-        if any(each.target.kind == "call" and each.target.name not in self.index.by_operation for each in steps):
-            return False
         for number, step in enumerate(steps):
             where = self.index.by_operation[step.target.name] if step.target.kind == "call" else self.index.calls
             self.candidates[number] = found = {}

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import hashlib
+from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import Any
 
 from torch import fx, nn
 
 from slapo_core.graph.patterns.calls import Attribute
+from slapo_core.graph.patterns.comparing import pairs_of
 from slapo_core.graph.patterns.data import Constant, Form, Wildcard
 from slapo_core.graph.patterns.index import Indexed
 from slapo_core.graph.patterns.matching import Embedding
 from slapo_core.graph.patterns.searching import embeddings
+from slapo_core.ranks.facts import describe
 
 __all__ = ["Found", "GraphPattern"]
 
@@ -62,8 +66,13 @@ class GraphPattern:
             module: that module.
         """
         index = Indexed(graph, module)
-        found, _ = embeddings(self.forms, index)
-        return [_found(self.forms[number], number, embedding, index) for number, embedding in found]
+        known: list[Found] | None = index.found.get(self)
+        if known is None:
+            found, _ = embeddings(self.forms, index)
+            known = [_found(self.forms[number], number, embedding, index) for number, embedding in found]
+            if self._is_of_graphs:
+                index.found[self] = known
+        return list(known)
 
     def nearest_miss(self, graph: fx.Graph, module: nn.Module) -> str | None:
         """How what comes closest to the pattern in ``graph`` differs from it; None if nothing resembles it."""
@@ -96,6 +105,31 @@ class GraphPattern:
 
         forms, text = pattern_from_data(data, find_function)
         return cls(forms, text)
+
+    @cached_property
+    def slapo_described(self) -> str:
+        """The pattern as ranks compare it: some have hundreds of forms, and every layer a step with it."""
+        digest = hashlib.sha256(describe(self.forms).encode()).hexdigest()
+        return f"<{self.text}, sha256 {digest[:16]}>"
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self.forms)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {each.name: getattr(self, each.name) for each in fields(self)}  # a hash is of this process
+
+    @cached_property
+    def _is_of_graphs(self) -> bool:
+        """Whether layers that share a graph have the same matches: nothing else is asked."""
+        steps = [step for form in self.forms for step in form.steps]
+        inner = [each for step in steps for _, operand in step.arguments for each, _ in pairs_of(operand, operand)]
+        return all(step.target.kind != "where" for step in steps) and not any(
+            isinstance(each, Wildcard) and each.shape is not None for each in inner
+        )
 
     def __str__(self) -> str:
         return self.text

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -88,8 +88,10 @@ class _Cutting:
         self.places = Places(flat, cuts)
         self.segments = Segments(flat, self.places)
         self._names: dict[fx.Node, str] = {}
-        self._order = {path: number for number, (path, _) in enumerate(flat.module.named_modules())}
+        modules = dict(flat.module.named_modules())
+        self._order = {path: number for number, path in enumerate(modules)}
         self._taken: set[str] = set()
+        self._lists = tuple(_containers(flat, modules))
 
     def partition(self) -> Partition:
         assembly = Assembly(self.segments, self.name)
@@ -133,6 +135,7 @@ class _Cutting:
             makes={name: (values[name].shape, values[name].dtype, values[name].requires_grad) for name in made},
             called=tuple(sorted(called, key=self._order.__getitem__)),  # the model's order: what is above comes first
             read=tuple(dict.fromkeys(str(node.target) for node in segment.graph.nodes if node.op == "get_attr")),
+            lists=self._lists,
             last=cuts[segment.index] if segment.index < len(cuts) else None,
         )
 
@@ -166,6 +169,16 @@ def _bound(
         return _bound(found, programs, values, output) if len(found) == len(programs) else None
 
     return Partition(stages, values, ties_of(stages, flats[0].module), output, bind)
+
+
+def _containers(flat: FlatGraph, modules: Mapping[str, nn.Module]) -> Iterator[str]:
+    """Lists and dictionaries of modules that code above the cuts may run through; none inside of a called module."""
+    called = {str(node.target) for node in flat.graph.nodes if node.op == "call_module"}
+    inside = tuple(f"{path}." for path in called)
+    for path, module in modules.items():
+        kinds = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+        if isinstance(module, kinds) and path not in called and not path.startswith(inside):
+            yield path
 
 
 def _holds_objects(program: Program) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +34,7 @@ class Program:
         makes: shape, dtype, and whether it carries a gradient, of what it gives.
         called: paths of the modules that it calls, in the model's order.
         read: names of the tensors that it reads.
+        lists: paths of the lists and dictionaries of modules that code above the cuts may run through.
         last: path of the module after which it was cut; None for the last stage.
     """
 
@@ -44,6 +45,7 @@ class Program:
     makes: Mapping[str, tuple[tuple[int, ...], torch.dtype, bool]]
     called: Sequence[str]
     read: Sequence[str]
+    lists: Sequence[str]
     last: str | None
 
 
@@ -95,8 +97,10 @@ class CutStage(StageModule):
             links.append((root.get_submodule(owner)._modules, name, root.get_submodule(path), path))
         modes = [(module, module.training, path) for path, module in flat.inlined.items() if self._has(path)]
         modes += [(root.get_submodule(path), root.get_submodule(path).training, path) for path in program.called]
-        called = {str(node.target) for node in flat.graph.nodes if node.op == "call_module"}  # in all stages
-        lists = [(module, list(module._modules.values()), path) for path, module in _containers(root, called)]
+        containers = map(root.get_submodule, program.lists)
+        lists = [
+            (each, list(each._modules.values()), path) for each, path in zip(containers, program.lists, strict=True)
+        ]
         return links, modes, list(flat.inlined.items()), lists
 
     def forward(self, inputs: Mapping[str, Any], values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -188,15 +192,6 @@ class CutStage(StageModule):
                 owner.add_module(part, Holder(ancestor))
             owner = owner._modules[part]  # type: ignore[assignment]
         return owner, name
-
-
-def _containers(root: nn.Module, called: Collection[str]) -> Iterator[tuple[str, nn.Module]]:
-    """Lists and dictionaries of modules that code above the cuts may run through; none inside of a called module."""
-    inside = tuple(f"{path}." for path in called)
-    for path, module in root.named_modules():
-        kinds = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-        if isinstance(module, kinds) and path not in called and not path.startswith(inside):
-            yield path, module
 
 
 def is_around(module: nn.Module) -> bool:

@@ -69,9 +69,9 @@ def _changing(flat: FlatGraph) -> dict[int, str]:
     names = {}
     for path, module in flat.module.named_modules():
         running = isinstance(module, nn.modules.batchnorm._NormBase) and module.training
-        for name, buffer in module.named_buffers(recurse=False):
+        for name, buffer in module._buffers.items():
             full = f"{path}.{name}" if path else name
-            if running or full in flat.written:
+            if buffer is not None and (running or full in flat.written):
                 names[id(buffer)] = full
     return names
 
