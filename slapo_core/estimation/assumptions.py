@@ -34,8 +34,8 @@ class Assumptions:
         self._found[
             "attention runs in the memory-efficient kernel of CUDA, which keeps no matrix"
             if device is not None and device.type == "cuda"
-            else "attention runs as on the CPU: with dropout, or a bias that needs a gradient, its matrix is kept, which "
-            "CUDA's kernels do not (a device of type 'cuda')"
+            else "attention runs as on the CPU: with dropout, or a bias that needs a gradient, its matrix is kept; on "
+            "a device of type 'cuda' it is not"
         ] = None
 
     def found(self) -> tuple[str, ...]:
