@@ -250,7 +250,7 @@ def test_one_file_is_replayed_estimated_and_verified_at_each_size(tp: int) -> No
 
 @pytest.mark.breadth
 @pytest.mark.ranks
-@pytest.mark.parametrize("tp", (1, 2, 4, 8))
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
 def test_one_file_is_fitted_at_each_size(tp: int) -> None:
     sch = slapo.replay(eight_heads(), saved(), mesh={"tp": tp}, example_inputs=TOKENS)
     peak = sch.estimate(timeout=PATIENCE).memory.total
