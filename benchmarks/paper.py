@@ -49,6 +49,7 @@ V100 = DeviceSpec(
     launch=5e-6,
     memory=32 * 10**9,
     links={"tp": Link(150e9, 1e-5), "*": Link(12.5e9 / 8, 2e-5)},
+    type="cuda",
 )
 """The paper's machine: 300 GB/s of NVLink a GPU, half of it in one direction; 100 Gbit/s between nodes for 8 GPUs.
 

@@ -16,8 +16,7 @@ __all__ = ["Assumptions"]
 Factory: TypeAlias = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 _ALWAYS = (
-    "operations are those of torch on the CPU: on another device a kernel may keep more or less for the backward pass "
-    "(attention with dropout keeps its matrix)",
+    "operations are those of torch on the CPU: on another device a kernel may keep more or less for the backward pass",
     "bytes are those of tensors, without what an allocator, cuBLAS or NCCL take beside them",
     "the output of a step is dropped before the next one",
     "what is compiled is estimated as it runs without: the compiler fuses, and keeps less",
@@ -29,6 +28,15 @@ class Assumptions:
 
     def __init__(self) -> None:
         self._found = dict.fromkeys(_ALWAYS)
+
+    def attention(self, device: DeviceSpec | None) -> None:
+        """In whose kernels it runs."""
+        self._found[
+            "attention runs in the memory-efficient kernel of CUDA, which keeps no matrix"
+            if device is not None and device.type == "cuda"
+            else "attention runs as on the CPU: with dropout, or a bias that needs a gradient, its matrix is kept; on "
+            "a device of type 'cuda' it is not"
+        ] = None
 
     def found(self) -> tuple[str, ...]:
         """In the order in which they were made, each once."""

@@ -145,4 +145,6 @@ class _Wrapper:
         for name, value in list(vars(run).items()):
             if value is forward and name != "__wrapped__":  # a mark that says: this very function, and none around it
                 setattr(run, name, run)
+        if is_inlined(forward):
+            run.slapo_is_inlined = run  # type: ignore[attr-defined]
         return run

@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import math
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ from slapo_core.estimation.flops import FlopTracker
 from slapo_core.estimation.kinds import kinds_of_ranks
 from slapo_core.estimation.memory import MemoryTracker
 from slapo_core.estimation.place import Place
-from slapo_core.estimation.private import FakeStore, FakeTensorMode
+from slapo_core.estimation.private import FakeStore, FakeTensorMode, attention_of_cuda
 from slapo_core.estimation.results import RankEstimate
 from slapo_core.estimation.roofline import TimeTracker
 from slapo_core.estimation.source import Source
@@ -163,6 +164,7 @@ def play(request: Request) -> Played | SlapoError:
         doing = "a training step"
         assumptions = Assumptions()
         assumptions.train(schedule.model)
+        assumptions.attention(request.device)
         if pipeline is not None:
             assumptions.pipeline(len(pieces), request.mesh or {}, timed=request.device is not None)
         elif (request.mesh or {}).get("dp", 1) > 1:
@@ -177,7 +179,8 @@ def play(request: Request) -> Played | SlapoError:
         model = schedule.model
         values.otherwise = lambda: assumptions.number() if trackers.place.step == "optimizer" else None
         watched = dataclasses.replace(request, optimizer=assumptions.told_of(request.optimizer))
-        with torch.compiler.set_stance("force_eager"):
+        is_cuda = request.device is not None and request.device.type == "cuda"
+        with torch.compiler.set_stance("force_eager"), attention_of_cuda() if is_cuda else nullcontext():
             if pipeline is None:
                 train(schedule, fakes, watched, mode, trackers, values)
             else:

@@ -63,7 +63,7 @@ def measure_device(
     if ranks > 1:
         say(f"links of {ranks} ranks")
         links = {"*": _link(ranks, device)}
-    return DeviceSpec(_name(device), flops, bandwidth, launch, _memory(device), links)
+    return DeviceSpec(_name(device), flops, bandwidth, launch, _memory(device), links, device.type)
 
 
 def _device() -> torch.device:

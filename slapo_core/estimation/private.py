@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "UnsupportedOperatorException",
+    "attention_of_cuda",
     "bucket_assignment",
     "current_autograd_node",
     "flop_formulas",
@@ -35,6 +37,48 @@ __all__ = [
     "ranks_of_group",
     "unset_fake_temporarily",
 ]
+
+
+@contextmanager
+def attention_of_cuda() -> Iterator[None]:
+    """While it lasts, attention of tensors on the CPU, which must be fake, is the memory-efficient operator of CUDA.
+
+    What that does not take (other than four axes, float64, heads of a key that serve several queries) stays as it is.
+    Flash attention keeps and computes the same.
+    """
+    overrides = torch.library.Library("aten", "IMPL")
+    overrides.impl("scaled_dot_product_attention", _memory_efficient, "AutogradCPU")
+    try:
+        yield
+    finally:
+        overrides._destroy()
+
+
+def _memory_efficient(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    if query.dim() != 4 or query.dtype == torch.float64 or enable_gqa:
+        whole = torch.ops.aten.scaled_dot_product_attention.default
+        return whole.decompose(  # type: ignore[no-any-return]
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    if attn_mask is not None:
+        if attn_mask.dtype == torch.bool:
+            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, -torch.inf)
+        attn_mask = attn_mask.expand(*query.shape[:3], key.shape[2])
+    keeps = any(each.requires_grad for each in (query, key, value))
+    out, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+        query, key, value, attn_mask, keeps, dropout_p, is_causal, scale=scale
+    )
+    return out  # type: ignore[no-any-return]
 
 
 def current_autograd_node() -> Any:

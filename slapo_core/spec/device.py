@@ -39,6 +39,7 @@ class DeviceSpec:
         launch: seconds that an operation takes however little it does.
         memory: bytes of the device's memory; None where that is not known.
         links: what connects ranks, by mesh dimension; ``"*"`` stands for all others.
+        type: as torch names it: on ``"cuda"`` attention is that of CUDA's kernels, on others that of the CPU's.
     """
 
     name: str
@@ -47,6 +48,7 @@ class DeviceSpec:
     launch: float
     memory: int | None = None
     links: Mapping[str, Link] = field(default_factory=dict)
+    type: str = "cpu"
 
     def to_json(self) -> dict[str, Any]:
         """As plain values, for ``json.dump``."""
@@ -59,6 +61,7 @@ class DeviceSpec:
             },
             "memory": self.memory,
             "name": self.name,
+            "type": self.type,
         }
 
     @classmethod
@@ -82,11 +85,12 @@ class DeviceSpec:
                 ) from error
         if not isinstance(document, Mapping):
             _refuse(where, "the document", "an object", document)
-        _keys(where, "", document, {"name", "flops", "bandwidth", "launch"}, {"memory", "links"})
+        _keys(where, "", document, {"name", "flops", "bandwidth", "launch"}, {"memory", "links", "type"})
         name, flops, links = document["name"], document["flops"], document.get("links") or {}
-        memory = document.get("memory")
-        if not isinstance(name, str) or not name:
-            _refuse(where, "'name'", "a text", name)
+        memory, kind = document.get("memory"), document.get("type", "cpu")
+        for key, text in (("name", name), ("type", kind)):
+            if not isinstance(text, str) or not text:
+                _refuse(where, f"'{key}'", "a text", text)
         if not isinstance(flops, Mapping) or not flops:
             _refuse(where, "'flops'", 'an object of numbers by dtype, such as {"float32": 1e12}', flops)
         if memory is not None and (type(memory) is not int or memory < 1):
@@ -107,6 +111,7 @@ class DeviceSpec:
             _number(where, "launch", document["launch"], zero=True),
             memory,
             made,
+            kind,
         )
 
 
@@ -118,6 +123,7 @@ DEVICES: Mapping[str, DeviceSpec] = {
         launch=5e-6,
         memory=80 * 10**9,
         links={"tp": Link(300e9, 1e-5), "*": Link(25e9, 2e-5)},
+        type="cuda",
     ),
     "h100": DeviceSpec(
         "NVIDIA H100 SXM 80GB (data sheet)",
@@ -134,6 +140,7 @@ DEVICES: Mapping[str, DeviceSpec] = {
         launch=5e-6,
         memory=80 * 10**9,
         links={"tp": Link(450e9, 1e-5), "*": Link(50e9, 2e-5)},
+        type="cuda",
     ),
 }
 """Devices by the names that ``slapo estimate --device`` knows: peaks of data sheets, of which a step reaches a part.

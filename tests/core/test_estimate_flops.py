@@ -14,9 +14,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import slapo_core as slapo
 from slapo_core.errors import ArgumentError
+from slapo_core.estimation.child import Played, Request, play
 from slapo_core.estimation.flops import FlopTracker
 from slapo_core.estimation.private import FakeTensorMode
 from slapo_core.estimation.roofline import collective_seconds, link_of
+from slapo_core.estimation.source import Functions
 from slapo_core.estimation.values import Values
 from slapo_core.estimation.watch import Watch
 from slapo_core.spec.device import DeviceSpec, Link
@@ -86,6 +88,33 @@ def test_grouped_products_count() -> None:
         return torch._grouped_mm(a, b, offs=offsets).float() * tensor(1)
 
     assert counted(run) == 2 * 64 * 32 * 16
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj, self.bias = nn.Linear(8, 8), nn.Parameter(torch.zeros(1, 1, 64, 64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(self.proj(x), x, x, self.bias).sum()
+
+
+def test_attention_is_played_in_the_kernels_of_the_device() -> None:
+    """On a CPU a bias that needs a gradient takes scores, weights and their products one by one, and keeps matrices."""
+    matrix = 4 * 2 * 3 * 64 * 64
+    kept = {}
+    for kind in ("cpu", "cuda"):
+        device = DeviceSpec("f", {"float32": 1e9}, bandwidth=1e9, launch=0.0, type=kind)
+        request = Request(Functions(Attention, nothing), None, 0, (0,), torch.ones(2, 3, 64, 8), None, itself, device)
+        played = play(request)
+        assert isinstance(played, Played)
+        kept[kind] = played.estimate.memory.activations
+        assert ("memory-efficient" in " ".join(played.assumptions)) == (kind == "cuda")
+    assert kept["cuda"] < matrix < kept["cpu"]
+
+
+def nothing(sch: slapo.Schedule) -> None:
+    """No step."""
 
 
 class Layer(nn.Module):

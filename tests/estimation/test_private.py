@@ -6,6 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional as F
 
 from slapo_core.estimation.child import Request, estimate_rank
 from slapo_core.estimation.private import (
@@ -15,6 +17,7 @@ from slapo_core.estimation.private import (
     FakeTensor,
     FakeTensorMode,
     UnsupportedOperatorException,
+    attention_of_cuda,
     current_autograd_node,
     next_sequence_number,
     unset_fake_temporarily,
@@ -58,6 +61,33 @@ def test_tensors_without_memory_raise_where_values_are_asked_for() -> None:
 
         with pytest.raises((UnsupportedOperatorException, RuntimeError), match="without_shape"):
             without_shape(x)
+
+
+@pytest.mark.parametrize("mask", ["none", "bool", "bias"])
+def test_attention_of_cuda_keeps_no_matrix_and_gives_a_bias_its_gradient(mask: str) -> None:
+    """Each head of two samples: 64 queries, 64 keys, of size 8."""
+    with FakeTensorMode():
+        query, key, value = (torch.randn(2, 4, 64, 8, requires_grad=True) for _ in range(3))
+        bias = torch.randn(1, 4, 64, 64, requires_grad=True)
+        masks = {"none": None, "bool": torch.ones(2, 1, 1, 64, dtype=torch.bool), "bias": bias}
+        kept: list[tuple[int, ...]] = []
+        with attention_of_cuda(), saved_tensors_hooks(lambda x: kept.append(tuple(x.shape)) or x, lambda x: x):
+            output = F.scaled_dot_product_attention(query, key, value, masks[mask], dropout_p=0.1)
+        output.sum().backward()
+    assert output.shape == query.shape == query.grad.shape  # type: ignore[union-attr]
+    assert (bias.grad is None) == (mask != "bias")
+    assert bias.grad is None or bias.grad.shape == bias.shape
+    matrices = [shape for shape in kept if shape[-2:] == (64, 64)]
+    assert len(matrices) == (mask != "none")  # what is added, and nothing per score
+
+
+def test_attention_is_torch_s_own_behind_attention_of_cuda_and_where_its_operator_does_not_fit() -> None:
+    query = torch.randn(2, 4, 6, 8, dtype=torch.float64, requires_grad=True)
+    expected = F.scaled_dot_product_attention(query, query, query)
+    with attention_of_cuda():
+        assert torch.equal(F.scaled_dot_product_attention(query, query, query), expected)
+    query = query.detach().float().requires_grad_()
+    assert "ForCpu" in type(F.scaled_dot_product_attention(query, query, query).grad_fn).__name__
 
 
 @pytest.mark.ranks

@@ -19,7 +19,7 @@ import slapo_tune
 from slapo_models import schedules
 from tests.messages import Messages
 
-from .families import FAMILIES
+from .families import EAGER, FAMILIES, SIZES, TOKENS
 
 ROOT = Path(__file__).parents[3]
 PATIENCE = 1800.0  # seconds; the machine may be busy
@@ -213,3 +213,47 @@ def test_ranks_recomputation_and_kernels_are_tuned(name: str, tmp_path: Path) ->
     assert result.counts == {"ok": 8}
     assert result.winner is not None
     assert result.winner.right
+
+
+def eight_heads() -> nn.Module:
+    from transformers import BertConfig, BertForMaskedLM
+
+    torch.manual_seed(0)
+    sizes = {**SIZES, "hidden_size": 64, "num_attention_heads": 8, "intermediate_size": 64}
+    return BertForMaskedLM(BertConfig(**sizes, **EAGER, max_position_embeddings=32))  # type: ignore[no-any-return]
+
+
+@functools.cache
+def saved() -> str:
+    """Kernels, a checkpoint, shards, and a vocabulary of 97 that no size divides: saved with two ranks."""
+    sch = slapo.create_schedule(eight_heads(), mesh={"tp": 2}, example_inputs=TOKENS)
+    FAMILIES["bert"].apply(sch, **EVERYTHING)
+    return sch.to_json()
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("tp", [2, *(pytest.param(tp, marks=pytest.mark.breadth) for tp in (1, 4, 8))])
+def test_one_file_is_replayed_estimated_and_verified_at_each_size(tp: int) -> None:
+    sch = slapo.replay(eight_heads(), saved(), mesh={"tp": tp}, example_inputs=TOKENS)
+    assert slapo.replay(eight_heads(), sch.to_json(), example_inputs=TOKENS).to_json() == sch.to_json()
+    (kind,) = sch.estimate(timeout=PATIENCE).kinds
+    assert kind.ranks == tuple(range(tp))
+    weights = sch.model.get_submodule("bert.encoder.layer.1.output.dense").weight.shape, -(-97 // tp)
+    assert weights == ((64, 64 // tp), sch.model.bert.embeddings.word_embeddings.weight.shape[0])  # type: ignore[union-attr, index]
+    calls = Counter((each.phase, each.kind) for each in kind.collectives)
+    # two layers, embeddings and head; backward, the forward of the checkpointed layer again
+    sums = {("forward", "all_reduce"): 5, ("forward", "all_gather"): 1, ("backward", "all_reduce"): 7}
+    assert calls == ({} if tp == 1 else sums)
+    report = slapo.verify(sch, optimizer_steps=1, timeout=PATIENCE)
+    assert report.steps_verified == len(sch.records)
+
+
+@pytest.mark.breadth
+@pytest.mark.ranks
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+def test_one_file_is_fitted_at_each_size(tp: int) -> None:
+    sch = slapo.replay(eight_heads(), saved(), mesh={"tp": tp}, example_inputs=TOKENS)
+    peak = sch.estimate(timeout=PATIENCE).memory.total
+    fit = sch.fit(memory=peak - 1, timeout=PATIENCE)
+    assert fit.estimate.memory.total < peak
+    assert [record.primitive.name for record in sch.records[-1:]] == ["core.checkpoint"]
