@@ -54,10 +54,12 @@ class Leaves:
         """
         if not self.flatten:
             return True
+        if getattr(module, "slapo_stays_a_call", False):
+            return True
         if is_changed(module):
             if not all(map(is_inlined, _parts(module))):
                 return True
-        elif is_predefined(module) or getattr(module, "slapo_stays_a_call", False):
+        elif is_predefined(module):
             return True
         return self.names(module, path)
 

@@ -325,7 +325,9 @@ class TracedForward:
         undone: Callable[[nn.Module], AbstractContextManager[None]] | None = None,
     ) -> TracedForward:
         named = tuple((keywords or {}).items())
-        action = Replacement(new, tuple(arguments), named, name, tuple(results), then, undone)
+        outputs = {len(match.outputs) for match in matches}
+        values = outputs.pop() if len(outputs) == 1 and not results and then is None else None
+        action = Replacement(new, tuple(arguments), named, name, tuple(results), then, undone, values)
         return self._rewritten(module, matches, action)
 
     @property

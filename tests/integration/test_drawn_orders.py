@@ -90,3 +90,13 @@ def test_a_module_that_cannot_run_between_the_steps_of_a_split_is_traced_there()
         each.apply(sch)
     assert "all_reduce" in str(sch[at.layer].graph)
     assert "sdpa" in str(sch[at.layer].graph)
+
+
+def test_a_quantized_layer_stays_a_call_when_it_is_split_and_synchronized() -> None:
+    at, units = FAMILIES["opt"], family("opt")
+    sch = slapo.create_schedule(model_of("opt"), mesh={"tp": 2}, example_inputs=batch_of("opt"))
+    sch[at.ups[0]].quantize()
+    for each in units["shard mlp"].steps:
+        each.apply(sch)
+    sch[at.layer].trace(flatten=True)
+    assert "self.fc1(" in str(sch[at.layer].graph)

@@ -63,12 +63,12 @@ class Bound:
         self._is_checked = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return self._call(*self.inputs(*args, **kwargs))
         if is_fake():
             return self.function(*args, **kwargs)
         inputs = self.inputs(*args, **kwargs)
         output = self._call(*inputs)
-        if torch.compiler.is_compiling():
-            return output
         if missing_gradient(inputs, output):
             raise ApplyError(
                 f"{self.kernel.where}: an input requires a gradient, and the kernel's output has none",

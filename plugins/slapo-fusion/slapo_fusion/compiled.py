@@ -94,7 +94,7 @@ class Compiled:
         fullgraph: bool = False,
         dynamic: bool | None = None,
     ) -> None:
-        functools.update_wrapper(self, function)
+        functools.update_wrapper(self, function, updated=())  # what another object of a class holds is its own
         self.function, self.backend, self.where = function, backend, where
         self.fullgraph, self.dynamic = fullgraph, dynamic
         self._compiled: dict[bool, Callable[..., Any]] = {}  # by whether a graph break is an error
@@ -103,7 +103,7 @@ class Compiled:
         if torch.compiler.is_compiling() or is_fake():
             return self.function(*args, **kwargs)
         try:
-            return self._watched(args, kwargs) if is_watched() else self._call(self.fullgraph, args, kwargs)
+            return self._watched(args, kwargs) if is_watched() else self._run(self.fullgraph, args, kwargs)
         except torch._dynamo.exc.TorchDynamoException as error:
             raise ApplyError(
                 f"{self.where} failed: {reason(error)}",
@@ -111,7 +111,7 @@ class Compiled:
                 "is as it was",
             ) from error
 
-    def _call(self, fullgraph: bool, args: Any, kwargs: Any) -> Any:
+    def _run(self, fullgraph: bool, args: Any, kwargs: Any) -> Any:
         if fullgraph not in self._compiled:
             self._compiled[fullgraph] = torch.compile(
                 self.function, backend=self.backend, fullgraph=fullgraph, dynamic=self.dynamic, **_LIMIT
@@ -124,7 +124,7 @@ class Compiled:
         if self.fullgraph or code not in _IN_PIECES:
             try:
                 with aside(), put_back_on_error(args):
-                    return self._call(True, args, kwargs)
+                    return self._run(True, args, kwargs)
             except RuntimeError:  # a graph break; or nothing was compiled, and it ran as it is
                 if self.fullgraph:
                     raise
@@ -134,7 +134,7 @@ class Compiled:
                 return self.function(*args, **kwargs)
             shown(self.function, args, kwargs)
         with aside(shown=False):
-            return self._call(False, args, kwargs)
+            return self._run(False, args, kwargs)
 
     def __getstate__(self) -> Mapping[str, Any]:
         kept = ("function", "backend", "where", "fullgraph", "dynamic")

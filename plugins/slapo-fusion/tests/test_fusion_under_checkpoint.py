@@ -50,3 +50,34 @@ def test_a_whole_forward_goes_on_being_checkpointed_when_its_weight_is_split() -
     first, second = sch["inner"].wrappers
     assert checkpoints(sch["inner"])
     assert (goes_around(first), goes_around(second)) == (False, True)
+
+
+class Scores(nn.Module):
+    """Gives what is inside of a match too, which its caller drops."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scores = self.up(x).softmax(-1)
+        return scores * x, scores
+
+
+class Drops(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Scores()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out, _ = self.inner(x)
+        return out + 1
+
+
+def test_a_part_that_gives_more_than_its_kernel_is_refused_when_it_becomes_a_call() -> None:
+    sch = slapo.create_schedule(nn.Sequential(Drops()), example_inputs=torch.randn(2, 3, 8))
+    sch["0"].trace(flatten=True)
+    sch["0"].replace(lambda x, y: x.softmax(-1) * y, match=lambda x, y: x.softmax(-1) * y)
+    with pytest.raises(slapo.ApplyError, match="part of what was rewritten"):
+        sch["0.inner"].checkpoint()
+    slapo.verify(sch)

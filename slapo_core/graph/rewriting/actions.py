@@ -137,6 +137,7 @@ class Replacement:
         results: names of captures for which the results stand; empty: the values used outside, in the graph's order.
         then: called with what ``new`` gives, and gives the results.
         undone: gives, for the traced module, a context in which what the matches call can run; None: it always can.
+        values: how many values of a match are used outside of it, which ``new`` gives; None: not looked at.
     """
 
     new: Callable[..., Any] | str
@@ -146,6 +147,7 @@ class Replacement:
     results: tuple[str, ...] = ()
     then: Callable[..., Any] | None = None
     undone: Callable[[nn.Module], AbstractContextManager[None]] | None = None
+    values: int | None = None
 
     def call(
         self,
@@ -165,6 +167,11 @@ class Replacement:
         left = [node for node in outputs if results is not None and node not in results]
         if left:
             raise CannotPlace(f"the value of '{left[0]}' is used outside of the match, and nothing gives it then")
+        if results is None and self.values not in (None, len(outputs)):
+            shown = ", ".join(f"'{node}'" for node in outputs)
+            raise CannotPlace(
+                f"{shown} are used outside of the match, where '{self.name}' gives {self.values} value(s)"
+            )
         op, target = "call_module", self.new
         if not isinstance(self.new, str):
             op, target = "call_function", target_for(self.new, self.name)
