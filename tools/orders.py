@@ -182,7 +182,7 @@ def _pairs(asked: Sequence[Pair], found: Found) -> list[str]:
     counts = Counter(found[pair.draw.name].outcome for pair in asked)
     promised = [pair for pair in asked if (pair.first, pair.second) in MUST_WORK]
     kept = len(promised) - len(broken_promises(asked, found))
-    lines += ["", "### Refusals", ""]
+    lines += ["", "### Refusals"]
     lines += _paragraph(
         f"{len(asked)} pairs: " + ", ".join(f"{count} {outcome}" for outcome, count in counts.most_common())
         + f". Of {len(promised)} that must work {kept} do."
