@@ -64,7 +64,7 @@ def test_settings_are_read_anew_each_time() -> None:
     assert len(schedule.find(lambda x: F.dropout(x, 0.3))) == 1
 
 
-def test_shapes_and_predicates_are_asked_anew_each_time() -> None:
+def test_shapes_and_predicates_are_asked_each_time() -> None:
     model = Block()
     schedule = traced(model, X, Y)
     wanted = {"dropout"}

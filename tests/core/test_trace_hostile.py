@@ -186,7 +186,7 @@ def test_what_the_first_call_settles_is_settled_by_the_recording() -> None:
     assert_equal(sch.model(X), X + 1)  # as every call after the first
 
 
-def test_what_every_call_settles_anew_is_refused_and_left_as_it_was() -> None:
+def test_what_every_call_settles_again_is_refused_and_left_as_it_was() -> None:
     sch = slapo.create_schedule(Whole(Settles(again=True)), example_inputs=(X,))
     with pytest.raises(slapo.TraceError, match=r"sets self\.kind"):
         sch["below"].trace(flatten=True)
