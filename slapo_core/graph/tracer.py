@@ -50,30 +50,24 @@ class RecordTracer(Tracer):
         arguments: Mapping[str, Any],
         leaves: Callable[[nn.Module, str], bool],
     ) -> Recorded:
-        return after_first_call(lambda: self._trace(module, forward, arguments, leaves))
-
-    def _trace(
-        self,
-        module: nn.Module,
-        forward: Callable[..., Any],
-        arguments: Mapping[str, Any],
-        leaves: Callable[[nn.Module, str], bool],
-    ) -> Recorded:
-        # In an empty context: what collects outputs of modules there must not collect those of a recording.
-        try:
-            return contextvars.Context().run(record, module, forward, arguments, leaves)
-        except (NeedsValues, RuntimeError, NotImplementedError) as fake_error:
-            if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
-                raise
-            # What needs values: on the tensors themselves, as the forward would run.
-            real = with_own_values(dict(arguments))
+        def recorded() -> Recorded:
+            # In an empty context: what collects outputs of modules there must not collect those of a recording.
             try:
-                with fork_rng():
-                    return contextvars.Context().run(record, module, forward, real, leaves, fake=False)
-            except Untraceable:
-                raise
-            except Exception:  # noqa: BLE001 - whatever it is: a compiler's own, where it is asked to run in a recording
-                raise fake_error from None
+                return contextvars.Context().run(record, module, forward, arguments, leaves)
+            except (NeedsValues, RuntimeError, NotImplementedError) as fake_error:
+                if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
+                    raise
+                # What needs values: on the tensors themselves, as the forward would run.
+                real = with_own_values(dict(arguments))
+                try:
+                    with fork_rng():
+                        return contextvars.Context().run(record, module, forward, real, leaves, fake=False)
+                except Untraceable:
+                    raise
+                except Exception:  # noqa: BLE001 - whatever it is: a compiler's own, where it is asked to run in a recording
+                    raise fake_error from None
+
+        return after_first_call(recorded)
 
 
 def after_first_call(recording: Callable[[], T]) -> T:
