@@ -321,13 +321,15 @@ class TracedForward:
         keywords: Mapping[str, Any] | None = None,
         name: str,
         results: Sequence[str] = (),
+        results_only: bool = False,
         then: Callable[..., Any] | None = None,
         undone: Callable[[nn.Module], AbstractContextManager[None]] | None = None,
     ) -> TracedForward:
         named = tuple((keywords or {}).items())
         outputs = {len(match.outputs) for match in matches}
         values = outputs.pop() if len(outputs) == 1 and not results and then is None else None
-        action = Replacement(new, tuple(arguments), named, name, tuple(results), then, undone, values)
+        values = 1 if results_only else values
+        action = Replacement(new, tuple(arguments), named, name, tuple(results), then, undone, values, results_only)
         return self._rewritten(module, matches, action)
 
     @property

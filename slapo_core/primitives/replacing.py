@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from slapo_core.primitives.at_matches import changes_swallowed
@@ -45,7 +45,9 @@ class MatchReplacement:
         rtol: float | None = None,
         atol: float | None = None,
     ):
-        self.new: Any = _replacement_of(node, new) if isinstance(new, str) else new
+        pattern: Any = node.plugin("patterns", new) if isinstance(new, str) else None
+        self.new: Any = new if pattern is None else getattr(pattern.replacement, "__func__", pattern.replacement)
+        self.results_only = pattern is not None and pattern.results_only
         self.shown = new if isinstance(new, str) else _shown(new)
         self.places = by_place(node, matches)
         self.params, self.name = params, name
@@ -101,6 +103,7 @@ class MatchReplacement:
                     arguments=arguments.positional,
                     keywords=dict(arguments.keywords),
                     name=name,
+                    results_only=self._results_only(place),
                 )
             edit.set_graph(place, graph)
 
@@ -169,10 +172,19 @@ class MatchReplacement:
 
         graph: Any = place.graph
         problem = mismatch(
-            graph.first.recorded, place.module, match, self.new, arguments.positional, dict(arguments.keywords)
+            graph.first.recorded,
+            place.module,
+            match,
+            self.new,
+            arguments.positional,
+            dict(arguments.keywords),
+            results_only=self._results_only(place),
         )
         if problem is not None:
             yield Violation(f"{self.shown} cannot stand for {match}: {problem}", "it must give what the match gives")
+
+    def _results_only(self, place: Node) -> bool:
+        return self.results_only and place.parent is not None  # what the root gives out is the model's result
 
     def _module_violations(self, new: nn.Module) -> Iterator[Violation]:
         root = self.places[0][0]
@@ -230,11 +242,6 @@ class MatchReplacement:
             edit.set_parameter(new_node, new_name, old_node.parameters[old_name])
         else:
             edit.set_buffer(new_node, new_name, old_node.buffers[old_name])
-
-
-def _replacement_of(node: Node, name: str) -> Callable[..., Any] | None:
-    replacement: Any = node.plugin("patterns", name).replacement
-    return getattr(replacement, "__func__", replacement)
 
 
 def _is_module(value: Any) -> bool:

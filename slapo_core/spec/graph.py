@@ -162,6 +162,7 @@ class Graph(Protocol):
         keywords: Mapping[str, Any] | None = None,
         name: str,
         results: Sequence[str] = (),
+        results_only: bool = False,
         then: Callable[..., Any] | None = None,
         undone: Callable[[nn.Module], AbstractContextManager[None]] | None = None,
     ) -> Graph:
@@ -176,6 +177,8 @@ class Graph(Protocol):
             name: of the call in the printed graph.
             results: names of captures of the match for which the results stand, in their order; empty: the values that
                 are used outside of the match, in the graph's order.
+            results_only: ``new`` gives the last value of a match; others become None where the traced module gives
+                them out, and are refused where it uses them.
             then: called with what ``new`` gives, and gives the results.
             undone: gives, for the traced module, a context in which what the matches call can run, for recording
                 another variant; None: it always can.

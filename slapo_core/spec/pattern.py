@@ -27,10 +27,13 @@ class Pattern(ABC):
         name: the full name ``<namespace>.<name>``.
         replacement: what computes the same, called with the captures by name, for ``replace(match=...)`` without a new
             module; None if there is none. It must be right for every form.
+        results_only: the replacement gives what the pattern returns, and no value inside of a match: one that the
+            traced module gives out and does not use, such as the weights of an attention, is None then.
     """
 
     name: ClassVar[str]
     replacement: ClassVar[Callable[..., Any] | None] = None
+    results_only: ClassVar[bool] = False
 
     @abstractmethod
     def forms(self) -> Iterable[Any]:

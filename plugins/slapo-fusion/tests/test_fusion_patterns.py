@@ -81,17 +81,82 @@ def test_qkv_captures_the_projections_in_the_order_of_their_calls() -> None:
     assert len(match.outputs) == 3
 
 
-def test_attention_weights_that_are_returned_keep_the_attention_as_it_is() -> None:
-    def both(self: Written, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        weights = F.softmax(q @ k.mT * 0.3, dim=-1)
-        return weights @ v, weights
+def weighted(self: Written, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    weights = F.softmax(self.first(q) @ k.mT * 0.3, dim=-1)
+    return self.second(weights @ v), weights
 
-    sch = traced(both, (Q, K, V))
-    (match,) = sch["op"].find("fusion.sdpa")
+
+class Caller(nn.Module):
+    """Goes on with what an attention gives, and drops its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = Written(weighted)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out, _ = self.attention(q, k, v)
+        return out + q  # type: ignore[no-any-return]
+
+
+class Outer(nn.Module):
+    """The model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Caller()
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.layer(q, k, v)  # type: ignore[no-any-return]
+
+
+def test_attention_weights_that_are_only_returned_are_none_behind_the_kernel() -> None:
+    sch = slapo.create_schedule(Caller(), example_inputs=(Q, K, V))
+    sch["attention"].trace(flatten=True)
+    (match,) = sch["attention"].find("fusion.sdpa")
     assert len(match.outputs) == 2
-    with pytest.raises(slapo.PreconditionError, match="gives 2 values"):
-        sch["op"].replace(match="fusion.sdpa")
-    assert len(sch.records) == 1
+    sch["attention"].replace(match="fusion.sdpa")
+    assert sch.model.attention(Q, K, V)[1] is None  # type: ignore[union-attr, operator]
+    slapo.verify(sch)
+    sch.undo()
+    assert sch.model.attention(Q, K, V)[1].shape == (Q @ K.mT).shape  # type: ignore[union-attr, operator]
+
+
+ORDERS = {
+    "the caller's kernel first": ("trace caller", "replace caller", "checkpoint"),
+    "the checkpoint first": ("checkpoint", "trace caller", "replace caller"),
+    "the checkpoint between": ("trace caller", "checkpoint", "replace caller"),
+    "the attention alone": ("trace attention", "checkpoint", "replace attention"),
+    "the attention, then its caller": ("trace attention", "replace attention", "checkpoint", "trace caller"),
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_attention_under_a_checkpoint_of_its_own_gets_its_kernel_in_any_order(order: str) -> None:
+    sch = slapo.create_schedule(Outer(), example_inputs=(Q, K, V))
+    nodes = {"caller": sch["layer"], "attention": sch["layer.attention"]}
+    for step in ORDERS[order]:
+        name, _, where = step.partition(" ")
+        if name == "checkpoint":
+            nodes["attention"].checkpoint()
+        elif name == "trace":
+            nodes[where].trace(flatten=True)
+        else:
+            nodes[where].replace(match="fusion.sdpa")
+    assert "sdpa" in str(nodes["attention"].graph)
+    slapo.verify(sch)
+
+
+def test_attention_weights_that_are_used_or_are_the_model_s_own_result_keep_the_attention_as_it_is() -> None:
+    def used(self: Written, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        out, weights = weighted(self, q, k, v)
+        return out * weights.mean(), weights
+
+    root = slapo.create_schedule(Written(weighted), example_inputs=(Q, K, V)).root
+    root.trace(flatten=True)
+    for node in (root, traced(used, (Q, K, V))["op"]):
+        with pytest.raises(slapo.PreconditionError, match="gives 2 values"):
+            node.replace(match="fusion.sdpa")
+        assert len(node.records) == 1
 
 
 # -- the replacements, held against what they stand for ------------------------------------------------------------

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from torch import fx, nn
 
@@ -71,6 +71,11 @@ class Action(Protocol):
         """Of the call in the printed graph."""
         ...
 
+    @property
+    def results_only(self) -> bool:
+        """Whether values of a match that the graph only gives out become None, all but the last."""
+        ...
+
     def call(
         self,
         place: Place,
@@ -99,6 +104,7 @@ class Outline:
 
     transform: Callable[[Callable[..., Any]], Callable[..., Any]]
     name: str
+    results_only: ClassVar[bool] = False
     made: dict[Callable[..., Any], NamedCall] = field(default_factory=dict, compare=False, repr=False)
 
     def call(
@@ -138,6 +144,7 @@ class Replacement:
         then: called with what ``new`` gives, and gives the results.
         undone: gives, for the traced module, a context in which what the matches call can run; None: it always can.
         values: how many values of a match are used outside of it, which ``new`` gives; None: not looked at.
+        results_only: values of a match that the graph only gives out become None, all but the last.
     """
 
     new: Callable[..., Any] | str
@@ -148,6 +155,7 @@ class Replacement:
     then: Callable[..., Any] | None = None
     undone: Callable[[nn.Module], AbstractContextManager[None]] | None = None
     values: int | None = None
+    results_only: bool = False
 
     def call(
         self,

@@ -15,7 +15,7 @@ from slapo_core.graph.rewriting.placing import CannotPlace, nodes_after
 from slapo_core.graph.rewriting.region import Read
 from slapo_core.spec.tracer import Recorded, check
 
-__all__ = ["Rewrite", "rewritten"]
+__all__ = ["Rewrite", "only_given_out", "rewritten"]
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,8 @@ def _rewrite_one(
     effects = Effects(graph, module)
     nodes = [node for node in graph.nodes if node in inside]
     _drop_type_checks(graph, nodes, inside)
+    if action.results_only:
+        _give_none(graph, only_given_out(nodes))
     outputs = [node for node in nodes if any(user not in inside for user in node.users)] or nodes[-1:]
     call = action.call(place, nodes, outputs, module, effects)
     after = nodes_after(nodes, effects)
@@ -133,6 +135,17 @@ def _inserted(graph: fx.Graph, call: NewCall, name: str) -> fx.Node:
 
 def _item(graph: fx.Graph, node: fx.Node, position: int) -> fx.Node:
     return graph.call_function(operator.getitem, (node, position))
+
+
+def only_given_out(nodes: Sequence[fx.Node]) -> list[fx.Node]:
+    """Those of a match, all but the last, whose values the graph gives out and does not use outside of the match."""
+    inside = set(nodes)
+    return [node for node in nodes[:-1] if {user.op for user in node.users if user not in inside} == {"output"}]
+
+
+def _give_none(graph: fx.Graph, given: Sequence[fx.Node]) -> None:
+    output = graph.output_node()
+    output.args = fx.map_arg(output.args, lambda node: None if node in given else node)
 
 
 _DECIDED_BY_INPUTS = ("dtype", "is_cuda", "is_cpu", "is_mps", "is_xpu", "is_sparse", "is_quantized", "is_mkldnn")

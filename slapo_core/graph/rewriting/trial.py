@@ -16,6 +16,7 @@ from slapo_core.graph.effects import Effects, is_inert
 from slapo_core.graph.private import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from slapo_core.graph.rewriting.placing import CannotPlace
 from slapo_core.graph.rewriting.region import Read, take_out
+from slapo_core.graph.rewriting.rewrite import only_given_out
 from slapo_core.graph.session import buffers_kept
 from slapo_core.spec.accelerators import fork_rng
 from slapo_core.spec.graph import Match
@@ -37,6 +38,8 @@ def mismatch(
     new: Callable[..., Any],
     arguments: Sequence[str | int],
     keywords: Mapping[str, str | int],
+    *,
+    results_only: bool = False,
 ) -> str | None:
     """How the outputs of ``new`` differ from those of the match; None if they do not, or it cannot be known.
 
@@ -47,10 +50,14 @@ def mismatch(
         new: a function or a module.
         arguments: as of :meth:`slapo_core.spec.graph.Graph.replaced`.
         keywords: the same.
+        results_only: as of :meth:`slapo_core.spec.graph.Graph.replaced`.
     """
     nodes = {node.name: node for node in recorded.graph.nodes}
     inside = set(match.nodes)
     outputs = [name for name in match.nodes if any(user.name not in inside for user in nodes[name].users)]
+    if results_only:
+        given = {node.name for node in only_given_out([nodes[name] for name in match.nodes])}
+        outputs = [name for name in outputs if name not in given]
     expected = [nodes[name].meta.get("example") for name in outputs or match.nodes[-1:]]
     args = [_example(match, which, nodes, module) for which in arguments]
     kwargs = {name: _example(match, which, nodes, module) for name, which in keywords.items()}

@@ -121,12 +121,13 @@ class ScaledDotProductAttention(slapo.Pattern):
     Not found: other operations between the product and the softmax (a soft cap, sinks) or behind it (a head mask),
     since torch's function does not have them; and a softmax over another axis.
 
-    Where a model returns the attention weights as well, they are a second output of the match, and nothing can replace
-    it: trace the module around it that does not use them, with ``flatten=True``.
+    Where the traced module also returns the attention weights, and does not use them, they are None behind the
+    replacement, as they are with torch's ``need_weights=False``; not where the root returns them.
     """
 
     name = "fusion.sdpa"
     replacement = staticmethod(attention)
+    results_only = True
 
     def forms(self) -> Iterable[Any]:
         def scaled_dot_product_attention(
