@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from slapo_core.errors import ReplayError, SlapoError
+from slapo_core.errors import ArgumentError, ReplayError, SlapoError
 from slapo_core.schedule.coverage import uncovered
 from slapo_core.schedule.creation import create_schedule
 from slapo_core.schedule.records import fingerprint, load_document, primitive_from_json
@@ -25,7 +25,7 @@ __all__ = ["replay"]
 
 
 def replay(
-    model: nn.Module,
+    model: nn.Module | Schedule,
     document: Mapping[str, Any] | str | PathLike[str],
     *,
     mesh: Mapping[str, int] | DeviceMesh | Mesh | None = None,
@@ -34,10 +34,11 @@ def replay(
     example_inputs: Any = None,
     rank: int = 0,
 ) -> Schedule:
-    """Apply a saved schedule to another instance of the model.
+    """Apply a saved schedule to another instance of the model, or add its steps to a schedule.
 
     Args:
-        model: a fresh instance.
+        model: a fresh instance; or a schedule, which gets these steps behind its own (the arguments below are those
+            that it was created with, then).
         document: what ``sch.to_json()`` or ``sch.document()`` gave, or the path of a file that holds it. A function
             in it is found by its name in a module that is imported already; replay imports none.
         mesh: as for :func:`create_schedule`; None takes the mesh that the schedule was saved with. Another world
@@ -50,24 +51,37 @@ def replay(
     A schedule that leaves out blocks of a deeper model than it was written for is replayed, with a warning that names
     them.
 
+    Returns:
+        the schedule.
+
     Raises:
-        ReplayError: not a schedule, a primitive is not installed, or a step was refused; the model is untouched.
+        ReplayError: not a schedule, a primitive is not installed, or a step was refused; the model is as it was before.
+        ArgumentError: a schedule and an argument that it was created with.
     """
     data = load_document(document)
-    schedule = create_schedule(
-        model,
-        mesh=mesh if mesh is not None else data.get("mesh"),
-        plugins=plugins,
-        prefer=prefer if prefer is not None else data.get("prefer"),
-        example_inputs=example_inputs,
-        rank=rank,
-    )
+    if isinstance(model, Schedule):
+        if mesh is not None or prefer is not None or example_inputs is not None or plugins or rank:
+            raise ArgumentError(
+                "mesh=, plugins=, prefer=, example_inputs= and rank= are those of the schedule",
+                hint="replay(sch, document)",
+            )
+        schedule = model
+    else:
+        schedule = create_schedule(
+            model,
+            mesh=mesh if mesh is not None else data.get("mesh"),
+            plugins=plugins,
+            prefer=prefer if prefer is not None else data.get("prefer"),
+            example_inputs=example_inputs,
+            rank=rank,
+        )
+    before = len(schedule.records)
     saved = data["records"]
     patterns = SavedPatterns(data.get("patterns", ()), schedule.registry)
     values = [_primitive_of(schedule, number, record, patterns) for number, record in enumerate(saved, start=1)]
     blocks = data.get("blocks")
     paths = [record["path"] for record in saved]
-    missing = list(uncovered(model, paths, blocks if isinstance(blocks, Mapping) else {}))
+    missing = list(uncovered(schedule.model, paths, blocks if isinstance(blocks, Mapping) else {}))
     try:
         for number, (record, primitive) in enumerate(zip(saved, values, strict=True), start=1):
             try:
@@ -80,7 +94,7 @@ def replay(
                     hint=error.hint,
                 ) from error
     except BaseException:
-        schedule.undo(to=0)
+        schedule.undo(to=before)
         raise
     if "verified" in data and data["verified"] == fingerprint(schedule.document()):
         schedule.mark_verified()

@@ -39,6 +39,22 @@ def _gradients(model: nn.Module, name: str) -> dict[str, torch.Tensor]:
     return {key: parameter.grad for key, parameter in model.named_parameters() if parameter.grad is not None}
 
 
+def test_a_saved_schedule_is_added_to_the_steps_of_another(message: Messages) -> None:
+    saved = slapo.create_schedule(MLP(), mesh={"tp": 1})
+    saved["layers.0"].checkpoint()
+    sch = slapo.create_schedule(MLP(), mesh={"tp": 1})
+    sch["head"].checkpoint()
+    assert slapo.replay(sch, saved.to_json()) is sch
+    assert [record.path for record in sch.records] == ["head", "layers.0"]
+    slapo.verify(sch, torch.randn(2, 8))
+    with pytest.raises(ReplayError):
+        slapo.replay(sch, saved.to_json())  # checkpointed already
+    assert [record.path for record in sch.records] == ["head", "layers.0"]
+    with pytest.raises(slapo.ArgumentError) as refused:
+        slapo.replay(sch, saved.to_json(), mesh={"tp": 2})
+    message(refused, "mesh=")
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_replay_gives_equal_records_and_the_same_gradients(name: str) -> None:
     model, sch = _scheduled(name)

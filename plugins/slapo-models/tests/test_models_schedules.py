@@ -248,6 +248,37 @@ def test_one_file_is_replayed_estimated_and_verified_at_each_size(tp: int) -> No
     assert report.steps_verified == len(sch.records)
 
 
+def sizes_of_ranks(most: int, s: Any) -> None:
+    s.choose("tp", [size for size in (1, 2, 4, 8) if size <= most])
+
+
+def added(document: str, sch: slapo.Schedule, point: Any) -> None:
+    slapo.replay(sch, document)
+
+
+@pytest.mark.breadth
+@pytest.mark.ranks
+@pytest.mark.parametrize("most", [2, 8])
+def test_one_file_is_tuned_over_sizes(most: int, tmp_path: Path) -> None:
+    result = slapo_tune.tune(
+        eight_heads,
+        functools.partial(sizes_of_ranks, most),
+        functools.partial(added, saved()),
+        world_size=most,
+        mesh=lambda point: {"dp": most // point["tp"], "tp": point["tp"]},
+        batch=functools.partial(tuned_batch, "bert"),
+        optimizer=torch.optim.AdamW,
+        memory="1GiB",
+        sampler="exhaustive",
+        log=tmp_path / "run.jsonl",
+        warmup=0,
+        steps=1,
+    )
+    assert result.counts == {"ok": most.bit_length()}
+    assert result.winner is not None
+    assert result.winner.right
+
+
 @pytest.mark.breadth
 @pytest.mark.ranks
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
