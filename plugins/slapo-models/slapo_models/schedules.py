@@ -180,7 +180,7 @@ def t5(
     embeddings: bool = True,
     stages: int = 1,
 ) -> None:
-    """Schedule transformers' ``T5ForConditionalGeneration``, with tied embeddings and an ungated MLP.
+    """Schedule transformers' ``T5ForConditionalGeneration``: of T5, and gated and untied as of version 1.1.
 
     Args:
         sch: see :func:`bert`.
@@ -194,7 +194,7 @@ def t5(
         PreconditionError: see :func:`bert`.
     """
     blocks: Any = sch["*coder.block.*"]
-    for name in ("*Attention.[qkv]", "DenseReluDense.wi"):
+    for name in ("*Attention.[qkv]", "DenseReluDense.wi*"):
         blocks[f"layer.*.{name}"].shard("weight", axis=0)
     for name in ("*Attention.o", "DenseReluDense.wo"):
         blocks[f"layer.*.{name}"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
@@ -204,8 +204,14 @@ def t5(
         blocks[f"layer.*.{name}"].fork_rng()
     blocks["layer.*.*Attention"].shard_attribute("n_heads")["*_bias"].shard("weight", axis=1)
     if embeddings:
-        sch["lm_head"].shard("weight", axis=0, pad=True).sync("bwd_post", "all_reduce").sync("fwd_post", "all_gather")
-        sch["*coder.embed_tokens"].sync("fwd_post", "all_reduce")
+        for name in ("lm_head", "shared") if len(sch["lm_head"].ties("weight")) == 1 else ("lm_head",):
+            sch[name].shard("weight", axis=0, pad=True)
+        for name, *sync in (
+            ("lm_head", "bwd_post", "all_reduce"),
+            ("lm_head", "fwd_post", "all_gather"),
+            ("*coder.embed_tokens", "fwd_post", "all_reduce"),
+        ):
+            sch[name].sync(*sync)
     if kernels:
         blocks.trace(flatten=True).replace(match="fusion.sdpa").replace(match="fusion.rms_norm")
     for block in list(blocks)[: round(checkpoint * len(blocks))]:
@@ -223,7 +229,7 @@ def llama(
     stages: int = 1,
     compiler: str = "inductor",
 ) -> None:
-    """Schedule transformers' ``LlamaForCausalLM``, embeddings and head untied.
+    """Schedule transformers' ``LlamaForCausalLM``, embeddings and head tied or not.
 
     Args:
         sch: see :func:`bert`.
@@ -246,7 +252,9 @@ def llama(
         layers[name].shard("weight", axis=1).sync("fwd_post", "all_reduce")
     if embeddings:
         sch["model.embed_tokens"].shard("weight", axis=0, pad=True).sync("fwd_post", "all_reduce")
-        sch["lm_head"].shard("weight", axis=0, pad=True).sync("bwd_post", "all_reduce").sync("fwd_post", "all_gather")
+        if len(sch["lm_head"].ties("weight")) == 1:
+            sch["lm_head"].shard("weight", axis=0, pad=True)
+        sch["lm_head"].sync("bwd_post", "all_reduce").sync("fwd_post", "all_gather")
     if kernels:
         layers.trace(flatten=True).replace(match="fusion.sdpa").replace(match="fusion.rms_norm")
         for pattern in ("fusion.rotary", "fusion.swiglu"):

@@ -7,6 +7,7 @@ import functools
 import inspect
 import re
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +175,38 @@ def test_the_full_schedule_is_verified(name: str, mesh: dict[str, int]) -> None:
     assert report.steps_verified == len(sch.records)
     assert not any("no dropout" in note for note in report.notes)  # every fork_rng is around one
     assert {"output", "gradient", "parameter"} <= {each.kind for each in report.largest if each.compared}
+
+
+def tied_llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"intermediate_size": 48, "num_key_value_heads": 2, "max_position_embeddings": 32}
+    return LlamaForCausalLM(LlamaConfig(**SIZES, **sizes, **EAGER, use_cache=False, tie_word_embeddings=True))  # type: ignore[no-any-return]
+
+
+def gated_t5() -> nn.Module:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 97, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+    form = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False, "decoder_start_token_id": 0}
+    return T5ForConditionalGeneration(T5Config(**sizes, **form, **EAGER, use_cache=False))  # type: ignore[no-any-return]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    "mesh", [{"tp": 2}, pytest.param({"pp": 2, "tp": 2}, marks=pytest.mark.breadth)], ids=lambda mesh: f"pp {len(mesh)}"
+)
+@pytest.mark.parametrize(
+    ("name", "make"), [("llama", tied_llama), pytest.param("t5", gated_t5, marks=pytest.mark.breadth)]
+)
+def test_tied_and_gated_models_of_a_family_take_its_schedule(
+    name: str, make: Callable[[], nn.Module], mesh: dict[str, int]
+) -> None:
+    sch = slapo.create_schedule(make(), mesh=mesh, example_inputs=TOKENS)
+    FAMILIES[name].apply(sch, **EVERYTHING, stages=mesh.get("pp", 1))
+    assert slapo.verify(sch, optimizer_steps=1, timeout=PATIENCE).steps_verified == len(sch.records)
 
 
 def space(s: Any) -> None:
