@@ -21,7 +21,7 @@ if TYPE_CHECKING:
         estimate as estimate,
         estimate_functions as estimate_functions,
     )
-    from slapo_core.estimation.fitting.fitting import (
+    from slapo_core.estimation.fit import (
         fit as fit,
     )
     from slapo_core.live.gradients import (
@@ -149,7 +149,7 @@ _PUBLIC = {
     "create_schedule": "slapo_core.schedule.creation",
     "estimate": "slapo_core.estimation.estimating",
     "estimate_functions": "slapo_core.estimation.estimating",
-    "fit": "slapo_core.estimation.fitting.fitting",
+    "fit": "slapo_core.estimation.fit",
     "hookimpl": "slapo_core.spec.hookspecs",
     "load_state_dict": "slapo_core.live.weights",
     "register_primitive": "slapo_core.plugins.local",

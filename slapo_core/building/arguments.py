@@ -25,6 +25,7 @@ class Arguments:
     device: torch.device | str | None
     seed: int
     accumulate: int = 1
+    elementwise: bool = False
 
     def check(self) -> None:
         """Refuse what cannot be meant.

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from slapo_core.building.optimizer_probe import probe, probe_separately
 from slapo_core.errors import OptimizerError
 from slapo_core.ranks.facts import RankFact, describe
 from slapo_core.ranks.world import World
@@ -18,6 +16,17 @@ if TYPE_CHECKING:
     from slapo_core.spec.mesh import Mesh
 
 __all__ = ["make_optimizer", "same_groups"]
+
+_ELEMENTWISE = {
+    "torch": ["SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD", "Adadelta", "Adagrad"],
+    "deepspeed": ["FusedAdam", "FusedLion", "DeepSpeedCPUAdam", "DeepSpeedCPUAdagrad", "DeepSpeedCPULion"],
+    "apex": ["FusedAdam", "FusedSGD", "FusedAdagrad"],
+    "transformer_engine": ["FusedAdam", "FusedSGD"],
+}
+"""Optimizers, by package, whose update of an element depends on that element alone; exact classes, not subclasses."""
+
+_BY_PARAMETER = {"torch": ("Adafactor", "Muon"), "transformers": ("Adafactor",)}
+"""Those whose update of a parameter depends on that parameter alone."""
 
 _SAME_GROUPS = "let the factory make the same groups with the same settings on every rank, empty ones too"
 _CALL = "build(sch, optimizer=lambda params: torch.optim.AdamW(params, lr=1e-4))"
@@ -30,6 +39,7 @@ def make_optimizer(
     split: Mapping[int, Sequence[int]],
     *,
     is_part: bool = False,
+    elementwise: bool = False,
 ) -> torch.optim.Optimizer | None:
     """Call the factory with the engine's parameters, and check what it made.
 
@@ -40,10 +50,11 @@ def make_optimizer(
         split: the axes along which parameters are split over running ranks, by the parameters' identity.
         is_part: whether other ranks train other parameters of the same model. Where this one has none, the optimiser
             has the groups that the factory makes of any, all of them empty.
+        elementwise: whether the user says that an element's update depends on that element alone.
 
     Raises:
-        OptimizerError: it made something else, left out parameters that need training, took foreign ones, or makes of
-            a piece of a parameter something else than that piece of what it makes of the whole.
+        OptimizerError: it made something else, left out parameters that need training, took foreign ones, or is not
+            known to be element-wise where a parameter is split, or where other ranks train other parameters.
     """
     if factory is None:
         return None
@@ -73,9 +84,8 @@ def make_optimizer(
             f"the optimiser does not hold {len(left_out)} parameters that require a gradient: {', '.join(left_out)}",
             hint="give it all that the factory is given, or set requires_grad=False on those to freeze",
         )
-    _require_elementwise(optimizer, parameters, split)
-    if is_part:
-        _require_separable(optimizer)
+    if not elementwise:
+        _require_elementwise(optimizer, parameters, split, is_part=is_part)
     return optimizer
 
 
@@ -116,54 +126,33 @@ def _without_parameters(factory: Callable[[list[torch.nn.Parameter]], Any]) -> A
     return optimizer
 
 
-def _require_separable(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimiser that needs all parameters at once, where each pipeline stage has only its own."""
-    kind = type(optimizer).__name__
-    axes = {
-        (number, parameter.dim())
-        for number, group in enumerate(optimizer.param_groups)
-        for parameter in group["params"]
-    }
-    finding = probe_separately(optimizer, sorted(axes))
-    if finding.reason is not None:
-        raise OptimizerError(
-            f"{kind} cannot train parameters that pipeline stages divide among them: {finding.reason}",
-            hint="use an optimiser that treats parameters one by one (SGD, AdamW), or a mesh without 'pp'",
-        )
-    if finding.unknown is not None:
-        warnings.warn(
-            f"whether {kind} treats parameters one by one, as it must where pipeline stages divide them among them, "
-            f"could not be tried: {finding.unknown}",
-            stacklevel=10,
-        )
-
-
 def _require_elementwise(
-    optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.nn.Parameter], split: Mapping[int, Sequence[int]]
+    optimizer: torch.optim.Optimizer,
+    parameters: Mapping[str, torch.nn.Parameter],
+    split: Mapping[int, Sequence[int]],
+    *,
+    is_part: bool,
 ) -> None:
-    kind = type(optimizer).__name__
-    splits = [
-        (number, parameter.dim(), axis)
-        for number, group in enumerate(optimizer.param_groups)
-        for parameter in group["params"]
-        for axis in split.get(id(parameter), ())
-    ]
-    if not splits:
+    """Refuse an optimizer that may need what other ranks hold: elements of a split parameter, or other parameters."""
+    kind, package = type(optimizer), type(optimizer).__module__.partition(".")[0]
+    if kind.__name__ in _ELEMENTWISE.get(package, ()):
         return
-    finding = probe(optimizer, splits)
-    name = next(name for name, parameter in parameters.items() if id(parameter) in split)
-    if finding.reason is not None:
-        raise OptimizerError(
-            f"{kind} cannot train parameters that are split over ranks, such as '{name}': {finding.reason}",
-            hint="use an optimiser that treats elements one by one (SGD, AdamW), or let nothing split them: "
-            'mesh={"dp": ...}, and a runtime that keeps them whole',
-        )
-    if finding.unknown is not None:
-        warnings.warn(
-            f"whether {kind} treats the elements of a parameter one by one, as it must where parameters are split "
-            f"over ranks ('{name}'), could not be tried: {finding.unknown}",
-            stacklevel=10,
-        )
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    name = next(
+        (name for name, parameter in parameters.items() if id(parameter) in held and id(parameter) in split), None
+    )
+    if name is not None:
+        where, instead = f"'{name}' is split over ranks, and each updates its shard alone", 'mesh={"dp": ...}'
+    elif is_part and kind.__name__ not in _BY_PARAMETER.get(package, ()):
+        where, instead = "each pipeline stage updates its own parameters alone", "a mesh without 'pp'"
+    else:
+        return
+    raise OptimizerError(
+        f"{kind.__name__} is not known to be element-wise: {where}, which is right only where an element's update "
+        "depends on that element's own gradients",
+        hint="use an element-wise optimizer (SGD, AdamW), or keep the parameters together: "
+        f"{instead}; if {kind.__name__} is element-wise, say so: build(..., elementwise=True)",
+    )
 
 
 def _names_of(originals: Mapping[int, str], foreign: list[torch.Tensor]) -> list[str]:

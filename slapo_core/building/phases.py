@@ -51,6 +51,7 @@ def build(
     device: torch.device | str | None = None,
     seed: int = 0,
     accumulate: int = 1,
+    elementwise: bool = False,
     **config: Any,
 ) -> Engine:
     """Hand a scheduled model to a runtime, with its values in place; every rank of the mesh calls it.
@@ -70,6 +71,8 @@ def build(
         seed: another number gives other initial values.
         accumulate: how many micro-batches ``train_step`` cuts a batch into, along the first axis of every tensor: the
             gradients are their mean, which is the batch's for a loss that is a mean over equally weighted samples.
+        elementwise: whether the optimizer updates every element by that element's own gradients alone, as SGD and AdamW
+            do. One that is not known to is refused where a parameter is split, unless this says so.
         config: options of the dialect.
 
     Raises:
@@ -77,7 +80,8 @@ def build(
         BuildError: the target cannot run this schedule; every reason is given.
         WeightsError: weights are missing, unexpected or of another shape, a tensor cannot be initialised, or nobody
             says what stands for one of the untouched model.
-        OptimizerError: an optimiser instead of a factory, or one that does not hold the engine's parameters.
+        OptimizerError: an optimizer instead of a factory, one that does not hold the engine's parameters, or one that
+            is not known to be element-wise where a parameter is split.
         RankMismatchError: ranks disagree about the schedule, the plugins, the versions, the weights, the options, or
             what a step added.
         SealedError: the schedule was built or sealed before.
@@ -86,7 +90,7 @@ def build(
         raise ArgumentError(
             f"build takes a schedule (got {type(sch).__name__})", hint="build(slapo_core.create_schedule(model))"
         )
-    arguments = Arguments(optimizer, weights, loss, max_grad_norm, device, seed, accumulate)
+    arguments = Arguments(optimizer, weights, loss, max_grad_norm, device, seed, accumulate, elementwise)
     try:
         with World(sch.mesh) as world:
             return _Build(sch, arguments, world).run(target, config)

@@ -115,6 +115,7 @@ class Request:
                 foreign,
                 self._split(in_pieces=in_pieces),
                 is_part=self.placement is not None,
+                elementwise=self._arguments.elementwise,
             )
             if optimizer is not None:
                 self._first.end_with(optimizer)

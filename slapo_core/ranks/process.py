@@ -22,7 +22,7 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
 
-__all__ = ["Job", "describe", "origin", "run_rank", "trace_file"]
+__all__ = ["Job", "describe", "make_importable", "origin", "run_rank", "trace_file"]
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def _prepare(rank: int, job: Job) -> tuple[Callable[..., Any], tuple[Any, ...], 
             timeout=timedelta(seconds=job.timeout + 60),
         )
     if job.origin is not None:
-        _make_importable(*job.origin)
+        make_importable(*job.origin)
     call: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]] = pickle.loads(job.payload)
     return call
 
@@ -137,7 +137,7 @@ def _set_environment(rank: int, job: Job) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", min(loopback))
 
 
-def _make_importable(name: str, file: str) -> None:
+def make_importable(name: str, file: str) -> None:
     """Import the function's module by its name or, where that finds nothing or another file, from its file."""
     try:
         module = importlib.import_module(name)

@@ -36,7 +36,7 @@ from slapo_core.tree.tree import Tree
 if TYPE_CHECKING:
     import torch
 
-    from slapo_core.estimation.fitting.result import Fit
+    from slapo_core.estimation.fit import Fit
     from slapo_core.estimation.results import Estimate
     from slapo_core.plugins.registry import Registry
     from slapo_core.spec.node import Node

@@ -335,8 +335,8 @@ class BuildRequest(Protocol):
 
         Raises:
             RankMismatchError: ranks along ``pp`` have other groups of parameters, or other settings of them.
-            OptimizerError: it made something else, left out parameters that need training, took foreign ones, or makes
-                of a piece of a parameter something else than that piece of what it makes of the whole (Adafactor).
+            OptimizerError: it made something else, left out parameters that need training, took foreign ones, or is not
+                known to be element-wise where a parameter is split or pipeline stages divide them (Adafactor, LBFGS).
         """
         ...
 

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-import atexit
 import functools
+import importlib
 import json
+import logging
 import os
+import signal
 import subprocess
 import sys
+import tempfile
+import threading
+import traceback
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
+
+from slapo_core.ranks.process import make_importable
 
 __all__ = ["HEAVY", "MODULE_LIMIT", "ImportProbe", "probe"]
 
@@ -37,6 +45,20 @@ HEAVY = (
 """Packages that a plugin must import inside the functions that use them."""
 
 _TIMEOUT = 60.0  # seconds
+_EVENTS = {
+    "it starts a process": (
+        "os.fork",
+        "os.forkpty",
+        "os.posix_spawn",
+        "os.spawn",
+        "os.exec",
+        "os.system",
+        "subprocess.Popen",
+    ),
+    "it uses the network": ("socket.bind", "socket.connect", "socket.getaddrinfo", "socket.gethostbyname"),
+    "it calls": ("os.link", "os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.symlink", "os.truncate"),
+}
+"""Audit events of the interpreter that an import must not raise, by what they mean."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +66,7 @@ class ImportProbe:
     """What importing modules in a fresh process did.
 
     Args:
-        modules: the number of modules imported beyond torch and slapo; None if the process did not live to tell.
+        modules: the number of modules imported beyond torch and slapo; None if the process ended early.
         violations: what is wrong with it, in words; empty for a light import.
         usable: whether the modules could be imported and left torch's layers and functions alone, so that this process
             may import them too.
@@ -72,67 +94,136 @@ def probe(*modules: str) -> ImportProbe:
 
 @functools.lru_cache(maxsize=256)
 def _probe(modules: tuple[tuple[str, str | None], ...], path: tuple[str, ...]) -> ImportProbe:
-    facts = _server().ask(
-        {"modules": modules, "path": path, "heavy": HEAVY, "environ": dict(os.environ), "timeout": _TIMEOUT}
-    )
-    if facts.get("timed_out"):
-        return ImportProbe(None, (f"the import did not end within {_TIMEOUT:g} s",), usable=False)
-    if "modules" not in facts:
-        last = (facts["output"].strip().splitlines() or ["no output"])[-1]
-        ended = f"the importing process ended with {facts['ended']}: {last}"
-        return ImportProbe(None, (ended,), usable=False, traceback=facts["output"])
+    with tempfile.NamedTemporaryFile(suffix=".json") as answer:
+        request = json.dumps([modules, path, answer.name])
+        code = "import json, sys; from slapo_core.testing.probe import _import; _import(*json.loads(sys.argv[1]))"
+        own = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+        command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {own!r}); {code}", request]
+        try:
+            done = subprocess.run(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                timeout=_TIMEOUT,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            return ImportProbe(None, (f"the import did not end within {_TIMEOUT:g} s",), usable=False)
+        output, content = done.stdout.decode(errors="replace").strip(), answer.read()
+    if not content:
+        last = (output.splitlines() or ["no output"])[-1]
+        ended = f"exit code {done.returncode}" if done.returncode >= 0 else signal.Signals(-done.returncode).name
+        return ImportProbe(None, (f"the importing process ended with {ended}: {last}",), usable=False, traceback=output)
+    facts: dict[str, Any] = json.loads(content)
     if facts["failure"]:
         return ImportProbe(None, (f"the import raised {facts['failure']}",), usable=False, traceback=facts["traceback"])
+    heavy = [name for name in HEAVY if name in facts["packages"]]
+    violations = [
+        *([f"it prints {output[:200]!r}"] if output else []),
+        *([f"it imports {', '.join(heavy)}"] if heavy else []),
+        *([f"it imports {facts['modules']} modules beyond torch"] if facts["modules"] > MODULE_LIMIT else []),
+        *facts["done"],
+        *(f"it changes {change}" for change in facts["changed"]),
+    ]
     patches_torch = any(change.startswith("torch.nn.") for change in facts["changed"])
-    return ImportProbe(facts["modules"], tuple(_violations(facts)), usable=not patches_torch)
+    return ImportProbe(facts["modules"], tuple(violations), usable=not patches_torch)
 
 
-def _violations(facts: dict[str, Any]) -> list[str]:
-    violations = []
-    output = facts["output"].strip()
-    if output:
-        violations.append(f"it prints {output[:200]!r}")
-    if facts["heavy"]:
-        violations.append(f"it imports {', '.join(facts['heavy'])}")
-    if facts["modules"] > MODULE_LIMIT:
-        violations.append(f"it imports {facts['modules']} modules beyond torch")
-    return violations + facts["done"] + [f"it changes {change}" for change in facts["changed"]]
+# -- in the importing process -----------------------------------------------------------------------------------------
 
 
-class _Server:
-    """A process that has imported torch once and forks a fresh one for every request."""
+def _import(modules: list[tuple[str, str | None]], path: list[str], answer: str) -> None:
+    """Import the modules and write what that did to a file."""
+    import slapo_core.schedule.schedule  # noqa: F401 - with torch
 
-    def __init__(self) -> None:
-        # Without the caller's directory on its path, and without what a plugin may have put into the environment.
-        own = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "slapo_core.testing._probe_process"],
-            env={**os.environ, "PYTHONPATH": own},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        atexit.register(self.close)
+    sys.path[:] = path
+    before, loaded = _global_state(), set(sys.modules)
+    failure, trace = "", ""
+    done = _noted_events()
+    try:
+        for name, file in modules:
+            if file is None:
+                importlib.import_module(name)
+            else:
+                make_importable(name, file)
+    except BaseException as error:  # noqa: BLE001 - SystemExit and the like are answers here
+        failure, trace = f"{type(error).__name__}: {error}", traceback.format_exc()
+    noted, after, new = list(done), _global_state(), set(sys.modules) - loaded
+    facts = {
+        "modules": len(new),
+        "packages": sorted({name.partition(".")[0] for name in new}),
+        "done": noted,
+        "changed": [
+            f"{what} ({before[what]} -> {after[what]})" for what in {**before, **after} if before[what] != after[what]
+        ],
+        "failure": failure,
+        "traceback": trace,
+    }
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with open(answer, "w") as file_:
+        json.dump(facts, file_)
+    os._exit(0)  # without what the import registered for the end
 
-    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write(json.dumps(request) + "\n")
-        self.process.stdin.flush()
-        line = self.process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"the process that imports modules ended with exit code {self.process.wait()}")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
 
-    def close(self) -> None:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.close()
-        self.process.stdout.close()
-        self.process.wait()
+def _noted_events() -> dict[str, None]:
+    """What the code that runs from now on writes, starts and connects to, in words; filled as it happens."""
+    noted: dict[str, None] = {}
+    kinds = {event: kind for kind, events in _EVENTS.items() for event in events}
+    start = threading.Thread.start
+
+    def started(thread: threading.Thread) -> None:  # a thread has no audit event before Python 3.12
+        noted.setdefault(f"it starts a thread ({thread.name})")
+        start(thread)
+
+    def audit(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "open" and _writes(*arguments):
+            noted.setdefault(f"it writes {os.fspath(arguments[0])!r}")
+        elif kinds.get(event) == "it calls":
+            if not _is_bytecode(arguments[0]):
+                noted.setdefault(f"it calls {event}({arguments[0]!r})")
+        elif event in kinds:
+            noted.setdefault(f"{kinds[event]} ({event})")
+
+    threading.Thread.start = started  # type: ignore[method-assign, assignment]
+    sys.addaudithook(audit)
+    return noted
 
 
-@functools.cache
-def _server() -> _Server:
-    return _Server()
+def _writes(path: Any, mode: Any, flags: int) -> bool:
+    return bool(flags & (os.O_WRONLY | os.O_RDWR)) and path != os.devnull and not _is_bytecode(path)
+
+
+def _is_bytecode(path: Any) -> bool:
+    """Whether the interpreter itself writes there what it compiled; a number is a file that is open already."""
+    return isinstance(path, int) or "__pycache__" in os.path.normpath(os.fsdecode(path)).split(os.sep)
+
+
+def _global_state() -> defaultdict[str, str]:
+    """What an import must leave alone, as text."""
+    import torch
+
+    state = {
+        "torch's default dtype": torch.get_default_dtype(),
+        "torch's default device": torch.get_default_device(),
+        "torch's random state": hash(bytes(torch.get_rng_state().tolist())),
+        "torch's number of threads": torch.get_num_threads(),
+        "torch's gradient mode": torch.is_grad_enabled(),
+        "torch's deterministic mode": torch.are_deterministic_algorithms_enabled(),
+        "torch's float32 matmul precision": torch.get_float32_matmul_precision(),
+        "torch's anomaly detection": torch.is_anomaly_enabled(),
+        "the handlers of the root logger": logging.getLogger().handlers,
+        "the level of the root logger": logging.getLogger().level,
+        "the handler of SIGINT": signal.getsignal(signal.SIGINT),
+        "the working directory": os.getcwd(),
+        "whether CUDA is initialized": torch.cuda.is_initialized(),
+        "sys.excepthook": sys.excepthook,
+    }
+    state |= {f"torch.nn.functional.{name}": value for name, value in vars(torch.nn.functional).items()}
+    for name, layer in vars(torch.nn).items():
+        if isinstance(layer, type):
+            own = vars(layer) if layer is torch.nn.Module else {"forward": vars(layer).get("forward")}
+            state |= {f"torch.nn.{name}.{attribute}": value for attribute, value in own.items()}
+    state |= {f"the environment variable {name}": value for name, value in os.environ.items()}
+    return defaultdict(lambda: "unset", {what: repr(value) for what, value in state.items()})

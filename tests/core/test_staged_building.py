@@ -238,8 +238,8 @@ def test_optimisers_that_do_not_go_with_stages_are_refused(results: list[dict[st
         own, at_once, by_norm, groups, settings, left_out = result["lost"]
         foreign = ("'0.weight'", "'1.weight'")[1 - rank]
         assert f"{foreign} of another pipeline stage" in own
-        message(at_once, "LBFGS", "from the others")
-        message(by_norm, "ByNorm", "depends on the others")
+        message(at_once, "LBFGS", "pipeline stage")
+        message(by_norm, "ByNorm", "pipeline stage")
         message(groups, "number of groups", "rank 0: 2\n  rank 1: 4")
         message(settings, "'lr' of group 0", "rank 0: 0.2\n  rank 1: 0.4")
         message(left_out, "does not hold 1 parameters")

@@ -1,4 +1,4 @@
-"""What `fit` may checkpoint: the repeated blocks of a model, or what the user names."""
+"""The repeated blocks of a model, or what the user names: what `fit` may checkpoint."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ if TYPE_CHECKING:
     from slapo_core.schedule.schedule import Schedule
     from slapo_core.tree.node import TreeNode
 
-__all__ = ["Structure", "repeated_blocks", "structure_of", "units_of"]
+__all__ = ["blocks_of", "repeated_blocks"]
 
-Structure = tuple[object, ...]
 _NAMED = 'layers=["encoder", "decoder"], paths or globs of modules that may be computed again'
 
 
-def units_of(schedule: Schedule, layers: str | Sequence[str] | None) -> tuple[str, ...]:
-    """Paths of what may be checkpointed and is not yet, in the model's order.
+def blocks_of(schedule: Schedule, layers: str | Sequence[str] | None) -> tuple[str, ...]:
+    """Give the paths of what may be checkpointed and is not yet: those named in their order, else in the model's.
 
     Args:
         schedule: as it is now.
@@ -31,10 +30,9 @@ def units_of(schedule: Schedule, layers: str | Sequence[str] | None) -> tuple[st
 
     Raises:
         PathError: a path or glob matches nothing.
-        ArgumentError: one unit lies within another; or there is nothing that repeats.
-        PreconditionError: a unit that the user names cannot be checkpointed.
+        ArgumentError: one block lies within another; or there is nothing that repeats.
+        PreconditionError: a block that the user names cannot be checkpointed.
     """
-    index = schedule.tree.index
     if layers is None:
         paths = repeated_blocks(schedule.model)
         if not paths:
@@ -48,7 +46,7 @@ def units_of(schedule: Schedule, layers: str | Sequence[str] | None) -> tuple[st
         for pattern in patterns:
             selected = schedule[pattern]
             found.update((node.path, None) for node in (selected if isinstance(selected, NodeGroup) else (selected,)))
-        paths = [path for path in index.modules if path in found]
+        paths = list(found)
         if not paths:
             raise ArgumentError("layers names nothing that could be checkpointed (got an empty list)", hint=_NAMED)
     nodes = [schedule.tree.node(path) for path in paths]
@@ -130,10 +128,10 @@ def _groups(module: nn.Module) -> Iterable[list[tuple[str, nn.Module]]]:
 
 
 def _some_alike(group: Sequence[tuple[str, nn.Module]]) -> bool:
-    return len({structure_of(child) for _, child in group}) < len(group)
+    return len({_structure(child) for _, child in group}) < len(group)
 
 
-def structure_of(module: nn.Module) -> Structure:
+def _structure(module: nn.Module) -> tuple[object, ...]:
     """Equal for modules of the same classes, whose tensors have the same shapes and types."""
     tensors = tuple(
         (name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
@@ -141,5 +139,5 @@ def structure_of(module: nn.Module) -> Structure:
         for name, tensor in table.items()
         if tensor is not None
     )
-    children = tuple((name, structure_of(child)) for name, child in module._modules.items() if child is not None)
+    children = tuple((name, _structure(child)) for name, child in module._modules.items() if child is not None)
     return (type(module), tensors, children)
