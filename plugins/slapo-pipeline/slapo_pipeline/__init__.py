@@ -11,15 +11,14 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from slapo_pipeline.split import PipelineSplit
-    from slapo_pipeline.view.data import Stages
-    from slapo_pipeline.view.making import stages
+    from slapo_pipeline.view import Stages, stages
 
 __all__ = ["PipelineSplit", "Stages", "stages"]
 
 _HOMES = {
     "PipelineSplit": "slapo_pipeline.split",
-    "Stages": "slapo_pipeline.view.data",
-    "stages": "slapo_pipeline.view.making",
+    "Stages": "slapo_pipeline.view",
+    "stages": "slapo_pipeline.view",
 }
 
 

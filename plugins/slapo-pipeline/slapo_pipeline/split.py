@@ -31,9 +31,8 @@ class PipelineSplit(Primitive):
             size: several stages on a rank are virtual stages.
         balance: what is balanced, of the untouched model, so that it does not matter which steps come before.
             ``"parameters"``: their number of elements; a parameter that a stage uses in several places counts once in
-            it. ``"flops"``: operations of the forward. ``"time"``: seconds of forward and backward, each block run by
-            itself, measured on the first rank of the mesh. What comes before the blocks counts to the first stage, and
-            what comes after them to the last one, up to the next cut. Without the schedule's example inputs only
+            it. ``"flops"``: operations of the forward. What comes before the blocks counts to the first stage, and what
+            comes after them to the last one, up to the next cut. Without the schedule's example inputs only
             ``"parameters"`` is possible, with the order in which modules are registered.
         after: the blocks after which it is cut, as paths relative to the module. Found out when the step is first
             applied, and recorded: a saved schedule cuts there again.
@@ -51,7 +50,7 @@ class PipelineSplit(Primitive):
     equivalence = Equivalence.EXACT
 
     stages: int | None = None
-    balance: Literal["parameters", "flops", "time"] = "parameters"
+    balance: Literal["parameters", "flops"] = "parameters"
     after: tuple[str, ...] | None = dataclasses.field(default=None, kw_only=True)
 
     def cuts(self, path: str) -> tuple[str, ...]:
@@ -61,7 +60,7 @@ class PipelineSplit(Primitive):
         return tuple(f"{path}.{below}" if path else below for below in self.after or ())
 
     def settle(self, node: Node) -> PipelineSplit:
-        from slapo_pipeline.balance.balanced import balanced, container_violations
+        from slapo_pipeline.balance import balanced, container_violations
 
         if self.stages is None or self.after is not None:
             return self
@@ -82,8 +81,7 @@ class PipelineSplit(Primitive):
         yield from above_violations(node)
 
     def _list_violations(self, node: Node, stages: int) -> Iterator[Violation]:
-        from slapo_pipeline.balance.balanced import container_violations
-        from slapo_pipeline.balance.blocks import find_blocks
+        from slapo_pipeline.balance import container_violations, find_blocks
 
         yield from container_violations(node, stages, _other_cuts(node))
         blocks, problem = find_blocks(node, stages)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 
 import pytest
@@ -10,8 +9,7 @@ import torch
 from torch import nn
 
 import slapo_core as slapo
-from slapo_pipeline.balance import timing
-from slapo_pipeline.balance.sections import run_in_sections
+from slapo_pipeline.balance import run_in_sections
 from tests.messages import Messages
 
 
@@ -130,71 +128,6 @@ def test_flops_of_bert_are_those_of_the_formula(attention, dropout):
         sch = slapo.create_schedule(model, example_inputs={"input_ids": ids.to(device)})
         sections = run_in_sections(model, sch.root.example_call(), [f"encoder.layer.{index}" for index in range(3)])
         assert [each.flops for each in sections.blocks] == [formula] * 3
-
-
-def test_time_measures_each_block_and_what_looks_alike_alike(monkeypatch):
-    clock = itertools.count()
-    taken = []
-
-    def seconds(module, call):
-        taken.append(type(module).__name__)
-        assert all(leaf.device.type == "cpu" for leaf in call[0])
-        out = module(*call[0], **call[1])
-        # Blocks of 100 are ten times as slow; every other call is hampered by something else.
-        base = 10.0 if isinstance(module, Block) and module.up.out_features == 100 else 1.0
-        return base * out.numel() / out.numel() + (0.5 if next(clock) % 2 else 0)
-
-    monkeypatch.setattr(timing, "_seconds", seconds)
-    sch = schedule(Language((100, 4, 4, 4, 4, 4)))
-    before = [parameter.clone() for parameter in sch.model.parameters()]
-    random_state = torch.random.get_rng_state()
-    sch["body"].pipeline_split(stages=2, balance="time")
-    assert cuts_of(sch) == ("layer.0",)
-    assert taken[:9] == ["Embedding", *["Block"] * 6, "LayerNorm", "Linear"]
-    assert torch.equal(random_state, torch.random.get_rng_state())
-    for parameter, value in zip(sch.model.parameters(), before, strict=True):
-        assert parameter.grad is None
-        assert torch.equal(parameter, value)
-
-
-class Clock:
-    """Moves by what a forward takes, and by twice that in a backward."""
-
-    now = 0.0
-
-    @classmethod
-    def perf_counter(cls) -> float:
-        return cls.now
-
-
-class Passing(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, seconds):
-        ctx.seconds = seconds
-        Clock.now += seconds
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        Clock.now += 2 * ctx.seconds
-        return gradient, None
-
-
-class Takes(nn.Module):
-    def __init__(self, width: int, seconds: float) -> None:
-        super().__init__()
-        self.inner, self.seconds = nn.Linear(width, width), seconds
-
-    def forward(self, x):
-        return Passing.apply(self.inner(x), self.seconds)
-
-
-def test_time_is_that_of_forward_and_backward(monkeypatch):
-    monkeypatch.setattr(timing, "time", Clock)
-    quick, slow = Takes(4, 1.0), Takes(8, 10.0)
-    calls = [(each, lambda each=each: ((torch.zeros(2, each.inner.in_features),), {})) for each in (quick, slow)]
-    assert timing.seconds_of(calls, rounds=3) == [3.0, 30.0]
-    assert all(parameter.grad is None for each in (quick, slow) for parameter in each.parameters())
 
 
 def test_the_answer_is_recorded_saved_and_taken_again():

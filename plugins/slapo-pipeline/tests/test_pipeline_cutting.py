@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from slapo_pipeline.balance.cutting import best_cuts, piece_costs
+from slapo_pipeline.balance import best_cuts, piece_costs
 
 
 def _pieces(costs, cuts):

@@ -11,9 +11,7 @@ import typer.main
 from typer.testing import CliRunner
 
 import slapo_core as slapo
-from slapo_pipeline.drawing.command import PipelineCommands
-from slapo_pipeline.drawing.orders import SCHEDULES, Work, orders
-from slapo_pipeline.drawing.timeline import simulate
+from slapo_pipeline.drawing import SCHEDULES, PipelineCommands, Work, orders, simulate
 from tests.messages import Messages
 
 

@@ -12,7 +12,7 @@ from torch import nn
 import slapo_core as slapo
 import slapo_pipeline
 from slapo_core.spec.pipeline import Extent
-from slapo_pipeline.view.making import _crossing
+from slapo_pipeline.view import _crossing
 from tests.messages import Messages
 
 
@@ -137,7 +137,7 @@ def test_sizes_are_those_of_the_untouched_model():
     sch["layer.2"].shard(["weight", "bias"], axis=0)
     node = sch["layer.2"]
     assert tuple(node.module.weight.shape) == (4, 8)
-    from slapo_pipeline.view.making import _untouched_shape
+    from slapo_pipeline.view import _untouched_shape
 
     assert _untouched_shape(sch, "layer.2.weight", node.module.weight) == (8, 8)
 

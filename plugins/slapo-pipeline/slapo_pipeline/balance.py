@@ -1,0 +1,448 @@
+"""Cut a list of blocks into contiguous stages whose largest is smallest, by parameters or by FLOPs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from slapo_core import ArgumentError, Node, PreconditionError, TraceError, Violation
+from slapo_core.spec.accelerators import fork_rng
+from slapo_core.tracing import copied_model
+from slapo_pipeline.flops import flops_of
+
+
+def container_violations(node: Node, stages: int, other_cuts: Sequence[str]) -> Iterator[Violation]:
+    """Why a node cannot be cut into so many stages, as far as its modules and the mesh say it.
+
+    Args:
+        node: the container.
+        stages: how many are wanted.
+        other_cuts: paths of modules after which the schedule cuts already.
+    """
+    if stages < 1:
+        yield Violation(f"stages={stages} must be 1 or more", "pipeline_split(stages=2)")
+        return
+    blocks, problem = find_blocks(node, stages)
+    if problem is not None:
+        yield problem
+    size = node.mesh.size("pp") if node.mesh is not None else 1
+    if size > 1 and stages % size and not other_cuts:
+        fitting = [each for each in (size * (stages // size), size * (stages // size + 1)) if each]
+        yield Violation(
+            f"{stages} {'stage does' if stages == 1 else 'stages do'} not fit mesh_dim 'pp' of size {size}: each of "
+            f"its ranks runs as many stages as the others ({' or '.join(map(str, fitting))} in all, ...)",
+            f"pipeline_split(stages={fitting[-1]}), or mesh={{'pp': {stages}}}",
+        )
+    full = [_joined(node.path, path) for path in blocks]
+    inside = [cut for cut in other_cuts if any(cut == path or cut.startswith(f"{path}.") for path in full[:-1])]
+    inside += [cut for cut in other_cuts if full and cut.startswith(f"{full[-1]}.")]
+    if inside:
+        yield Violation(
+            f"the model is cut among these blocks already, after '{inside[0]}'",
+            "one pipeline_split(stages=...) for the whole list, or single cuts everywhere",
+        )
+
+
+def balanced(node: Node, stages: int, balance: str, other_cuts: Sequence[str]) -> tuple[str, ...]:
+    """The blocks after which ``node`` is cut, as paths relative to it: the last one of each stage but the last.
+
+    Args:
+        node: what :func:`container_violations` says nothing about.
+        stages: how many.
+        balance: ``"parameters"`` or ``"flops"``.
+        other_cuts: paths of modules after which the schedule cuts already.
+
+    Raises:
+        PreconditionError: it is not known what the model is called with, or it does not run its blocks in turn.
+    """
+    blocks, _ = find_blocks(node, stages)
+    if stages == 1:
+        return ()
+    full = [_joined(node.path, path) for path in blocks]
+    root = _root(node)
+
+    try:
+        costs = _costs_of(root, node, full, balance, other_cuts)
+    except (ArgumentError, TraceError) as error:
+        violation = Violation(error.message, error.hint)
+        raise PreconditionError(
+            f"cannot apply pipeline_split(stages={stages}, balance={balance!r}) at "
+            f"{repr(node.path) if node.path else 'the root'}: {violation}",
+            violations=[violation],
+            path=node.path,
+        ) from error
+    cuts = best_cuts(piece_costs(costs.before, costs.blocks, costs.after), stages)
+    return tuple(blocks[cut - 1] for cut in cuts)
+
+
+def _costs_of(root: Node, node: Node, blocks: Sequence[str], balance: str, cuts: Sequence[str]) -> Costs:
+    try:
+        call = root.example_call()
+    except ArgumentError:
+        if balance != "parameters":
+            raise ArgumentError(
+                f'balance="{balance}" runs the model once without values, and this schedule has no example inputs',
+                hint="create_schedule(model, example_inputs={'input_ids': ids}), or balance=\"parameters\"",
+            ) from None
+        with root.untouched() as model:
+            return parameters_as_registered(model, blocks)
+    with root.untouched() as model:
+        _check_same(node, model, blocks)
+        if balance == "parameters":
+            return parameters_in_use(model, call, blocks, cuts)
+        return flops(run_in_sections(model, call, blocks, cuts))
+
+
+def _check_same(node: Node, model: nn.Module, blocks: Sequence[str]) -> None:
+    """The untouched model must have these blocks too: they are what is measured."""
+    for path in blocks:
+        try:
+            model.get_submodule(path)
+        except AttributeError:
+            raise TraceError(
+                f"a step brought '{path}': blocks of the untouched model are measured",
+                path=node.path,
+                hint="cut the list before that step, or after single modules: pipeline_split()",
+            ) from None
+
+
+def _root(node: Node) -> Node:
+    while node.parent is not None:
+        node = node.parent
+    return node
+
+
+def find_blocks(node: Node, stages: int) -> tuple[tuple[str, ...], Violation | None]:
+    """The blocks at a node, as paths relative to it in the order of the list; or why it is not known which they are.
+
+    They are the children of the node, where it is a ModuleList or a Sequential; else those of the only such list below
+    it that is long enough, or, of several, the only one with as many blocks that have parameters. Lists inside of the
+    blocks of another one do not count.
+    """
+    found = list(lists_of_blocks(node.module))
+    enough = [(path, names) for path, names in found if len(names) >= stages]
+    if len(enough) > 1:  # a classifier of Flatten, Dropout and Linear is no rival of the blocks
+        real = [(path, names) for path, names in enough if _with_parameters(node.module, path, names) >= stages]
+        enough = real if len(real) == 1 else enough
+    if len(enough) == 1:
+        path, names = enough[0]
+        return tuple(f"{path}.{name}" if path else name for name in names), None
+    call = f"pipeline_split(stages={stages})"
+    if len(enough) > 1:
+        full = [_joined(node.path, path) for path, _ in enough]
+        shown = ", ".join(f"'{path}' ({len(names)})" for path, (_, names) in zip(full, enough, strict=True))
+        return (), Violation(
+            f"there are {len(enough)} lists of at least {stages} blocks here, and one is needed: {shown}",
+            f"sch[{full[0]!r}].{call}",
+        )
+    if not found:
+        return (), Violation(
+            f"{type(node.module).__name__} holds no list of blocks: no ModuleList and no Sequential",
+            'cut after single modules: sch["encoder.layer.5"].pipeline_split()',
+        )
+    path, names = max(found, key=lambda each: len(each[1]))
+    return (), Violation(
+        f"{len(names)} {'block' if len(names) == 1 else 'blocks'} in '{_joined(node.path, path)}' cannot make "
+        f"{stages} stages",
+        f"at most pipeline_split(stages={len(names)}); a stage has one block or more",
+    )
+
+
+def lists_of_blocks(module: nn.Module, path: str = "") -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Each ModuleList and Sequential at or below a module with the names of its children, the outermost ones only."""
+    if isinstance(module, nn.ModuleList | nn.Sequential):
+        yield path, tuple(name for name, child in module.named_children())
+        return
+    for name, child in module.named_children():
+        yield from lists_of_blocks(child, f"{path}.{name}" if path else name)
+
+
+def _with_parameters(module: nn.Module, path: str, names: tuple[str, ...]) -> int:
+    holder = module.get_submodule(path)
+    return sum(next(holder.get_submodule(name).parameters(), None) is not None for name in names)
+
+
+def _joined(path: str, below: str) -> str:
+    return f"{path}.{below}" if path and below else path or below
+
+
+Share = Mapping[Hashable, float]
+"""What a block costs, by what it is of: a key that several blocks of one piece have counts once in it."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Each part's cost by what it is of; what has the same key counts once in a stage.
+
+    Attributes:
+        before: goes to the stage of the first block.
+        blocks: in their order.
+        after: goes to the stage of the last block.
+    """
+
+    before: Share
+    blocks: tuple[Share, ...]
+    after: Share
+
+
+def flops(sections: Sections) -> Costs:
+    """Of the forward; the backward has twice as many, everywhere alike."""
+    shares: list[Share] = [{position: section.flops} for position, section in enumerate(_in_order(sections))]
+    return _costs(shares)
+
+
+def parameters_in_use(model: nn.Module, call: Call, blocks: Sequence[str], cuts: Sequence[str] = ()) -> Costs:
+    """Elements of the parameters: of a block, its own and those that it uses; elsewhere, those that are used there.
+
+    Those that are not used at all go to the first stage, where their tensors live.
+    """
+    sections = run_in_sections(model, call, blocks, cuts)
+    sizes = {id(parameter): parameter.numel() for parameter in model.parameters()}
+    of_blocks = [{id(parameter) for parameter in model.get_submodule(path).parameters()} for path in blocks]
+    used = [set(section.parameters) for section in _in_order(sections)]
+    for position, own in enumerate(of_blocks, start=1):
+        used[position] |= own
+    if not cuts:  # with others, they are on the first stage of all
+        used[0] |= sizes.keys() - set().union(*used)
+    shares: list[Share] = [{key: sizes[key] for key in section} for section in used]
+    return _costs(shares)
+
+
+def parameters_as_registered(model: nn.Module, blocks: Sequence[str]) -> Costs:
+    """The same by the order of the modules, where it is not known what the model is called with.
+
+    What is registered before the blocks is taken to come before them, and what is registered later to come after.
+    """
+    shares: list[dict[Hashable, float]] = [{} for _ in range(len(blocks) + 2)]
+    position = 0
+    places = {path: index for index, path in enumerate(blocks, start=1)}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        inside = next((places[path] for path in _above(name) if path in places), None)
+        if inside is not None:
+            position = len(shares) - 1
+            shares[inside][id(parameter)] = parameter.numel()
+        else:
+            shares[position][id(parameter)] = parameter.numel()
+    return _costs(shares)
+
+
+def _above(name: str) -> list[str]:
+    """Paths of the modules that a parameter lies in, the nearest first."""
+    parts = name.split(".")[:-1]
+    return [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
+
+
+def _in_order(sections: Sections) -> tuple[Section, ...]:
+    return (sections.before, *sections.blocks, sections.after)
+
+
+def _costs(shares: Sequence[Share]) -> Costs:
+    before, *blocks, after = shares
+    return Costs(before, tuple(blocks), after)
+
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+@dataclass
+class Section:
+    """What was computed in a part of the run.
+
+    Attributes:
+        flops: of matrix products, convolutions and attention, forward only.
+        parameters: those that it used, by ``id``.
+    """
+
+    flops: int = 0
+    parameters: set[int] = field(default_factory=set)
+
+
+@dataclass(frozen=True)
+class Sections:
+    """A run.
+
+    Attributes:
+        before: up to the first block, from the last cut before it.
+        blocks: each with what runs between the block before and itself.
+        after: from the last block to the next cut, or to the end.
+    """
+
+    before: Section
+    blocks: tuple[Section, ...]
+    after: Section
+
+
+def run_in_sections(model: nn.Module, call: Call, blocks: Sequence[str], cuts: Sequence[str] = ()) -> Sections:
+    """Run a copy of ``model`` and say what each part of it took.
+
+    Args:
+        model: untouched; it shares its parameters with the copy, and nothing happens to them.
+        call: what it is called with; tensors without values do, and are those of the model's device.
+        blocks: paths of the blocks, in the order of their list.
+        cuts: paths of modules after which the model is cut already.
+
+    Raises:
+        TraceError: it raised, or does not call the blocks once each, one after the other.
+    """
+    # Buffers are copied, and what the forward sets on modules stays on the copy.
+    copied = copied_model(model)
+    clock = _Clock(copied, blocks, cuts)
+    tensors = [leaf for leaf in pytree.tree_leaves(call) if isinstance(leaf, torch.Tensor)]
+    mode = next((mode for mode in (getattr(each, "fake_mode", None) for each in tensors) if mode is not None), None)
+    with mode or contextlib.nullcontext(), fork_rng(), torch.no_grad(), clock.watching(), clock:
+        try:
+            copied(*call[0], **call[1])
+        except TraceError:
+            raise
+        except Exception as error:
+            raise TraceError(
+                f"without values the model raises {type(error).__name__}: {error}",
+                hint='balance="parameters" on a schedule without example inputs needs no run; or cut after single '
+                'modules: sch["encoder.layer.5"].pipeline_split()',
+            ) from error
+    return clock.sections()
+
+
+class _Clock(TorchDispatchMode):
+    """Knows in which section the run is, and adds what is dispatched to it."""
+
+    def __init__(self, model: nn.Module, blocks: Sequence[str], cuts: Sequence[str]) -> None:
+        super().__init__()
+        self._model, self._blocks, self._cuts = model, tuple(blocks), tuple(cuts)
+        self._ids = {id(parameter) for parameter in model.parameters()}
+        self._sections = [Section() for _ in range(len(blocks) + 2)]
+        self._now = 0  # 0: before; 1 + i: block i, or what lies between it and the one before; then: after
+        self._done = 0  # blocks
+        self._ended = False  # by a cut after the blocks
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if not self._ended:
+            section = self._sections[self._now]
+            section.flops += flops_of(func, args, kwargs or {}, out)
+            leaves = pytree.tree_leaves((args, kwargs))
+            section.parameters.update(self._ids.intersection(id(each) for each in leaves))
+        return out
+
+    def sections(self) -> Sections:
+        if self._done != len(self._blocks):
+            raise TraceError(f"the model does not call '{self._blocks[self._done]}'", path=self._blocks[self._done])
+        before, *blocks, after = self._sections
+        return Sections(before, tuple(blocks), after)
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Follow the calls of the blocks and of the modules that are cut already."""
+        handles = []
+        for index, path in enumerate(self._blocks):
+            block = self._model.get_submodule(path)
+            handles.append(block.register_forward_pre_hook(self._entering(index), prepend=True))
+            handles.append(block.register_forward_hook(self._left(index)))
+        for path in self._cuts:
+            if path not in self._blocks[:-1]:  # a cut between the blocks is refused before
+                handles.append(self._model.get_submodule(path).register_forward_hook(self._cut))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _entering(self, index: int) -> Any:
+        def enter(_module: nn.Module, _args: Any) -> None:
+            if index != self._done:
+                path = self._blocks[index]
+                how = "more than once" if index < self._done else f"before '{self._blocks[self._done]}'"
+                raise TraceError(
+                    f"the model calls '{path}' {how}: only blocks that run once, in the order of their list, can be "
+                    "cut into stages",
+                    path=path,
+                    hint='cut after single modules: sch["encoder.layer.5"].pipeline_split()',
+                )
+            self._now = 1 + index
+
+        return enter
+
+    def _left(self, index: int) -> Any:
+        def leave(_module: nn.Module, _args: Any, _out: Any) -> None:
+            self._done = index + 1
+            self._now = 2 + index
+
+        return leave
+
+    def _cut(self, _module: nn.Module, _args: Any, _out: Any) -> None:
+        if self._done == 0:
+            self._sections[0] = Section()
+        elif self._done == len(self._blocks):
+            self._ended = True
+
+
+def piece_costs(before: Share, blocks: Sequence[Share], after: Share) -> list[list[float]]:
+    """The cost of every piece: ``costs[i][j]`` is that of the blocks ``i`` to ``j - 1``, for ``i < j``.
+
+    Args:
+        before: what comes before the first block, and so goes into the piece that begins with it.
+        blocks: in the order in which they run.
+        after: what comes after the last block.
+    """
+    count = len(blocks)
+    costs = [[0.0] * (count + 1) for _ in range(count)]
+    for first in range(count):
+        seen: set[Hashable] = set()
+        total: float = 0
+        for end in range(first + 1, count + 1):
+            shares = [before] if first == 0 and end == 1 else []
+            shares.append(blocks[end - 1])
+            if end == count:
+                shares.append(after)
+            for share in shares:
+                for key, cost in share.items():
+                    if key not in seen:
+                        seen.add(key)
+                        total += cost
+            costs[first][end] = total
+    return costs
+
+
+def best_cuts(costs: Sequence[Sequence[float]], stages: int) -> tuple[int, ...]:
+    """The number of blocks before each cut, e.g. ``(3, 6, 9)`` for 12 equal blocks in 4 stages.
+
+    The largest piece is as small as it can be, and among all cuts of which that is true the sum of the squares is
+    smallest: where a huge head decides the largest piece, the others are still balanced.
+
+    Args:
+        costs: see :func:`piece_costs`.
+        stages: number of pieces, from 1 to the number of blocks.
+    """
+    largest = _solve(costs, stages, lambda so_far, piece: max(so_far, piece), float("inf"))[0]
+    return _solve(costs, stages, lambda so_far, piece: so_far + piece * piece, largest)[1]
+
+
+def _solve(
+    costs: Sequence[Sequence[float]], stages: int, joined: Callable[[float, float], float], limit: float
+) -> tuple[float, tuple[int, ...]]:
+    """The least joined cost of pieces of at most ``limit`` each, and the cuts that give it; of equals the first."""
+    count = len(costs)
+    # best[j]: of the first j blocks in as many pieces as the round says
+    best: list[tuple[float, tuple[int, ...]] | None] = [(0.0, ()), *[None] * count]
+    for stage in range(1, stages + 1):
+        following: list[tuple[float, tuple[int, ...]] | None] = [None] * (count + 1)
+        for end in range(stage, count + 1):
+            for start in range(stage - 1, end):
+                left, piece = best[start], costs[start][end]
+                if left is None or piece > limit:
+                    continue
+                total = joined(left[0], piece)
+                present = following[end]
+                if present is None or total < present[0]:
+                    following[end] = (total, (*left[1], start) if stage > 1 else ())
+        best = following
+    found = best[count]
+    assert found is not None, "the limit is the largest piece of some way to cut"
+    return found

@@ -1,0 +1,360 @@
+"""Show the stages of a model: what each holds, computes and sends."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+import slapo_core
+from slapo_core import Schedule
+from slapo_core.spec.accelerators import fork_rng
+from slapo_core.spec.pipeline import Liveness, Partition, Stage, Value
+from slapo_core.tracing import FakeMode, copied_model
+from slapo_pipeline.flops import FlopCount
+from slapo_pipeline.partition.symbolic import with_symbolic_shapes
+
+
+def stages(schedule: Schedule, batch: Any = None, *, whole_output: bool = False) -> Stages:
+    """The stages into which the steps of a schedule cut its model: ``print(slapo_pipeline.stages(sch))``.
+
+    Any mesh will do, or none; nothing is built, and the model may be on the meta device.
+
+    Args:
+        schedule: with ``pipeline_split`` steps.
+        batch: what they are made for, as ``train_step`` takes it; None takes the schedule's example inputs.
+        whole_output: whether the last stage needs the whole output, as for ``build(loss=...)``. Without it, it needs
+            the loss, where the model computes one.
+
+    Raises:
+        ArgumentError: there is no batch, or no step cuts the model.
+        TraceError: it cannot be cut there.
+    """
+    found = slapo_core.stages(schedule, batch, whole_output=whole_output)
+    liveness, inputs = found.liveness, found.inputs
+    partition = with_symbolic_shapes(found.partition, inputs, {}, lambda other: _asked(schedule, other))
+    flops, notes = _flops(schedule.model, inputs, partition)
+    tied = {tie.name: tie.stages for tie in partition.ties}
+    return Stages(
+        partition=partition,
+        liveness=liveness,
+        model=type(schedule.model).__name__,
+        batch={name: _described(value) for name, value in inputs.items()},
+        stages=tuple(
+            StageView(
+                stage.index,
+                *_ends(schedule.model, stage),
+                _parameters(schedule, stage),
+                tuple(name for name, users in tied.items() if stage.index in users),
+                flops[stage.index],
+                stage.inputs,
+                _crossings(partition, liveness, stage.index - 1) if stage.index else (),
+                _crossings(partition, liveness, stage.index),
+            )
+            for stage in partition.stages
+        ),
+        ties=tied,
+        outputs=dict(_pieces(partition)),
+        notes=notes,
+    )
+
+
+def _asked(schedule: Schedule, inputs: Mapping[str, Any]) -> Partition | None:
+    answer = schedule.hooks.single("slapo_partition", schedule=schedule, inputs=inputs, batch_axes={})
+    return None if answer is None else answer[1]
+
+
+def _flops(model: nn.Module, inputs: Mapping[str, Any], partition: Partition) -> tuple[list[Any], tuple[str, ...]]:
+    cuts = [stage.last for stage in partition.stages if stage.last is not None]
+    try:
+        return list(flops_by_stage(model, inputs, cuts)), ()
+    except Exception as error:  # noqa: BLE001 - shown: the stages are what they are without it
+        unknown: list[Any] = [None] * len(partition.stages)
+        return unknown, (f"operations are not counted: without values, {type(error).__name__}: {error}",)
+
+
+def _ends(model: nn.Module, stage: Stage) -> tuple[str, str]:
+    """The paths of the first and of the last module that a stage holds whole."""
+    held: list[str] = []
+    known = dict(model.named_modules(remove_duplicate=False))
+    for path, module in stage.module.named_modules():
+        inside = any(path.startswith(f"{other}.") for other in held)
+        if path and not inside and known.get(path) is module:
+            held.append(path)
+    first = held[0] if held else ""
+    return first, stage.last if stage.last is not None else (held[-1] if held else "")
+
+
+def _parameters(schedule: Schedule, stage: Stage) -> int:
+    return sum(
+        math.prod(_untouched_shape(schedule, name, parameter)) for name, parameter in stage.module.named_parameters()
+    )
+
+
+def _untouched_shape(schedule: Schedule, name: str, parameter: torch.Tensor) -> tuple[int, ...]:
+    path, _, own = name.rpartition(".")
+    node: Any = schedule[path] if path else schedule.root
+    layout = node.layout(own)
+    return tuple(layout.shape if layout.origin else parameter.shape)
+
+
+def _crossings(partition: Partition, liveness: Liveness, boundary: int) -> tuple[Crossing, ...]:
+    """What passes from stage ``boundary`` to the next one."""
+    return tuple(_crossing(partition.values[name], boundary) for name in liveness.sent(boundary))
+
+
+def _crossing(value: Value, boundary: int) -> Crossing:
+    shape = value.symbolic_shape if value.symbolic_shape is not None else value.shape
+    return Crossing(
+        value.name,
+        tuple(map(str, shape)),
+        str(value.dtype).removeprefix("torch."),
+        value.nbytes,
+        value.requires_grad,
+        value.producer,
+        tuple(stage for stage in value.consumers if stage > boundary),
+        value.producer != boundary,
+    )
+
+
+def _pieces(partition: Partition) -> Iterator[tuple[str, int]]:
+    """The pieces of the output by their names in it, each with the stage that makes it."""
+    made = partition.output.assemble({name: name for name in partition.output.pieces})
+    for name, piece in _named("", made, set()):
+        if piece in partition.values:
+            yield name or "output", partition.values[piece].producer
+
+
+def _named(name: str, part: Any, seen: set[int]) -> Iterator[tuple[str, str]]:
+    """Every text in nested values, by where it is; objects by their attributes."""
+    if isinstance(part, str):
+        yield name, part
+        return
+    if isinstance(part, Mapping):
+        below = [(str(key), each) for key, each in part.items()]
+    elif isinstance(part, tuple | list):
+        below = [(str(index), each) for index, each in enumerate(part)]
+    else:
+        below = list(getattr(part, "__dict__", {}).items())
+    if id(part) in seen:  # an object that leads back to itself
+        return
+    seen.add(id(part))
+    for key, each in below:
+        yield from _named(f"{name}.{key}" if name else key, each, seen)
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+    return repr(value) if isinstance(value, bool | int | float | str | type(None)) else type(value).__name__
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """A value on its way from one stage to the next.
+
+    Args:
+        name: of the value.
+        shape: the number of samples left open where that is known, e.g. ``("batch", "128", "768")``.
+        dtype: e.g. ``"float32"``.
+        nbytes: for the batch that the stages were made for.
+        requires_grad: whether a gradient comes back.
+        producer: the stage that makes it; where it is not the one that sends it here, the sender relays it.
+        consumers: the stages that read it, of those still to come.
+        is_relayed: whether the sender only passes it on.
+    """
+
+    name: str
+    shape: tuple[str, ...]
+    dtype: str
+    nbytes: int
+    requires_grad: bool
+    producer: int
+    consumers: tuple[int, ...]
+    is_relayed: bool
+
+
+@dataclass(frozen=True)
+class StageView:
+    """One stage.
+
+    Args:
+        index: from 0.
+        first: path of the first module in it.
+        last: path of the last one; for all stages but the last one the module after which it is cut.
+        parameters: number of elements of the parameters that it uses, of their untouched sizes; ties count in each
+            stage that has them.
+        tied: names of the parameters among them that other stages use too.
+        flops: operations of the forward of this rank, for the batch: two for each multiplication and addition of
+            matrix products, convolutions and attention. None where they could not be counted.
+        inputs: arguments of the model that it reads from the batch.
+        received: what it gets from the stage before.
+        sent: what it gives to the next one.
+    """
+
+    index: int
+    first: str
+    last: str
+    parameters: int
+    tied: tuple[str, ...]
+    flops: int | None
+    inputs: tuple[str, ...]
+    received: tuple[Crossing, ...]
+    sent: tuple[Crossing, ...]
+
+
+@dataclass(frozen=True)
+class Stages:
+    """The stages of a schedule; ``print`` it.
+
+    Args:
+        partition: what the stages are, as dialects see them.
+        liveness: what passes between them.
+        model: the name of its class.
+        batch: what the stages were made for, e.g. ``{"input_ids": "(8, 128) int64"}``.
+        stages: in the order in which they run.
+        ties: the stages that use it, by the name of a parameter.
+        outputs: the stage that makes it, by the name of a piece of the model's output, e.g. ``"loss"``.
+        notes: what could not be found out, and why.
+    """
+
+    partition: Partition = field(repr=False)
+    liveness: Liveness = field(repr=False)
+    model: str
+    batch: dict[str, str]
+    stages: tuple[StageView, ...]
+    ties: dict[str, tuple[int, ...]]
+    outputs: dict[str, int]
+    notes: tuple[str, ...] = ()
+
+    def bytes_sent(self, stage: int) -> int:
+        """From a stage to the next one, forward, for the batch that the stages were made for."""
+        return sum(crossing.nbytes for crossing in self.stages[stage].sent)
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it as plain data, without the partition's modules."""
+        shown = [field.name for field in dataclasses.fields(self) if field.name not in ("partition", "liveness")]
+        return {name: _plain(getattr(self, name)) for name in shown}
+
+    def __str__(self) -> str:
+
+        return text_of(self)
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {each.name: _plain(getattr(value, each.name)) for each in dataclasses.fields(value)}
+    if isinstance(value, tuple):
+        return [_plain(each) for each in value]
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items()}
+    return value
+
+
+def flops_by_stage(model: nn.Module, inputs: Mapping[str, Any], cuts: Sequence[str]) -> list[int]:
+    """Of the forward between the ends of the calls of the modules that are named.
+
+    Args:
+        model: as it is now; a copy runs, which shares its parameters.
+        inputs: arguments of its forward, by parameter; their values do not matter.
+        cuts: paths, in the order in which the model calls them.
+
+    Raises:
+        Exception: whatever the model raises without values.
+    """
+    copied = copied_model(model)
+    device = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
+    mode = FakeMode() if device.type != "meta" else None
+
+    def without_values(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return copy.deepcopy(leaf)
+        return mode.from_tensor(leaf.detach()) if mode is not None else leaf.detach().to("meta")
+
+    count = FlopCount()
+    ends: list[int] = []
+    for path in cuts:
+        copied.get_submodule(path).register_forward_hook(lambda *_: ends.append(count.total))
+    given = pytree.tree_map(without_values, dict(inputs))
+    with mode or contextlib.nullcontext(), fork_rng(), torch.no_grad(), count:
+        _call(copied, given)
+    ends.append(count.total)
+    return [end - start for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+
+
+def _call(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
+    import inspect
+
+    bound = inspect.signature(model.forward).bind_partial()
+    bound.arguments.update(inputs)
+    return model(*bound.args, **bound.kwargs)
+
+
+def text_of(stages: Stages) -> str:
+    """A table of the stages; what passes each boundary; ties and output."""
+    batch = ", ".join(f"{name} {what}" for name, what in stages.batch.items())
+    lines = [f"{len(stages.stages)} stages of {stages.model}, for {batch}", ""]
+    heads = ("stage", "modules", "parameters", "forward FLOPs", "reads from the batch")
+    lines += _table([heads, *(_row(stage) for stage in stages.stages)], right=(2, 3))
+    if stages.ties:
+        lines.append("")
+    for name, users in stages.ties.items():
+        lines.append(f"* tied: {name}, in the stages {_listed(users)}")
+    for stage in stages.stages[:-1]:
+        lines += ["", f"stage {stage.index} -> {stage.index + 1}: {_size(stages.bytes_sent(stage.index))}"]
+        lines += [f"  {line}" for line in _table([_passing(crossing) for crossing in stage.sent], right=(2,))]
+    made = ", ".join(f"{name} (stage {stage})" for name, stage in stages.outputs.items())
+    lines += ["", f"output: {made}"]
+    lines += [f"note: {note}" for note in stages.notes]
+    return "\n".join(lines)
+
+
+def _row(stage: StageView) -> tuple[str, ...]:
+    modules = stage.first if stage.first == stage.last else f"{stage.first} .. {stage.last}"
+    return (
+        str(stage.index),
+        modules,
+        f"{stage.parameters:,}{'*' if stage.tied else ' '}",
+        "-" if stage.flops is None else f"{stage.flops:,}",
+        ", ".join(stage.inputs) or "-",
+    )
+
+
+def _passing(crossing: Crossing) -> tuple[str, ...]:
+    about = ["gradient" if crossing.requires_grad else "no gradient"]
+    if crossing.is_relayed:
+        about.append(f"relayed from stage {crossing.producer}")
+    if crossing.consumers:
+        about.append(f"for stage{'s' if len(crossing.consumers) > 1 else ''} {_listed(crossing.consumers)}")
+    else:
+        about.append("for the output")
+    shape = f"({', '.join(crossing.shape)}{',' if len(crossing.shape) == 1 else ''})"
+    return crossing.name, f"{shape} {crossing.dtype}", _size(crossing.nbytes), ", ".join(about)
+
+
+def _table(rows: Sequence[Sequence[str]], *, right: Sequence[int]) -> Iterator[str]:
+    """Rows of one text a column, in columns of one width."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = [
+            text.rjust(width) if column in right else text.ljust(width)
+            for column, (text, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        yield "  ".join(cells).rstrip()
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    *first, last = map(str, numbers)
+    return f"{', '.join(first)} and {last}" if first else last
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes:,} bytes"

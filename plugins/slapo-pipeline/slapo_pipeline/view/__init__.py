@@ -1,1 +1,0 @@
-"""``slapo_pipeline.stages``: what the stages of a schedule are, to print and for scripts."""
