@@ -245,7 +245,6 @@ class Stages:
         return {name: _plain(getattr(self, name)) for name in shown}
 
     def __str__(self) -> str:
-
         return text_of(self)
 
 

@@ -1,8 +1,8 @@
-"""`slapo_partition`: where the steps of a schedule cut it, and the stages that this makes."""
+"""Answer the hook `slapo_partition`: one recording of the model, cut after the marked calls."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,25 +10,16 @@ from torch import fx, nn
 
 from slapo_core import TraceError, hookimpl
 from slapo_core.spec.pipeline import Output, Partition, Stage, Value
-from slapo_core.tracing import FlatGraph, compiled
-from slapo_pipeline.partition.forms import form
-from slapo_pipeline.partition.nodes import title
-from slapo_pipeline.partition.output import Assembly
-from slapo_pipeline.partition.places import Places, Uncuttable
-from slapo_pipeline.partition.recording import ancestors, recorded
-from slapo_pipeline.partition.segment import Segment
-from slapo_pipeline.partition.segments import Segments
-from slapo_pipeline.partition.stage import CutStage, Program
-from slapo_pipeline.partition.ties import ties_of
-from slapo_pipeline.partition.writes import settle_shared_modules, settle_writes
+from slapo_core.tracing import FlatGraph, compiled, flat
+from slapo_pipeline.partition.places import Places, Uncuttable, title
+from slapo_pipeline.partition.segments import Assembly, Segment, Segments, settle_shared_modules, settle_writes
+from slapo_pipeline.partition.stage import CutStage, Program, form, ties_of
 from slapo_pipeline.rules import above_violations
 from slapo_pipeline.split import PipelineSplit
 
 if TYPE_CHECKING:
     from slapo_core.spec.record import Record
     from slapo_core.spec.request import ScheduledModel
-
-__all__ = ["slapo_partition"]
 
 
 @hookimpl
@@ -184,3 +175,37 @@ def _containers(flat: FlatGraph, modules: Mapping[str, nn.Module]) -> Iterator[s
 def _holds_objects(program: Program) -> bool:
     """Whether a stage is given an object, which may be the model's own."""
     return any(kind == "constant" and not isinstance(what, torch.Tensor) for kind, what in program.sources)
+
+
+def ancestors(paths: Collection[str]) -> frozenset[str]:
+    """The paths of all modules above ``paths``; the root is ``""``."""
+    return frozenset(path[:end] for path in paths for end in range(len(path)) if path[end] == ".") | {""}
+
+
+def recorded(root: nn.Module, inputs: Mapping[str, Any], cuts: Collection[str]) -> FlatGraph:
+    """The graph of the whole model, in which the modules above cuts are looked through, and all others called.
+
+    Args:
+        root: the scheduled model.
+        inputs: by parameter of its forward.
+        cuts: paths.
+
+    Raises:
+        TraceError: it cannot be recorded.
+    """
+    above = ancestors(cuts)
+    with torch.enable_grad():
+        return flat(root, type(root).forward, _told_apart(inputs), lambda module, path: path not in above)
+
+
+def _told_apart(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """One tensor that is two arguments becomes two: the next batch may have different ones."""
+    seen: set[int] = set()
+    found = {}
+    for name, value in inputs.items():
+        if isinstance(value, torch.Tensor) and id(value) in seen:
+            found[name] = value.detach().requires_grad_(value.requires_grad)
+        else:
+            found[name] = value
+        seen.add(id(value))
+    return found

@@ -1,16 +1,80 @@
-"""To which stage every node of the flat graph belongs."""
+"""Where each node of the flat graph runs: its kind, the stage it is bound to, and what has no place."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import fx
 
-from slapo_core.tracing import FlatGraph, left
-from slapo_pipeline.partition.nodes import is_check, is_given, is_light, is_switch
+from slapo_core.tracing import FlatGraph, Opaque, check, left, set_state
 
-__all__ = ["Places", "Uncuttable"]
+_QUERIES = frozenset([
+    "size", "stride", "numel", "nelement", "dim", "ndimension", "is_contiguous", "is_floating_point", "is_complex",
+    "get_device", "element_size", "storage_offset",
+])  # fmt: skip
+
+
+def is_check(node: fx.Node) -> bool:
+    """A guard."""
+    return node.target is check
+
+
+def is_switch(node: fx.Node) -> bool:
+    """Gradients or autocast are switched here."""
+    return node.target is set_state
+
+
+def is_given(node: fx.Node) -> bool:
+    """An argument of the model, a captured tensor, a parameter or buffer: there in every stage."""
+    return node.op in ("placeholder", "get_attr")
+
+
+def is_constructor(node: fx.Node) -> bool:
+    """Makes a container of its arguments: a dataclass, a named tuple."""
+    return node.op == "call_function" and isinstance(node.target, type)
+
+
+def is_part(node: fx.Node, flat: FlatGraph) -> bool:
+    """Takes a part out of a container: of what a module returned, or of an argument."""
+    if node.op != "call_function" or node.target not in (operator.getitem, getattr):
+        return False
+    whole = node.args[0]
+    return isinstance(whole, fx.Node) and not isinstance(flat.values.get(whole), torch.Tensor)
+
+
+def is_light(node: fx.Node, flat: FlatGraph) -> bool:
+    """Computes no tensor: numbers, parts, containers, what is asked about a tensor."""
+    if isinstance(flat.values.get(node), torch.Tensor):
+        return is_part(node, flat)
+    if node.op == "call_method":
+        return node.target in _QUERIES
+    if node.op != "call_function" or node.target in (check, set_state, left):
+        return False
+    target: Any = node.target
+    if bool(node.meta.get("is_size")) or isinstance(target, type) or target in (getattr, len, torch.Tensor.dim):
+        return True
+    return target is operator.getitem or getattr(target, "__name__", "") == "structure_of"
+
+
+def readers(node: fx.Node) -> Iterator[fx.Node]:
+    """The nodes that get its value, in containers too; not those that only ask about it."""
+    for user in node.users:
+        if is_constructor(user):
+            yield from readers(user)
+        else:
+            yield user
+
+
+def title(node: fx.Node) -> str:
+    """A name for its value: of a part, that of the whole with the key."""
+    takes_out = (operator.getitem, getattr)
+    whole = node.args[0] if node.op == "call_function" and node.target in takes_out else None
+    if isinstance(whole, fx.Node) and (whole.op == "call_module" or whole.target in takes_out):
+        return f"{title(whole)}_{''.join(letter if letter.isalnum() else '_' for letter in str(node.args[1]))}"
+    return node.name
 
 
 class Uncuttable(Exception):  # noqa: N818 - becomes a TraceError that names the record
@@ -128,3 +192,109 @@ class Places:
         self.flat.values[made] = value
         self.position[made], self.order[made] = self.position[whole], self.order[whole]
         return made
+
+
+def made_object(value: Any, cut: str, how: str, node: fx.Node) -> Uncuttable:
+    """The refusal of a model that makes an object which stages would have to share.
+
+    Args:
+        value: the object, or what stands for it.
+        cut: path of a cut.
+        how: what is done with it, e.g. ``"made before it and used after it"``.
+        node: where.
+    """
+    kind = type(object.__getattribute__(value, "_value") if isinstance(value, Opaque) else value).__name__
+    hint = "cut where only tensors pass, or keep it inside of a module that lies in one stage"
+    if "Cache" in kind:
+        hint = "training needs no cache: pass use_cache=False with the batch, or set model.config.use_cache = False"
+    problem = f"the forward makes a {kind}, {how}, and only tensors and plain values can pass between stages"
+    return Uncuttable(cut, problem, hint, node.meta.get("location"))
+
+
+_LIKE = frozenset([
+    "new_zeros", "new_ones", "new_full", "new_tensor", "zeros_like", "ones_like", "full_like",
+])  # fmt: skip
+_FACTORIES = frozenset(["arange", "eye", "full", "linspace", "ones", "tensor", "tril_indices", "triu_indices", "zeros"])
+_VIEWS = frozenset([
+    "bool", "broadcast_to", "chunk", "contiguous", "detach", "double", "expand", "expand_as", "flatten", "float",
+    "getitem", "int", "long", "narrow", "permute", "reshape", "select", "split", "squeeze", "swapaxes", "t", "to",
+    "transpose", "type_as", "unbind", "unsqueeze", "view",
+])  # fmt: skip
+_CHEAP = frozenset([
+    "abs", "add", "and_", "bitwise_and", "bitwise_not", "bitwise_or", "clamp", "cat", "cumsum", "diff", "div", "eq",
+    "floordiv", "ge", "gt", "invert", "le", "logical_and", "logical_not", "logical_or", "lt", "masked_fill", "max",
+    "maximum", "min", "minimum", "mod", "mul", "ne", "neg", "or_", "pow", "repeat", "roll", "stack", "sub", "tril",
+    "triu", "truediv", "where",
+])  # fmt: skip
+
+
+class Constants:
+    """Of one flat graph.
+
+    Args:
+        flat: the graph.
+        places: of its nodes.
+    """
+
+    def __init__(self, flat: FlatGraph, places: Places) -> None:
+        self.flat, self.places = flat, places
+        self._written = {flat.storages.get(read) for reads in flat.writes.values() for read in reads}
+        self._known: dict[tuple[fx.Node, bool], bool] = {}
+        self._is_switched = any(getattr(node.target, "__name__", "") == "set_state" for node in flat.graph.nodes)
+
+    def is_constant(self, node: fx.Node) -> bool:
+        """Whether computing it again gives the same, of what every stage has, and costs next to nothing."""
+        value = self.flat.values[node]
+        return not value.requires_grad and (self._is(node, of_batch=False) or self._is(node, of_batch=True))
+
+    def _is(self, node: fx.Node, *, of_batch: bool) -> bool:
+        """Whether it is computed of sizes alone; or ``of_batch``: a view of the batch, or a cast of it."""
+        key = (node, of_batch)
+        if key not in self._known:
+            self._known[key] = self._find(node, of_batch)
+        return self._known[key]
+
+    def _find(self, node: fx.Node, of_batch: bool) -> bool:
+        value = self.flat.values.get(node)
+        if not isinstance(value, torch.Tensor):
+            if is_constructor(node) or is_part(node, self.flat):
+                return all(self._is(read, of_batch=of_batch) for read in node.all_input_nodes)
+            if not self.places.is_bound(node):
+                return True  # a number
+            return _name(node) in _VIEWS and self._reads(node, of_batch)  # split: a tuple
+        if value.requires_grad or self.flat.storages.get(node) in self._written or node in self.flat.writes:
+            return False
+        if node.op == "placeholder":
+            return of_batch
+        if node.op == "get_attr":
+            return not isinstance(value, torch.nn.Parameter)
+        if is_part(node, self.flat):
+            return self._reads(node, of_batch)
+        if node.op not in ("call_function", "call_method") or not _is_of_torch(node.target):
+            return False
+        name = _name(node)
+        if name in _LIKE:
+            return all(is_given(read) or self._is(read, of_batch=of_batch) for read in _tensors(node, self.flat))
+        if name in _VIEWS:
+            return self._reads(node, of_batch)
+        if of_batch or self._is_switched:
+            return False
+        return name in _FACTORIES or (name in _CHEAP and self._reads(node, of_batch))
+
+    def _reads(self, node: fx.Node, of_batch: bool) -> bool:
+        return all(self._is(read, of_batch=of_batch) for read in node.all_input_nodes)
+
+
+def _tensors(node: fx.Node, flat: FlatGraph) -> list[fx.Node]:
+    return [read for read in node.all_input_nodes if isinstance(flat.values.get(read), torch.Tensor)]
+
+
+def _name(node: fx.Node) -> str:
+    return str(node.target) if node.op == "call_method" else str(getattr(node.target, "__name__", ""))
+
+
+def _is_of_torch(target: Any) -> bool:
+    if isinstance(target, str):
+        return True
+    module = getattr(target, "__module__", None) or ""
+    return module.partition(".")[0] in ("", "torch", "_operator", "builtins")

@@ -1,23 +1,94 @@
-"""The graph of every stage, made of the nodes of the flat one; what goes from one stage to a later one."""
+"""Divide the flat graph into the graphs of the stages, and say what each takes, writes and gives."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch.fx.node import map_aggregate
 
-from slapo_core.tracing import FlatGraph, Opaque, check, children, concrete, is_plain, rebuild
-from slapo_pipeline.partition.constants import Constants
-from slapo_pipeline.partition.nodes import is_check, is_constructor, is_given, is_part, is_switch
-from slapo_pipeline.partition.objects import made_object
-from slapo_pipeline.partition.places import Places, Uncuttable
-from slapo_pipeline.partition.segment import Segment
+from slapo_core.tracing import FlatGraph, Opaque, check, children, concrete, is_plain, rebuild, set_state
+from slapo_pipeline.partition.places import (
+    Constants,
+    Places,
+    Uncuttable,
+    is_check,
+    is_constructor,
+    is_given,
+    is_part,
+    is_switch,
+    made_object,
+    readers,
+)
 
-__all__ = ["Segments"]
+
+class Segment:
+    """The graph of one stage in the making.
+
+    Args:
+        index: of the stage.
+
+    Attributes:
+        known: what nodes of the flat graph are here: nodes, constants, containers of such.
+        sources: what the placeholders are given: ``("input", parameter)``, ``("captured", number)``, ``("constant",
+            object)``, ``("value", node)``, or ``("grad", None)`` for whether gradients are taken outside.
+        uses: nodes of earlier stages whose values it receives.
+        makes: nodes whose values it gives.
+    """
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.graph = fx.Graph()
+        self.known: dict[fx.Node, Any] = {}
+        self.sources: dict[fx.Node, tuple[str, Any]] = {}
+        self.uses: dict[fx.Node, fx.Node] = {}
+        self.makes: dict[fx.Node, Any] = {}
+        self._grad: fx.Node | None = None
+
+    def given(self, node: fx.Node, captured: int | None) -> fx.Node:
+        """An argument of the model, or a captured tensor."""
+        source = ("input", str(node.target)) if captured is None else ("captured", captured)
+        return self._placeholder(node.name, source)
+
+    def hold(self, value: Any) -> fx.Node:
+        """An object that is there before the model is called."""
+        for node, (kind, what) in self.sources.items():
+            if kind == "constant" and what is value:
+                return node
+        return self._placeholder(f"object_{len(self.sources)}", ("constant", value))
+
+    def receive(self, node: fx.Node) -> fx.Node:
+        """A value of an earlier stage."""
+        self.uses[node] = self._placeholder(node.name, ("value", node))
+        return self.uses[node]
+
+    def switch(self, grad: bool, autocast: Any, cache: bool) -> None:
+        """Switch gradients and autocast; gradients stay off where they are not taken outside."""
+        if self._grad is None:
+            self._grad = self._placeholder("gradients_enabled", ("grad", None))
+        self.graph.call_function(set_state, (self._grad if grad else False, autocast, cache))
+
+    def clone_first(self, node: fx.Node) -> None:
+        """Work on a copy of a received value, from the start."""
+        received = self.uses[node]
+        with self.graph.inserting_before(next(each for each in self.graph.nodes if each.op != "placeholder")):
+            own = self.graph.call_method("clone", (received,))
+        received.replace_all_uses_with(own, delete_user_cb=lambda user: user is not own)
+        self.known[node] = own
+
+    def _placeholder(self, name: str, source: tuple[str, Any]) -> fx.Node:
+        first = next((node for node in self.graph.nodes if node.op != "placeholder"), None)
+        if first is None:
+            made = self.graph.placeholder(name)
+        else:
+            with self.graph.inserting_before(first):
+                made = self.graph.placeholder(name)
+        self.sources[made] = source
+        return made
 
 
 _LASTING = (FunctionType, BuiltinFunctionType, MethodType, type, torch.nn.Module)
@@ -199,3 +270,214 @@ class Segments:
             problem = f"'{node}' is made before it and used after it, and is no tensor"
             return Uncuttable(cut, problem, "cut where only tensors pass", node.meta.get("location"))
         return made_object(value, cut, "made before it and used after it", node)
+
+
+_HINT = "write `x = x + y` instead of `x += y` there, or cut elsewhere"
+
+
+def settle_writes(segments: Segments, pieces: Iterable[fx.Node]) -> None:
+    """Give stages copies of what they receive and write to; refuse what stages would see of each other's writes.
+
+    A stage that gets a value has memory of its own. So after a write only that stage has the new contents, in the
+    tensors that lie in the memory that it wrote to.
+
+    Args:
+        segments: of all stages.
+        pieces: nodes whose values the model returns.
+
+    Raises:
+        Uncuttable: another stage, or another tensor of the stage, would have to see a write.
+    """
+    writes = _Writes(segments, frozenset(pieces))
+    for node, written in segments.flat.writes.items():
+        for tensor in written:
+            writes.settle(node, tensor)
+
+
+def settle_shared_modules(segments: Segments) -> None:
+    """Refuse a buffer that a called module changes, and another stage needs too: each stage would have its own.
+
+    Raises:
+        Uncuttable: a module that changes it is called on both sides of a cut, or code on one side reads it.
+    """
+    flat, places = segments.flat, segments.places
+    names = _changing(flat)
+    if not names:
+        return
+    stages: dict[int, set[int]] = {}
+    for node, position in places.position.items():
+        if node.op == "call_module":
+            called: nn.Module = flat.module.get_submodule(str(node.target))
+            for buffer in called.buffers():
+                stages.setdefault(id(buffer), set()).add(position)
+    hint = "cut so that all its calls lie in one stage, or give each side a module of its own"
+    for number, name in names.items():
+        if len(stages.get(number, ())) > 1:
+            problem = f"'{name}' is written to by a module that is called on both sides of the cut"
+            raise Uncuttable(places.cuts[min(stages[number])], problem, hint)
+    for segment in segments.segments:
+        for node in segment.graph.nodes:
+            read = id(_attribute(flat.module, str(node.target))) if node.op == "get_attr" else 0
+            for writer in stages.get(read, set()) - {segment.index} if read in names else ():
+                problem = f"'{names[read]}' is written to by a module on one side of the cut, and read on the other"
+                raise Uncuttable(places.cuts[min(writer, segment.index)], problem, "cut so that both lie in one stage")
+
+
+def _changing(flat: FlatGraph) -> dict[int, str]:
+    """Names of the buffers that calls change, by their identity: running statistics count no writes."""
+    names = {}
+    for path, module in flat.module.named_modules():
+        running = isinstance(module, nn.modules.batchnorm._NormBase) and module.training
+        for name, buffer in module._buffers.items():
+            full = f"{path}.{name}" if path else name
+            if buffer is not None and (running or full in flat.written):
+                names[id(buffer)] = full
+    return names
+
+
+def _attribute(root: nn.Module, path: str) -> object:
+    owner, _, name = path.rpartition(".")
+    return getattr(root.get_submodule(owner), name)
+
+
+class _Writes:
+    def __init__(self, segments: Segments, pieces: frozenset[fx.Node]) -> None:
+        self.segments, self.flat, self.places = segments, segments.flat, segments.places
+        self.pieces = pieces
+        self.sharing: dict[int, list[fx.Node]] = {}
+        for node, storage in self.flat.storages.items():
+            if node in self.places.order:  # others were dropped: nothing uses them
+                self.sharing.setdefault(storage, []).append(node)
+
+    def settle(self, node: fx.Node, written: fx.Node) -> None:
+        """One write, by ``node``, to the memory of ``written``."""
+        stage, order = self.places.position[node], self.places.order[node]
+        origins = self._origins(written, stage)
+        if len(origins) > 1:
+            raise self._refusal(node, written, written, "may lie in the memory of several values")
+        (origin,) = origins
+        for other in self.sharing[self.flat.storages[written]]:
+            is_older = self.places.order[other] <= order
+            for user in readers(other):
+                position = self.places.position[user]
+                if other.op == "get_attr" and position != stage and user.op != "output":
+                    raise self._refusal(node, written, other, f"is read in stage {position} too")
+                if self.places.order[user] < order:
+                    continue
+                if position == stage and other is not written and self._origins(other, stage) != origins:
+                    raise self._refusal(node, written, other, "shares its memory, and is sent on its own")
+                if is_older and position > stage and user.op != "output" and self.places.home(other) < stage:
+                    raise self._refusal(node, written, other, f"is read in stage {position}, which gets it as it was")
+                if is_older and position > stage and is_given(other) and user.op != "output":
+                    raise self._refusal(node, written, other, f"is read in stage {position}, which gets it as it was")
+            is_returned = other in self.pieces and is_older
+            if is_returned and (self.places.home(other) < stage):
+                raise self._refusal(node, written, other, "is returned as it was before")
+        segment = self.segments.segments[stage]
+        if origin in segment.uses and segment.known[origin] is segment.uses[origin]:
+            segment.clone_first(origin)
+
+    def _origins(self, node: fx.Node, stage: int) -> frozenset[fx.Node]:
+        """Where, as a stage has it, the memory of a tensor comes from: a received value, an argument, a call."""
+        if is_given(node) or self.places.home(node) < stage:
+            return frozenset([node])
+        call = node
+        while is_part(call, self.flat) and isinstance(call.args[0], fx.Node):
+            call = call.args[0]
+        storage = self.flat.storages.get(node)
+        sources = [read for read in _inputs(call) if self.flat.storages.get(read) == storage]
+        if not sources:
+            return frozenset([call])
+        return frozenset().union(*(self._origins(read, stage) for read in sources))
+
+    def _refusal(self, node: fx.Node, written: fx.Node, other: fx.Node, problem: str) -> Uncuttable:
+        stage = self.places.position[node]
+        cut = self.places.cuts[min(max(self.places.home(other), 0), len(self.places.cuts) - 1)]
+        cut = cut if stage > 0 else self.places.cuts[0]
+        return Uncuttable(
+            cut,
+            f"stage {stage} writes to '{written}' in place, and '{other}' {problem}",
+            _HINT,
+            node.meta.get("location"),
+        )
+
+
+def _inputs(call: fx.Node) -> Iterable[fx.Node]:
+    """What a call gets, in containers that were made for it too."""
+    for read in call.all_input_nodes:
+        yield read
+        if isinstance(read.target, type):
+            yield from _inputs(read)
+
+
+Assemble = Callable[[Mapping[str, Any]], Any]
+
+
+class Assembly:
+    """How the output is put together.
+
+    Args:
+        segments: of all stages.
+        name: gives a value its name.
+
+    Attributes:
+        pieces: the nodes whose values are pieces, in the order of the output.
+        assemble: see :class:`slapo_core.spec.pipeline.Output`.
+    """
+
+    def __init__(self, segments: Segments, name: Callable[[fx.Node], str]) -> None:
+        self.segments, self._name = segments, name
+        self.pieces: dict[fx.Node, str] = {}
+        self._output = next(node for node in segments.flat.graph.nodes if node.op == "output")
+        self.assemble = self._of(self._output.args[0])
+
+    def _of(self, value: Any) -> Assemble:
+        """For an argument of the graph's output: a node, a constant, a container of such."""
+        if isinstance(value, fx.Node):
+            return self._of_node(value)
+        if isinstance(value, tuple | list):
+            return _sequence(value, [self._of(part) for part in value])
+        if isinstance(value, dict):
+            return _mapping({key: self._of(part) for key, part in value.items()})
+        if not is_plain(value) and not callable(value):
+            raise made_object(value, self.segments.places.cuts[-1], "which it returns", self._output)
+        return lambda pieces: value
+
+    def _of_node(self, node: fx.Node) -> Assemble:
+        flat, places = self.segments.flat, self.segments.places
+        value = flat.values.get(node)
+        if isinstance(value, torch.Tensor):
+            if node not in self.pieces:
+                self.segments.give(node)
+                self.pieces[node] = self._name(node)
+            name = self.pieces[node]
+            return lambda pieces: pieces.get(name)
+        if is_constructor(node):
+            args = [self._of(part) for part in node.args]
+            kwargs = {key: self._of(part) for key, part in node.kwargs.items()}
+            target: Any = node.target
+            return lambda pieces: target(
+                *[part(pieces) for part in args], **{key: part(pieces) for key, part in kwargs.items()}
+            )
+        parts = None if isinstance(value, Opaque) else children(value)
+        if isinstance(value, Opaque) or node not in flat.values or (parts is None and not is_plain(value)):
+            raise made_object(value, places.cuts[-1], "which it returns", node)
+        if parts is None:
+            self.segments.constant(node)
+            return lambda pieces: value
+        below = [self._of_part(node, how, key, concrete(part)) for how, key, part in list(parts)]
+        return lambda pieces: rebuild(value, [part(pieces) for part in below])
+
+    def _of_part(self, whole: fx.Node, how: str, key: Any, value: Any) -> Assemble:
+        if value is None:
+            return lambda pieces: None
+        return self._of_node(self.segments.places.part(whole, how, key, value))
+
+
+def _sequence(value: Any, below: list[Assemble]) -> Assemble:
+    kind = tuple if isinstance(value, tuple) else list  # and not fx's own
+    return lambda pieces: kind([part(pieces) for part in below])
+
+
+def _mapping(below: dict[Any, Assemble]) -> Assemble:
+    return lambda pieces: {key: part(pieces) for key, part in below.items()}

@@ -1,4 +1,4 @@
-"""`CutStage`: a stage that runs its part of the flat graph on its part of the model."""
+"""Make the module of a stage of its graph."""
 
 from __future__ import annotations
 
@@ -12,12 +12,42 @@ from torch import nn
 
 from slapo_core import GuardError
 from slapo_core.spec.node import only_looks
-from slapo_core.spec.pipeline import StageModule
-from slapo_core.tracing import FlatGraph, GuardViolation, is_merely_traced, set_state, state
-from slapo_pipeline.partition.forms import difference
-from slapo_pipeline.partition.holder import Holder
+from slapo_core.spec.pipeline import Stage, StageModule, Tie
+from slapo_core.tracing import FlatGraph, GuardViolation, children, is_merely_traced, set_state, state
 
-__all__ = ["CutStage", "Program", "is_around"]
+
+class Holder(nn.Module):
+    """Holds what is below, and the parameters and buffers of its own that the stage reads; it is never called.
+
+    Its mode is that of the module that it stands for: ``train()`` on one is ``train()`` on the other.
+
+    Args:
+        ancestor: the module of the model.
+    """
+
+    def __init__(self, ancestor: nn.Module) -> None:
+        self.__dict__["_ancestor"] = (ancestor,)  # in a tuple: no child
+        super().__init__()
+
+    @property
+    def training(self) -> bool:  # type: ignore[override]
+        """Of the module of the model."""
+        ancestor: nn.Module = self.__dict__["_ancestor"][0]
+        return ancestor.training
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        if "_modules" in self.__dict__:  # and not while it is being made
+            self.__dict__["_ancestor"][0].training = mode
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse: its forward is spread over stages."""
+        name = type(self.__dict__["_ancestor"][0]).__name__
+        raise RuntimeError(f"this {name} lies above a cut of the pipeline: its stages run it, and it is not called")
+
+    def extra_repr(self) -> str:
+        return f"of {type(self.__dict__['_ancestor'][0]).__name__}"
+
 
 _HINT = "ask for the stages again after such a change"
 
@@ -217,3 +247,53 @@ def _hold(owner: nn.Module, ancestor: nn.Module, name: str) -> None:
 
 def _form(shape: Sequence[int], dtype: torch.dtype) -> str:
     return f"of shape {tuple(shape)} and {dtype}"
+
+
+def form(value: Any) -> Any:
+    """What of ``value`` stages are made for: shapes, types, texts, what is true, false or None; not numbers."""
+    if isinstance(value, torch.Tensor):
+        return (torch.Tensor, tuple(value.shape), value.dtype)
+    cls = type(value)
+    if cls in (int, float):
+        return (cls,)
+    if value is None or cls in (bool, str):
+        return (cls, value)
+    parts = children(value)
+    return (cls,) if parts is None else (cls, tuple((key, form(part)) for _, key, part in parts))
+
+
+def difference(value: Any, expected: Any) -> str | None:
+    """What another form ``value`` should have, for a message; None if it has it."""
+    if isinstance(value, torch.Tensor) and expected[0] is torch.Tensor:
+        if value.shape == expected[1] and value.dtype == expected[2]:
+            return None
+        here = f"{tuple(value.shape)} and {value.dtype}"
+        return f"a tensor of shape {expected[1]} and {expected[2]}, and this one has {here}"
+    found = form(value)
+    if found == expected:
+        return None
+    return f"{_described(expected)}, and in this one it is {_described(found)}"
+
+
+def _described(value: Any) -> str:
+    if value[0] is torch.Tensor:
+        return f"a tensor of shape {value[1]}"
+    return f"a {value[0].__name__}" if len(value) == 1 or isinstance(value[1], tuple) else repr(value[1])
+
+
+def ties_of(stages: Sequence[Stage], root: nn.Module) -> tuple[Tie, ...]:
+    """The parameters that more than one of the stages holds, in the model's order.
+
+    Args:
+        stages: all of them.
+        root: the scheduled model.
+    """
+    users: dict[int, list[int]] = {}
+    for stage in stages:
+        for parameter in stage.module.parameters():
+            users.setdefault(id(parameter), []).append(stage.index)
+    return tuple(
+        Tie(name, tuple(users[id(parameter)]))
+        for name, parameter in root.named_parameters()
+        if len(users.get(id(parameter), ())) > 1
+    )
