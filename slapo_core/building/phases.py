@@ -25,7 +25,7 @@ from slapo_core.ranks.world import World
 from slapo_core.schedule.agreement import SAME_SCRIPT
 from slapo_core.schedule.schedule import Schedule
 from slapo_core.weights.materialise import Materialisation
-from slapo_core.weights.placement import placed, placement_facts, refuse_kept
+from slapo_core.weights.placement import placed, placement_facts
 from slapo_core.weights.replicas import parted, replicas_of
 from slapo_core.weights.sources import Source, open_source
 
@@ -138,8 +138,6 @@ class _Build:
     def _place(self, target: Target, plan: Plan, values: Materialisation) -> tuple[int, ...]:
         """Decide which rank holds which tensors; nothing is changed yet. Gives the rank along ``pp`` of each stage."""
         with self.world.together("making the stages"):
-            if self.schedule.mesh is not None and self.schedule.mesh.size("pp") > 1:
-                refuse_kept(values.correspondence)
             found = stages_of_build(self.schedule, self.arguments, target, plan)
             if found is None:
                 return ()

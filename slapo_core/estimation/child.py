@@ -187,7 +187,7 @@ def play(request: Request) -> Played | SlapoError:
                 train_stages(schedule, pipeline, fakes, watched, mode, trackers, values)
         assumptions.without_gradients(trackers.without_gradients)
         waits = pipeline.share if pipeline is not None else 0.0
-        return Played(trackers.result(request), kinds_of_ranks(schedule, request.mesh), assumptions.found(), waits)
+        return Played(trackers.result(request), kinds_of_ranks(request.mesh), assumptions.found(), waits)
     except Exception as error:  # noqa: BLE001 - whatever the user's functions raise
         fault = explained(error, doing=doing, model=model)
         fault.__cause__ = fault.__context__ = None  # it crosses to another process as it is

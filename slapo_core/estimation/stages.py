@@ -29,7 +29,7 @@ from slapo_core.estimation.watch import Watch
 from slapo_core.pipeline.binding import bound_batch
 from slapo_core.pipeline.staged import Staged, needing
 from slapo_core.weights.correspondence import Correspondence
-from slapo_core.weights.placement import placed, refuse_kept
+from slapo_core.weights.placement import placed
 from slapo_core.weights.tied import TiedGradients
 
 if TYPE_CHECKING:
@@ -108,7 +108,6 @@ def pipeline_of(schedule: Schedule, request: Request) -> Pipeline | None:
             hint=f"microbatches={request.accumulate * count}, and no accumulate",
         )
     correspondence, _ = Correspondence.of(schedule)
-    refuse_kept(correspondence)
     pieces = micro_batches(request.batch, count, option="microbatches", axes=axes)
     schedule.example_inputs = pieces[0]
     found = stages_of_build(schedule, arguments, target, plan)

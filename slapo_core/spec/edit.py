@@ -58,19 +58,6 @@ class Edit(Protocol):
         """
         ...
 
-    def keep_on_rank(self, node: Node, name: str, mesh_dim: str, rank: int) -> None:
-        """Let an own parameter or buffer live on one rank of a mesh dimension; on the others its slot becomes None.
-
-        It stays a part of every state dict. What the other ranks use in its place is the primitive's business.
-
-        Args:
-            node: the module that holds it.
-            name: its own name, e.g. ``"weight"``.
-            mesh_dim: e.g. ``"pp"``.
-            rank: its owner along ``mesh_dim``, from 0.
-        """
-        ...
-
     def replace_module(
         self,
         node: Node,

@@ -93,7 +93,7 @@ def slapo_rolled_back(node: Node, primitive: Primitive, error: BaseException) ->
 
 
 @hookspec(firstresult=True)
-def slapo_materialize(path: str, name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
+def slapo_initialize(path: str, name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
     """Called when a tensor on the meta device needs values that no weights give: by ``build``, and by ``verify``.
 
     The model's own initialisation runs only where no plugin answers.

@@ -62,7 +62,7 @@ class _TensorsOfCopy(TensorTable):
     def __init__(self, tree: Tree, original: Tree) -> None:
         super().__init__(tree)
         self._original = original
-        self.dropped, self.kept_on = original.tensors.dropped, original.tensors.kept_on
+        self.dropped = original.tensors.dropped
         self.trained, self.trained_at_first = original.tensors.trained, original.tensors.trained_at_first
 
     def layout(self, tensor: torch.Tensor, name: str) -> Layout:

@@ -18,7 +18,6 @@ from slapo_core.tree.journal import (
     AddModule,
     Annotate,
     Entry,
-    KeepOnRank,
     ReplaceModule,
     SetAttribute,
     SetGraph,
@@ -99,20 +98,6 @@ class TreeEdit:
 
     def set_layout(self, node: NodeProtocol, name: str, layout: Layout) -> None:
         self._do(node, SetLayout(self._tree, name, _tensor(node, name), layout))
-
-    def keep_on_rank(self, node: NodeProtocol, name: str, mesh_dim: str, rank: int) -> None:
-        mesh = node.mesh
-        if mesh is None or not 0 <= rank < mesh.size(mesh_dim):
-            raise ApplyError(
-                f"'{name}' of '{node.path}' cannot be kept on rank {rank} of mesh_dim '{mesh_dim}': the mesh is {mesh}",
-                path=node.path,
-            )
-        tensor = _tensor(node, name)
-        is_owner = mesh.rank(mesh_dim) == rank
-        if mesh.size(mesh_dim) > 1:  # also on the rank that keeps it: every rank does the same
-            self._keep_hooks(node, name, tensor, None)
-        sites = self._sites(node, name, tensor)
-        self._do(node, KeepOnRank(self._tree, sites, tensor, mesh_dim, rank, is_owner=is_owner))
 
     def replace_module(
         self,

@@ -43,8 +43,6 @@ class TensorTable:
         self._made: dict[int, tuple[torch.Tensor, tuple[int, ...]]] = {}  # the shapes when a step last looked
         self.dropped: frozenset[str] = frozenset()
         """First names of untouched tensors that a step gave up."""
-        self.kept_on: Mapping[str, tuple[str, int]] = {}
-        """First names of untouched tensors that live on one rank of a mesh dimension: ``{"fc.weight": ("pp", 1)}``."""
         self.placement: Placement | None = None
         """Where tensors live along ``pp``, once ``build`` has decided it; other ranks have stand-ins without memory."""
         self.trained: Mapping[str, bool] = {}
@@ -95,7 +93,7 @@ class TensorTable:
             layout = self.layout(tensor, full_name(path, name))
             apart = {one for one, _ in layout.shards()} | set(layout.partials())
             is_persistent = name not in self._tree.index.modules[path]._non_persistent_buffers_set
-            if mesh_dim not in apart and is_persistent and layout.origin not in self.kept_on and not tensor.is_meta:
+            if mesh_dim not in apart and is_persistent and not tensor.is_meta:
                 found.setdefault(id(tensor), (full_name(path, name), tensor))
         return dict(found.values())
 

@@ -255,7 +255,7 @@ def _tensor_pairs(
     if kind in ("gradient", "buffer"):
         for name in expected:
             if counterparts.first_name(name) not in covered:
-                result.not_compared.append(f"{_noun(kind)} {name}: {counterparts.absence(name)}")
+                result.not_compared.append(f"{_noun(kind)} {name}: the scheduled model does not have it any more")
 
 
 def _noun(kind: str) -> str:

@@ -101,11 +101,3 @@ class Counterparts:
     def first_name(self, name: str) -> str:
         """The first name of an untouched tensor."""
         return self.correspondence.survey.origins.get(name, name) if self.correspondence is not None else name
-
-    def absence(self, name: str) -> str:
-        """Why this rank has nothing that stands for the untouched tensor ``name``."""
-        table = self.correspondence.tree.tensors if self.correspondence is not None else None
-        owner = table.kept_on.get(self.first_name(name)) if table is not None else None
-        if owner is not None:
-            return f"it lives on rank {owner[1]} of mesh_dim '{owner[0]}'"
-        return "the scheduled model does not have it any more"

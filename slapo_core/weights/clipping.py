@@ -45,8 +45,6 @@ class GradientClipper:
         self._mesh: Mesh | None = correspondence.mesh
         self._max_norm, self._norm_type, self._error_if_nonfinite = max_norm, norm_type, error_if_nonfinite
         by_dims: dict[tuple[str, ...], list[nn.Parameter]] = {(): []}
-        for mesh_dim, _ in sorted(set(correspondence.tree.tensors.kept_on.values())):
-            by_dims.setdefault(self._running(mesh_dim), [])  # the owner's gradients; the other ranks have none
         self._again: list[nn.Parameter] = []  # copies that another rank counts
         self._dtypes: set[torch.dtype] | None = set() if correspondence.placement is not None else None
         for live in correspondence.live():

@@ -86,7 +86,6 @@ class Correspondence:
             return False
         dims = {mesh_dim for live in self._lives() for mesh_dim, _ in live.layout.shards()}
         dims.update(mesh_dim for live in self._lives() for mesh_dim in live.layout.partials())
-        dims.update(mesh_dim for mesh_dim, _ in self.tree.tensors.kept_on.values())
         if self.placement is not None:
             dims.add("pp")
         return any(mesh.size(mesh_dim) > 1 for mesh_dim in dims)
@@ -130,21 +129,14 @@ class Correspondence:
 
     def holders_of(self, spec: TensorSpec) -> dict[str, tuple[int, ...]]:
         """The mesh dimensions along which only some ranks hold an untouched tensor: ``{"pp": (0, 3)}``."""
-        kept = self.tree.tensors.kept_on.get(spec.name)
-        found: dict[str, tuple[int, ...]] = {kept[0]: (kept[1],)} if kept is not None else {}
-        ranks = self.placement.untouched.get(spec.name, ()) if self.placement is not None else ()
-        return found | self._some(ranks)
+        return self._some(self.placement.untouched.get(spec.name, ()) if self.placement is not None else ())
 
     def holders(self, live: LiveTensor) -> dict[str, tuple[int, ...]]:
         """As :meth:`holders_of`, of a live tensor."""
-        table = self.tree.tensors.kept_on
-        found: dict[str, tuple[int, ...]] = {
-            table[name][0]: (table[name][1],) for name in live.stands_for if name in table
-        }
         if self.placement is None:
-            return found
+            return {}
         assert self.mesh is not None
-        return found | self._some(self.placement.holders(live) or (self.mesh.rank("pp"),))
+        return self._some(self.placement.holders(live) or (self.mesh.rank("pp"),))
 
     def _some(self, ranks: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
         everywhere = self.mesh is None or len(ranks) == self.mesh.size("pp")
@@ -157,9 +149,8 @@ class Correspondence:
     def unexplained(self) -> list[Unexplained]:
         """Every tensor of which nobody said what it stands for, or what became of it."""
         found = [_no_layout(live, self.survey) for live in self.live() if self._is_unexplained(live)]
-        explained = {*self.tree.tensors.dropped, *self.tree.tensors.kept_on}
         unknown = {live.name for live in self.live() if not self.tree.tensors.is_known(live.tensor)}
-        lost = [spec for spec in self._missing() if spec.name not in explained]
+        lost = [spec for spec in self._missing() if spec.name not in self.tree.tensors.dropped]
         return found or [_put_in(spec) if spec.name in unknown else _lost(spec) for spec in lost]
 
     def check(self) -> None:

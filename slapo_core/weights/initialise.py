@@ -1,6 +1,6 @@
 """The model's own initialisation, for one tensor at a time, so that any layout starts from the same values.
 
-A plugin that answers ``slapo_materialize`` for a tensor comes before all this.
+A plugin that answers ``slapo_initialize`` for a tensor comes before all this.
 
 What the initialisers (``initialisers.py``) write is found out once (``recording.py``); of what is understood, any piece
 can be made by itself, drawn once and without what a later initialiser overwrites (``programs.py``). For all else they
@@ -36,7 +36,7 @@ class Initialiser:
 
     Args:
         model: the untouched one, or the scheduled one for what its steps added.
-        hooks: of the schedule: a plugin that answers ``slapo_materialize`` comes before the model's own initialisation.
+        hooks: of the schedule: a plugin that answers ``slapo_initialize`` comes before the model's own initialisation.
         seed: mixed into the seed of every tensor.
         is_untouched: False for a scheduled model. Its tensors may be pieces already, so that what one rank could find
             out of them depends on the layout; all initialisers are run again for each.
@@ -91,7 +91,7 @@ class Initialiser:
     def _ask(self, name: str, shape: tuple[int, ...], key: str, dtype: torch.dtype) -> torch.Tensor | None:
         path, _, own_name = name.rpartition(".")
         torch.default_generator.manual_seed(seed_of(key))
-        answer = self._hooks.single("slapo_materialize", path=path, name=own_name, shape=shape, dtype=dtype)
+        answer = self._hooks.single("slapo_initialize", path=path, name=own_name, shape=shape, dtype=dtype)
         if answer is None:
             return None
         label, value = answer
@@ -99,7 +99,7 @@ class Initialiser:
         if not fits or value.is_meta:
             got = f"{tuple(value.shape)}, {value.dtype}, {value.device}" if isinstance(value, torch.Tensor) else value
             raise HookError(
-                f"hook slapo_materialize of {label} must give a tensor of shape {shape}, {dtype}, with values, for "
+                f"hook slapo_initialize of {label} must give a tensor of shape {shape}, {dtype}, with values, for "
                 f"'{name}' (got {got})",
                 plugin=label,
             )

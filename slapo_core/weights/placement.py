@@ -6,7 +6,6 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from slapo_core.errors import BuildError
 from slapo_core.ranks.facts import RankFact, describe
 from slapo_core.spec.placement import Placement
 
@@ -14,7 +13,7 @@ if TYPE_CHECKING:
     from slapo_core.spec.pipeline import Partition
     from slapo_core.weights.correspondence import Correspondence
 
-__all__ = ["placed", "placement_facts", "refuse_kept"]
+__all__ = ["placed", "placement_facts"]
 
 UNUSED = (0,)  # where a tensor lives that no stage uses
 
@@ -41,21 +40,6 @@ def placed(correspondence: Correspondence, partition: Partition, stage_ranks: Se
         if live.name not in explained:
             added[live.name] = ranks
     return Placement(untouched, added)
-
-
-def refuse_kept(correspondence: Correspondence) -> None:
-    """Refuse a step that keeps a tensor on one rank of a mesh dimension, where stages say which rank holds what.
-
-    Raises:
-        BuildError: there is one; ranks that lack the tensor cannot make the same stages.
-    """
-    for name, (mesh_dim, rank) in correspondence.tree.tensors.kept_on.items():
-        raise BuildError(
-            f"a step keeps '{name}' on rank {rank} of mesh_dim '{mesh_dim}' only, and other ranks lack it, so that "
-            "they cannot make the same stages",
-            hint="where the mesh has several ranks along 'pp', stages say which rank holds a tensor: leave that step "
-            "out",
-        )
 
 
 def placement_facts(

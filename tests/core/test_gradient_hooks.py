@@ -111,10 +111,6 @@ def to_none(node: slapo.Node, edit: slapo.Edit) -> None:
 REFUSED: dict[str, tuple[Any, str]] = {
     "a piece": (Halve(), "shape (2, 4)"),
     "nothing": (Call(to_none), "no tensor"),
-    "kept elsewhere": (
-        Call(lambda node, edit: edit.keep_on_rank(node, "weight", "tp", 0)),
-        "no tensor",
-    ),
     "another shape": (
         Call(lambda node, edit: edit.replace_module(node, nn.Linear(4, 2))),
         "shape (2, 4)",

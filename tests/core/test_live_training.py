@@ -188,23 +188,6 @@ def test_what_cannot_be_clipped_is_refused_on_every_rank(message: Messages) -> N
         message(*set(told), word)
 
 
-def kept_on_one_rank() -> float:
-    """A tensor that lives on one rank of ``pp``, in another type than what the other rank has."""
-    from tests.core.edits import Call
-
-    sch = slapo.create_schedule(real("mlp").double(), mesh={"pp": 2})
-    sch["fc1"].apply(Call(lambda node, edit: edit.keep_on_rank(node, "weight", "pp", 1)))
-    for parameter in sch.model.parameters():
-        parameter.grad = torch.full_like(parameter, 2.0)
-    return slapo.clip_grad_norm_(sch, math.inf).item()
-
-
-@pytest.mark.ranks
-def test_a_tensor_that_lives_on_one_rank_is_counted_there() -> None:
-    elements = sum(parameter.numel() for parameter in real("mlp").parameters())
-    assert run_ranks(kept_on_one_rank, world_size=2) == [pytest.approx(2 * math.sqrt(elements), rel=1e-12)] * 2
-
-
 # -- state dicts and files ------------------------------------------------------------------------------------
 
 

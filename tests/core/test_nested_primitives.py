@@ -88,7 +88,6 @@ EDITS: dict[str, Callable[[Any, Any], Any]] = {
     "set_buffer": lambda node, edit: edit.set_buffer(node, "seen", torch.zeros(2)),
     "set_requires_grad": lambda node, edit: edit.set_requires_grad(node, "weight", False),
     "set_layout": lambda node, edit: edit.set_layout(node, "weight", slapo.Layout("0.1.weight", (4, 4))),
-    "keep_on_rank": lambda node, edit: edit.keep_on_rank(node, "weight", "tp", 0),
     "replace_module": lambda node, edit: edit.replace_module(node, nn.Identity()),
     "add_hook": lambda node, edit: edit.add_hook(node, "forward", post_hook),
     "add_hook, inactive": lambda node, edit: edit.add_hook(node, "forward", post_hook, active=False),

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
 import slapo_core as slapo
-from slapo_core.ranks.launcher import run_ranks
 from slapo_core.weights.state import reference_state_dict
 from tests.messages import Messages
 
@@ -139,93 +135,3 @@ def test_a_tensor_put_in_outside_of_the_schedule_takes_the_place_of_the_one_befo
     model.second.weight = nn.Parameter(torch.zeros(4, 6))
     sch.tree.structure_changed()
     assert sch["second"].layout("weight").origin == "second.weight"
-
-
-# -- tensors that live on another rank --------------------------------------------------------------------------
-
-
-def computed_by_owner(forward: Any, *, owner: int, features: int) -> Any:
-    """The owner computes and broadcasts; the others take its result. Enough for evaluation."""
-
-    def run(module: Any, x: torch.Tensor) -> torch.Tensor:
-        group = dist.group.WORLD
-        y = forward(module, x) if dist.get_rank() == owner else x.new_empty(*x.shape[:-1], features)
-        y = y.detach().contiguous()
-        dist.broadcast(y, group_src=owner, group=group)
-        return y
-
-    return run
-
-
-@dataclass(frozen=True)
-class OnRank(slapo.Primitive):
-    """Let the layer live on one rank only."""
-
-    name = "trial.on_rank"
-    equivalence = slapo.Equivalence.EXACT
-    rank: int
-
-    def apply(self, node: Any, edit: Any) -> None:
-        features = node.module.out_features
-        for name in list(node.parameters):
-            edit.keep_on_rank(node, name, "tp", self.rank)
-        wrapper = functools.partial(computed_by_owner, owner=self.rank, features=features)
-        edit.wrap_forward(node, wrapper)
-
-
-def build_with_a_layer_on_one_rank(directory: str) -> dict[str, Any]:
-    torch.manual_seed(0)
-    plain = Net()
-    x = torch.randn(2, 4)
-    expected, weights = plain(x), {name: tensor.clone() for name, tensor in plain.state_dict().items()}
-    with torch.device("meta"):
-        model = Net()
-    sch = slapo.create_schedule(model, mesh={"tp": 2})
-    sch["second"].apply(OnRank(1))
-    effects = sch.records[0].effects
-    engine = slapo.build(sch, weights=weights, max_grad_norm=1.0, optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
-    own = [name for name, parameter in model.named_parameters() if parameter is not None]
-    with torch.no_grad():
-        same = torch.equal(engine.module(x), expected)
-    state = engine.state_dict()
-    engine.load_state_dict({name: tensor + 1 for name, tensor in weights.items()})
-    moved = engine.state_dict()
-    return {
-        "effects": effects,
-        "own": own,
-        "same": same,
-        "keys": list(state) == list(weights),
-        "equal": all(torch.equal(state[name], weights[name]) for name in weights),
-        "loaded": all(torch.equal(moved[name], weights[name] + 1) for name in weights),
-    }
-
-
-@pytest.mark.ranks
-def test_a_tensor_that_lives_on_another_rank_is_in_every_state_dict(tmp_path: Path) -> None:
-    ranks = run_ranks(build_with_a_layer_on_one_rank, str(tmp_path), world_size=2)
-    assert [rank["own"] for rank in ranks] == [
-        ["first.weight", "first.bias"],
-        ["first.weight", "first.bias", "second.weight", "second.bias"],
-    ]
-    for rank in ranks:
-        assert "weight is kept on rank 1 of 'tp' only" in rank["effects"]
-        assert rank["same"]
-        assert rank["keys"]
-        assert rank["equal"]
-        assert rank["loaded"]
-
-
-def test_keeping_on_a_rank_is_undone_and_needs_that_rank(message: Messages) -> None:
-    model = Net()
-    weight = model.second.weight
-    sch = slapo.create_schedule(model, mesh={"tp": 2})
-    sch["second"].apply(OnRank(1))
-    assert model.second.weight is None
-    assert sch.tree.tensors.kept_on == {"second.weight": ("tp", 1), "second.bias": ("tp", 1)}
-    assert sch.tree.tensors.dropped == frozenset()
-    sch.undo()
-    assert model.second.weight is weight
-    assert sch.tree.tensors.kept_on == {}
-    with pytest.raises(slapo.ApplyError) as caught:
-        sch["second"].apply(OnRank(2))
-    message(caught, "rank 2 of mesh_dim 'tp'", "{'tp': 2}")

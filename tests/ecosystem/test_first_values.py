@@ -48,7 +48,7 @@ import torch
 from slapo_core import hookimpl
 
 @hookimpl
-def slapo_materialize(path, name, shape, dtype):
+def slapo_initialize(path, name, shape, dtype):
     if path == "square" and name == "weight":
         return torch.eye(6, dtype=dtype)
 """
@@ -81,8 +81,8 @@ def test_two_plugins_that_give_first_values_are_both_named(
     schedule = scheduled(model("meta"), *(filling(name) for name in plugins), plugins=plugins)
     with pytest.raises(slapo.HookError) as caught:
         slapo.build(schedule)
-    call = "slapo_materialize(path='square', name='weight', shape=(6, 6), dtype=torch.float32)"
-    message(caught, call, "fill-slapo 1.0", "full-slapo 1.0", 'prefer={"slapo_materialize": "fill-slapo"}')
+    call = "slapo_initialize(path='square', name='weight', shape=(6, 6), dtype=torch.float32)"
+    message(caught, call, "fill-slapo 1.0", "full-slapo 1.0", 'prefer={"slapo_initialize": "fill-slapo"}')
 
 
 @pytest.mark.parametrize(
@@ -100,4 +100,4 @@ def test_first_values_of_another_kind_are_refused(
     schedule = scheduled(model("meta"), fill, plugins=("fill-slapo",))
     with pytest.raises(slapo.HookError) as caught:
         slapo.build(schedule)
-    message(caught, "slapo_materialize of fill-slapo 1.0", "'square.weight'", f"got {got}")
+    message(caught, "slapo_initialize of fill-slapo 1.0", "'square.weight'", f"got {got}")

@@ -21,7 +21,7 @@ from tests.dists.healthy import acme, with_hooks
 from tests.messages import Messages
 
 DOCTOR = "@hookimpl\ndef slapo_doctor():\n    return ['{}']\n"
-MATERIALIZE = "@hookimpl\ndef slapo_materialize(path):\n    return {}\n"
+MATERIALIZE = "@hookimpl\ndef slapo_initialize(path):\n    return {}\n"
 TENSOR = {"path": "fc", "name": "weight", "shape": (2, 3), "dtype": None}
 
 
@@ -41,8 +41,8 @@ def test_the_hooks_are_those_of_the_design_and_fully_described() -> None:
         "slapo_doctor",
         "slapo_from_reference",
         "slapo_gather_output",
+        "slapo_initialize",
         "slapo_liveness",
-        "slapo_materialize",
         "slapo_partition",
         "slapo_preconditions",
         "slapo_rolled_back",
@@ -64,7 +64,7 @@ def test_an_installed_plugin_has_no_effect_until_it_is_named(fake_distributions:
     fake_distributions.install(with_hooks("acme-hooks", DOCTOR.format("acme")))
     manager = HookManager(fake_distributions.registry())
     assert manager.call("slapo_doctor") == []
-    assert manager.call("slapo_materialize", **TENSOR) is None
+    assert manager.call("slapo_initialize", **TENSOR) is None
     assert "acme_hooks_hooks" not in sys.modules
     manager.activate("Acme_Hooks")
     manager.activate("acme-hooks")
@@ -78,15 +78,15 @@ def test_an_installed_plugin_has_no_effect_until_it_is_named(fake_distributions:
 
 
 def test_a_preferred_plugin_without_an_answer_is_asked_once(fake_distributions: FakeEnvironment) -> None:
-    counting = "ASKED = []\n@hookimpl\ndef slapo_materialize(path):\n    ASKED.append(path)\n"
+    counting = "ASKED = []\n@hookimpl\ndef slapo_initialize(path):\n    ASKED.append(path)\n"
     fake_distributions.install(with_hooks("mute-slapo", counting), with_hooks("full-slapo", MATERIALIZE))
     manager = HookManager(fake_distributions.registry())
     manager.activate("full-slapo")
-    manager.prefer("slapo_materialize", "mute-slapo")
-    assert manager.single("slapo_materialize", **TENSOR) == ("full-slapo 1.0", {})
+    manager.prefer("slapo_initialize", "mute-slapo")
+    assert manager.single("slapo_initialize", **TENSOR) == ("full-slapo 1.0", {})
     assert len(sys.modules["mute_slapo_hooks"].ASKED) == 1
     manager.deactivate("full-slapo")
-    assert manager.single("slapo_materialize", **TENSOR) is None
+    assert manager.single("slapo_initialize", **TENSOR) is None
     assert len(sys.modules["mute_slapo_hooks"].ASKED) == 2
 
 
@@ -191,8 +191,8 @@ def test_one_hooks_module_of_two_distributions_is_refused_for_the_second(fake_di
         ("@hookimpl(tryfirst=True)\ndef slapo_doctor(): pass\n", ("'slapo_doctor'", "@hookimpl(tryfirst=True)")),
         ("@hookimpl\ndef slapo_doctor(node): pass\n", ("'slapo_doctor'", "'node'", "()")),
         (
-            f"{MATERIALIZE.format(1)}@hookimpl(specname='slapo_materialize')\ndef more(name): return 2\n",
-            ("'slapo_materialize'", "2 times"),
+            f"{MATERIALIZE.format(1)}@hookimpl(specname='slapo_initialize')\ndef more(name): return 2\n",
+            ("'slapo_initialize'", "2 times"),
         ),
     ],
     ids=("misspelt", "no prefix", "not decorated", "misspelt argument", "order", "another argument", "twice"),
@@ -210,9 +210,9 @@ def test_an_implementation_may_take_fewer_arguments_and_another_function_name(
     fake_distributions: FakeEnvironment,
 ) -> None:
     source = (
-        "import slapo_core\nslapo_cache = {}\n@hookimpl(specname='slapo_materialize')\ndef fill(name): return name\n"
+        "import slapo_core\nslapo_cache = {}\n@hookimpl(specname='slapo_initialize')\ndef fill(name): return name\n"
     )
-    assert hooks_of(fake_distributions, source).call("slapo_materialize", **TENSOR) == "weight"
+    assert hooks_of(fake_distributions, source).call("slapo_initialize", **TENSOR) == "weight"
 
 
 @pytest.mark.parametrize(
@@ -263,18 +263,18 @@ def test_two_answers_to_a_first_result_hook_are_an_error_naming_both(
         fake_distributions.install(with_hooks(name, MATERIALIZE.format(answer)))
     manager = HookManager(fake_distributions.registry())
     manager.activate("gamma-hooks")
-    assert manager.call("slapo_materialize", **TENSOR) is None
+    assert manager.call("slapo_initialize", **TENSOR) is None
     manager.activate("beta-hooks")
-    assert manager.call("slapo_materialize", **TENSOR) == 2
+    assert manager.call("slapo_initialize", **TENSOR) == 2
     manager.activate("acme-hooks")
     with pytest.raises(HookError) as caught:
-        manager.call("slapo_materialize", **TENSOR)
-    call = "slapo_materialize(path='fc', name='weight', shape=(2, 3), dtype=None)"
-    message(caught, call, "acme-hooks 1.0", "beta-hooks 1.0", 'prefer={"slapo_materialize": "acme-hooks"}')
+        manager.call("slapo_initialize", **TENSOR)
+    call = "slapo_initialize(path='fc', name='weight', shape=(2, 3), dtype=None)"
+    message(caught, call, "acme-hooks 1.0", "beta-hooks 1.0", 'prefer={"slapo_initialize": "acme-hooks"}')
 
 
 def test_a_false_answer_is_an_answer(fake_distributions: FakeEnvironment) -> None:
-    assert hooks_of(fake_distributions, MATERIALIZE.format("0")).call("slapo_materialize", **TENSOR) == 0
+    assert hooks_of(fake_distributions, MATERIALIZE.format("0")).call("slapo_initialize", **TENSOR) == 0
 
 
 def test_the_order_of_activation_has_no_meaning(fake_distributions: FakeEnvironment) -> None:
@@ -306,9 +306,9 @@ def test_tracing_prints_every_hook_call(
     fake_distributions: FakeEnvironment, capsys: pytest.CaptureFixture[str], trace: str
 ) -> None:
     manager = hooks_of(fake_distributions, MATERIALIZE.format("path"), SLAPO_TRACE_PLUGINS=trace)
-    manager.call("slapo_materialize", **TENSOR)
+    manager.call("slapo_initialize", **TENSOR)
     manager.call("slapo_doctor")
-    line = "slapo: hook slapo_materialize(path='fc', name='weight', shape=(2, 3), dtype=None) -> acme-hooks 1.0: 'fc'\n"
+    line = "slapo: hook slapo_initialize(path='fc', name='weight', shape=(2, 3), dtype=None) -> acme-hooks 1.0: 'fc'\n"
     assert capsys.readouterr().err == (line if trace == "1" else "")
 
 

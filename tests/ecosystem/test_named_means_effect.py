@@ -28,7 +28,7 @@ from slapo_core import hookimpl
 heard = []
 
 @hookimpl
-def slapo_materialize(path, name):
+def slapo_initialize(path, name):
     heard.append(f"materialize {path}.{name}")
 
 @hookimpl

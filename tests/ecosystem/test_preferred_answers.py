@@ -98,7 +98,7 @@ def test_the_chosen_plugin_stays_active_when_all_steps_are_undone() -> None:
     [
         ({"slapo_livenes": "acme-slapo"}, "'slapo_livenes'", "did you mean 'slapo_liveness'?"),
         ({"slapo_liveness": "acme-slap"}, "'acme-slap'", "did you mean acme-slapo or mute-slapo or cut-slapo?"),
-        ({"slapo_check": "acme-slapo"}, "slapo_check collects", "slapo_materialize, slapo_partition"),
+        ({"slapo_check": "acme-slapo"}, "slapo_check collects", "slapo_initialize, slapo_liveness"),
         ({"slapo_liveness": "mute-slapo"}, "mute-slapo 1.0", 'prefer={"slapo_liveness": "slapo-pipeline"})'),
     ],
 )

@@ -17,7 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from slapo_core.errors import OptimizerError
 from slapo_core.tree.index import full_name
-from slapo_core.tree.journal import Entry, KeepOnRank, ReplaceModule, SetTensor
+from slapo_core.tree.journal import Entry, ReplaceModule, SetTensor
 
 __all__ = ["note_exchange"]
 
@@ -57,8 +57,6 @@ def note_exchange(model: nn.Module, entry: Entry, *, undone: bool) -> None:
 
 def _exchanged(entry: Entry) -> list[tuple[str, nn.Parameter | None, nn.Parameter | None]]:
     """``(full name, taken out, put in)`` of each parameter."""
-    if isinstance(entry, KeepOnRank):
-        return _exchanged(entry.emptied) if entry.emptied is not None else []
     if isinstance(entry, SetTensor):
         return [(full_name(*entry.sites[0]), _parameter(entry.old), _parameter(entry.new))]
     if not isinstance(entry, ReplaceModule):

@@ -5,14 +5,13 @@ from __future__ import annotations
 from slapo_core.tree.journal.calls import AddHook, SetGraph, WrapForward
 from slapo_core.tree.journal.entry import Entry
 from slapo_core.tree.journal.modules import AddModule, ReplaceModule, SetAttribute
-from slapo_core.tree.journal.tensors import Annotate, KeepOnRank, SetLayout, SetRequiresGrad, SetTensor
+from slapo_core.tree.journal.tensors import Annotate, SetLayout, SetRequiresGrad, SetTensor
 
 __all__ = [
     "AddHook",
     "AddModule",
     "Annotate",
     "Entry",
-    "KeepOnRank",
     "ReplaceModule",
     "SetAttribute",
     "SetGraph",

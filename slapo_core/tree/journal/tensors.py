@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from slapo_core.tree.tree import Tree
 
-__all__ = ["Annotate", "KeepOnRank", "SetLayout", "SetRequiresGrad", "SetTensor"]
+__all__ = ["Annotate", "SetLayout", "SetRequiresGrad", "SetTensor"]
 
 Sites = tuple[tuple[str, str], ...]
 
@@ -109,47 +109,6 @@ class SetLayout(Entry):
 
     def describe(self) -> str:
         return f"{self.name} {tuple(self.tensor.shape)} stays, {self.layout}"
-
-
-class KeepOnRank(Entry):
-    """A tensor on one rank of a mesh dimension only; elsewhere its slot is empty.
-
-    Args:
-        tree: the tree.
-        sites: every place of the tensor.
-        tensor: what stands there.
-        mesh_dim: e.g. ``"pp"``.
-        rank: its owner along ``mesh_dim``.
-        is_owner: whether this process is it.
-    """
-
-    def __init__(
-        self, tree: Tree, sites: Sites, tensor: torch.Tensor, mesh_dim: str, rank: int, *, is_owner: bool
-    ) -> None:
-        self.tree, self.sites, self.owner = tree, sites, (mesh_dim, rank)
-        self.origin = tree.tensors.layout(tensor, full_name(*sites[0])).origin
-        self.emptied = None if is_owner else SetTensor(tree, sites, tensor, None, None)
-        self.before = tree.tensors.kept_on
-
-    def redo(self) -> None:
-        self.before, dropped = self.tree.tensors.kept_on, self.tree.tensors.dropped
-        if self.emptied is not None:
-            self.emptied.redo()
-            self.tree.tensors.dropped = dropped
-        self.tree.tensors.kept_on = {**self.before, self.origin: self.owner}
-
-    def undo(self) -> None:
-        if self.emptied is not None:
-            self.emptied.undo()
-        self.tree.tensors.kept_on = self.before
-
-    @property
-    def changed(self) -> tuple[nn.Module, ...]:
-        return self.emptied.changed if self.emptied is not None else ()
-
-    def describe(self) -> str:
-        mesh_dim, rank = self.owner
-        return f"{self.sites[0][1]} is kept on rank {rank} of '{mesh_dim}' only"
 
 
 class Annotate(Entry):
