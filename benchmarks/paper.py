@@ -195,9 +195,10 @@ def _measurements(known: Document) -> Iterator[str]:
     yield (
         "Four layers of width 256, 8 samples of 128 tokens, float32, AdamW; one thread a rank, gloo. A ratio is of "
         "throughputs: above 1, the system is faster than the first of its table; in brackets where 95 % of it lie. "
-        "`losses` is how far the first three are from those of the unscheduled model on one rank, relative to its first. "
-        "Where a batch norm sees the samples of one replica or micro-batch only, losses are not compared. Megatron-core's "
-        "own model computes its loss from split logits; the schedules gather them, because the loss is the model's."
+        "`losses` is how far the first three are from those of the unscheduled model on one rank, relative to its "
+        "first. Where a batch norm sees the samples of one replica or micro-batch only, losses are not compared. "
+        "Megatron-core's own model computes its loss from split logits; the schedules gather them, because the loss is "
+        "the model's."
     )
     titles = {
         "ALONE": "One rank",
