@@ -31,7 +31,7 @@ def test_losses_that_differ_are_told(paper: Any) -> None:
     off = {"losses": [2.0, 1.001], "seconds": [1.0]}
     parts = {"ALONE": {**alone, "+ kernels": off}, "TOGETHER": {"DTensor": {"refused": "TypeError: no"}}}
     assert list(paper.wrong_losses({"bert": parts})) == [
-        "bert, + kernels: losses [2.0, 1.001] differ by 1.0e-03 of their size"
+        "bert, + kernels: losses [2.0, 1.001] differ by 5.0e-04 of the first"
     ]
 
 
