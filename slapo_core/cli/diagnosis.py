@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slapo_core.spec.doctor import Fact, Problem
 
 if TYPE_CHECKING:
-    from slapo_core.plugins.model import Plugin
+    from slapo_core.plugins.metadata import Plugin
     from slapo_core.plugins.registry import Registry
 
 __all__ = ["TESTED_TORCH", "Report", "diagnose"]
@@ -132,88 +130,22 @@ def _processors() -> Iterator[Fact | Problem]:
 
 
 def _settings(registry: Registry) -> Iterator[Fact | Problem]:
-    settings, error = registry.settings, registry.settings_error
-    shown = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("SLAPO_")]
-    for key, values in (("prefer", settings.prefer), ("require", settings.require)):
-        if values:
-            shown.append(f"{key} = {json.dumps(list(values))} in {settings.pyproject}")
-    yield Fact("settings", ", ".join(shown) or "none")
+    yield Fact("disabled plugins", ", ".join(registry.disabled) or "none")
+    error = registry.settings_error
     if error is not None:
         yield Problem(error.message, error.hint)
 
 
 def _plugin(plugin: Plugin) -> Iterator[Fact | Problem]:
     yield Fact(f"plugin {plugin.name}", f"{plugin.version or '-'} {plugin.state} ({plugin.source})")
-    if plugin.state == "disabled":
-        return
-    if plugin.state != "ok":
+    if plugin.state not in ("ok", "disabled"):
         yield Problem(f"plugin {plugin.label} is {plugin.state}: {plugin.reason}", plugin.remedy)
-    for shadow in plugin.shadows:
-        yield Problem(
-            f"{plugin.name} is installed twice: {plugin.source} is used, {shadow} is not",
-            f"pip uninstall {plugin.name}, once for each, and install it again",
-        )
-    yield from _editable(plugin)
-
-
-def _editable(plugin: Plugin) -> Iterator[Problem]:
-    """An editable installation whose source moved away, or says something else than what was installed."""
-    metadata = Path(plugin.source)
-    try:
-        origin = json.loads((metadata / "direct_url.json").read_text("utf-8"))
-        editable = bool(origin["dir_info"]["editable"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return  # not installed from a directory, or by an installer that does not say
-    if not editable:
-        return
-    from urllib.parse import urlsplit
-    from urllib.request import url2pathname
-
-    project = Path(url2pathname(urlsplit(origin["url"]).path))
-    if not (project / "pyproject.toml").exists():
-        message = f"{plugin.name} is installed in editable mode from {project}, which is no project now"
-        yield Problem(message, f"pip uninstall {plugin.name}")
-        return
-    difference = _stale(project / "pyproject.toml", plugin)
-    if difference is not None:
-        message = f"the editable installation of {plugin.name} is out of date: {difference}"
-        yield Problem(message, f"pip install -e {project}")
-
-
-def _stale(pyproject: Path, plugin: Plugin) -> str | None:
-    """The first difference between a ``pyproject.toml`` and what was installed from it."""
-    import tomllib
-
-    from slapo_core.plugins.compat import parse_group
-
-    try:
-        project = tomllib.loads(pyproject.read_text("utf-8"))["project"]
-    except (OSError, ValueError, KeyError) as error:
-        return f"{pyproject} cannot be read: {error}"
-    version = project.get("version")
-    if version is not None and version != plugin.version:
-        return f"{pyproject} says version {version}, installed is {plugin.version}"
-    declared = {
-        (group[1], name, value)
-        for key, entries in project.get("entry-points", {}).items()
-        if (group := parse_group(key)) is not None
-        for name, value in entries.items()
-    }
-    installed = {(entry.kind, entry.name, entry.value) for entry in plugin.entries}
-    for kind, name, value in sorted(declared ^ installed):
-        where = f"in {pyproject}" if (kind, name, value) in declared else "installed"
-        return f"'{name} = {value}' ({kind}) is only {where}"
-    return None
 
 
 def _ambiguous_names(registry: Registry) -> Iterator[Problem]:
     for kind, bares in registry.ambiguous.items():
         for bare, full in bares.items():
-            owner = registry.resolve(kind, full[0]).distribution if registry.settings_error is None else "DISTRIBUTION"
-            yield Problem(
-                f"in {kind}, '{bare}' may be {' or '.join(full)}",
-                f'write the full name, or [tool.slapo] prefer = ["{owner}"] in pyproject.toml',
-            )
+            yield Problem(f"in {kind}, '{bare}' may be {' or '.join(full)}", "write the full name")
 
 
 def _answers(registry: Registry, distribution: str) -> Iterator[Fact | Problem]:

@@ -20,10 +20,10 @@ def dialects(
     """List the usable dialects, the values of ``build(..., target=...)``. Imports none."""
     from slapo_core.cli.output import print_json, print_table
     from slapo_core.cli.primitives import names_json
-    from slapo_core.plugins.process import current_registry
+    from slapo_core.plugins import current_registry
 
     registry = current_registry()
-    registry.check_settings()
+    registry.require_sane_settings()
     listed = [
         {key: item[key] for key in ("distribution", "name", "version")} for item in names_json(registry, "dialects")
     ]

@@ -30,7 +30,7 @@ def doctor(
     """
     from slapo_core.cli.diagnosis import diagnose
     from slapo_core.cli.output import print_json
-    from slapo_core.plugins.process import current_registry
+    from slapo_core.plugins import current_registry
 
     report = diagnose(current_registry(), ask=ask or ())
     if as_json:
@@ -53,4 +53,4 @@ def _print(report: Report) -> None:
     for number, problem in enumerate(report.problems, start=1):
         print(f"{number}. {problem.message}")
         if problem.hint:
-            print(f"   mend it: {problem.hint}")
+            print(f"   fix: {problem.hint}")

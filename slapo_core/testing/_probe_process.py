@@ -5,6 +5,7 @@ Every request is served by a forked process of its own, in which nothing but tor
 
 from __future__ import annotations
 
+import builtins
 import importlib
 import json
 import logging
@@ -73,12 +74,10 @@ def _read(descriptor: int, timeout: float) -> tuple[bytes, bool]:
 def _import(request: dict[str, Any], writing: int) -> None:
     import torch
 
-    from slapo_core.plugins.tampering import ImportGuard
-
     sys.path[:] = request["path"]
     os.environ.clear()
     os.environ.update(request["environ"])
-    before, guard, loaded = _global_state(torch), ImportGuard(), set(sys.modules)
+    before, own, loaded = _global_state(torch), _own_code(), set(sys.modules)
     failure, trace = "", ""
     watch = Watch()
     try:
@@ -90,16 +89,17 @@ def _import(request: dict[str, Any], writing: int) -> None:
     except BaseException as error:  # noqa: BLE001 - SystemExit and the like are answers here
         failure, trace = f"{type(error).__name__}: {error}", traceback.format_exc()
     watch.end()
-    after, new = _global_state(torch), set(sys.modules) - loaded
+    after, own_after, new = _global_state(torch), _own_code(), set(sys.modules) - loaded
     packages = {name.partition(".")[0] for name in new}
     changes = [
         f"{what} ({before[what]} -> {after[what]})" for what in {**before, **after} if before[what] != after[what]
     ]
+    changes += [f"{what} (replaced)" for what, code in own.items() if own_after.get(what) is not code]
     answer = {
         "modules": len(new),
         "heavy": sorted(packages & set(request["heavy"])),
         "done": watch.seen,
-        "changed": [*changes, *guard.restore()],
+        "changed": changes,
         "failure": failure,
         "traceback": trace,
     }
@@ -133,9 +133,27 @@ def _global_state(torch: Any) -> dict[str, str]:
         for name, value in vars(torch.nn).items()
         if isinstance(value, type) and value is not torch.nn.Module and "forward" in vars(value)
     }
+    base = {
+        f"torch.nn.Module.{name}": value
+        for name, value in vars(torch.nn.Module).items()
+        if callable(value) or not name.startswith("__")
+    }
+    names = {f"builtins.{name}": value for name, value in vars(builtins).items() if not name.startswith("_")}
     code = {what: value for what, value in (functional | forwards).items() if callable(value) or value is None}
     variables = {f"the environment variable {name}": value for name, value in os.environ.items()}
-    return _WithDefault({what: repr(value) for what, value in (state | code | variables).items()})
+    return _WithDefault({what: repr(value) for what, value in (state | base | names | code | variables).items()})
+
+
+def _own_code() -> dict[str, Any]:
+    """The functions and classes of the slapo modules imported so far, and the methods of these classes."""
+    found: dict[str, Any] = {}
+    for module, content in [(name, vars(each)) for name, each in sys.modules.items() if name.startswith("slapo_core")]:
+        for name, value in content.items():
+            if getattr(value, "__module__", None) == module and hasattr(value, "__qualname__"):
+                found[f"{module}.{name}"] = value
+                methods = vars(value).items() if isinstance(value, type) else ()
+                found |= {f"{module}.{name}.{method}": code for method, code in methods if callable(code)}
+    return found
 
 
 class _WithDefault(dict[str, str]):

@@ -270,7 +270,7 @@ IMPORTS = {
     ),
     "heavy_module": (
         "from torch import nn; nn.Module.forward = None",
-        "torch.nn.Module.forward was replaced",
+        "torch.nn.Module.forward (",
     ),
     "heavy_writes": ("open('/tmp/slapo-kit-import', 'a').close()", "it writes '/tmp/slapo-kit-import'"),
     "heavy_deletes": (
