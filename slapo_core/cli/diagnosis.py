@@ -43,7 +43,6 @@ def diagnose(registry: Registry, *, ask: Sequence[str] = ()) -> Report:
     found = [*_python(registry), *_torch(), *_processors(), *_settings(registry)]
     for plugin in registry.plugins:
         found += _plugin(plugin)
-    found += _ambiguous_names(registry)
     for distribution in dict.fromkeys(ask):
         found += _answers(registry, distribution)
     return Report(
@@ -140,12 +139,6 @@ def _plugin(plugin: Plugin) -> Iterator[Fact | Problem]:
     yield Fact(f"plugin {plugin.name}", f"{plugin.version or '-'} {plugin.state} ({plugin.source})")
     if plugin.state not in ("ok", "disabled"):
         yield Problem(f"plugin {plugin.label} is {plugin.state}: {plugin.reason}", plugin.remedy)
-
-
-def _ambiguous_names(registry: Registry) -> Iterator[Problem]:
-    for kind, bares in registry.ambiguous.items():
-        for bare, full in bares.items():
-            yield Problem(f"in {kind}, '{bare}' may be {' or '.join(full)}", "write the full name")
 
 
 def _answers(registry: Registry, distribution: str) -> Iterator[Fact | Problem]:

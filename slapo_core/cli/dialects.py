@@ -23,7 +23,7 @@ def dialects(
     from slapo_core.plugins import current_registry
 
     registry = current_registry()
-    registry.require_sane_settings()
+    registry.check_settings()
     listed = [
         {key: item[key] for key in ("distribution", "name", "version")} for item in names_json(registry, "dialects")
     ]

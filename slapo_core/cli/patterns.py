@@ -32,7 +32,7 @@ def list_(
     from slapo_core.plugins import current_registry
 
     registry = current_registry()
-    registry.require_sane_settings()
+    registry.check_settings()
     listed = names_json(registry, "patterns")
     if as_json:
         print_json(listed)
@@ -50,7 +50,7 @@ def show(
     from slapo_core.plugins import current_registry
 
     registry = current_registry()
-    registry.require_sane_settings()
+    registry.check_settings()
     entry = registry.resolve("patterns", name)
     cls = registry.load(entry)
     documentation = inspect.getdoc(cls) or ""

@@ -38,7 +38,7 @@ def list_plugins(
         print_json(as_json(registry, chosen))
     else:
         print_table(("PLUGIN", "VERSION", "STATE", "PROVIDES", "REASON"), [_row(plugin, kind) for plugin in chosen])
-        _print_remarks(registry, chosen)
+        _print_remarks(chosen)
     if error is not None:
         print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(1)
@@ -77,7 +77,6 @@ def as_json(registry: Registry, plugins: list[Plugin]) -> dict[str, Any]:
 
     error = registry.settings_error
     return {
-        "ambiguous": registry.ambiguous,
         "core": {"name": CORE_DISTRIBUTION, "version": registry.core_version},
         "error": None if error is None else str(error),
         "plugins": [_plugin_json(plugin) for plugin in plugins],
@@ -107,12 +106,9 @@ def _row(plugin: Plugin, kind: str | None) -> tuple[str, ...]:
     return (plugin.name, plugin.version or "-", plugin.state, ", ".join(counts) or "-", plugin.reason or "")
 
 
-def _print_remarks(registry: Registry, plugins: list[Plugin]) -> None:
+def _print_remarks(plugins: list[Plugin]) -> None:
     remedies = [plugin for plugin in plugins if plugin.remedy]
     if remedies:
         print()
     for plugin in remedies:
         print(f"{plugin.name}: {plugin.remedy}")
-    for kind, bares in registry.ambiguous.items():
-        for bare, full in bares.items():
-            print(f"\nambiguous in {kind}: '{bare}' may be {' or '.join(full)}; write the full name")

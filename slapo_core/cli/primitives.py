@@ -28,7 +28,7 @@ def primitives(
     from slapo_core.plugins import current_registry
 
     registry = current_registry()
-    registry.require_sane_settings()
+    registry.check_settings()
     if name is not None:
         _show(registry, name, as_json=as_json)
         return

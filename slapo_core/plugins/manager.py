@@ -154,8 +154,11 @@ class HookManager:
     def _register(self, name: str, label: str, module: ModuleType) -> None:
         refused = f"the hooks of {label} ({module.__name__}) are refused"
         for hook, function in inspect.getmembers(module, inspect.isfunction):
-            if hasattr(self._manager.hook, hook) and not hasattr(function, f"{hookspecs.PROJECT}_impl"):
+            options = getattr(function, f"{hookspecs.PROJECT}_impl", None)
+            if options is None and hasattr(self._manager.hook, hook):
                 raise HookError(f"{refused}: '{hook}' is not decorated with @hookimpl", plugin=label)
+            if options is not None and (options["wrapper"] or options["hookwrapper"]):
+                raise HookError(f"{refused}: '{hook}' is a wrapper; write a function that answers", plugin=label)
         try:
             self._manager.register(module, name=name)
             self._manager.check_pending()

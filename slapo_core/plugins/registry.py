@@ -63,7 +63,7 @@ class Registry:
         self._local = {} if local is None else local
         self._loaded: dict[Entry, Any] = {}
         self._failures: dict[Entry, tuple[str, BaseException | None]] = {}
-        self._known: tuple[int, _Names] | None = None
+        self._indexed: tuple[int, _Index] | None = None
 
     @classmethod
     def discover(
@@ -107,11 +107,8 @@ class Registry:
                 return PluginError(message, hint=self._meant(name) or "`slapo plugins list` shows what is")
         return None
 
-    def require_sane_settings(self) -> None:
-        """
-        Raises:
-            PluginError: `settings_error`.
-        """
+    def check_settings(self) -> None:
+        """Raise `settings_error`, if there is one."""
         if (error := self.settings_error) is not None:
             raise error
 
@@ -128,28 +125,18 @@ class Registry:
         hint = self._meant(name) or f"pip install {name}"
         raise UnknownNameError(f"no plugin '{distribution}' is installed", plugin=name, hint=hint)
 
-    @property
-    def ambiguous(self) -> dict[str, dict[str, tuple[str, ...]]]:
-        """Bare names that several plugins provide: kind -> bare name -> full names."""
-        names, found = self._names, {}
-        for kind in KINDS:
-            bares = {bare: full for bare, full in names.bare[kind].items() if names.meaning(kind, bare) is None}
-            if bares:
-                found[kind] = bares
-        return found
-
     def names(self, kind: str) -> tuple[str, ...]:
         """The full names of a kind that can be used now, sorted."""
-        return tuple(name for name, entry in self._names.full[kind].items() if entry not in self._failures)
+        return tuple(name for name, entry in self._index.full[kind].items() if entry not in self._failures)
 
     def bare_names(self, kind: str) -> tuple[str, ...]:
         """The bare names of a kind that mean exactly one thing now, sorted."""
-        names, usable = self._names, set(self.names(kind))
-        return tuple(bare for bare in names.bare[kind] if names.meaning(kind, bare) in usable)
+        index, usable = self._index, set(self.names(kind))
+        return tuple(bare for bare in index.bare[kind] if index.meaning(kind, bare) in usable)
 
     def namespaces(self) -> tuple[str, ...]:
         """The namespaces of usable names, sorted: ``("core", "tp")``."""
-        return self._names.namespaces
+        return self._index.namespaces
 
     # -- using it -----------------------------------------------------------------------------------------
 
@@ -180,15 +167,12 @@ class Registry:
             UnusablePluginError: a plugin provides it and cannot be used, or several provide the bare name.
             PluginError: ``SLAPO_DISABLE_PLUGINS`` names a plugin that is not installed.
         """
-        self.require_sane_settings()
-        if kind not in KINDS:
-            hint = f"did you mean {' or '.join(close_matches(kind, KINDS) or KINDS)}?"
-            raise UnknownNameError(f"there is no kind of plugin object '{kind}'", path=path, hint=hint)
-        names = self._names
-        full = name if name in names.full[kind] else names.meaning(kind, name)
+        self.check_settings()
+        index = self._index
+        full = name if name in index.full[kind] else index.meaning(kind, name)
         if full is None:
             raise self._missing(kind, name, path)
-        return self._checked(names.full[kind][full])
+        return self._checked(index.full[kind][full])
 
     def load(self, entry_or_name: Entry | str, kind: str = "primitives") -> Any:
         """The object behind a name, imported on first use and then kept.
@@ -201,8 +185,6 @@ class Registry:
             return self._load(self.resolve(kind, entry_or_name))
         entry = entry_or_name
         plugin = self.usable_plugin(entry.distribution)
-        if entry not in plugin.entries:
-            raise UnknownNameError(f"{entry.label} does not provide {noun(entry.kind)} '{entry.name}'")
         if entry in plugin.lost:
             raise plugin.error(f"{noun(entry.kind)} '{entry.name}' of {plugin.label}")
         return self._load(entry)
@@ -234,17 +216,14 @@ class Registry:
         Raises:
             UnusablePluginError: a bad name or class, or an installed plugin or another object provides the full name.
         """
-        name, owner = getattr(cls, "name", None), cls if isinstance(cls, type) else type(cls)
+        name, owner = str(getattr(cls, "name", None)), cls if isinstance(cls, type) else type(cls)
         value = f"{owner.__module__}:{owner.__qualname__}"
-        if not isinstance(name, str):
-            hint = 'name = "my.freeze"' if kind == "primitives" else 'name = "mine"'
-            raise UnusablePluginError(f"cannot register {value}: it has no name (got {name!r})", hint=hint)
         entry = Entry(kind, name, value, owner.__module__.partition(".")[0], LOCAL_VERSION)
         violation = name_violation(entry, [plugin.name for plugin in self._installed])
         violations = [violation] if violation is not None else class_violations(cls, entry)
         if violations:
             raise UnusablePluginError(f"cannot register {value}: {'; '.join(violations)}", plugin=entry.label)
-        other = self._names.full[kind].get(name)
+        other = self._index.full[kind].get(name)
         if other not in (None, entry):
             message = f"cannot register {noun(kind)} '{name}' ({value}): {other.label} provides that name"
             raise UnusablePluginError(
@@ -255,10 +234,10 @@ class Registry:
     # -- inside -------------------------------------------------------------------------------------------
 
     @property
-    def _names(self) -> _Names:
-        if self._known is None or self._known[0] != len(self._local):
-            self._known = (len(self._local), _Names((*self._installed, *self._local_plugins())))
-        return self._known[1]
+    def _index(self) -> _Index:
+        if self._indexed is None or self._indexed[0] != len(self._local):
+            self._indexed = (len(self._local), _Index((*self._installed, *self._local_plugins())))
+        return self._indexed[1]
 
     def _local_plugins(self) -> Iterator[Plugin]:
         """What was registered, as one plugin for each top-level module."""
@@ -297,7 +276,7 @@ class Registry:
 
     def _missing(self, kind: str, name: str, path: str | None) -> PluginError:
         """The error for a name that means nothing that can be used."""
-        bare = self._names.bare[kind].get(name)
+        bare = self._index.bare[kind].get(name)
         if bare is not None:
             return self._ambiguity(kind, name, bare, path)
         for plugin in self._installed:
@@ -310,7 +289,7 @@ class Registry:
         if owner in absent:
             hint = f"pip install {owner}"
             return UnknownNameError(f"{message}; it is part of {owner}", path=path, plugin=owner, hint=hint)
-        known = {*self._names.full[kind], *self._names.bare[kind]}
+        known = {*self._index.full[kind], *self._index.bare[kind]}
         close = close_matches(name, known) or close_matches(name.rpartition(".")[2], known)
         if close:
             hint = f"did you mean {' or '.join(map(repr, close))}?"
@@ -321,7 +300,7 @@ class Registry:
         return UnknownNameError(message, path=path, hint=hint)
 
     def _ambiguity(self, kind: str, bare: str, full: Sequence[str], path: str | None) -> PluginError:
-        entries = [self._names.full[kind][name] for name in full]
+        entries = [self._index.full[kind][name] for name in full]
         listed = [f"'{entry.name}' ({entry.label})" for entry in entries]
         if len(entries) == 1:
             listed.append(f"the namespace '{bare}'")
@@ -338,7 +317,7 @@ class Registry:
 
 
 @dataclass
-class _Names:
+class _Index:
     """The names of usable plugins: full name -> entry, and bare name -> full names, of each kind."""
 
     plugins: Sequence[Plugin]

@@ -46,7 +46,7 @@ def test_a_wrong_variable_is_an_error_at_first_use(
     for use in (
         lambda: registry.resolve("primitives", "pad"),
         lambda: registry.load("pad"),
-        registry.require_sane_settings,
+        registry.check_settings,
     ):
         with pytest.raises(PluginError) as caught:
             use()

@@ -78,17 +78,14 @@ def test_json_has_the_same_facts_and_problems_and_exit_status_1(fake_distributio
     assert "OMP_NUM_THREADS=999999" in hinted[f"export OMP_NUM_THREADS={facts['cpus']}"]
 
 
-def test_each_bad_plugin_and_ambiguous_name_is_a_problem(
-    fake_distributions: FakeEnvironment, message: Messages
-) -> None:
+def test_each_bad_plugin_is_a_problem(fake_distributions: FakeEnvironment, message: Messages) -> None:
     fake_distributions.install(
-        acme("one-slapo", namespace="one"),
-        acme("two-slapo", namespace="two"),
         acme("new-slapo", namespace="new", bare="fresh", requires=("slapo-core>=9",)),
+        acme("evil-slapo", namespace="tp"),
     )
-    incompatible, ambiguous = problems(fake_distributions)
+    foreign, incompatible = problems(fake_distributions)
     message(told(incompatible), "new-slapo 1.0", "slapo-core>=9", "slapo-core 0.1.0", 'pip install "slapo-core>=9"')
-    message(told(ambiguous), "'pad'", "one.pad or two.pad", "full name")
+    message(told(foreign), "evil-slapo 1.0", "belongs to slapo-tp", "pip uninstall evil-slapo")
 
 
 def test_a_disabled_plugin_is_no_problem_and_a_wrong_setting_is(

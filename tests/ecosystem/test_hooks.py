@@ -175,9 +175,10 @@ def test_one_hooks_module_of_two_distributions_is_refused_for_the_second(fake_di
             "@hookimpl\ndef slapo_applied(node, records): pass\n",
             ("'slapo_applied'", "{'records'}"),
         ),
+        ("@hookimpl(wrapper=True)\ndef slapo_doctor(): return (yield)\n", ("'slapo_doctor'", "wrapper")),
         ("@hookimpl\ndef slapo_doctor(node): pass\n", ("'slapo_doctor'", "{'node'}")),
     ],
-    ids=("misspelt", "no prefix", "not decorated", "misspelt argument", "another argument"),
+    ids=("misspelt", "no prefix", "not decorated", "misspelt argument", "wrapper", "another argument"),
 )
 def test_a_hook_that_would_never_be_called_is_refused(
     fake_distributions: FakeEnvironment, source: str, words: tuple[str, ...], message: Messages

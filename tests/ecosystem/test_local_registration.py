@@ -73,7 +73,7 @@ def test_an_installed_name_cannot_be_taken(fake_distributions: FakeEnvironment) 
     [
         ("freeze", "'<namespace>.<name>'"),
         ("tp.freeze", "belongs to slapo-tp"),
-        (3, "no name (got 3)"),
+        (3, "'3' must be '<namespace>.<name>'"),
     ],
 )
 def test_the_rules_are_those_of_packages(isolated_registry: Registry, name: Any, word: str, message: Messages) -> None:

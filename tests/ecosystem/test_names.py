@@ -28,7 +28,6 @@ def test_bare_and_full_names_resolve_when_unique(fake_distributions: FakeEnviron
     fake_distributions.install(acme())
     registry = fake_distributions.registry()
     assert registry.resolve("primitives", "pad") == registry.resolve("primitives", "acme.pad")
-    assert registry.ambiguous == {}
 
 
 def test_an_ambiguous_bare_name_lists_both_providers_and_the_two_exits(two: FakeEnvironment, message: Messages) -> None:
@@ -38,7 +37,6 @@ def test_an_ambiguous_bare_name_lists_both_providers_and_the_two_exits(two: Fake
     message(caught, "'pad'", "'acme.pad' (acme-slapo 1.0)", "'beta.pad' (beta-slapo 1.0)", "full name", "disable one")
     assert caught.value.state == "conflict"
     assert caught.value.path == "encoder.fc1"
-    assert registry.ambiguous == {"primitives": {"pad": ("acme.pad", "beta.pad")}}
     assert registry.bare_names("primitives") == ()
     assert registry.names("primitives") == ("acme.pad", "beta.pad")
 
@@ -82,15 +80,12 @@ def test_an_unknown_name_says_what_to_do(
     assert caught.value.hint == hint
 
 
-def test_an_unknown_dialect_and_an_unknown_kind_say_so(fake_distributions: FakeEnvironment, message: Messages) -> None:
+def test_an_unknown_dialect_says_so(fake_distributions: FakeEnvironment, message: Messages) -> None:
     fake_distributions.install(acme())
     registry = fake_distributions.registry()
     with pytest.raises(UnknownNameError) as caught:
         registry.resolve("dialects", "deepspeed")
     message(caught, "dialect 'deepspeed'", "pip install slapo-deepspeed")
-    with pytest.raises(UnknownNameError) as caught:
-        registry.resolve("primitive", "pad")
-    message(caught, "kind", "'primitive'", "did you mean primitives?")
 
 
 def test_a_bare_name_that_is_anothers_namespace_is_never_guessed(fake_distributions: FakeEnvironment) -> None:
