@@ -49,7 +49,6 @@ def test_a_name_with_a_family_is_a_whole_and_makes_no_namespace(fake_distributio
     registry = fake_distributions.registry()
     assert registry.bare_names("samplers") == registry.names("samplers") == ("acme.last",)
     assert registry.namespaces() == ("other",)
-    assert registry.ambiguous == {}
     assert registry.load("acme.last", "samplers").name == "acme.last"
     with pytest.raises(AttributeError, match="sampler 'last'"):
         registry.resolve("samplers", "last")
