@@ -291,4 +291,4 @@ def _with_conflicts(plugins: Sequence[Plugin]) -> Iterator[Plugin]:
 def _conflict(name: str, providers: Mapping[str, Plugin]) -> str:
     labels = " and ".join(providers[distribution].label for distribution in sorted(providers))
     kept = next((distribution for distribution in providers if distribution in FIRST_PARTY), None)
-    return f"'{name}' is provided by {labels}; {'neither is used' if kept is None else f'that of {kept} is used'}"
+    return f"'{name}' is provided by {labels}; {'neither is used' if kept is None else f'{kept} keeps it'}"

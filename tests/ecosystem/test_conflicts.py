@@ -75,7 +75,7 @@ def test_a_name_that_the_projects_own_plugin_provides_stays_its_own(
     registry = fake_distributions.registry(with_installed=True)
     evil = registry.plugin("evil-slapo")
     assert evil.state == "conflict"
-    message(evil.reason, "'random'", "evil-slapo 1.0 and slapo-tune", "that of slapo-tune is used")
+    message(evil.reason, "'random'", "evil-slapo 1.0 and slapo-tune", "slapo-tune keeps it")
     assert registry.plugin("slapo-tune").state == "ok"
     assert registry.resolve("samplers", "random").distribution == "slapo-tune"
     assert registry.resolve("samplers", "evil").distribution == "evil-slapo"
