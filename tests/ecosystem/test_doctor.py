@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from slapo_core import Fact, Problem
-from slapo_core.cli.diagnosis import diagnose
+from slapo_core.cli.doctor import diagnose
 from slapo_core.testing.distributions import FakeDistribution, FakeEnvironment
 from tests.dists.healthy import acme, with_hooks
 from tests.ecosystem.overlay import Overlay
