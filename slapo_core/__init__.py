@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from slapo_core.pipeline.asking import (
         stages as stages,
     )
-    from slapo_core.plugins.local import (
+    from slapo_core.plugins.registry import (
         register_primitive as register_primitive,
     )
     from slapo_core.schedule.creation import (
@@ -152,7 +152,7 @@ _PUBLIC = {
     "fit": "slapo_core.estimation.fit",
     "hookimpl": "slapo_core.spec.hookspecs",
     "load_state_dict": "slapo_core.live.weights",
-    "register_primitive": "slapo_core.plugins.local",
+    "register_primitive": "slapo_core.plugins.registry",
     "replay": "slapo_core.schedule.replaying",
     "save_pretrained": "slapo_core.live.weights",
     "stages": "slapo_core.pipeline.asking",

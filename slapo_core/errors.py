@@ -14,30 +14,23 @@ if TYPE_CHECKING:
     from slapo_core.spec.violation import Violation
 
 __all__ = [
-    "AmbiguousNameError",
     "ApplyError",
     "ArgumentError",
-    "BrokenPluginError",
     "BuildError",
-    "ConflictingPluginError",
-    "DisabledPluginError",
     "EstimateError",
     "FitError",
     "GuardError",
     "HookError",
-    "IncompatiblePluginError",
     "LaunchError",
     "MeshError",
     "OptimizerError",
     "PathError",
-    "PluginConfigError",
     "PluginError",
     "PostconditionError",
     "PreconditionError",
     "RankFailedError",
     "RankMismatchError",
     "RankTimeoutError",
-    "RejectedPluginError",
     "ReplayError",
     "ReplicaError",
     "SealedError",
@@ -48,6 +41,7 @@ __all__ = [
     "TraceError",
     "UndoError",
     "UnknownNameError",
+    "UnusablePluginError",
     "VerifyError",
     "WeightsError",
 ]
@@ -427,7 +421,7 @@ class RankTimeoutError(RankFailedError):
 
 
 class PluginError(SlapoError):
-    """The base of everything that can be wrong with a plugin or with naming one.
+    """The base of everything that can be wrong with a plugin, with naming one, or with ``SLAPO_DISABLE_PLUGINS``.
 
     What to do: ``slapo plugins list`` shows the state and reason of every plugin.
     """
@@ -440,53 +434,27 @@ class UnknownNameError(PluginError, AttributeError):
     """
 
 
-class AmbiguousNameError(PluginError, AttributeError):
-    """A bare name is provided by two plugins.
+class UnusablePluginError(PluginError, AttributeError):
+    """A plugin is installed and cannot be used, or a bare name is provided by several plugins.
 
-    What to do: write the full name, set ``[tool.slapo] prefer``, or disable one of the distributions.
+    What to do: follow the hint; ``slapo plugins list`` shows the state and reason of every plugin.
+
+    Args:
+        state: ``"unusable"`` (it cannot be imported, needs another slapo-core, or breaks a rule), ``"conflict"`` (two
+            distributions provide the name), or ``"disabled"`` (by ``SLAPO_DISABLE_PLUGINS``).
     """
 
-
-class BrokenPluginError(PluginError, AttributeError):
-    """A plugin could not be imported; the cause is chained.
-
-    What to do: reinstall or upgrade the distribution named, or disable it with ``SLAPO_DISABLE_PLUGINS``.
-    """
-
-
-class IncompatiblePluginError(PluginError, AttributeError):
-    """A plugin asks for another version of slapo-core, or was written for another API major.
-
-    What to do: install the versions named in the message.
-    """
-
-
-class RejectedPluginError(PluginError, AttributeError):
-    """A plugin breaks a rule: a reserved or bare name, a class that is not what its group says.
-
-    What to do: this is for the plugin's author; ``slapo plugins check NAME`` lists every violation.
-    """
-
-
-class ConflictingPluginError(PluginError, AttributeError):
-    """Two distributions provide the same full name.
-
-    What to do: uninstall or disable one of them.
-    """
-
-
-class DisabledPluginError(PluginError, AttributeError):
-    """A plugin is installed but switched off by a setting.
-
-    What to do: change the setting named in the message.
-    """
-
-
-class PluginConfigError(PluginError):
-    """A setting names a plugin that is not installed, or has a malformed value.
-
-    What to do: correct the environment variable or ``[tool.slapo]`` key named in the message.
-    """
+    def __init__(
+        self,
+        message: str,
+        *,
+        state: str = "unusable",
+        path: str | None = None,
+        plugin: str | None = None,
+        hint: str | None = None,
+    ) -> None:
+        self.state = state
+        super().__init__(message, path=path, plugin=plugin, hint=hint)
 
 
 class HookError(PluginError):

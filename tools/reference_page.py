@@ -17,7 +17,7 @@ import slapo_core
 from slapo_core import errors, patterns, testing
 from slapo_core.native.dialect import TorchDialect
 from slapo_core.native.engine import TorchEngine
-from slapo_core.plugins.process import current_registry
+from slapo_core.plugins import current_registry
 from slapo_core.spec.preconditions import After, Distributed, Divisible
 from slapo_core.spec.request import BuildRequest, ScheduledModel
 from slapo_core.spec.sampler import SearchSpace

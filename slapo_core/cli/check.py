@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from slapo_core.plugins.model import Plugin
-    from slapo_core.plugins.registry import Registry
+    from slapo_core.plugins.metadata import Plugin
     from slapo_core.testing.conformance import Finding
 
 __all__ = ["register"]
@@ -30,12 +29,11 @@ def check(
     Exits with status 1 if any check fails. Progress goes to stderr.
     """
     from slapo_core.cli.output import print_json
-    from slapo_core.cli.plugins import _find
-
-    registry = _registry()
-    chosen = list(registry.plugins) if name is None else [_find(registry, name)]
-    _import_torch(registry)
+    from slapo_core.plugins import Registry
     from slapo_core.testing.conformance import check_plugin
+
+    registry = Registry.discover()
+    chosen = list(registry.plugins) if name is None else [registry.plugin(name)]
 
     findings = {plugin.name: list(check_plugin(plugin, registry, progress=_tell)) for plugin in chosen}
     failed = [finding for found in findings.values() for finding in found if finding.outcome == "failed"]
@@ -45,36 +43,6 @@ def check(
         _print(chosen, findings, failed, traceback=traceback)
     if failed:
         raise typer.Exit(1)
-
-
-def _registry() -> Registry:
-    """What is installed, checked as a whole: strictness would stop at the first bad plugin."""
-    import os
-    from pathlib import Path
-
-    from slapo_core.plugins.config import STRICT
-    from slapo_core.plugins.registry import Registry
-
-    environ = {key: value for key, value in os.environ.items() if key != STRICT}
-    registry = Registry.discover(environ=environ, project=Path.cwd())
-    registry.check_settings()
-    return registry
-
-
-def _import_torch(registry: Registry) -> None:
-    """torch itself reads every distribution's entry points, and cannot be imported beside one that is unreadable."""
-    from slapo_core.errors import BrokenPluginError
-
-    try:
-        import torch  # noqa: F401
-    except UnicodeDecodeError as error:
-        unread = [plugin for plugin in registry.plugins if plugin.state == "broken" and not plugin.entries]
-        names = " ".join(plugin.name for plugin in unread) or "the distribution"
-        raise BrokenPluginError(
-            f"torch cannot be imported, because it reads the entry points of everything installed: {error}",
-            plugin=", ".join(plugin.label for plugin in unread) or None,
-            hint=f"pip uninstall {names}; or TORCH_DEVICE_BACKEND_AUTOLOAD=0 until then",
-        ) from error
 
 
 def _tell(text: str) -> None:

@@ -61,7 +61,7 @@ def _loaded(name: str) -> Any:
     """
     import typer
 
-    from slapo_core.errors import BrokenPluginError, RejectedPluginError
+    from slapo_core.errors import UnusablePluginError
 
     registry = _registry()
     entry = registry.resolve("commands", name)
@@ -72,11 +72,11 @@ def _loaded(name: str) -> Any:
         app = cls().app()
         command = _family(app, name) if isinstance(app, typer.Typer) else None
     except Exception as error:
-        raise BrokenPluginError(
+        raise UnusablePluginError(
             f"{subject} could not be made: {type(error).__name__}: {error}", plugin=entry.label, hint=remedy
         ) from error
     if command is None:
-        raise RejectedPluginError(f"{subject} must give a typer.Typer (got {app!r})", plugin=entry.label, hint=remedy)
+        raise UnusablePluginError(f"{subject} must give a typer.Typer (got {app!r})", plugin=entry.label, hint=remedy)
     return command
 
 
@@ -95,6 +95,6 @@ def _label(name: str) -> str:
 
 
 def _registry() -> Any:
-    from slapo_core.plugins.process import current_registry
+    from slapo_core.plugins import current_registry
 
     return current_registry()

@@ -20,7 +20,7 @@ def dialects(
     """List the usable dialects, the values of ``build(..., target=...)``. Imports none."""
     from slapo_core.cli.output import print_json, print_table
     from slapo_core.cli.primitives import names_json
-    from slapo_core.plugins.process import current_registry
+    from slapo_core.plugins import current_registry
 
     registry = current_registry()
     registry.check_settings()

@@ -1,15 +1,38 @@
-"""``slapo doctor``: what is here, what is wrong with it, and the command that mends it."""
+"""``slapo doctor``: what is here, what is wrong with it, and the command that fixes it."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+import os
+import platform
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-if TYPE_CHECKING:
-    from slapo_core.cli.diagnosis import Report
+from slapo_core.spec.doctor import Fact, Problem
 
-__all__ = ["register"]
+if TYPE_CHECKING:
+    from slapo_core.plugins.metadata import Plugin
+    from slapo_core.plugins.registry import Registry
+
+__all__ = ["TESTED_TORCH", "Report", "diagnose", "register"]
+
+TESTED_TORCH = ("2.11.0", "2.15.0")
+"""The oldest and newest torch that tests, or a part of them, were run with: docs/torch_versions.md has all."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What ``slapo doctor`` found."""
+
+    facts: tuple[Fact, ...]
+    problems: tuple[Problem, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        """What ``slapo doctor --json`` prints."""
+        return asdict(self)
 
 
 def register(root: typer.Typer, plugins: typer.Typer) -> None:
@@ -28,9 +51,8 @@ def doctor(
 
     Imports torch, and no plugin but those named with --ask.
     """
-    from slapo_core.cli.diagnosis import diagnose
     from slapo_core.cli.output import print_json
-    from slapo_core.plugins.process import current_registry
+    from slapo_core.plugins import current_registry
 
     report = diagnose(current_registry(), ask=ask or ())
     if as_json:
@@ -53,4 +75,143 @@ def _print(report: Report) -> None:
     for number, problem in enumerate(report.problems, start=1):
         print(f"{number}. {problem.message}")
         if problem.hint:
-            print(f"   mend it: {problem.hint}")
+            print(f"   fix: {problem.hint}")
+
+
+def diagnose(registry: Registry, *, ask: Sequence[str] = ()) -> Report:
+    """Look over this environment.
+
+    Args:
+        registry: what is installed.
+        ask: distributions whose ``slapo_doctor`` hook is called; no other plugin is imported.
+    """
+    found = [*_python(registry), *_torch(), *_processors(), *_settings(registry)]
+    for plugin in registry.plugins:
+        found += _plugin(plugin)
+    for distribution in dict.fromkeys(ask):
+        found += _answers(registry, distribution)
+    return Report(
+        tuple(item for item in found if isinstance(item, Fact)),
+        tuple(item for item in found if isinstance(item, Problem)),
+    )
+
+
+def _python(registry: Registry) -> Iterator[Fact | Problem]:
+    yield Fact("python", f"{platform.python_version()} ({sys.executable})")
+    yield Fact("platform", platform.platform())
+    yield Fact("slapo-core", registry.core_version or "not installed")
+    if registry.core_version is None:
+        yield Problem("slapo-core runs from a source tree without being installed", "pip install -e .")
+
+
+def _torch() -> Iterator[Fact | Problem]:
+    try:
+        import torch
+        import torch.distributed as dist
+    except ImportError as error:
+        yield Fact("torch", f"cannot be imported: {error}")
+        yield Problem(f"torch cannot be imported: {error}", "pip install --force-reinstall torch")
+        return
+    build = torch.version.cuda or torch.version.hip
+    version = f"{torch.__version__} ({f'for {build}' if build else 'CPU only'})"
+    yield Fact("torch", version)
+    yield from _torch_version(torch.__version__)
+    devices = []
+    if torch.accelerator.is_available():
+        kind = torch.accelerator.current_accelerator()
+        name_of = getattr(torch.get_device_module(kind), "get_device_name", lambda index: str(kind))
+        names = [name_of(index) for index in range(torch.accelerator.device_count())]
+        devices = [f"{index}: {name}" for index, name in enumerate(names)]
+    yield Fact("devices", ", ".join(devices) or "none")
+    known = {"gloo": dist.is_gloo_available, "mpi": dist.is_mpi_available, "nccl": dist.is_nccl_available}
+    backends = [name for name, available in known.items() if dist.is_available() and available()]
+    yield Fact("backends", ", ".join(backends) or "none")
+    if not backends:
+        yield Problem(
+            "this torch has no torch.distributed backend: no schedule can run on several processes",
+            "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cpu",
+        )
+
+
+def _torch_version(version: str) -> Iterator[Fact | Problem]:
+    """One that slapo-core does not admit is a problem, one that is newer than those tested a warning."""
+    from packaging.requirements import Requirement
+    from packaging.version import Version
+
+    from slapo_core.plugins.metadata import core_requirements
+
+    for required in map(Requirement, core_requirements()):
+        if required.name == "torch" and not required.specifier.contains(version, prereleases=True):
+            yield Problem(f"slapo-core needs {required}; installed is torch {version}", f'pip install "{required}"')
+    oldest, newest = TESTED_TORCH
+    yield Fact("tested torch", f"{oldest} to {newest}")
+    if Version(version).release > Version(newest).release:
+        yield Fact("warning", f"torch {version} is newer than {newest}, the newest version tested")
+
+
+def _processors() -> Iterator[Fact | Problem]:
+    """More threads a process than there are processors: several ranks on one machine then stand in each other's way."""
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    value = os.environ.get("OMP_NUM_THREADS")
+    yield Fact("cpus", str(cpus))
+    yield Fact("threads", f"OMP_NUM_THREADS={'(unset)' if value is None else value}")
+    if value is None:
+        return
+    if not value.isdecimal() or int(value) < 1:
+        yield Problem(f"OMP_NUM_THREADS must be a positive integer (got {value!r})", "export OMP_NUM_THREADS=1")
+    elif int(value) > cpus:
+        message = f"OMP_NUM_THREADS={value}, but this process may use {cpus} processors"
+        yield Problem(message, f"export OMP_NUM_THREADS={cpus}")
+
+
+def _settings(registry: Registry) -> Iterator[Fact | Problem]:
+    yield Fact("disabled plugins", ", ".join(registry.disabled) or "none")
+    error = registry.settings_error
+    if error is not None:
+        yield Problem(error.message, error.hint)
+
+
+def _plugin(plugin: Plugin) -> Iterator[Fact | Problem]:
+    yield Fact(f"plugin {plugin.name}", f"{plugin.version or '-'} {plugin.state} ({plugin.source})")
+    if plugin.state not in ("ok", "disabled"):
+        yield Problem(f"plugin {plugin.label} is {plugin.state}: {plugin.reason}", plugin.remedy)
+
+
+def _answers(registry: Registry, distribution: str) -> Iterator[Fact | Problem]:
+    """What the ``slapo_doctor`` hook of one distribution says, under its name; one that fails is a problem itself."""
+    from slapo_core.errors import PluginError
+    from slapo_core.plugins.manager import HookManager
+
+    hooks = HookManager(registry)  # one manager each: one that fails must not silence another
+    try:
+        hooks.activate(distribution)
+        answers = [_checked(answer, distribution) for _, answer in hooks.call_each("slapo_doctor")]
+    except PluginError as error:
+        yield Problem(error.message, error.hint)
+        return
+    for item in (item for answer in answers for item in answer):
+        if isinstance(item, Fact):
+            yield Fact(f"{distribution}: {item.what}", item.value)
+        else:
+            yield Problem(f"{distribution}: {item.message}", item.hint)
+
+
+def _checked(answer: Any, distribution: str) -> list[Fact | Problem]:
+    """The facts and problems of one answer.
+
+    Raises:
+        HookError: it is anything else.
+    """
+    from slapo_core.errors import HookError
+
+    items = list(answer) if isinstance(answer, (list, tuple)) else [answer]
+    for item in items:
+        if not isinstance(item, (Fact, Problem)):
+            raise HookError(
+                f"hook slapo_doctor of {distribution} must yield Fact and Problem objects (got {item!r})",
+                plugin=distribution,
+                hint=f"yield slapo_core.Problem({item!r})"
+                if isinstance(item, str)
+                else 'yield slapo_core.Problem("what is wrong", hint="the command that mends it")',
+            )
+    return items

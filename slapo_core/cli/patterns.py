@@ -29,7 +29,7 @@ def list_(
     """List the usable patterns. Imports none."""
     from slapo_core.cli.output import print_json, print_table
     from slapo_core.cli.primitives import names_json
-    from slapo_core.plugins.process import current_registry
+    from slapo_core.plugins import current_registry
 
     registry = current_registry()
     registry.check_settings()
@@ -47,7 +47,7 @@ def show(
 ) -> None:
     """Load one pattern, and show its documentation, the forms that it finds and what replaces them."""
     from slapo_core.cli.output import print_json
-    from slapo_core.plugins.process import current_registry
+    from slapo_core.plugins import current_registry
 
     registry = current_registry()
     registry.check_settings()

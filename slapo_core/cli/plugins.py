@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from slapo_core.plugins.model import Plugin
+    from slapo_core.plugins.metadata import Plugin
     from slapo_core.plugins.registry import Registry
 
 __all__ = ["as_json", "register"]
@@ -22,15 +22,14 @@ def register(root: typer.Typer, plugins: typer.Typer) -> None:
 
 def list_plugins(
     as_json_: Annotated[bool, typer.Option("--json", help="Print one JSON object, keys sorted.")] = False,
-    strict: Annotated[bool, typer.Option("--strict", help="Exit 1 if a plugin is neither ok nor disabled.")] = False,
     kind: Annotated[str | None, typer.Option("--kind", help="Only plugins that provide this kind.")] = None,
 ) -> None:
     """List the installed plugins with their state, and what to do about those that are not ok. Imports none."""
     from slapo_core.cli.output import print_json, print_table
-    from slapo_core.plugins.process import current_registry
-    from slapo_core.spec.kinds import KINDS, PLANNED_KINDS
+    from slapo_core.plugins import current_registry
+    from slapo_core.spec.kinds import KINDS
 
-    if kind is not None and kind not in (*KINDS, *PLANNED_KINDS):
+    if kind is not None and kind not in KINDS:
         raise typer.BadParameter(f"no kind '{kind}'; the kinds are {', '.join(KINDS)}", param_hint="--kind")
     registry = current_registry()
     chosen = [plugin for plugin in registry.plugins if kind is None or plugin.provides(kind)]
@@ -39,11 +38,9 @@ def list_plugins(
         print_json(as_json(registry, chosen))
     else:
         print_table(("PLUGIN", "VERSION", "STATE", "PROVIDES", "REASON"), [_row(plugin, kind) for plugin in chosen])
-        _print_remarks(registry, chosen)
+        _print_remarks(chosen)
     if error is not None:
         print(f"error: {error}", file=sys.stderr)
-    bad = [plugin for plugin in chosen if plugin.state not in ("ok", "disabled")]
-    if error is not None or (strict and bad):
         raise typer.Exit(1)
 
 
@@ -53,9 +50,9 @@ def show(
 ) -> None:
     """Show one plugin: state, reason, remedy, where it lies, and everything it provides. Does not import it."""
     from slapo_core.cli.output import print_json, print_table
-    from slapo_core.plugins.process import current_registry
+    from slapo_core.plugins import current_registry
 
-    plugin = _find(current_registry(), name)
+    plugin = current_registry().plugin(name)
     if as_json_:
         print_json(_plugin_json(plugin))
         return
@@ -65,7 +62,6 @@ def show(
         ("reason", plugin.reason),
         ("remedy", plugin.remedy),
         ("source", plugin.source),
-        ("not used", ", ".join(plugin.shadows)),
     ]
     for field, value in fields:
         if value:
@@ -77,13 +73,10 @@ def show(
 
 def as_json(registry: Registry, plugins: list[Plugin]) -> dict[str, Any]:
     """What ``slapo plugins list --json`` prints."""
-    from slapo_core.spec.kinds import API_MAJOR
     from slapo_core.spec.reserved import CORE_DISTRIBUTION
 
     error = registry.settings_error
     return {
-        "ambiguous": registry.ambiguous,
-        "api": API_MAJOR,
         "core": {"name": CORE_DISTRIBUTION, "version": registry.core_version},
         "error": None if error is None else str(error),
         "plugins": [_plugin_json(plugin) for plugin in plugins],
@@ -98,7 +91,6 @@ def _plugin_json(plugin: Plugin) -> dict[str, Any]:
         "name": plugin.name,
         "reason": plugin.reason,
         "remedy": plugin.remedy,
-        "shadows": list(plugin.shadows),
         "source": plugin.source,
         "state": plugin.state,
         "version": plugin.version,
@@ -114,26 +106,9 @@ def _row(plugin: Plugin, kind: str | None) -> tuple[str, ...]:
     return (plugin.name, plugin.version or "-", plugin.state, ", ".join(counts) or "-", plugin.reason or "")
 
 
-def _print_remarks(registry: Registry, plugins: list[Plugin]) -> None:
+def _print_remarks(plugins: list[Plugin]) -> None:
     remedies = [plugin for plugin in plugins if plugin.remedy]
     if remedies:
         print()
     for plugin in remedies:
         print(f"{plugin.name}: {plugin.remedy}")
-    for kind, bares in registry.ambiguous.items():
-        for bare, full in bares.items():
-            print(f"\nambiguous in {kind}: '{bare}' may be {' or '.join(full)}; write the full name")
-
-
-def _find(registry: Registry, name: str) -> Plugin:
-    from packaging.utils import canonicalize_name
-
-    from slapo_core.errors import UnknownNameError
-    from slapo_core.plugins.requirements import suggestions
-
-    plugin = registry.plugin(canonicalize_name(name))
-    if plugin is not None:
-        return plugin
-    close = suggestions(name, registry.plugins)
-    hint = f"did you mean {' or '.join(close)}?" if close else "`slapo plugins list` shows what is installed"
-    raise UnknownNameError(f"no plugin '{name}' is installed", hint=hint)

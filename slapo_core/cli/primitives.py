@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from slapo_core.plugins.model import Entry
+    from slapo_core.plugins.metadata import Entry
     from slapo_core.plugins.registry import Registry
 
 __all__ = ["names_json", "register"]
@@ -25,7 +25,7 @@ def primitives(
 ) -> None:
     """List the usable primitives, importing none; with a NAME, load that one and show arguments and documentation."""
     from slapo_core.cli.output import print_json, print_table
-    from slapo_core.plugins.process import current_registry
+    from slapo_core.plugins import current_registry
 
     registry = current_registry()
     registry.check_settings()

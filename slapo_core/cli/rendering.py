@@ -14,15 +14,8 @@ from pathlib import Path, PurePosixPath
 from packaging.utils import canonicalize_name
 
 from slapo_core.errors import ArgumentError
-from slapo_core.plugins import rules
-from slapo_core.plugins.metadata import core_version
-from slapo_core.plugins.model import Entry
-from slapo_core.spec.reserved import (
-    CORE_DISTRIBUTION,
-    RESERVED_NAMES,
-    RESERVED_NAMESPACES,
-    is_identifier,
-)
+from slapo_core.plugins.metadata import Entry, core_version, name_violation
+from slapo_core.spec.reserved import CORE_DISTRIBUTION, FIRST_PARTY, is_identifier
 
 __all__ = ["Project", "render"]
 
@@ -63,7 +56,7 @@ class Project:
                 hint="slapo plugins new acme-slapo",
             )
         canonical = canonicalize_name(name)
-        if canonical in RESERVED_NAMESPACES.values():
+        if canonical in FIRST_PARTY:
             raise ArgumentError(f"'{canonical}' is a distribution of the slapo project", hint="choose another name")
         package = canonical.replace("-", "_")
         if not is_identifier(package) or package in sys.stdlib_module_names or package in ("torch", "slapo_core"):
@@ -81,12 +74,14 @@ class Project:
         hint = f"slapo plugins new {name} --namespace acme"
         if not is_identifier(namespace):
             raise ArgumentError(f"namespace {namespace!r} must be a lowercase identifier", hint=hint)
-        if namespace in RESERVED_NAMES and namespace not in RESERVED_NAMESPACES:
+        from slapo_core.testing.conformance import hides_member
+
+        if hides_member(namespace):
             raise ArgumentError(f"namespace '{namespace}' would hide a member of nodes or schedules", hint=hint)
         entry = Entry("primitives", f"{namespace}.offload", "", name, "0.1.0")
-        violation = rules.name_violation(entry)
+        violation = name_violation(entry)
         if violation is not None:
-            raise ArgumentError(violation.replace(f" of '{entry.name}'", ""), hint=hint)
+            raise ArgumentError(violation.replace(f" of primitive '{entry.name}'", ""), hint=hint)
 
     def values(self) -> dict[str, str]:
         """What the placeholders of the template stand for."""

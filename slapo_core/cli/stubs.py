@@ -28,8 +28,8 @@ def stubs(
     --output typings.
     """
     from slapo_core.cli.typestubs import make_stubs
+    from slapo_core.plugins import current_registry
     from slapo_core.plugins.metadata import core_version
-    from slapo_core.plugins.process import current_registry
 
     if install and output is not None:
         raise typer.BadParameter("choose one of --install and --output", param_hint="--output")

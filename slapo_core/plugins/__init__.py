@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from slapo_core.plugins.loading import PluginWarning
-from slapo_core.plugins.local import register_primitive
-from slapo_core.plugins.process import current_registry, use_registry
-from slapo_core.plugins.registry import Registry
+from slapo_core.plugins.registry import Registry, current_registry, register_primitive, use_registry
 
-__all__ = ["PluginWarning", "Registry", "current_registry", "register_primitive", "use_registry"]
+__all__ = ["Registry", "current_registry", "register_primitive", "use_registry"]

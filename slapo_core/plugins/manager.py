@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import sys
+import inspect
+import reprlib
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -12,11 +13,7 @@ import pluggy
 from packaging.utils import canonicalize_name
 
 from slapo_core.errors import HookError, TraceError
-from slapo_core.plugins.config import close_matches
-from slapo_core.plugins.hook_rules import first_result_hooks, hook_violations, hooks_not_asked, specified_hooks
-from slapo_core.plugins.loading import PluginWarning
-from slapo_core.plugins.model import LOCAL_VERSION, core_label
-from slapo_core.plugins.requirements import suggestions
+from slapo_core.plugins.metadata import DISABLE, LOCAL_VERSION
 from slapo_core.spec import hookspecs
 
 if TYPE_CHECKING:
@@ -24,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["HookManager"]
 
-_MAY_RAISE: dict[str, tuple[type[Exception], ...]] = {"slapo_partition": (TraceError,)}
+_MAY_RAISE: dict[str, type[Exception]] = {"slapo_partition": TraceError}
 """What a hook may raise by its specification: it arrives as it is, and is no fault of the plugin."""
 
 
@@ -38,7 +35,6 @@ class HookManager:
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
         self._active: dict[str, str] = {}  # distribution -> label, whether or not it has hooks
-        self._preferred: dict[str, str] = {}  # first-result hook -> distribution
         self._manager = pluggy.PluginManager(hookspecs.PROJECT)
         self._manager.add_hookspecs(hookspecs)
 
@@ -56,7 +52,7 @@ class HookManager:
                 which has no distribution and so no hooks, and is only remembered.
 
         Raises:
-            PluginError: it is not installed, or not usable; the class says which.
+            PluginError: it is not installed, or not usable.
             HookError: its hooks module is not as it must be.
         """
         if version == LOCAL_VERSION:
@@ -65,12 +61,7 @@ class HookManager:
         name = canonicalize_name(distribution)
         if name in self._active:
             return
-        plugin = self._registry.plugin(name)
-        if plugin is None:
-            close = suggestions(name, self._registry.plugins)
-            hint = f"did you mean {' or '.join(close)}?" if close else f"pip install {name}"
-            raise HookError(f"cannot activate plugin '{distribution}': it is not installed", plugin=name, hint=hint)
-        self._registry.require_usable_plugin(name)
+        plugin = self._registry.usable_plugin(name)
         for entry in plugin.entries:
             if entry.kind == "hooks":
                 self._register(name, plugin.label, self._registry.load(entry))
@@ -79,179 +70,99 @@ class HookManager:
     def deactivate(self, distribution: str) -> None:
         """Take a distribution out again, one of `active`."""
         del self._active[distribution]
-        self._preferred = {hook: chosen for hook, chosen in self._preferred.items() if chosen != distribution}
         if self._manager.has_plugin(distribution):
             self._manager.unregister(name=distribution)
 
-    def prefer(self, hook: str, distribution: str) -> None:
-        """Let one plugin's answer stand where several answer a first-result hook; it is active from now on.
-
-        Args:
-            hook: e.g. ``"slapo_liveness"``.
-            distribution: e.g. ``"acme-slapo"``; the others are asked only where it has no answer.
-
-        Raises:
-            HookError: there is no such hook, it collects all answers, or the plugin does not implement it.
-            PluginError: as `activate` raises.
-        """
-        self._require_hook(hook)
-        name = canonicalize_name(distribution)
-        if hook not in first_result_hooks():
-            choices = ", ".join(sorted(first_result_hooks()))
-            raise HookError(
-                f"{hook} collects the answers of all plugins, so none of them is preferred (got {distribution!r})",
-                hint=f"prefer is for the hooks with one answer: {choices}",
-            )
-        self.activate(name)
-        if name not in self._modules(hook):
-            others = sorted(self._modules(hook))
-            raise HookError(
-                f"{self._active[name]} has no {hook}, so its answer cannot be preferred",
-                plugin=name,
-                hint=_prefer_call(hook, others[0]) if others else f"leave {hook!r} out of prefer",
-            )
-        self._preferred[hook] = name
-
     def has(self, name: str, /) -> bool:
         """Whether an active plugin implements a hook."""
-        self._require_hook(name)
-        return bool(self._modules(name))
+        return bool(self._implementations(name))
 
     def call(self, name: str, /, **arguments: Any) -> Any:
-        """Ask every active plugin.
-
-        Args:
-            name: the hook, e.g. ``"slapo_applied"``.
-            arguments: exactly those of the hook's specification.
-
-        Returns:
-            for a first-result hook the one answer, or None; for any other hook the list of the answers that are not
-            None.
-
-        Raises:
-            HookError: there is no such hook, an implementation raised, or two plugins answered a first-result hook and
-                none of them is preferred.
-        """
-        if name in first_result_hooks():
+        """Ask every active plugin: the answer of `single` for a first-result hook, else all answers of `call_each`."""
+        specification = getattr(self._manager.hook, name).spec
+        if specification.opts["firstresult"]:
             answer = self.single(name, **arguments)
-            return answer[1] if answer is not None else None
+            return None if answer is None else answer[1]
         return [answer for _, answer in self.call_each(name, **arguments)]
 
     def single(self, name: str, /, **arguments: Any) -> tuple[str, Any] | None:
-        """Ask a first-result hook.
+        """Ask a first-result hook; a function with ``@hookimpl(trylast=True)`` is asked if no other answers.
+
+        Args:
+            name: the hook, e.g. ``"slapo_liveness"``.
+            arguments: those of the hook's specification.
 
         Returns:
             the plugin that answered, e.g. ``"slapo-tp 0.1.0"``, and its answer; None if none did.
 
         Raises:
-            HookError: as for `call`.
+            HookError: an implementation raised, or two plugins answered.
         """
-        self._require_hook(name)
-        preferred = self._preferred.get(name)
-        answers = self._answers(name, arguments, {preferred}) if preferred is not None else []
-        answers = answers or self._answers(name, arguments, self._modules(name).keys() - {preferred})
-        if len(answers) > 1:
-            labels = [self._active[distribution] for distribution, _ in answers]
-            raise HookError(
-                f"hook {name}{_shown(arguments)} was answered by {' and by '.join(labels)}; one answer is allowed",
-                plugin=labels[0],
-                hint=f"{_prefer_call(name, answers[0][0])}, or name only one of them in this schedule",
-            )
-        return (self._active[answers[0][0]], answers[0][1]) if answers else None
+        for is_default in (False, True):
+            chosen = [each for each in self._implementations(name) if each.trylast == is_default]
+            answers = self._ask(name, chosen, arguments)
+            if len(answers) > 1:
+                shown = ", ".join(f"{key}={reprlib.repr(value)}" for key, value in arguments.items())
+                labels = [self._active[distribution] for distribution, _ in answers]
+                last = answers[-1][0]
+                raise HookError(
+                    f"hook {name}({shown}) was answered by {' and by '.join(labels)}; one answer is allowed",
+                    plugin=labels[0],
+                    hint="name only one of them in this schedule: neither list the other in "
+                    f"create_schedule(plugins=...) nor apply a primitive of it, or {DISABLE}={last}",
+                )
+            if answers:
+                return self._active[answers[0][0]], answers[0][1]
+        return None
 
     def call_each(self, name: str, /, **arguments: Any) -> list[tuple[str, Any]]:
-        """Ask every active plugin; as `call`, but with the distribution of each answer that is not None."""
-        return self._answers(name, arguments)
+        """Ask every active plugin.
 
-    def _answers(
-        self, name: str, arguments: dict[str, Any], distributions: Collection[str] | None = None
-    ) -> list[tuple[str, Any]]:
-        known = self._require_hook(name)
-        if set(known) != set(arguments):
-            raise HookError(f"hook {name} takes ({', '.join(known)}), got ({', '.join(arguments)})")
-        modules = self._modules(name)
-        answers = []
-        for distribution in sorted(modules if distributions is None else distributions):
-            others = [module for other, module in modules.items() if other != distribution]
-            caller = self._manager.subset_hook_caller(name, others)
-            answers += [(distribution, answer) for answer in self._ask(caller, distribution, arguments)]
-        return answers
-
-    def _modules(self, name: str) -> dict[str, ModuleType]:
-        """Who implements a hook: distribution -> hooks module."""
-        hook: pluggy.HookCaller = getattr(self._manager.hook, name)
-        modules: dict[str, Any] = {each.plugin_name: each.plugin for each in hook.get_hookimpls()}
-        return modules
-
-    def _require_hook(self, name: str) -> tuple[str, ...]:
-        """The arguments of a hook.
+        Returns:
+            each distribution, sorted, with its answer, if that is not None.
 
         Raises:
-            HookError: there is none of that name.
+            HookError: an implementation raised.
         """
-        if name in hookspecs.NOT_ASKED:
-            raise HookError(f"{core_label(self._registry.core_version)} does not ask hook '{name}' yet")
-        known = specified_hooks().get(name)
-        if known is None:
-            close = close_matches(name, specified_hooks())
-            raise HookError(f"there is no hook '{name}'", hint=f"did you mean '{close[0]}'?" if close else None)
-        return known
+        return self._ask(name, self._implementations(name), arguments)
 
-    def _ask(self, caller: pluggy.HookCaller, distribution: str, arguments: dict[str, Any]) -> list[Any]:
-        """The answers of one distribution, so that each of them, and each exception, has an owner."""
-        label = self._active[distribution]
-        try:
-            given = caller(**arguments)
-            if caller.name in first_result_hooks():
-                given = [] if given is None else [given]
-            answers = [list(answer) if isinstance(answer, Iterator) else answer for answer in given]
-        except KeyboardInterrupt:
-            raise
-        except _MAY_RAISE.get(caller.name, ()):
-            raise
-        except BaseException as error:  # SystemExit of a plugin must not end the user's process
-            message = f"hook {caller.name} of {label} raised {type(error).__name__}: {error}"
-            self._trace(caller.name, arguments, label, f"raised {type(error).__name__}: {error}")
-            if caller.name == "slapo_rolled_back":
-                warnings.warn(f"{message}; the original error stands", PluginWarning, stacklevel=4)
-                return []
-            hint = f"report it to {distribution}, or SLAPO_DISABLE_PLUGINS={distribution}"
-            raise HookError(message, plugin=label, hint=hint) from error
-        self._trace(caller.name, arguments, label, ", ".join(map(_short, answers)) or "None")
+    def _implementations(self, name: str) -> list[pluggy.HookImpl]:
+        hook: pluggy.HookCaller = getattr(self._manager.hook, name)
+        return sorted(hook.get_hookimpls(), key=lambda each: each.plugin_name)
+
+    def _ask(self, name: str, chosen: list[pluggy.HookImpl], arguments: dict[str, Any]) -> list[tuple[str, Any]]:
+        """The answers, one function after the other, so that each of them, and each exception, has an owner."""
+        answers = []
+        for each in chosen:
+            values, label = [arguments[argument] for argument in each.argnames], self._active[each.plugin_name]
+            try:
+                answer = each.function(*values)
+                answer = list(answer) if isinstance(answer, Iterator) else answer
+            except (KeyboardInterrupt, _MAY_RAISE.get(name, KeyboardInterrupt)):
+                raise
+            except BaseException as error:  # SystemExit of a plugin must not end the user's process
+                message = f"hook {name} of {label} raised {type(error).__name__}: {error}"
+                if name != "slapo_rolled_back":
+                    hint = f"report it to {each.plugin_name}, or {DISABLE}={each.plugin_name}"
+                    raise HookError(message, plugin=label, hint=hint) from error
+                warnings.warn(f"{message}; the original error stands", stacklevel=4)
+                continue
+            if answer is not None:
+                answers.append((each.plugin_name, answer))
         return answers
 
-    def _trace(self, name: str, arguments: dict[str, Any], label: str, outcome: str) -> None:
-        if self._registry.settings.trace:
-            print(f"slapo: hook {name}{_shown(arguments)} -> {label}: {outcome}", file=sys.stderr)
-
     def _register(self, name: str, label: str, module: ModuleType) -> None:
-        violations = hook_violations(module)
-        if violations:
-            message = f"the hooks of {label} ({module.__name__}) are refused: {'; '.join(violations)}"
-            raise HookError(message, plugin=label)
-        for unasked in hooks_not_asked(module):
-            core = core_label(self._registry.core_version)
-            warnings.warn(f"plugin {label} has '{unasked}', which {core} does not ask yet", PluginWarning, stacklevel=4)
+        refused = f"the hooks of {label} ({module.__name__}) are refused"
+        for hook, function in inspect.getmembers(module, inspect.isfunction):
+            options = getattr(function, f"{hookspecs.PROJECT}_impl", None)
+            if options is None and hasattr(self._manager.hook, hook):
+                raise HookError(f"{refused}: '{hook}' is not decorated with @hookimpl", plugin=label)
+            if options is not None and (options["wrapper"] or options["hookwrapper"]):
+                raise HookError(f"{refused}: '{hook}' is a wrapper; write a function that answers", plugin=label)
         try:
             self._manager.register(module, name=name)
-        except ValueError as error:  # another distribution has the same module
-            raise HookError(f"the hooks of {label} ({module.__name__}) are refused: {error}", plugin=label) from error
-
-
-def _prefer_call(hook: str, distribution: str) -> str:
-    return f'create_schedule(..., prefer={{"{hook}": "{distribution}"}})'
-
-
-def _shown(arguments: dict[str, Any]) -> str:
-    return f"({', '.join(f'{name}={_short(value)}' for name, value in arguments.items())})"
-
-
-def _short(value: Any) -> str:
-    """A few words for a value: the path of a node, never the numbers of a tensor."""
-    path = getattr(value, "path", None)
-    if isinstance(path, str) and hasattr(value, "module"):
-        return repr(path)
-    if hasattr(value, "shape") and hasattr(value, "dtype"):
-        return f"tensor{tuple(value.shape)}"
-    text = str(value) if path is not None else repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+            self._manager.check_pending()
+        except (ValueError, pluggy.PluginValidationError) as error:  # registered twice; an unknown hook or argument
+            if self._manager.has_plugin(name):
+                self._manager.unregister(name=name)
+            raise HookError(f"{refused}: {error}", plugin=label) from error

@@ -1,94 +1,209 @@
-"""Read what is installed, without importing any of it: the one user of importlib-metadata.
-
-Only distributions whose ``entry_points.txt`` mentions a slapo group are read further; nothing here raises for what it
-finds on disk: what cannot be read comes back as a `Found` with `error`.
-"""
+"""Read what is installed, without importing any of it: every distribution with its entries and its state."""
 
 from __future__ import annotations
 
+import difflib
 import functools
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import PurePath
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from packaging.utils import canonicalize_name
 
-from slapo_core.spec.reserved import CORE_DISTRIBUTION
+from slapo_core.errors import UnusablePluginError
+from slapo_core.spec.kinds import GROUP_PREFIX, KINDS, noun
+from slapo_core.spec.reserved import CORE_COMMANDS, CORE_DISTRIBUTION, FIRST_PARTY, is_identifier, owner_of
 
 if TYPE_CHECKING:
-    from importlib_metadata import EntryPoint, IDistribution
+    from importlib.metadata import Distribution
 
-__all__ = ["Found", "core_requirements", "core_version", "scan"]
+__all__ = [
+    "DISABLE",
+    "LOCAL_VERSION",
+    "Entry",
+    "Plugin",
+    "State",
+    "close_matches",
+    "core_requirements",
+    "core_version",
+    "name_violation",
+    "read_plugins",
+]
+
+DISABLE = "SLAPO_DISABLE_PLUGINS"
+
+LOCAL_VERSION = "local"
+"""The version of what was registered in this process."""
+
+State = Literal["ok", "unusable", "conflict", "disabled"]
+
+_IN_WORDS = {"unusable": "is unusable", "conflict": "is in conflict", "disabled": "is installed but disabled"}
 
 
 @dataclass(frozen=True)
-class Found:
-    """A distribution that offers something to slapo, as it lies on disk.
+class Entry:
+    """One name that one distribution provides.
+
+    Args:
+        kind: e.g. ``"primitives"``.
+        name: the full name, e.g. ``"tp.shard"``.
+        value: where the object is, e.g. ``"slapo_tp.shard:Shard"``.
+        distribution: e.g. ``"slapo-tp"``.
+        version: e.g. ``"0.1.0"``; ``"local"`` for what was registered in this process.
+    """
+
+    kind: str
+    name: str
+    value: str
+    distribution: str
+    version: str
+
+    @property
+    def bare(self) -> str:
+        """``"shard"`` of ``"tp.shard"``; for kinds without namespaces the name itself."""
+        return self.name if self.namespace is None else self.name.rpartition(".")[2]
+
+    @property
+    def namespace(self) -> str | None:
+        """``"tp"`` of ``"tp.shard"``; None for kinds without namespaces."""
+        return self.name.partition(".")[0] if self.kind in KINDS and KINDS[self.kind].namespaced else None
+
+    @property
+    def label(self) -> str:
+        """The distribution with its version, e.g. ``"slapo-tp 0.1.0"``."""
+        return f"{self.distribution} {self.version}"
+
+
+@dataclass(frozen=True)
+class Plugin:
+    """One installed distribution that provides something to slapo.
 
     Args:
         name: canonical, e.g. ``"slapo-tp"``.
-        version: as written in METADATA; None where unreadable.
-        source: the metadata directory.
-        entries: every entry of a ``slapo.`` group.
-        requires: its ``Requires-Dist`` lines.
-        error: why it could not be read; None when it could.
-        shadows: metadata directories of the same distribution further down the path, which Python never sees.
+        version: None where its metadata cannot be read.
+        state: ``ok``, ``unusable``, ``conflict`` or ``disabled``.
+        reason: why it is not ok; None if it is.
+        remedy: what to do about the reason.
+        source: its metadata directory, or ``"this process"``.
+        entries: what it provides, as far as it could be read, sorted.
+        lost: those of ``entries`` that cannot be used because another distribution provides the same name.
     """
 
     name: str
     version: str | None
-    source: str
-    entries: tuple[EntryPoint, ...] = ()
-    requires: tuple[str, ...] = ()
-    error: str | None = None
-    shadows: tuple[str, ...] = ()
+    state: State = "ok"
+    reason: str | None = None
+    remedy: str | None = None
+    source: str = ""
+    entries: tuple[Entry, ...] = ()
+    lost: tuple[Entry, ...] = ()
+
+    def provides(self, kind: str) -> tuple[str, ...]:
+        """The full names of one kind that it provides, sorted."""
+        return tuple(sorted({entry.name for entry in self.entries if entry.kind == kind}))
+
+    @property
+    def label(self) -> str:
+        """The distribution with its version, e.g. ``"slapo-tp 0.1.0"``."""
+        return f"{self.name} {self.version}" if self.version else self.name
+
+    @property
+    def usable(self) -> bool:
+        """Whether its names can be used; in ``conflict``, all but those that are lost."""
+        return self.state in ("ok", "conflict")
+
+    def error(self, subject: str, *, path: str | None = None) -> UnusablePluginError:
+        """The error of its state, which is not ``ok``.
+
+        Args:
+            subject: what was asked for, the beginning of the message.
+            path: the node where it was asked for.
+        """
+        message = f"{subject} {_IN_WORDS[self.state]}: {self.reason}"
+        return UnusablePluginError(message, state=self.state, path=path, plugin=self.label, hint=self.remedy)
 
 
-def scan(path: Sequence[str] | None = None) -> tuple[Found, ...]:
+def read_plugins(
+    path: Sequence[str] | None = None, *, disabled: Collection[str] = (), core: str | None = None
+) -> tuple[Plugin, ...]:
     """Every installed distribution with an entry point in a group ``slapo.*``, sorted by name.
+
+    What cannot be read becomes the reason of a plugin that is unusable; nothing is imported, and nothing raises.
 
     Args:
         path: directories to search, like ``sys.path``, which is the default. The first directory that has a
             distribution wins, as it does for ``import``.
+        disabled: canonical names of distributions that are not to be used.
+        core: the version of slapo-core that requirements are compared with; None compares none.
     """
-    import importlib_metadata
+    from importlib.metadata import distributions
 
-    sources: dict[str, list[str]] = {}
-    first: dict[str, IDistribution] = {}
-    for distribution in importlib_metadata.distributions(path=list(sys.path if path is None else path)):
+    found: dict[str, Plugin] = {}
+    seen = set()
+    for distribution in distributions(path=list(sys.path if path is None else path)):
         name, source = _identity(distribution)
-        first.setdefault(name, distribution)
-        known = sources.setdefault(name, [])
-        if source not in known:
-            known.append(source)
-    found = (_read(name, distribution, sources[name]) for name, distribution in first.items())
-    return tuple(sorted((item for item in found if item is not None), key=lambda item: item.name))
+        plugin = _read(name, source, distribution, core) if name not in seen else None
+        if plugin is not None:
+            found[name] = plugin
+        seen.add(name)
+    plugins = [_judge(plugin, found, disabled) for plugin in found.values()]
+    return tuple(sorted(_with_conflicts(plugins), key=lambda plugin: plugin.name))
 
 
 @functools.cache
 def core_version() -> str | None:
     """The version of the installed slapo-core; None when it runs from a bare source tree."""
-    import importlib_metadata
+    from importlib.metadata import PackageNotFoundError, version
 
     try:
-        return importlib_metadata.version(CORE_DISTRIBUTION)
-    except importlib_metadata.PackageNotFoundError:
+        return version(CORE_DISTRIBUTION)
+    except PackageNotFoundError:
         return None
 
 
 def core_requirements() -> tuple[str, ...]:
     """What the installed slapo-core requires, e.g. ``("torch>=2.11", ...)``; empty for a bare source tree."""
-    import importlib_metadata
+    from importlib.metadata import PackageNotFoundError, requires
 
     try:
-        return tuple(importlib_metadata.requires(CORE_DISTRIBUTION) or ())
-    except importlib_metadata.PackageNotFoundError:
+        return tuple(requires(CORE_DISTRIBUTION) or ())
+    except PackageNotFoundError:
         return ()
 
 
-def _identity(distribution: IDistribution) -> tuple[str, str]:
+def close_matches(name: str, known: Iterable[str]) -> list[str]:
+    """Up to three of ``known`` that ``name`` may be a misspelling of, best first."""
+    return difflib.get_close_matches(name, sorted(known), n=3, cutoff=0.6)
+
+
+def name_violation(entry: Entry, installed: Collection[str] = ()) -> str | None:
+    """Why a name may not be provided by its distribution; None if it may.
+
+    Args:
+        entry: the name.
+        installed: the distributions whose namespaces are theirs, besides those of the project.
+    """
+    if entry.kind == "hooks":
+        return None
+    if entry.kind not in KINDS:
+        group = entry.kind if entry.kind.startswith("slapo.") else GROUP_PREFIX + entry.kind
+        close = close_matches(entry.kind.rpartition(".")[2], KINDS) or ["primitives"]
+        return f"there is no entry-point group '{group}'; did you mean '{GROUP_PREFIX}{close[0]}'?"
+    parts, namespaced = entry.name.split("."), KINDS[entry.kind].namespaced
+    if not all(map(is_identifier, parts)) or len(parts) > 2 or (namespaced and len(parts) != 2):
+        form = "'<namespace>.<name>' in lowercase identifiers" if namespaced else "a lowercase identifier"
+        return f"{noun(entry.kind)} name {entry.name!r} must be {form}"
+    owner = CORE_DISTRIBUTION if entry.kind == "commands" and entry.name in CORE_COMMANDS else owner_of(parts[0])
+    if owner != entry.distribution and (owner in FIRST_PARTY or owner in installed):
+        what = f"namespace '{parts[0]}' of {noun(entry.kind)}" if namespaced else noun(entry.kind)
+        return f"{what} '{entry.name}' belongs to {owner}"
+    return None
+
+
+def _identity(distribution: Distribution) -> tuple[str, str]:
     """The canonical name and the place of a distribution, from its directory's name: METADATA is not parsed."""
     place = getattr(distribution, "_path", None)
     if place is None:  # from a custom finder, which has no directory
@@ -97,43 +212,83 @@ def _identity(distribution: IDistribution) -> tuple[str, str]:
     return canonicalize_name(stem.partition("-")[0]), str(place)
 
 
-def _read(name: str, distribution: IDistribution, sources: Sequence[str]) -> Found | None:
-    source, shadows = sources[0], tuple(sources[1:])
-
-    def broken(reason: str, version: str | None = None, entries: tuple[EntryPoint, ...] = ()) -> Found:
-        return Found(name, version, source, entries, error=reason, shadows=shadows)
-
+def _read(name: str, source: str, distribution: Distribution, core: str | None) -> Plugin | None:
+    """One distribution as a plugin, alone; None if it has nothing to do with slapo."""
+    version, entries, needs, reading = None, [], None, "entry_points.txt"
     try:
         text = distribution.read_text("entry_points.txt")
-    except UnicodeDecodeError as error:
-        return broken(f"entry_points.txt is not UTF-8: {error.reason}") if b"[slapo." in error.object else None
-    except (OSError, ValueError) as error:
-        return broken(f"entry_points.txt cannot be read: {error}") if "slapo" in name else None
-    if not text or "[slapo." not in text:
-        return None
-    try:
-        points = distribution.entry_points
-        entries = tuple(point for point in points if point.group.startswith("slapo."))
-    except Exception as error:  # noqa: BLE001 - the parser raises whatever its lines provoke
-        line = _first_malformed_line(text)
-        reason = f"malformed entry_points.txt: {line!r} is not 'name = module:attribute'" if line else str(error)
-        return broken(reason)
-    try:
+        if not text or "[slapo." not in text:
+            return None
+        reading = "METADATA"
         metadata = distribution.metadata
-        declared, version = metadata.get("Name"), metadata.get("Version")
-        requires = tuple(distribution.requires or ())
-    except Exception as error:  # noqa: BLE001 - absent, not UTF-8, not a message, ...
-        return broken(f"METADATA cannot be read: {type(error).__name__}: {error}", entries=entries)
-    if not declared or not version:
-        missing = "Name" if not declared else "Version"
-        return broken(f"METADATA has no {missing}", version, entries)
-    if canonicalize_name(declared) != name:
-        return broken(f"METADATA says 'Name: {declared}' but the directory is '{PurePath(source).name}'", version)
-    return Found(name, version, source, entries, requires, shadows=shadows)
+        if "Version" not in metadata:
+            raise ValueError("it has no Version")
+        version = metadata["Version"]
+        needs = _unmet_requirement(distribution, core)
+        reading = "entry_points.txt"
+        for point in distribution.entry_points:
+            if point.group.startswith("slapo."):
+                entries.append(Entry(point.group.removeprefix(GROUP_PREFIX), point.name, point.value, name, version))
+    except Exception as error:  # noqa: BLE001 - absent, not UTF-8, malformed: raised as it comes
+        if reading == "entry_points.txt" and isinstance(error, UnicodeDecodeError) and b"[slapo." not in error.object:
+            return None
+        reason = f"{reading} cannot be read: {type(error).__name__}: {error}"
+        return Plugin(name, version, "unusable", reason, f"pip install --force-reinstall {name}", source)
+    provided = tuple(sorted(entries, key=lambda entry: (entry.kind, entry.name)))
+    if needs is not None:
+        reason = f"needs {needs}; installed is {CORE_DISTRIBUTION} {core}"
+        remedy = f'pip install "{needs}", or a release of {name} for this version'
+        return Plugin(name, version, "unusable", reason, remedy, source, provided)
+    return Plugin(name, version, source=source, entries=provided)
 
 
-def _first_malformed_line(text: str) -> str | None:
-    for line in map(str.strip, text.splitlines()):
-        if line and not line.startswith(("#", "[")) and "=" not in line:
-            return line
+def _unmet_requirement(distribution: Distribution, core: str | None) -> str | None:
+    """What the distribution requires of slapo-core, if ``core`` is another version."""
+    lines = [line for line in distribution.requires or () if "slapo" in line.lower()]
+    if core is None or not lines:
+        return None
+    from packaging.requirements import Requirement  # slow to import
+
+    for requirement in map(Requirement, lines):
+        applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+        is_met = requirement.specifier.contains(core, prereleases=True)
+        if applies and canonicalize_name(requirement.name) == CORE_DISTRIBUTION and not is_met:
+            return f"{CORE_DISTRIBUTION}{requirement.specifier}"
     return None
+
+
+def _judge(plugin: Plugin, installed: Collection[str], disabled: Collection[str]) -> Plugin:
+    """The state of a plugin as the user and the rules for names have it."""
+    if plugin.name in disabled:
+        remedy = f"remove {plugin.name} from {DISABLE}"
+        return replace(plugin, state="disabled", reason=f"{DISABLE} names it", remedy=remedy)
+    violations = filter(None, (name_violation(entry, installed) for entry in plugin.entries))
+    violation = next(violations, None) if plugin.usable else None
+    if violation is None:
+        return plugin
+    remedy = f"report it to the author of {plugin.name}; pip uninstall {plugin.name}"
+    return replace(plugin, state="unusable", reason=violation, remedy=remedy)
+
+
+def _with_conflicts(plugins: Sequence[Plugin]) -> Iterator[Plugin]:
+    """The same full name from two distributions is nobody's, unless one of them is the project's own."""
+    providers: dict[tuple[str, str], dict[str, Plugin]] = defaultdict(dict)
+    for plugin in plugins:
+        for entry in plugin.entries if plugin.usable else ():
+            if entry.kind != "hooks":
+                providers[entry.kind, entry.name][plugin.name] = plugin
+    for plugin in plugins:
+        lost = [entry for entry in plugin.entries if plugin.usable and len(providers[entry.kind, entry.name]) > 1]
+        if not lost or plugin.name in FIRST_PARTY:
+            yield plugin
+            continue
+        rivals = sorted({name for entry in lost for name in providers[entry.kind, entry.name]})
+        reasons = (_conflict(entry.name, providers[entry.kind, entry.name]) for entry in lost)
+        remedy = f"uninstall one of them, or disable it: {' or '.join(f'{DISABLE}={name}' for name in rivals)}"
+        yield replace(plugin, state="conflict", reason="; ".join(reasons), remedy=remedy, lost=tuple(lost))
+
+
+def _conflict(name: str, providers: Mapping[str, Plugin]) -> str:
+    labels = " and ".join(providers[distribution].label for distribution in sorted(providers))
+    kept = next((distribution for distribution in providers if distribution in FIRST_PARTY), None)
+    return f"'{name}' is provided by {labels}; {'neither is used' if kept is None else f'{kept} keeps it'}"

@@ -1,46 +1,69 @@
-"""The registry: what is installed, under which names, and how to get it."""
+"""The registry: what the installed names mean, and how to get the objects behind them."""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
-import threading
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
-from pathlib import Path
-from typing import Any
+import pkgutil
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from slapo_core.errors import BrokenPluginError, PluginConfigError, PluginError, RejectedPluginError
-from slapo_core.plugins import loading, metadata, rules
-from slapo_core.plugins.config import Settings, read_settings
-from slapo_core.plugins.local import LocalEntries
-from slapo_core.plugins.model import LOCAL_VERSION, Entry, Plugin, State, noun
-from slapo_core.plugins.requirements import settings_violations
-from slapo_core.plugins.resolution import NameIndex
-from slapo_core.spec.kinds import API_MAJOR, KINDS
-from slapo_core.spec.reserved import CORE_DISTRIBUTION
+from packaging.utils import canonicalize_name
 
-__all__ = ["Registry"]
+from slapo_core.errors import PluginError, UnknownNameError, UnusablePluginError
+from slapo_core.plugins.metadata import (
+    DISABLE,
+    LOCAL_VERSION,
+    Entry,
+    Plugin,
+    close_matches,
+    core_version,
+    name_violation,
+    read_plugins,
+)
+from slapo_core.spec.kinds import KINDS, noun
+from slapo_core.spec.reserved import CORE_DISTRIBUTION, FIRST_PARTY, owner_of
+
+if TYPE_CHECKING:
+    from slapo_core.spec.primitive import Primitive
+
+__all__ = ["Registry", "class_violations", "current_registry", "register_primitive", "use_registry"]
+
+_Class = TypeVar("_Class", bound="type[Primitive]")
 
 
 class Registry:
     """Everything that plugins provide to one process, known from metadata; imported one by one when used.
 
     Make one with `discover`. The process's own is `slapo_core.plugins.current_registry()`.
+
+    Attributes:
+        core_version: of slapo-core; None where it runs from a bare source tree.
+        disabled: the canonical names in ``SLAPO_DISABLE_PLUGINS``.
     """
 
     def __init__(
-        self, installed: Sequence[Plugin], settings: Settings, *, core: str | None, local: LocalEntries | None = None
+        self,
+        installed: Sequence[Plugin],
+        *,
+        core: str | None,
+        disabled: Sequence[str] = (),
+        local: dict[Entry, Any] | None = None,
     ) -> None:
-        self.settings = settings
         self.core_version = core
-        self._discovered = tuple(installed)  # the states that decide about names
-        self._installed = {plugin.name: plugin for plugin in installed}  # the states to show: imports may fail
-        self._local = local if local is not None else LocalEntries()
+        self.disabled = tuple(disabled)
+        self._installed = tuple(installed)
+        self._local = {} if local is None else local
         self._loaded: dict[Entry, Any] = {}
-        self._failures: dict[Entry, PluginError] = {}
-        self._lock = threading.RLock()
-        self._checked = False
-        self._view: tuple[int, NameIndex] | None = None
+        self._failures: dict[Entry, tuple[str, BaseException | None]] = {}
+        self._indexed: tuple[int, _Index] | None = None
 
     @classmethod
     def discover(
@@ -48,52 +71,68 @@ class Registry:
         *,
         environ: Mapping[str, str] | None = None,
         path: Sequence[str] | None = None,
-        project: Path | None = None,
-        api_major: int = API_MAJOR,
         core: str | None = None,
-        local: LocalEntries | None = None,
+        local: dict[Entry, Any] | None = None,
     ) -> Registry:
-        """Read what is installed; nothing is imported and no bad plugin or setting raises.
+        """Read what is installed; nothing is imported and no bad plugin raises.
 
         Args:
             environ: environment variables; default ``os.environ``.
             path: directories to search; default ``sys.path``.
-            project: where the search for ``pyproject.toml`` starts; None reads none.
-            api_major: the plugin API of this core; it reads that and the one before.
-            core: the version that ``Requires-Dist`` ranges are held against; default: the installed one.
+            core: the version that ``Requires-Dist`` ranges are compared with; default: the installed one.
             local: what is registered in process; default: nothing yet.
         """
-        settings = read_settings(os.environ if environ is None else environ, project)
-        core = metadata.core_version() if core is None else core
-        plugins = rules.judge_all(metadata.scan(path), settings, api_major=api_major, core=core)
-        return cls(plugins, settings, core=core, local=local)
+        named = (os.environ if environ is None else environ).get(DISABLE, "")
+        disabled = tuple(canonicalize_name(name) for name in re.split(r"[,\s]+", named) if name)
+        core = core_version() if core is None else core
+        return cls(read_plugins(path, disabled=disabled, core=core), core=core, disabled=disabled, local=local)
 
     # -- what there is ------------------------------------------------------------------------------------
 
     @property
     def plugins(self) -> tuple[Plugin, ...]:
         """Every plugin, whatever its state, sorted by name; those of this process included."""
-        everything = (*self._installed.values(), *self._local.plugins())
-        return tuple(sorted(everything, key=lambda plugin: plugin.name))
-
-    def plugin(self, distribution: str) -> Plugin | None:
-        """The plugin of that distribution; None if it is not installed or provides nothing to slapo."""
-        return next((plugin for plugin in self.plugins if plugin.name == distribution), None)
+        shown = {plugin.name: plugin for plugin in (*self._installed, *self._local_plugins())}
+        for entry, (reason, _) in self._failures.items():
+            failed, reason = shown[entry.distribution], f"{noun(entry.kind)} '{entry.name}': {reason}"
+            shown[failed.name] = replace(failed, state="unusable", reason=reason, remedy=_reinstall(failed.name))
+        return tuple(sorted(shown.values(), key=lambda plugin: plugin.name))
 
     @property
-    def ambiguous(self) -> dict[str, dict[str, tuple[str, ...]]]:
-        """Bare names that several plugins provide and ``prefer`` does not decide: kind -> bare -> full names."""
-        return self._index.ambiguous()
+    def settings_error(self) -> PluginError | None:
+        """What is wrong with ``SLAPO_DISABLE_PLUGINS``: a plugin that is not installed; None if nothing is."""
+        for name in self.disabled:
+            if all(plugin.name != name for plugin in self._installed):
+                message = f"{DISABLE} names '{name}', but no plugin of that name is installed"
+                return PluginError(message, hint=self._meant(name) or "`slapo plugins list` shows what is")
+        return None
+
+    def check_settings(self) -> None:
+        """Raise `settings_error`, if there is one."""
+        if (error := self.settings_error) is not None:
+            raise error
+
+    def plugin(self, distribution: str) -> Plugin:
+        """The plugin of a distribution, whatever its state.
+
+        Raises:
+            UnknownNameError: it is not installed, or provides nothing to slapo.
+        """
+        name = canonicalize_name(distribution)
+        for plugin in self.plugins:
+            if plugin.name in (name, distribution):
+                return plugin
+        hint = self._meant(name) or f"pip install {name}"
+        raise UnknownNameError(f"no plugin '{distribution}' is installed", plugin=name, hint=hint)
 
     def names(self, kind: str) -> tuple[str, ...]:
         """The full names of a kind that can be used now, sorted."""
-        failed = {entry.name for entry in self._failures if entry.kind == kind}
-        return tuple(name for name in self._index.names(kind) if name not in failed)
+        return tuple(name for name, entry in self._index.full[kind].items() if entry not in self._failures)
 
     def bare_names(self, kind: str) -> tuple[str, ...]:
         """The bare names of a kind that mean exactly one thing now, sorted."""
-        usable = set(self.names(kind))
-        return tuple(bare for bare, full in self._index.unique(kind).items() if full in usable)
+        index, usable = self._index, set(self.names(kind))
+        return tuple(bare for bare in index.bare[kind] if index.meaning(kind, bare) in usable)
 
     def namespaces(self) -> tuple[str, ...]:
         """The namespaces of usable names, sorted: ``("core", "tp")``."""
@@ -101,35 +140,19 @@ class Registry:
 
     # -- using it -----------------------------------------------------------------------------------------
 
-    @property
-    def settings_error(self) -> PluginConfigError | None:
-        """What is wrong with the settings, the first thing; None if nothing is. Does not raise."""
-        return next(settings_violations(self.settings, self._discovered), None)
-
-    def check_settings(self) -> None:
-        """Hold the settings against what is installed.
+    def usable_plugin(self, distribution: str) -> Plugin:
+        """The plugin of a distribution, whose names can be used; single ones may have failed to be imported.
 
         Raises:
-            PluginConfigError: a malformed setting, a name that is not installed, a requirement that is not met.
-            PluginError: with ``SLAPO_STRICT_PLUGINS=1``, the first plugin that is neither ok nor disabled.
+            PluginError: it is not installed, disabled or unusable.
         """
-        error = self.settings_error
-        if error is not None:
-            raise error
-        if self.settings.strict:
-            for plugin in self.plugins:
-                if plugin.state not in ("ok", "disabled"):
-                    raise plugin.error(f"SLAPO_STRICT_PLUGINS=1: plugin {plugin.label}")
-
-    def require_usable_plugin(self, distribution: str) -> None:
-        """Refuse a plugin that is switched off or unusable; if only imports of it failed, its other names still work.
-
-        Raises:
-            PluginError: the error of that plugin's state.
-        """
-        for plugin in self._discovered:
-            if plugin.name == distribution and not plugin.usable:
-                raise plugin.error(f"plugin {plugin.label}")
+        name = canonicalize_name(distribution)
+        plugin = next((plugin for plugin in self._installed if plugin.name == name), None)
+        if plugin is None:
+            return self.plugin(distribution)
+        if not plugin.usable:
+            raise plugin.error(f"plugin {plugin.label}")
+        return plugin
 
     def resolve(self, kind: str, name: str, *, path: str | None = None) -> Entry:
         """What a bare or full name means; nothing is imported.
@@ -140,144 +163,279 @@ class Registry:
             path: the node where the name is used, for the message.
 
         Raises:
-            PluginConfigError: at first use, when a setting is wrong.
             UnknownNameError: nothing installed provides it; close matches or the distribution to install are named.
-            AmbiguousNameError: a bare name of several plugins.
-            DisabledPluginError, IncompatiblePluginError, RejectedPluginError, ConflictingPluginError,
-            BrokenPluginError: installed, but not usable.
+            UnusablePluginError: a plugin provides it and cannot be used, or several provide the bare name.
+            PluginError: ``SLAPO_DISABLE_PLUGINS`` names a plugin that is not installed.
         """
-        self._first_use()
-        entry = self._index.resolve(kind, name, path=path)
-        if entry in self._failures:
-            raise self._again(entry)
-        return entry
+        self.check_settings()
+        index = self._index
+        full = name if name in index.full[kind] else index.meaning(kind, name)
+        if full is None:
+            raise self._missing(kind, name, path)
+        return self._checked(index.full[kind][full])
 
     def load(self, entry_or_name: Entry | str, kind: str = "primitives") -> Any:
         """The object behind a name, imported on first use and then kept.
 
         Raises:
-            BrokenPluginError: its import failed; chained, and the same again on every later use.
-            RejectedPluginError: it breaks a rule of its kind, or its import tampered with slapo.
+            UnusablePluginError: its import failed (chained), or it breaks a rule of its kind; the same on later uses.
             PluginError: as `resolve` raises for a name.
         """
-        if isinstance(entry_or_name, Entry):
-            self._first_use()
-            entry = self._index.admit(entry_or_name)
-        else:
-            entry = self.resolve(kind, entry_or_name)
+        if isinstance(entry_or_name, str):
+            return self._load(self.resolve(kind, entry_or_name))
+        entry = entry_or_name
+        plugin = self.usable_plugin(entry.distribution)
+        if entry in plugin.lost:
+            raise plugin.error(f"{noun(entry.kind)} '{entry.name}' of {plugin.label}")
         return self._load(entry)
 
     def provider(self, cls_or_instance: Any) -> tuple[str, str]:
         """The distribution and version that a primitive's class comes from, e.g. ``("slapo-tp", "0.1.0")``.
 
         A class of no installed distribution gives its top-level module and ``"local"``.
-        """
-        cls = cls_or_instance if isinstance(cls_or_instance, type) else type(cls_or_instance)
-        entry = self._entry_of(cls)
-        if entry is not None:
-            return entry.distribution, entry.version
-        top = cls.__module__.partition(".")[0]
-        return (CORE_DISTRIBUTION, self.core_version or LOCAL_VERSION) if top == "slapo_core" else (top, LOCAL_VERSION)
-
-    def require_usable(self, cls_or_instance: Any) -> None:
-        """Refuse a class that the user imported by himself although its plugin is switched off or unusable.
 
         Raises:
-            PluginError: the error of that plugin's state.
+            UnusablePluginError: the class was imported past the registry, and its plugin is disabled or unusable.
         """
-        self._first_use()
-        entry = self._entry_of(cls_or_instance if isinstance(cls_or_instance, type) else type(cls_or_instance))
+        cls = cls_or_instance if isinstance(cls_or_instance, type) else type(cls_or_instance)
+        entry = next((entry for entry, loaded in self._loaded.items() if loaded is cls), None)
+        name, top = getattr(cls, "name", None), cls.__module__.partition(".")[0]
+        for plugin in (*self._installed, *self._local_plugins()) if entry is None else ():
+            for each in plugin.entries:
+                if each.name == name and re.split("[.:]", each.value)[0] == top:
+                    if not plugin.usable or each in plugin.lost:
+                        raise plugin.error(f"{noun(each.kind)} '{each.name}' of {plugin.label}")
+                    entry = each
         if entry is not None:
-            self._index.admit(entry)
-            if entry in self._failures:
-                raise self._again(entry)
+            return entry.distribution, entry.version
+        return (CORE_DISTRIBUTION, self.core_version or LOCAL_VERSION) if top == "slapo_core" else (top, LOCAL_VERSION)
 
     def register(self, cls: Any, *, kind: str = "primitives") -> None:
         """Add an object of this process, under ``cls.name``; the same object defined again replaces the old one.
 
         Raises:
-            RejectedPluginError: a bad name or class.
-            ConflictingPluginError: the full name is provided by an installed plugin or by another object.
+            UnusablePluginError: a bad name or class, or an installed plugin or another object provides the full name.
         """
-        installed = [entry for plugin in self._discovered if plugin.usable for entry in plugin.entries]
-        entry = self._local.add(cls, kind=kind, installed=installed)
-        with self._lock:
-            self._failures.pop(entry, None)
-            self._loaded[entry] = cls
+        name, owner = str(getattr(cls, "name", None)), cls if isinstance(cls, type) else type(cls)
+        value = f"{owner.__module__}:{owner.__qualname__}"
+        entry = Entry(kind, name, value, owner.__module__.partition(".")[0], LOCAL_VERSION)
+        violation = name_violation(entry, [plugin.name for plugin in self._installed])
+        violations = [violation] if violation is not None else class_violations(cls, entry)
+        if violations:
+            raise UnusablePluginError(f"cannot register {value}: {'; '.join(violations)}", plugin=entry.label)
+        other = self._index.full[kind].get(name)
+        if other not in (None, entry):
+            message = f"cannot register {noun(kind)} '{name}' ({value}): {other.label} provides that name"
+            raise UnusablePluginError(
+                f"{message} ({other.value})", state="conflict", plugin=other.label, hint="choose another name"
+            )
+        self._local[entry] = self._loaded[entry] = cls
 
     # -- inside -------------------------------------------------------------------------------------------
 
     @property
-    def _index(self) -> NameIndex:
-        if self._view is None or self._view[0] != self._local.revision:
-            plugins = (*self._discovered, *self._local.plugins())
-            index = NameIndex(plugins, prefer=self.settings.prefer, core=self.core_version)
-            self._view = (self._local.revision, index)
-        return self._view[1]
+    def _index(self) -> _Index:
+        if self._indexed is None or self._indexed[0] != len(self._local):
+            self._indexed = (len(self._local), _Index((*self._installed, *self._local_plugins())))
+        return self._indexed[1]
 
-    def _first_use(self) -> None:
-        if self._checked:
-            return
-        self.check_settings()
-        self._checked = True  # before the imports below: a plugin may use the registry while it is imported
-        usable = [plugin for plugin in self.plugins if plugin.usable] if self.settings.strict else []
-        try:
-            for entry in (entry for plugin in usable for entry in plugin.entries if entry.kind in KINDS):
-                self._load(entry)
-        except BaseException:
-            self._checked = False
-            raise
+    def _local_plugins(self) -> Iterator[Plugin]:
+        """What was registered, as one plugin for each top-level module."""
+        entries = sorted(self._local, key=lambda entry: (entry.kind, entry.name))
+        for module in dict.fromkeys(entry.distribution for entry in entries):
+            own = tuple(entry for entry in entries if entry.distribution == module)
+            yield Plugin(module, LOCAL_VERSION, source="this process", entries=own)
 
     def _load(self, entry: Entry) -> Any:
-        with self._lock:
-            if entry in self._loaded:
-                return self._loaded[entry]
-            if entry in self._failures:
-                raise self._again(entry)
-            if entry.version == LOCAL_VERSION:
-                self._loaded[entry] = self._local.get(entry)
-                return self._loaded[entry]
-            try:
-                self._loaded[entry] = loading.load(entry)
-            except loading.ImportFailed as failed:
-                raise self._fail(entry, "broken", str(failed)) from failed.__cause__
-            except loading.RuleViolated as violated:
-                whole = violated.whole_distribution
-                raise self._fail(entry, "rejected", str(violated), whole=whole) from violated.__cause__
+        if entry in self._local:
+            return self._local[entry]
+        self._checked(entry)
+        if entry in self._loaded:
             return self._loaded[entry]
+        cause = None
+        try:
+            loaded = pkgutil.resolve_name(entry.value if ":" in entry.value else f"{entry.value}:")
+            reason = "; ".join(class_violations(loaded, entry))
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # noqa: BLE001 - SystemExit and the like must not end the user's process
+            cause, reason = error, f"{type(error).__name__}: {error}"
+        if reason:
+            self._failures[entry] = (reason, cause)
+            self._checked(entry)
+        self._loaded[entry] = loaded
+        return loaded
 
-    def _fail(self, entry: Entry, state: State, reason: str, *, whole: bool = False) -> PluginError:
-        """Remember that ``entry`` (or all of its distribution) cannot be used, and why."""
-        plugin = self._installed.get(entry.distribution)
-        name = entry.distribution
-        remedy = f"pip install --upgrade --force-reinstall {name}, or SLAPO_DISABLE_PLUGINS={name}"
-        if plugin is not None:
-            failed = replace(plugin, state=state, reason=f"{noun(entry.kind)} '{entry.name}': {reason}", remedy=remedy)
-            self._installed[plugin.name] = failed
-            if whole:
-                self._loaded = {key: value for key, value in self._loaded.items() if key.distribution != plugin.name}
-        done = "could not be imported" if state == "broken" else "was rejected"
-        message = f"{noun(entry.kind)} '{entry.name}' of {entry.label} ({entry.value}) {done}: {reason}"
-        error_type = BrokenPluginError if state == "broken" else RejectedPluginError
-        error = error_type(message, plugin=entry.label, hint=remedy)
-        hit: Iterable[Entry] = plugin.entries if whole and plugin is not None else (entry,)
-        self._failures.update(dict.fromkeys(hit, error))
-        return error
+    def _checked(self, entry: Entry) -> Entry:
+        """``entry``, unless it could not be loaded before; each error is a new one, so that tracebacks stay short."""
+        if entry not in self._failures:
+            return entry
+        reason, cause = self._failures[entry]
+        message = f"{noun(entry.kind)} '{entry.name}' of {entry.label} ({entry.value}) cannot be used: {reason}"
+        raise UnusablePluginError(message, plugin=entry.label, hint=_reinstall(entry.distribution)) from cause
 
-    def _again(self, entry: Entry) -> PluginError:
-        """The error of an earlier failure, fresh: an exception raised twice would grow its traceback."""
-        first = self._failures[entry]
-        error = type(first)(first.message, plugin=first.plugin, hint=first.hint)
-        error.__cause__ = first.__cause__
-        return error
+    def _missing(self, kind: str, name: str, path: str | None) -> PluginError:
+        """The error for a name that means nothing that can be used."""
+        bare = self._index.bare[kind].get(name)
+        if bare is not None:
+            return self._ambiguity(kind, name, bare, path)
+        for plugin in self._installed:
+            for entry in plugin.lost if plugin.usable else plugin.entries:
+                if entry.kind == kind and name in (entry.name, entry.bare, entry.namespace):
+                    return plugin.error(f"{noun(kind)} '{entry.name}' of {plugin.label}", path=path)
+        message = f"no installed plugin provides {noun(kind)} '{name}'"
+        absent = [owner for owner in FIRST_PARTY if all(plugin.name != owner for plugin in self._installed)]
+        owner = owner_of(name.partition(".")[0])
+        if owner in absent:
+            hint = f"pip install {owner}"
+            return UnknownNameError(f"{message}; it is part of {owner}", path=path, plugin=owner, hint=hint)
+        known = {*self._index.full[kind], *self._index.bare[kind]}
+        close = close_matches(name, known) or close_matches(name.rpartition(".")[2], known)
+        if close:
+            hint = f"did you mean {' or '.join(map(repr, close))}?"
+        else:
+            own = {"primitives": "primitives", "dialects": "dialects", "patterns": "patterns list"}
+            hint = f"`slapo {own.get(kind, f'plugins list --kind {kind}')}` shows what is installed"
+            hint += f"; not installed: {', '.join(absent)}" if absent else ""
+        return UnknownNameError(message, path=path, hint=hint)
 
-    def _entry_of(self, cls: type) -> Entry | None:
-        for entry, loaded in self._loaded.items():
-            if loaded is cls:
-                return entry
-        name, top = getattr(cls, "name", None), cls.__module__.partition(".")[0]
-        for plugin in self.plugins:
-            for entry in plugin.entries:
-                if entry.name == name and entry.value.partition(":")[0].partition(".")[0] == top:
-                    return entry
-        return None
+    def _ambiguity(self, kind: str, bare: str, full: Sequence[str], path: str | None) -> PluginError:
+        entries = [self._index.full[kind][name] for name in full]
+        listed = [f"'{entry.name}' ({entry.label})" for entry in entries]
+        if len(entries) == 1:
+            listed.append(f"the namespace '{bare}'")
+        hint = f"write the full name ('{full[0]}'), or disable one ({DISABLE}={entries[-1].distribution})"
+        message = f"{noun(kind)} name '{bare}' is ambiguous: {' and '.join(listed)}"
+        return UnusablePluginError(message, state="conflict", path=path, plugin=entries[0].label, hint=hint)
+
+    def _meant(self, name: str) -> str | None:
+        """The plugins that ``name`` may mean: those whose namespace it is, else those of a similar name."""
+        plugins = self.plugins
+        owners = [plugin.name for plugin in plugins if any(entry.namespace == name for entry in plugin.entries)]
+        close = owners or close_matches(name, [plugin.name for plugin in plugins])
+        return f"did you mean {' or '.join(close)}?" if close else None
+
+
+@dataclass
+class _Index:
+    """The names of usable plugins: full name -> entry, and bare name -> full names, of each kind."""
+
+    plugins: Sequence[Plugin]
+    full: dict[str, dict[str, Entry]] = field(default_factory=lambda: {kind: {} for kind in KINDS})
+    bare: dict[str, dict[str, tuple[str, ...]]] = field(default_factory=lambda: {kind: {} for kind in KINDS})
+
+    def __post_init__(self) -> None:
+        usable = [entry for plugin in self.plugins if plugin.usable for entry in plugin.entries]
+        lost = {entry for plugin in self.plugins for entry in plugin.lost}
+        for entry in sorted(set(usable) - lost, key=lambda entry: (entry.name, entry.distribution)):
+            self.full[entry.kind].setdefault(entry.name, entry)
+        for kind, entries in self.full.items():
+            for entry in sorted(entries.values(), key=lambda entry: entry.bare):
+                self.bare[kind][entry.bare] = (*self.bare[kind].get(entry.bare, ()), entry.name)
+        self.namespaces = tuple(sorted({entry.namespace for entry in usable if entry.namespace}))
+
+    def meaning(self, kind: str, bare: str) -> str | None:
+        """The full name that a bare one stands for; None if there is none or it is ambiguous.
+
+        ``sch["x"].quant`` cannot be both a primitive and the namespace of another plugin.
+        """
+        full = self.bare[kind].get(bare, ())
+        if len(full) != 1 or (bare in self.namespaces and full[0] != bare and not full[0].startswith(f"{bare}.")):
+            return None
+        return full[0]
+
+
+def class_violations(loaded: Any, entry: Entry) -> list[str]:
+    """Every rule of its kind that a loaded object breaks, in words.
+
+    Args:
+        loaded: what the entry point gave.
+        entry: the entry point, of a kind in `KINDS`.
+    """
+    declared = KINDS[entry.kind].base
+    if declared is None:
+        return [] if isinstance(loaded, ModuleType) else [f"must be a module (got {loaded!r})"]
+    base = pkgutil.resolve_name(declared)
+    is_class = isinstance(loaded, type)
+    if not (is_class and issubclass(loaded, base)):
+        got = f"class {loaded.__qualname__}" if is_class else f"an instance of {type(loaded).__qualname__}"
+        return [f"must be a subclass of {base.__module__}.{base.__qualname__} (got {got})"]
+    violations = []
+    if missing := sorted(getattr(loaded, "__abstractmethods__", ())):
+        violations.append(f"class {loaded.__qualname__} does not define {', '.join(missing)}()")
+    name = inspect.getattr_static(loaded, "name", None)
+    if name != entry.name:
+        what = f"{loaded.__qualname__}.name"
+        violations.append(f"{what} must be '{entry.name}', the name of its entry point (got {name!r})")
+    if entry.kind == "primitives":
+        violations += _primitive_violations(loaded)
+    return violations
+
+
+def _primitive_violations(cls: type) -> Iterator[str]:
+    from slapo_core.spec.equivalence import Equivalence
+
+    parameters = vars(cls).get("__dataclass_params__")
+    if parameters is None or not parameters.frozen:
+        got = "no dataclass of its own" if parameters is None else "a dataclass that is not frozen"
+        yield f"class {cls.__qualname__} must be decorated with @dataclass(frozen=True) (got {got})"
+    equivalence = inspect.getattr_static(cls, "equivalence", None)
+    if not isinstance(equivalence, (Equivalence, property)):
+        yield f"{cls.__qualname__}.equivalence must be an Equivalence (got {equivalence!r})"
+
+
+def _reinstall(distribution: str) -> str:
+    return f"pip install --upgrade --force-reinstall {distribution}, or {DISABLE}={distribution}"
+
+
+# -- of this process --------------------------------------------------------------------------------------
+
+_chosen: ContextVar[Registry | None] = ContextVar("slapo_registry", default=None)
+_registered: dict[Entry, Any] = {}
+
+
+@functools.lru_cache(maxsize=1)
+def _discovered(path: tuple[str, ...], disabled: str) -> Registry:
+    return Registry.discover(path=path, environ={DISABLE: disabled}, local=_registered)
+
+
+def current_registry() -> Registry:
+    """The registry in force: the one chosen with `use_registry`, else the one of this process.
+
+    The process's registry is discovered at the first call, and anew when ``sys.path`` or ``SLAPO_DISABLE_PLUGINS``
+    changed; what was registered in process stays.
+    """
+    return _chosen.get() or _discovered(tuple(sys.path), os.environ.get(DISABLE, ""))
+
+
+@contextmanager
+def use_registry(registry: Registry) -> Iterator[Registry]:
+    """Make ``registry`` the current one within a ``with`` block of this thread or task: for tests."""
+    token = _chosen.set(registry)
+    try:
+        yield registry
+    finally:
+        _chosen.reset(token)
+
+
+def register_primitive() -> Callable[[_Class], _Class]:
+    """Add a primitive to the current registry: a decorator for scripts and notebooks.
+
+    Running the cell again replaces the class. A package declares an entry point instead::
+
+        @slapo.register_primitive()
+        @dataclass(frozen=True)
+        class Freeze(slapo.Primitive):
+            name = "my.freeze"
+            ...
+
+    Raises:
+        UnusablePluginError: the name is not ``<namespace>.<name>``, belongs to another distribution, or is provided by
+            an installed plugin or another class; or the class breaks a rule.
+    """
+
+    def register(cls: _Class) -> _Class:
+        current_registry().register(cls)
+        return cls
+
+    return register

@@ -30,11 +30,9 @@ def schedule_facts(schedule: Schedule) -> Iterator[RankFact]:
         where = f"'{record.path}'" if record.path else "the root"
         provider = f"{record.distribution} {record.version}"
         yield RankFact(f"step {record.index}", f"{record.name}({arguments}) at {where}, from {provider}")
-    plugins = {name: schedule.registry.plugin(name) for name in schedule.hooks.active}
-    active = ", ".join(plugin.label if plugin is not None else name for name, plugin in plugins.items())
+    labels = {plugin.name: plugin.label for plugin in schedule.registry.plugins}
+    active = ", ".join(labels.get(name, name) for name in schedule.hooks.active)
     yield RankFact("the active plugins", active or "none")
-    preferred = ", ".join(f"{hook}: {schedule.prefer[hook]}" for hook in sorted(schedule.prefer))
-    yield RankFact("the preferred answers to hooks", preferred or "none")
 
 
 def _mesh(mesh: Mesh | None) -> str:

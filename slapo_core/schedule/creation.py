@@ -23,7 +23,6 @@ def create_schedule(
     *,
     mesh: Mapping[str, int] | DeviceMesh | Mesh | None = None,
     plugins: Sequence[str] = (),
-    prefer: Mapping[str, str] | None = None,
     example_inputs: Any = None,
     rank: int = 0,
 ) -> Schedule:
@@ -36,16 +35,13 @@ def create_schedule(
             process without torch.distributed, a dictionary of several ranks makes a *dry* schedule that plays ``rank``.
         plugins: distributions whose hooks are active from the start; others are once one of their primitives is
             applied.
-        prefer: hook -> distribution: whose answer stands where several active plugins answer a hook that takes one,
-            e.g. ``{"slapo_liveness": "acme-slapo"}``. Its hooks are active from the start. Saved with the schedule.
         example_inputs: one batch, as ``verify`` takes it: a mapping, a tuple, or one argument.
         rank: for a dry schedule, the global rank to play.
 
     Raises:
         ArgumentError: ``model`` is not a module; it, a part of it, or a model that it is a part or a copy of carries
-            the steps of another schedule; or ``plugins`` is one string, or ``prefer`` no mapping of strings.
-        PluginError: one of ``plugins`` or ``prefer`` is not installed, or not usable.
-        HookError: ``prefer`` names a hook that there is not, or a plugin that does not implement it.
+            the steps of another schedule; or ``plugins`` is one string.
+        PluginError: one of ``plugins`` is not installed, or not usable.
         MeshError: the mesh does not fit.
 
     Source: paper section 3.1, ``slapo.create_schedule``.
@@ -58,18 +54,10 @@ def create_schedule(
         raise ArgumentError(
             f"plugins must be a sequence of distributions (got {plugins!r})", hint=f"plugins=[{plugins!r}]"
         )
-    if prefer is not None and not (
-        isinstance(prefer, Mapping) and all(isinstance(item, str) for pair in prefer.items() for item in pair)
-    ):
-        raise ArgumentError(
-            f"prefer must say for hooks whose answer stands (got {prefer!r})",
-            hint='prefer={"slapo_liveness": "acme-slapo"}',
-        )
     schedule = Schedule(
         model,
         mesh=declare_mesh(mesh, rank=rank),
         plugins=plugins,
-        prefer=prefer,
         example_inputs=example_inputs,
         watched=True,
     )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from slapo_core.errors import ArgumentError, TraceError
 from slapo_core.schedule.closed_calls import closed_calls, hooked_calls, how_to_open
 from slapo_core.spec.graph import Match
-from slapo_core.spec.reserved import RESERVED_NAMESPACES, split_name
+from slapo_core.spec.reserved import CORE_DISTRIBUTION, FIRST_PARTY, owner_of, split_name
 from slapo_core.tree.select import is_regular_expression
 
 if TYPE_CHECKING:
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from slapo_core.tree.node import TreeNode
 
 __all__ = ["Matches", "find_in", "first_graph", "how_to_search", "load_pattern", "match_of"]
-
-_NOT_OF_PLUGINS = ("core", "slapo", "torch")
 
 
 class Matches(list[Match]):
@@ -163,9 +161,10 @@ def load_pattern(registry: Registry, name: str) -> Any:
     parts = split_name(name)
     if parts is None:
         return None
-    planned = parts[0] in RESERVED_NAMESPACES and parts[0] not in _NOT_OF_PLUGINS
+    owner = owner_of(parts[0])
     known = any(entry.kind == "patterns" and entry.name == name for each in registry.plugins for entry in each.entries)
-    return registry.load(name, "patterns") if planned or known else None
+    expected = owner in FIRST_PARTY and owner != CORE_DISTRIBUTION
+    return registry.load(name, "patterns") if expected or known else None
 
 
 def _collect(node: TreeNode, traced: dict[str, TreeNode], untraced: dict[str, None]) -> None:

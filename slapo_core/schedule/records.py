@@ -36,7 +36,6 @@ def dump_records(
     *,
     model: nn.Module,
     mesh: Mapping[str, int] | None,
-    prefer: Mapping[str, str],
     registry: Registry,
 ) -> dict[str, Any]:
     """The document of a schedule.
@@ -63,8 +62,6 @@ def dump_records(
             for record in records
         ],
     }
-    if prefer:
-        document["prefer"] = dict(prefer)
     if patterns:  # each once, however many layers it was found in
         document["patterns"] = [pattern_to_json(pattern, registry) for pattern in patterns]
     return document
@@ -106,9 +103,6 @@ def load_document(document: Mapping[str, Any] | str | os.PathLike[str]) -> Mappi
             f"the schedule is in format {written!r}; this slapo-core reads up to {FORMAT}",
             hint="pip install --upgrade slapo-core",
         )
-    prefer = document.get("prefer", {})
-    if not isinstance(prefer, Mapping) or not all(isinstance(item, str) for pair in prefer.items() for item in pair):
-        raise ReplayError(f"the schedule has no valid 'prefer' (got {prefer!r})", hint="hook -> distribution")
     for number, record in enumerate(document["records"], start=1):
         expected: tuple[tuple[str, type], ...] = (("primitive", str), ("path", str), ("arguments", Mapping))
         for key, kind in expected:

@@ -30,7 +30,6 @@ def replay(
     *,
     mesh: Mapping[str, int] | DeviceMesh | Mesh | None = None,
     plugins: Sequence[str] = (),
-    prefer: Mapping[str, str] | None = None,
     example_inputs: Any = None,
     rank: int = 0,
 ) -> Schedule:
@@ -44,7 +43,6 @@ def replay(
         mesh: as for :func:`create_schedule`; None takes the mesh that the schedule was saved with. Another world
             size is fine.
         plugins: as for :func:`create_schedule`.
-        prefer: as for :func:`create_schedule`; None takes what the schedule was saved with.
         example_inputs: as for :func:`create_schedule`.
         rank: as for :func:`create_schedule`.
 
@@ -60,9 +58,9 @@ def replay(
     """
     data = load_document(document)
     if isinstance(model, Schedule):
-        if mesh is not None or prefer is not None or example_inputs is not None or plugins or rank:
+        if mesh is not None or example_inputs is not None or plugins or rank:
             raise ArgumentError(
-                "mesh=, plugins=, prefer=, example_inputs= and rank= are those of the schedule",
+                "mesh=, plugins=, example_inputs= and rank= are those of the schedule",
                 hint="replay(sch, document)",
             )
         schedule = model
@@ -71,7 +69,6 @@ def replay(
             model,
             mesh=mesh if mesh is not None else data.get("mesh"),
             plugins=plugins,
-            prefer=prefer if prefer is not None else data.get("prefer"),
             example_inputs=example_inputs,
             rank=rank,
         )

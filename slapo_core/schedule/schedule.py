@@ -5,15 +5,15 @@ from __future__ import annotations
 import contextlib
 import json
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from packaging.utils import canonicalize_name
 from torch import nn
 
 from slapo_core.errors import ApplyError, ArgumentError, SealedError, TraceError
+from slapo_core.plugins import current_registry
 from slapo_core.plugins.manager import HookManager
-from slapo_core.plugins.process import current_registry
 from slapo_core.schedule.example_calls import ExampleCalls
 from slapo_core.schedule.explanation import explain_records
 from slapo_core.schedule.finding import Matches, find_in
@@ -58,7 +58,6 @@ class Schedule:
         *,
         mesh: Mesh | None = None,
         plugins: Sequence[str] = (),
-        prefer: Mapping[str, str] | None = None,
         example_inputs: Any = None,
         registry: Registry | None = None,
         watched: bool = False,
@@ -78,10 +77,6 @@ class Schedule:
         self.tree = Tree(model, mesh, self)
         for distribution in self.plugins:
             self.hooks.activate(distribution)
-        self.prefer: dict[str, str] = {}
-        for hook, distribution in (prefer or {}).items():
-            self.hooks.prefer(hook, distribution)
-            self.prefer[hook] = canonicalize_name(distribution)
 
     # -- the tree ---------------------------------------------------------------------------------------------
 
@@ -226,7 +221,6 @@ class Schedule:
             self.records,
             model=self.model,
             mesh=self.mesh.sizes if self.mesh else None,
-            prefer=self.prefer,
             registry=self.registry,
         )
         return {**document, "verified": fingerprint(document)} if self.is_verified else document
@@ -326,7 +320,6 @@ class Schedule:
 
     def _admit(self, primitive: Primitive) -> tuple[str, str]:
         """Whose primitive it is; its plugin must be usable, and its hooks are active from now on."""
-        self.registry.require_usable(primitive)
         provider = self.registry.provider(primitive)
         self.hooks.activate(provider[0], version=provider[1])
         return provider
@@ -424,7 +417,7 @@ class Schedule:
         if not self._history:
             self.tree.tensors.forget()
         if self._hooks is not None:
-            needed = self._history.distributions.union(self.plugins, self.prefer.values())
+            needed = self._history.distributions.union(self.plugins)
             for distribution in self._hooks.active:
                 if distribution not in needed:
                     self._hooks.deactivate(distribution)

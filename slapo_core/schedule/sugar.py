@@ -99,7 +99,7 @@ def bound_primitive(registry: Registry, name: str, target: Any, where: str) -> B
 
     Raises:
         UnknownNameError: neither; close matches and the distribution that would provide it are named.
-        AmbiguousNameError: two plugins provide that bare name.
+        UnusablePluginError: its plugin cannot be used, or two plugins provide that bare name.
     """
     if name in registry.namespaces() and name not in registry.bare_names("primitives"):
         return Namespace(registry, name, target, where)

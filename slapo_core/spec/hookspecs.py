@@ -12,8 +12,8 @@ A distribution declares one module of hook functions (entry-point group ``slapo.
 Its hooks are active in a schedule only when the distribution is *named* there: one of its primitives was applied, its
 dialect is the target, or it is listed in ``create_schedule(..., plugins=[...])``. A function may take any subset of
 the arguments below, by name. All active plugins are asked, and the order has no meaning. A first-result hook has at
-most one answer, None being no answer: two are an error, unless the user chose one of them
-(``create_schedule(..., prefer={"slapo_liveness": "acme-slapo"})``), and a plugin has at most one function for it.
+most one answer, None being no answer: two are an error. A function with ``@hookimpl(trylast=True)`` is a default: it is
+asked only if no other plugin answers.
 """
 
 from __future__ import annotations
@@ -35,15 +35,12 @@ if TYPE_CHECKING:
     from slapo_core.spec.suggestion import Suggestion
     from slapo_core.spec.violation import Violation
 
-__all__ = ["NOT_ASKED", "PROJECT", "hookimpl", "hookspec"]
+__all__ = ["PROJECT", "hookimpl", "hookspec"]
 
 PROJECT = "slapo"
 
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
-
-NOT_ASKED: tuple[str, ...] = ()
-"""Names kept for hooks that this version never asks: whoever implements one is told so."""
 
 
 @hookspec

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["API_MAJOR", "KINDS", "PLANNED_KINDS", "Kind"]
+__all__ = ["GROUP_PREFIX", "KINDS", "Kind", "noun"]
 
-API_MAJOR = 1
+GROUP_PREFIX = "slapo.v1."
 
 
 @dataclass(frozen=True)
@@ -19,25 +19,26 @@ class Kind:
 
     Args:
         base: ``"module:Class"`` that the object must derive from; None for hooks, which are a module.
-        namespaced: whether names must be ``<namespace>.<name>``.
-        dotted: whether names may be ``<family>.<name>``, which is used as a whole: it has no short form.
+        namespaced: whether names must be ``<namespace>.<name>``, of which ``<name>`` alone may be used; other names
+            have no short form.
     """
 
     base: str | None
-    namespaced: bool
-    dotted: bool = False
+    namespaced: bool = False
 
 
 KINDS: dict[str, Kind] = {
     "primitives": Kind("slapo_core.spec.primitive:Primitive", namespaced=True),
-    "dialects": Kind("slapo_core.spec.dialect:Dialect", namespaced=False),
-    "compilers": Kind("slapo_core.spec.compiler:Compiler", namespaced=False),
+    "dialects": Kind("slapo_core.spec.dialect:Dialect"),
+    "compilers": Kind("slapo_core.spec.compiler:Compiler"),
     "patterns": Kind("slapo_core.spec.pattern:Pattern", namespaced=True),
-    "samplers": Kind("slapo_core.spec.sampler:Sampler", namespaced=False, dotted=True),
-    "tracers": Kind("slapo_core.spec.tracer:Tracer", namespaced=False),
-    "commands": Kind("slapo_core.spec.command:Command", namespaced=False),
-    "hooks": Kind(None, namespaced=False),
+    "samplers": Kind("slapo_core.spec.sampler:Sampler"),
+    "tracers": Kind("slapo_core.spec.tracer:Tracer"),
+    "commands": Kind("slapo_core.spec.command:Command"),
+    "hooks": Kind(None),
 }
 
-PLANNED_KINDS = ("templates",)
-"""Names kept for kinds that this version does not use: what a plugin provides of them is told and left alone."""
+
+def noun(kind: str) -> str:
+    """A kind in the singular, for messages: ``"primitives"`` as ``"primitive"``."""
+    return "hooks module" if kind == "hooks" else kind.removesuffix("s")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from slapo_core.errors import SlapoError
-from slapo_core.plugins.process import current_registry, use_registry
+from slapo_core.plugins import current_registry, use_registry
 from slapo_core.plugins.registry import Registry
 from slapo_core.schedule.creation import create_schedule
 from slapo_core.schedule.schedule import Schedule

@@ -15,12 +15,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from torch import nn
+
 from slapo_core.errors import ArgumentError, PluginError
-from slapo_core.plugins.hook_rules import hook_violations, hooks_not_asked, implemented_hooks
-from slapo_core.plugins.model import LOCAL_VERSION, Entry, Plugin, core_label
-from slapo_core.plugins.process import use_registry
+from slapo_core.plugins import use_registry
+from slapo_core.plugins.metadata import LOCAL_VERSION, Entry, Plugin
 from slapo_core.plugins.registry import Registry
-from slapo_core.spec.kinds import KINDS
+from slapo_core.schedule.creation import create_schedule
 from slapo_core.testing.case import Case
 from slapo_core.testing.check import CheckError, NotApplicable
 from slapo_core.testing.checks import CHECKS
@@ -31,9 +32,9 @@ from slapo_core.testing.dialects.checks import DIALECT_CHECKS
 from slapo_core.testing.parametrize import case_labels
 from slapo_core.testing.probe import MODULE_LIMIT, probe
 from slapo_core.testing.samplers import sampler_checks
-from slapo_core.testing.stages import STAGES_HOOKS, check_stages_hooks
+from slapo_core.testing.stages import check_stages_hooks
 
-__all__ = ["CASES_FUNCTION", "Finding", "check_plugin"]
+__all__ = ["CASES_FUNCTION", "Finding", "check_plugin", "hides_member"]
 
 CASES_FUNCTION = "slapo_cases"
 """The function of a plugin's module that gives its cases."""
@@ -86,7 +87,7 @@ def check_plugin(
     else:
         yield report(plugin.name, "state", "passed", plugin.reason or "")
     progress(f"{plugin.name}: imports")
-    modules = sorted({entry.value.partition(":")[0] for entry in plugin.entries if entry.kind in KINDS})
+    modules = sorted({entry.value.partition(":")[0] for entry in plugin.entries})
     if modules and plugin.version != LOCAL_VERSION:
         probed = probe(*modules)
         outcome: Outcome = "failed" if probed.violations else "passed"
@@ -100,11 +101,14 @@ def check_plugin(
         yield from _check_cases(plugin, registry, report, progress)
 
 
+def hides_member(name: str) -> bool:
+    """Whether schedules, nodes or groups have a member of that name: it is found before a primitive or namespace."""
+    schedule = create_schedule(nn.Sequential(nn.Identity()))
+    targets = (schedule, schedule["0"], schedule["*"])
+    return any(hasattr(type(each), name) or name in getattr(each, "__dict__", ()) for each in targets)
+
+
 def _check_entry(entry: Entry, registry: Registry, report: Callable[..., Finding]) -> Iterator[Finding]:
-    if entry.kind not in KINDS:
-        why = f"{core_label(registry.core_version)} does not use {entry.kind} yet"
-        yield report(entry.name, "load", "skipped", why)
-        return
     try:
         loaded = registry.load(entry)
     except PluginError as error:
@@ -112,14 +116,19 @@ def _check_entry(entry: Entry, registry: Registry, report: Callable[..., Finding
         return
     yield report(entry.name, "load", "passed")
     if entry.kind == "hooks":
-        yield _from_violations(report, entry.name, "hooks", hook_violations(loaded))
-        for hook in hooks_not_asked(loaded):
-            why = f"{core_label(registry.core_version)} does not ask '{hook}' yet"
-            yield report(entry.name, "hooks", "skipped", why)
-        if not hook_violations(loaded) and not implemented_hooks(loaded).isdisjoint(STAGES_HOOKS):
-            for hook, check in check_stages_hooks(entry.distribution, registry):
-                yield _run(report, entry.name, hook, check)
+        try:
+            checks = list(check_stages_hooks(entry.distribution, registry))
+        except PluginError as error:
+            yield report(entry.name, "hooks", "failed", str(error), _traceback(error))
+            return
+        yield report(entry.name, "hooks", "passed")
+        for hook, check in checks:
+            yield _run(report, entry.name, hook, check)
     elif entry.kind == "primitives":
+        for part in entry.name.split("."):
+            if hides_member(part):
+                text = f"nodes or schedules have a member '{part}', so users cannot write sch[...].{part}"
+                yield report(entry.name, "names", "failed", text)
         yield _from_violations(report, entry.name, "documentation", documentation_violations(loaded))
         if all(_has_default(field) for field in dataclasses.fields(loaded)):
             yield _run(report, entry.name, "json_of_defaults", lambda: round_trip_value(loaded()))

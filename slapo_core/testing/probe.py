@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import functools
 import importlib
 import json
@@ -68,7 +69,7 @@ class ImportProbe:
     Args:
         modules: the number of modules imported beyond torch and slapo; None if the process ended early.
         violations: what is wrong with it, in words; empty for a light import.
-        usable: whether the modules could be imported and left torch's layers and functions alone, so that this process
+        usable: whether the modules could be imported and left code of torch, slapo and builtins alone, so that this process
             may import them too.
         traceback: of an import that raised.
     """
@@ -126,8 +127,8 @@ def _probe(modules: tuple[tuple[str, str | None], ...], path: tuple[str, ...]) -
         *facts["done"],
         *(f"it changes {change}" for change in facts["changed"]),
     ]
-    patches_torch = any(change.startswith("torch.nn.") for change in facts["changed"])
-    return ImportProbe(facts["modules"], tuple(violations), usable=not patches_torch)
+    patches = any(change.startswith(("torch.nn.", "slapo_core.", "builtins.")) for change in facts["changed"])
+    return ImportProbe(facts["modules"], tuple(violations), usable=not patches)
 
 
 # -- in the importing process -----------------------------------------------------------------------------------------
@@ -138,7 +139,7 @@ def _import(modules: list[tuple[str, str | None]], path: list[str], answer: str)
     import slapo_core.schedule.schedule  # noqa: F401 - with torch
 
     sys.path[:] = path
-    before, loaded = _global_state(), set(sys.modules)
+    before, own, loaded = _global_state(), _own_code(), set(sys.modules)
     failure, trace = "", ""
     done = _noted_events()
     try:
@@ -149,14 +150,16 @@ def _import(modules: list[tuple[str, str | None]], path: list[str], answer: str)
                 make_importable(name, file)
     except BaseException as error:  # noqa: BLE001 - SystemExit and the like are answers here
         failure, trace = f"{type(error).__name__}: {error}", traceback.format_exc()
-    noted, after, new = list(done), _global_state(), set(sys.modules) - loaded
+    noted, after, own_after, new = list(done), _global_state(), _own_code(), set(sys.modules) - loaded
+    changed = [
+        f"{what} ({before[what]} -> {after[what]})" for what in {**before, **after} if before[what] != after[what]
+    ]
+    changed += [f"{what} (replaced)" for what, code in own.items() if own_after.get(what) is not code]
     facts = {
         "modules": len(new),
         "packages": sorted({name.partition(".")[0] for name in new}),
         "done": noted,
-        "changed": [
-            f"{what} ({before[what]} -> {after[what]})" for what in {**before, **after} if before[what] != after[what]
-        ],
+        "changed": changed,
         "failure": failure,
         "traceback": trace,
     }
@@ -225,5 +228,18 @@ def _global_state() -> defaultdict[str, str]:
         if isinstance(layer, type):
             own = vars(layer) if layer is torch.nn.Module else {"forward": vars(layer).get("forward")}
             state |= {f"torch.nn.{name}.{attribute}": value for attribute, value in own.items()}
+    state |= {f"builtins.{name}": value for name, value in vars(builtins).items() if not name.startswith("_")}
     state |= {f"the environment variable {name}": value for name, value in os.environ.items()}
     return defaultdict(lambda: "unset", {what: repr(value) for what, value in state.items()})
+
+
+def _own_code() -> dict[str, Any]:
+    """The functions and classes of the slapo modules imported so far, and the methods of these classes."""
+    found: dict[str, Any] = {}
+    for module, content in [(name, vars(each)) for name, each in sys.modules.items() if name.startswith("slapo_core")]:
+        for name, value in content.items():
+            if getattr(value, "__module__", None) == module and hasattr(value, "__qualname__"):
+                found[f"{module}.{name}"] = value
+                methods = vars(value).items() if isinstance(value, type) else ()
+                found |= {f"{module}.{name}.{method}": code for method, code in methods if callable(code)}
+    return found

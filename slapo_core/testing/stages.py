@@ -15,9 +15,9 @@ from slapo_core.schedule.creation import create_schedule
 from slapo_core.spec.pipeline import Output, Partition, Stage, StageModule, Value
 from slapo_core.testing.check import CheckError, NotApplicable
 
-__all__ = ["STAGES_HOOKS", "check_stages_hooks", "sample_partitions"]
+__all__ = ["check_stages_hooks", "sample_partitions"]
 
-STAGES_HOOKS = ("slapo_partition", "slapo_liveness")
+_STAGES_HOOKS = ("slapo_partition", "slapo_liveness")
 
 _CHAIN: Mapping[str, tuple[int, tuple[int, ...]]] = {
     "hidden": (0, (1,)), "skip": (0, (3,)), "mask": (0, (1, 2, 3)), "middle": (1, (2,)), "aside": (1, ()),
@@ -35,7 +35,7 @@ def check_stages_hooks(distribution: str, registry: Registry) -> Iterator[tuple[
     """
     manager = HookManager(registry)
     manager.activate(distribution)
-    for hook, check in zip(STAGES_HOOKS, (_check_partition, _check_liveness), strict=True):
+    for hook, check in zip(_STAGES_HOOKS, (_check_partition, _check_liveness), strict=True):
         if manager.has(hook):
             yield hook, functools.partial(check, distribution, manager)
 

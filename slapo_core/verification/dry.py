@@ -46,7 +46,6 @@ class Sent:
     model: nn.Module
     steps: tuple[Record, ...]
     plugins: tuple[str, ...]
-    prefer: Mapping[str, str]
     example_inputs: Any = None
 
     def schedule(self, mesh: Mapping[str, int] | None, example_inputs: Any) -> Schedule:
@@ -133,7 +132,7 @@ def sent(schedule: Schedule, *, strip: Callable[[Iterable[nn.Module]], None] = _
     for step in whole:
         for name, value in step.primitive.arguments().items():
             _require_sendable(step, name, value)
-    return Sent(model, tuple(whole), schedule.plugins, schedule.prefer, schedule.example_inputs)
+    return Sent(model, tuple(whole), schedule.plugins, schedule.example_inputs)
 
 
 def _require_sendable(step: Record, name: str, value: Any) -> None:
@@ -183,9 +182,7 @@ def _check_on_rank(
 
 def _repeated(sent: Sent, sizes: Mapping[str, int] | None) -> Schedule:
     _register({type(step.primitive): None for step in sent.steps})
-    schedule = create_schedule(
-        sent.model, mesh=sizes, plugins=sent.plugins, prefer=sent.prefer, example_inputs=sent.example_inputs
-    )
+    schedule = create_schedule(sent.model, mesh=sizes, plugins=sent.plugins, example_inputs=sent.example_inputs)
     for step in sent.steps:
         try:
             schedule.apply_at(schedule.tree.node(step.path), step.primitive, location=step.location or None)

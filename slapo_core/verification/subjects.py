@@ -160,7 +160,6 @@ class Subjects:
             model,
             mesh=given.mesh,
             plugins=given.plugins,
-            prefer=given.prefer,
             registry=given.registry,
             example_inputs=given.example_inputs,
         )

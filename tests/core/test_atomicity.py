@@ -12,7 +12,7 @@ from torch import nn
 
 import slapo_core as slapo
 from slapo_core.errors import ApplyError, HookError, PostconditionError, PreconditionError, SlapoError
-from slapo_core.plugins.process import use_registry
+from slapo_core.plugins import use_registry
 from slapo_core.primitives.annotate import Annotate
 from slapo_core.primitives.checkpoint import Checkpoint
 from slapo_core.primitives.replace import Replace

@@ -12,7 +12,7 @@ import torch
 from torch import fx, nn
 
 import slapo_core as slapo
-from slapo_core.plugins.process import current_registry, use_registry
+from slapo_core.plugins import current_registry, use_registry
 from slapo_core.plugins.registry import Registry
 from slapo_core.spec.tracer import Flag, Guard, Recorded, Untraceable, check
 from tests.messages import Messages
@@ -132,9 +132,9 @@ def test_names_of_tracers_are_resolved_like_all_others(registry: Registry, messa
     sch = slapo.create_schedule(nn.Sequential(Plain()), example_inputs=X)
     with pytest.raises(slapo.UnknownNameError, match=r"'recrod'(?s:.)*'record'"):
         sch["0"].trace(tracer="recrod")
-    with pytest.raises(slapo.RejectedPluginError) as caught:
-        registry.register(type("Export", (ByHand,), {"name": "export"}), kind="tracers")
-    message(caught, "'export'")
+    with pytest.raises(slapo.UnusablePluginError) as caught:
+        registry.register(type("Record", (ByHand,), {"name": "record"}), kind="tracers")
+    message(caught, "'record'")
     assert sch.records == ()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from slapo_core.plugins.model import State
+from slapo_core.plugins.metadata import State
 from slapo_core.testing.distributions import FakeDistribution, primitive_source
 
 
@@ -32,7 +32,7 @@ class Hostile:
 
 def hostile_distributions() -> list[Hostile]:
     """All of them; they can be installed together."""
-    return [*_unreadable(), *_for_another_core(), *_bad_names(), *_bad_modules(), *_bad_classes(), *_tampering()]
+    return [*_unreadable(), *_for_another_core(), *_bad_names(), *_bad_modules(), *_bad_classes()]
 
 
 def _plain(
@@ -53,27 +53,31 @@ def _unreadable() -> list[Hostile]:
     return [
         Hostile(
             _plain("bad-lines", {}, files={"entry_points.txt": b"[slapo.v1.primitives]\nno equals sign\n"}),
-            "broken",
-            "'no equals sign' is not 'name = module:attribute'",
+            "unusable",
+            "entry_points.txt cannot be read: ",
         ),
         Hostile(
             _plain("bad-bytes", {}, files={"entry_points.txt": b"[slapo.v1.primitives]\n\xff\xfe = x:Y\n"}),
-            "broken",
-            "entry_points.txt is not UTF-8",
+            "unusable",
+            "entry_points.txt cannot be read: UnicodeDecodeError",
         ),
-        Hostile(_plain("bad-latin", points, files={"METADATA": latin}), "broken", "METADATA cannot be read: Unicode"),
-        Hostile(_plain("bad-absent", points, files={"METADATA": None}), "broken", "METADATA cannot be read: "),
-        Hostile(_plain("bad-empty", points, files={"METADATA": b""}), "broken", "METADATA"),
-        Hostile(_plain("bad-versionless", points, version=None), "broken", "METADATA has no Version"),
+        Hostile(_plain("bad-latin", points, files={"METADATA": latin}), "unusable", "METADATA cannot be read: Unicode"),
+        Hostile(_plain("bad-absent", points, files={"METADATA": None}), "unusable", "METADATA cannot be read: "),
+        Hostile(_plain("bad-empty", points, files={"METADATA": b""}), "unusable", "METADATA"),
+        Hostile(
+            _plain("bad-versionless", points, version=None),
+            "unusable",
+            "METADATA cannot be read: ValueError: it has no Version",
+        ),
         Hostile(
             _plain("bad-impostor", {"tp.evil": "x:Y"}, files={"METADATA": b"Name: slapo-tp\nVersion: 9\n"}),
-            "broken",
-            "METADATA says 'Name: slapo-tp' but the directory is 'bad_impostor-1.0.dist-info'",
+            "unusable",
+            "namespace 'tp' of primitive 'tp.evil' belongs to slapo-tp",
         ),
         Hostile(
             _plain("bad-require", points, requires=("slapo-core >= >= 1",)),
-            "broken",
-            "malformed 'Requires-Dist: slapo-core >= >= 1'",
+            "unusable",
+            "METADATA cannot be read: InvalidRequirement",
         ),
     ]
 
@@ -83,52 +87,49 @@ def _for_another_core() -> list[Hostile]:
     return [
         Hostile(
             _plain("other-major", points, group="slapo.v7.primitives"),
-            "incompatible",
-            "written for plugin API v7; slapo-core",
+            "unusable",
+            "there is no entry-point group 'slapo.v7.primitives'; did you mean 'slapo.v1.primitives'?",
         ),
         Hostile(
             _plain("other-range", points, requires=("slapo-core>=99",)),
-            "incompatible",
+            "unusable",
             "needs slapo-core>=99; installed is slapo-core",
         ),
         Hostile(
             _plain("other-old", points, requires=("Slapo_Core<0.0.1",)),
-            "incompatible",
+            "unusable",
             "needs slapo-core<0.0.1; installed is slapo-core",
         ),
     ]
 
 
 def _bad_names() -> list[Hostile]:
-    def rejected(name: str, points: Mapping[str, str], says: str, group: str = "slapo.v1.primitives") -> Hostile:
-        return Hostile(_plain(name, points, group=group), "rejected", says)
+    def unusable(name: str, points: Mapping[str, str], says: str, group: str = "slapo.v1.primitives") -> Hostile:
+        return Hostile(_plain(name, points, group=group), "unusable", says)
 
-    duplicate = b"[slapo.v1.primitives]\ndup.a = x:Y\ndup.a = x:Z\n"
     return [
-        rejected("name-bare", {"shard": "x:Y"}, "primitive name 'shard' must be '<namespace>.<name>'"),
-        rejected("name-upper", {"Acme.Pad": "x:Y"}, "primitive name 'Acme.Pad' must be"),
-        rejected("name-keyword", {"kw.lambda": "x:Y"}, "primitive name 'kw.lambda' must be"),
-        rejected("name-deep", {"a.b.c": "x:Y"}, "primitive name 'a.b.c' must be"),
-        rejected("name-dunder", {"dd.__init__": "x:Y"}, "primitive name 'dd.__init__' must be"),
-        rejected("name-reserved", {"rr.undo": "x:Y"}, "'undo' would hide a member of nodes or schedules"),
-        rejected("name-shadow", {"ss.tp": "x:Y"}, "'tp' would hide a member of nodes or schedules"),
-        rejected("name-thief", {"tp.shard": "x:Y"}, "namespace 'tp' of 'tp.shard' is reserved for slapo-tp"),
-        rejected("name-core", {"core.replace": "x:Y"}, "namespace 'core' of 'core.replace' is reserved for slapo-core"),
-        rejected("name-two", {"one.a": "x:Y", "two.b": "x:Y"}, "names in 2 namespaces (one, two)"),
-        rejected("name-value", {"vv.a": "not a module"}, "points to 'not a module', which is not of the form"),
-        rejected(
-            "name-dialect", {"torch": "x:Y"}, "dialect name 'torch' is reserved for slapo-core", "slapo.v1.dialects"
+        unusable("name-bare", {"shard": "x:Y"}, "primitive name 'shard' must be '<namespace>.<name>'"),
+        unusable("name-upper", {"Acme.Pad": "x:Y"}, "primitive name 'Acme.Pad' must be"),
+        unusable("name-keyword", {"kw.lambda": "x:Y"}, "primitive name 'kw.lambda' must be"),
+        unusable("name-deep", {"a.b.c": "x:Y"}, "primitive name 'a.b.c' must be"),
+        unusable("name-dunder", {"dd.__init__": "x:Y"}, "primitive name 'dd.__init__' must be"),
+        unusable("name-thief", {"tp.shard": "x:Y"}, "namespace 'tp' of primitive 'tp.shard' belongs to slapo-tp"),
+        unusable(
+            "name-core", {"core.replace": "x:Y"}, "namespace 'core' of primitive 'core.replace' belongs to slapo-core"
         ),
-        rejected("name-sampler", {"random": "x:Y"}, "is reserved for slapo-tune", "slapo.v1.samplers"),
-        rejected("name-family", {"optuna.mine": "x:Y"}, "is reserved for slapo-tune", "slapo.v1.samplers"),
-        rejected("name-sampler-deep", {"a.b.c": "x:Y"}, "or '<family>.<name>' of two of them", "slapo.v1.samplers"),
-        rejected("name-kind", {"x.y": "x:Y"}, "there is no kind 'primitive'; did you mean", "slapo.v1.primitive"),
-        rejected("name-group", {"x.y": "x:Y"}, "group 'slapo.primitives' is not of the form", "slapo.primitives"),
-        rejected("name-hooks", {"a": "x", "b": "y"}, "more than one hooks module", "slapo.v1.hooks"),
-        Hostile(
-            _plain("name-twice", {}, files={"entry_points.txt": duplicate}),
-            "rejected",
-            "primitive name 'dup.a' is declared 2 times",
+        unusable("name-dialect", {"torch": "x:Y"}, "dialect 'torch' belongs to slapo-core", "slapo.v1.dialects"),
+        unusable("name-sampler-deep", {"a.b.c": "x:Y"}, "sampler name 'a.b.c' must be", "slapo.v1.samplers"),
+        unusable(
+            "name-kind",
+            {"x.y": "x:Y"},
+            "group 'slapo.v1.primitive'; did you mean 'slapo.v1.primitives'?",
+            "slapo.v1.primitive",
+        ),
+        unusable(
+            "name-group",
+            {"x.y": "x:Y"},
+            "group 'slapo.primitives'; did you mean 'slapo.v1.primitives'?",
+            "slapo.primitives",
         ),
     ]
 
@@ -145,6 +146,11 @@ def _module(bare: str, source: str, state: State, says: str) -> Hostile:
     return Hostile(distribution, "ok", "", f"{module}.thing", state, says)
 
 
+def _malformed_value() -> Hostile:
+    points = {"mod_value.thing": "not a module"}
+    return Hostile(_plain("mod-value", points), "ok", "", "mod_value.thing", "unusable", "ValueError: ")
+
+
 def _healthy(bare: str, before: Iterable[str]) -> str:
     return primitive_source(f"mod_{bare}.thing", before=before)
 
@@ -155,17 +161,18 @@ def _bad_modules() -> list[Hostile]:
     custom = "class Odd(BaseException): pass\nraise Odd('odd')\n"
     hidden = "class Meta(type):\n    def __subclasscheck__(cls, other): raise SystemExit(4)\nThing = 3\n"
     return [
-        _module("absent", "import a_module_that_is_not_there\n", "broken", "ModuleNotFoundError: No module named"),
-        _module("syntax", "def broken(:\n", "broken", "SyntaxError: "),
-        _module("exit", "import sys\nsys.exit('bye')\n", "broken", "SystemExit: bye"),
-        _module("raise", "raise RuntimeError('no GPU')\n", "broken", "RuntimeError: no GPU"),
-        _module("recursion", recursion, "broken", "RecursionError: "),
-        _module("generator", "raise GeneratorExit\n", "broken", "GeneratorExit: "),
-        _module("several", group, "broken", "BaseExceptionGroup: several"),
-        _module("custom", custom, "broken", "Odd: odd"),
-        _module("empty", "", "broken", "AttributeError: module 'mod_empty' has no attribute 'Thing'"),
-        _module("number", hidden, "rejected", "must be a subclass of slapo_core.spec.primitive.Primitive"),
-        _module("bytes", "\x00", "broken", "SyntaxError: "),
+        _module("absent", "import a_module_that_is_not_there\n", "unusable", "ModuleNotFoundError: No module named"),
+        _module("syntax", "def broken(:\n", "unusable", "SyntaxError: "),
+        _module("exit", "import sys\nsys.exit('bye')\n", "unusable", "SystemExit: bye"),
+        _module("raise", "raise RuntimeError('no GPU')\n", "unusable", "RuntimeError: no GPU"),
+        _module("recursion", recursion, "unusable", "RecursionError: "),
+        _module("generator", "raise GeneratorExit\n", "unusable", "GeneratorExit: "),
+        _module("several", group, "unusable", "BaseExceptionGroup: several"),
+        _module("custom", custom, "unusable", "Odd: odd"),
+        _module("empty", "", "unusable", "AttributeError: module 'mod_empty' has no attribute 'Thing'"),
+        _module("number", hidden, "unusable", "must be a subclass of slapo_core.spec.primitive.Primitive"),
+        _module("bytes", "\x00", "unusable", "SyntaxError: "),
+        _malformed_value(),
     ]
 
 
@@ -176,46 +183,11 @@ def _bad_classes() -> list[Hostile]:
     subclass = _healthy("subclass", ()).replace("class Thing", "class Base") + "class Thing(Base): pass\n"
     equivalence = _healthy("equivalence", ()).replace("Equivalence.EXACT", "'exact'")
     return [
-        _module("foreign", foreign, "rejected", "must be a subclass of slapo_core.spec.primitive.Primitive"),
-        _module("abstract", abstract, "rejected", "class Thing does not define apply()"),
-        _module("misnamed", good, "rejected", "Thing.name must be 'mod_misnamed.thing'"),
-        _module("thawed", _healthy("thawed", ()).replace("frozen=True", ""), "rejected", "@dataclass(frozen=True)"),
-        _module("subclass", subclass, "rejected", "@dataclass(frozen=True) (got no dataclass of its own)"),
-        _module("equivalence", equivalence, "rejected", "Thing.equivalence must be an Equivalence (got 'exact')"),
-        _module("instance", _healthy("instance", ()) + "Thing = Thing()\n", "rejected", "got an instance of Thing"),
-    ]
-
-
-def _tampering() -> list[Hostile]:
-    def tampers(bare: str, before: Iterable[str], says: str) -> Hostile:
-        return _module(bare, _healthy(bare, before), "rejected", f"its import changed slapo: {says}")
-
-    fail = ("slapo_core.errors.PathError = None", "raise ImportError('after the deed')")
-    return [
-        tampers(
-            "patch_function",
-            ("import slapo_core.spec.kinds as k", "k.Kind = None"),
-            "slapo_core.spec.kinds.Kind was replaced",
-        ),
-        tampers(
-            "patch_method",
-            ("from slapo_core.plugins.registry import Registry", "Registry.resolve = lambda *a, **k: None"),
-            "slapo_core.plugins.registry.Registry.resolve was replaced",
-        ),
-        tampers(
-            "patch_module",
-            ("import sys, types", "sys.modules['slapo_core.errors'] = types.ModuleType('slapo_core.errors')"),
-            "the module slapo_core.errors was replaced",
-        ),
-        tampers(
-            "patch_deletes",
-            ("import slapo_core.errors as e", "del e.PathError"),
-            "slapo_core.errors.PathError was deleted",
-        ),
-        tampers(
-            "patch_adds",
-            ("import slapo_core.spec.kinds as k", "k.extra = 1", "Primitive.__setattr__ = None"),
-            "slapo_core.spec.kinds.extra was added; slapo_core.spec.primitive.Primitive.__setattr__ was added",
-        ),
-        tampers("patch_fails", ("import slapo_core.errors", *fail), "slapo_core.errors.PathError was replaced"),
+        _module("foreign", foreign, "unusable", "must be a subclass of slapo_core.spec.primitive.Primitive"),
+        _module("abstract", abstract, "unusable", "class Thing does not define apply()"),
+        _module("misnamed", good, "unusable", "Thing.name must be 'mod_misnamed.thing'"),
+        _module("thawed", _healthy("thawed", ()).replace("frozen=True", ""), "unusable", "@dataclass(frozen=True)"),
+        _module("subclass", subclass, "unusable", "@dataclass(frozen=True) (got no dataclass of its own)"),
+        _module("equivalence", equivalence, "unusable", "Thing.equivalence must be an Equivalence (got 'exact')"),
+        _module("instance", _healthy("instance", ()) + "Thing = Thing()\n", "unusable", "got an instance of Thing"),
     ]

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from slapo_core.cli.main import make_app
-from slapo_core.spec.reserved import RESERVED_COMMANDS
+from slapo_core.spec.reserved import CORE_COMMANDS
 from slapo_core.testing.distributions import FakeDistribution, FakeEnvironment
 from tests.messages import Messages
 
@@ -98,8 +98,8 @@ def test_a_command_that_cannot_be_used_says_why(fake_distributions: FakeEnvironm
     )
     message(error("twice", SLAPO_DISABLE_PLUGINS="other-slapo,one-slapo"), "'twice' of one-slapo 1.0", "disabled")
     rejected = fake_distributions.slapo("plugins", "list").stdout
-    assert "'doctor' is reserved for slapo-core" in rejected
-    assert "'pipeline' is reserved for slapo-pipeline" in rejected
+    assert "'doctor' belongs to slapo-core" in rejected
+    assert "'pipeline' belongs to slapo-pipeline" in rejected
     missing = fake_distributions.slapo("nosuch")
     assert missing.returncode == 2
     assert "No such command 'nosuch'" in missing.stderr
@@ -108,5 +108,5 @@ def test_a_command_that_cannot_be_used_says_why(fake_distributions: FakeEnvironm
 def test_the_names_of_slapos_own_commands_are_reserved() -> None:
     import typer.main
 
-    own = set(typer.main.get_command(make_app()).commands)  # type: ignore[attr-defined]
-    assert own <= {name for name, owner in RESERVED_COMMANDS.items() if owner == "slapo-core"}
+    own = typer.main.get_command(make_app()).commands  # type: ignore[attr-defined]
+    assert sorted(own) == sorted(CORE_COMMANDS)

@@ -12,7 +12,7 @@ import pytest
 from torch import nn
 
 import slapo_core as slapo
-from slapo_core.plugins.process import use_registry
+from slapo_core.plugins import use_registry
 from slapo_core.testing.distributions import FakeEnvironment
 from tests.dists.healthy import acme
 

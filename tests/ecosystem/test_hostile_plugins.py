@@ -8,19 +8,14 @@ import warnings
 
 import pytest
 
-from slapo_core.errors import (
-    BrokenPluginError,
-    IncompatiblePluginError,
-    PluginError,
-    RejectedPluginError,
-)
+from slapo_core.errors import PluginError, UnusablePluginError
 from slapo_core.plugins import Registry
 from slapo_core.testing.distributions import FakeEnvironment
 from tests.dists.healthy import acme
 from tests.dists.hostile import Hostile, hostile_distributions
 
 HOSTILE = hostile_distributions()
-ERRORS = {"broken": BrokenPluginError, "incompatible": IncompatiblePluginError, "rejected": RejectedPluginError}
+RAISING = ("mod_exit.thing", "mod_generator.thing", "mod_several.thing", "mod_custom.thing")
 
 
 @pytest.fixture
@@ -51,7 +46,7 @@ def test_every_hostile_plugin_is_listed_with_its_state_and_reason(everything: Re
 
 def test_discovery_imports_no_hostile_module(everything: Registry) -> None:
     modules = {module for item in HOSTILE for module in item.distribution.modules}
-    assert len(modules) > 20
+    assert len(modules) >= 18
     assert modules.isdisjoint(sys.modules)
     assert everything.names("primitives")[0] == "acme.pad"
 
@@ -62,38 +57,31 @@ def test_discovery_imports_no_hostile_module(everything: Registry) -> None:
 def test_using_a_hostile_plugin_names_it_and_spares_the_healthy_one(everything: Registry, item: Hostile) -> None:
     assert item.used is not None
     label = f"{item.distribution.name} 1.0"
-    with pytest.raises(ERRORS[item.used]) as caught:
+    with pytest.raises(UnusablePluginError) as caught:
         everything.load(item.name)
     error = caught.value
     assert error.plugin == label
-    assert f"primitive '{item.name}' of {label} ({item.name.partition('.')[0]}:Thing)" in error.message
+    assert error.state == item.used
+    (entry,) = everything.plugin(item.distribution.name).entries
+    assert f"primitive '{item.name}' of {label} ({entry.value})" in error.message
     assert item.says_when_used in error.message
     assert error.hint == (
         f"pip install --upgrade --force-reinstall {item.distribution.name}, "
         f"or SLAPO_DISABLE_PLUGINS={item.distribution.name}"
     )
-    assert (error.__cause__ is not None) == (item.used == "broken" or "fails" in item.name)
+    assert (error.__cause__ is not None) == ("Error: " in item.says_when_used or item.name in RAISING)
     plugin = everything.plugin(item.distribution.name)
-    assert plugin is not None
     assert plugin.state == item.used
     assert item.says_when_used in (plugin.reason or "")
     assert item.name not in everything.names("primitives")
     assert everything.load("pad").name == "acme.pad"
 
 
-def test_all_hostile_plugins_used_in_turn_leave_the_healthy_one_and_slapo_whole(everything: Registry) -> None:
-    import slapo_core.errors
-    import slapo_core.spec.kinds
-    from slapo_core.plugins.tampering import ImportGuard
-
-    before = ImportGuard()
+def test_all_hostile_plugins_used_in_turn_leave_the_healthy_one_whole(everything: Registry) -> None:
     for item in HOSTILE:
         for name in everything.plugin(item.distribution.name).provides("primitives"):
             with pytest.raises(PluginError):
                 everything.load(name)
-    assert before.restore() == []
-    assert slapo_core.errors.PathError is not None
-    assert not hasattr(slapo_core.spec.kinds, "extra")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert everything.load("acme.pad").name == "acme.pad"
@@ -101,9 +89,9 @@ def test_all_hostile_plugins_used_in_turn_leave_the_healthy_one_and_slapo_whole(
 
 
 def test_a_failed_import_fails_the_same_way_every_time(everything: Registry) -> None:
-    with pytest.raises(BrokenPluginError) as first:
+    with pytest.raises(UnusablePluginError) as first:
         everything.load("mod_raise.thing")
-    with pytest.raises(BrokenPluginError) as second:
+    with pytest.raises(UnusablePluginError) as second:
         everything.resolve("primitives", "mod_raise.thing")
     assert str(first.value) == str(second.value)
     assert first.value is not second.value

@@ -272,6 +272,22 @@ IMPORTS = {
         "from torch import nn; nn.Module.forward = None",
         "torch.nn.Module.forward (",
     ),
+    "heavy_attribute": (
+        "from torch import nn; nn.Module.spy = 1",
+        "torch.nn.Module.spy (unset -> 1)",
+    ),
+    "heavy_slapo": (
+        "import slapo_core.errors; slapo_core.errors.PathError = None",
+        "slapo_core.errors.PathError (replaced)",
+    ),
+    "heavy_method": (
+        "from slapo_core.spec.primitive import Primitive; Primitive.settle = None",
+        "slapo_core.spec.primitive.Primitive.settle (replaced)",
+    ),
+    "heavy_builtin": (
+        "import builtins; builtins.print = None",
+        "builtins.print (<built-in function print> -> None)",
+    ),
     "heavy_writes": ("open('/tmp/slapo-kit-import', 'a').close()", "it writes '/tmp/slapo-kit-import'"),
     "heavy_deletes": (
         "import contextlib, os\nwith contextlib.suppress(OSError): os.remove('/nowhere/at-all')",

@@ -7,8 +7,6 @@ import json
 import pytest
 import torch
 
-from slapo_core.plugins.metadata import core_version
-from slapo_core.spec import hookspecs
 from slapo_core.testing import CHECKS, FakeDistribution, FakeEnvironment
 from slapo_core.testing.conformance import Finding, check_plugin
 from tests.dists.healthy import acme, with_hooks
@@ -120,6 +118,7 @@ BAD = {
         "acme.pad: load",
         "subclass of slapo_core.spec.primitive.Primitive",
     ),
+    "names": (acme(bare="undo"), "acme.undo: names", "have a member 'undo'"),
     "documentation": (acme(body=("size: int = 1",)), "acme.pad: documentation", "'size'"),
     "defaults": (
         acme(body=("size: object = len",)),
@@ -129,13 +128,12 @@ BAD = {
     "hooks": (
         with_hooks("acme-slapo", "@hookimpl\ndef slapo_aplied(node):\n    pass\n"),
         "acme_slapo: hooks",
-        "did you mean 'slapo_applied'?",
+        "unknown hook 'slapo_aplied'",
     ),
 }
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::slapo_core.plugins.PluginWarning")
 @pytest.mark.parametrize("name", BAD)
 def test_what_is_wrong_with_a_plugin_is_found(
     fake_distributions: FakeEnvironment, name: str, message: Messages
@@ -150,31 +148,6 @@ def test_what_is_wrong_with_a_plugin_is_found(
     message(failed[where].message, word)
     if name in ("class", "defaults"):
         assert "Traceback (most recent call last)" in failed[where].traceback
-
-
-@pytest.mark.slow
-def test_what_this_version_does_not_use_is_no_failure(
-    fake_distributions: FakeEnvironment, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(hookspecs, "NOT_ASKED", ("slapo_place",))
-    kinds = FakeDistribution(
-        "fast-slapo", "1.0", {"slapo.v1.templates": {"fast": "fast_slapo:Fast"}}, {"fast_slapo": "1 / 0"}
-    )
-    hooks = with_hooks("stage-slapo", "@hookimpl\ndef slapo_place(schedule):\n    pass\n")
-    found = findings(fake_distributions, kinds, hooks)
-    core = f"slapo-core {core_version()}"
-    told = [item for item in found if item.check != "light_import"]
-    assert [(item.subject, item.check, item.outcome, bool(item.message)) for item in told] == [
-        ("fast-slapo", "state", "passed", True),
-        ("fast", "load", "skipped", True),
-        ("stage-slapo", "state", "passed", False),
-        ("stage_slapo", "load", "passed", False),
-        ("stage_slapo", "hooks", "passed", False),
-        ("stage_slapo", "hooks", "skipped", True),
-    ]
-    for item, name in zip((told[0], told[1], told[5]), ("templates", "templates", "'slapo_place'"), strict=True):
-        assert core in item.message
-        assert name in item.message
 
 
 @pytest.mark.slow
@@ -249,7 +222,7 @@ def test_the_command_gives_json_for_all_plugins(fake_distributions: FakeEnvironm
     broken = acme("bust-slapo", namespace="bust", before=("1 / 0",))
     fake_distributions.install(acme(), broken)
     ours = ("slapo-deepspeed", "slapo-fusion", "slapo-megatron", "slapo-pipeline", "slapo-tp", "slapo-tune")
-    environ = {"SLAPO_STRICT_PLUGINS": "1", "SLAPO_DISABLE_PLUGINS": ",".join(ours)}
+    environ = {"SLAPO_DISABLE_PLUGINS": ",".join(ours)}
     done = fake_distributions.slapo("plugins", "check", "--json", environ=environ)
     assert done.returncode == 1, done.stderr
     answer = json.loads(done.stdout)
@@ -279,15 +252,3 @@ def test_an_unknown_plugin_is_an_error_with_a_suggestion(
     done = fake_distributions.slapo("plugins", "check", "acme-slap")
     assert (done.returncode, done.stdout) == (1, "")
     message(done.stderr, "error: no plugin 'acme-slap'", "\n  hint: did you mean acme-slapo?")
-
-
-@pytest.mark.slow
-def test_entry_points_that_torch_cannot_read_are_named_without_a_traceback(fake_distributions: FakeEnvironment) -> None:
-    unreadable = FakeDistribution("odd-slapo", "1.0", files={"entry_points.txt": b"\xff\xfe[slapo.v1.primitives]"})
-    fake_distributions.install(acme(), unreadable)
-    done = fake_distributions.slapo("plugins", "check", "acme-slapo")
-    assert done.returncode == 1
-    assert done.stderr.startswith("error: torch cannot be imported, ")
-    assert "entry points" in done.stderr
-    assert "hint: pip uninstall odd-slapo; or TORCH_DEVICE_BACKEND_AUTOLOAD=0" in done.stderr
-    assert "Traceback" not in done.stderr

@@ -1,4 +1,4 @@
-"""Two plugins that answer one hook: an error, unless the user chose one; the choice is a part of the schedule."""
+"""Two plugins that answer one hook: an error, unless one of the answers is a default; a schedule names one of them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from collections.abc import Iterator
 import pytest
 
 import slapo_core as slapo
-from slapo_core.errors import ArgumentError, HookError, ReplayError
-from slapo_core.plugins.model import LOCAL_VERSION
-from slapo_core.plugins.process import use_registry
-from slapo_core.schedule.agreement import schedule_facts
+from slapo_core.errors import HookError
+from slapo_core.plugins import use_registry
+from slapo_core.plugins.metadata import LOCAL_VERSION
 from slapo_core.testing.conformance import check_plugin
 from slapo_core.testing.distributions import FakeEnvironment
 from tests.dists.cutting import LIVENESS, batch, cutter, liveness, reader
@@ -21,15 +20,15 @@ from tests.dists.healthy import with_hooks
 from tests.messages import Messages
 
 COUNTING = LIVENESS.replace("    last =", "    ASKED.append(partition)\n    last =") + "ASKED = []\n"
-CHOICE = {"slapo_liveness": "acme-slapo"}
 
 
 @pytest.fixture(autouse=True)
 def installed(fake_distributions: FakeEnvironment) -> Iterator[None]:
-    """A partition of its own, and two that say what passes: acme-slapo, and the installed slapo-pipeline."""
+    """A partition of its own, and three that say what passes: two, and slapo-pipeline by default."""
     fake_distributions.install(
         cutter(),
         liveness("acme-slapo", COUNTING),
+        liveness("beta-slapo", LIVENESS),
         with_hooks("mute-slapo", "@hookimpl\ndef slapo_doctor(): return []\n"),
     )
     with use_registry(fake_distributions.registry(with_installed=True)):
@@ -52,69 +51,29 @@ def verified(schedule: slapo.Schedule) -> int:
 def test_each_of_the_two_hooks_can_be_a_third_partys() -> None:
     assert verified(cut()) == 0  # partition of cut-slapo, liveness of slapo-pipeline
     assert verified(cut(plugins=["cut-slapo", "acme-slapo"])) > 0
-    own = slapo.create_schedule(reader(), prefer=CHOICE)  # partition of slapo-pipeline
+    own = slapo.create_schedule(reader(), plugins=["acme-slapo"])  # partition of slapo-pipeline
     own["blocks.1"].pipeline_split()
     assert verified(own) > 0
 
 
-def test_two_answers_are_an_error_with_the_call_that_chooses(message: Messages) -> None:
-    schedule = cut(plugins=["cut-slapo", "acme-slapo", "slapo-pipeline"])
+def test_two_answers_are_an_error_that_says_how_to_name_one(message: Messages) -> None:
+    schedule = cut(plugins=["cut-slapo", "acme-slapo", "beta-slapo", "slapo-pipeline"])
     with pytest.raises(HookError) as caught:
         slapo.verify(schedule, batch())
-    assert "acme-slapo 1.0 and by slapo-pipeline 0.1.0" in caught.value.message  # and the call, which is long
-    message(caught.value.hint, 'prefer={"slapo_liveness": "acme-slapo"}')
-    for other, asked in (("acme-slapo", True), ("slapo-pipeline", False)):
-        chosen = cut(plugins=["acme-slapo", "slapo-pipeline"], prefer={"slapo_liveness": other})
+    message(caught.value.message, "acme-slapo 1.0 and by beta-slapo 1.0")
+    message(caught.value.hint, "create_schedule(plugins=...)", "SLAPO_DISABLE_PLUGINS=beta-slapo")
+    for other, asked in (("acme-slapo", True), ("beta-slapo", False)):
+        chosen = cut(plugins=[other, "slapo-pipeline"])
         assert (verified(chosen) > 0) is asked
 
 
-def test_the_choice_is_saved_replayed_and_agreed_about() -> None:
-    schedule = cut(prefer={"slapo_liveness": "Acme_Slapo"})
-    assert schedule.document()["prefer"] == CHOICE
-    assert "prefer" not in cut().document()
-    again = slapo.replay(reader(), schedule.to_json())
-    assert again.prefer == CHOICE
-    assert "acme-slapo" in again.hooks.active
-    assert verified(again) > 0
-    other = slapo.replay(reader(), schedule.to_json(), prefer={}, plugins=["slapo-pipeline"])
-    assert other.prefer == {}
-    assert verified(other) == 0
-    facts = [{fact.what: fact.value for fact in schedule_facts(one)} for one in (schedule, other)]
-    assert facts[0]["the preferred answers to hooks"] == "slapo_liveness: acme-slapo"
-    assert facts[1]["the preferred answers to hooks"] == "none"
-    document = json.loads(schedule.to_json()) | {"prefer": ["acme-slapo"]}
-    with pytest.raises(ReplayError, match="no valid 'prefer'"):
-        slapo.replay(reader(), document)
-
-
-def test_the_chosen_plugin_stays_active_when_all_steps_are_undone() -> None:
-    schedule = cut(plugins=[], prefer=CHOICE)
-    schedule.undo(to=0)
-    assert schedule.hooks.active == ("acme-slapo",)
-
-
-@pytest.mark.parametrize(
-    ("prefer", "word", "hint"),
-    [
-        ({"slapo_livenes": "acme-slapo"}, "'slapo_livenes'", "did you mean 'slapo_liveness'?"),
-        ({"slapo_liveness": "acme-slap"}, "'acme-slap'", "did you mean acme-slapo or mute-slapo or cut-slapo?"),
-        ({"slapo_check": "acme-slapo"}, "slapo_check collects", "slapo_initialize, slapo_liveness"),
-        ({"slapo_liveness": "mute-slapo"}, "mute-slapo 1.0", 'prefer={"slapo_liveness": "slapo-pipeline"})'),
-    ],
-)
-def test_a_choice_that_means_nothing_is_refused(
-    prefer: dict[str, str], word: str, hint: str, message: Messages
-) -> None:
-    with pytest.raises(HookError) as caught:
-        cut(prefer=prefer)
-    message(caught, word)
-    assert hint in str(caught.value.hint)
-
-
-def test_a_choice_is_a_mapping(message: Messages) -> None:
-    with pytest.raises(ArgumentError) as caught:
-        cut(prefer=["acme-slapo"])
-    message(caught, "prefer")
+def test_a_schedule_saved_with_a_choice_is_replayed_without_it() -> None:
+    document = json.loads(cut().to_json()) | {"prefer": {"slapo_liveness": "acme-slapo"}}
+    again = slapo.replay(reader(), document)
+    assert again.hooks.active == ("cut-slapo",)
+    assert again.document() == cut().document() | {"records": again.document()["records"]}
+    named = slapo.replay(reader(), document, plugins=["acme-slapo"])
+    assert verified(named) > 0
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from slapo_core import Fact
-from slapo_core.cli.diagnosis import TESTED_TORCH, diagnose
+from slapo_core.cli.doctor import TESTED_TORCH, diagnose
 from slapo_core.testing.distributions import FakeEnvironment
 from tools import torch_versions
 

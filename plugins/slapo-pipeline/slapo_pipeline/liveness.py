@@ -10,7 +10,7 @@ from slapo_core.spec.pipeline import Liveness, Partition
 __all__ = ["slapo_liveness"]
 
 
-@hookimpl
+@hookimpl(trylast=True)  # a plugin that names its own liveness replaces this one
 def slapo_liveness(partition: Partition, outputs: Sequence[str]) -> Liveness:
     """A value is live from its producer to the last stage that reads it, or to the last one for a loss.
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from slapo_core.errors import PluginError
-from slapo_core.plugins.loading import class_violations
-from slapo_core.plugins.model import LOCAL_VERSION, Entry
-from slapo_core.plugins.process import current_registry
-from slapo_core.spec.kinds import API_MAJOR
+from slapo_core.plugins import current_registry
+from slapo_core.plugins.metadata import LOCAL_VERSION, Entry
+from slapo_core.plugins.registry import class_violations
+from slapo_core.spec.kinds import GROUP_PREFIX
 from slapo_core.testing.case import Case
 from slapo_core.testing.check import CheckError, NotApplicable
 
@@ -30,7 +30,7 @@ def require_entry_point(cls: Any, kind: str) -> None:
         NotApplicable: the class was registered in this process.
     """
     value = f"{cls.__module__}:{cls.__qualname__}"
-    declaration = f'[project.entry-points."slapo.v{API_MAJOR}.{kind}"]: "{cls.name}" = "{value}"'
+    declaration = f'[project.entry-points."{GROUP_PREFIX}{kind}"]: "{cls.name}" = "{value}"'
     registry = current_registry()
     found = [
         entry

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map_only
 
 from slapo_core.building.phases import build
 from slapo_core.errors import SlapoError
-from slapo_core.plugins.process import current_registry, use_registry
+from slapo_core.plugins import current_registry, use_registry
 from slapo_core.plugins.registry import Registry
 from slapo_core.schedule.creation import create_schedule
 from slapo_core.testing.bench import SEED, seeded

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slapo_core.plugins.process import current_registry
+from slapo_core.plugins import current_registry
 from slapo_core.spec.dialect import Dialect
 from slapo_core.testing.checks.entry_point import require_entry_point
 from slapo_core.testing.checks.light_import import require_light_import
