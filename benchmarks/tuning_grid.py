@@ -30,11 +30,10 @@ from transformers import BertConfig, BertForMaskedLM
 
 import slapo_core as slapo
 import slapo_tune
-from slapo_tune.log.reading import read_log
-from slapo_tune.report.report import report
-from slapo_tune.search.events import Finished
-from slapo_tune.search.tuning import search
-from slapo_tune.space.space import Space
+from slapo_tune.log import read_log
+from slapo_tune.report import report
+from slapo_tune.search import Finished, search
+from slapo_tune.space import Space
 
 RESULT = Path(__file__).parent / "results" / "tuning_grid.json"
 LOG = Path("build", "tuning_grid", "grid.jsonl")

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
 
-__all__ = ["Job", "describe", "origin", "run_rank", "trace_file"]
+__all__ = ["Job", "describe", "make_importable", "origin", "run_rank", "trace_file"]
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,7 @@ def run_rank(rank: int, connection: Connection, job: Job) -> None:
     A rank that has returned or failed keeps its group open until then, so that no other rank sees a lost
     connection in place of its own result or its own error.
     """
+    os.setpgrp()  # the caller ends all of the group
     _leave_with_the_caller()
     with trace_file(Path(job.directory), rank).open("w") as trace:
         faulthandler.enable(trace)
@@ -115,7 +116,7 @@ def _prepare(rank: int, job: Job) -> tuple[Callable[..., Any], tuple[Any, ...], 
             timeout=timedelta(seconds=job.timeout + 60),
         )
     if job.origin is not None:
-        _make_importable(*job.origin)
+        make_importable(*job.origin)
     call: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]] = pickle.loads(job.payload)
     return call
 
@@ -137,7 +138,7 @@ def _set_environment(rank: int, job: Job) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", min(loopback))
 
 
-def _make_importable(name: str, file: str) -> None:
+def make_importable(name: str, file: str) -> None:
     """Import the function's module by its name or, where that finds nothing or another file, from its file."""
     try:
         module = importlib.import_module(name)
@@ -206,7 +207,7 @@ def _wait_for_release(connection: Connection) -> None:
 
 
 def _leave_with_the_caller() -> None:
-    """End this process when the caller is gone, even while it is blocked in a collective."""
+    """End this process, and what it started, when the caller is gone, even while it is blocked in a collective."""
     parent = multiprocessing.parent_process()
     if parent is None:
         return
@@ -214,6 +215,6 @@ def _leave_with_the_caller() -> None:
 
     def watch() -> None:
         wait([sentinel])
-        os._exit(1)
+        os.killpg(0, signal.SIGKILL)
 
     threading.Thread(target=watch, name="caller-watch", daemon=True).start()

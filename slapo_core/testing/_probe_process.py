@@ -17,7 +17,7 @@ import time
 import traceback
 from typing import Any
 
-from slapo_core.ranks.process import _make_importable
+from slapo_core.ranks.process import make_importable
 from slapo_core.testing._watching import Watch
 
 __all__ = ["main"]
@@ -86,7 +86,7 @@ def _import(request: dict[str, Any], writing: int) -> None:
             if file is None:
                 importlib.import_module(name)
             else:
-                _make_importable(name, file)
+                make_importable(name, file)
     except BaseException as error:  # noqa: BLE001 - SystemExit and the like are answers here
         failure, trace = f"{type(error).__name__}: {error}", traceback.format_exc()
     watch.end()

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from slapo_core.ranks.process import _make_importable
+from slapo_core.ranks.process import make_importable
 from slapo_core.testing.check import CheckError
 
 __all__ = ["Parcel", "pack"]
@@ -31,7 +31,7 @@ class Parcel:
     def unpack(self) -> dict[str, Any]:
         """The dictionary, in a process that this one's parent started."""
         for name, file in self.origins:
-            _make_importable(name, file)
+            make_importable(name, file)
         contents: dict[str, Any] = pickle.loads(self.payload)
         return contents
 

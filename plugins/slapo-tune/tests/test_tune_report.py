@@ -10,12 +10,8 @@ import pytest
 
 from slapo_core import ArgumentError
 from slapo_core.spec.sampler import STATUSES
-from slapo_tune.report.facts import best_trial, course
-from slapo_tune.report.pictures.plane import Plane
-from slapo_tune.report.pictures.writing import write_pictures
-from slapo_tune.report.prediction import agreement, rank_correlation
-from slapo_tune.report.report import report
-from slapo_tune.report.words import duration, number, point_words
+from slapo_tune.plots import Plane, write_picture
+from slapo_tune.report import agreement, best_trial, course, duration, number, point_words, rank_correlation, report
 from tests.messages import Messages
 
 from .searched import POINTS, TRIALS
@@ -127,23 +123,24 @@ def test_a_symbol_that_some_points_lack_stands_before_its_candidates() -> None:
     assert [Plane(points, []).at(point) for point in points] == [(1.0, 0.0), (2.0, 1.0), (2.0, 2.0)]
 
 
-def test_pictures_are_written(tmp_path: Path) -> None:
-    written = write_pictures(POINTS, TRIALS, tmp_path / "plots", axes=("kernel", "batch"), title="study.py")
-    assert [file.name for file in written] == ["space.png", "path.png", "best.png", "prediction.png"]
-    assert all(file.read_bytes().startswith(b"\x89PNG") for file in written)
+def test_a_picture_is_written(tmp_path: Path) -> None:
+    file = tmp_path / "plots" / "search.png"
+    assert write_picture(POINTS, TRIALS, file, axes=("kernel", "batch"), title="study.py") == file
+    whole = file.read_bytes()
+    assert whole.startswith(b"\x89PNG")
     line = [{"batch": batch} for batch in (1, 2)]  # one symbol spans no plane
-    assert [file.name for file in write_pictures(line, [], tmp_path / "none")] == ["best.png"]
+    assert len(write_picture(line, [], file).read_bytes()) < len(whole)
 
 
-def test_pictures_without_matplotlib_or_of_no_symbol_say_what_to_do(
+def test_a_picture_without_matplotlib_or_of_no_symbol_say_what_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, message: Messages
 ) -> None:
     with pytest.raises(ArgumentError) as caught:
-        write_pictures(POINTS, TRIALS, tmp_path, axes=("batch", "tp"))
+        write_picture(POINTS, TRIALS, tmp_path / "search.png", axes=("batch", "tp"))
     message(caught, "got batch, tp", "--axes batch,checkpoint")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ArgumentError) as caught:
-        write_pictures(POINTS, TRIALS, tmp_path)
+        write_picture(POINTS, TRIALS, tmp_path / "search.png")
     message(caught, "matplotlib", "pip install 'slapo-tune[draw]'")
     assert list(tmp_path.iterdir()) == []
 

@@ -15,10 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from slapo_tune.space.errors import SpaceError
-from slapo_tune.space.plain import decode, encode
-from slapo_tune.space.space import Space
-from slapo_tune.space.table import describe
+from slapo_tune.errors import SpaceError
+from slapo_tune.space import Space, decode, describe, encode
 from tests.messages import Messages
 
 
@@ -171,7 +169,7 @@ def test_values_keep_their_types_through_json() -> None:
 
 
 FINGERPRINT = """
-from slapo_tune.space.space import Space
+from slapo_tune.space import Space
 def space(s):
     batch = s.choose("batch", range(8, 41, 8))
     s.choose("kernel", {"eager": 0, "flash": 1} if batch > 8 else ("é", None, (1, True)))

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from slapo_core.spec.sampler import Point, Trial
 from slapo_core.spec.sizes import format_bytes
-from slapo_tune.report.facts import best_trial
-from slapo_tune.report.words import STARTED, duration, number, point_words
-from slapo_tune.search.events import Event, Finished, Started, Verified
+from slapo_tune.report import STARTED, best_trial, duration, number, point_words
+from slapo_tune.search import Event, Finished, Started, Verified
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
@@ -17,13 +17,11 @@ import torch
 
 import slapo_core
 from slapo_core.spec.sampler import Point
-from slapo_core.testing import preload_modules
 from slapo_tune.errors import LogError
-from slapo_tune.log.format import as_line, from_line
-from slapo_tune.space.plain import encode
+from slapo_tune.log import as_line, from_line
+from slapo_tune.space import encode
 from slapo_tune.study import Study
-from slapo_tune.trials.launching import libraries
-from slapo_tune.trials.sending import opened
+from slapo_tune.trials import opened
 
 __all__ = ["Prediction", "Predictions", "sources"]
 
@@ -66,7 +64,6 @@ class Predictions:
         self._file = file
         self._kept: dict[str, Prediction] = {}
         self._header = {"slapo_tune_predictions": 1, "sources": sources(study), "of": _versions(), **_settings(study)}
-        preload_modules(*libraries(study))
         try:
             self._read()
         except OSError as error:
@@ -90,13 +87,13 @@ class Predictions:
         study = self._study
         try:
             estimate = slapo_core.estimate_functions(
-                partial(_make_model, self._payload),
-                partial(_apply, self._payload),
+                partial(_call, self._payload, "make_model"),
+                partial(_call, self._payload, "schedule"),
                 _batch(study, point),
                 arguments=(dict(point),),
                 mesh=study.mesh_of(point),
-                optimizer=None if study.optimizer is None else partial(_optimizer, self._payload),
-                loss=None if study.loss is None else partial(_loss, self._payload),
+                optimizer=None if study.optimizer is None else partial(_call, self._payload, "optimizer"),
+                loss=None if study.loss is None else partial(_call, self._payload, "loss"),
                 device=study.device,
                 timeout=max(600.0, study.timeout),
             )
@@ -151,8 +148,8 @@ def _versions() -> dict[str, str]:
     return {name: version(name) for name in ("slapo-core", "torch")}
 
 
-def _function(payload: bytes, name: str) -> Callable[..., Any]:
-    return opened(payload)[name]  # type: ignore[no-any-return]
+def _call(payload: bytes, name: str, *arguments: Any) -> Any:
+    return opened(payload)[name](*arguments)
 
 
 def _batch(study: Study, point: Point) -> Any:
@@ -161,19 +158,3 @@ def _batch(study: Study, point: Point) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(study.seed)
         return study.batch(point)
-
-
-def _make_model(payload: bytes) -> Any:
-    return _function(payload, "make_model")()
-
-
-def _apply(payload: bytes, schedule: Any, point: dict[str, Any]) -> None:
-    _function(payload, "schedule")(schedule, point)
-
-
-def _optimizer(payload: bytes, parameters: Any) -> Any:
-    return _function(payload, "optimizer")(parameters)
-
-
-def _loss(payload: bytes, output: Any, batch: Any) -> Any:
-    return _function(payload, "loss")(output, batch)

@@ -1,11 +1,12 @@
-"""`tune`: the loop."""
+"""`tune`: the loop, what it tells, and which points are not started."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +14,225 @@ from torch import nn
 
 import slapo_core
 from slapo_core.spec.sampler import Point, Sampler, Trial
+from slapo_core.spec.sizes import format_bytes
 from slapo_tune.errors import LogError, StudyError
-from slapo_tune.log.writing import LogFile
-from slapo_tune.search.events import Event, Finished, Note, Started, Verified
-from slapo_tune.search.predictions import Prediction, Predictions
-from slapo_tune.search.pruning import Pruning, View
-from slapo_tune.search.settings import header_of, require_trials, sampler_of
-from slapo_tune.search.winner import Winner, best, prove, save
-from slapo_tune.space.space import Space
+from slapo_tune.log import LogFile, parse
+from slapo_tune.predictions import Prediction, Predictions, sources
+from slapo_tune.samplers.asking import margin
+from slapo_tune.space import Space, describe, table
 from slapo_tune.study import Study
-from slapo_tune.trials.launching import Trials
-from slapo_tune.trials.outputs import output_file
+from slapo_tune.trials import Trials, accelerator_of, output_file
+from slapo_tune.winner import Winner, best, prove, save
 
-__all__ = ["Result", "search", "tune"]
+
+@dataclass(frozen=True)
+class Started:
+    """A trial is about to run.
+
+    Args:
+        number: of the trial.
+        point: what is tried.
+        predicted: as in :class:`slapo_core.Trial`.
+    """
+
+    number: int
+    point: Point
+    predicted: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A trial has ended, or was pruned, and the log has it.
+
+    Args:
+        trial: with its status.
+    """
+
+    trial: Trial
+
+
+@dataclass(frozen=True)
+class Verified:
+    """The best trial was verified.
+
+    Args:
+        trial: as it was before.
+        right: whether the schedule computes what the untouched model does; None where that could not be found out.
+        reason: why not, or why that could not be found out.
+    """
+
+    trial: Trial
+    right: bool | None
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Note:
+    """Something that the user should know, and that ends nothing.
+
+    Args:
+        text: one sentence, e.g. that half a line at the end of the log was taken away.
+    """
+
+    text: str
+
+
+Event = Started | Finished | Verified | Note
+
+
+def sampler_of(study: Study) -> Sampler:
+    """The sampler that a study names.
+
+    Raises:
+        UnknownNameError: none of that name is installed.
+        StudyError: it is no sampler.
+    """
+    chosen: Any = study.sampler
+    if isinstance(chosen, str):
+        chosen = slapo_core.create_schedule(nn.Identity()).plugin_named("samplers", chosen)
+    if isinstance(chosen, type) and issubclass(chosen, Sampler):
+        chosen = chosen()
+    if not isinstance(chosen, Sampler):
+        raise StudyError(
+            f"sampler must be the name of an installed one, or a slapo_core.Sampler (got {chosen!r})",
+            hint='sampler="frontier"',
+        )
+    return chosen
+
+
+def header_of(study: Study, space: Space, sampler: Sampler) -> dict[str, Any]:
+    """What the log is of: a search with another one is another search."""
+    functions = {name: _named(function) for name, function in study.functions().items() if callable(function)}
+    return {
+        "fingerprint": space.fingerprint(),
+        "described": describe(space),
+        "symbols": [row.name for row in table(space)],
+        **functions,
+        "sampler": sampler.name,
+        "seed": study.seed,
+        "world_size": study.world_size,
+        "target": study.target,
+        "memory": study.memory_limit,
+        "process_memory": study.process_memory_limit,
+        "accelerator": accelerator_of(study),
+        "warmup": study.warmup,
+        "steps": study.steps,
+        "timeout": study.timeout,
+        "sources": sources(study),
+        "versions": {name: version(name) for name in ("slapo-core", "slapo-tune", "torch")},
+        "started": time.time(),
+    }
+
+
+def _named(function: Any) -> str:
+    return str(getattr(function, "__qualname__", type(function).__qualname__))
+
+
+def require_trials(log: Path, resume: bool | None) -> None:
+    """Hold the log against what was asked for.
+
+    Args:
+        log: its path.
+        resume: whether there have to be trials, or must not be; None allows both.
+
+    Raises:
+        LogError: the log has trials and should have none, or the other way round.
+    """
+    if resume is None:
+        return
+    has_some = log.is_file() and bool(parse(log.read_bytes(), log).trials)
+    if resume and not has_some:
+        raise LogError(f"there is nothing to go on with: the log {log} has no trial", hint="slapo tune run STUDY.py")
+    if not resume and has_some:
+        raise LogError(f"the log {log} has trials already", hint="slapo tune resume STUDY.py, or give another log=")
+
+
+_PATIENCE = 120.0  # seconds at least for making a schedule, however short trials are
+
+
+class View:
+    """The space as a sampler sees it.
+
+    Args:
+        space: of the study.
+        predictions: of its points.
+        memory: the limit of a rank in bytes.
+    """
+
+    def __init__(self, space: Space, predictions: Predictions, memory: int | None) -> None:
+        self._space = space
+        self._predictions = predictions
+        self._memory = memory
+
+    @property
+    def memory(self) -> int | None:
+        return self._memory
+
+    def points(self) -> Iterable[Point]:
+        return self._space.points()
+
+    def draw(self, pick: Callable[[str, tuple[object, ...]], int]) -> Point | None:
+        return self._space.draw(pick)
+
+    def predicted_memory(self, point: Point) -> int | None:
+        return self._predictions.of(point).memory
+
+
+class Pruning:
+    """Decides before a trial is started.
+
+    Args:
+        study: whose points.
+        trials: runs the schedule of a point, on one process without tensors.
+        predictions: of the points.
+        output: where that process prints to.
+    """
+
+    def __init__(self, study: Study, trials: Trials, predictions: Predictions, output: Path) -> None:
+        self._study = study
+        self._trials = trials
+        self._predictions = predictions
+        self._output = output
+
+    def __call__(self, point: Point, history: Sequence[Trial]) -> tuple[str, str, Prediction]:
+        """Status and reason of a point that is not started, both empty for one that is; and what is predicted.
+
+        Args:
+            point: what was proposed.
+            history: the trials so far.
+
+        Raises:
+            StudyError: the study cannot be run at any point.
+        """
+        refusal = self._refusal(point)
+        if refusal is not None:
+            return *refusal, Prediction()
+        prediction = self._predictions.of(point)
+        memory = self._study.memory_limit
+        if memory is None or prediction.memory is None:
+            return "", "", prediction
+        factor = margin(history, memory)
+        if prediction.memory * factor <= memory:
+            return "", "", prediction
+        learned = f", times {factor:.3g} by what was measured so far," if factor != 1.0 else ""
+        return "over_memory", f"{format_bytes(prediction.memory)}{learned} of {format_bytes(memory)}", prediction
+
+    def _refusal(self, point: Point) -> tuple[str, str] | None:
+        try:
+            mesh = self._study.mesh_of(point)
+        except Exception as error:  # noqa: BLE001 - the user's function: the point is refused, and the reason shown
+            return "refused", f"mesh: {type(error).__name__}: {error}"
+        timeout = max(_PATIENCE, self._study.timeout)
+        outcome = self._trials.run("check", point, mesh, output=self._output, timeout=timeout)
+        if outcome.status in ("crash", "oom"):  # once more: its process may have been killed for no fault of the point
+            outcome = self._trials.run("check", point, mesh, output=self._output, timeout=timeout)
+        if outcome.phase == "model" and outcome.status == "refused":
+            raise StudyError(f"make_model, which is the same at every point, raises\n  {outcome.reason}")
+        if outcome.status == "ok":
+            return None
+        if outcome.status == "refused":
+            return "refused", outcome.reason
+        return outcome.status, f"while its schedule was made, before it was started: {outcome.reason}"
 
 
 @dataclass(frozen=True)
@@ -69,7 +276,7 @@ def tune(
         space: what may be chosen.
         schedule: applies the steps of a point.
         evaluate: what is maximised.
-        tell: called with what happens, in order; see :mod:`slapo_tune.search.events`.
+        tell: called with what happens, in order; see :mod:`slapo_tune.search`.
         settings: the other arguments of :class:`slapo_tune.Study`.
 
     Raises:
@@ -139,18 +346,14 @@ class _Search:
             checks.parent.mkdir(exist_ok=True)
         except OSError as error:
             raise LogError(f"what trials print cannot be kept in {checks.parent}: {error.strerror}") from error
-        with self.trials:
-            prune = Pruning(self.study, self.trials, predictions, checks)
-            while True:
-                ended = self._is_over(spent + time.monotonic() - before)
-                if ended:
-                    break
-                proposed = self.sampler.suggest(view, tuple(self.history), self.study.seed)
-                if proposed is None:
-                    ended = "space"
-                    break
-                self._try(proposed, prune)
-            winner = self._winner()
+        prune = Pruning(self.study, self.trials, predictions, checks)
+        while not (ended := self._is_over(spent + time.monotonic() - before)):
+            proposed = self.sampler.suggest(view, tuple(self.history), self.study.seed)
+            if proposed is None:
+                ended = "space"
+                break
+            self._try(proposed, prune)
+        winner = self._winner()
         return Result(tuple(self.history), winner, ended)
 
     def _is_over(self, seconds: float) -> str:
@@ -188,7 +391,6 @@ class _Search:
             output=output_file(study.log, number),
             timeout=study.timeout,
             ranks=study.world_size,
-            process_memory=study.process_memory_limit,
         )
         return Trial(
             number,

@@ -17,10 +17,9 @@ from torch import nn
 import slapo_core as slapo
 from slapo_core.spec.sampler import Trial
 from slapo_tune.errors import LogError, StudyError
-from slapo_tune.space.plain import decode, encode
+from slapo_tune.space import decode, encode
 from slapo_tune.study import Study
-from slapo_tune.trials.launching import Trials
-from slapo_tune.trials.outputs import output_file
+from slapo_tune.trials import Trials, output_file
 
 __all__ = ["Winner", "apply", "best", "best_file", "prove", "save"]
 
@@ -86,11 +85,9 @@ def prove(study: Study, trial: Trial, *, trials: Trials | None = None) -> Winner
     Args:
         study: that the trial is of.
         trial: one that was ``"ok"``.
-        trials: what runs it; None starts processes for it alone.
+        trials: what runs it; None makes one.
     """
-    if trials is None:
-        with Trials(study) as own:
-            return prove(study, trial, trials=own)
+    trials = trials or Trials(study)
     verifies = study.verify and study.batch is not None
     mesh = study.mesh_of(trial.point)
     outcome = trials.run(
