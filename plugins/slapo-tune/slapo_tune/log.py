@@ -147,7 +147,7 @@ def read_log(path: str | os.PathLike[str]) -> Log:
         path: of the log.
 
     Raises:
-        LogError: there is none, it cannot be read, it is no log of slapo-tune, or a line of it is damaged.
+        LogError: there is none, it cannot be read, it is not a slapo-tune log, or a line of it is damaged.
     """
     path = Path(path)
     try:
@@ -156,7 +156,7 @@ def read_log(path: str | os.PathLike[str]) -> Log:
         raise LogError(f"the log {path} cannot be read: {error.strerror}") from error
     log = parse(data, path)
     if not log.header:
-        raise LogError(f"{path} is no log yet: nothing has been written")
+        raise LogError(f"{path} is not a log yet: nothing has been written")
     return log
 
 
@@ -207,7 +207,7 @@ def _header(line: bytes, path: Path) -> dict[str, Any]:
 
 def _foreign(path: Path) -> LogError:
     return LogError(
-        f"{path} is a file, and no log of slapo-tune; nothing was written", hint='give another log=, e.g. "run.jsonl"'
+        f"{path} exists but is not a slapo-tune log; nothing was written", hint='give another log=, e.g. "run.jsonl"'
     )
 
 
@@ -250,7 +250,7 @@ class LogFile:
             of a line.
 
     Raises:
-        LogError: it cannot be written, is no log, is of another study, is damaged, or another process writes it.
+        LogError: it cannot be written, is not a log, is of another study, is damaged, or another process writes it.
             Nothing was changed.
     """
 
@@ -304,7 +304,7 @@ class LogFile:
                 data = data[os.write(self._file, data) :]
             os.fsync(self._file)
         except OSError as error:
-            with contextlib.suppress(OSError):  # what could be written of the line is no line
+            with contextlib.suppress(OSError):  # what could be written of the line is not a line
                 os.ftruncate(self._file, begin)
             raise LogError(f"the log {self._path} cannot be written: {error.strerror}") from error
 
@@ -359,7 +359,7 @@ def _opened(path: Path) -> int:
     if path.is_dir():
         raise LogError(f"the log {path} is a directory", hint=f'log="{path / "run.jsonl"}"')
     if path.exists() and not path.is_file():
-        raise LogError(f"the log {path} is no ordinary file", hint='log="run.jsonl"')
+        raise LogError(f"the log {path} is not an ordinary file", hint='log="run.jsonl"')
     try:
         return os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
     except FileNotFoundError as error:
@@ -398,7 +398,7 @@ def _compare(old: Mapping[str, Any], new: Mapping[str, Any], path: Path) -> None
         if key in _TOLD_ONLY or was == is_now:
             continue
         what = f"its {key} is {was!r}, and this study's is {is_now!r}"
-        if key in ("fingerprint", "symbols", "space"):
+        if key == "fingerprint":
             was, is_now = old.get("described"), new.get("described")
             what = f"its space is another one\n  {_difference(str(was), str(is_now))}"
         raise LogError(

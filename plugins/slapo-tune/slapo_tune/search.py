@@ -19,7 +19,7 @@ from slapo_tune.errors import LogError, StudyError
 from slapo_tune.log import LogFile, parse
 from slapo_tune.predictions import Prediction, Predictions, sources
 from slapo_tune.samplers.asking import margin
-from slapo_tune.space import Space, describe, table
+from slapo_tune.space import Space, describe
 from slapo_tune.study import Study
 from slapo_tune.trials import Trials, accelerator_of, output_file
 from slapo_tune.winner import Winner, best, prove, save
@@ -57,7 +57,7 @@ class Verified:
 
     Args:
         trial: as it was before.
-        right: whether the schedule computes what the untouched model does; None where that could not be found out.
+        right: whether the schedule computes what the reference model does; None where that could not be found out.
         reason: why not, or why that could not be found out.
     """
 
@@ -85,7 +85,7 @@ def sampler_of(study: Study) -> Sampler:
 
     Raises:
         UnknownNameError: none of that name is installed.
-        StudyError: it is no sampler.
+        StudyError: it is not a sampler.
     """
     chosen: Any = study.sampler
     if isinstance(chosen, str):
@@ -106,7 +106,6 @@ def header_of(study: Study, space: Space, sampler: Sampler) -> dict[str, Any]:
     return {
         "fingerprint": space.fingerprint(),
         "described": describe(space),
-        "symbols": [row.name for row in table(space)],
         **functions,
         "sampler": sampler.name,
         "seed": study.seed,
@@ -275,7 +274,7 @@ def tune(
         make_model: see :class:`slapo_tune.Study`, as of all the others.
         space: what may be chosen.
         schedule: applies the steps of a point.
-        evaluate: what is maximised.
+        evaluate: what is maximized.
         tell: called with what happens, in order; see :mod:`slapo_tune.search`.
         settings: the other arguments of :class:`slapo_tune.Study`.
 
@@ -299,7 +298,7 @@ def search(study: Study, *, resume: bool | None = None, tell: Callable[[Event], 
         StudyError, LogError, SpaceError: see :func:`tune`.
         KeyboardInterrupt: nothing runs any more, and the log is whole: called again, the search goes on.
     """
-    space = study.space if isinstance(study.space, Space) else Space(study.space)
+    space = Space.of(study.space)
     sampler = sampler_of(study)
     header = header_of(study, space, sampler)
     require_trials(Path(study.log), resume)

@@ -272,7 +272,7 @@ KEPT = 100_000
 """Nodes of the tree that are kept; where there are more, the function is run again."""
 
 COUNTED = 20_000
-"""Leaves that a fingerprint and a table look at."""
+"""Leaves that a fingerprint and a description look at."""
 
 AGAIN = 64
 """Leaves that are run again, to see whether the function is the same at every run."""
@@ -296,21 +296,6 @@ class Leaf:
     reason: str
     indices: tuple[int, ...]
     candidates: dict[str, tuple[Any, ...]]
-
-
-@dataclass(frozen=True)
-class Counts:
-    """How many points there are.
-
-    Args:
-        points: that the space allows.
-        refused: how many are refused, by reason.
-        complete: whether all of the space was looked at; if not, there are more of everything.
-    """
-
-    points: int
-    refused: Mapping[str, int]
-    complete: bool
 
 
 class Space:
@@ -383,20 +368,6 @@ class Space:
 
         leaf = self.leaf(pick)
         return is_there and not leaf.reason and leaf.point == dict(point)
-
-    def counted(self, limit: int = COUNTED) -> Counts:
-        """How many points there are, and how many are refused.
-
-        Args:
-            limit: leaves that are looked at.
-        """
-        points, refused = 0, Counter[str]()
-        for number, leaf in enumerate(self.leaves()):
-            if number == limit:
-                return Counts(points, refused, complete=False)
-            points += not leaf.reason
-            refused.update([leaf.reason] if leaf.reason else [])
-        return Counts(points, refused, complete=True)
 
     def fingerprint(self) -> str:
         """What tells this space from another: the same in every process while names, candidates and points stay.
@@ -521,76 +492,23 @@ def _did(node: tuple[str, tuple[Any, ...]] | str) -> str:
     return f"chose {name!r} from {list(values[:6])!r}"[:200]
 
 
-@dataclass(frozen=True)
-class Row:
-    """One symbol.
-
-    Args:
-        name: of the symbol.
-        candidates: all that it has anywhere, in the order in which they appear.
-        depends: whether its candidates depend on earlier choices.
-        points: of so many points it is a part.
-    """
-
-    name: str
-    candidates: tuple[Any, ...]
-    depends: bool
-    points: int
-
-    @property
-    def shown(self) -> str:
-        """The candidates, short: ``96 .. 192 (13)``."""
-        numbers = all(type(value) in (int, float) for value in self.candidates)
-        if numbers and len(self.candidates) > 4:
-            return f"{min(self.candidates)} .. {max(self.candidates)} ({len(self.candidates)})"
-        few = ", ".join(str(value) for value in self.candidates[:6])
-        return few if len(self.candidates) <= 6 else f"{few}, ... ({len(self.candidates)})"
-
-
-def table(space: Space, limit: int = COUNTED) -> list[Row]:
-    """The symbols of a space, in the order in which they are chosen first.
-
-    Args:
-        space: what is described.
-        limit: leaves that are looked at.
-    """
-    candidates: dict[str, dict[Any, Any]] = {}
-    seen: dict[str, set[tuple[Any, ...]]] = {}
-    points: dict[str, int] = {}
-
-    for leaf in islice(space.leaves(), limit):
-        for name, values in leaf.candidates.items():
-            seen.setdefault(name, set()).add(values)
-            candidates.setdefault(name, {}).update(dict.fromkeys(values))
-            points[name] = points.get(name, 0) + (not leaf.reason)
-    return [Row(name, tuple(candidates[name]), len(seen[name]) > 1, points[name]) for name in points]
-
-
 def describe(space: Space, limit: int = COUNTED) -> str:
-    """The table, and how many points there are, as text.
+    """Return how many points a space has, what each symbol is chosen from, and why points are refused, line by line.
 
     Args:
         space: what is described.
-        limit: leaves that are looked at.
+        limit: runs of the function that are looked at.
     """
-    counts, rows = space.counted(limit), table(space, limit)
-    lines = [_size(counts)]
-    width = max([6, *(len(row.name) for row in rows)])
-    wide = max([10, *(len(row.shown) for row in rows)])
-    if rows:
-        lines.append(f"{'SYMBOL':<{width}}  {'CANDIDATES':<{wide}}  NOTES")
-    for row in rows:
-        notes = ["depends on earlier choices"] if row.depends else []
-        if row.points != counts.points:
-            notes.append(f"of {row.points} points only")
-        lines.append(f"{row.name:<{width}}  {row.shown:<{wide}}  {'; '.join(notes)}".rstrip())
-    for reason, number in sorted(counts.refused.items(), key=lambda item: -item[1]):
-        lines.append(f"refused {number}: {reason}")
-    return "\n".join(lines)
-
-
-def _size(counts: Counts) -> str:
-    refused = sum(counts.refused.values())
-    if not counts.complete:
-        return f"{counts.points} points and more, {refused} refused among the first {counts.points + refused}"
-    return f"{counts.points} point{'s' * (counts.points != 1)}, {refused} refused"
+    points, refused, candidates = 0, Counter[str](), dict[str, dict[Any, None]]()
+    leaves = space.leaves()
+    for leaf in islice(leaves, limit):
+        points += not leaf.reason
+        refused.update([leaf.reason] if leaf.reason else [])
+        for name, values in leaf.candidates.items():
+            candidates.setdefault(name, {}).update(dict.fromkeys(values))
+    more = ", and more" if next(leaves, None) is not None else ""
+    lines = [f"{points} point{'s' * (points != 1)}, {refused.total()} refused{more}"]
+    for name, found in candidates.items():
+        more = f", ... ({len(found)})" if len(found) > 32 else ""
+        lines.append(f"{name}  {', '.join(map(str, islice(found, 32)))}{more}")
+    return "\n".join([*lines, *(f"refused {number}: {reason}" for reason, number in refused.most_common())])

@@ -38,8 +38,8 @@ class Study:
         make_model: gives the model; called under ``torch.device("meta")``.
         space: is given :class:`~slapo_tune.space.Symbols`; its choices are the points.
         schedule: ``schedule(sch, p)`` applies the primitives of point ``p`` to the default schedule.
-        evaluate: ``evaluate(run)`` on every rank of a trial; gives what is maximised, e.g. samples per second; of the
-            ranks' values the smallest counts. None trains on ``batch`` with ``optimizer`` by ``target``, and maximises
+        evaluate: ``evaluate(run)`` on every rank of a trial; gives what is maximized, e.g. samples per second; of the
+            ranks' values the smallest counts. None trains on ``batch`` with ``optimizer`` by ``target``, and maximizes
             samples per second of all replicas.
         world_size: ranks of a trial.
         mesh: the mesh of a point, e.g. ``lambda p: {"dp": 4 // p["tp"], "tp": p["tp"]}``; None for one rank.
@@ -59,7 +59,7 @@ class Study:
         log: one line a trial is written there; predictions, outputs and the best schedule beside it.
         timeout: seconds of a trial.
         warmup: steps of the default ``evaluate`` before those that are measured; two at least are run, in the second
-            of which the optimiser has its state.
+            of which the optimizer has its state.
         steps: those that are measured.
         trials: at most as many are started; None for as many as the sampler proposes.
         budget: seconds after which no further trial is started, those of earlier runs of the search included; None for
@@ -203,7 +203,7 @@ def load_study(path: str | os.PathLike[str], name: str = "study") -> Study:
     if not file.is_file():
         raise StudyError(f"there is no file {path}", hint="slapo tune run STUDY.py")
     if file.suffix != ".py":
-        raise StudyError(f"{path} is no Python file", hint="slapo tune run STUDY.py")
+        raise StudyError(f"{path} is not a Python file", hint="slapo tune run STUDY.py")
     module = _imported(file)
     study = getattr(module, name, None)
     if study is None:
@@ -212,7 +212,7 @@ def load_study(path: str | os.PathLike[str], name: str = "study") -> Study:
         raise StudyError(f"{path} has no {name!r} at its top level", hint=hint)
     if not isinstance(study, Study):
         raise StudyError(
-            f"{name!r} of {path} is no slapo_tune.Study (got {type(study).__name__})",
+            f"{name!r} of {path} is not a slapo_tune.Study (got {type(study).__name__})",
             hint=f"{name} = slapo_tune.Study(make_model, space, schedule, ...)",
         )
     return study

@@ -215,7 +215,7 @@ def _value_of(module: str, study: str, name: str) -> Any:
 def _argument_of_a_study(name: str, value: Any) -> _Argument | None:
     for module in list(sys.modules.values()):
         for attribute, own in list(vars(module).items()) if isinstance(module, ModuleType) else ():
-            if isinstance(own, Study) and getattr(own, name) is value:
+            if issubclass(type(own), Study) and getattr(own, name) is value:
                 return _Argument(module.__name__, attribute, name)
     return None
 

@@ -34,10 +34,10 @@ class Winner:
     Args:
         number: of its trial.
         point: what was chosen.
-        value: what was maximised.
+        value: what was maximized.
         mesh: its sizes; None for one rank.
         document: what ``sch.document()`` gave; None where a step holds what JSON cannot carry.
-        right: whether it was verified on real ranks, and computes what the untouched model does; None where that could
+        right: whether it was verified on real ranks, and computes what the reference model does; None where that could
             not be found out.
         reason: why it is not right, or that is not known; or why there is no document.
         text: the report of the verification.

@@ -93,7 +93,7 @@ def test_study_files_that_cannot_be_used_are_named_with_the_reason(
         return refusal("report", file)
 
     message(said("none_study.py", None), "no file TMP/none_study.py")
-    message(said("study.txt", "study"), "TMP/study.txt", "no Python file")
+    message(said("study.txt", "study"), "TMP/study.txt", "not a Python file")
     message(said("empty_study.py", ""), "TMP/empty_study.py", "no 'study'")
     message(said("odd_study.py", "study = 3"), "'study' of TMP/odd_study.py", "got int")
     bad = said("bad_study.py", "raise ValueError(3)\n")

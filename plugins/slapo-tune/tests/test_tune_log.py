@@ -155,7 +155,7 @@ def test_what_cannot_be_written_says_so(tmp_path: Path, monkeypatch: pytest.Monk
         (tmp_path, "is a directory"),
         (tmp_path / "no" / "run.jsonl", "there is no directory"),
         (Path("/proc/run.jsonl"), "cannot be written"),
-        (Path("/dev/null"), "is no ordinary file"),
+        (Path("/dev/null"), "is not an ordinary file"),
     ):
         with pytest.raises(LogError, match=word):
             LogFile(path, HEADER)

@@ -52,7 +52,7 @@ def test_predictions_are_compared_where_both_numbers_are_there() -> None:
     assert memory is not None
     assert time is not None
     assert (memory.count, memory.ratio, memory.lowest, memory.highest) == (4, 1.0, 0.9, 1.5)
-    assert memory.correlation == pytest.approx(0.8)  # 1000 2700 3000 4000 in another order: one swap of neighbours
+    assert memory.correlation == pytest.approx(0.8)  # 1000 2700 3000 4000 in another order: one swap of neighbors
     assert time.ratio == 0.5
     assert agreement(TRIALS[2:6], "memory") is None
 

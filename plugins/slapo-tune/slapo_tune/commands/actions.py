@@ -92,7 +92,7 @@ def read(study: Study, file: Path) -> Log:
 
     Raises:
         ArgumentError: there is none yet, or it is of another space.
-        LogError: it is damaged, or no log.
+        LogError: it is damaged, or not a log.
     """
     log = Path(study.log)
     if not log.exists():

@@ -108,7 +108,7 @@ def best(
     """Verify, apply and save the best schedule.
 
     It is verified on real ranks, unless the search has done so, and applied to the model from its document. Exits with
-    status 1 if the schedule does not agree with the untouched model, or that could not be found out.
+    status 1 if the schedule does not agree with the reference model, or that could not be found out.
     """
     from slapo_tune.commands.actions import best_of_study
 

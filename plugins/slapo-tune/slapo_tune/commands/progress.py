@@ -5,8 +5,9 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TextIO
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TextIO
 
 from slapo_core.spec.sampler import Point, Trial
 from slapo_core.spec.sizes import format_bytes
@@ -132,7 +133,7 @@ class Progress:
         from rich.text import Text
 
         best = best_trial(self._trials)
-        ended: Mapping[str, int] = _counted(self._trials)
+        ended = Counter(trial.status for trial in self._trials)
         lines = [f"{len(self._trials)} of {self._points} points  " + "  ".join(f"{k} {v}" for k, v in ended.items())]
         if best is not None:
             lines.append(f"best  {number(best.value or 0.0)} {self._unit}  {point_words(best.point)}")
@@ -146,10 +147,3 @@ class Progress:
         if left:
             lines.append(f"left  {duration(left)} at most")
         return Text("\n".join(lines), no_wrap=True, overflow="ellipsis")
-
-
-def _counted(trials: Sequence[Trial]) -> dict[str, int]:
-    found: dict[str, Any] = {}
-    for trial in trials:
-        found[trial.status] = found.get(trial.status, 0) + 1
-    return found

@@ -189,7 +189,7 @@ def drawn(ask: Asking, number: int | None = None) -> Point | None:
     return next((point for point in ask.space.points() if not ask.is_known(point) and ask.fits(point)), None)
 
 
-def neighbours(ask: Asking, point: Point) -> Iterator[Point]:
+def neighbors(ask: Asking, point: Point) -> Iterator[Point]:
     """The nearest points that fit with one symbol moved to the candidate before or after."""
     for symbol in point:
         for step in (1, -1):

@@ -96,7 +96,7 @@ LAST = (2, 1)
 
 
 class Coordinate(Sampler):
-    """Randomised coordinate descent (Nesterov, 2012), as in the paper (section 3.4), with several starts.
+    """Randomized coordinate descent (Nesterov, 2012), as in the paper (section 3.4), with several starts.
 
     Four points spread over the space are tried; from the best two of them one symbol after the other is moved to its
     next candidates, in random order, while that helps, and farther while it goes on helping. At last the best point's

@@ -12,7 +12,7 @@ import torch
 
 from slapo_core import Sampler
 from slapo_core.spec.sampler import Point, SearchSpace, Trial
-from slapo_tune.samplers.asking import FAILED, Asking, candidates_of, exactly, key, neighbours, replayed
+from slapo_tune.samplers.asking import FAILED, Asking, candidates_of, exactly, key, neighbors, replayed
 from slapo_tune.samplers.coordinate import ascend, started
 
 LINE = 3
@@ -148,7 +148,7 @@ PATIENCE = 6
 """Trials in a row that may be no better than the best one before the search ends."""
 
 POOL = 2000
-"""Points that the model is asked about; of a larger space these are drawn, and the best one's neighbours."""
+"""Points that the model is asked about; of a larger space these are drawn, and the best one's neighbors."""
 
 
 class Frontier(Sampler):
@@ -176,7 +176,7 @@ def _search(ask: Asking) -> None:
         return
     ascend(ask, starts[0], COARSE, lift=lifted)
     if _without_gain(ask) < PATIENCE and ask.best is not None:
-        point = _promising(ask, [*_pool(ask), *neighbours(ask, ask.best[0])])
+        point = _promising(ask, [*_pool(ask), *neighbors(ask, ask.best[0])])
         if point is not None:
             ask.value(point)
 
