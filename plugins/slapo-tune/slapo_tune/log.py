@@ -25,18 +25,19 @@ _HEADER = '{"slapo_tune_log":'
 
 
 def as_line(record: Mapping[str, Any]) -> bytes:
-    """One line, with its end. JSON has no NaN and no infinity: they are written as ``{"float": "nan"}``."""
+    """Encode a line, with its end. JSON has no NaN and no infinity: they are written as ``{"float": "nan"}``."""
     return json.dumps(_safe(record), separators=(",", ":"), allow_nan=False).encode() + b"\n"
 
 
 def is_start_of_header(data: bytes) -> bool:
-    """Whether these bytes are the beginning of a header, or its whole."""
+    """Return whether these bytes are the beginning of a header, or its whole."""
     header = _HEADER.encode()
     return data[: len(header)] == header[: len(data)]
 
 
 def from_line(line: bytes) -> dict[str, Any]:
-    """
+    """Decode a line.
+
     Raises:
         ValueError: it is not one JSON object.
     """
@@ -47,7 +48,7 @@ def from_line(line: bytes) -> dict[str, Any]:
 
 
 def trial_line(trial: Trial) -> dict[str, Any]:
-    """The record of a trial that has ended, or was pruned."""
+    """Return the record of a trial that has ended, or was pruned."""
     return {
         "event": "ended",
         "number": trial.number,
@@ -62,7 +63,8 @@ def trial_line(trial: Trial) -> dict[str, Any]:
 
 
 def trial_from(record: Mapping[str, Any]) -> Trial:
-    """
+    """Return the trial of a record.
+
     Raises:
         ValueError: a field is missing, or is not what a trial has there.
     """
@@ -161,7 +163,7 @@ def read_log(path: str | os.PathLike[str]) -> Log:
 
 
 def parse(data: bytes, path: Path) -> Log:
-    """What these bytes of a log say.
+    """Parse the bytes of a log.
 
     Raises:
         LogError: they are of something else, or a line but the last is damaged.
@@ -258,7 +260,6 @@ class LogFile:
         self._path = Path(path)
         header = from_line(as_line(header))  # as it is read back
         self.repaired = ""
-        is_new = not self._path.exists()
         self._file = _opened(self._path)
         try:
             self._lock()
@@ -268,7 +269,6 @@ class LogFile:
             self._repair()
             if not self.log.header:
                 self._append({"slapo_tune_log": FORMAT, **header})
-            if is_new:
                 _settle_directory(self._path.parent)
             self._append({"event": "opened", "pid": os.getpid(), "host": socket.gethostname(), "at": time.time()})
         except BaseException:
@@ -284,15 +284,15 @@ class LogFile:
         os.close(self._file)
 
     def started(self, number: int, point: Point) -> None:
-        """A trial is about to run; if nothing else is told of it, it runs again."""
+        """Write that a trial is about to run; if nothing else is told of it, it runs again."""
         self._append({"event": "started", "number": number, "point": dict(point), "at": time.time()})
 
     def ended(self, trial: Trial) -> None:
-        """A trial has ended, or was pruned."""
+        """Write that a trial has ended, or was pruned."""
         self._append(trial_line(trial))
 
     def verified(self, number: int, *, right: bool | None, reason: str = "") -> None:
-        """What the verification of a trial said, None where it could not; one that it refused is ``"wrong"`` now."""
+        """Write what the verification of a trial said, None where it could not; one that it refused is ``"wrong"``."""
         self._append({"event": "verified", "number": number, "right": right, "reason": reason, "at": time.time()})
 
     def _append(self, record: Mapping[str, Any]) -> None:
@@ -375,12 +375,9 @@ def _opened(path: Path) -> int:
 def _settle_directory(directory: Path) -> None:
     """Make the name of a new file as lasting as its contents."""
     descriptor = os.open(directory, os.O_RDONLY)
-    try:
+    with contextlib.suppress(OSError):  # a file system that does not know it for directories
         os.fsync(descriptor)
-    except OSError:  # a file system that does not know it for directories
-        pass
-    finally:
-        os.close(descriptor)
+    os.close(descriptor)
 
 
 _TOLD_ONLY = ("versions", "started", "described", "sources", "timeout")

@@ -111,14 +111,14 @@ class Plane:
             self._place(trial.point).trials.append(trial)
 
     def at(self, point: Point) -> tuple[float, float]:
-        """Where a point stands: by its numbers if they are evenly spaced, else one after the other."""
+        """Return where a point stands: by its numbers if they are evenly spaced, else one after the other."""
         return tuple(  # type: ignore[return-value]
             spots[_key(point[name]) if name in point else _MISSING][1]
             for name, spots in zip(self.symbols, self._spots, strict=True)
         )
 
     def edge(self) -> list[tuple[float, float]]:
-        """The outline of what the space allows, along its lowest places and back along its highest ones."""
+        """Return the outline of what the space allows, along its lowest places and back along its highest ones."""
         columns: dict[float, list[float]] = {}
         for (x, y), place in self.places.items():
             if place.points:
@@ -127,7 +127,7 @@ class Plane:
         return [(x, min(columns[x])) for x in ordered] + [(x, max(columns[x])) for x in reversed(ordered)]
 
     def label(self, axes: Axes) -> None:
-        """Candidates on the axes, and their names."""
+        """Write the candidates on the axes, and their names."""
         for which, (name, spots) in enumerate(zip(self.symbols, self._spots, strict=True)):
             every = 1 + len(spots) // (_LABELLED + 1)
             ticks = [(spot, text) for text, spot in spots.values()][::every]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -41,7 +42,7 @@ class Prediction:
     problem: str = ""
 
     def numbers(self) -> dict[str, float]:
-        """As a trial has it."""
+        """Return what a trial has as its prediction."""
         found = {"memory": self.memory, "time": self.time}
         return {name: value for name, value in found.items() if value is not None}
 
@@ -63,7 +64,9 @@ class Predictions:
         self._payload = payload
         self._file = file
         self._kept: dict[str, Prediction] = {}
-        self._header = {"slapo_tune_predictions": 1, "sources": sources(study), "of": _versions(), **_settings(study)}
+        versions = {name: version(name) for name in ("slapo-core", "torch")}
+        self._header = {"slapo_tune_predictions": 1, "sources": sources(study), "of": versions, "seed": study.seed}
+        self._header |= {"world_size": study.world_size, "device": study.device and str(study.device)}
         try:
             self._read()
         except OSError as error:
@@ -72,7 +75,7 @@ class Predictions:
             ) from error
 
     def of(self, point: Point) -> Prediction:
-        """What the estimate says; estimates if that is not known yet."""
+        """Return what the estimate says; estimates if that is not known yet."""
         if self._study.batch is None or not self._study.predict:
             return Prediction()
         key = _key(point)
@@ -102,8 +105,8 @@ class Predictions:
         return Prediction(estimate.memory.total, estimate.time)
 
     def _read(self) -> None:
-        """Take over what is kept; a last line that is not whole is left out."""
-        lines = self._file.read_bytes().split(b"\n")[:-1] if self._file.exists() else []
+        """Take over what is kept; a damaged line is left out."""
+        lines = self._file.read_bytes().split(b"\n") if self._file.exists() else []
         try:
             fits = bool(lines) and from_line(lines[0]) == from_line(as_line(self._header))
         except ValueError:
@@ -111,21 +114,17 @@ class Predictions:
         if not fits:
             self._file.write_bytes(as_line(self._header))
             return
-        whole = []
         for line in lines[1:]:
-            try:
+            with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):  # estimated again
                 record = from_line(line)
                 self._kept[_key(record.pop("point"))] = Prediction(**record)
-                whole.append(line)
-            except (ValueError, KeyError, TypeError, AttributeError):
-                continue  # estimated again
-        beside = self._file.with_name(f"{self._file.name}.part")
-        beside.write_bytes(b"".join(line + b"\n" for line in [lines[0], *whole]))
-        os.replace(beside, self._file)
+        if not self._file.read_bytes().endswith(b"\n"):
+            with self._file.open("ab") as file:
+                file.write(b"\n")
 
 
 def sources(study: Study) -> str:
-    """A hash of the files that the study's functions are in: it changes when they are edited."""
+    """Hash the files that the study's functions are in: it changes when they are edited."""
     digest = hashlib.sha256()
     names = {getattr(function, "__module__", None) for function in study.functions().values()}
     for name in sorted(str(name) for name in names if name is not None):
@@ -137,15 +136,6 @@ def sources(study: Study) -> str:
 
 def _key(point: Mapping[str, Any]) -> str:
     return json.dumps(encode(point))
-
-
-def _settings(study: Study) -> dict[str, Any]:
-    device = None if study.device is None else str(study.device)
-    return {"seed": study.seed, "world_size": study.world_size, "device": device}
-
-
-def _versions() -> dict[str, str]:
-    return {name: version(name) for name in ("slapo-core", "torch")}
 
 
 def _call(payload: bytes, name: str, *arguments: Any) -> Any:

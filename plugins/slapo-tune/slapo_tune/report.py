@@ -18,22 +18,22 @@ STARTED = ("ok", "oom", "timeout", "crash", "wrong")
 
 
 def number(value: float) -> str:
-    """Four significant digits: ``"312.4"``, ``"0.01234"``, ``"1.234e+07"``."""
+    """Format a number with four significant digits: ``"312.4"``, ``"0.01234"``, ``"1.234e+07"``."""
     return f"{value:.4g}" if abs(value) < 1e4 or abs(value) >= 1e7 else f"{value:,.0f}"
 
 
 def choice(value: Any) -> str:
-    """A candidate, e.g. ``0.5``, ``flash``, ``(1, 2)``."""
+    """Format a candidate, e.g. ``0.5``, ``flash``, ``(1, 2)``."""
     return value if isinstance(value, str) else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def point_words(point: Mapping[str, Any]) -> str:
-    """A point on one line: ``batch=32 checkpoint=0.5 tp=1``."""
+    """Format a point on one line: ``batch=32 checkpoint=0.5 tp=1``."""
     return " ".join(f"{name}={choice(value)}" for name, value in point.items())
 
 
 def duration(seconds: float) -> str:
-    """``"8 s"``, ``"3 min 20 s"``, ``"2 h 5 min"``; under ten seconds with a digit behind the point."""
+    """Format a duration: ``"8 s"``, ``"3 min 20 s"``, ``"2 h 5 min"``."""
     if seconds < 10:
         return f"{seconds:.1f} s"
     whole = round(seconds)
@@ -45,12 +45,12 @@ def duration(seconds: float) -> str:
 
 
 def same_point(point: Mapping[str, Any]) -> str:
-    """What two equal points have in common whether or not one was read back from JSON (tuples become lists there)."""
+    """Return a key that equal points share, whether or not one was read back from JSON (tuples become lists there)."""
     return json.dumps(dict(point), sort_keys=True)
 
 
 def aligned(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Plain lines, one a row, the headings first.
+    """Return plain lines, one a row, the headings first.
 
     Args:
         columns: the headings.
@@ -125,18 +125,18 @@ class Step:
 
 
 def best_trial(trials: Sequence[Trial]) -> Trial | None:
-    """The one with the largest value, the first of equals; None if none was ``"ok"``."""
+    """Return the trial with the largest value, the first of equals; None if none was ``"ok"``."""
     fine = [trial for trial in trials if trial.status == "ok" and trial.value is not None]
     return max(fine, key=lambda trial: trial.value or 0.0) if fine else None
 
 
 def counts(trials: Sequence[Trial]) -> dict[str, int]:
-    """How many trials ended how; all of :data:`~slapo_core.spec.sampler.STATUSES`, in their order."""
+    """Count how trials ended; all of :data:`~slapo_core.spec.sampler.STATUSES`, in their order."""
     return {status: sum(trial.status == status for trial in trials) for status in STATUSES}
 
 
 def reasons(trials: Sequence[Trial], refused: Sequence[tuple[Point, str]] = ()) -> tuple[Reason, ...]:
-    """Why points were not tried, or did not end well: by status in their order, most frequent first.
+    """Group why points were not tried, or did not end well: by status in their order, most frequent first.
 
     Args:
         trials: of the search.
@@ -152,7 +152,7 @@ def reasons(trials: Sequence[Trial], refused: Sequence[tuple[Point, str]] = ()) 
 
 
 def course(trials: Sequence[Trial]) -> tuple[Step, ...]:
-    """The search, trial by trial that was started."""
+    """Return the search, trial by trial that was started."""
     steps: list[Step] = []
     seconds, best = 0.0, None
     for trial in trials:
@@ -189,12 +189,12 @@ class Effect:
 
 
 def symbols(points: Sequence[Point]) -> tuple[str, ...]:
-    """The names, in the order in which they are first chosen; not every point needs to have all of them."""
+    """Return the names, in the order in which they are first chosen; not every point needs to have all of them."""
     return tuple(dict.fromkeys(name for point in points for name in point))
 
 
 def candidates(points: Sequence[Point], symbol: str) -> tuple[Any, ...]:
-    """What is chosen for a symbol anywhere: numbers from small to large, all else in the order of the space."""
+    """Return what is chosen for a symbol anywhere: numbers from small to large, all else in the order of the space."""
     found: dict[str, Any] = {}
     for point in points:
         if symbol in point:
@@ -205,7 +205,7 @@ def candidates(points: Sequence[Point], symbol: str) -> tuple[Any, ...]:
 
 
 def effects(points: Sequence[Point], trials: Sequence[Trial]) -> tuple[Effect, ...]:
-    """For every candidate of every symbol that has several: how often it was tried, and the best that came of it.
+    """Return how often each candidate of a symbol that has several was tried, and the best that came of it.
 
     Args:
         points: of the space.
@@ -254,7 +254,7 @@ class Agreement:
 
 
 def pairs(trials: Sequence[Trial], what: str) -> list[tuple[float, float]]:
-    """Predicted and measured, of every trial that has both.
+    """Return predicted and measured, of every trial that has both.
 
     Args:
         trials: of the search.
@@ -268,7 +268,7 @@ def pairs(trials: Sequence[Trial], what: str) -> list[tuple[float, float]]:
 
 
 def agreement(trials: Sequence[Trial], what: str) -> Agreement | None:
-    """How well a prediction holds; None where no trial has both numbers.
+    """Compare a prediction; None where no trial has both numbers.
 
     Args:
         trials: of the search.
@@ -283,7 +283,7 @@ def agreement(trials: Sequence[Trial], what: str) -> Agreement | None:
 
 
 def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float | None:
-    """Spearman's: 1 where both put everything in the same order, -1 in the opposite one; equals share their rank.
+    """Return Spearman's rank correlation; equals share their rank.
 
     Args:
         first: numbers.
@@ -369,7 +369,7 @@ class Report:
         }
 
     def summary(self) -> str:
-        """Two lines: how much was tried, and the best."""
+        """Return two lines: how much was tried, and the best."""
         started = len(self.course)
         lines = [
             f"{self.points} points ({self.refused} more refused by the space); {started} started, "
@@ -417,7 +417,7 @@ def report(
     refused: Sequence[tuple[Point, str]] = (),
     unit: str = "samples/s",
 ) -> Report:
-    """What is to be said of a search.
+    """Summarize a search.
 
     Args:
         points: that the space allows.
@@ -446,7 +446,7 @@ _TRIAL_COLUMNS = ("TRIAL", "VALUE", "STEP", "MEMORY", "PREDICTED", "POINT")
 
 
 def trial_row(trial: Trial, unit: str) -> tuple[str, ...]:
-    """A trial, for :data:`_TRIAL_COLUMNS`."""
+    """Format a trial, for :data:`_TRIAL_COLUMNS`."""
     time, memory = trial.measured.get("time"), trial.measured.get("memory")
     predicted = trial.predicted.get("memory")
     return (

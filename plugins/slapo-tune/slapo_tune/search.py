@@ -81,7 +81,7 @@ Event = Started | Finished | Verified | Note
 
 
 def sampler_of(study: Study) -> Sampler:
-    """The sampler that a study names.
+    """Return the sampler that a study names.
 
     Raises:
         UnknownNameError: none of that name is installed.
@@ -101,7 +101,7 @@ def sampler_of(study: Study) -> Sampler:
 
 
 def header_of(study: Study, space: Space, sampler: Sampler) -> dict[str, Any]:
-    """What the log is of: a search with another one is another search."""
+    """Return what the log is of: a search with another one is another search."""
     functions = {name: _named(function) for name, function in study.functions().items() if callable(function)}
     return {
         "fingerprint": space.fingerprint(),
@@ -255,7 +255,7 @@ class Result:
 
     @property
     def best(self) -> Trial | None:
-        """The one with the largest value; None if no trial was ``"ok"``."""
+        """Return the trial with the largest value; None if no trial was ``"ok"``."""
         return _best(self.trials)
 
 

@@ -20,22 +20,22 @@ LARGEST = 100_000
 
 
 def encode(point: Mapping[str, Any]) -> dict[str, Any]:
-    """A point as JSON has it: tuples are lists."""
+    """Return a point as JSON has it: tuples are lists."""
     return {name: _listed(value) for name, value in point.items()}
 
 
 def decode(data: Mapping[str, Any]) -> dict[str, Any]:
-    """The point that :func:`encode` was given, read from JSON: lists are tuples, everything else is what it was."""
+    """Return the point that :func:`encode` was given, read from JSON: lists are tuples."""
     return {name: _tupled(value) for name, value in data.items()}
 
 
 def shown(point: Mapping[str, Any]) -> str:
-    """A point in a message: ``batch=96, checkpoint=0.5``."""
+    """Format a point for a message: ``batch=96, checkpoint=0.5``."""
     return ", ".join(f"{name}={value!r}" for name, value in point.items()) or "nothing"
 
 
 def plain_candidates(name: str, candidates: Iterable[Any]) -> tuple[Any, ...]:
-    """The candidates of a symbol, held to what a space can be made of.
+    """Hold the candidates of a symbol to what a space can be made of.
 
     Raises:
         SpaceError: with the call to write instead.
@@ -105,7 +105,7 @@ def _tupled(value: Any) -> Any:
 
 
 def canonical(path: Iterable[tuple[str, Any]]) -> str:
-    """Choices in order, as one line of JSON that is the same in every process."""
+    """Encode choices in order, as one line of JSON that is the same in every process."""
     return json.dumps([[name, _listed(value)] for name, value in path], separators=(",", ":"), allow_nan=False)
 
 
@@ -121,7 +121,7 @@ class Symbols(Protocol):
     """
 
     def choose(self, name: str, candidates: Iterable[Any]) -> Any:
-        """One of the candidates.
+        """Choose one of the candidates.
 
         Args:
             name: of the symbol; chosen again in the same run, it gives the same value.
@@ -250,7 +250,7 @@ class Replay:
 
 
 def picked(pick: Callable[[str, tuple[Any, ...]], int], name: str, candidates: tuple[Any, ...]) -> int:
-    """The index that ``pick`` gives.
+    """Return the index that ``pick`` gives.
 
     Raises:
         SpaceError: there is no such candidate.
@@ -321,11 +321,11 @@ class Space:
 
     @classmethod
     def of(cls, function: Callable[[Any], Any] | Space) -> Space:
-        """The space of a function; a space is its own."""
+        """Return the space of a function; a space is its own."""
         return function if isinstance(function, Space) else cls(function)
 
     def points(self) -> Iterator[dict[str, Any]]:
-        """Every point, in the order of the candidates, one after the other.
+        """Yield every point, in the order of the candidates, one after the other.
 
         Raises:
             SpaceError: there is none; with the reasons.
@@ -339,11 +339,11 @@ class Space:
             self._raise_empty()
 
     def refused(self) -> Iterator[tuple[dict[str, Any], str]]:
-        """Choices that ``require`` refused, or that leave a symbol without candidates, and why."""
+        """Yield choices that ``require`` refused, or that leave a symbol without candidates; and why."""
         return ((dict(leaf.point), leaf.reason) for leaf in self.leaves() if leaf.reason)
 
     def draw(self, pick: Callable[[str, tuple[Any, ...]], int]) -> dict[str, Any] | None:
-        """One point, chosen symbol by symbol.
+        """Return one point, chosen symbol by symbol.
 
         Args:
             pick: gives the index of a candidate, of the symbol's name and candidates.
@@ -370,7 +370,7 @@ class Space:
         return is_there and not leaf.reason and leaf.point == dict(point)
 
     def fingerprint(self) -> str:
-        """What tells this space from another: the same in every process while names, candidates and points stay.
+        """Return what tells this space from another: the same in every process while names, candidates and points stay.
 
         Of a space with more than 20,000 leaves these are looked at, and 256 of the rest.
 
@@ -389,7 +389,7 @@ class Space:
         return digest.hexdigest()
 
     def leaves(self) -> Iterator[Leaf]:
-        """The end of every run, the refused ones too, in the order of the candidates."""
+        """Yield the end of every run, the refused ones too, in the order of the candidates."""
         prefix: tuple[int, ...] | None = ()
         while prefix is not None:
             leaf = self.leaf(_first_after(prefix))
@@ -397,7 +397,7 @@ class Space:
             prefix = _next(leaf)
 
     def leaf(self, pick: Callable[[str, tuple[Any, ...]], int]) -> Leaf:
-        """One run, from what is known of the tree as far as that goes.
+        """Run once, from what is known of the tree as far as that goes.
 
         Raises:
             SpaceError: see `Replay`; the function did something else than before.

@@ -142,16 +142,16 @@ class Study:
 
     @property
     def memory_limit(self) -> int | None:
-        """``memory`` in bytes."""
+        """Return ``memory`` in bytes."""
         return None if self.memory is None else parse_bytes(self.memory)
 
     @property
     def process_memory_limit(self) -> int | None:
-        """``process_memory`` in bytes."""
+        """Return ``process_memory`` in bytes."""
         return None if self.process_memory is None else parse_bytes(self.process_memory, name="process_memory")
 
     def mesh_of(self, point: Point) -> dict[str, int] | None:
-        """The mesh of a point; None for one rank without a mesh.
+        """Return the mesh of a point; None for one rank without a mesh.
 
         Raises:
             StudyError: its size is another one than ``world_size``.
@@ -170,7 +170,7 @@ class Study:
         return dict(mesh)
 
     def functions(self) -> dict[str, Any]:
-        """What trials are sent, by the argument's name."""
+        """Return what trials are sent, by the argument's name."""
         own = {item.name: getattr(self, item.name) for item in fields(self)}
         return {name: own[name] for name in SENT}
 
@@ -189,7 +189,7 @@ def _check(fits: bool, name: str, required: str, got: object, hint: str | None =
 
 
 def load_study(path: str | os.PathLike[str], name: str = "study") -> Study:
-    """The study that a Python file has at its top level; the file is imported.
+    """Load the study that a Python file has at its top level; the file is imported.
 
     Args:
         path: of the file. In a package, i.e. beside an ``__init__.py``, it is imported as a part of it; elsewhere its

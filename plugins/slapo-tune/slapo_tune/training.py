@@ -157,7 +157,7 @@ class MemoryMeter:
 
     @contextlib.contextmanager
     def measuring(self) -> Iterator[None]:
-        """Everything that is held has to be made inside of this, and the steps be run."""
+        """Measure: everything that is held has to be made inside of this, and the steps be run."""
         if self._is_cuda:
             yield
             self.peak = torch.cuda.max_memory_allocated()
@@ -168,7 +168,7 @@ class MemoryMeter:
 
     @contextlib.contextmanager
     def steps(self) -> Iterator[None]:
-        """The steps: what making the model took for a while does not count."""
+        """Mark the steps: what making the model took for a while does not count."""
         if self._is_cuda:
             torch.cuda.reset_peak_memory_stats()
             yield

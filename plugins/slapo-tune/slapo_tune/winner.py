@@ -125,7 +125,7 @@ def prove(study: Study, trial: Trial, *, trials: Trials | None = None) -> Winner
 
 
 def apply(study: Study, trial: Trial, *, rank: int = 0) -> slapo.Schedule:
-    """The schedule of a trial in this process, with a mesh that is only declared; the model is on the meta device.
+    """Make the schedule of a trial in this process, with a mesh that is only declared; the model is on the meta device.
 
     Args:
         study: that the trial is of.
@@ -141,7 +141,7 @@ def apply(study: Study, trial: Trial, *, rank: int = 0) -> slapo.Schedule:
 
 
 def best_file(log: str | os.PathLike[str]) -> Path:
-    """Where the best schedule of a search is: ``run.best.json`` beside ``run.jsonl``."""
+    """Return where the best schedule of a search is: ``run.best.json`` beside ``run.jsonl``."""
     return Path(log).with_suffix(".best.json")
 
 
@@ -149,17 +149,22 @@ def save(winner: Winner, log: str | os.PathLike[str]) -> Path:
     """Keep the best schedule beside the log; another one is replaced as a whole."""
     path = best_file(log)
     data = {"slapo_tune_best": _FORMAT, "saved": time.time(), **vars(winner), "point": encode(winner.point)}
-    beside = path.with_name(f"{path.name}.part")
-    with beside.open("w") as file:
-        json.dump(data, file, indent=2)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(beside, path)
+    replace_file(path, data)
     return path
 
 
+def replace_file(path: Path, data: Mapping[str, Any]) -> None:
+    """Write JSON so that a reader, or who comes after a kill, sees the old file or the new one."""
+    beside = path.with_name(f"{path.name}.part")
+    with beside.open("w", encoding="utf-8") as file:
+        file.write(json.dumps(data, indent=2) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(beside, path)
+
+
 def best(log: str | os.PathLike[str]) -> Winner:
-    """The best schedule of a search that has ended.
+    """Read the best schedule of a search that has ended.
 
     Args:
         log: of the search, e.g. ``"run.jsonl"``, or the file beside it, ``"run.best.json"``.

@@ -14,10 +14,11 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from slapo_core import SlapoError
-from slapo_tune.commands.actions import load, space_of
+from slapo_tune.commands.actions import load
 from slapo_tune.commands.command import TuneCommands
 from slapo_tune.log import LogFile
 from slapo_tune.search import Finished
+from slapo_tune.space import Space
 from tests.messages import Messages
 
 from .searched import POINTS, TRIALS
@@ -67,7 +68,7 @@ def study(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def searched(study: Path) -> Path:
-    with LogFile(study.parent / "run.jsonl", {"fingerprint": space_of(load(study)).fingerprint()}) as log:
+    with LogFile(study.parent / "run.jsonl", {"fingerprint": Space.of(load(study).space).fingerprint()}) as log:
         for trial in TRIALS:
             log.ended(trial)
     return study

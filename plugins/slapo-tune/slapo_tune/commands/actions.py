@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
@@ -40,11 +39,11 @@ from slapo_tune.search import Result, search
 from slapo_tune.space import Space
 from slapo_tune.study import Study, load_study
 from slapo_tune.trials import output_file
-from slapo_tune.winner import Winner, apply, best, prove
+from slapo_tune.winner import Winner, apply, best, prove, replace_file
 
 
 def load(file: Path, *, log: Path | None = None, trials: int | None = None, sampler: str | None = None) -> Study:
-    """The study of a file.
+    """Load the study of a file, with what the command line changes.
 
     Args:
         file: Python, with a :class:`slapo_tune.Study` named ``study`` at its top level.
@@ -69,22 +68,17 @@ def print_json(value: object) -> None:
 
 
 def unit_of(study: Study) -> str:
-    """Of the value: the default ``evaluate`` gives samples per second, the user's own whatever it gives."""
+    """Return the unit of the value: samples per second, of the default ``evaluate``."""
     return "samples/s" if study.evaluate is None else "(value)"
 
 
-def space_of(study: Study) -> Space:
-    """The study's own, or that of its function."""
-    return study.space if isinstance(study.space, Space) else Space(study.space)
-
-
 def some(points: Iterable[Any]) -> list[Any]:
-    """The first ones of a space, which may have any number."""
+    """Return the first points of a space, which may have any number."""
     return list(islice(points, _MANY))
 
 
 def read(study: Study, file: Path) -> Log:
-    """The study's log.
+    """Read the study's log.
 
     Args:
         study: that has it.
@@ -98,7 +92,7 @@ def read(study: Study, file: Path) -> Log:
     if not log.exists():
         raise ArgumentError(f"there is no log {log} yet (in {Path.cwd()})", hint=f"slapo tune run {file}")
     found = read_log(log)
-    if found.header.get("fingerprint") != space_of(study).fingerprint():
+    if found.header.get("fingerprint") != Space.of(study.space).fingerprint():
         raise ArgumentError(
             f"{log} is the log of another space than {file} has now", hint="--log, or the study as it was then"
         )
@@ -106,7 +100,7 @@ def read(study: Study, file: Path) -> Log:
 
 
 def trial_of(trials: Iterable[Trial], number: int) -> Trial:
-    """The trial of that number.
+    """Return the trial of that number.
 
     Raises:
         ArgumentError: there is none.
@@ -141,7 +135,7 @@ def run_study(
     past = _past(study, file, again, resume=resume)
     with contextlib.suppress(OSError):  # the search says that the log cannot be written
         Path(study.log).parent.mkdir(parents=True, exist_ok=True)
-    space = space_of(study)
+    space = Space.of(study.space)
     points = some(space.points())
     unit = unit_of(study)
     progress = Progress(unit=unit, points=len(points), limit=study.trials, timeout=study.timeout, trials=past)
@@ -221,7 +215,7 @@ def report_study(file: Path, *, log: Path | None, plot: Path | None, axes: str |
     chosen = _axes(axes)
     study = load(file, log=log)
     trials = read(study, file).trials
-    space = space_of(study)
+    space = Space.of(study.space)
     points, unit = some(space.points()), unit_of(study)
     found = report(points, trials, refused=some(space.refused()), unit=unit)
     if plot is not None:
@@ -299,7 +293,7 @@ def _amount(name: str, value: float | None) -> str:
 
 
 def _show_space(study: Study, *, as_json: bool) -> None:
-    space = space_of(study)
+    space = Space.of(study.space)
     points, refused = some(space.points()), some(space.refused())
     names = symbols([*points, *(point for point, _ in refused)])
     why = reasons((), refused)
@@ -401,15 +395,12 @@ def _print_winner(winner: Winner, unit: str, schedule: Schedule, wrote: Path | N
 
 
 def _write(winner: Winner, out: Path) -> Path:
-    """By rename: a reader sees the old document or the new one."""
     if winner.document is None:
         raise ArgumentError(f"the schedule of trial {winner.number} cannot be kept: {winner.reason}")
     tuned: dict[str, Any] = {"point": dict(winner.point), "value": winner.value, "versions": dict(winner.versions)}
-    part = out.with_name(f".{out.name}.{os.getpid()}")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(json.dumps({**winner.document, "tuned": tuned}, indent=2) + "\n", encoding="utf-8")
-        part.replace(out)
+        replace_file(out, {**winner.document, "tuned": tuned})
     except OSError as error:
         raise ArgumentError(f"the schedule cannot be written: {error}", hint="--out schedule.json") from error
     return out

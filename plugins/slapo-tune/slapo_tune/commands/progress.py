@@ -70,7 +70,7 @@ class Progress:
             self._live.stop()
 
     def tell(self, event: Event) -> None:
-        """What the search tells."""
+        """Show an event of the search."""
         if isinstance(event, Started):
             self.started(event.number, event.point)
         elif isinstance(event, Finished):
@@ -82,11 +82,11 @@ class Progress:
             self._print(f"note: {event.text}")
 
     def started(self, number: int, point: Point) -> None:
-        """A trial begins."""
+        """Show that a trial begins."""
         self._running = (number, point, self._clock())
 
     def finished(self, trial: Trial) -> None:
-        """A trial has ended, or was pruned."""
+        """Show that a trial has ended, or was pruned."""
         before = best_trial(self._trials)
         self._trials.append(trial)
         self._running = None
@@ -94,7 +94,7 @@ class Progress:
         self._print(self._line(trial, is_best=is_best))
 
     def left(self) -> float | None:
-        """Seconds that the search takes at most from now on, if trials go on as they did; None while none has run."""
+        """Return the seconds that the search takes at most, if trials go on as they did; None while none has run."""
         ran = [trial.seconds for trial in self._trials if trial.status in STARTED]
         if not ran:
             return None

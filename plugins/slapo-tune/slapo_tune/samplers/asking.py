@@ -20,7 +20,7 @@ Key = frozenset[tuple[str, object]]
 
 
 def key(point: Point) -> Key:
-    """What tells points apart."""
+    """Return what tells points apart."""
     return frozenset(point.items())
 
 
@@ -76,7 +76,7 @@ class Asking:
         self._margin = 1.0
 
     def value(self, point: Point) -> float:
-        """What a trial of the point gave; `FAILED` if it gave nothing. Ends the program if there is no trial yet."""
+        """Return what a trial of the point gave; `FAILED` if nothing. Ends the program if there is no trial yet."""
         trial = self._history.get(key(point))
         if trial is None:
             raise _Unknown(point)
@@ -89,11 +89,11 @@ class Asking:
         return value
 
     def points(self) -> list[tuple[Point, float]]:
-        """What was asked for, in that order, with its value."""
+        """Return what was asked for, in that order, with its value."""
         return [(self._history[each].point, value) for each, value in self.asked.items()]
 
     def others(self) -> list[Trial]:
-        """Trials that were not asked for, oldest first."""
+        """Return trials that were not asked for, oldest first."""
         return [trial for each, trial in self._history.items() if each not in self.asked]
 
     def is_known(self, point: Point) -> bool:
@@ -117,7 +117,7 @@ class Asking:
 def replayed(
     program: Callable[[Asking], None], space: SearchSpace, history: Sequence[Trial], seed: int
 ) -> Point | None:
-    """The first point that the program asks for and the history does not have; None if it ends without one."""
+    """Return the first point that the program asks for and the history does not have; None if it ends without one."""
     try:
         program(Asking(space, history, seed))
     except _Unknown as unknown:
@@ -139,7 +139,7 @@ DRAWS = 40
 
 
 def candidates_of(space: SearchSpace, point: Point) -> dict[str, tuple[Any, ...]]:
-    """What each symbol of a point was chosen from; nothing of what is no point of the space."""
+    """Return what each symbol of a point was chosen from; nothing where the space does not have the point."""
     found: dict[str, tuple[Any, ...]] = {}
     is_there = True
 
@@ -153,22 +153,12 @@ def candidates_of(space: SearchSpace, point: Point) -> dict[str, tuple[Any, ...]
 
 
 def exactly(space: SearchSpace, wanted: Mapping[str, Any]) -> Point | None:
-    """The point with these values; None if the space has none."""
-    is_there = True
-
-    def pick(name: str, candidates: tuple[Any, ...]) -> int:
-        nonlocal is_there
-        if name in wanted and wanted[name] in candidates:
-            return candidates.index(wanted[name])
-        is_there = False
-        return 0
-
-    point = space.draw(pick)
-    return point if is_there and point == dict(wanted) else None
+    """Return the point with these values; None if the space has none."""
+    return dict(wanted) if candidates_of(space, wanted) else None
 
 
 def drawn(ask: Asking, number: int | None = None) -> Point | None:
-    """A point that fits and was not asked for, at random; None if there is none.
+    """Draw a point that fits and was not asked for, at random; None if there is none.
 
     Args:
         ask: of the search.
@@ -190,7 +180,7 @@ def drawn(ask: Asking, number: int | None = None) -> Point | None:
 
 
 def neighbors(ask: Asking, point: Point) -> Iterator[Point]:
-    """The nearest points that fit with one symbol moved to the candidate before or after."""
+    """Yield the nearest points that fit with one symbol moved to the candidate before or after."""
     for symbol in point:
         for step in (1, -1):
             other = moved(ask, point, symbol, step)
@@ -199,7 +189,7 @@ def neighbors(ask: Asking, point: Point) -> Iterator[Point]:
 
 
 def moved(ask: Asking, point: Point, symbol: str, step: int) -> Point | None:
-    """The nearest point that fits with ``symbol`` moved along its candidates.
+    """Return the nearest point that fits with ``symbol`` moved along its candidates.
 
     The other symbols keep their values where they can; where their candidates changed, or the point is refused or does
     not fit, as few of them as possible take a near candidate instead. So a move along the edge of a polygon, or of
@@ -224,7 +214,7 @@ def moved(ask: Asking, point: Point, symbol: str, step: int) -> Point | None:
 
 
 def nearest(ask: Asking, wanted: Mapping[str, Any], fixed: str) -> Iterator[Point]:
-    """Points that fit, by how much they differ from what is wanted; ``fixed`` has the value that is wanted.
+    """Yield points that fit, by how much they differ from what is wanted; ``fixed`` has the value that is wanted.
 
     Args:
         ask: of the search.

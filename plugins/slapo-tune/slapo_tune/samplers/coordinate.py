@@ -12,7 +12,7 @@ Lift = Callable[[Asking, Point], Point]
 
 
 def as_it_is(ask: Asking, point: Point) -> Point:
-    """The lift that changes nothing."""
+    """Return the point as it is."""
     return point
 
 

@@ -20,7 +20,7 @@ LINE = 3
 
 
 def lifted(ask: Asking, point: Point) -> Point:
-    """The point that fits with the most memory, among those that differ in one symbol alone.
+    """Return the point that fits with the most memory, among those that differ in one symbol alone.
 
     The symbol is the last one of a point along which the predicted memory rises or falls all the way: candidates that
     are made from earlier choices, such as the checkpoint ratios of a batch size, are chosen after them.
@@ -68,7 +68,7 @@ Places = Mapping[str, Mapping[Any, float | None]]
 
 
 def places(points: Sequence[Point]) -> Places:
-    """Where each value lies between the first and the last one of its symbol, from 0 to 1; None for names."""
+    """Return where each value lies between the first and the last one of its symbol, from 0 to 1; None for names."""
     values: dict[str, dict[Any, None]] = {}
     for point in points:
         for name, value in point.items():
@@ -106,7 +106,7 @@ class Model:
         self._weights = torch.cholesky_solve(scaled, self._lower)
 
     def promise(self, point: Point) -> float:
-        """By how much a point is expected to be better than the best one (expected improvement)."""
+        """Return by how much a point is expected to be better than the best one (expected improvement)."""
         mean, deviation = self._expected(point)
         if deviation <= 0.0:
             return 0.0
