@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -18,6 +18,7 @@ from slapo_core.spec.sizes import format_bytes
 from slapo_tune.errors import LogError, StudyError
 from slapo_tune.log import LogFile, parse
 from slapo_tune.predictions import Prediction, Predictions, sources
+from slapo_tune.report import best_trial
 from slapo_tune.samplers.asking import margin
 from slapo_tune.space import Space, describe
 from slapo_tune.study import Study
@@ -149,89 +150,22 @@ def require_trials(log: Path, resume: bool | None) -> None:
 _PATIENCE = 120.0  # seconds at least for making a schedule, however short trials are
 
 
-class View:
-    """The space as a sampler sees it.
+@dataclass(frozen=True)
+class _View:
+    """The space as a sampler sees it."""
 
-    Args:
-        space: of the study.
-        predictions: of its points.
-        memory: the limit of a rank in bytes.
-    """
-
-    def __init__(self, space: Space, predictions: Predictions, memory: int | None) -> None:
-        self._space = space
-        self._predictions = predictions
-        self._memory = memory
-
-    @property
-    def memory(self) -> int | None:
-        return self._memory
+    space: Space
+    predictions: Predictions
+    memory: int | None
 
     def points(self) -> Iterable[Point]:
-        return self._space.points()
+        return self.space.points()
 
     def draw(self, pick: Callable[[str, tuple[object, ...]], int]) -> Point | None:
-        return self._space.draw(pick)
+        return self.space.draw(pick)
 
     def predicted_memory(self, point: Point) -> int | None:
-        return self._predictions.of(point).memory
-
-
-class Pruning:
-    """Decides before a trial is started.
-
-    Args:
-        study: whose points.
-        trials: runs the schedule of a point, on one process without tensors.
-        predictions: of the points.
-        output: where that process prints to.
-    """
-
-    def __init__(self, study: Study, trials: Trials, predictions: Predictions, output: Path) -> None:
-        self._study = study
-        self._trials = trials
-        self._predictions = predictions
-        self._output = output
-
-    def __call__(self, point: Point, history: Sequence[Trial]) -> tuple[str, str, Prediction]:
-        """Status and reason of a point that is not started, both empty for one that is; and what is predicted.
-
-        Args:
-            point: what was proposed.
-            history: the trials so far.
-
-        Raises:
-            StudyError: the study cannot be run at any point.
-        """
-        refusal = self._refusal(point)
-        if refusal is not None:
-            return *refusal, Prediction()
-        prediction = self._predictions.of(point)
-        memory = self._study.memory_limit
-        if memory is None or prediction.memory is None:
-            return "", "", prediction
-        factor = margin(history, memory)
-        if prediction.memory * factor <= memory:
-            return "", "", prediction
-        learned = f", times {factor:.3g} by what was measured so far," if factor != 1.0 else ""
-        return "over_memory", f"{format_bytes(prediction.memory)}{learned} of {format_bytes(memory)}", prediction
-
-    def _refusal(self, point: Point) -> tuple[str, str] | None:
-        try:
-            mesh = self._study.mesh_of(point)
-        except Exception as error:  # noqa: BLE001 - the user's function: the point is refused, and the reason shown
-            return "refused", f"mesh: {type(error).__name__}: {error}"
-        timeout = max(_PATIENCE, self._study.timeout)
-        outcome = self._trials.run("check", point, mesh, output=self._output, timeout=timeout)
-        if outcome.status in ("crash", "oom"):  # once more: its process may have been killed for no fault of the point
-            outcome = self._trials.run("check", point, mesh, output=self._output, timeout=timeout)
-        if outcome.phase == "model" and outcome.status == "refused":
-            raise StudyError(f"make_model, which is the same at every point, raises\n  {outcome.reason}")
-        if outcome.status == "ok":
-            return None
-        if outcome.status == "refused":
-            return "refused", outcome.reason
-        return outcome.status, f"while its schedule was made, before it was started: {outcome.reason}"
+        return self.predictions.of(point).memory
 
 
 @dataclass(frozen=True)
@@ -256,7 +190,7 @@ class Result:
     @property
     def best(self) -> Trial | None:
         """Return the trial with the largest value; None if no trial was ``"ok"``."""
-        return _best(self.trials)
+        return best_trial(self.trials)
 
 
 def tune(
@@ -311,7 +245,8 @@ def search(study: Study, *, resume: bool | None = None, tell: Callable[[Event], 
                     Note(f"the {what} changed since the log {study.log} was begun: its trials may differ from new ones")
                 )
         try:
-            return _Search(study, space, sampler, log, trials, tell).run()
+            predictions = Predictions(study, trials.payload, Path(study.log).with_suffix(".predictions.jsonl"))
+            return _Search(study, space, sampler, log, trials, predictions, tell).run()
         except KeyboardInterrupt:
             tell(Note(f"interrupted; the log {study.log} is whole, and the same search goes on where it was"))
             raise
@@ -324,6 +259,7 @@ class _Search:
     sampler: Sampler
     log: LogFile
     trials: Trials
+    predictions: Predictions
     tell: Callable[[Event], None]
     history: list[Trial] = field(default_factory=list)
 
@@ -336,22 +272,18 @@ class _Search:
         if self.log.log.running is not None:
             number, point = self.log.log.running
             self.tell(Note(f"trial {number} was running when the search ended, and runs again: {dict(point)}"))
-        predictions = Predictions(
-            self.study, self.trials.payload, Path(self.study.log).with_suffix(".predictions.jsonl")
-        )
-        view = View(self.space, predictions, self.study.memory_limit)
-        checks = output_file(self.study.log, 0).with_name("checks.txt")
+        outputs = output_file(self.study.log, 0).parent
         try:
-            checks.parent.mkdir(exist_ok=True)
+            outputs.mkdir(exist_ok=True)
         except OSError as error:
-            raise LogError(f"what trials print cannot be kept in {checks.parent}: {error.strerror}") from error
-        prune = Pruning(self.study, self.trials, predictions, checks)
+            raise LogError(f"what trials print cannot be kept in {outputs}: {error.strerror}") from error
+        view = _View(self.space, self.predictions, self.study.memory_limit)
         while not (ended := self._is_over(spent + time.monotonic() - before)):
             proposed = self.sampler.suggest(view, tuple(self.history), self.study.seed)
             if proposed is None:
                 ended = "space"
                 break
-            self._try(proposed, prune)
+            self._try(proposed)
         winner = self._winner()
         return Result(tuple(self.history), winner, ended)
 
@@ -363,14 +295,17 @@ class _Search:
             return "budget"
         return ""
 
-    def _try(self, point: Point, prune: Pruning) -> None:
+    def _try(self, point: Point) -> None:
         proposal = f"the sampler {self.sampler.name!r} proposes {dict(point)}"
         if any(trial.point == point for trial in self.history):
             raise StudyError(f"{proposal}, which the history has: this is a fault of the sampler")
         if point not in self.space:
             raise StudyError(f"{proposal}, which the space does not have: this is a fault of the sampler")
         number, before = len(self.history), time.monotonic()
-        status, reason, prediction = prune(point, self.history)
+        status, reason = self._refusal(point)
+        prediction = Prediction() if status else self.predictions.of(point)
+        if not status:
+            status, reason = self._excess(prediction)
         if status:
             trial = Trial(number, point, status, reason=reason, predicted=prediction.numbers())
             self._ended(replace(trial, seconds=time.monotonic() - before))
@@ -378,6 +313,39 @@ class _Search:
         if prediction.problem:
             self.tell(Note(f"trial {number} is started without an estimate: {prediction.problem}"))
         self._ended(self._measured(number, point, prediction))
+
+    def _refusal(self, point: Point) -> tuple[str, str]:
+        """Return the status and the reason of a point whose schedule cannot be made; both empty where it can.
+
+        Raises:
+            StudyError: the study cannot be run at any point.
+        """
+        try:
+            mesh = self.study.mesh_of(point)
+        except Exception as error:  # noqa: BLE001 - the user's function: the point is refused, and the reason shown
+            return "refused", f"mesh: {type(error).__name__}: {error}"
+        timeout, output = max(_PATIENCE, self.study.timeout), output_file(self.study.log, 0).with_name("checks.txt")
+        outcome = self.trials.run("check", point, mesh, output=output, timeout=timeout)
+        if outcome.status in ("crash", "oom"):  # once more: its process may have been killed for no fault of the point
+            outcome = self.trials.run("check", point, mesh, output=output, timeout=timeout)
+        if outcome.phase == "model" and outcome.status == "refused":
+            raise StudyError(f"make_model, which is the same at every point, raises\n  {outcome.reason}")
+        if outcome.status == "ok":
+            return "", ""
+        if outcome.status == "refused":
+            return "refused", outcome.reason
+        return outcome.status, f"while its schedule was made, before it was started: {outcome.reason}"
+
+    def _excess(self, prediction: Prediction) -> tuple[str, str]:
+        """Return the status and the reason of a point that does not fit; both empty where it does."""
+        memory = self.study.memory_limit
+        if memory is None or prediction.memory is None:
+            return "", ""
+        factor = margin(self.history, memory)
+        if prediction.memory * factor <= memory:
+            return "", ""
+        learned = f", times {factor:.3g} by what was measured so far," if factor != 1.0 else ""
+        return "over_memory", f"{format_bytes(prediction.memory)}{learned} of {format_bytes(memory)}"
 
     def _measured(self, number: int, point: Point, prediction: Prediction) -> Trial:
         study = self.study
@@ -391,16 +359,8 @@ class _Search:
             timeout=study.timeout,
             ranks=study.world_size,
         )
-        return Trial(
-            number,
-            point,
-            outcome.status,
-            outcome.value,
-            outcome.reason,
-            prediction.numbers(),
-            outcome.measured,
-            outcome.seconds,
-        )
+        found = (outcome.status, outcome.value, outcome.reason, prediction.numbers(), outcome.measured, outcome.seconds)
+        return Trial(number, point, *found)
 
     def _ended(self, trial: Trial) -> None:
         self.log.ended(trial)
@@ -409,7 +369,7 @@ class _Search:
 
     def _winner(self) -> Winner | None:
         """Verify the best trial; one that is wrong leaves its place to the next."""
-        while (trial := _best(self.history)) is not None:
+        while (trial := best_trial(self.history)) is not None:
             kept = self._kept(trial)
             if kept is not None:
                 if kept.right and self.log.log.verified != kept.number:
@@ -434,11 +394,6 @@ class _Search:
         is_it = (winner.number, winner.point, winner.value) == (trial.number, dict(trial.point), trial.value)
         verifiable = self.study.verify and self.study.batch is not None
         return winner if is_it and (winner.right or not verifiable) else None
-
-
-def _best(trials: Any) -> Trial | None:
-    fine = [trial for trial in trials if trial.value is not None]
-    return max(fine, key=lambda trial: trial.value) if fine else None
 
 
 def _nobody(event: Event) -> None:

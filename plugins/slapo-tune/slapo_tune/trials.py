@@ -126,16 +126,19 @@ class Trials:
                 directory=directory,
                 output=str(output.absolute()),
             )
+            said: list[dict[str, Any]] = []
+            failure = None
             try:
                 said = _launched(job, ranks, timeout, backend)
-                outcome = outcome_of_results(said, _data_parts(mesh, ranks))
             except RankFailedError as error:
-                printed = _cut(output)
-                killed = _kills_for_memory() > kills
-                outcome = outcome_of_failure(error, printed, timeout=timeout, killed_for_memory=killed)
+                failure = error
             finally:
                 _end_processes(directory)
-                _cut(output)
+        printed, killed = _cut(output), _kills_for_memory() > kills
+        if failure is None:
+            outcome = outcome_of_results(said, _data_parts(mesh, ranks))
+        else:
+            outcome = outcome_of_failure(failure, printed, timeout=timeout, killed_for_memory=killed)
         if outcome.phase == "prepare" and outcome.status == "crash":
             raise StudyError(f"the processes of a trial cannot be prepared: {outcome.reason}")
         return replace(outcome, seconds=time.monotonic() - before)
