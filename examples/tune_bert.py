@@ -27,7 +27,7 @@ import slapo_core as slapo
 import slapo_tune
 from slapo_tune.commands.progress import Progress
 from slapo_tune.plots import write_picture
-from slapo_tune.report import report
+from slapo_tune.report import Report
 from slapo_tune.search import search
 from slapo_tune.space import Space
 from slapo_tune.winner import best_file
@@ -115,7 +115,7 @@ def main(options: argparse.Namespace) -> int:
     points = list(searched.points())
     with Progress(unit="samples/s", points=len(points), limit=None, timeout=chosen.timeout) as progress:
         result = search(chosen, tell=progress.tell)
-    report(points, result.trials, refused=list(searched.refused())).print()
+    Report(points, result.trials, refused=list(searched.refused())).print()
     if common.can_plot():
         file = options.output / "search.png"
         print(f"wrote {write_picture(points, result.trials, file, axes=('batch', 'checkpoint'), title='BERT')}")

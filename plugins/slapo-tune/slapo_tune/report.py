@@ -130,11 +130,6 @@ def best_trial(trials: Sequence[Trial]) -> Trial | None:
     return max(fine, key=lambda trial: trial.value or 0.0) if fine else None
 
 
-def counts(trials: Sequence[Trial]) -> dict[str, int]:
-    """Count how trials ended; all of :data:`~slapo_core.spec.sampler.STATUSES`, in their order."""
-    return {status: sum(trial.status == status for trial in trials) for status in STATUSES}
-
-
 def reasons(trials: Sequence[Trial], refused: Sequence[tuple[Point, str]] = ()) -> tuple[Reason, ...]:
     """Group why points were not tried, or did not end well: by status in their order, most frequent first.
 
@@ -313,66 +308,84 @@ class Report:
     """What a search found.
 
     Args:
-        unit: of the value, e.g. ``"samples/s"``.
         points: that the space allows.
-        refused: that it refuses by itself.
-        untried: points that no trial has.
-        trials: all of them, oldest first.
-        best: of them; None if none was ``"ok"``.
-        statuses: how many ended how.
-        reasons: why the others did not end well, or were never started.
-        course: trial by trial that was started.
-        agreements: predicted against measured, of what has both.
-        effects: of every candidate.
+        trials: of the search, oldest first.
+        refused: points that the space refuses by itself, and why.
+        unit: of the value.
     """
 
-    unit: str
-    points: int
-    refused: int
-    untried: int
-    trials: tuple[Trial, ...]
-    best: Trial | None
-    statuses: dict[str, int]
-    reasons: tuple[Reason, ...]
-    course: tuple[Step, ...]
-    agreements: tuple[Agreement, ...]
-    effects: tuple[Effect, ...]
+    points: Sequence[Point]
+    trials: Sequence[Trial]
+    refused: Sequence[tuple[Point, str]] = ()
+    unit: str = "samples/s"
+
+    @property
+    def best(self) -> Trial | None:
+        """Return the best trial; None if none was ``"ok"``."""
+        return best_trial(self.trials)
+
+    @property
+    def statuses(self) -> dict[str, int]:
+        """Count how trials ended, in the order of :data:`~slapo_core.spec.sampler.STATUSES`."""
+        return {status: sum(trial.status == status for trial in self.trials) for status in STATUSES}
+
+    @property
+    def reasons(self) -> tuple[Reason, ...]:
+        """Return why the others did not end well, or were never started."""
+        return reasons(self.trials, self.refused)
+
+    @property
+    def untried(self) -> int:
+        """Count the points that no trial has."""
+        known = {same_point(trial.point) for trial in self.trials}
+        return sum(same_point(point) not in known for point in self.points)
 
     @property
     def seconds(self) -> float:
-        """That all trials took together."""
+        """Return the seconds that all trials took together."""
         return sum(trial.seconds for trial in self.trials)
+
+    @property
+    def agreements(self) -> tuple[Agreement, ...]:
+        """Compare what was predicted with what was measured."""
+        found = [agreement(self.trials, what) for what in ("memory", "time")]
+        return tuple(one for one in found if one is not None)
+
+    @property
+    def effects(self) -> tuple[Effect, ...]:
+        """Return what came of every candidate."""
+        return effects(self.points, self.trials)
 
     def as_json(self) -> dict[str, Any]:
         """Return all of it, in what JSON has."""
-        course = [
+        steps = [
             {"best": step.best, "seconds": step.seconds, "started": step.started, "value": step.trial.value}
             | {"number": step.trial.number}
-            for step in self.course
+            for step in course(self.trials)
         ]
-        effects = [
+        symbols = [
             asdict(one)
             | {"best": one.best.value if one.best else None, "number": one.best.number if one.best else None}
             for one in self.effects
         ]
         return {
             "best": asdict(self.best) if self.best else None,
-            "course": course,
+            "course": steps,
             "prediction": {one.what: asdict(one) for one in self.agreements},
             "reasons": [asdict(one) for one in self.reasons],
             "seconds": self.seconds,
-            "space": {"points": self.points, "refused": self.refused, "untried": self.untried},
+            "space": {"points": len(self.points), "refused": len(self.refused), "untried": self.untried},
             "statuses": self.statuses,
-            "symbols": effects,
+            "symbols": symbols,
             "trials": [asdict(trial) for trial in self.trials],
             "unit": self.unit,
         }
 
     def summary(self) -> str:
         """Return two lines: how much was tried, and the best."""
-        started = len(self.course)
+        started = len(course(self.trials))
         lines = [
-            f"{self.points} points ({self.refused} more refused by the space); {started} started, "
+            f"{len(self.points)} points ({len(self.refused)} more refused by the space); {started} started, "
             f"{len(self.trials) - started} pruned, {self.untried} not tried; {duration(self.seconds)}"
         ]
         if self.best is None:
@@ -408,38 +421,6 @@ class Report:
             ("SYMBOL", "CANDIDATE", "TRIED", f"BEST {self.unit}", "OF BEST", "WITH"),
             [_effect_row(one) for one in self.effects],
         )
-
-
-def report(
-    points: Sequence[Point],
-    trials: Sequence[Trial],
-    *,
-    refused: Sequence[tuple[Point, str]] = (),
-    unit: str = "samples/s",
-) -> Report:
-    """Summarize a search.
-
-    Args:
-        points: that the space allows.
-        trials: of the search, oldest first.
-        refused: points that the space refuses by itself, and why.
-        unit: of the value.
-    """
-    known = {same_point(trial.point) for trial in trials}
-    found = [agreement(trials, what) for what in ("memory", "time")]
-    return Report(
-        unit,
-        len(points),
-        len(refused),
-        sum(same_point(point) not in known for point in points),
-        tuple(trials),
-        best_trial(trials),
-        counts(trials),
-        reasons(trials, refused),
-        course(trials),
-        tuple(one for one in found if one is not None),
-        effects(points, trials),
-    )
 
 
 _TRIAL_COLUMNS = ("TRIAL", "VALUE", "STEP", "MEMORY", "PREDICTED", "POINT")

@@ -11,12 +11,12 @@ import pytest
 from slapo_core import ArgumentError
 from slapo_core.spec.sampler import STATUSES
 from slapo_tune.plots import Plane, write_picture
-from slapo_tune.report import agreement, best_trial, course, duration, number, point_words, rank_correlation, report
+from slapo_tune.report import Report, agreement, best_trial, course, duration, number, point_words, rank_correlation
 from tests.messages import Messages
 
 from .searched import POINTS, TRIALS
 
-FOUND = report(POINTS, TRIALS, refused=[({"batch": 1}, "too small"), ({"batch": 3}, "too small")])
+FOUND = Report(POINTS, TRIALS, refused=[({"batch": 1}, "too small"), ({"batch": 3}, "too small")])
 
 
 def test_the_best_is_the_first_of_the_largest_and_only_of_those_that_are_ok() -> None:
@@ -102,9 +102,9 @@ def test_the_report_is_json_and_says_what_its_tables_say(capsys: pytest.CaptureF
 
 
 def test_a_search_without_any_success_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    report(POINTS, TRIALS[2:6]).print()
+    Report(POINTS, TRIALS[2:6]).print()
     assert "no trial was ok" in capsys.readouterr().out
-    report([], []).print()
+    Report([], []).print()
 
 
 def test_the_polygon_has_the_outline_of_the_space_and_the_best_of_each_place() -> None:

@@ -32,7 +32,6 @@ from slapo_tune.report import (
     point_words,
     print_table,
     reasons,
-    report,
     symbols,
 )
 from slapo_tune.search import Result, search
@@ -146,7 +145,7 @@ def run_study(
         print(f"interrupted: all finished trials are in {study.log}; go on by", file=sys.stderr)
         print(f"  slapo tune resume {file}{again}", file=sys.stderr)
         raise typer.Exit(INTERRUPTED) from None
-    found = report(points, result.trials, refused=some(space.refused()), unit=unit)
+    found = Report(points, result.trials, refused=some(space.refused()), unit=unit)
     if as_json:
         winner = {"reason": result.winner.reason, "right": result.winner.right} if result.winner else None
         print_json({**found.as_json(), "ended": result.ended, "log": str(study.log), "winner": winner})
@@ -217,7 +216,7 @@ def report_study(file: Path, *, log: Path | None, plot: Path | None, axes: str |
     trials = read(study, file).trials
     space = Space.of(study.space)
     points, unit = some(space.points()), unit_of(study)
-    found = report(points, trials, refused=some(space.refused()), unit=unit)
+    found = Report(points, trials, refused=some(space.refused()), unit=unit)
     if plot is not None:
         write_picture(points, trials, plot, axes=chosen, unit=unit, title=file.name)
     if as_json:
