@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import fcntl
 import importlib
 import importlib.util
 import multiprocessing
@@ -212,6 +213,9 @@ def _leave_with_the_caller() -> None:
     if parent is None:
         return
     sentinel = parent.sentinel
+    if sys.platform == "linux":  # no thread runs while C code keeps the interpreter's lock: SIGIO ends the group
+        fcntl.fcntl(sentinel, fcntl.F_SETOWN, -os.getpid())
+        fcntl.fcntl(sentinel, fcntl.F_SETFL, fcntl.fcntl(sentinel, fcntl.F_GETFL) | os.O_ASYNC)
 
     def watch() -> None:
         wait([sentinel])
