@@ -1,7 +1,7 @@
 """kill -9 of a search, or of a process of its trials, at random moments: what is lost, doubled, torn or left running.
 
 Searches of 16 points on two ranks run one after the other until so many kills have been made. Each kill takes the
-tuner, the guard, the process that ranks are forked from, or a rank, at a random moment; a tuner that was killed is
+tuner, the server that ranks are forked from, or a rank, at a random moment; a tuner that was killed is
 started again on its log. After each kill the log must have all trials that it had, each once; in the end every point
 has been tried once, and only the processes of a trial that were killed themselves have cost a trial.
 
@@ -33,6 +33,7 @@ from slapo_tune import LogError, Run, read_log
 
 RESULT = Path(__file__).parent / "results" / "tune_kills.json"
 POINTS = 16
+SERVER = "multiprocessing.forkserver"
 
 
 def space(s: Any) -> None:
@@ -164,13 +165,10 @@ def kill(tuner: int, draw: random.Random) -> str:
     targets = [("tuner", tuner), ("tuner", tuner), ("tuner", tuner)]
     for process in below(tuner).values():
         with contextlib.suppress(psutil.Error):
-            command = process.cmdline()
-            if "slapo_tune.trials.guard" in command:
-                targets.append(("guard", process.pid))
-            elif "slapo_tune.trials.nursery" in command:
+            if SERVER in " ".join(process.cmdline()):
                 above = process.parent()
-                is_rank = above is not None and "slapo_tune.trials.nursery" in above.cmdline()
-                targets.append(("rank" if is_rank else "nursery", process.pid))
+                is_rank = above is not None and SERVER in " ".join(above.cmdline())
+                targets.append(("rank" if is_rank else "server", process.pid))
     role, pid = draw.choice(targets)
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)

@@ -30,11 +30,10 @@ from transformers import BertConfig, BertForMaskedLM
 
 import slapo_core as slapo
 import slapo_tune
-from slapo_tune.log.reading import read_log
-from slapo_tune.report.report import report
-from slapo_tune.search.events import Finished
-from slapo_tune.search.tuning import search
-from slapo_tune.space.space import Space
+from slapo_tune.log import read_log
+from slapo_tune.report import Report
+from slapo_tune.search import Finished, search
+from slapo_tune.space import Space
 
 RESULT = Path(__file__).parent / "results" / "tuning_grid.json"
 LOG = Path("build", "tuning_grid", "grid.jsonl")
@@ -175,7 +174,7 @@ def main(options: argparse.Namespace) -> int:
     log.parent.mkdir(parents=True, exist_ok=True)
     chosen = dataclasses.replace(study, log=log, trials=options.trials, verify=False, **changes)
     result = search(chosen, tell=tell)
-    print(report(list(Space(space).points()), result.trials).summary())
+    print(Report(list(Space(space).points()), result.trials).summary())
     write(log, "processor time of the slower rank" if options.cpu_time else "time of the slower rank", options.out)
     return 0
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from slapo_core.spec.sampler import Point
-from slapo_tune.space.space import Space
+from slapo_tune.space import Space
 
 __all__ = ["Grid", "four_knobs", "held_out", "measured", "paper_grid"]
 

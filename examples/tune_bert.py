@@ -26,11 +26,11 @@ from transformers import BertForMaskedLM
 import slapo_core as slapo
 import slapo_tune
 from slapo_tune.commands.progress import Progress
-from slapo_tune.report.pictures.writing import write_pictures
-from slapo_tune.report.report import report
-from slapo_tune.search.tuning import search
-from slapo_tune.search.winner import best_file
-from slapo_tune.space.space import Space
+from slapo_tune.plots import write_picture
+from slapo_tune.report import Report
+from slapo_tune.search import search
+from slapo_tune.space import Space
+from slapo_tune.winner import best_file
 
 RANKS = 2
 LAYERS = 6
@@ -115,10 +115,10 @@ def main(options: argparse.Namespace) -> int:
     points = list(searched.points())
     with Progress(unit="samples/s", points=len(points), limit=None, timeout=chosen.timeout) as progress:
         result = search(chosen, tell=progress.tell)
-    report(points, result.trials, refused=list(searched.refused())).print()
+    Report(points, result.trials, refused=list(searched.refused())).print()
     if common.can_plot():
-        for file in write_pictures(points, result.trials, options.output, axes=("batch", "checkpoint"), title="BERT"):
-            print(f"wrote {file}")
+        file = options.output / "search.png"
+        print(f"wrote {write_picture(points, result.trials, file, axes=('batch', 'checkpoint'), title='BERT')}")
     if result.winner is None or not result.winner.right:
         print(f"FAILED: no verified schedule: {result.winner.reason if result.winner else 'no trial was ok'}")
         return 1

@@ -393,6 +393,8 @@ class RankFailedError(SlapoError):
         failures: the traceback, or the way of its death, of every rank that failed, e.g. ``{1: "Traceback ..."}``.
         ended: where each rank stood that was ended because others had failed or the time was over.
         first: the rank that failed first; None when the time was over before any rank failed.
+        causes: the exception of every rank that raised one that could be sent.
+        codes: the exit code, or minus the signal that ended it, of every rank that died.
     """
 
     def __init__(
@@ -402,11 +404,15 @@ class RankFailedError(SlapoError):
         failures: Mapping[int, str] | None = None,
         ended: Mapping[int, str] | None = None,
         first: int | None = None,
+        causes: Mapping[int, BaseException] | None = None,
+        codes: Mapping[int, int] | None = None,
         hint: str | None = None,
     ) -> None:
         self.failures = dict(failures or {})
         self.ended = dict(ended or {})
         self.first = first
+        self.causes = dict(causes or {})
+        self.codes = dict(codes or {})
         super().__init__(message, hint=hint)
 
 

@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 
 from slapo_core.errors import LaunchError, RankFailedError, RankTimeoutError
 from slapo_core.ranks.process import Job, describe, origin, run_rank, trace_file
-from slapo_core.ranks.script import MAIN_HINT, import_error, require_importable_script
+from slapo_core.ranks.script import MAIN_HINT, import_error, is_importing_script, require_importable_script
 
 __all__ = ["preload_modules", "run_process", "run_ranks"]
 
@@ -70,9 +70,9 @@ def run_ranks(
 ) -> list[T]:
     """Call ``function(*args, **kwargs)`` on ``world_size`` processes and return what each of them returned.
 
-    In each process the default process group is initialised, torch uses one thread, the environment and the
-    working directory are those of the caller, and RANK, LOCAL_RANK and WORLD_SIZE are set. Tensors, in the
-    arguments and in the results, are sent by value.
+    Each process leads a process group of its own, all of which ends with the run. The default process group of torch is
+    initialized, torch uses one thread, the environment and the working directory are those of the caller, and RANK,
+    LOCAL_RANK and WORLD_SIZE are set. Tensors, in the arguments and in the results, are sent by value.
 
     Args:
         function: defined at the top level of a module (not a lambda or an inner function).
@@ -95,7 +95,7 @@ def run_ranks(
         raise LaunchError(f"world_size must be at least 1 (got {world_size})")
     if timeout <= 0:
         raise LaunchError(f"timeout must be a positive number of seconds (got {timeout})")
-    if getattr(multiprocessing.current_process(), "_inheriting", False):
+    if is_importing_script():
         raise LaunchError("run_ranks was called while a rank was still importing the main script", hint=MAIN_HINT)
     if "forkserver" not in multiprocessing.get_all_start_methods():
         raise LaunchError(f"ranks are started by forkserver, which this platform ({sys.platform}) does not have")
@@ -187,6 +187,7 @@ class _Run:
     returned: dict[int, bytes] = field(default_factory=dict)
     failures: dict[int, str] = field(default_factory=dict)
     causes: dict[int, BaseException] = field(default_factory=dict)
+    codes: dict[int, int] = field(default_factory=dict)
     ended: dict[int, str] = field(default_factory=dict)
     called: set[int] = field(default_factory=set)
     unprepared: bool = False
@@ -202,6 +203,9 @@ class _Run:
             except (BrokenPipeError, ConnectionResetError) as error:  # it ended before it had read its arguments
                 ours.close()
                 raise import_error() from error
+            except (EOFError, ConnectionRefusedError) as error:
+                ours.close()
+                raise LaunchError("the server that ranks are forked from ended while a rank was started") from error
             finally:
                 theirs.close()  # ours must be the only other end, so that a death shows as its closing
             self.connections.append(ours)
@@ -221,7 +225,10 @@ class _Run:
                     self._receive(rank)
 
     def close(self) -> None:
-        """Let go of every rank: closing its connection tells it to leave."""
+        """Let go of every rank: closing its connection tells it to leave; what ranks started is ended with them."""
+        for rank in self._pending():
+            if rank < len(self.processes):  # else the caller was interrupted before it was started
+                self.processes[rank].kill()
         for connection in self.connections:
             connection.close()
         patience = time.monotonic() + _LAST_WORDS
@@ -230,6 +237,9 @@ class _Run:
             if process.exitcode is None:
                 process.kill()
                 process.join()
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # nothing is left of the rank's group
+                assert process.pid is not None
+                os.killpg(process.pid, signal.SIGKILL)
             process.close()
 
     def results(self) -> list[Any]:
@@ -275,6 +285,8 @@ class _Run:
         process = self.processes[rank]
         process.join(_LAST_WORDS)
         code = process.exitcode
+        if code is not None:
+            self.codes[rank] = code
         how = f"by signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"with exit code {code}"
         when = "without returning or raising" if rank in self.called else "before the function was called"
         if code is not None and code > 0 and not trace_file(self.directory, rank).exists():
@@ -320,4 +332,11 @@ class _Run:
                 )
             else:
                 sections.append(f"---- rank {rank} returned ----")
-        return kind("\n".join(sections), failures=self.failures, ended=self.ended, first=self.first)
+        return kind(
+            "\n".join(sections),
+            failures=self.failures,
+            ended=self.ended,
+            first=self.first,
+            causes=self.causes,
+            codes=self.codes,
+        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import fcntl
 import importlib
 import importlib.util
 import multiprocessing
@@ -72,6 +73,7 @@ def run_rank(rank: int, connection: Connection, job: Job) -> None:
     A rank that has returned or failed keeps its group open until then, so that no other rank sees a lost
     connection in place of its own result or its own error.
     """
+    os.setpgrp()  # the caller ends all of the group
     _leave_with_the_caller()
     with trace_file(Path(job.directory), rank).open("w") as trace:
         faulthandler.enable(trace)
@@ -206,14 +208,17 @@ def _wait_for_release(connection: Connection) -> None:
 
 
 def _leave_with_the_caller() -> None:
-    """End this process when the caller is gone, even while it is blocked in a collective."""
+    """End this process, and what it started, when the caller is gone, even while it is blocked in a collective."""
     parent = multiprocessing.parent_process()
     if parent is None:
         return
     sentinel = parent.sentinel
+    if sys.platform == "linux":  # no thread runs while C code keeps the interpreter's lock: SIGIO ends the group
+        fcntl.fcntl(sentinel, fcntl.F_SETOWN, -os.getpid())
+        fcntl.fcntl(sentinel, fcntl.F_SETFL, fcntl.fcntl(sentinel, fcntl.F_GETFL) | os.O_ASYNC)
 
     def watch() -> None:
         wait([sentinel])
-        os._exit(1)
+        os.killpg(0, signal.SIGKILL)
 
     threading.Thread(target=watch, name="caller-watch", daemon=True).start()

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import sys
 
 from slapo_core.errors import LaunchError
 
-__all__ = ["MAIN_HINT", "import_error", "require_importable_script"]
+__all__ = ["MAIN_HINT", "import_error", "is_importing_script", "require_importable_script"]
 
 MAIN_HINT = (
     "write `if __name__ == '__main__':` above the call and indent the call, because every rank imports the script"
 )
+
+
+def is_importing_script() -> bool:
+    """Whether this process is a rank that has not got further than the import of the script."""
+    return bool(getattr(multiprocessing.current_process(), "_inheriting", False))
 
 
 def require_importable_script() -> None:

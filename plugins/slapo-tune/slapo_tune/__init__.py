@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from slapo_tune.errors import LogError, StudyError
-    from slapo_tune.loading import load_study
-    from slapo_tune.log.reading import Log, read_log
-    from slapo_tune.search.tuning import Result, tune
-    from slapo_tune.search.winner import Winner, best
-    from slapo_tune.space.space import Space
-    from slapo_tune.study import Study
-    from slapo_tune.trials.run import Run
+    from slapo_tune.log import Log, read_log
+    from slapo_tune.search import Result, tune
+    from slapo_tune.space import Space
+    from slapo_tune.study import Study, load_study
+    from slapo_tune.training import Run
+    from slapo_tune.winner import Winner, best
 
 __all__ = [
     "Log",
@@ -34,18 +33,18 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Log": "slapo_tune.log.reading",
+    "Log": "slapo_tune.log",
     "LogError": "slapo_tune.errors",
-    "Result": "slapo_tune.search.tuning",
-    "Run": "slapo_tune.trials.run",
-    "Space": "slapo_tune.space.space",
+    "Result": "slapo_tune.search",
+    "Run": "slapo_tune.training",
+    "Space": "slapo_tune.space",
     "Study": "slapo_tune.study",
     "StudyError": "slapo_tune.errors",
-    "Winner": "slapo_tune.search.winner",
-    "best": "slapo_tune.search.winner",
-    "load_study": "slapo_tune.loading",
-    "read_log": "slapo_tune.log.reading",
-    "tune": "slapo_tune.search.tuning",
+    "Winner": "slapo_tune.winner",
+    "best": "slapo_tune.winner",
+    "load_study": "slapo_tune.study",
+    "read_log": "slapo_tune.log",
+    "tune": "slapo_tune.search",
 }
 
 

@@ -1,10 +1,8 @@
-"""What slapo-tune raises beside the errors of a space."""
+"""What slapo-tune raises."""
 
 from __future__ import annotations
 
 from slapo_core import SlapoError
-
-__all__ = ["LogError", "StudyError"]
 
 
 class StudyError(SlapoError):
@@ -12,4 +10,11 @@ class StudyError(SlapoError):
 
 
 class LogError(SlapoError):
-    """A log cannot be used: it is no log, of another study, damaged, in use, or cannot be written."""
+    """A log cannot be used: it is not a log, of another study, damaged, in use, or cannot be written."""
+
+
+class SpaceError(SlapoError):
+    """A space function does what a space cannot be made of, or allows no point.
+
+    What to do: the message names the symbol and the choices that led there; the hint is the call to write.
+    """

@@ -1,8 +1,14 @@
-"""`Study`: everything that a search is made of."""
+"""`Study`: everything that a search is made of; and the study of a file."""
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import importlib.util
 import math
+import os
+import sys
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -17,10 +23,8 @@ if TYPE_CHECKING:
 
     from slapo_core import DeviceSpec, Sampler, Schedule
     from slapo_core.spec.sampler import Point
-    from slapo_tune.space.space import Space
-    from slapo_tune.trials.run import Run
-
-__all__ = ["Study"]
+    from slapo_tune.space import Space
+    from slapo_tune.training import Run
 
 
 @dataclass(frozen=True)
@@ -32,10 +36,10 @@ class Study:
 
     Args:
         make_model: gives the model; called under ``torch.device("meta")``.
-        space: is given :class:`~slapo_tune.space.symbols.Symbols`; its choices are the points.
+        space: is given :class:`~slapo_tune.space.Symbols`; its choices are the points.
         schedule: ``schedule(sch, p)`` applies the primitives of point ``p`` to the default schedule.
-        evaluate: ``evaluate(run)`` on every rank of a trial; gives what is maximised, e.g. samples per second; of the
-            ranks' values the smallest counts. None trains on ``batch`` with ``optimizer`` by ``target``, and maximises
+        evaluate: ``evaluate(run)`` on every rank of a trial; gives what is maximized, e.g. samples per second; of the
+            ranks' values the smallest counts. None trains on ``batch`` with ``optimizer`` by ``target``, and maximizes
             samples per second of all replicas.
         world_size: ranks of a trial.
         mesh: the mesh of a point, e.g. ``lambda p: {"dp": 4 // p["tp"], "tp": p["tp"]}``; None for one rank.
@@ -55,7 +59,7 @@ class Study:
         log: one line a trial is written there; predictions, outputs and the best schedule beside it.
         timeout: seconds of a trial.
         warmup: steps of the default ``evaluate`` before those that are measured; two at least are run, in the second
-            of which the optimiser has its state.
+            of which the optimizer has its state.
         steps: those that are measured.
         trials: at most as many are started; None for as many as the sampler proposes.
         budget: seconds after which no further trial is started, those of earlier runs of the search included; None for
@@ -138,16 +142,16 @@ class Study:
 
     @property
     def memory_limit(self) -> int | None:
-        """``memory`` in bytes."""
+        """Return ``memory`` in bytes."""
         return None if self.memory is None else parse_bytes(self.memory)
 
     @property
     def process_memory_limit(self) -> int | None:
-        """``process_memory`` in bytes."""
+        """Return ``process_memory`` in bytes."""
         return None if self.process_memory is None else parse_bytes(self.process_memory, name="process_memory")
 
     def mesh_of(self, point: Point) -> dict[str, int] | None:
-        """The mesh of a point; None for one rank without a mesh.
+        """Return the mesh of a point; None for one rank without a mesh.
 
         Raises:
             StudyError: its size is another one than ``world_size``.
@@ -166,7 +170,7 @@ class Study:
         return dict(mesh)
 
     def functions(self) -> dict[str, Any]:
-        """What trials are sent, by the argument's name."""
+        """Return what trials are sent, by the argument's name."""
         own = {item.name: getattr(self, item.name) for item in fields(self)}
         return {name: own[name] for name in SENT}
 
@@ -182,3 +186,74 @@ def _is_seconds(value: object) -> bool:
 def _check(fits: bool, name: str, required: str, got: object, hint: str | None = None) -> None:
     if not fits:
         raise StudyError(f"{name} must be {required} (got {got!r})", hint=hint)
+
+
+def load_study(path: str | os.PathLike[str], name: str = "study") -> Study:
+    """Load the study that a Python file has at its top level; the file is imported.
+
+    Args:
+        path: of the file. In a package, i.e. beside an ``__init__.py``, it is imported as a part of it; elsewhere its
+            directory is searched for what it imports, as with ``python STUDY.py``.
+        name: of the study.
+
+    Raises:
+        StudyError: there is no such file, it has no such study, or it raises.
+    """
+    file = Path(path).absolute()
+    if not file.is_file():
+        raise StudyError(f"there is no file {path}", hint="slapo tune run STUDY.py")
+    if file.suffix != ".py":
+        raise StudyError(f"{path} is not a Python file", hint="slapo tune run STUDY.py")
+    module = _imported(file)
+    study = getattr(module, name, None)
+    if study is None:
+        others = [other for other, value in vars(module).items() if isinstance(value, Study)]
+        hint = f"{name} = {others[0]}" if others else f"{name} = slapo_tune.Study(make_model, space, schedule, ...)"
+        raise StudyError(f"{path} has no {name!r} at its top level", hint=hint)
+    if not isinstance(study, Study):
+        raise StudyError(
+            f"{name!r} of {path} is not a slapo_tune.Study (got {type(study).__name__})",
+            hint=f"{name} = slapo_tune.Study(make_model, space, schedule, ...)",
+        )
+    return study
+
+
+def _imported(file: Path) -> object:
+    root, parts = file.parent, [file.stem]
+    while (root / "__init__.py").is_file():
+        parts.insert(0, root.name)
+        root = root.parent
+    if str(root) not in sys.path:
+        sys.path.insert(0, str(root))
+    name = ".".join(parts)
+    found = None
+    with contextlib.suppress(ImportError, ValueError):  # a parent that cannot be imported says so below
+        found = importlib.util.find_spec(name)
+    if found is None or found.origin is None or not os.path.samefile(found.origin, file):
+        name = f"slapo_tune_study_{file.stem}"  # the name means another module
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    try:
+        if "." in name:
+            return importlib.import_module(name)
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:  # the user's file, which may end with sys.exit()
+        sys.modules.pop(name, None)
+        raise StudyError(
+            f"{file} cannot be imported: {type(error).__name__}: {error}{_line(error, file)}",
+            hint=f"python {file} shows the whole traceback",
+        ) from error
+    return module
+
+
+def _line(error: BaseException, file: Path) -> str:
+    """The last line of the file that was at work, where the message does not have it."""
+    if isinstance(error, SyntaxError):
+        return ""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
+    return f" (line {frames[-1].lineno}: {frames[-1].line})" if frames else ""

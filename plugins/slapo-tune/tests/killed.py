@@ -14,12 +14,11 @@ import torch
 from torch import nn
 
 from slapo_core import Sampler
-from slapo_tune import Run, Study
-from slapo_tune.log.writing import LogFile
-from slapo_tune.search import tuning, winner
-from slapo_tune.search.tuning import search
-from slapo_tune.trials.judging import Outcome
-from slapo_tune.trials.launching import Trials
+from slapo_tune import Run, Study, search as tuning, winner
+from slapo_tune.log import LogFile
+from slapo_tune.outcomes import Outcome
+from slapo_tune.search import search
+from slapo_tune.trials import Trials
 
 
 class Net(nn.Linear):
@@ -85,7 +84,7 @@ def in_line(patch: pytest.MonkeyPatch) -> None:
             die()
         return write(descriptor, data)
 
-    patch.setattr("slapo_tune.log.writing.os.write", half)
+    patch.setattr("slapo_tune.log.os.write", half)
 
 
 def before_fsync(patch: pytest.MonkeyPatch) -> None:
@@ -112,9 +111,6 @@ KILLS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 
 class NoTrials(Trials):
     """Does not start processes: the value is a function of the point."""
-
-    def _start(self) -> None:
-        return None
 
     def run(self, task: str, point: Any, mesh: Any, **settings: Any) -> Outcome:
         if task == "try":

@@ -14,11 +14,11 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from slapo_core import SlapoError
+from slapo_tune.commands.actions import load
 from slapo_tune.commands.command import TuneCommands
-from slapo_tune.commands.loading import load
-from slapo_tune.commands.output import space_of
-from slapo_tune.log.writing import LogFile
-from slapo_tune.search.events import Finished
+from slapo_tune.log import LogFile
+from slapo_tune.search import Finished
+from slapo_tune.space import Space
 from tests.messages import Messages
 
 from .searched import POINTS, TRIALS
@@ -68,7 +68,7 @@ def study(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def searched(study: Path) -> Path:
-    with LogFile(study.parent / "run.jsonl", {"fingerprint": space_of(load(study)).fingerprint()}) as log:
+    with LogFile(study.parent / "run.jsonl", {"fingerprint": Space.of(load(study).space).fingerprint()}) as log:
         for trial in TRIALS:
             log.ended(trial)
     return study
@@ -94,7 +94,7 @@ def test_study_files_that_cannot_be_used_are_named_with_the_reason(
         return refusal("report", file)
 
     message(said("none_study.py", None), "no file TMP/none_study.py")
-    message(said("study.txt", "study"), "TMP/study.txt", "no Python file")
+    message(said("study.txt", "study"), "TMP/study.txt", "not a Python file")
     message(said("empty_study.py", ""), "TMP/empty_study.py", "no 'study'")
     message(said("odd_study.py", "study = 3"), "'study' of TMP/odd_study.py", "got int")
     bad = said("bad_study.py", "raise ValueError(3)\n")
@@ -138,11 +138,11 @@ def test_the_log_of_another_space_is_refused(searched: Path, command: tuple[str,
     message(refusal(command[0], other, *command[1:]), "TMP/run.jsonl", "another space", f"TMP/{other.name}", "--log")
 
 
-def test_pictures_are_written_where_they_are_asked_for(searched: Path) -> None:
-    plots = searched.parent / "plots"
-    answer = json.loads(slapo_tune("report", searched, "--plots", plots, "--axes", "batch,checkpoint", "--json").output)
-    assert answer["pictures"] == [str(plots / f"{name}.png") for name in ("space", "path", "best", "prediction")]
-    assert all(Path(file).stat().st_size > 10_000 for file in answer["pictures"])
+def test_a_picture_is_written_where_it_is_asked_for(searched: Path) -> None:
+    plot = searched.parent / "plots" / "search.png"
+    answer = json.loads(slapo_tune("report", searched, "--plot", plot, "--axes", "batch,checkpoint", "--json").output)
+    assert answer["picture"] == str(plot)
+    assert plot.stat().st_size > 10_000
 
 
 def test_a_trial_is_shown_with_the_end_of_its_output(searched: Path, message: Messages) -> None:
@@ -173,13 +173,13 @@ def test_the_space_is_shown_without_a_log(study: Path) -> None:
 def test_a_search_that_is_interrupted_says_how_to_go_on(
     study: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from slapo_tune.commands import searching
+    from slapo_tune.commands import actions
 
     def interrupted(chosen: Any, *, resume: bool, tell: Any) -> None:
         tell(Finished(TRIALS[0]))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(searching, "search", interrupted)
+    monkeypatch.setattr(actions, "search", interrupted)
     other = study.parent / "deep" / "other.jsonl"
     done = slapo_tune("run", study, "--log", other, "--sampler", "random")
     assert done.exit_code == 130
@@ -204,11 +204,11 @@ def test_a_search_begins_once_and_goes_on_from_what_is_there(searched: Path, stu
 
 
 def test_a_search_without_a_verified_schedule_ends_with_1(study: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from slapo_tune.commands import searching
+    from slapo_tune.commands import actions
 
     def ended(winner: Any, trials: Any) -> Any:
         monkeypatch.setattr(
-            searching, "search", lambda *_, **__: SimpleNamespace(trials=trials, winner=winner, ended="space")
+            actions, "search", lambda *_, **__: SimpleNamespace(trials=trials, winner=winner, ended="space")
         )
         return slapo_tune("run", study)
 
@@ -224,7 +224,7 @@ def test_a_search_without_a_verified_schedule_ends_with_1(study: Path, monkeypat
 def test_the_best_schedule_is_that_of_an_ok_trial(
     searched: Path, monkeypatch: pytest.MonkeyPatch, message: Messages
 ) -> None:
-    from slapo_tune.commands import winning
+    from slapo_tune.commands import actions
 
     def proved(right: bool | None) -> Any:
         document = {"slapo_schedule": 1, "records": []}
@@ -232,7 +232,7 @@ def test_the_best_schedule_is_that_of_an_ok_trial(
             number=1, point=POINTS[1], value=30.0, document=document, right=right, reason="differs", text="checked",
             versions={}, apply=lambda model, example_inputs: SimpleNamespace(records=[], explain=lambda: ""),
         )  # fmt: skip
-        monkeypatch.setattr(winning, "prove", lambda study, trial: winner)
+        monkeypatch.setattr(actions, "prove", lambda study, trial: winner)
         return winner
 
     out = searched.parent / "new" / "schedule.json"

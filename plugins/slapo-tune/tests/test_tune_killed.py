@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -18,29 +16,6 @@ from slapo_tune import best, read_log
 from . import killed
 
 pytestmark = pytest.mark.ranks
-
-_KEPT = """
-import sys
-from multiprocessing import resource_tracker
-resource_tracker.ensure_running()
-print(resource_tracker._resource_tracker._pid, flush=True)
-sys.stdin.read()
-"""
-_ENDS_ALL = f"""
-import subprocess, sys, psutil
-from slapo_tune.trials.processes import end_all
-start = lambda: subprocess.Popen([sys.executable, "-c", {_KEPT!r}], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-kept, other = start(), start()
-trackers = [int(each.stdout.readline()) for each in (kept, other)]
-killed, stuck = end_all({{kept.pid}})
-print(*map(psutil.pid_exists, (kept.pid, trackers[0])), len(killed), stuck)
-kept.communicate()
-"""
-
-
-def test_who_stays_keeps_what_gives_back_its_shared_memory() -> None:
-    ran = subprocess.run([sys.executable, "-c", _ENDS_ALL], check=True, capture_output=True, text=True)
-    assert ran.stdout == "True True 1 []\n"
 
 
 def test_a_search_that_is_killed_again_and_again_is_the_unbroken_one(tmp_path: Path) -> None:
@@ -76,7 +51,7 @@ def test_trials_end_with_the_search_and_the_next_goes_on(tmp_path: Path) -> None
             run_ranks(killed.with_processes, str(log), {variable: str(log), "PIDS": str(pids)}, world_size=1)
         left = [int(pid) for pid in pids.read_text().split()]
         patience = time.monotonic() + 300
-        while any(psutil.pid_exists(pid) for pid in left):  # they end by themselves, as soon as the guard is given time
+        while any(psutil.pid_exists(pid) for pid in left):  # they end by themselves, as soon as they are given time
             assert time.monotonic() < patience
             time.sleep(0.01)
         assert len(read_log(log).trials) == ended

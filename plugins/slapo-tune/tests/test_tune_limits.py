@@ -8,11 +8,9 @@ from typing import Any
 import pytest
 
 from slapo_core import ArgumentError, Sampler, UnknownNameError
-from slapo_tune import LogError, Study, StudyError, read_log
-from slapo_tune.search import tuning
-from slapo_tune.search.events import Event, Finished, Note, Started
-from slapo_tune.search.tuning import search
-from slapo_tune.trials.judging import Outcome
+from slapo_tune import LogError, Study, StudyError, read_log, search as tuning
+from slapo_tune.outcomes import Outcome
+from slapo_tune.search import Event, Finished, Note, Started, search
 from tests.messages import Messages
 
 from . import killed

@@ -11,7 +11,7 @@ import pytest
 
 from slapo_core import Trial
 from slapo_tune import LogError, read_log
-from slapo_tune.log.writing import LogFile
+from slapo_tune.log import LogFile
 from tests.messages import Messages
 
 HEADER = {"fingerprint": "abc", "described": "2 points\nbatch  1, 2", "seed": 0, "versions": {"torch": "1"}}
@@ -155,7 +155,7 @@ def test_what_cannot_be_written_says_so(tmp_path: Path, monkeypatch: pytest.Monk
         (tmp_path, "is a directory"),
         (tmp_path / "no" / "run.jsonl", "there is no directory"),
         (Path("/proc/run.jsonl"), "cannot be written"),
-        (Path("/dev/null"), "is no ordinary file"),
+        (Path("/dev/null"), "is not an ordinary file"),
     ):
         with pytest.raises(LogError, match=word):
             LogFile(path, HEADER)
@@ -163,7 +163,7 @@ def test_what_cannot_be_written_says_so(tmp_path: Path, monkeypatch: pytest.Monk
     def refuse(*_: object) -> int:
         raise PermissionError(errno.EACCES, "Permission denied")
 
-    monkeypatch.setattr("slapo_tune.log.writing.os.open", refuse)
+    monkeypatch.setattr("slapo_tune.log.os.open", refuse)
     with pytest.raises(LogError) as caught:
         LogFile(tmp_path / "run.jsonl", HEADER)
     message(caught, "TMP/run.jsonl", "Permission denied\n  hint: ")
@@ -180,7 +180,7 @@ def test_a_full_disk_leaves_whole_lines(path: Path, monkeypatch: pytest.MonkeyPa
                 return write(descriptor, data[:20])
             raise OSError(errno.ENOSPC, "No space left on device")
 
-        monkeypatch.setattr("slapo_tune.log.writing.os.write", full)
+        monkeypatch.setattr("slapo_tune.log.os.write", full)
         with pytest.raises(LogError, match="No space left on device"):
             log.started(2, {"batch": 3})
         monkeypatch.undo()

@@ -6,7 +6,7 @@ import threading
 
 import torch
 
-from slapo_tune.trials.memory import MemoryMeter
+from slapo_tune.training import MemoryMeter
 
 MIB = 2**20
 

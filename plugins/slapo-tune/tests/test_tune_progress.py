@@ -7,7 +7,7 @@ from typing import Any
 
 from slapo_core.spec.sampler import Trial
 from slapo_tune.commands.progress import Progress
-from slapo_tune.search.events import Note, Started, Verified
+from slapo_tune.search import Note, Started, Verified
 
 from .searched import POINTS, TRIALS
 

@@ -10,17 +10,13 @@ import pytest
 
 from slapo_core import ArgumentError
 from slapo_core.spec.sampler import STATUSES
-from slapo_tune.report.facts import best_trial, course
-from slapo_tune.report.pictures.plane import Plane
-from slapo_tune.report.pictures.writing import write_pictures
-from slapo_tune.report.prediction import agreement, rank_correlation
-from slapo_tune.report.report import report
-from slapo_tune.report.words import duration, number, point_words
+from slapo_tune.plots import Plane, write_picture
+from slapo_tune.report import Report, agreement, best_trial, course, duration, number, point_words, rank_correlation
 from tests.messages import Messages
 
 from .searched import POINTS, TRIALS
 
-FOUND = report(POINTS, TRIALS, refused=[({"batch": 1}, "too small"), ({"batch": 3}, "too small")])
+FOUND = Report(POINTS, TRIALS, refused=[({"batch": 1}, "too small"), ({"batch": 3}, "too small")])
 
 
 def test_the_best_is_the_first_of_the_largest_and_only_of_those_that_are_ok() -> None:
@@ -56,7 +52,7 @@ def test_predictions_are_compared_where_both_numbers_are_there() -> None:
     assert memory is not None
     assert time is not None
     assert (memory.count, memory.ratio, memory.lowest, memory.highest) == (4, 1.0, 0.9, 1.5)
-    assert memory.correlation == pytest.approx(0.8)  # 1000 2700 3000 4000 in another order: one swap of neighbours
+    assert memory.correlation == pytest.approx(0.8)  # 1000 2700 3000 4000 in another order: one swap of neighbors
     assert time.ratio == 0.5
     assert agreement(TRIALS[2:6], "memory") is None
 
@@ -106,9 +102,9 @@ def test_the_report_is_json_and_says_what_its_tables_say(capsys: pytest.CaptureF
 
 
 def test_a_search_without_any_success_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    report(POINTS, TRIALS[2:6]).print()
+    Report(POINTS, TRIALS[2:6]).print()
     assert "no trial was ok" in capsys.readouterr().out
-    report([], []).print()
+    Report([], []).print()
 
 
 def test_the_polygon_has_the_outline_of_the_space_and_the_best_of_each_place() -> None:
@@ -127,23 +123,24 @@ def test_a_symbol_that_some_points_lack_stands_before_its_candidates() -> None:
     assert [Plane(points, []).at(point) for point in points] == [(1.0, 0.0), (2.0, 1.0), (2.0, 2.0)]
 
 
-def test_pictures_are_written(tmp_path: Path) -> None:
-    written = write_pictures(POINTS, TRIALS, tmp_path / "plots", axes=("kernel", "batch"), title="study.py")
-    assert [file.name for file in written] == ["space.png", "path.png", "best.png", "prediction.png"]
-    assert all(file.read_bytes().startswith(b"\x89PNG") for file in written)
+def test_a_picture_is_written(tmp_path: Path) -> None:
+    file = tmp_path / "plots" / "search.png"
+    assert write_picture(POINTS, TRIALS, file, axes=("kernel", "batch"), title="study.py") == file
+    whole = file.read_bytes()
+    assert whole.startswith(b"\x89PNG")
     line = [{"batch": batch} for batch in (1, 2)]  # one symbol spans no plane
-    assert [file.name for file in write_pictures(line, [], tmp_path / "none")] == ["best.png"]
+    assert len(write_picture(line, [], file).read_bytes()) < len(whole)
 
 
-def test_pictures_without_matplotlib_or_of_no_symbol_say_what_to_do(
+def test_a_picture_without_matplotlib_or_of_no_symbol_say_what_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, message: Messages
 ) -> None:
     with pytest.raises(ArgumentError) as caught:
-        write_pictures(POINTS, TRIALS, tmp_path, axes=("batch", "tp"))
+        write_picture(POINTS, TRIALS, tmp_path / "search.png", axes=("batch", "tp"))
     message(caught, "got batch, tp", "--axes batch,checkpoint")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ArgumentError) as caught:
-        write_pictures(POINTS, TRIALS, tmp_path)
+        write_picture(POINTS, TRIALS, tmp_path / "search.png")
     message(caught, "matplotlib", "pip install 'slapo-tune[draw]'")
     assert list(tmp_path.iterdir()) == []
 

@@ -14,14 +14,13 @@ from slapo_core import Sampler
 from slapo_core.plugins import current_registry
 from slapo_core.spec.sampler import STATUSES, Point, Trial
 from slapo_core.testing.samplers import ListedSpace
+from slapo_tune.samplers.asking import Asking, moved
 from slapo_tune.samplers.coordinate import Coordinate
 from slapo_tune.samplers.exhaustive import Exhaustive
 from slapo_tune.samplers.frontier import Frontier
-from slapo_tune.samplers.moves import moved
 from slapo_tune.samplers.optuna import OptunaMissingError, OptunaRandom, OptunaTpe
 from slapo_tune.samplers.random import Random
-from slapo_tune.samplers.replaying import Asking
-from slapo_tune.space.space import Space
+from slapo_tune.space import Space
 from tests.messages import Messages
 
 SAMPLERS: list[type[Sampler]] = [Coordinate, Exhaustive, Frontier, OptunaRandom, OptunaTpe, Random]

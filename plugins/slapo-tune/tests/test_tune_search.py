@@ -14,9 +14,8 @@ from torch import nn
 import slapo_core
 from slapo_core import Trial
 from slapo_tune import Study, StudyError, best, load_study, read_log
-from slapo_tune.samplers.replaying import margin
-from slapo_tune.search.events import Finished, Note, Started, Verified
-from slapo_tune.search.tuning import search
+from slapo_tune.samplers.asking import margin
+from slapo_tune.search import Finished, Note, Started, Verified, search
 from tests.messages import Messages
 
 pytestmark = pytest.mark.ranks

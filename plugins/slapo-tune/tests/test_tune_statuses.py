@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import tempfile
+import time
 from collections.abc import Iterator
+from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import pytest
 
 from slapo_core.spec.sampler import Trial
 from slapo_tune import Result, Study, read_log
-from slapo_tune.search.tuning import search
+from slapo_tune.search import search
 from tests.messages import Messages
 
 from . import odd_trials
@@ -43,7 +45,7 @@ EXPECTED = {
     "leaves_processes": ("ok", ""),
     "thread_without_end": ("ok", ""),
     "fork_and_both_go_on": ("ok", ""),
-    "kills_the_nursery": ("crash", "forked from was ended by SIGKILL"),
+    "kills_the_server": ("ok", ""),
     "batch_raises": ("refused", "ValueError: no such batch\n  at "),
     "is_refused": ("refused", "PreconditionError: cannot apply "),
     "schedule_raises": ("refused", "KeyError: 'there is no such ratio'"),
@@ -65,6 +67,7 @@ def left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     put = tmp_path / "left"
     put.mkdir()
     monkeypatch.setenv("ODD_TRIALS_PUT", str(put))
+    get_temp_dir()  # multiprocessing keeps the one that it has made
     with tempfile.TemporaryDirectory(prefix="odd-") as own:  # where no other test's search has directories
         monkeypatch.setattr(tempfile, "tempdir", own)
         yield put
@@ -98,9 +101,14 @@ def searched(tmp_path: Path, space: Any, **settings: Any) -> Result:
 def assert_clean(left: Path, processes: int) -> None:
     pids = [int(file.stem) for file in left.glob("*.pid")]
     assert len(pids) >= processes
-    assert not [pid for pid in pids if psutil.pid_exists(pid)]
+    patience = time.monotonic() + 300
+    while any(psutil.pid_exists(pid) for pid in pids):  # they are killed, and the kernel needs a moment
+        assert time.monotonic() < patience
+        time.sleep(0.01)
     for file in left.glob("*.shm"):
-        assert not Path("/dev/shm", file.read_text().lstrip("/")).exists()
+        while Path("/dev/shm", file.read_text().lstrip("/")).exists():  # until the rank's resource tracker gets to it
+            assert time.monotonic() < patience
+            time.sleep(0.01)
     for file in left.glob("*.tmp"):
         assert not Path(file.read_text()).exists()
 

@@ -13,7 +13,7 @@ __all__ = ["TuneCommands"]
 
 StudyFile = Annotated[Path, typer.Argument(metavar="STUDY.py", help="A file with a Study named `study` in it.")]
 LogFile = Annotated[Path | None, typer.Option("--log", help="Another log than the study's own.")]
-Limit = Annotated[int | None, typer.Option(min=1, help="Start at most so many trials, earlier ones among them.")]
+Limit = Annotated[int | None, typer.Option(min=1, help="Maximum number of trials, including those already in the log.")]
 Chosen = Annotated[str | None, typer.Option("--sampler", help="Another sampler than the study's own, e.g. random.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, keys sorted.")]
 
@@ -43,7 +43,7 @@ def run(
     One that has a log already goes on by `slapo tune resume`. Progress goes to stderr, what was found to stdout. Ctrl-C
     ends the running trial and keeps all finished ones (exit status 130). Exits with status 1 if no trial was ok.
     """
-    from slapo_tune.commands.searching import run_study
+    from slapo_tune.commands.actions import run_study
 
     run_study(study, log=log, trials=trials, sampler=sampler, as_json=as_json, resume=False)
 
@@ -59,7 +59,7 @@ def resume(
 
     No finished trial is repeated; all else is as for `slapo tune run`.
     """
-    from slapo_tune.commands.searching import run_study
+    from slapo_tune.commands.actions import run_study
 
     run_study(study, log=log, trials=trials, sampler=sampler, as_json=as_json, resume=True)
 
@@ -67,7 +67,7 @@ def resume(
 def report(
     study: StudyFile,
     log: LogFile = None,
-    plots: Annotated[Path | None, typer.Option(help="Directory for pictures (PNG); needs matplotlib.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the search, e.g. into search.png; needs matplotlib.")] = None,
     axes: Annotated[str | None, typer.Option(help="Symbols on their axes, e.g. batch,checkpoint.")] = None,
     top: Annotated[int, typer.Option(min=1, help="So many of the best trials.")] = 10,
     as_json: AsJson = False,
@@ -77,9 +77,9 @@ def report(
     The best, how trials ended and why, predicted against measured, what each symbol does; works while the search runs,
     too.
     """
-    from slapo_tune.commands.reporting import report_study
+    from slapo_tune.commands.actions import report_study
 
-    report_study(study, log=log, plots=plots, axes=axes, top=top, as_json=as_json)
+    report_study(study, log=log, plot=plot, axes=axes, top=top, as_json=as_json)
 
 
 def show(
@@ -92,7 +92,7 @@ def show(
 
     Of a trial: its point, how it ended and why, numbers, and the end of what its ranks printed.
     """
-    from slapo_tune.commands.showing import show_study
+    from slapo_tune.commands.actions import show_study
 
     show_study(study, trial, log=log, as_json=as_json)
 
@@ -108,8 +108,8 @@ def best(
     """Verify, apply and save the best schedule.
 
     It is verified on real ranks, unless the search has done so, and applied to the model from its document. Exits with
-    status 1 if the schedule does not agree with the untouched model, or that could not be found out.
+    status 1 if the schedule does not agree with the reference model, or that could not be found out.
     """
-    from slapo_tune.commands.winning import best_of_study
+    from slapo_tune.commands.actions import best_of_study
 
     best_of_study(study, log=log, out=out, trial=trial, again=again, as_json=as_json)

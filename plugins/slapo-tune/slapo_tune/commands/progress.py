@@ -5,14 +5,14 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TextIO
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TextIO
 
 from slapo_core.spec.sampler import Point, Trial
 from slapo_core.spec.sizes import format_bytes
-from slapo_tune.report.facts import best_trial
-from slapo_tune.report.words import STARTED, duration, number, point_words
-from slapo_tune.search.events import Event, Finished, Started, Verified
+from slapo_tune.report import STARTED, best_trial, duration, number, point_words
+from slapo_tune.search import Event, Finished, Started, Verified
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -70,7 +70,7 @@ class Progress:
             self._live.stop()
 
     def tell(self, event: Event) -> None:
-        """What the search tells."""
+        """Show an event of the search."""
         if isinstance(event, Started):
             self.started(event.number, event.point)
         elif isinstance(event, Finished):
@@ -82,11 +82,11 @@ class Progress:
             self._print(f"note: {event.text}")
 
     def started(self, number: int, point: Point) -> None:
-        """A trial begins."""
+        """Show that a trial begins."""
         self._running = (number, point, self._clock())
 
     def finished(self, trial: Trial) -> None:
-        """A trial has ended, or was pruned."""
+        """Show that a trial has ended, or was pruned."""
         before = best_trial(self._trials)
         self._trials.append(trial)
         self._running = None
@@ -94,7 +94,7 @@ class Progress:
         self._print(self._line(trial, is_best=is_best))
 
     def left(self) -> float | None:
-        """Seconds that the search takes at most from now on, if trials go on as they did; None while none has run."""
+        """Return the seconds that the search takes at most, if trials go on as they did; None while none has run."""
         ran = [trial.seconds for trial in self._trials if trial.status in STARTED]
         if not ran:
             return None
@@ -133,7 +133,7 @@ class Progress:
         from rich.text import Text
 
         best = best_trial(self._trials)
-        ended: Mapping[str, int] = _counted(self._trials)
+        ended = Counter(trial.status for trial in self._trials)
         lines = [f"{len(self._trials)} of {self._points} points  " + "  ".join(f"{k} {v}" for k, v in ended.items())]
         if best is not None:
             lines.append(f"best  {number(best.value or 0.0)} {self._unit}  {point_words(best.point)}")
@@ -147,10 +147,3 @@ class Progress:
         if left:
             lines.append(f"left  {duration(left)} at most")
         return Text("\n".join(lines), no_wrap=True, overflow="ellipsis")
-
-
-def _counted(trials: Sequence[Trial]) -> dict[str, int]:
-    found: dict[str, Any] = {}
-    for trial in trials:
-        found[trial.status] = found.get(trial.status, 0) + 1
-    return found

@@ -3,18 +3,140 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
 
 from slapo_core import Sampler
 from slapo_core.spec.sampler import Point, SearchSpace, Trial
-from slapo_tune.samplers.descent import ascend, started
-from slapo_tune.samplers.edge import lifted
-from slapo_tune.samplers.model import Model, places
-from slapo_tune.samplers.moves import neighbours
-from slapo_tune.samplers.replaying import FAILED, Asking, key, replayed
+from slapo_tune.samplers.asking import FAILED, Asking, candidates_of, exactly, key, neighbors, replayed
+from slapo_tune.samplers.coordinate import ascend, started
 
-__all__ = ["Frontier"]
+LINE = 3
+"""Candidates that a symbol must have to be told whether memory rises along it."""
+
+
+def lifted(ask: Asking, point: Point) -> Point:
+    """Return the point that fits with the most memory, among those that differ in one symbol alone.
+
+    The symbol is the last one of a point along which the predicted memory rises or falls all the way: candidates that
+    are made from earlier choices, such as the checkpoint ratios of a batch size, are chosen after them.
+
+    Args:
+        ask: of the search.
+        point: which is lifted.
+
+    Returns:
+        the point itself where there is no such symbol, or nothing is predicted.
+    """
+    if ask.space.memory is None:
+        return point
+    for symbol, candidates in reversed(candidates_of(ask.space, point).items()):
+        line: list[tuple[int, Point]] = []
+        for value in candidates if len(candidates) >= LINE else ():
+            other = exactly(ask.space, {**point, symbol: value})
+            needs = None if other is None else ask.space.predicted_memory(other)
+            if other is not None and needs is not None:
+                line.append((needs, other))
+        needed = [needs for needs, _ in line]
+        if len(line) >= LINE and _is_monotone(needed):
+            fitting = [(needs, other) for needs, other in line if ask.fits(other)]
+            return max(fitting, key=lambda each: each[0])[1] if fitting else point
+    return point
+
+
+def _is_monotone(needs: list[Any]) -> bool:
+    return needs in (sorted(needs), sorted(needs, reverse=True)) and needs[0] != needs[-1]
+
+
+LENGTH = 0.35
+"""Of the range of a symbol: how far one candidate tells of another."""
+
+UNORDERED = 0.25
+"""The same, for two names."""
+
+TOGETHER = 0.3
+"""The part of all that symbols do which they do together."""
+
+NOISE = 0.02
+"""Of the variance."""
+
+Places = Mapping[str, Mapping[Any, float | None]]
+
+
+def places(points: Sequence[Point]) -> Places:
+    """Return where each value lies between the first and the last one of its symbol, from 0 to 1; None for names."""
+    values: dict[str, dict[Any, None]] = {}
+    for point in points:
+        for name, value in point.items():
+            values.setdefault(name, {})[value] = None
+    found: dict[str, dict[Any, float | None]] = {}
+    for name, each in values.items():
+        if all(type(value) in (int, float) for value in each):
+            last = max(1, len(each) - 1)
+            found[name] = {value: index / last for index, value in enumerate(sorted(each))}
+        else:
+            found[name] = dict.fromkeys(each)
+    return found
+
+
+class Model:
+    """Made of points with their values.
+
+    Args:
+        where: of every value, see `places`.
+        points: that were tried.
+        values: of them; their logarithms are modelled where all are larger than 0.
+    """
+
+    def __init__(self, where: Places, points: Sequence[Point], values: Sequence[float]) -> None:
+        self._where, self._points = where, list(points)
+        levels = [math.log(value) for value in values] if min(values) > 0 else list(values)
+        self._best = max(levels)
+        self._mean = sum(levels) / len(levels)
+        spread = math.sqrt(sum((level - self._mean) ** 2 for level in levels) / len(levels))
+        self._scale = max(spread, 1e-3)
+        alike = [[self._like(one, other) for other in points] for one in points]
+        covariance = torch.tensor(alike, dtype=torch.float64) + NOISE * torch.eye(len(points), dtype=torch.float64)
+        self._lower = torch.linalg.cholesky(covariance)
+        scaled = torch.tensor([[(level - self._mean) / self._scale] for level in levels], dtype=torch.float64)
+        self._weights = torch.cholesky_solve(scaled, self._lower)
+
+    def promise(self, point: Point) -> float:
+        """Return by how much a point is expected to be better than the best one (expected improvement)."""
+        mean, deviation = self._expected(point)
+        if deviation <= 0.0:
+            return 0.0
+        z = (mean - self._best) / deviation
+        return deviation * (z * 0.5 * math.erfc(-z / math.sqrt(2)) + math.exp(-z * z / 2) / math.sqrt(2 * math.pi))
+
+    def _expected(self, point: Point) -> tuple[float, float]:
+        """The mean and the standard deviation of a point's value."""
+        alike = torch.tensor([[self._like(point, other)] for other in self._points], dtype=torch.float64)
+        mean = float(alike.T @ self._weights)
+        half = torch.linalg.solve_triangular(self._lower, alike, upper=False)
+        variance = self._like(point, point) - float(half.T @ half)
+        return self._mean + self._scale * mean, self._scale * math.sqrt(max(variance, 0.0))
+
+    def _like(self, one: Point, other: Point) -> float:
+        total, product = 0.0, 1.0
+        names = set(one) | set(other)
+        for name in names:
+            if name not in one or name not in other:
+                product *= UNORDERED
+                continue
+            here, there = self._where[name].get(one[name]), self._where[name].get(other[name])
+            if here is None or there is None:
+                like = 1.0 if one[name] == other[name] else UNORDERED
+            else:
+                like = math.exp(-(((here - there) / LENGTH) ** 2) / 2)
+            total += like
+            product *= like
+        return (1 - TOGETHER) * total / max(1, len(names)) + TOGETHER * product
+
 
 STARTS = 3
 """Points of the edge that are tried first."""
@@ -26,7 +148,7 @@ PATIENCE = 6
 """Trials in a row that may be no better than the best one before the search ends."""
 
 POOL = 2000
-"""Points that the model is asked about; of a larger space these are drawn, and the best one's neighbours."""
+"""Points that the model is asked about; of a larger space these are drawn, and the best one's neighbors."""
 
 
 class Frontier(Sampler):
@@ -54,7 +176,7 @@ def _search(ask: Asking) -> None:
         return
     ascend(ask, starts[0], COARSE, lift=lifted)
     if _without_gain(ask) < PATIENCE and ask.best is not None:
-        point = _promising(ask, [*_pool(ask), *neighbours(ask, ask.best[0])])
+        point = _promising(ask, [*_pool(ask), *neighbors(ask, ask.best[0])])
         if point is not None:
             ask.value(point)
 

@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from slapo_core import Sampler, SlapoError
 from slapo_core.spec.sampler import Point, SearchSpace, Trial
-from slapo_tune.samplers.moves import candidates_of, drawn
-from slapo_tune.samplers.replaying import Asking
-from slapo_tune.space.plain import canonical
+from slapo_tune.samplers.asking import Asking, candidates_of, drawn
+from slapo_tune.space import canonical
 
 if TYPE_CHECKING:
     import optuna

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from slapo_core import Sampler
 from slapo_core.spec.sampler import Point, SearchSpace, Trial
-from slapo_tune.samplers.moves import drawn
-from slapo_tune.samplers.replaying import Asking
+from slapo_tune.samplers.asking import Asking, drawn
 
 __all__ = ["Random"]
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
@@ -17,13 +18,11 @@ import torch
 
 import slapo_core
 from slapo_core.spec.sampler import Point
-from slapo_core.testing import preload_modules
 from slapo_tune.errors import LogError
-from slapo_tune.log.format import as_line, from_line
-from slapo_tune.space.plain import encode
+from slapo_tune.log import as_line, from_line
+from slapo_tune.space import encode
 from slapo_tune.study import Study
-from slapo_tune.trials.launching import libraries
-from slapo_tune.trials.sending import opened
+from slapo_tune.trials import opened
 
 __all__ = ["Prediction", "Predictions", "sources"]
 
@@ -43,7 +42,7 @@ class Prediction:
     problem: str = ""
 
     def numbers(self) -> dict[str, float]:
-        """As a trial has it."""
+        """Return what a trial has as its prediction."""
         found = {"memory": self.memory, "time": self.time}
         return {name: value for name, value in found.items() if value is not None}
 
@@ -65,8 +64,9 @@ class Predictions:
         self._payload = payload
         self._file = file
         self._kept: dict[str, Prediction] = {}
-        self._header = {"slapo_tune_predictions": 1, "sources": sources(study), "of": _versions(), **_settings(study)}
-        preload_modules(*libraries(study))
+        versions = {name: version(name) for name in ("slapo-core", "torch")}
+        self._header = {"slapo_tune_predictions": 1, "sources": sources(study), "of": versions, "seed": study.seed}
+        self._header |= {"world_size": study.world_size, "device": study.device and str(study.device)}
         try:
             self._read()
         except OSError as error:
@@ -75,7 +75,7 @@ class Predictions:
             ) from error
 
     def of(self, point: Point) -> Prediction:
-        """What the estimate says; estimates if that is not known yet."""
+        """Return what the estimate says; estimates if that is not known yet."""
         if self._study.batch is None or not self._study.predict:
             return Prediction()
         key = _key(point)
@@ -90,13 +90,13 @@ class Predictions:
         study = self._study
         try:
             estimate = slapo_core.estimate_functions(
-                partial(_make_model, self._payload),
-                partial(_apply, self._payload),
+                partial(_call, self._payload, "make_model"),
+                partial(_call, self._payload, "schedule"),
                 _batch(study, point),
                 arguments=(dict(point),),
                 mesh=study.mesh_of(point),
-                optimizer=None if study.optimizer is None else partial(_optimizer, self._payload),
-                loss=None if study.loss is None else partial(_loss, self._payload),
+                optimizer=None if study.optimizer is None else partial(_call, self._payload, "optimizer"),
+                loss=None if study.loss is None else partial(_call, self._payload, "loss"),
                 device=study.device,
                 timeout=max(600.0, study.timeout),
             )
@@ -105,8 +105,8 @@ class Predictions:
         return Prediction(estimate.memory.total, estimate.time)
 
     def _read(self) -> None:
-        """Take over what is kept; a last line that is not whole is left out."""
-        lines = self._file.read_bytes().split(b"\n")[:-1] if self._file.exists() else []
+        """Take over what is kept; a damaged line is left out."""
+        lines = self._file.read_bytes().split(b"\n") if self._file.exists() else []
         try:
             fits = bool(lines) and from_line(lines[0]) == from_line(as_line(self._header))
         except ValueError:
@@ -114,21 +114,17 @@ class Predictions:
         if not fits:
             self._file.write_bytes(as_line(self._header))
             return
-        whole = []
         for line in lines[1:]:
-            try:
+            with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):  # estimated again
                 record = from_line(line)
                 self._kept[_key(record.pop("point"))] = Prediction(**record)
-                whole.append(line)
-            except (ValueError, KeyError, TypeError, AttributeError):
-                continue  # estimated again
-        beside = self._file.with_name(f"{self._file.name}.part")
-        beside.write_bytes(b"".join(line + b"\n" for line in [lines[0], *whole]))
-        os.replace(beside, self._file)
+        if not self._file.read_bytes().endswith(b"\n"):
+            with self._file.open("ab") as file:
+                file.write(b"\n")
 
 
 def sources(study: Study) -> str:
-    """A hash of the files that the study's functions are in: it changes when they are edited."""
+    """Hash the files that the study's functions are in: it changes when they are edited."""
     digest = hashlib.sha256()
     names = {getattr(function, "__module__", None) for function in study.functions().values()}
     for name in sorted(str(name) for name in names if name is not None):
@@ -142,17 +138,8 @@ def _key(point: Mapping[str, Any]) -> str:
     return json.dumps(encode(point))
 
 
-def _settings(study: Study) -> dict[str, Any]:
-    device = None if study.device is None else str(study.device)
-    return {"seed": study.seed, "world_size": study.world_size, "device": device}
-
-
-def _versions() -> dict[str, str]:
-    return {name: version(name) for name in ("slapo-core", "torch")}
-
-
-def _function(payload: bytes, name: str) -> Callable[..., Any]:
-    return opened(payload)[name]  # type: ignore[no-any-return]
+def _call(payload: bytes, name: str, *arguments: Any) -> Any:
+    return opened(payload)[name](*arguments)
 
 
 def _batch(study: Study, point: Point) -> Any:
@@ -161,19 +148,3 @@ def _batch(study: Study, point: Point) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(study.seed)
         return study.batch(point)
-
-
-def _make_model(payload: bytes) -> Any:
-    return _function(payload, "make_model")()
-
-
-def _apply(payload: bytes, schedule: Any, point: dict[str, Any]) -> None:
-    _function(payload, "schedule")(schedule, point)
-
-
-def _optimizer(payload: bytes, parameters: Any) -> Any:
-    return _function(payload, "optimizer")(parameters)
-
-
-def _loss(payload: bytes, output: Any, batch: Any) -> Any:
-    return _function(payload, "loss")(output, batch)

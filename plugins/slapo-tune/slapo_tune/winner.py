@@ -17,10 +17,9 @@ from torch import nn
 import slapo_core as slapo
 from slapo_core.spec.sampler import Trial
 from slapo_tune.errors import LogError, StudyError
-from slapo_tune.space.plain import decode, encode
+from slapo_tune.space import decode, encode
 from slapo_tune.study import Study
-from slapo_tune.trials.launching import Trials
-from slapo_tune.trials.outputs import output_file
+from slapo_tune.trials import Trials, output_file
 
 __all__ = ["Winner", "apply", "best", "best_file", "prove", "save"]
 
@@ -35,10 +34,10 @@ class Winner:
     Args:
         number: of its trial.
         point: what was chosen.
-        value: what was maximised.
+        value: what was maximized.
         mesh: its sizes; None for one rank.
         document: what ``sch.document()`` gave; None where a step holds what JSON cannot carry.
-        right: whether it was verified on real ranks, and computes what the untouched model does; None where that could
+        right: whether it was verified on real ranks, and computes what the reference model does; None where that could
             not be found out.
         reason: why it is not right, or that is not known; or why there is no document.
         text: the report of the verification.
@@ -86,11 +85,9 @@ def prove(study: Study, trial: Trial, *, trials: Trials | None = None) -> Winner
     Args:
         study: that the trial is of.
         trial: one that was ``"ok"``.
-        trials: what runs it; None starts processes for it alone.
+        trials: what runs it; None makes one.
     """
-    if trials is None:
-        with Trials(study) as own:
-            return prove(study, trial, trials=own)
+    trials = trials or Trials(study)
     verifies = study.verify and study.batch is not None
     mesh = study.mesh_of(trial.point)
     outcome = trials.run(
@@ -128,7 +125,7 @@ def prove(study: Study, trial: Trial, *, trials: Trials | None = None) -> Winner
 
 
 def apply(study: Study, trial: Trial, *, rank: int = 0) -> slapo.Schedule:
-    """The schedule of a trial in this process, with a mesh that is only declared; the model is on the meta device.
+    """Make the schedule of a trial in this process, with a mesh that is only declared; the model is on the meta device.
 
     Args:
         study: that the trial is of.
@@ -144,7 +141,7 @@ def apply(study: Study, trial: Trial, *, rank: int = 0) -> slapo.Schedule:
 
 
 def best_file(log: str | os.PathLike[str]) -> Path:
-    """Where the best schedule of a search is: ``run.best.json`` beside ``run.jsonl``."""
+    """Return where the best schedule of a search is: ``run.best.json`` beside ``run.jsonl``."""
     return Path(log).with_suffix(".best.json")
 
 
@@ -152,17 +149,22 @@ def save(winner: Winner, log: str | os.PathLike[str]) -> Path:
     """Keep the best schedule beside the log; another one is replaced as a whole."""
     path = best_file(log)
     data = {"slapo_tune_best": _FORMAT, "saved": time.time(), **vars(winner), "point": encode(winner.point)}
-    beside = path.with_name(f"{path.name}.part")
-    with beside.open("w") as file:
-        json.dump(data, file, indent=2)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(beside, path)
+    replace_file(path, data)
     return path
 
 
+def replace_file(path: Path, data: Mapping[str, Any]) -> None:
+    """Write JSON so that a reader, or who comes after a kill, sees the old file or the new one."""
+    beside = path.with_name(f"{path.name}.part")
+    with beside.open("w", encoding="utf-8") as file:
+        file.write(json.dumps(data, indent=2) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(beside, path)
+
+
 def best(log: str | os.PathLike[str]) -> Winner:
-    """The best schedule of a search that has ended.
+    """Read the best schedule of a search that has ended.
 
     Args:
         log: of the search, e.g. ``"run.jsonl"``, or the file beside it, ``"run.best.json"``.

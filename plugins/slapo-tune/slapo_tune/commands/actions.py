@@ -1,0 +1,405 @@
+"""What the commands do."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+import typer
+
+from slapo_core import ArgumentError, Schedule
+from slapo_core.spec.sampler import Trial
+from slapo_core.spec.sizes import format_bytes
+from slapo_tune.commands.progress import Progress
+from slapo_tune.errors import LogError
+from slapo_tune.log import Log, read_log
+from slapo_tune.plots import write_picture
+from slapo_tune.predictions import sources
+from slapo_tune.report import (
+    Report,
+    best_trial,
+    candidates,
+    choice,
+    duration,
+    number,
+    point_words,
+    print_table,
+    reasons,
+    symbols,
+)
+from slapo_tune.search import Result, search
+from slapo_tune.space import Space
+from slapo_tune.study import Study, load_study
+from slapo_tune.trials import output_file
+from slapo_tune.winner import Winner, apply, best, prove, replace_file
+
+
+def load(file: Path, *, log: Path | None = None, trials: int | None = None, sampler: str | None = None) -> Study:
+    """Load the study of a file, with what the command line changes.
+
+    Args:
+        file: Python, with a :class:`slapo_tune.Study` named ``study`` at its top level.
+        log: replaces the study's own.
+        trials: replaces the study's own.
+        sampler: replaces the study's own.
+
+    Raises:
+        StudyError: there is no such file, it cannot be imported, or it has no such study.
+    """
+    changes: dict[str, Any] = {"log": log, "trials": trials, "sampler": sampler}
+    return replace(load_study(file), **{name: value for name, value in changes.items() if value is not None})
+
+
+_MANY = 100_000
+"""Points of which tables and pictures are made; of a larger space, the first ones."""
+
+
+def print_json(value: object) -> None:
+    """Print ``value`` with sorted keys."""
+    print(json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False, default=str))
+
+
+def unit_of(study: Study) -> str:
+    """Return the unit of the value: samples per second, of the default ``evaluate``."""
+    return "samples/s" if study.evaluate is None else "(value)"
+
+
+def some(points: Iterable[Any]) -> list[Any]:
+    """Return the first points of a space, which may have any number."""
+    return list(islice(points, _MANY))
+
+
+def read(study: Study, file: Path) -> Log:
+    """Read the study's log.
+
+    Args:
+        study: that has it.
+        file: of the study, for the message.
+
+    Raises:
+        ArgumentError: there is none yet, or it is of another space.
+        LogError: it is damaged, or not a log.
+    """
+    log = Path(study.log)
+    if not log.exists():
+        raise ArgumentError(f"there is no log {log} yet (in {Path.cwd()})", hint=f"slapo tune run {file}")
+    found = read_log(log)
+    if found.header.get("fingerprint") != Space.of(study.space).fingerprint():
+        raise ArgumentError(
+            f"{log} is the log of another space than {file} has now", hint="--log, or the study as it was then"
+        )
+    return found
+
+
+def trial_of(trials: Iterable[Trial], number: int) -> Trial:
+    """Return the trial of that number.
+
+    Raises:
+        ArgumentError: there is none.
+    """
+    known = {trial.number: trial for trial in trials}
+    if number not in known:
+        has = f"trials {min(known)} to {max(known)}" if known else "no trials yet"
+        raise ArgumentError(f"there is no trial {number}: the log has {has}")
+    return known[number]
+
+
+INTERRUPTED = 130
+"""Exit status after Ctrl-C, as shells have it."""
+
+
+def run_study(
+    file: Path, *, log: Path | None, trials: int | None, sampler: str | None, as_json: bool, resume: bool
+) -> None:
+    """Run a study to its end.
+
+    Args:
+        file: of the study.
+        log: replaces the study's own.
+        trials: replaces the study's own.
+        sampler: replaces the study's own.
+        as_json: the report as JSON.
+        resume: go on with the log that is there; else there must be none.
+    """
+    study = load(file, log=log, trials=trials, sampler=sampler)
+    option = f" --log {log}" if log is not None else ""
+    again = option + (f" --sampler {sampler}" if sampler is not None else "")
+    past = _past(study, file, again, resume=resume)
+    with contextlib.suppress(OSError):  # the search says that the log cannot be written
+        Path(study.log).parent.mkdir(parents=True, exist_ok=True)
+    space = Space.of(study.space)
+    points = some(space.points())
+    unit = unit_of(study)
+    progress = Progress(unit=unit, points=len(points), limit=study.trials, timeout=study.timeout, trials=past)
+    try:
+        with progress:
+            result = search(study, resume=resume, tell=progress.tell)
+    except KeyboardInterrupt:
+        print(f"interrupted: all finished trials are in {study.log}; go on by", file=sys.stderr)
+        print(f"  slapo tune resume {file}{again}", file=sys.stderr)
+        raise typer.Exit(INTERRUPTED) from None
+    found = Report(points, result.trials, refused=some(space.refused()), unit=unit)
+    if as_json:
+        winner = {"reason": result.winner.reason, "right": result.winner.right} if result.winner else None
+        print_json({**found.as_json(), "ended": result.ended, "log": str(study.log), "winner": winner})
+    else:
+        _print_search(found, result, f"{file}{option}")
+    if result.winner is None or result.winner.right is False:
+        raise typer.Exit(1)
+
+
+def _past(study: Study, file: Path, option: str, *, resume: bool) -> tuple[Trial, ...]:
+    """What the log has already.
+
+    Raises:
+        ArgumentError: it has trials, and a search is to begin; or the other way round.
+    """
+    log = Path(study.log)
+    try:
+        trials = read_log(log).trials if log.exists() else ()
+    except LogError:
+        trials = ()  # the search says what is wrong with it
+    if trials and not resume:
+        raise ArgumentError(
+            f"the log {log} has {len(trials)} trials already",
+            hint=f"slapo tune resume {file}{option}, or slapo tune run {file} --log ANOTHER.jsonl",
+        )
+    if resume and not log.exists():
+        raise ArgumentError(f"there is no log {log} to go on with", hint=f"slapo tune run {file}{option}")
+    return trials if resume else ()
+
+
+def _print_search(found: Report, result: Result, words: str) -> None:
+    print(found.summary())
+    print(f"the search ended: {_ENDS.get(result.ended, result.ended)}")
+    if found.best is None:
+        for one in found.reasons[:5]:
+            print(f"  {one.count} {one.status}: {one.reason}")
+        print(f"slapo tune report {words} says why")
+        return
+    if result.winner is not None:
+        print("the best schedule is verified" if result.winner.right else f"not verified: {result.winner.reason}")
+    print(f"slapo tune report {words} says more")
+    print(f"slapo tune best {words} --out schedule.json shows and saves the schedule")
+
+
+_ENDS = {
+    "space": "the sampler proposes nothing more",
+    "trials": "as many trials as allowed were started",
+    "budget": "the time allowed is over",
+}
+
+
+def report_study(file: Path, *, log: Path | None, plot: Path | None, axes: str | None, top: int, as_json: bool) -> None:
+    """Print what a search found, and draw it.
+
+    Args:
+        file: of the study.
+        log: replaces the study's own.
+        plot: the picture to write; None for none.
+        axes: two symbols, with a comma between them; None takes the two with the most candidates.
+        top: so many of the best trials.
+        as_json: everything as JSON.
+
+    Raises:
+        ArgumentError: ``axes`` are not two symbols.
+    """
+    chosen = _axes(axes)
+    study = load(file, log=log)
+    trials = read(study, file).trials
+    space = Space.of(study.space)
+    points, unit = some(space.points()), unit_of(study)
+    found = Report(points, trials, refused=some(space.refused()), unit=unit)
+    if plot is not None:
+        write_picture(points, trials, plot, axes=chosen, unit=unit, title=file.name)
+    if as_json:
+        print_json({**found.as_json(), "log": str(study.log), "picture": None if plot is None else str(plot)})
+        return
+    found.print(top=top)
+    if plot is not None:
+        print(f"wrote {plot}", file=sys.stderr)
+
+
+def _axes(text: str | None) -> tuple[str, str] | None:
+    if text is None:
+        return None
+    names = [name.strip() for name in text.split(",")]
+    if len(names) != 2:
+        raise ArgumentError(f"--axes must be two symbols (got {text!r})", hint="--axes batch,checkpoint")
+    return (names[0], names[1])
+
+
+_LINES = 20  # of what a trial printed
+
+
+def show_study(file: Path, which: int | None, *, log: Path | None, as_json: bool) -> None:
+    """Print one trial, or the space.
+
+    Args:
+        file: of the study.
+        which: the number of a trial; None for the space, which needs no log.
+        log: replaces the study's own.
+        as_json: as JSON.
+
+    Raises:
+        ArgumentError: there is no such trial.
+    """
+    study = load(file, log=log)
+    if which is None:
+        _show_space(study, as_json=as_json)
+        return
+    trial = trial_of(read(study, file).trials, which)
+    printed = output_file(Path(study.log), which)
+    tail = printed.read_text(encoding="utf-8", errors="replace").splitlines() if printed.is_file() else []
+    if as_json:
+        print_json({**asdict(trial), "output": str(printed) if printed.is_file() else None})
+    else:
+        _print_trial(trial, unit_of(study), printed, tail)
+
+
+def _print_trial(trial: Trial, unit: str, printed: Path, tail: list[str]) -> None:
+    value = f"  {number(trial.value)} {unit}" if trial.value is not None else ""
+    print(f"trial {trial.number}  {trial.status}{value}  {duration(trial.seconds)}\n")
+    for name, chosen in trial.point.items():
+        print(f"  {name} = {choice(chosen)}")
+    if trial.reason:
+        print(f"\n{trial.reason.rstrip()}")
+    rows = []
+    for name in dict.fromkeys((*trial.predicted, *trial.measured)):
+        before, after = trial.predicted.get(name), trial.measured.get(name)
+        rows.append((name, _amount(name, before), _amount(name, after)))
+    print_table("numbers", ("", "PREDICTED", "MEASURED"), rows)
+    if printed.is_file():
+        print(f"\n{printed}" + (f" (the last {_LINES} of {len(tail)} lines)" if len(tail) > _LINES else ""))
+        print("\n".join(f"  {line}" for line in tail[-_LINES:]))
+
+
+def _amount(name: str, value: float | None) -> str:
+    if value is None:
+        return ""
+    if not isinstance(value, (int, float)):
+        return str(value)
+    if name == "memory":
+        return format_bytes(value)
+    return f"{value * 1e3:.4g} ms" if name == "time" else number(value)
+
+
+def _show_space(study: Study, *, as_json: bool) -> None:
+    space = Space.of(study.space)
+    points, refused = some(space.points()), some(space.refused())
+    names = symbols([*points, *(point for point, _ in refused)])
+    why = reasons((), refused)
+    if as_json:
+        print_json(
+            {
+                "points": [dict(point) for point in points],
+                "refused": [{"point": dict(point), "reason": reason} for point, reason in refused],
+                "symbols": {name: list(candidates(points, name)) for name in names},
+            }
+        )
+        return
+    print(f"{len(points)} points, {len(refused)} more refused")
+    rows = [(name, ", ".join(map(choice, candidates(points, name)))) for name in names]
+    print_table("symbols", ("SYMBOL", "CANDIDATES"), rows)
+    print_table(
+        "refused by the space",
+        ("COUNT", "REASON", "E.G."),
+        [(str(one.count), one.reason, point_words(one.points[0])) for one in why],
+    )
+
+
+def best_of_study(
+    file: Path, *, log: Path | None, out: Path | None, trial: int | None, again: bool, as_json: bool
+) -> None:
+    """Verify, apply and write the winner.
+
+    Args:
+        file: of the study.
+        log: replaces the study's own.
+        out: of the schedule document; None for none.
+        trial: number of a trial in place of the best one.
+        again: verify also what the search has verified.
+        as_json: as JSON, the document with it.
+
+    Raises:
+        ArgumentError: no trial was ok, or not this one; there is no document, or it cannot be written.
+    """
+    study = replace(load(file, log=log), verify=True)
+    known = read(study, file)
+    chosen = _chosen(study, file, known.trials, trial)
+    edited = known.header.get("sources") != sources(study)
+    winner = (None if again or edited else _kept(study, chosen)) or prove(study, chosen)
+    schedule = _applied(study, chosen, winner)
+    wrote = None
+    if out is not None and winner.right is not False:
+        wrote = _write(winner, out)
+    if as_json:
+        answer = {"document": winner.document, "reason": winner.reason, "right": winner.right, "text": winner.text}
+        print_json({**answer, "trial": asdict(chosen), "wrote": str(wrote) if wrote else None})
+    else:
+        _print_winner(winner, unit_of(study), schedule, wrote)
+    if winner.right is not True:
+        raise typer.Exit(1)
+
+
+def _chosen(study: Study, file: Path, trials: Sequence[Trial], which: int | None) -> Trial:
+    if which is None:
+        found = best_trial(trials)
+        if found is None:
+            raise ArgumentError(
+                f"no trial in {study.log} was ok ({len(trials)} in all)", hint=f"slapo tune report {file} says why"
+            )
+        return found
+    found = trial_of(trials, which)
+    if found.status != "ok":
+        raise ArgumentError(f"trial {which} was not ok: {found.status}: {found.reason}")
+    return found
+
+
+def _kept(study: Study, chosen: Trial) -> Winner | None:
+    """What the search itself has verified, if that is this trial."""
+    try:
+        found = best(study.log)
+    except LogError:
+        return None  # it has not ended
+    return found if found.number == chosen.number and found.point == chosen.point and found.right else None
+
+
+def _applied(study: Study, chosen: Trial, winner: Winner) -> Schedule:
+    """The schedule, from its document: on a model without memory, with a mesh that is only declared."""
+    if winner.document is None:
+        return apply(study, chosen)
+    with torch.device("meta"):
+        model = study.make_model()
+    return winner.apply(model, example_inputs=None if study.batch is None else study.batch(chosen.point))
+
+
+def _print_winner(winner: Winner, unit: str, schedule: Schedule, wrote: Path | None) -> None:
+    print(f"{number(winner.value)} {unit}  {point_words(winner.point)}  (trial {winner.number})")
+    if winner.text:
+        print(f"\n{winner.text}")
+    if winner.right is not True:
+        print(f"\n{'WRONG' if winner.right is False else 'not verified'}: {winner.reason}")
+    steps = schedule.explain()
+    print(f"\napplied: {len(schedule.records)} steps{':' if steps else ''}\n{steps}".rstrip())
+    if wrote is not None:
+        print(f'\nwrote {wrote}: sch = slapo_core.replay(model, "{wrote}")')
+
+
+def _write(winner: Winner, out: Path) -> Path:
+    if winner.document is None:
+        raise ArgumentError(f"the schedule of trial {winner.number} cannot be kept: {winner.reason}")
+    tuned: dict[str, Any] = {"point": dict(winner.point), "value": winner.value, "versions": dict(winner.versions)}
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(out, {**winner.document, "tuned": tuned})
+    except OSError as error:
+        raise ArgumentError(f"the schedule cannot be written: {error}", hint="--out schedule.json") from error
+    return out

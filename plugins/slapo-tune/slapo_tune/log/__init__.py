@@ -1,1 +1,0 @@
-"""One line a trial, on disk before the next one starts."""

@@ -1,1 +1,0 @@
-"""The search as pictures; they need matplotlib, which the extra ``draw`` installs."""

@@ -1,1 +1,0 @@
-"""The loop: propose, prune, run, log."""

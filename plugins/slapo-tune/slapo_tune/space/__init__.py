@@ -1,1 +1,0 @@
-"""A symbolic space, defined by running a function."""

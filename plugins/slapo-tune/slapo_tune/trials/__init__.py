@@ -1,1 +1,0 @@
-"""One trial, in processes of its own."""
