@@ -52,12 +52,11 @@ def example_calls(model: nn.Module, example_inputs: Any) -> tuple[dict[str, Call
         calls, error = _run(copied_model(model), args, kwargs, FakeMode())
     if error is None or any(tensor.is_meta for tensor in tensors):
         return calls, error
-    with fork_rng(), torch.no_grad():
-        return _run(copied_model(model), args, kwargs, None)
+    return _run_with_values(lambda: (copied_model(model), ()), args, kwargs)
 
 
 def scheduled_calls(model: nn.Module, example_inputs: Any) -> tuple[dict[str, Call], Exception | None]:
-    """Note the first call of every module of a scheduled model, as far as it runs without values.
+    """Note the first call of every module of a scheduled model: without values, as far as it runs so, or with them.
 
     Graphs that no step rewrote are left out: those modules run their own forward. Calls of modules that are part of a
     rewritten graph are not noted.
@@ -69,6 +68,17 @@ def scheduled_calls(model: nn.Module, example_inputs: Any) -> tuple[dict[str, Ca
     Returns:
         the arguments by path, as far as the run came; what ended it early, or None.
     """
+    args, kwargs = call_with(example_inputs)
+    copied, inlined = _own_forwards(model)
+    calls, error = _run(copied, args, kwargs, FakeMode(), unseen=inlined)
+    if error is None or any(tensor.is_meta for tensor in model.parameters()):
+        return calls, error
+    with_values, raised = _run_with_values(lambda: _own_forwards(model), args, kwargs)
+    return (calls, error) if raised is not None else (with_values, None)
+
+
+def _own_forwards(model: nn.Module) -> tuple[nn.Module, set[nn.Module]]:
+    """A copy without the graphs that no step rewrote, and what is part of those that one did."""
     copied = copied_model(model)
     inlined: set[nn.Module] = set()  # a hook there would make another graph
     for module in copied.modules():
@@ -80,7 +90,7 @@ def scheduled_calls(model: nn.Module, example_inputs: Any) -> tuple[dict[str, Ca
             inlined |= {below for path, below in inlined_modules(module, graph.leaves).items() if path}
         elif isinstance(graph, TracedForward) and not forward.has_own:
             forward.set_base(None)
-    return _run(copied, *call_with(example_inputs), FakeMode(), unseen=inlined)
+    return copied, inlined
 
 
 def call_with(example_inputs: Any) -> Call:
@@ -130,6 +140,19 @@ def _run_on_meta(model: nn.Module, args: Any, kwargs: Any) -> tuple[dict[str, Ca
         finally:
             torch.clear_autocast_cache()
     return calls, None
+
+
+def _run_with_values(
+    copy_model: Callable[[], tuple[nn.Module, Collection[nn.Module]]], args: Any, kwargs: Any
+) -> tuple[dict[str, Call], Exception | None]:
+    """Run copies on the tensors themselves; in evaluation mode too, for what training leaves out by chance."""
+    with fork_rng(), torch.no_grad():
+        copied, unseen = copy_model()
+        calls, error = _run(copied, args, kwargs, None, unseen)
+        if error is None and copied.training:
+            copied, unseen = copy_model()
+            calls = {**_run(copied.eval(), args, kwargs, None, unseen)[0], **calls}
+    return calls, error
 
 
 def _run(

@@ -57,6 +57,7 @@ class AttributeReads:
         self._refuse, self._line, self._is_paused = refuse, line, is_paused
         self._by_code: set[tuple[Place, str]] = set()
         self._found: dict[tuple[Place, str], Any] = {}
+        self._written: set[tuple[Place | None, str]] = set()  # what is read after that comes from the forward itself
         self._places: dict[int, Place] = {}
         self._watched: list[Any] = []  # an id stands for one object only as long as that lives
         self._spied: dict[type, dict[str, Any]] = {}
@@ -150,6 +151,7 @@ class AttributeReads:
                 if old is None and isinstance(new, (str, bool)):
                     refused.settles = this, name, new  # type: ignore[attr-defined]
                 raise refused
+            watch._written.add((path, name))
             original_set(this, name, new)
 
         read.slapo_original, write.slapo_original = original, original_set  # type: ignore[attr-defined]
@@ -171,7 +173,7 @@ class AttributeReads:
             self._by_code.add((path, name))
         if hasattr(found, "__dict__") and not isinstance(found, _NO_HOLDERS):
             self._hold(found, (*path, name), path)
-        if (path, name) in self._found:
+        if (path, name) in self._found or (path, name) in self._written:
             return
         if name not in object.__getattribute__(this, "__dict__"):
             static = getattr(type(this), name, None)

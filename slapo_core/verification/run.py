@@ -230,8 +230,9 @@ def _with_dropout(course: Course, seen: Observation) -> None:
 def _own_types(course: Course, seen: Observation) -> None:
     conditions = dataclasses.replace(course.conditions, dtype=None)
     dtype = own_dtype(course.model, (tensor for _, tensor in course.inputs.tensors()))
+    own_course = Course(course.model, course.inputs, conditions)
+    own_course.make_ready()
     with ChoosesAlike(conditions.choices, dtype) if conditions.choices else contextlib.nullcontext():
-        own_course = Course(course.model, course.inputs, conditions)
         own = own_course.run(EARLY[:1])
         own_course.caller = Caller(course.model)  # of a cut model the stages of training are enough
         own.values.update(own_course.run(EARLY[1:]).values)

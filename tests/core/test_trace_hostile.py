@@ -202,3 +202,62 @@ def test_a_decision_about_an_argument_is_a_guard(forward: Callable[..., Any], ot
     assert_equal(outcome(twin, (X[:2],), {}), outcome(plain, (X[:2],), {}))
     with pytest.raises(slapo.GuardError):
         twin(other)
+
+
+class Dropping(nn.Module):
+    """Decides by a value, and leaves layers out by chance while it trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(6)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            if not (self.training and torch.rand([]) < 0.5):
+                x = layer(x)
+        return x
+
+
+def test_layers_that_training_leaves_out_by_chance_are_traced() -> None:
+    torch.manual_seed(0)
+    model, x = Dropping(), torch.randn(2, 4)
+    plain = copy.deepcopy(model)
+    sch = slapo.create_schedule(model, example_inputs=(x,))
+    for number in range(6):
+        sch[f"layers.{number}"].trace()
+    for training in (True, False):
+        torch.manual_seed(1)
+        expected = plain.train(training)(x)
+        torch.manual_seed(1)
+        assert torch.equal(sch.model.train(training)(x), expected)
+
+
+class Counts(nn.Module):
+    """What its methods set, they set anew in every forward of the model around."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor: int | None = None
+
+    def begin(self) -> None:
+        self.factor = 1
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts, self.linear = Counts(), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.counts.begin()
+        return self.linear(x) * self.counts.factor
+
+
+def test_what_the_forward_set_before_it_is_read_is_no_guard() -> None:
+    model, x = Counting(), torch.randn(2, 4)
+    model(x)
+    sch = slapo.create_schedule(model, example_inputs=(x,))
+    sch.trace()
+    expected = sch.model(x)
+    model.counts.factor = None  # as in a fresh copy
+    assert torch.equal(sch.model(x), expected)
