@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import time
 import traceback
@@ -72,10 +73,20 @@ def describe_failure(rank: int, error: BaseException) -> Failure:
     return Failure(rank, type(error).__name__, _text(error), where, lost=any(map(_says_lost, chain_of(error))))
 
 
-def causes(failures: Sequence[Failure | None]) -> tuple[Failure, ...]:
-    """Those that are no mere consequence of another rank's; all of them, where each lost a connection."""
+def causes(failures: Sequence[Failure | None], ranks: Sequence[int]) -> tuple[Failure, ...]:
+    """Those that are no mere consequence of another rank's; all of them, where each lost a connection.
+
+    Args:
+        failures: of each of ``ranks``; None of one that went well.
+        ranks: all of them.
+    """
     found = tuple(failure for failure in failures if failure is not None)
-    return tuple(failure for failure in found if not failure.lost) or found
+    own = tuple(failure for failure in found if not failure.lost)
+    done = [str(rank) for rank, failure in zip(ranks, failures, strict=True) if failure is None]
+    if own or not done:
+        return own or found
+    text = f"it waits in a collective, while rank{'s' * (len(done) > 1)} {', '.join(done)} finished without entering it"
+    return tuple(dataclasses.replace(failure, text=f"{text} ({failure.text})") for failure in found)
 
 
 def lost_rank(store: Any, rank: int, ranks: Sequence[int]) -> RankFailedError:

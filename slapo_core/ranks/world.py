@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import math
 import pickle
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from datetime import timedelta
+from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from slapo_core.errors import BuildError, RankFailedError, RankMismatchError
-from slapo_core.ranks.breaking import Run
 from slapo_core.ranks.facts import RankFact, first_difference
-from slapo_core.ranks.failures import Attempt, Failure, causes, describe_failure, lost_rank
-from slapo_core.ranks.stand_ins import StandIns
+from slapo_core.ranks.failures import Attempt, Failure, causes, chain_of, describe_failure, lost_rank
+from slapo_core.ranks.private import default_store
+from slapo_core.ranks.trial_mesh import TrialMesh
 
 if TYPE_CHECKING:
     from slapo_core.spec.mesh import Mesh
@@ -33,34 +35,53 @@ _ALL_CALL = (
 )
 
 
+@dataclass
+class _Channel:
+    """What the same ranks exchange messages through.
+
+    Args:
+        beside: the default process group at the time.
+        store: in which nobody else writes.
+        group: over gloo.
+        uses: by how many a :class:`World` was entered with it.
+    """
+
+    beside: Any
+    store: Any
+    group: Any
+    uses: int = 0
+
+
+_channels: dict[tuple[int, ...], _Channel] = {}
+
+atexit.register(_channels.clear)  # before the interpreter takes apart what their threads need
+
+
 class World:
     """The processes of a mesh, or this one alone; a context manager that all of them enter, in the same order.
 
-    Messages go through connections of their own, over gloo: a rank that fails inside the model must not answer the
-    collective in which the others wait with one of ours, and a mesh may be a part of the processes only.
+    Messages go through a group of their own, over gloo: a rank that fails inside the model must not answer the
+    collective in which the others wait with one of ours, and a mesh may be a part of the processes only. It is made
+    once for the same ranks, and anew after a block that ended with an exception.
 
     Args:
         mesh: the schedule's mesh; None, one rank, or a mesh that is only declared means alone.
         over: only the ranks that differ from this one in nothing but their place along this mesh dimension, or along
             these; None means all ranks of the mesh.
-        runs_models: whether what is attempted runs models, which communicate. Then they do so through groups of their
-            own (see :class:`~slapo_core.ranks.stand_ins.StandIns`), and no rank waits for one that has raised.
 
     Attributes:
         ranks: the global ranks, ascending, e.g. ``(2, 3)``; ``(0,)`` where alone.
         rank: this process's global rank.
     """
 
-    def __init__(
-        self, mesh: Mesh | None, *, over: str | Sequence[str] | None = None, runs_models: bool = False
-    ) -> None:
+    def __init__(self, mesh: Mesh | None, *, over: str | Sequence[str] | None = None) -> None:
         dims = (over,) if isinstance(over, str) else over
         size = 1 if mesh is None else mesh.world_size if dims is None else math.prod(map(mesh.size, dims))
+        self._mesh = mesh
         self._device_mesh = mesh.device_mesh if mesh is not None and size > 1 else None
         self._group: Any = None
         self._store: Any = None
-        self._runs_models = runs_models
-        self._stand_ins: StandIns | None = None
+        self._trial: TrialMesh | None = None
         self._attempts = 0
         self.ranks: tuple[int, ...] = (0,)
         if self._device_mesh is not None:
@@ -75,32 +96,71 @@ class World:
             import torch.distributed as dist
 
             self.rank = dist.get_rank()
-            self._store = _new_store(self.ranks, self.rank)
-            timeout = _patience(self._store)
-            self._group = dist.ProcessGroupGloo(self._store, self.ranks.index(self.rank), self.size, timeout)
-            # No rank leaves, and closes its connections, while another one still makes them.
-            calls = dict(zip(self.ranks, self.gather(_public_call()), strict=True))
+            calls = dict(zip(self.ranks, self._first_gather(_public_call()), strict=True))
             if len(set(calls.values())) > 1:
-                self._group = None
+                self._drop()
                 raise RankMismatchError(
                     "\n".join(["ranks are in different calls:", *(f"  rank {r}: {call}" for r, call in calls.items())]),
                     hint=_ALL_CALL,
                 )
-            if self._runs_models:
-                store = dist.PrefixStore("stand-ins", self._store)
-                self._stand_ins = StandIns(self.ranks, self.rank, store, self.gather, timeout)
-                self._stand_ins.open()
         return self
+
+    def _first_gather(self, value: T) -> list[T]:
+        """Through the channel that was there, if it is whole on every rank."""
+        import torch.distributed as dist
+        from torch.distributed.constants import default_pg_timeout
+
+        channel = _channels.get(self.ranks)
+        if channel is not None and channel.beside is dist.group.WORLD:
+            try:
+                return self._through(channel, self._exchanged, value)
+            except RuntimeError:  # another rank has left a block, and dropped it
+                self._drop()
+        store = _new_store(self.ranks, self.rank)
+        timeout = max(store.timeout, default_pg_timeout)  # the user's own may be made for single steps of training
+        group = dist.ProcessGroupGloo(store, self.ranks.index(self.rank), self.size, timeout)
+        channel = _channels[self.ranks] = _Channel(dist.group.WORLD, store, group)
+        # No rank leaves, and closes its connections, while another one still makes them.
+        return self._through(channel, self.gather, value)
+
+    def _through(self, channel: _Channel, gather: Callable[[T], list[T]], value: T) -> list[T]:
+        import torch.distributed as dist
+
+        channel.uses += 1
+        self._group, self._store = channel.group, dist.PrefixStore(f"use {channel.uses}", channel.store)
+        return gather(value)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._store is not None and error is not None:
+        if self._group is not None and error is not None:
             with contextlib.suppress(RuntimeError):  # it ended with its rank, and nobody can be told
                 self._store.set(f"left {self.rank}", f"{describe_failure(self.rank, error)}")
-        if self._stand_ins is not None:
-            self._stand_ins.close()
-        self._stand_ins = self._group = None
+            self._drop()
+        self._group = None
+
+    def _drop(self) -> None:
+        self._group = None
+        _channels.pop(self.ranks, None)
+
+    @contextlib.contextmanager
+    def trial_mesh(self, seconds: float | None) -> Iterator[Mesh | None]:
+        """A mesh like the given one over groups of its own, for models that :meth:`attempt` runs; alone the given one.
+
+        Args:
+            seconds: that a rank waits in a collective for another one; None: see :class:`TrialMesh`.
+        """
+        if self.is_alone or self._mesh is None:
+            yield self._mesh
+            return
+        import torch.distributed as dist
+
+        self._trial = TrialMesh(self._mesh, dist.PrefixStore("trial", self._store), seconds)
+        try:
+            yield self._trial
+        finally:
+            self._trial.drop()
+            self._trial = None
 
     @property
     def is_open(self) -> bool:
@@ -115,12 +175,8 @@ class World:
     def is_alone(self) -> bool:
         return self.size == 1
 
-    def gather(self, value: T, *, meanwhile: Callable[[], None] | None = None) -> list[T]:
+    def gather(self, value: T) -> list[T]:
         """Every rank's value, in the order of ``ranks``, on every rank.
-
-        Args:
-            value: this rank's.
-            meanwhile: called again and again while others are not there yet.
 
         Raises:
             RankFailedError: a rank is gone.
@@ -128,58 +184,56 @@ class World:
         if self.is_alone:
             return [value]
         assert self._group is not None, "a World is used inside of its with block"
+        try:
+            return self._exchanged(value)
+        except RuntimeError as error:
+            raise lost_rank(self._store, self.rank, self.ranks) from error
+
+    def _exchanged(self, value: T) -> list[T]:
         message = bytearray(pickle.dumps(value))
         sizes = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in self.ranks]  # whatever the default device
-        self._wait(self._group.allgather([sizes], [torch.tensor([len(message)], device="cpu")]), meanwhile)
+        self._group.allgather([sizes], [torch.tensor([len(message)], device="cpu")]).wait()
         length = max(int(size) for size in sizes)
         message.extend(bytes(length - len(message)))
         received = [bytearray(length) for _ in self.ranks]
-        self._wait(self._group.allgather([[_bytes(buffer) for buffer in received]], [_bytes(message)]))
+        self._group.allgather([[_bytes(buffer) for buffer in received]], [_bytes(message)]).wait()
         return [pickle.loads(buffer) for buffer in received]  # each ends where its pickle says, before the padding
-
-    def _wait(self, work: Any, meanwhile: Callable[[], None] | None = None) -> None:
-        pause = 5e-5
-        try:
-            while meanwhile is not None and not work.is_completed():
-                time.sleep(pause)
-                pause = min(2 * pause, 0.02)
-                meanwhile()
-            work.wait()
-        except RuntimeError as error:
-            raise lost_rank(self._store, self.rank, self.ranks) from error
 
     def attempt(self, function: Callable[[], T]) -> Attempt[T]:
         """Call ``function`` on every rank and tell every rank who failed; ``sys.exit`` counts as failing.
 
-        Where ``runs_models`` holds, no rank waits in a collective of ``function`` for a rank that has failed in it, or
-        that has finished without it.
+        What runs over a :meth:`trial_mesh` waits for a rank that has failed in it, or that has finished without it, no
+        longer than its timeout.
         """
         result: T | None = None
         error: BaseException | None = None
-        run = None
+        trial = self._trial
         self._attempts += 1
-        if self._stand_ins is not None:
-            import torch.distributed as dist
-
-            store = dist.PrefixStore(f"attempt {self._attempts}", self._store)
-            run = Run(self._stand_ins, store, self.rank, self.ranks)
+        started = time.monotonic()
         try:
-            with run or contextlib.nullcontext():
+            with trial.watched(self._store_of_attempt()) if trial is not None else contextlib.nullcontext():
                 result = function()
         except (Exception, SystemExit) as caught:  # noqa: BLE001 - told to every rank; the caller decides what it means
             error = caught
+        if trial is not None and error is not None:
+            for each in chain_of(error):
+                traceback.clear_frames(each.__traceback__)  # which hold the groups
+            trial.drop()
         try:
-            failure = None if error is None else describe_failure(self.rank, error)
-            if run is None or self._stand_ins is None:
-                failures = self.gather(failure)
-            else:
-                failures = self.gather(failure and run.explained(failure), meanwhile=run.waiting)
-                if any(self.gather(self._stand_ins.is_broken)):
-                    self._stand_ins.renew()
-            found = causes(failures)
+            failures = self.gather(None if error is None else describe_failure(self.rank, error))
+            if trial is not None and any(failures):
+                trial.open()
+            elif trial is not None:
+                trial.allow(time.monotonic() - started)
+            found = causes(failures, self.ranks)
             return Attempt(result, error if any(cause.rank == self.rank for cause in found) else None, found)
         finally:
             del error  # its traceback holds this frame: a trial's model would stay until the collector comes by
+
+    def _store_of_attempt(self) -> Any:
+        import torch.distributed as dist
+
+        return dist.PrefixStore(f"attempt {self._attempts}", self._store)
 
     @contextlib.contextmanager
     def together(self, what: str) -> Iterator[None]:
@@ -282,9 +336,8 @@ def _new_store(ranks: Sequence[int], rank: int) -> Any:
     the one that is gone.
     """
     import torch.distributed as dist
-    from torch.distributed.distributed_c10d import _get_default_store
 
-    store: Any = dist.PrefixStore(f"slapo/{'-'.join(map(str, ranks))}", _get_default_store())
+    store: Any = dist.PrefixStore(f"slapo/{'-'.join(map(str, ranks))}", default_store())
     count = store.add(f"opened by rank {rank}", 1)  # every rank opens the same ones, so all count alike
     for other in ranks:
         if store.add(f"opened by rank {other}", 0) > count:  # it does not go on before this rank has come, too
@@ -292,9 +345,3 @@ def _new_store(ranks: Sequence[int], rank: int) -> Any:
                 f"rank {other} made a call that rank {rank} did not make, before {_public_call()}()", hint=_ALL_CALL
             )
     return dist.PrefixStore(str(count), store)
-
-
-def _patience(store: Any) -> timedelta:
-    from torch.distributed.constants import default_pg_timeout
-
-    return max(store.timeout, default_pg_timeout)  # the user's own may be made for single steps of training

@@ -69,8 +69,8 @@ class ImportProbe:
     Args:
         modules: the number of modules imported beyond torch and slapo; None if the process ended early.
         violations: what is wrong with it, in words; empty for a light import.
-        usable: whether the modules could be imported and left the code of torch and slapo alone, so that this process may
-            import them too.
+        usable: whether the modules could be imported and left the code of torch and slapo alone, so that this process
+            may import them too.
         traceback: of an import that raised.
     """
 

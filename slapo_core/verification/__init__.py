@@ -27,7 +27,7 @@ def verify(
     optimizer_steps: int = 3,
     seed: int = 0,
     blame_seconds: float | None = 120.0,
-    timeout: float = 120.0,
+    timeout: float | None = None,
 ) -> VerifyReport: ...
 
 
@@ -42,7 +42,7 @@ def verify(
     optimizer_steps: int = 3,
     seed: int = 0,
     blame_seconds: float | None = 120.0,
-    timeout: float = 120.0,
+    timeout: float | None = None,
 ) -> tuple[VerifyReport, ...]: ...
 
 
@@ -56,7 +56,7 @@ def verify(
     optimizer_steps: int = 3,
     seed: int = 0,
     blame_seconds: float | None = 120.0,
-    timeout: float = 120.0,
+    timeout: float | None = None,
 ) -> VerifyReport | tuple[VerifyReport, ...]:
     """Compare the scheduled model with the untouched one, and name the steps that broke it.
 
@@ -79,11 +79,9 @@ def verify(
     A list of schedules of one model (of several instances of it, alike in structure and values) is compared schedule by
     schedule with the untouched model, and thereby with each other; the meshes may differ.
 
-    A rank that raises is named on every rank, within seconds, and so is one that leaves out a collective: the scheduled
-    models communicate through groups of verify's own, whatever group they name, and the process groups of this process
-    stay whole. (Not so where a group has ranks outside of the mesh, is made within the model, or has another backend
-    than gloo or NCCL. Ranks that wait for each other, each in another collective, do so until the groups' timeout: from
-    outside nothing tells them from ranks that compute.)
+    A rank that raises is named on every rank, and so is one that leaves out a collective, after ``timeout`` at the
+    latest: the steps are repeated on a copy whose mesh has process groups of verify's own, with that timeout. (A model
+    that names other groups waits there until theirs.)
 
     Both run as copies, with the same random numbers, and in float64 where they can; the model, its gradients, buffers,
     mode and the random number generators stay as they are. Tensors on the meta device get the values that the model's
@@ -101,7 +99,8 @@ def verify(
         seed: of the inputs' cotangents and of everything random.
         blame_seconds: for the search for the steps that do it, once the models were seen to differ; then the best
             three suspects are named, with "search stopped". None: no limit.
-        timeout: for a mesh that is only declared, seconds for its processes.
+        timeout: seconds that a rank waits in a collective for another one; None: the larger of 60 and ten times what
+            the untouched model took. For a mesh that is only declared, seconds for its processes; None: 120.
 
     Returns:
         what was compared, how close it came, and what could not be compared; print it. For a list, one of each.
@@ -146,7 +145,7 @@ def verify(
 
 
 def _verify_each(
-    schedules: Sequence[Schedule], given: Any, options: Options, timeout: float
+    schedules: Sequence[Schedule], given: Any, options: Options, timeout: float | None
 ) -> tuple[VerifyReport, ...]:
     from slapo_core.verification.checking import check_each
     from slapo_core.verification.dry import check_in_processes
@@ -164,14 +163,15 @@ def _verify_each(
     for mesh, numbers in by_mesh.items():
         together = [schedules[number] for number in numbers]
         if mesh is None:
-            outcomes = check_each(together, given, options, siblings=siblings)
+            live = dataclasses.replace(options, timeout=timeout)
+            outcomes = check_each(together, given, live, siblings=siblings)
         else:
             inputs = Inputs.of(given).on_cpu()
             for one in together:
                 with one.untouched() as model:
                     siblings.require_same_model(one, model)
             on_cpu = dataclasses.replace(options, more_batches=tuple(batch.on_cpu() for batch in options.more_batches))
-            outcomes = check_in_processes(together, inputs, on_cpu, timeout=timeout)
+            outcomes = check_in_processes(together, inputs, on_cpu, timeout=timeout or 120.0)
         found.update(zip(numbers, outcomes, strict=True))
     for number, outcome in found.items():
         if isinstance(outcome, VerifyReport):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ from slapo_core.verification.freezing import refuse_unsaid_freezing
 from slapo_core.verification.inputs import Inputs
 from slapo_core.verification.loose import without_loose_steps
 from slapo_core.verification.precision import dtype_name, own_dtype
+from slapo_core.verification.pristine import changed_outside, repeated
 from slapo_core.verification.report import VerifyReport, merge_largest
 from slapo_core.verification.run import OWN_TYPES
 from slapo_core.verification.several import Outcome, Siblings
@@ -54,6 +55,7 @@ class Options:
     seed: int
     more_batches: tuple[Inputs, ...] = ()
     blame_seconds: float | None = None
+    timeout: float | None = None
 
 
 def check_each(
@@ -80,21 +82,47 @@ def check_each(
 
 
 def _check(schedule: Schedule, example_inputs: Any, options: Options, siblings: Siblings) -> VerifyReport:
-    with World(schedule.mesh, runs_models=True) as world:
+    with World(schedule.mesh) as world:
         prepared = world.attempt(lambda: _prepare(schedule, example_inputs, options, siblings))
         reraise(prepared)
-        inputs, subjects = prepared.value()
+        inputs, facts = prepared.value()
         world.agree(schedule_facts(schedule), hint=SAME_SCRIPT)
-        facts = (*siblings.facts(world.ranks), *_facts(inputs, subjects.untouched, options))
-        world.agree(facts, hint=_SAME_CALL)
-        return _Check(world, inputs, subjects, options, siblings).run()
+        world.agree((*siblings.facts(world.ranks), *facts), hint=_SAME_CALL)
+        with world.trial_mesh(options.timeout) as mesh:
+
+            def make() -> tuple[Subjects, str | None]:
+                tried = schedule if mesh is schedule.mesh else repeated(schedule, mesh)
+                changed = None if tried is schedule else changed_outside(schedule, tried)
+                return Subjects(tried, device=inputs.device, seed=options.seed), changed
+
+            made = world.attempt(make)
+            reraise(made)
+            subjects, changed = made.value()
+            _refuse_changed(dict(zip(world.ranks, world.gather(changed), strict=True)))
+            return _Check(world, inputs, subjects, options, siblings).run()
 
 
-def _prepare(schedule: Schedule, example_inputs: Any, options: Options, siblings: Siblings) -> tuple[Inputs, Subjects]:
+def _refuse_changed(by_rank: Mapping[int, str | None]) -> None:
+    for rank, name in by_rank.items():
+        if name is not None:
+            raise VerifyError(
+                f"'{name}' on rank {rank} is not what the steps make of it\n"
+                "  no step does it: it was changed outside of the schedule, after its first step",
+                tensor=name,
+                rank=rank,
+                steps=[],
+                hint=f"change the model before create_schedule(model), or by a step: sch['{name.rpartition('.')[0]}']"
+                ".replace(...)",
+            )
+
+
+def _prepare(
+    schedule: Schedule, example_inputs: Any, options: Options, siblings: Siblings
+) -> tuple[Inputs, Sequence[RankFact]]:
     inputs = Inputs.of(example_inputs)
-    subjects = Subjects(schedule, device=inputs.device, seed=options.seed)
-    siblings.require_same_model(schedule, subjects.untouched)
-    return inputs, subjects
+    with schedule.untouched() as untouched:
+        siblings.require_same_model(schedule, untouched)
+        return inputs, tuple(_facts(inputs, untouched, options)) if schedule.mesh is not None else ()
 
 
 def _facts(inputs: Inputs, untouched: nn.Module, options: Options) -> Iterator[RankFact]:

@@ -24,12 +24,12 @@ from slapo_core.errors import (
     VerifyError,
 )
 from slapo_core.ranks.launcher import preload_modules, run_ranks
+from slapo_core.ranks.trial_mesh import SECONDS
 from slapo_core.schedule.creation import create_schedule
 from slapo_core.verification.checking import Options, check_each
 from slapo_core.verification.inputs import Inputs
-from slapo_core.verification.pristine import untouched_with_steps
+from slapo_core.verification.pristine import train_as_at_first, untouched_with_steps
 from slapo_core.verification.several import Outcome
-from slapo_core.verification.subjects import train_as_at_first
 
 if TYPE_CHECKING:
     from slapo_core.schedule.schedule import Schedule
@@ -92,7 +92,7 @@ def check_in_processes(
             (inputs.args, dict(inputs.kwargs)),
             options,
             world_size=mesh.world_size,
-            timeout=timeout + (options.blame_seconds or 0.0),
+            timeout=timeout + (options.blame_seconds or 0.0) + 2 * SECONDS,
         )
     except LaunchError as error:
         hint = f"{error.hint}; or {launch}" if error.hint else launch

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import torch
 from torch import nn
 
 from slapo_core.errors import SerializationError
 from slapo_core.spec.record import Record
 from slapo_core.verification.copies import copy_model
+from slapo_core.verification.counterparts import named_tensors
 
 if TYPE_CHECKING:
     from slapo_core.schedule.schedule import Schedule
+    from slapo_core.spec.mesh import Mesh
 
 Step: TypeAlias = Record | SerializationError
 """A step of a schedule, or why it cannot be repeated."""
 
-__all__ = ["Step", "copy_with_steps", "untouched_with_steps"]
+__all__ = ["Step", "changed_outside", "copy_with_steps", "repeated", "train_as_at_first", "untouched_with_steps"]
 
 
 def copy_with_steps(
@@ -48,6 +51,77 @@ def untouched_with_steps(schedule: Schedule, *, shares_memory: bool = False) -> 
     records = schedule.records
     with schedule.untouched() as model:
         return copy_with_steps(model, records, shares_memory=shares_memory)
+
+
+def repeated(schedule: Schedule, mesh: Mesh | None) -> Schedule:
+    """The schedule with all of its steps once more, on a copy of the untouched model and another mesh.
+
+    Args:
+        schedule: only read.
+        mesh: of the same sizes.
+
+    Raises:
+        SerializationError: a step cannot be repeated on a copy.
+        SlapoError: a step is refused.
+    """
+    from slapo_core.schedule.schedule import Schedule
+
+    model, steps = untouched_with_steps(schedule)
+    frozen = {name for name, is_trained in schedule.tree.tensors.trained_at_first.items() if not is_trained}
+    for name, parameter in model.named_parameters():
+        if name in frozen:  # a step that trains it, and does not say so, changes the untouched model's own too
+            parameter.requires_grad_(False)
+    copied = Schedule(
+        model,
+        mesh=mesh,
+        plugins=schedule.plugins,
+        registry=schedule.registry,
+        example_inputs=schedule.example_inputs,
+    )
+    for step in steps:
+        if isinstance(step, SerializationError):
+            raise step
+        copied.apply_at(copied.tree.node(step.path), step.primitive, location=step.location or None)
+    return copied
+
+
+def changed_outside(schedule: Schedule, copied: Schedule) -> str | None:
+    """The first module or tensor that is not what the steps make: of another type or value, or with other hooks.
+
+    Args:
+        schedule: only read.
+        copied: what :func:`repeated` gave for it.
+    """
+    live, made = (dict(_parts(one)) for one in (schedule, copied))
+    for name in dict.fromkeys((*live, *made)):
+        one, other = live.get(name), made.get(name)
+        if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and one.shape == other.shape:
+            if not torch.allclose(one, other, rtol=0.0, atol=0.0, equal_nan=True):
+                return name
+        elif one is None or isinstance(one, torch.Tensor) or one != other:
+            return name
+    return None
+
+
+def _parts(schedule: Schedule) -> Iterator[tuple[str, Any]]:
+    for path, module in schedule.model.named_modules():
+        hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+        own = [hook for hook in hooks if not type(hook).__module__.startswith("slapo_core.schedule.")]  # not of a guard
+        yield path, (type(module).__qualname__, len(own))
+    tensors = schedule.tree.tensors
+    for name, tensor in named_tensors(schedule.model):
+        is_drawn = tensor.is_meta or (isinstance(tensor, nn.Parameter) and not tensors.layout(tensor, name).origin)
+        yield name, (tensor.shape, tensor.requires_grad) if is_drawn else tensor.detach()
+
+
+def train_as_at_first(model: nn.Module, schedule: Schedule) -> None:
+    """Let a copy of the untouched model train what it trained before the first step.
+
+    A step that changes whether a parameter is trained, and does not say so, changes the untouched model's own too.
+    """
+    flags = schedule.tree.tensors.trained_at_first
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(flags.get(name, parameter.requires_grad))
 
 
 def _copied(step: Step, memo: dict[int, Any]) -> Step:

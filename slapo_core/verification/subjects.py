@@ -13,7 +13,7 @@ from slapo_core.schedule.records import primitive_to_json
 from slapo_core.schedule.schedule import Schedule
 from slapo_core.verification.copies import convert, copy_model
 from slapo_core.verification.counterparts import Counterparts, named_tensors
-from slapo_core.verification.pristine import Step, copy_with_steps, untouched_with_steps
+from slapo_core.verification.pristine import Step, copy_with_steps, train_as_at_first, untouched_with_steps
 from slapo_core.weights.correspondence import Correspondence
 from slapo_core.weights.initialise import Initialiser, cannot_initialise
 
@@ -21,17 +21,7 @@ if TYPE_CHECKING:
     from slapo_core.spec.record import Record
     from slapo_core.spec.state import LiveTensor
 
-__all__ = ["Subjects", "train_as_at_first"]
-
-
-def train_as_at_first(model: nn.Module, schedule: Schedule) -> None:
-    """Let a copy of the untouched model train what it trained before the first step.
-
-    A step that changes whether a parameter is trained, and does not say so, changes the untouched model's own too.
-    """
-    flags = schedule.tree.tensors.trained_at_first
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(flags.get(name, parameter.requires_grad))
+__all__ = ["Subjects"]
 
 
 class Subjects:

@@ -201,7 +201,7 @@ def what_stays_of_a_failed_attempt(mesh: dict[str, int] | None) -> list[bool]:
         seen.append(weakref.ref(model))
         raise ValueError("out of paint")
 
-    with World(declare_mesh(mesh), runs_models=True) as world:
+    with World(declare_mesh(mesh)) as world:
         gc.disable()
         try:
             attempt = world.attempt(run)
