@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +12,9 @@ from torch import nn
 from torch._subclasses import FakeTensor
 
 import slapo_core as slapo
+from slapo_core.testing import run_ranks
 
-__all__ = ["NO_GRADIENT", "Told", "batch", "build", "fail", "refuse", "tell", "tell_of_batches", "without_line"]
+__all__ = ["NO_GRADIENT", "batch", "build", "fail", "failure", "refuse", "train_until_it_fails", "unmade"]
 
 NO_GRADIENT = "BuildError: the loss depends on nothing that is trained, so that there is no gradient"
 
@@ -118,60 +119,42 @@ def refuse(*_: Any, **__: Any) -> None:
     raise OverflowError("no step")
 
 
-class Told(NamedTuple):
-    """What one rank says of a step that failed.
+def train_until_it_fails(engine: Any, given: Any, *, steps: int = 0, blocks: int = 4) -> None:
+    """Train so many steps and one more; on a rank where that one raises, the engine is closed, and its state readable.
 
-    Args:
-        message: of the error.
-        cause: the class of what it was raised from.
-        first: the rank that it names.
-        after: what the next step is refused with.
+    A rank that waits for another one which has raised ends with the launch.
     """
-
-    message: str
-    cause: str
-    first: int
-    after: str
-
-
-def without_line(text: str) -> str:
-    """The message of an error, without the line of which file it is from."""
-    return text.partition(" (")[0]
-
-
-def tell(engine: Any, given: Any, *, steps: int = 0, blocks: int = 4) -> Told:
-    """Train until it fails, after so many steps; a wait for the timeout of groups would outlast the launch."""
     for _ in range(steps):
         engine.train_step(given)
     before = {name: one.clone() for name, one in engine.module.named_parameters()}
+    try:
+        engine.train_step(given)
+    except Exception as error:
+        with pytest.raises(
+            slapo.BuildError, match=f"the engine is closed, because a step failed: {type(error).__name__}"
+        ):
+            engine.train_step(given)
+        state = engine.state_dict() if dist.get_world_size() == 1 else {}
+        assert len(state) in (0, 2 * blocks)
+        if NO_GRADIENT in str(error):
+            assert all(torch.equal(one, before[name]) for name, one in engine.module.named_parameters())
+        raise
+    raise AssertionError("no rank failed")
+
+
+def failure(on_rank: Callable[..., Any], *args: Any, world_size: int) -> slapo.RankFailedError:
+    """What the launcher says of ranks of which one fails."""
     with pytest.raises(slapo.RankFailedError) as failed:
-        engine.train_step(given)
-    with pytest.raises(slapo.BuildError, match="the engine is closed, because ") as after:
-        engine.train_step(given)
-    state = engine.state_dict()  # can still be read
-    assert len(state) == 2 * blocks
-    if NO_GRADIENT in str(failed.value):
-        assert all(torch.equal(state[name], one) for name, one in before.items())
-    cause = type(failed.value.__cause__).__name__
-    return Told(str(failed.value), cause, failed.value.first, str(after.value))
+        run_ranks(on_rank, *args, world_size=world_size)
+    return failed.value
 
 
-def tell_of_batches(make: Callable[..., tuple[Any, Net]], samples: int) -> dict[str, Any]:
-    """What is refused before ranks wait for each other, with nothing lost: an optimiser on one rank, and a batch.
+def unmade(make: Callable[..., tuple[Any, Net]]) -> str:
+    """What every rank hears where the optimizer's factory raises on one of them.
 
     Args:
         make: :func:`build`, of ``where`` and ``guilty``.
-        samples: of a batch that can be cut.
     """
-    told: dict[str, Any] = {}
-    with pytest.raises(slapo.SlapoError) as unmade:
+    with pytest.raises(slapo.SlapoError) as refused:
         make("making the optimiser", 1)
-    told["making"] = str(unmade.value)
-    engine, _ = make("", 0)
-    engine.train_step(batch(samples))  # the first one compares the batches
-    with pytest.raises(slapo.BuildError) as uncut:
-        engine.train_step((torch.ones(samples if dist.get_rank() else samples - 1, 4),))
-    told["uncut"] = str(uncut.value)
-    told["then"] = float(engine.train_step(batch(samples)).loss)
-    engine.close()
-    return told
+    return str(refused.value)

@@ -84,8 +84,7 @@ class FirstSteps:
             with World(self._mesh, over="tp") if has_stages else contextlib.nullcontext(replica) as world:
                 differing = draw_alike(world, "was changed after build(), to another one", stacklevel=7)
                 before = {**torch_states(), **foreign_states()}
-                with replica.together("the first training step"):
-                    yield
+                yield  # a rank that raises leaves; what the others do then, only their groups know
                 after = {**torch_states(), **foreign_states()}
                 drew = {source for source, state in after.items() if before.get(source) != state}
                 anywhere = set().union(*world.gather(drew))

@@ -21,7 +21,6 @@ from slapo_core.building.stages import Stages
 from slapo_core.errors import BuildError
 from slapo_core.pipeline.binding import bound_batch
 from slapo_core.pipeline.part import Part
-from slapo_core.ranks.own_groups import OwnGroups
 from slapo_core.ranks.world import World, together
 from slapo_core.weights.clipping import GradientClipper
 from slapo_core.weights.tied import TiedGradients
@@ -214,10 +213,6 @@ class Request:
             names = list(inspect.signature(self._schedule.model.forward).parameters)
             by_place |= {place: by_place[name] for place, name in enumerate(names) if name in by_place}
         return micro_batches(batch, count, option=option, axes=by_place)
-
-    def own_groups(self, *mesh_dims: str, others: Callable[[], Sequence[Any]] | None = None) -> OwnGroups:
-        assert self._mesh is not None
-        return OwnGroups(self._mesh, mesh_dims, others)
 
     def compute_loss(self, batch: Any, forward: Callable[..., Any] | None = None) -> tuple[torch.Tensor, Any]:
         if torch.is_grad_enabled():

@@ -22,7 +22,6 @@ __all__ = [
     "HookCaller",
     "LossFunction",
     "OptimizerFactory",
-    "OwnGroups",
     "ScheduledModel",
     "StagedBatch",
     "StagedModel",
@@ -114,49 +113,6 @@ class StagedBatch(Protocol):
         Raises:
             BuildError: there is no loss in the output, or the user's function gives no scalar.
         """
-        ...
-
-
-class OwnGroups(Protocol):
-    """Process groups of one engine, which break where a step fails, so that it fails on every rank.
-
-    The groups of the mesh are not touched: a rank that waits in one of those goes on waiting until its partner leaves,
-    or until the timeout of the group.
-    """
-
-    def group(self, mesh_dim: str = "") -> Any:
-        """Over that dimension, its ranks in their order; "" all ranks. None where there is one rank.
-
-        ``torch.distributed`` does not list it: use its own methods, e.g. ``group.allreduce([tensor]).wait()``.
-        """
-        ...
-
-    def step(self, what: Callable[[], str]) -> AbstractContextManager[None]:
-        """Around the work of one step; every rank enters one.
-
-        Args:
-            what: tells what this rank does just now, e.g. ``"stage 1 in the forward of micro-batch 0"``.
-
-        Raises:
-            RankFailedError: on every rank, where one of them raised: it names that one, what it did, and its exception.
-        """
-        ...
-
-    def together(self, what: str, device: torch.device, *, mesh_dim: str = "") -> AbstractContextManager[None]:
-        """Inside of :meth:`step`, around what goes wrong before ranks wait for each other; the groups stay.
-
-        Args:
-            what: the work of the block, e.g. ``"cutting the batch"``.
-            device: that the groups send from.
-            mesh_dim: over which ranks agree; "" all of them.
-
-        Raises:
-            BuildError: on the ranks where the block went well, naming those where it did not, and why.
-        """
-        ...
-
-    def close(self) -> None:
-        """Let go of them."""
         ...
 
 
@@ -439,16 +395,6 @@ class BuildRequest(Protocol):
 
         Returns:
             the norm before, a scalar tensor, the same on every rank; None where ``max_grad_norm`` is None.
-        """
-        ...
-
-    def own_groups(self, *mesh_dims: str, others: Callable[[], Sequence[Any]] | None = None) -> OwnGroups:
-        """Process groups that belong to the engine alone: a collective over the mesh, which has several ranks.
-
-        Args:
-            mesh_dims: a group over each of them, beside the one of all ranks.
-            others: makes further groups for the engine, as a runtime's constructor does, and gives them: they break
-                with these. Called once, on all ranks together.
         """
         ...
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from slapo_core.errors import BuildError
@@ -31,6 +32,7 @@ class StatefulEngine:
 
     optimizer: Any
     _state: ModelState
+    _reason: str | None = None  # why it is closed
 
     def state_dict(self, *, rank0_only: bool = False, include_added: bool = False) -> dict[str, torch.Tensor]:
         """The untouched model's state dict; ``include_added`` gives what a step added too, under its own name."""
@@ -65,6 +67,25 @@ class StatefulEngine:
 
     def _resume(self, runtime: Mapping[str, Any]) -> None:
         """Take what :meth:`_beside` of the engine that saved it gave, after weights and optimiser; ``{}``: nothing."""
+
+    # -- the end ------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _closing(self, at: Callable[[], str]) -> Iterator[None]:
+        """Close the engine where a step fails in the middle: its ranks are no longer at the same place.
+
+        Other ranks may wait for this one then, until the launcher of the job ends them, or the timeout of the group.
+
+        Args:
+            at: tells what this rank does just now, e.g. ``"stage 1 in the forward of micro-batch 0"``.
+        """
+        try:
+            yield
+        except BaseException as error:
+            error.add_note(f"a step of the pipeline failed here: {at()}")
+            self._reason = f"a step failed: {type(error).__name__}: {error}"
+            self.close()  # type: ignore[attr-defined]
+            raise
 
     # -- refusals -----------------------------------------------------------------------------------------------
 

@@ -48,7 +48,7 @@ def initialise(
     zero = config.get("zero_optimization", {})
     if not has_optimizer(plan, request) and zero.get("stage", 0) in (1, 2):
         zero["stage"] = 0  # they partition what an optimiser needs; there is nothing of it
-    with with_shapes(request.schedule.model):
+    with request.together("making the optimizer"), with_shapes(request.schedule.model):
         optimizer = request.make_optimizer(in_pieces=zero.get("stage", 0) > 0)
     groups = Groups.of(optimizer, keeps_first=bool(also))
     _leave_out_frozen(optimizer, also)

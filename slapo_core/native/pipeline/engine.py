@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from slapo_core import BuildError, RankFailedError, StepResult
+from slapo_core import BuildError, StepResult
 from slapo_core.native.pipeline.forms import Forms
 from slapo_core.native.pipeline.outputs import gather_output
 from slapo_core.native.pipeline.replicas import average_gradients
@@ -33,8 +32,8 @@ _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 class PipelineEngine(StatefulEngine):
     """The implementation of :class:`slapo_core.spec.engine.Engine` by torch.distributed.pipelining.
 
-    Every rank is given the whole batch of its replica, and has the replica's loss. After a step that failed on any
-    rank the engine is closed on all of them.
+    Every rank is given the whole batch of its replica, and has the replica's loss. After a step that failed the engine
+    is closed.
 
     Args:
         plan: what is built; ``plan.config`` holds the options of the pipeline.
@@ -57,12 +56,10 @@ class PipelineEngine(StatefulEngine):
         here = [live for live in self._state.tensors() if live.is_here]
         self._parameters = [live.tensor for live in here if live.is_parameter]
         self._device = request.device or next((live.tensor.device for live in here), torch.device("cpu"))
-        self._groups = request.own_groups("pp", "dp")
         schedule = schedule_of(plan.config, len(self._ranks), mesh.size("pp"))
-        self._forms = Forms(request, schedule, self._groups.group("pp"), self._device, plan.config)
+        self._forms = Forms(request, schedule, mesh.group("pp"), self._device, plan.config)
         self._part: nn.Module | None = None
         self._at = "nothing"  # of a step, for the message of an error
-        self._reason: str | None = None  # why it is closed
 
     @property
     def module(self) -> nn.Module:
@@ -88,12 +85,11 @@ class PipelineEngine(StatefulEngine):
         if self.optimizer is None:
             raise self._without_optimizer()
         loss = self._passes(batch, zero=self.optimizer)
-        with self._step():
+        with self._closing(lambda: self._at):
             self._at = "clipping gradients"
             norm = self._request.clip_gradients()
-            self._at = "the step of the optimiser"
+            self._at = "the step of the optimizer"
             self.optimizer.step()
-            self._wait_for_all()
         return StepResult(loss, None, norm)
 
     def eval_step(self, batch: Any, *, gather_outputs: bool = False) -> StepResult:
@@ -105,10 +101,9 @@ class PipelineEngine(StatefulEngine):
         """
         self._require_open()
         with self._request.evaluating(batch):
-            with self._step():
-                with self._groups.together("preparing the evaluation", self._device, mesh_dim="pp"):
-                    cut, form = self._forms.of(batch, training=False)
-                    whole = self._forms.whole(batch, form) if gather_outputs else form.staged.partition
+            cut, form = self._forms.of(batch, training=False)
+            whole = self._forms.whole(batch, form) if gather_outputs else form.staged.partition
+            with self._closing(lambda: self._at):
                 work = form.run(cut, backward=False, keep_outputs=gather_outputs, at=self._stand)
                 loss, output, problem = self._loss(work), None, ""
                 if gather_outputs:
@@ -119,7 +114,7 @@ class PipelineEngine(StatefulEngine):
                         work,
                         self._ranks,
                         self._rank,
-                        self._groups.group("pp"),
+                        self._mesh.group("pp"),
                         device=self._device,
                         count=self._count,
                     )
@@ -132,9 +127,8 @@ class PipelineEngine(StatefulEngine):
         self._require_open()
         self._refuse_without_gradients()
         with self._request.training(batch):
-            with self._step():
-                with self._groups.together("preparing the step", self._device):
-                    cut, form = self._forms.of(batch, training=True)
+            cut, form = self._forms.of(batch, training=True)
+            with self._closing(lambda: self._at):
                 if zero is not None:
                     zero.zero_grad(set_to_none=True)
                 earlier = [(one, one.grad) for one in self._trained() if one.grad is not None]
@@ -143,9 +137,8 @@ class PipelineEngine(StatefulEngine):
                 with own_random_state(self._device) as seed:
                     work = form.run(cut, backward=True, seed=seed, at=self._stand)
                 loss = self._loss(work)
-                self._wait_for_all()
                 self._at = "summing gradients"
-                replicas = self._groups.group("dp")
+                replicas = self._mesh.group("dp")
                 if replicas is not None:
                     average_gradients(self._trained(), replicas, bucket_bytes=self.plan.config["bucket_cap_mb"] << 20)
                 self._request.sum_tied_gradients()
@@ -164,36 +157,21 @@ class PipelineEngine(StatefulEngine):
         if self._ranks[-1] == self._rank:
             own = torch.stack([work.losses[number] for number in range(self._count)]).mean()
             message[0], message[1] = own, _DTYPES.index(own.dtype)
-        self._groups.group("pp").allreduce([message]).wait()
+        dist.all_reduce(message, group=self._mesh.group("pp"))
         loss, kind, drew = message.unbind()
         if drew:
             move_on()
         return loss.to(_DTYPES[int(kind)])
 
-    def _wait_for_all(self) -> None:
-        """No rank goes on to what it shares with others through the groups of the mesh while one has failed."""
-        self._groups.group().allreduce([torch.zeros(1, device=self._device)]).wait()
-
     # -- the end ----------------------------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def _step(self) -> Iterator[None]:
-        try:
-            with self._groups.step(lambda: self._at):
-                yield
-        except (RankFailedError, KeyboardInterrupt, SystemExit) as error:  # the groups are gone on every rank
-            self._reason = str(error) if isinstance(error, RankFailedError) else f"a step was ended by {error!r}"
-            self.close()
-            raise
 
     def _stand(self, what: str) -> None:
         self._at = what
 
     def close(self) -> None:
-        """Let go of the optimiser, the stages and the groups of the pipeline; the model and its state stay."""
+        """Let go of the optimizer and the stages; the model and its state stay."""
         if self._reason is None:
             self._reason = ""
-        self._groups.close()
         self._forms.close()
         self.optimizer = None
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 if TYPE_CHECKING:
     from slapo_core.native.pipeline.stage import Work
@@ -81,10 +82,5 @@ def _axis(shape: tuple[int, ...], whole: tuple[int, ...], count: int) -> int | N
 
 def _broadcast(tensor: torch.Tensor, root: int, group: Any) -> None:
     """Of any type: as bytes."""
-    if not tensor.numel():
-        return
-    from torch.distributed import BroadcastOptions
-
-    options = BroadcastOptions()
-    options.rootRank = root
-    group.broadcast([tensor.reshape(-1).view(torch.uint8)], options).wait()
+    if tensor.numel():
+        dist.broadcast(tensor.reshape(-1).view(torch.uint8), group=group, group_src=root)

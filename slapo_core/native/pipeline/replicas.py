@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from slapo_core import BuildError
 
@@ -37,7 +38,7 @@ def average_gradients(parameters: Sequence[torch.Tensor], group: Any, *, bucket_
         if any(gradient.layout != torch.strided for gradient in gradients):
             raise BuildError("sparse gradients are not averaged over replicas", hint="nn.Embedding(..., sparse=False)")
         flat = torch.cat([*[gradient.reshape(-1) for gradient in gradients], there])
-        group.allreduce([flat]).wait()
+        dist.all_reduce(flat, group=group)
         *means, there = flat.split([*[one.numel() for one in bucket], len(bucket)])
         for number, (parameter, gradient, mean) in enumerate(zip(bucket, gradients, means, strict=True)):
             if parameter.grad is None:

@@ -14,7 +14,7 @@ from torch import nn
 from slapo_core import BuildError
 from slapo_core.native.pipeline.received import Received
 from slapo_core.native.pipeline.splitting import backward_of_inputs
-from slapo_core.native.pipeline.torch_pipelining import Operation, StageBase
+from slapo_core.native.pipeline.torch_pipelining import StageBase
 from slapo_core.native.pipeline.whole import Watch
 from slapo_core.spec.drawing import has_drawn, start_stream
 
@@ -173,7 +173,7 @@ class RunningStage(StageBase):
         tag = (2 * boundary + forward) * self._count + number
         peer = self._ranks[stage]
         return [
-            Operation(operation, tensor, group=self.group, tag=tag, group_peer=peer)
+            dist.P2POp(operation, tensor, group=self.group, tag=tag, group_peer=peer)
             for tensor in tensors
             if tensor.numel()
         ]

@@ -9,11 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed import pipelining
 
-__all__ = ["CALLED", "Operation", "StageBase", "make_schedule", "recomputes", "step"]
+__all__ = ["CALLED", "StageBase", "make_schedule", "recomputes", "step"]
 
 
 class StageBase:
@@ -47,15 +46,6 @@ class StageBase:
 
     def release_fwd_send_outputs(self, fwd_chunk_id: int) -> None:
         """Nothing: what was sent is kept for the backward pass."""
-
-
-class Operation(dist.P2POp):
-    """One message; over a group that torch does not list."""
-
-    def __init__(self, op: Any, tensor: torch.Tensor, *, group: Any, group_peer: int, tag: int) -> None:
-        self.op, self.tensor, self.group = op, tensor, group
-        self.peer = self.group_peer = group_peer
-        self.tag = tag
 
 
 CALLED = (

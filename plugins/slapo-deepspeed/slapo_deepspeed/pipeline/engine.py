@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from slapo_core import BuildError, RankFailedError, SlapoError, StepResult
+from slapo_core import BuildError, StepResult
 from slapo_core.spec.batch_forms import Forms
 from slapo_core.spec.drawing import move_on, own_random_state
 from slapo_core.spec.stage_work import Work
@@ -20,7 +20,7 @@ from slapo_deepspeed.pipeline.bare import bare_ranks, stand_in
 from slapo_deepspeed.pipeline.buffers import forms_with_buffers
 from slapo_deepspeed.pipeline.counting import count_once
 from slapo_deepspeed.pipeline.precision import share_types
-from slapo_deepspeed.pipeline.private import forget, groups_of, losses_of, prepare, sending_over
+from slapo_deepspeed.pipeline.private import forget, losses_of, prepare
 from slapo_deepspeed.pipeline.ties import Ties
 from slapo_deepspeed.starting import start
 from slapo_deepspeed.zero.gradients import forget_gradients
@@ -30,7 +30,6 @@ from slapo_deepspeed.zero.unused import unused_parameters
 if TYPE_CHECKING:
     from slapo_core import Plan
     from slapo_core.spec.request import BuildRequest
-    from slapo_deepspeed.state.groups import Groups
 
 __all__ = ["PipelineEngine"]
 
@@ -39,8 +38,7 @@ class PipelineEngine(DeepSpeedEngine):
     """The implementation of :class:`slapo_core.spec.engine.Engine` by DeepSpeed's PipelineEngine.
 
     Every rank is given the whole batch of its replica, and has the replica's loss. All replicas evaluate together,
-    because DeepSpeed has all ranks wait for each other there. After a step that failed on any rank the engine is closed
-    on all of them.
+    because DeepSpeed has all ranks wait for each other there. After a step that failed the engine is closed.
 
     Args:
         plan: what is built; ``plan.config["config"]`` is DeepSpeed's configuration, filled in.
@@ -50,6 +48,7 @@ class PipelineEngine(DeepSpeedEngine):
     def __init__(self, plan: Plan, request: BuildRequest) -> None:
         mesh = request.schedule.mesh
         assert mesh is not None
+        self._mesh = mesh
         if plan.config["config"].get("torch_autocast", {}).get("enabled"):
             raise _no_autocast("'torch_autocast' of config is enabled, and the mesh has a pipeline")
         start(mesh)
@@ -57,7 +56,6 @@ class PipelineEngine(DeepSpeedEngine):
         self._count: int = plan.config["config"]["gradient_accumulation_steps"]
         self._trains = has_optimizer(plan, request)
         self._at = "nothing"  # of a step, for the message of an error
-        self._reason: str | None = None  # why it is closed
         self._has_stepped = False
         for _ in request.materialise():
             pass
@@ -65,10 +63,11 @@ class PipelineEngine(DeepSpeedEngine):
         bare = bare_ranks(request) if self._trains else frozenset()
         self._stand_in = stand_in(request) if mesh.rank("pp") in bare else None
         with marks_taken_back(request):
-            self._groups = request.own_groups("pp", others=lambda: self._make(request))
+            self._make(request)
             mark(request)
             count_once(request, self._ties.copies)
-            engine, groups = self._initialised(plan, request)
+            also = () if self._stand_in is None else (self._stand_in,)
+            engine, groups = initialise(plan, request, self._stages, also=also)
         share_types(request, engine.device)
         keep_norm(engine)
         super().__init__(plan, request, engine, groups)
@@ -76,8 +75,8 @@ class PipelineEngine(DeepSpeedEngine):
         make = forms_with_buffers(request, engine.device, bare)
         self._forms = Forms(request, self._count, self._axes, "gradient_accumulation_steps", make)
 
-    def _make(self, request: BuildRequest) -> Sequence[Any]:
-        """DeepSpeed's module, and its process groups and those of ties."""
+    def _make(self, request: BuildRequest) -> None:
+        """DeepSpeed's module, and the process groups of ties."""
         from slapo_deepspeed.pipeline.module import StagesModule, topology_of
 
         mesh = request.schedule.mesh
@@ -88,18 +87,6 @@ class PipelineEngine(DeepSpeedEngine):
         unused = {name: one for name, one in unused.items() if id(one) not in held}
         self._ties = Ties(request, topology_of(mesh))
         self._stages = StagesModule(self._part, unused, self._stand_in, mesh, self._tied)
-        return [*groups_of(self._stages), *self._ties.groups]
-
-    def _initialised(self, plan: Plan, request: BuildRequest) -> tuple[Any, Groups | None]:
-        """DeepSpeed's engine; ranks wait for each other in its constructor, so no rank must go on alone there."""
-        try:
-            with self._groups.step(lambda: "making DeepSpeed's engine"), sending_over(self._groups.group("pp")):
-                also = () if self._stand_in is None else (self._stand_in,)
-                return initialise(plan, request, self._stages, also=also)
-        except RankFailedError as error:
-            if isinstance(error.__cause__, SlapoError):  # every rank has it
-                raise error.__cause__ from None
-            raise
 
     @property
     def module(self) -> nn.Module:
@@ -113,14 +100,13 @@ class PipelineEngine(DeepSpeedEngine):
         if not self._trains:
             raise self._without_optimizer()
         self._refuse_without_gradients()
-        with self._request.training(batch), self._step():
-            self._at = "looking at what changed since the last step"
+        with self._request.training(batch):
             self._between.check()
             forget_gradients(self.deepspeed)
             work = self._work(batch, training=True)
-            with own_random_state(self.deepspeed.device) as work.seed:
+            with self._closing(lambda: self._at), own_random_state(self.deepspeed.device) as work.seed:
                 self.deepspeed.train_batch(self._numbers())
-            loss = self._loss(work)
+                loss = self._loss(work)
         self._between.note()
         self._unused.step_is_over()
         if not self._has_stepped:
@@ -130,10 +116,11 @@ class PipelineEngine(DeepSpeedEngine):
 
     def eval_step(self, batch: Any) -> StepResult:
         self._require_open()
-        with self._request.evaluating(batch), self._step():
+        with self._request.evaluating(batch):
             work = self._work(batch, training=False)
-            self.deepspeed.eval_batch(self._numbers(), bcast_loss=False)
-            return StepResult(self._loss(work))
+            with self._closing(lambda: self._at):
+                self.deepspeed.eval_batch(self._numbers(), bcast_loss=False)
+                return StepResult(self._loss(work))
 
     def _end_first_step(self) -> None:
         self._has_stepped = True
@@ -141,8 +128,7 @@ class PipelineEngine(DeepSpeedEngine):
             self._request.clip_gradients()  # there are none any more
 
     def _work(self, batch: Any, *, training: bool) -> Work:
-        with self._groups.together("preparing the step", self.deepspeed.device):
-            cut, form = self._forms.of(batch, training=training)
+        cut, form = self._forms.of(batch, training=training)
         work = Work(form, form.leg, cut, self._stand, stand_in=self._stand_in)
         self._stages.begin(work)
         prepare(self.deepspeed, form.received, form.gradients)
@@ -153,9 +139,8 @@ class PipelineEngine(DeepSpeedEngine):
         return iter([(torch.tensor(number), torch.tensor(number)) for number in range(self._count)])
 
     def _tied(self) -> Sequence[tuple[nn.Parameter, Any]]:
-        """All passes of a step are over here; on every rank, before any of them waits in DeepSpeed's exchanges."""
-        self._at = "DeepSpeed's exchange of gradients, or its optimiser's step"
-        self._wait_for_all()
+        """All passes of a step are over here; DeepSpeed's exchanges follow."""
+        self._at = "DeepSpeed's exchange of gradients, or its optimizer's step"
         ties = self._ties.ready(self.deepspeed)
         for parameter, _ in ties:
             self._unused.seen(parameter)
@@ -168,33 +153,19 @@ class PipelineEngine(DeepSpeedEngine):
         message[1] = work.drew
         if work.leg.is_last:
             message[0] = torch.stack(losses_of(self.deepspeed)).mean()
-        self._groups.group("pp").allreduce([message]).wait()
+        dist.all_reduce(message, group=self._mesh.group("pp"))
         loss, drew = message.unbind()
         if drew:
             move_on()
         return loss.to(work.form.loss_dtype)
 
-    def _wait_for_all(self) -> None:
-        self._groups.group().allreduce([torch.zeros(1, device=self.deepspeed.device)]).wait()
-
     # -- the end ----------------------------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def _step(self) -> Iterator[None]:
-        try:
-            with self._groups.step(lambda: self._at), sending_over(self._groups.group("pp")):
-                yield
-        except (RankFailedError, KeyboardInterrupt, SystemExit) as error:  # the groups are gone on every rank
-            self._reason = str(error) if isinstance(error, RankFailedError) else f"a step was ended by {error!r}"
-            self.close()
-            raise
 
     def _stand(self, what: str) -> None:
         self._at = what
 
     def _release(self) -> None:
         """What this engine holds beside DeepSpeed's."""
-        self._groups.close()
         self._forms.close()
         self._unused.stop()
         forget(self._stages)

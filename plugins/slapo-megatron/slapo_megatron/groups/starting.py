@@ -19,7 +19,7 @@ from slapo_core.spec.starting import start_alone
 from slapo_megatron.groups.order import order_of
 from slapo_megatron.installed import require_megatron
 
-__all__ = ["Lease", "anywhere", "given_back", "start"]
+__all__ = ["Lease", "given_back", "start"]
 
 
 @dataclass
@@ -33,7 +33,6 @@ class _Made:
 
     mesh: str
     groups: list[Any]
-    is_spoilt: bool = False
 
 
 @dataclass(eq=False)
@@ -42,29 +41,20 @@ class Lease:
 
     Args:
         groups: every group of Megatron's that this rank is in.
-        is_ours: whether they were made here, not by the user's script.
-        is_new: whether they were made for this lease.
     """
 
     groups: list[Any]
-    is_ours: bool
-    is_new: bool
     _made: _Made | None = field(default=None, repr=False)
 
     @property
-    def is_shared(self) -> bool:
-        """Whether another engine uses the same groups."""
-        return any(other is not self and other._made is self._made for other in _leases)
+    def is_ours(self) -> bool:
+        """Whether they were made here, not by the user's script."""
+        return self._made is not None
 
     def close(self) -> None:
         """The engine does not use them any more; twice is as once."""
         _leases.discard(self)
         self.groups = []
-
-    def spoil(self) -> None:
-        """They are broken: the next engine makes new ones; nothing is done about those of a script."""
-        if self._made is not None:
-            self._made.is_spoilt = True
 
 
 _made: _Made | None = None
@@ -99,13 +89,13 @@ def start(mesh: Mesh | None, *, device_type: str | None = None, virtual: int | N
         start_alone(device_type or "cpu")
     mesh = Mesh({}) if mesh is None else mesh
     _check_world(mesh)
-    made, is_new = _still_there(), False
-    if made is not None and (made.is_spoilt or any(differences(mesh))):
+    made = _still_there()
+    if made is not None and any(differences(mesh)):
         _refuse_in_use(made, mesh)
         _let_go(made)
         made = None
     if made is None and not parallel_state.model_parallel_is_initialized():
-        made, is_new = _make(mesh), True
+        made = _make(mesh)
     elif made is None and not all(map(is_alive, groups_of_megatron())):
         raise BuildError(
             "Megatron's process groups are of a torch.distributed that was ended since",
@@ -113,29 +103,9 @@ def start(mesh: Mesh | None, *, device_type: str | None = None, virtual: int | N
         )
     compare(mesh)
     compare_virtual(virtual)
-    lease = Lease(groups_of_megatron(), made is not None, is_new, made)
+    lease = Lease(groups_of_megatron(), made)
     _leases.add(lease)
     return lease
-
-
-def anywhere(is_so: bool, mesh: Mesh) -> bool:
-    """Whether it is so on any rank: an engine that nobody has any more is gone from one rank earlier than from another.
-
-    A collective over all ranks, so that none of them goes on alone to make groups.
-
-    Args:
-        is_so: on this one.
-        mesh: of the schedule.
-    """
-    import torch
-    import torch.distributed as dist
-
-    device_type = mesh.device_mesh.device_type if mesh.device_mesh is not None else "cpu"
-    if "nccl" in str(dist.get_backend()) and device_type == "cpu" and torch.cuda.is_available():
-        device_type = "cuda"
-    found = torch.tensor([float(is_so)], device=device_type)
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    return bool(found.item())
 
 
 @contextlib.contextmanager
@@ -209,10 +179,30 @@ def _used(made: _Made) -> bool:
     return any(lease._made is made for lease in _leases)
 
 
+def _anywhere(is_so: bool, mesh: Mesh) -> bool:
+    """Whether it is so on any rank: an engine that nobody has any more is gone from one rank earlier than from another.
+
+    A collective over all ranks, so that none of them goes on alone to make groups.
+
+    Args:
+        is_so: on this one.
+        mesh: of the schedule.
+    """
+    import torch
+    import torch.distributed as dist
+
+    device_type = mesh.device_mesh.device_type if mesh.device_mesh is not None else "cpu"
+    if "nccl" in str(dist.get_backend()) and device_type == "cpu" and torch.cuda.is_available():
+        device_type = "cuda"
+    found = torch.tensor([float(is_so)], device=device_type)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return bool(found.item())
+
+
 def _refuse_in_use(made: _Made, mesh: Mesh) -> None:
     if _used(made):
         gc.collect()  # an engine that nobody has any more
-    if anywhere(_used(made), mesh):
+    if _anywhere(_used(made), mesh):
         raise BuildError(
             f"an open engine uses Megatron's process groups of the mesh {made.mesh}, and this one is for "
             f"{mesh}: Megatron has one set of them in a process",

@@ -4,8 +4,8 @@ Megatron's schedules know one shape of all messages, and our stages send message
 they come in the order in which its neighbour runs its stages. So the communicator tells the shape of the next one
 where Megatron's would ask the neighbour for it (``variable_seq_lengths``).
 
-On CPUs messages go over groups of the engine's own, which break where a step fails. Gradients have a tag of their own
-there: where two ranks are neighbours on both sides, Megatron's would take one message for the other.
+On CPUs messages go over the mesh's group, and gradients have a tag of their own there: where two ranks are neighbours
+on both sides, Megatron's would take one message for the other.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Communicator(P2PCommunicator):  # type: ignore[misc]
     Args:
         group: Megatron's, along ``pp``.
         config: Megatron's.
-        own: the engine's group of the same ranks, to send over; None: Megatron's.
+        own: the mesh's group of the same ranks, to send over; None: Megatron's.
     """
 
     def __init__(self, group: Any, config: Any, own: Any = None) -> None:

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from slapo_core import BuildError, RankFailedError, StepResult
+from slapo_core import BuildError, StepResult
 from slapo_core.spec.batch_forms import Forms
 from slapo_core.spec.drawing import move_on, own_random_state
 from slapo_core.spec.stage_work import Form, Work
 from slapo_megatron.engine import MegatronEngine
+from slapo_megatron.groups.starting import start
 from slapo_megatron.marks import mark
-from slapo_megatron.pipeline.breaking import started
 from slapo_megatron.updating import Updates
 
 if TYPE_CHECKING:
@@ -29,8 +29,8 @@ __all__ = ["PipelineEngine"]
 class PipelineEngine(MegatronEngine):
     """The implementation of :class:`slapo_core.spec.engine.Engine` by Megatron's 1F1B and interleaved schedules.
 
-    Every rank is given the whole batch of its replica, and has the replica's loss. After a step that failed on any rank
-    the engine is closed on all of them.
+    Every rank is given the whole batch of its replica, and has the replica's loss. After a step that failed the engine
+    is closed.
 
     Args:
         plan: what is built.
@@ -42,11 +42,10 @@ class PipelineEngine(MegatronEngine):
         assert mesh is not None
         self._mesh = mesh
         self._at = "nothing"  # of a step, for the message of an error
-        self._reason: str | None = None  # why it is closed
         self._count: int = plan.config["microbatches"]
         axes = plan.config["batch_axes"] or None
         per_rank = len(request.stage_ranks) // mesh.size("pp")
-        self._lease, self._groups = started(request, mesh, per_rank if per_rank > 1 else None)
+        self._lease = start(mesh, virtual=per_rank if per_rank > 1 else None)
 
         from slapo_megatron.model.configuration import transformer_config
         from slapo_megatron.model.precision import lowered, working_dtype
@@ -65,7 +64,7 @@ class PipelineEngine(MegatronEngine):
         self._updates = Updates(plan, request, megatron)
         self._ties = ties_of(request)
         self._loss_dtype = None if dtype is None else torch.float32
-        self._schedule = Schedule(megatron, self._groups.group("pp") if self._device.type == "cpu" else None)
+        self._schedule = Schedule(megatron, mesh.group("pp") if self._device.type == "cpu" else None)
         self._forms = Forms(request, self._count, axes, "microbatches", self._form, lambda one: lowered(one, dtype))
 
     def _form(self, staged: StagedModel, training: bool) -> Form:
@@ -82,32 +81,31 @@ class PipelineEngine(MegatronEngine):
     def train_step(self, batch: Any) -> StepResult:
         self._refuse_autocast()
         self._require_trainable()
-        with self._request.training(batch), self._step():
-            with self._groups.together("looking at what changed since the last step", self._device):
-                self._between.check()
+        with self._request.training(batch):
+            self._between.check()
             form, works = self._works(batch, training=True)
             self._updates.begin(self._part)
-            with own_random_state(self._device) as seed:
+            with self._closing(lambda: self._at), own_random_state(self._device) as seed:
                 for work in works:
                     work.seed = seed
                 losses = self._schedule.run(form, works, self._count, backward=True)
-            self._updates.seen(self._ties)
-            norm = self._updates.step(self._device)
-            self._after_step()
-            loss = self._loss(form, works, losses)
+                self._updates.seen(self._ties)
+                norm = self._updates.step(self._device)
+                self._after_step()
+                loss = self._loss(form, works, losses)
         return StepResult(loss, None, norm)
 
     def eval_step(self, batch: Any) -> StepResult:
         self._refuse_autocast()
         self._require_open()
-        with self._request.evaluating(batch), self._step():
+        with self._request.evaluating(batch):
             form, works = self._works(batch, training=False)
-            losses = self._schedule.run(form, works, self._count, backward=False)
-            return StepResult(self._loss(form, works, losses))
+            with self._closing(lambda: self._at):
+                losses = self._schedule.run(form, works, self._count, backward=False)
+                return StepResult(self._loss(form, works, losses))
 
     def _works(self, batch: Any, *, training: bool) -> tuple[Form, list[Work]]:
-        with self._groups.together("preparing the step", self._device):
-            cut, form = self._forms.of(batch, training=training)
+        cut, form = self._forms.of(batch, training=training)
         return form, [Work(form, leg, cut, self._stand) for leg in form.legs]
 
     def _loss(self, form: Form, works: Sequence[Work], losses: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -117,7 +115,7 @@ class PipelineEngine(MegatronEngine):
         message[1] = any(work.drew for work in works)
         if losses:
             message[0] = torch.stack(list(losses)).mean()
-        self._groups.group("pp").allreduce([message]).wait()
+        dist.all_reduce(message, group=self._mesh.group("pp"))
         loss, drew = message.unbind()
         if drew:
             move_on()
@@ -125,23 +123,8 @@ class PipelineEngine(MegatronEngine):
 
     def _passes_are_over(self) -> None:
         self._at = "Megatron's exchange of gradients, or its optimizer's step"
-        self._wait_for_all()
-
-    def _wait_for_all(self) -> None:
-        self._groups.group().allreduce([torch.zeros(1, device=self._device)]).wait()
 
     # -- the end ------------------------------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def _step(self) -> Iterator[None]:
-        try:
-            with self._groups.step(lambda: self._at):
-                yield
-        except (RankFailedError, KeyboardInterrupt, SystemExit) as error:  # the groups are gone on every rank
-            self._reason = str(error) if isinstance(error, RankFailedError) else f"a step was ended by {error!r}"
-            self._lease.spoil()
-            self.close()
-            raise
 
     def _stand(self, what: str) -> None:
         self._at = what
@@ -151,7 +134,6 @@ class PipelineEngine(MegatronEngine):
 
         self._updates.end()
         release(self.megatron, self._marks, gather=self._reason is None)
-        self._groups.close()
         self._forms.close()
 
     def _require_open(self) -> None:

@@ -29,7 +29,7 @@ class Schedule:
 
     Args:
         megatron: its objects; chunks are those of this rank.
-        own: the engine's group along ``pp``, to send over; None: Megatron's.
+        own: the mesh's group along ``pp``, to send over; None: Megatron's.
     """
 
     def __init__(self, megatron: Megatron, own: Any = None) -> None:
