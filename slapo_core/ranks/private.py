@@ -29,7 +29,7 @@ def new_group_among(original: Any, store: Any, name: str, timeout: timedelta) ->
         ranks,
         distributed_c10d._world.pg_map[original][0],
         store,
-        name,
+        name,  # type: ignore[arg-type]
         timeout=timeout,
     )
     distributed_c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
