@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from packaging.utils import canonicalize_name
 from torch import nn
 
+from slapo_core._vocabulary import OnRoot
 from slapo_core.errors import ApplyError, ArgumentError, SealedError, TraceError
 from slapo_core.plugins import current_registry
 from slapo_core.plugins.manager import HookManager
@@ -40,12 +41,13 @@ if TYPE_CHECKING:
     from slapo_core.estimation.results import Estimate
     from slapo_core.plugins.registry import Registry
     from slapo_core.spec.node import Node
+    from slapo_core.tree.group import Selection
     from slapo_core.tree.journal import Entry
 
 __all__ = ["Schedule"]
 
 
-class Schedule:
+class Schedule(OnRoot):
     """How one model runs; made by :func:`slapo_core.create_schedule`.
 
     ``sch["encoder.layer.0"]`` is a node, ``sch["encoder.layer.*"]`` a group; primitives are applied there and change
@@ -80,7 +82,7 @@ class Schedule:
 
     # -- the tree ---------------------------------------------------------------------------------------------
 
-    def __getitem__(self, path: str) -> TreeNode | NodeGroup:
+    def __getitem__(self, path: str) -> Selection:
         """The node at a path, or the group that a glob selects.
 
         Args:
@@ -94,17 +96,19 @@ class Schedule:
         """
         if not isinstance(path, str):
             raise ArgumentError(f"a path must be a string (got {path!r})", hint='sch["encoder.layer.0"]')
-        return self.tree.find(path)
+        return self.tree.find(path)  # type: ignore[return-value]
 
     @property
     def root(self) -> TreeNode:
         """The node of the model itself, whose path is ``""``."""
         return self.tree.node("")
 
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        if name.startswith("_") or "tree" not in self.__dict__:  # in the middle of __init__, or before it
-            raise AttributeError(name)
-        return self.primitive_named(name, self.root, "")
+    if not TYPE_CHECKING:  # checkers see those of OnRoot
+
+        def __getattr__(self, name: str) -> Callable[..., Any]:
+            if name.startswith("_") or "tree" not in self.__dict__:  # in the middle of __init__, or before it
+                raise AttributeError(name)
+            return self.primitive_named(name, self.root, "")
 
     def __dir__(self) -> list[str]:
         return [*super().__dir__(), *self.primitive_names()]
@@ -119,9 +123,9 @@ class Schedule:
 
     # -- the steps --------------------------------------------------------------------------------------------
 
-    def apply(self, primitive: Primitive) -> Node:
+    def apply(self, primitive: Primitive) -> TreeNode:
         """Apply a primitive at the root of the model: ``sch.root.apply``."""
-        return self.apply_at(self.root, primitive)
+        return self.root.apply(primitive)
 
     def find(self, pattern: Any) -> Matches:
         """Every place of the model's graphs where a pattern stands: ``sch.root.find``."""

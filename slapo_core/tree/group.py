@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, Self, overload
 
+from slapo_core._vocabulary import OnNodes
 from slapo_core.errors import PathError
 from slapo_core.tree.select import is_glob, meant_as_regular_expression, refuse_number_ranges
 
 if TYPE_CHECKING:
     from slapo_core.spec.primitive import Primitive
-    from slapo_core.tree.node import TreeNode
 
 __all__ = ["NodeGroup"]
 
 
-class NodeGroup:
+class NodeGroup(OnNodes):
     """Nodes in the model's order; ``group.checkpoint()`` applies to each, all or none.
 
     Args:
@@ -23,16 +23,14 @@ class NodeGroup:
         pattern: what selected them, e.g. ``"encoder.layer.*"``.
     """
 
-    __slots__ = ("nodes", "pattern")
-
     def __init__(self, nodes: tuple[TreeNode, ...], pattern: str) -> None:
         self.nodes = nodes
         self.pattern = pattern
 
-    def apply(self, primitive: Primitive) -> NodeGroup:
+    def apply(self, primitive: Primitive) -> Self:
         """Apply ``primitive`` at every node; if one refuses, those before it are undone."""
         owner = self.nodes[0]._tree.owner
-        return NodeGroup(tuple(owner.apply_each(self.nodes, primitive)), self.pattern)  # type: ignore[arg-type]
+        return type(self)(tuple(owner.apply_each(self.nodes, primitive)), self.pattern)  # type: ignore[arg-type]
 
     def find(self, pattern: Any) -> Any:
         """Every place at or below these nodes where a pattern stands: see :meth:`slapo_core.spec.node.Node.find`."""
@@ -80,13 +78,33 @@ class NodeGroup:
             )
         return NodeGroup(tuple(found.values()), f"{self.pattern}.{key}")
 
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return self.nodes[0]._tree.owner.primitive_named(name, self, self.pattern)
+    if not TYPE_CHECKING:  # checkers see those of OnNodes
+
+        def __getattr__(self, name: str) -> Callable[..., Any]:
+            if name.startswith("_"):
+                raise AttributeError(name)
+            return self.nodes[0]._tree.owner.primitive_named(name, self, self.pattern)
 
     def __dir__(self) -> list[str]:
         return [*super().__dir__(), *self.nodes[0]._tree.owner.primitive_names()]
 
     def __repr__(self) -> str:
         return f"<Group '{self.pattern}': {len(self)} nodes>"
+
+
+if TYPE_CHECKING:
+    from slapo_core.tree.node import TreeNode
+
+    class Selection(TreeNode, NodeGroup):
+        """What ``sch[...]`` gives: a node for a path, a group for a glob.
+
+        A type checker cannot tell which, so this type has the members of both.
+        """
+
+        @overload  # type: ignore[override]
+        def __getitem__(self, key: int) -> TreeNode: ...
+        @overload
+        def __getitem__(self, key: slice) -> NodeGroup: ...
+        @overload
+        def __getitem__(self, key: str) -> Selection: ...
+        def __getitem__(self, key: Any) -> Any: ...

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
+from slapo_core._vocabulary import OnNodes
 from slapo_core.errors import PathError
 from slapo_core.spec.layout import Layout
 from slapo_core.tree.index import full_name, shape_of
@@ -17,16 +18,15 @@ if TYPE_CHECKING:
     from slapo_core.spec.edit import Forward, HookKind
     from slapo_core.spec.graph import Graph
     from slapo_core.spec.mesh import Mesh
-    from slapo_core.spec.node import Node as NodeProtocol
     from slapo_core.spec.primitive import Primitive
     from slapo_core.spec.record import Record
-    from slapo_core.tree.group import NodeGroup
+    from slapo_core.tree.group import Selection
     from slapo_core.tree.tree import Tree
 
 __all__ = ["TreeNode"]
 
 
-class TreeNode:
+class TreeNode(OnNodes):
     """The implementation of :class:`slapo_core.spec.node.Node`; made by ``sch["path"]``.
 
     Attributes that are not listed here are primitives: ``node.shard("weight", axis=0)`` is
@@ -178,16 +178,18 @@ class TreeNode:
 
     # -- doing ------------------------------------------------------------------------------------------------
 
-    def apply(self, primitive: Primitive) -> NodeProtocol:
-        return self._tree.owner.apply_at(self, primitive)
+    def apply(self, primitive: Primitive) -> Self:
+        return self._tree.owner.apply_at(self, primitive)  # type: ignore[return-value]
 
-    def __getitem__(self, path: str) -> TreeNode | NodeGroup:
-        return self._tree.find(full_name(self.path, path) if path else self.path)
+    def __getitem__(self, path: str) -> Selection:
+        return self._tree.find(full_name(self.path, path) if path else self.path)  # type: ignore[return-value]
 
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return self._tree.owner.primitive_named(name, self, self.path)
+    if not TYPE_CHECKING:  # checkers see those of OnNodes
+
+        def __getattr__(self, name: str) -> Callable[..., Any]:
+            if name.startswith("_"):
+                raise AttributeError(name)
+            return self._tree.owner.primitive_named(name, self, self.path)
 
     def __dir__(self) -> list[str]:
         return [*super().__dir__(), *self._tree.owner.primitive_names()]

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from slapo_core.cli.typestubs.skeleton import stub_of
 from slapo_core.cli.typestubs.vocabulary import Omission, vocabulary_source
 from slapo_core.plugins.registry import Registry
 
@@ -17,22 +16,6 @@ __all__ = ["STUB_PACKAGE", "StubPackage", "make_stubs"]
 
 STUB_PACKAGE = "slapo_core-stubs"
 """The directory that type checkers look for (PEP 561)."""
-
-_SELECTION = '''
-class Selection(TreeNode, NodeGroup):
-    """What ``sch[...]`` gives: a node for a path, a group for a glob.
-
-    A type checker cannot tell which, so this type has the members of both.
-    """
-
-    @overload  # type: ignore[override]
-    def __getitem__(self, key: int) -> TreeNode: ...
-    @overload
-    def __getitem__(self, key: slice) -> NodeGroup: ...
-    @overload
-    def __getitem__(self, key: str) -> Selection: ...
-'''
-
 
 @dataclass(frozen=True)
 class StubPackage:
@@ -96,31 +79,7 @@ def make_stubs(registry: Registry) -> StubPackage:
         registry: what is installed.
     """
     vocabulary, omissions = vocabulary_source(registry)
-    on_nodes = "from slapo_core._vocabulary import OnNodes, OnRoot"
-    files = {
-        "py.typed": "partial\n",
-        "_vocabulary.pyi": vocabulary,
-        "schedule/schedule.pyi": stub_of(
-            "slapo_core.schedule.schedule",
-            bases={"Schedule": "OnRoot"},
-            returns={"Schedule.__getitem__": "Selection", "Schedule.apply": "TreeNode"},
-            imports=[on_nodes, "from slapo_core.tree.group import Selection"],
-        ),
-        "tree/node.pyi": stub_of(
-            "slapo_core.tree.node",
-            bases={"TreeNode": "OnNodes"},
-            returns={"TreeNode.__getitem__": "Selection", "TreeNode.apply": "Self"},
-            imports=[on_nodes, "from typing import Self", "from slapo_core.tree.group import Selection"],
-        ),
-        "tree/group.pyi": stub_of(
-            "slapo_core.tree.group",
-            bases={"NodeGroup": "OnNodes"},
-            returns={"NodeGroup.apply": "Self"},
-            imports=[on_nodes, "from typing import Self"],
-            tail=_SELECTION.strip(),
-        ),
-    }
-    return StubPackage(files, omissions)
+    return StubPackage({"py.typed": "partial\n", "_vocabulary.pyi": vocabulary}, omissions)
 
 
 def _record_row(path: Path, root: Path) -> str:

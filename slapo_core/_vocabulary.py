@@ -1,0 +1,20 @@
+"""What type checkers read of the primitives: any name; ``slapo stubs`` writes down those that are installed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+
+class OnNodes:
+    """The primitives of a node or a group."""
+
+    __slots__ = ()
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Callable[..., Any]: ...
+
+
+class OnRoot(OnNodes):
+    """The primitives of a schedule, applied at the root."""
