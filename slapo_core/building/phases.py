@@ -21,15 +21,16 @@ from slapo_core.building.request import Request
 from slapo_core.building.stages import stages_of_build
 from slapo_core.building.target import Target
 from slapo_core.errors import ArgumentError, BuildError, RankMismatchError
-from slapo_core.ranks.world import World
 from slapo_core.schedule.agreement import SAME_SCRIPT
 from slapo_core.schedule.schedule import Schedule
+from slapo_core.weights.control import control
 from slapo_core.weights.materialise import Materialisation
 from slapo_core.weights.placement import placed, placement_facts
 from slapo_core.weights.replicas import parted, replicas_of
 from slapo_core.weights.sources import Source, open_source
 
 if TYPE_CHECKING:
+    from slapo_core.ranks.world import World
     from slapo_core.spec.dialect import Plan
     from slapo_core.spec.engine import Engine
 
@@ -92,7 +93,7 @@ def build(
         )
     arguments = Arguments(optimizer, weights, loss, max_grad_norm, device, seed, accumulate, elementwise)
     try:
-        with World(sch.mesh) as world:
+        with control(sch.mesh) as world:
             return _Build(sch, arguments, world).run(target, config)
     except BaseException:
         sch.forget_target()
@@ -157,7 +158,7 @@ class _Build:
 
     def _hand_over(self, target: Target, plan: Plan, values: Materialisation, stage_ranks: tuple[int, ...]) -> Engine:
         with self.world.together(f"build() of target '{plan.target}'"):
-            request = Request(self.schedule, self.arguments, values, self.world, stage_ranks=stage_ranks)
+            request = Request(self.schedule, self.arguments, values, stage_ranks=stage_ranks)
             engine = target.build(plan, request)
             if not values.is_complete:
                 raise BuildError(

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from slapo_core.errors import ArgumentError, ReplicaError
 from slapo_core.live.export import export_plain, export_with
 from slapo_core.live.session import live_state
-from slapo_core.ranks.world import together
 from slapo_core.weights.checkpoint import as_written, writing
 from slapo_core.weights.configurations import write_configurations
+from slapo_core.weights.control import together
 
 if TYPE_CHECKING:
     import torch

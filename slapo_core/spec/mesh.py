@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from slapo_core.errors import MeshError
 
@@ -40,6 +40,8 @@ class Mesh:
             remainder, self._coordinate[mesh_dim] = divmod(remainder, size)
         if device_mesh is not None:
             self._coordinate = {mesh_dim: device_mesh.get_local_rank(mesh_dim) for mesh_dim in self._sizes}
+        self.control: Any = None
+        """The open control group of its ranks: see ``slapo_core.weights.control``."""
 
     @property
     def sizes(self) -> dict[str, int]:

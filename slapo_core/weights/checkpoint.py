@@ -23,7 +23,7 @@ import torch
 
 from slapo_core.errors import ArgumentError, BuildError, ReplicaError, WeightsError
 from slapo_core.ranks.random_states import restore, torch_states
-from slapo_core.ranks.world import World, together
+from slapo_core.weights.control import control, together
 from slapo_core.weights.in_place import optimizer_storage
 from slapo_core.weights.optimizer_state import OptimizerState
 from slapo_core.weights.sources import SafetensorsSource, Source, Wider
@@ -253,7 +253,7 @@ def _replica(mesh: Mesh | None) -> str:
 def _random_states(mesh: Mesh | None) -> dict[str, dict[str, str]]:
     """The state of torch's generators in each replica, on its first rank: a collective."""
     own = {device: base64.b64encode(content).decode() for device, content in torch_states().items()}
-    with World(mesh) as world:
+    with control(mesh) as world:
         by_replica: dict[str, dict[str, str]] = {}
         for replica, states in world.gather((_replica(mesh), own)):
             by_replica.setdefault(replica, states)

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from slapo_core.errors import WeightsError
-from slapo_core.ranks.world import together
 from slapo_core.spec.layout import Layout
 from slapo_core.spec.mesh import DATA_DIMS
 from slapo_core.spec.pieces import Piece, Pieces, PieceSource
 from slapo_core.weights.checkpoint import collected, give, prepared, refuse_not_json
+from slapo_core.weights.control import together
 from slapo_core.weights.sources import Source, placed
 
 if TYPE_CHECKING:

@@ -10,18 +10,19 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
 from slapo_core.errors import RankMismatchError, ReplicaError
 from slapo_core.ranks.checksum import checksum
 from slapo_core.ranks.random_states import restore, torch_states
-from slapo_core.ranks.world import World
 from slapo_core.weights.alike import Replica, Stored, optimizer_replicas, replicas_of
+from slapo_core.weights.control import control
 from slapo_core.weights.exchange import exchange_device, spread
 
 if TYPE_CHECKING:
+    from slapo_core.ranks.world import World
     from slapo_core.spec.mesh import Mesh
     from slapo_core.spec.storage import OptimizerStorage, TensorStorage
     from slapo_core.weights.correspondence import Correspondence
@@ -33,12 +34,15 @@ __all__ = [
     "align_replicas",
     "check_replicas",
     "compare_all",
+    "gather_along",
     "optimizer_replicas",
     "parted",
     "ranks_along",
     "replicas_of",
     "stale",
 ]
+
+T = TypeVar("T")
 
 _SHOWN = 4  # names in a message
 _CAUSES = (
@@ -73,7 +77,7 @@ def check_replicas(mesh: Mesh | None, replicas: Iterable[Replica], *, hint: str)
     """
     if mesh is None or mesh.world_size == 1 or mesh.is_dry:
         return
-    with World(mesh) as world:
+    with control(mesh) as world:
         found = parted(world, mesh, replicas)
     if found is not None:
         raise ReplicaError(
@@ -136,7 +140,7 @@ def compare_all(
 def stale(correspondence: Correspondence, storage: TensorStorage) -> str | None:
     """Which tensors of the forward are not what the runtime trains; None where all are. The same on every rank."""
     own = [live.name for live in correspondence.live() if live.is_here and not storage.is_current(live)]
-    with World(correspondence.mesh) as world:
+    with control(correspondence.mesh) as world:
         by_rank = dict(zip(world.ranks, world.gather(own), strict=True))
     names = list(dict.fromkeys(name for theirs in by_rank.values() for name in theirs))
     if not names:
@@ -277,6 +281,17 @@ def _first(replica: Replica, mesh: Mesh) -> torch.Tensor:
         else:
             dist.broadcast(value, group_src=0, group=mesh.group(mesh_dim))
     return value
+
+
+def gather_along(mesh: Mesh, mesh_dim: str, value: T) -> list[T]:
+    """Gather the values of the ranks that differ from this one in their place along ``mesh_dim`` only.
+
+    A collective of the whole mesh.
+    """
+    with control(mesh) as world:
+        values = dict(zip(world.ranks, world.gather(value), strict=True))
+        row = next(ranks for ranks in ranks_along(mesh, (mesh_dim,)) if world.rank in ranks)
+        return [values[rank] for rank in row]
 
 
 def ranks_along(mesh: Mesh, over: Sequence[str], among: Iterable[tuple[str, tuple[int, ...]]] = ()) -> list[list[int]]:
