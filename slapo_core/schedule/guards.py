@@ -104,6 +104,7 @@ class Guards:
         self._is_due = True  # the next training forward is to be checked
         self._has_evaluated = self._was_traced = False
         self._number = str(next(_NUMBERS))
+        self._placed = (False, False)  # the state-dict hooks, and that of the forward
         self._hooks: dict[tuple[str, ...], int] = {}  # number of each, by the root's tables that hold it
         self._taken: dict[tuple[str, ...], dict[str, TakenHook]] = {}  # those that are not needed now
 
@@ -129,18 +130,18 @@ class Guards:
 
     def _place_hooks(self, model: nn.Module) -> None:
         """Have the hooks that are needed now, each under the same number and between the same other hooks as before."""
-        runs = self._mesh is not None and self._mesh.device_mesh is not None
+        is_split = self._splits > 0
+        is_due = is_split and self._is_due and self._mesh is not None and self._mesh.device_mesh is not None
+        if self._placed == (is_split, is_due):
+            return
+        self._placed = is_split, is_due
         for tables, is_wanted, register in (
-            (_OUT_TABLES, True, lambda: model.register_state_dict_pre_hook(self.before_state_dict)),
-            (_IN_TABLES, True, lambda: model.register_load_state_dict_pre_hook(self.before_load)),
-            (
-                _FORWARD_TABLES,
-                runs and self._is_due,
-                lambda: model.register_forward_pre_hook(self, prepend=True, with_kwargs=True),
-            ),
+            (_OUT_TABLES, is_split, lambda: model.register_state_dict_pre_hook(self.before_state_dict)),
+            (_IN_TABLES, is_split, lambda: model.register_load_state_dict_pre_hook(self.before_load)),
+            (_FORWARD_TABLES, is_due, lambda: model.register_forward_pre_hook(self, prepend=True, with_kwargs=True)),
         ):
             hooks = {table: getattr(model, table) for table in tables}
-            if self._splits and is_wanted:
+            if is_wanted:
                 if tables not in self._hooks:
                     self._hooks[tables] = register().id
                 for table, taken in self._taken.pop(tables, {}).items():
@@ -313,7 +314,8 @@ def _may_gather(model: nn.Module, step: Step) -> int:
         for entry in step.entries
         if isinstance(entry, (AddHook, WrapForward))
     )
-    return around_root + ("all_gather" in map(str, step.record.primitive.arguments().values()))
+    texts = [value for value in step.record.primitive.arguments().values() if isinstance(value, str)]
+    return around_root + ("all_gather" in texts)
 
 
 def _described(shards: dict[str, Shard]) -> str:
