@@ -17,7 +17,7 @@ from slapo_core.building.micro_batches import micro_batches
 from slapo_core.estimation.child import Request, estimate_rank
 from slapo_core.estimation.results import Memory
 from slapo_core.estimation.source import Functions
-from slapo_core.schedule.watching.first_forward import FirstForward
+from slapo_core.schedule.guards import Guards
 from tests.estimate_cases import OPTIMIZERS, Case
 
 __all__ = ["compare", "judged", "predicted", "train_two_steps"]
@@ -77,7 +77,7 @@ def train_two_steps(
 ) -> None:
     """What the engine of target ``"torch"`` does; ``between`` is called after each step."""
     # With the fake group ranks have nothing to compare: the look at a split model's first batch is left out.
-    with mock.patch.object(FirstForward, "_look", return_value=None):
+    with mock.patch.object(Guards, "_look", return_value=None):
         for _ in range(2):
             _step(model, micro_batches(batch, accumulate), optimizer)
             between()

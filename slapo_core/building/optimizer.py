@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -89,11 +88,10 @@ def make_optimizer(
     return optimizer
 
 
-def same_groups(world: World, mesh: Mesh | None, optimizer: torch.optim.Optimizer) -> None:
+def same_groups(mesh: Mesh | None, optimizer: torch.optim.Optimizer) -> None:
     """Refuse optimisers of pipeline stages whose groups do not correspond: their state could not be saved as one.
 
     Args:
-        world: the ranks, while ``build`` goes on.
         mesh: of the schedule.
         optimizer: this rank's.
 
@@ -101,8 +99,8 @@ def same_groups(world: World, mesh: Mesh | None, optimizer: torch.optim.Optimize
         RankMismatchError: on every rank.
     """
     facts = list(_group_facts(optimizer))
-    with contextlib.nullcontext(world) if world.is_open else World(mesh) as ranks:
-        ranks.agree(facts, hint=_SAME_GROUPS)
+    with World(mesh) as world:
+        world.agree(facts, hint=_SAME_GROUPS)
 
 
 def _group_facts(optimizer: torch.optim.Optimizer) -> Iterator[RankFact]:

@@ -157,7 +157,7 @@ class _Build:
 
     def _hand_over(self, target: Target, plan: Plan, values: Materialisation, stage_ranks: tuple[int, ...]) -> Engine:
         with self.world.together(f"build() of target '{plan.target}'"):
-            request = Request(self.schedule, self.arguments, values, self.world, stage_ranks=stage_ranks)
+            request = Request(self.schedule, self.arguments, values, stage_ranks=stage_ranks)
             engine = target.build(plan, request)
             if not values.is_complete:
                 raise BuildError(

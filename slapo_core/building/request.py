@@ -21,7 +21,7 @@ from slapo_core.building.stages import Stages
 from slapo_core.errors import BuildError
 from slapo_core.pipeline.binding import bound_batch
 from slapo_core.pipeline.part import Part
-from slapo_core.ranks.world import World, together
+from slapo_core.ranks.world import together
 from slapo_core.weights.clipping import GradientClipper
 from slapo_core.weights.tied import TiedGradients
 
@@ -44,7 +44,6 @@ class Request:
         schedule: all ranks have the same.
         arguments: what the user gave to ``build``.
         values: the tensors and their values.
-        world: the ranks, while ``build`` goes on.
         stage_ranks: the rank along ``pp`` of each stage; empty where there is one.
     """
 
@@ -53,11 +52,9 @@ class Request:
         schedule: Schedule,
         arguments: Arguments,
         values: Materialisation,
-        world: World,
         *,
         stage_ranks: tuple[int, ...] = (),
     ) -> None:
-        self._world = world
         self._schedule, self._arguments, self._values = schedule, arguments, values
         self._state = values.state
         self._first = FirstSteps(schedule.mesh, schedule.model, values.state)
@@ -119,7 +116,7 @@ class Request:
             if optimizer is not None:
                 self._first.end_with(optimizer)
         if self.placement is not None and optimizer is not None:
-            same_groups(self._world, self._mesh, optimizer)
+            same_groups(self._mesh, optimizer)
         return optimizer
 
     @property
@@ -259,4 +256,4 @@ class Request:
         return self._clipper.clip()
 
     def together(self, what: str) -> AbstractContextManager[None]:
-        return self._world.together(what) if self._world.is_open else together(self._mesh, what)
+        return together(self._mesh, what)

@@ -112,10 +112,10 @@ class World:
 
         channel = _channels.get(self.ranks)
         if channel is not None and channel.beside is dist.group.WORLD:
-            try:
+            with contextlib.suppress(RuntimeError):  # another rank has left a block, and dropped it
                 return self._through(channel, self._exchanged, value)
-            except RuntimeError:  # another rank has left a block, and dropped it
-                self._drop()
+        channel = None  # no reference stays: this ends the wait of ranks that have not heard of it
+        self._drop()
         store = _new_store(self.ranks, self.rank)
         timeout = max(store.timeout, default_pg_timeout)  # the user's own may be made for single steps of training
         group = dist.ProcessGroupGloo(store, self.ranks.index(self.rank), self.size, timeout)

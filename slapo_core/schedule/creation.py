@@ -59,7 +59,7 @@ def create_schedule(
         mesh=declare_mesh(mesh, rank=rank),
         plugins=plugins,
         example_inputs=example_inputs,
-        watched=True,
+        guarded=True,
     )
     refuse_if_scheduled(model, schedule.tree.index.modules)
     return schedule

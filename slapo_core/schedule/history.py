@@ -9,9 +9,9 @@ from typing import Any
 from torch import nn
 
 from slapo_core.errors import SealedError, UndoError
+from slapo_core.schedule.guards import Guards
 from slapo_core.schedule.scheduled_models import Claim, refuse_if_scheduled
 from slapo_core.schedule.transaction import Step
-from slapo_core.schedule.watching.watch import Watch
 from slapo_core.spec.record import Record
 from slapo_core.tree.journal import Entry, ReplaceModule, SetGraph
 
@@ -23,16 +23,16 @@ class History:
 
     Args:
         model: to which it was applied.
-        watch: what the live model carries against wrong use; None for a private copy.
+        guards: of the live model; None for a private copy.
     """
 
-    def __init__(self, model: nn.Module, watch: Watch | None = None) -> None:
+    def __init__(self, model: nn.Module, guards: Guards | None = None) -> None:
         self._model, self._claim = model, Claim()
         self._steps: list[Step] = []
         self.records: tuple[Record, ...] = ()
         self.in_force: int | None = None
         """While rewound: how many steps the model is under."""
-        self.watch = watch
+        self.guards = guards
         self.kept: dict[str, Any] = {}
         """What other layers found out about the model, for as long as no step comes or goes."""
 
@@ -61,8 +61,8 @@ class History:
         self._steps.append(step)
         self.records = (*self.records, step.record)
         self.kept.clear()
-        if self.watch is not None:
-            self.watch.came(step)
+        if self.guards is not None:
+            self.guards.follow(step, is_new=True)
         self._claim.note(self._model, len(self._steps))
 
     def position(self, to: Record | int | None) -> int:
@@ -151,8 +151,8 @@ class History:
             self.in_force -= 1
         while self.in_force < to:
             self._steps[self.in_force].redo()
-            if self.watch is not None:
-                self.watch.came(self._steps[self.in_force], again=True)
+            if self.guards is not None:
+                self.guards.follow(self._steps[self.in_force])
             self.in_force += 1
 
     def _undo(self, step: Step) -> None:
@@ -166,5 +166,5 @@ class History:
                 hint="take back what was done after the step outside of the schedule, such as a parametrisation; or do "
                 "it before create_schedule()",
             ) from error
-        if self.watch is not None:
-            self.watch.went(step)
+        if self.guards is not None:
+            self.guards.follow(step, undone=True)

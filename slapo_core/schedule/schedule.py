@@ -18,6 +18,7 @@ from slapo_core.plugins.manager import HookManager
 from slapo_core.schedule.example_calls import ExampleCalls
 from slapo_core.schedule.explanation import explain_records
 from slapo_core.schedule.finding import Matches, find_in
+from slapo_core.schedule.guards import Guards
 from slapo_core.schedule.history import History
 from slapo_core.schedule.location import caller_location
 from slapo_core.schedule.obligations import refuse_if_incomplete
@@ -25,7 +26,6 @@ from slapo_core.schedule.records import dump_records, fingerprint
 from slapo_core.schedule.settling import each_its_own, found_out, settled
 from slapo_core.schedule.sugar import bound_primitive
 from slapo_core.schedule.transaction import Transaction
-from slapo_core.schedule.watching.watch import Watch
 from slapo_core.spec.mesh import Mesh
 from slapo_core.spec.primitive import Primitive, check_primitive
 from slapo_core.spec.record import Record
@@ -62,7 +62,7 @@ class Schedule(OnRoot):
         plugins: Sequence[str] = (),
         example_inputs: Any = None,
         registry: Registry | None = None,
-        watched: bool = False,
+        guarded: bool = False,
     ) -> None:
         self.model = model
         self.mesh = mesh
@@ -70,7 +70,7 @@ class Schedule(OnRoot):
         self.plugins: tuple[str, ...] = tuple(canonicalize_name(name) for name in plugins)
         self._registry = registry
         self._hooks: HookManager | None = None
-        self._history = History(model, Watch(model, mesh, _checked(self)) if watched else None)
+        self._history = History(model, Guards(model, mesh, _checked(self)) if guarded else None)
         self._inner: list[Record] = []  # of the primitives that the one being applied has applied itself
         self._sealed_by: str | None = None
         self._example_calls: ExampleCalls | None = None
@@ -160,8 +160,8 @@ class Schedule(OnRoot):
         if not self.is_sealed:
             self._check_open("seal")
         self._sealed_by = self._sealed_by or by
-        if self._history.watch is not None and by != "seal()":
-            self._history.watch.hand_over()
+        if self._history.guards is not None and by != "seal()":
+            self._history.guards.hand_over()
         self._history.drop_originals()
         self.tree.tensors.seal()
         self.tree.attributes.clear()

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from slapo_core.errors import BuildError
-from slapo_core.ranks.world import World
 from slapo_core.spec.layout import Layout
 from slapo_core.weights.group_settings import matched_settings
 from slapo_core.weights.in_place import TorchOptimizer
 from slapo_core.weights.optimizer_parts import Held, Part, unite
+from slapo_core.weights.replicas import gather_along
 from slapo_core.weights.sources import Source
 
 if TYPE_CHECKING:
@@ -81,9 +81,10 @@ class OptimizerState:
         if self._state.correspondence.placement is None:
             return
         states = {key: Held((), tuple(one.layout.shape), one.dtype) for key, one in self._tensors.items()}
-        with World(self._mesh, over="pp") as world:
-            is_torch = isinstance(self._storage, TorchOptimizer)
-            self._parts = world.gather(Part(self._kind, self._groups, self._scalars, states, is_torch))
+        is_torch = isinstance(self._storage, TorchOptimizer)
+        assert self._mesh is not None
+        own = Part(self._kind, self._groups, self._scalars, states, is_torch)
+        self._parts = gather_along(self._mesh, "pp", own)
 
     def unite(self) -> None:
         """Make one state of what these ranks have.

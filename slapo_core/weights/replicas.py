@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -33,12 +33,15 @@ __all__ = [
     "align_replicas",
     "check_replicas",
     "compare_all",
+    "gather_along",
     "optimizer_replicas",
     "parted",
     "ranks_along",
     "replicas_of",
     "stale",
 ]
+
+T = TypeVar("T")
 
 _SHOWN = 4  # names in a message
 _CAUSES = (
@@ -277,6 +280,17 @@ def _first(replica: Replica, mesh: Mesh) -> torch.Tensor:
         else:
             dist.broadcast(value, group_src=0, group=mesh.group(mesh_dim))
     return value
+
+
+def gather_along(mesh: Mesh, mesh_dim: str, value: T) -> list[T]:
+    """Gather the values of the ranks that differ from this one in their place along ``mesh_dim`` only.
+
+    A collective of the whole mesh.
+    """
+    with World(mesh) as world:
+        values = dict(zip(world.ranks, world.gather(value), strict=True))
+        row = next(ranks for ranks in ranks_along(mesh, (mesh_dim,)) if world.rank in ranks)
+        return [values[rank] for rank in row]
 
 
 def ranks_along(mesh: Mesh, over: Sequence[str], among: Iterable[tuple[str, tuple[int, ...]]] = ()) -> list[list[int]]:

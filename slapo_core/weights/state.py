@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from slapo_core.errors import ReplicaError, WeightsError
-from slapo_core.ranks.world import World, together
+from slapo_core.ranks.world import together
 from slapo_core.spec.state import LiveTensor
 from slapo_core.weights.checkpoint import load_checkpoint, save_checkpoint
 from slapo_core.weights.correspondence import Correspondence
@@ -19,7 +19,7 @@ from slapo_core.weights.exchange import exchange_device
 from slapo_core.weights.in_place import InPlace
 from slapo_core.weights.loading import Loading
 from slapo_core.weights.pieces import load_pieces, pieces_of
-from slapo_core.weights.replicas import PARTED, PARTED_LIVE, compare_all
+from slapo_core.weights.replicas import PARTED, PARTED_LIVE, compare_all, gather_along
 from slapo_core.weights.sources import Source, check_names, open_source, read_tensor
 from slapo_core.weights.survey import TensorSpec
 
@@ -286,9 +286,9 @@ class TensorState:
         if self.kept is None or self.correspondence.placement is None or self._trained:
             return
         own = {_key(live): self.storage.dtype(live) for live in self.tensors() if live.is_here}
-        with World(self.mesh, over="pp") as world:
-            for theirs in world.gather(own):
-                self._trained.update(theirs)
+        assert self.mesh is not None
+        for theirs in gather_along(self.mesh, "pp", own):
+            self._trained.update(theirs)
 
     def from_holders(
         self,

@@ -111,6 +111,7 @@ class ShardAttribute(Primitive):
         sized = sized_tensor(node, kind) if kind is not None else None
         if kind is not None and sized is not None:
             axis = split_axis(node, sized, self.mesh_dim)
-            if axis is not None and kind.axes[axis].attribute == name:
+            part = kind.axes[axis] if axis is not None else None
+            if part is not None and part.attribute == name:
                 return f"tp.shard of its {sized}"
         return None

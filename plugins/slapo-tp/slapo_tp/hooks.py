@@ -32,6 +32,6 @@ def slapo_check(schedule: ScheduledModel) -> Iterator[Violation]:
 
 @hookimpl
 def slapo_suggest(schedule: ScheduledModel, gradients: Sequence[str]) -> Iterator[Suggestion]:
-    """Other collectives, other splits, divided counts, and summed gradients."""
+    """Reductions of outputs, of input gradients and of parameters' gradients that may be missing."""
     for mesh_dim in schedule.mesh.sizes if schedule.mesh is not None else ():
         yield from suggestions(schedule, gradients, mesh_dim)

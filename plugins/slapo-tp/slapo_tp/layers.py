@@ -1,7 +1,7 @@
-"""The kinds of modules whose forward this plugin knows: what each axis of their weight means.
+"""The types of layers whose forward this plugin knows, an open registry: what each axis of their weight means.
 
-A module belongs to a kind only when it runs the kind's own forward: a subclass with another forward is nobody's kind,
-and then only its tensors are cut.
+A module is of a type only when it runs the type's own forward: a subclass with another forward is of no type, until
+:func:`register_layer` names it; of a layer of no type only the tensors are split.
 """
 
 from __future__ import annotations
@@ -13,13 +13,11 @@ from typing import Any, Literal
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slapo_core import Violation
+from slapo_core import ArgumentError, Violation
 from slapo_core.spec.edit import Forward
 from slapo_tp.forwards import fresh
 
-__all__ = ["EMBEDDING", "LINEAR", "Axis", "LayerType", "layer_type_of", "partial_axis", "reads_weights_itself"]
-
-Role = Literal["output", "input", "vocabulary", "channel"]
+Role = Literal["output", "input", "hidden", "vocabulary", "channel"]
 
 
 @dataclass(frozen=True)
@@ -27,45 +25,66 @@ class Axis:
     """What one axis of a weight holds.
 
     Args:
-        role: ``"output"`` features, ``"input"`` features, the rows of a ``"vocabulary"``, or the ``"channel"``s of a
-            module that computes each of them by itself: features of its input and of its output.
-        attribute: the module's attribute that gives its size, e.g. ``"out_features"``.
+        role: ``"output"`` features, ``"input"`` features, ``"hidden"`` ones that neither the input nor the output of
+            the layer has (those between the two matrices of an expert), the rows of a ``"vocabulary"``, or the
+            ``"channel"``s of a layer that computes each of them by itself: features of its input and of its output.
+        attribute: the module's attribute that gives its size, e.g. ``"out_features"``, which is divided with it; None
+            where there is none.
     """
 
     role: Role
-    attribute: str
+    attribute: str | None = None
 
 
 @dataclass(frozen=True)
 class LayerType:
-    """A kind of module with parameters ``weight`` and, maybe, ``bias`` (one element for each output feature).
+    """What ``shard`` and ``sync`` know of a type of layers; see :func:`register_layer`.
+
+    The layer has a weight and, maybe, ``bias``: one element for each output feature, added to the output.
 
     Args:
         name: as users call it, e.g. ``"nn.Linear"``.
-        axes: the leading axes of the weight; those after them cannot be split.
-        feature_axis: the axis of the module's output that holds the output features, counted from the end; from the
-            front where modules of the kind take any number of axes behind it.
-        without_bias: its forward with the bias left out; None for a kind that has no bias.
+        axes: of the weight; None for an axis that cannot be split, as can those after the last one.
+        feature_axis: the axis of the layer's output that holds the output features, counted from the end; from the
+            front where such layers take any number of axes behind it.
+        without_bias: its forward with the bias left out, as ``function(layer, x)``; without one, a layer with a bias
+            cannot be split on its input axis, or on hidden features.
         together: the parameters and buffers that can only be split by one step, such as those of a norm.
+        weight: the name of the parameter, or buffer, that the axes are of.
+        is_fresh: whether the forward makes its output anew and keeps no reference to it, so that a reduction may
+            overwrite the output.
     """
 
     name: str
-    axes: tuple[Axis, ...]
+    axes: tuple[Axis | None, ...]
     feature_axis: int = -1
     without_bias: Forward | None = None
     together: tuple[str, ...] = ()
+    weight: str = "weight"
+    is_fresh: bool = False
 
     def role(self, axis: int) -> Role | None:
-        return self.axes[axis].role if axis < len(self.axes) else None
+        own = self.axes[axis] if axis < len(self.axes) else None
+        return own.role if own is not None else None
 
     def axis_of(self, role: Role) -> int | None:
-        return next((position for position, axis in enumerate(self.axes) if axis.role == role), None)
+        return next((position for position, axis in enumerate(self.axes) if axis and axis.role == role), None)
+
+    def sums_over(self, axis: int) -> bool:
+        """Whether the output is a sum over the axis, to which the bias is added."""
+        return self.role(axis) in ("input", "hidden")
 
     def refusals(self, module: nn.Module, axis: int) -> Iterator[Violation]:
         """Why this module's weight cannot be split along ``axis``."""
-        if axis >= len(self.axes):
-            splittable = " or ".join(f"axis={position} ({part.role})" for position, part in enumerate(self.axes))
-            yield Violation(f"axis {axis} of 'weight' is a kernel axis of {self.name}", f"use {splittable}")
+        if self.role(axis) is None:
+            known = [f"axis={position} ({part.role})" for position, part in enumerate(self.axes) if part]
+            what = f"is a kernel axis of {self.name}" if axis >= len(self.axes) else f"of {self.name} cannot be split"
+            yield Violation(f"axis {axis} of '{self.weight}' {what}", f"use {' or '.join(known)}")
+        if self.sums_over(axis) and self.without_bias is None and module._parameters.get("bias") is not None:
+            yield Violation(
+                f"{self.name} adds its bias on every rank, and its layer type gives no forward without it",
+                "register_layer(..., LayerType(..., without_bias=lambda layer, x: ...))",
+            )
         if getattr(module, "groups", 1) != 1:
             yield Violation(f"{self.name} with groups={module.groups} cannot be split", "only groups=1 can")
         if getattr(module, "max_norm", None) is not None:
@@ -90,10 +109,37 @@ def layer_type_of(module: nn.Module) -> LayerType | None:
     return kind
 
 
+def register_layer(layer_class: type[nn.Module], layer_type: LayerType) -> None:
+    """Let ``shard`` and ``sync`` know a class of layers, and its subclasses that run the same forward.
+
+    To be called where the class is defined, or imported, so that every process that holds such a layer has done so.
+
+    Args:
+        layer_class: with a forward of its own.
+        layer_type: what its forward does with its weight.
+
+    Raises:
+        ArgumentError: the class has no forward of its own, or one that is registered with another type; or the type
+            has a vocabulary, for which only nn.Embedding's own forward knows what to do with the ids of other ranks.
+    """
+    known = _BY_FORWARD.get(layer_class.forward)
+    if layer_class.forward is nn.Module.forward or known not in (None, layer_type):
+        what = "has no forward" if known is None else f"runs the forward of {known.name}, which is registered already"
+        raise ArgumentError(
+            f"{layer_class.__name__} {what}",
+            hint="register a class that has a forward of its own, and register it once",
+        )
+    if layer_type.axis_of("vocabulary") is not None:
+        raise ArgumentError(
+            f"{layer_type.name} has a vocabulary, which only nn.Embedding can split", hint="split its output axis"
+        )
+    _BY_FORWARD[layer_class.forward] = layer_type
+
+
 def partial_axis(kind: LayerType) -> int | None:
     """The axis of the weight whose split makes the output a partial sum."""
-    vocabulary = kind.axis_of("vocabulary")
-    return kind.axis_of("input") if vocabulary is None else vocabulary
+    axes = [kind.axis_of(role) for role in ("vocabulary", "input", "hidden")]
+    return next((axis for axis in axes if axis is not None), None)
 
 
 def reads_weights_itself(module: nn.Module, child: nn.Module) -> bool:
@@ -126,14 +172,20 @@ BATCH_NORM = LayerType(
     feature_axis=1,
     together=("weight", "bias", "running_mean", "running_var"),
 )
-LINEAR = LayerType("nn.Linear", (Axis("output", "out_features"), Axis("input", "in_features")), without_bias=_linear)
-EMBEDDING = LayerType("nn.Embedding", (Axis("vocabulary", "num_embeddings"), Axis("output", "embedding_dim")))
-CONV1D = LayerType("transformers' Conv1D", (Axis("input", "nx"), Axis("output", "nf")), without_bias=_conv1d)
+LINEAR = LayerType(
+    "nn.Linear", (Axis("output", "out_features"), Axis("input", "in_features")), without_bias=_linear, is_fresh=True
+)
+EMBEDDING = LayerType(
+    "nn.Embedding", (Axis("vocabulary", "num_embeddings"), Axis("output", "embedding_dim")), is_fresh=True
+)
+CONV1D = LayerType(
+    "transformers' Conv1D", (Axis("input", "nx"), Axis("output", "nf")), without_bias=_conv1d, is_fresh=True
+)
 
 
 def _convolution_kind(name: str, kernel_axes: int) -> LayerType:
     axes = (Axis("output", "out_channels"), Axis("input", "in_channels"))
-    return LayerType(name, axes, feature_axis=-1 - kernel_axes, without_bias=_convolution)
+    return LayerType(name, axes, feature_axis=-1 - kernel_axes, without_bias=_convolution, is_fresh=True)
 
 
 _BY_FORWARD: dict[Callable[..., Any], LayerType] = {

@@ -16,16 +16,16 @@ from slapo_core import Node, Record, Violation
 from slapo_core.spec.node import only_looks
 from slapo_core.spec.request import ScheduledModel
 from slapo_tp.collectives import RankGroup
-from slapo_tp.layers import EMBEDDING, layer_type_of
+from slapo_tp.layers import layer_type_of
 from slapo_tp.left_out_bias import AddBias, FunctionHook
 from slapo_tp.splits import (
     as_tuple,
     bias_is_left_out,
-    block_around,
     makes_gradient_partial,
     output_state,
     sites,
     split_axis,
+    weight_name,
 )
 from slapo_tp.sync_hooks import GradientHook, InputHook, OutputHook
 
@@ -44,12 +44,14 @@ def missing_reductions(schedule: ScheduledModel, mesh_dim: str) -> Iterator[Viol
     if not partial or _others_may_reduce(schedule, nodes, partial, group):
         return
     reduced = {node.path for node in partial if _reducer(schedule.root, node, group) is not None}
+    hooks = [hook for node in nodes for _, hook in node.hooks]
+    in_sequence = any(isinstance(hook, InputHook) and hook.op == "all_gather" and hook.group == group for hook in hooks)
     for node in partial:
-        others = [place.path for place, _ in sites(node, "weight") if place.path != node.path]
+        others = [place.path for place, _ in sites(node, weight_name(node)) if place.path != node.path]
         if any(path in reduced for path in others):
             continue  # one that is tied and never called, such as the `shared` embedding of T5, needs no reduction
         if node.path not in reduced:
-            yield _unreduced(node, mesh_dim, _sequence_axis(_around(node, nodes), group))
+            yield _unreduced(node, mesh_dim, in_sequence=in_sequence)
         elif bias_is_left_out(node, mesh_dim) and not _adds_bias(node):
             yield _bias_lost(node, _reducer(schedule.root, node, group), mesh_dim)
 
@@ -207,42 +209,15 @@ def _gathers(node: Node) -> bool:
     return False
 
 
-def _around(node: Node, nodes: Sequence[Node]) -> Sequence[Node]:
-    """Where it shows whether the module's output is to be a piece of the sequence: its block, or what stands beside it.
-
-    For an embedding that is the whole model: its output goes into the first layer.
-    """
-    if layer_type_of(node.module) is EMBEDDING or node.parent is None:
-        return nodes
-    block = block_around(node)
-    return [*block.walk()] if block is not None else [node.parent, *node.parent.children]
-
-
-def _sequence_axis(nodes: Sequence[Node], group: RankGroup) -> int | None:
-    """The axis along which one of the modules gathers pieces of its input: sequence parallelism; None if none does."""
-    for node in nodes:
-        for _, hook in node.hooks:
-            if isinstance(hook, InputHook) and hook.op == "all_gather" and hook.group == group:
-                return hook.axis
-    return None
-
-
-def _unreduced(node: Node, mesh_dim: str, axis: int | None) -> Violation:
-    """``axis`` is that of the sequence where each rank works on a piece of it."""
+def _unreduced(node: Node, mesh_dim: str, *, in_sequence: bool) -> Violation:
+    """``in_sequence``: where some layers work on shards of the sequence."""
     also = ", and whose bias, which the layer leaves out, no step adds" if bias_is_left_out(node, mesh_dim) else ""
+    hint = f'add {_address(node.path)}.sync("fwd_post", "all_reduce")'
+    if in_sequence:
+        hint += ', or "reduce_scatter" with the axis of the sequence where the layers behind it work on shards of that'
     return Violation(
         f"{_cause(node, mesh_dim)} made the output of {_where(node.path)} a partial sum, which no step reduces{also}",
-        f'add {_address(node.path)}.sync("fwd_post", "all_reduce")' if axis is None else _scatter(node, axis),
-    )
-
-
-def _scatter(node: Node, axis: int) -> str:
-    call = f'{_address(node.path)}.sync("fwd_post", "reduce_scatter", axis={axis})'
-    if layer_type_of(node.module) is not EMBEDDING:
-        return f"add {call}: the layers around it work on pieces of axis {axis}"
-    return (
-        f'add sync("fwd_pre", "reduce_scatter", axis={axis}, inputs=(0,)) to the first layer, which works on pieces of '
-        f"axis {axis}; or {call}, where nothing takes the length of the sequence from the embeddings"
+        hint,
     )
 
 
@@ -333,7 +308,7 @@ def _adds_bias(node: Node) -> bool:
 
 def _cause(node: Node, mesh_dim: str) -> str:
     """The step that split the weight, with the user's line."""
-    for place, name in sites(node, "weight"):
+    for place, name in sites(node, weight_name(node)):
         for record in reversed(place.records):
             arguments: Any = record.primitive
             if record.name == "tp.shard" and arguments.mesh_dim == mesh_dim and name in as_tuple(arguments.names):

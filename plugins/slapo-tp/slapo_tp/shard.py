@@ -21,8 +21,8 @@ class Shard(Primitive):
     """Keep only this rank's piece of a parameter or buffer, split evenly along one axis.
 
     Every place that is tied to the tensor changes with it. Of nn.Linear, nn.Embedding, nn.Conv1d/2d/3d,
-    nn.BatchNorm1d/2d/3d and transformers' Conv1D the size attributes and the forward follow; of any other module only
-    the tensor is cut, and the record says so.
+    nn.BatchNorm1d/2d/3d, transformers' Conv1D and what ``slapo_tp.register_layer`` names, the size attributes and the
+    forward follow; of any other module only the tensor is cut, and the record says so.
 
     Args:
         names: the module's own parameters or buffers, e.g. ``"weight"`` or ``["weight", "bias"]``; of nn.BatchNorm
@@ -136,7 +136,10 @@ class Shard(Primitive):
         """Let a module that holds the tensor tell the truth about it, and run with it."""
         kind = layer_type_of(node.module)
         if kind is None:
-            edit.note(f"{type(node.module).__name__} is no kind that tp.shard knows: its forward and attributes stay")
+            edit.note(
+                f"unknown layer type {type(node.module).__name__}: only the tensor was sharded; its forward and size "
+                "attributes are unchanged (slapo_tp.register_layer names it)"
+            )
             return
         sized = sized_tensor(node, kind)
         if name != sized:
@@ -149,12 +152,14 @@ class Shard(Primitive):
         weight = own_tensor(node, name)
         assert weight is not None
         active = mesh_size(node, self.mesh_dim) > 1
-        edit.set_attribute(node, kind.axes[axis].attribute, weight.shape[axis])
+        part = kind.axes[axis]
+        if part is not None and part.attribute is not None:
+            edit.set_attribute(node, part.attribute, weight.shape[axis])
         bias, role = own_tensor(node, "bias"), kind.role(axis)
         if role == "vocabulary":
             start = weight.shape[0] * (node.mesh.rank(self.mesh_dim) if node.mesh else 0)
             edit.wrap_forward(node, look_up_own_rows(start, node.layout(name).shape[0]), active=active, inside=True)
-        elif role == "input" and bias is not None and kind.without_bias is not None:
+        elif kind.sums_over(axis) and bias is not None and kind.without_bias is not None:
             edit.wrap_forward(node, leave_bias_out(kind.without_bias), active=active, inside=True)
         elif (
             role == "output"

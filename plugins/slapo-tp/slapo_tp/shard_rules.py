@@ -14,7 +14,7 @@ from slapo_core import Node, Violation
 from slapo_core.spec.carrying import runs_own_forward
 from slapo_core.spec.preconditions import Divisible
 from slapo_tp.layers import EMBEDDING, LINEAR, LayerType, layer_type_of, reads_weights_itself
-from slapo_tp.splits import as_tuple, mesh_size, own_tensor, sites, split_axis, split_together, tensor_axis
+from slapo_tp.splits import as_tuple, mesh_size, own_tensor, sites, split_axis, split_together, tensor_axis, weight_name
 
 __all__ = ["names_violations", "pieces", "tensor_violations", "together_violations"]
 
@@ -122,7 +122,7 @@ def _unsplittable(name: str, tensor: Tensor) -> Violation | None:
 
 
 def _no_such_axis(node: Node, name: str, tensor: Tensor, axis: int) -> Violation:
-    kind, weight = layer_type_of(node.module), own_tensor(node, "weight")
+    kind, weight = layer_type_of(node.module), own_tensor(node, weight_name(node))
     if name == "bias" and kind is not None and weight is not None and -weight.dim() <= axis < weight.dim():
         output = kind.axis_of("output")
         return Violation(
@@ -205,7 +205,7 @@ def _module_refuses(
                 f"if it works with a piece, write sch['{place.path}'].shard('{name}', axis={axis}) instead of this",
             )
         return
-    if name == "weight":
+    if name == kind.weight:
         for refusal in kind.refusals(place.module, axis):
             yield (
                 refusal
@@ -221,9 +221,9 @@ def _module_refuses(
 
 def output_axis_is_not_split(place: Node, kind: LayerType, mesh_dim: str) -> bool:
     """Whether the weight is split over ``mesh_dim`` on another axis than that of the bias."""
-    if own_tensor(place, "weight") is None:
+    if own_tensor(place, kind.weight) is None:
         return False
-    axis = split_axis(place, "weight", mesh_dim)
+    axis = split_axis(place, kind.weight, mesh_dim)
     return axis is not None and kind.role(axis) not in ("output", "channel")
 
 
@@ -231,11 +231,11 @@ def _forward_refuses(place: Node, kind: LayerType, axis: int, packed: Packed, me
     role, bias = kind.role(axis), own_tensor(place, "bias")
     if role == "vocabulary" and packed != 1:
         yield Violation(f"the vocabulary of {kind.name} is one matrix (got packed={packed})", "leave packed out")
-    if role == "input" and bias is not None and split_axis(place, "bias", mesh_dim) is not None:
+    if kind.sums_over(axis) and bias is not None and split_axis(place, "bias", mesh_dim) is not None:
         yield Violation(
             "the bias is split already, which belongs to the weight's output axis", f"use axis={kind.axis_of('output')}"
         )
-    if (role == "vocabulary" or (role == "input" and bias is not None)) and not runs_own_forward(place):
+    if (role == "vocabulary" or (kind.sums_over(axis) and bias is not None)) and not runs_own_forward(place):
         steps = f" by {place.records[-1]}" if place.records else ""
         yield Violation(
             f"the forward of '{place.path}' was changed{steps}, and splitting this axis has to change it too",

@@ -16,7 +16,6 @@ from slapo_tp.layers import LayerType, layer_type_of
 
 __all__ = [
     "bias_is_left_out",
-    "block_around",
     "has_split_below",
     "makes_gradient_partial",
     "mesh_size",
@@ -26,6 +25,7 @@ __all__ = [
     "split_axis",
     "split_together",
     "tensor_axis",
+    "weight_name",
 ]
 
 
@@ -62,8 +62,9 @@ def tensor_axis(node: Node, name: str, names: tuple[str, ...], axis: int) -> int
     """
     tensor = own_tensor(node, name)
     assert tensor is not None
-    weight, kind = own_tensor(node, "weight"), layer_type_of(node.module)
-    along_weight = "weight" in names or not -1 <= axis < 1
+    kind = layer_type_of(node.module)
+    weight = own_tensor(node, kind.weight) if kind is not None else None
+    along_weight = (kind is not None and kind.weight in names) or not -1 <= axis < 1
     if name == "bias" and tensor.dim() == 1 and kind is not None and weight is not None and along_weight:
         position = _normalise(axis, weight.dim())
         return 0 if position is not None and kind.role(position) in ("output", "channel") else None
@@ -72,7 +73,13 @@ def tensor_axis(node: Node, name: str, names: tuple[str, ...], axis: int) -> int
 
 def sized_tensor(node: Node, kind: LayerType) -> str | None:
     """The tensor whose axes are those of the kind: the weight, or what a norm without one has; None if it has none."""
-    return next((name for name in ("weight", *kind.together) if own_tensor(node, name) is not None), None)
+    return next((name for name in (kind.weight, *kind.together) if own_tensor(node, name) is not None), None)
+
+
+def weight_name(node: Node) -> str:
+    """The name of the tensor whose axes the layer type describes; ``"weight"`` where there is no type."""
+    kind = layer_type_of(node.module)
+    return kind.weight if kind is not None else "weight"
 
 
 def split_together(node: Node) -> tuple[str, ...]:
@@ -112,25 +119,17 @@ def output_state(node: Node, mesh_dim: str) -> Literal["partial", "split"] | Non
 
 
 def makes_gradient_partial(node: Node, mesh_dim: str) -> bool:
-    """Whether the module takes full inputs and gives a shard of the output features: each rank's ``dx`` is partial."""
-    kind = layer_type_of(node.module)
-    return kind is not None and kind.axis_of("input") is not None and output_state(node, mesh_dim) == "split"
+    """Whether the module takes full inputs and works on a shard of the features: each rank's ``dx`` is partial."""
+    kind, state = layer_type_of(node.module), output_state(node, mesh_dim)
+    if kind is None or state is None:
+        return False
+    is_hidden = state == "partial" and kind.axis_of("hidden") is not None
+    return is_hidden or (state == "split" and kind.axis_of("input") is not None)
 
 
 def bias_is_left_out(node: Node, mesh_dim: str) -> bool:
     """Whether the module gives a partial sum without its bias, which ``sync`` has to add."""
     return own_tensor(node, "bias") is not None and output_state(node, mesh_dim) == "partial"
-
-
-def block_around(node: Node) -> Node | None:
-    """The outermost module around this one that is a member of a list, such as a layer; None if none is."""
-    found: Node | None = None
-    around = node.parent
-    while around is not None:
-        if around.path.rpartition(".")[2].isdecimal():
-            found = around
-        around = around.parent
-    return found
 
 
 def as_tuple(names: str | tuple[str, ...]) -> tuple[str, ...]:

@@ -126,7 +126,7 @@ class Sync(Primitive):
                     node.path,
                     self.outputs,
                     add_bias,
-                    output_state(node, self.mesh_dim) == "partial",
+                    kind is not None and kind.is_fresh and output_state(node, self.mesh_dim) == "partial",
                     unpadded_features(node) if op == "all_gather" else None,
                 ),
             )

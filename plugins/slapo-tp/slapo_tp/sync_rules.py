@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from slapo_core import Node, Violation
 from slapo_tp.layers import LINEAR, layer_type_of, partial_axis
-from slapo_tp.splits import bias_is_left_out, has_split_below, output_state, own_tensor
+from slapo_tp.splits import bias_is_left_out, has_split_below, makes_gradient_partial, output_state, own_tensor
 from slapo_tp.sync_hooks import OutputHook
-from slapo_tp.whole_modules import nothing_split
 
 if TYPE_CHECKING:
     from slapo_tp.sync import Sync
@@ -89,7 +88,7 @@ def place_violations(sync: Sync, node: Node) -> list[Violation]:
     """Arguments that do not fit what is split here and what was synchronised before."""
     mode, op, axis = resolve(sync, node)
     if not has_split_below(node, sync.mesh_dim):
-        return [nothing_split(sync, node, mode, op, axis)]
+        return [_nothing_split(sync, node, mode, op)]
     repeated = _repeated(sync, node, mode, op)
     if repeated or callable(op):
         return repeated
@@ -101,6 +100,26 @@ def place_violations(sync: Sync, node: Node) -> list[Violation]:
     if mode == "bwd_post":
         found += _gradient_violations(sync, node)
     return found
+
+
+def _nothing_split(sync: Sync, node: Node, mode: str, op: object) -> Violation:
+    """Why a collective means nothing at a module without shards, and what to write instead."""
+    message = f"nothing was split over mesh_dim '{sync.mesh_dim}' on this module or below it"
+    kind = layer_type_of(node.module)
+    if kind is not None and mode == "fwd_post" and op in ("all_reduce", "reduce_scatter"):
+        message += ": its output is whole on every rank, not a partial sum"
+        axis = partial_axis(kind)
+        before = f'write shard("{kind.weight}", axis={axis}) before, which makes it one'
+        hint = before if axis is not None else "remove this call"
+    elif kind is not None:
+        hint = f'write shard("{kind.weight}", axis=...) before'
+    elif node.children and not node.parameters:
+        hint = "shard the layers below it before"
+    else:
+        hint = "put it at the layer that is split, or at a module around that layer"
+        if sync.axis != -1:
+            hint += ": under sequence parallelism, at the first and the last block"
+    return Violation(message, hint)
 
 
 def _unknown_inputs(inputs: tuple[int | str, ...], node: Node) -> list[Violation]:
@@ -147,7 +166,7 @@ def _output_violations(sync: Sync, node: Node, op: str, axis: int) -> list[Viola
     state, kind = output_state(node, sync.mesh_dim), layer_type_of(node.module)
     if state == "split" and kind is not None and op != "all_gather":
         partial = partial_axis(kind)
-        instead = f', or shard("weight", axis={partial}), whose output is a partial sum'
+        instead = f', or shard("{kind.weight}", axis={partial}), whose output is a partial sum'
         scattered = instead if op == "reduce_scatter" and partial is not None else ""
         return [
             Violation(
@@ -208,6 +227,8 @@ def _gradient_violations(sync: Sync, node: Node) -> list[Violation]:
                 "remove this call; it belongs to the layer before that is split on its output axis",
             )
         ]
+    if makes_gradient_partial(node, sync.mesh_dim):
+        return []
     if kind.axis_of("input") is None:
         return [Violation(f"the inputs of {kind.name} are ids, which have no gradient", "remove this call")]
     if state == "partial":

@@ -17,6 +17,7 @@ __all__ = ["STUB_PACKAGE", "StubPackage", "make_stubs"]
 STUB_PACKAGE = "slapo_core-stubs"
 """The directory that type checkers look for (PEP 561)."""
 
+
 @dataclass(frozen=True)
 class StubPackage:
     """The files of the stub package, by path below it."""
