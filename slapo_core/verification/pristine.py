@@ -92,26 +92,26 @@ def changed_outside(schedule: Schedule, copied: Schedule) -> str | None:
         schedule: only read.
         copied: what :func:`repeated` gave for it.
     """
-    live, made = (dict(_parts(one)) for one in (schedule, copied))
+    live, made = ({name: (what, values) for name, what, values in _parts(one)} for one in (schedule, copied))
     for name in dict.fromkeys((*live, *made)):
-        one, other = live.get(name), made.get(name)
-        if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and one.shape == other.shape:
-            if not torch.allclose(one, other, rtol=0.0, atol=0.0, equal_nan=True):
-                return name
-        elif one is None or isinstance(one, torch.Tensor) or one != other:
+        if name not in live or name not in made or live[name][0] != made[name][0]:
+            return name
+        one, other = live[name][1], made[name][1]
+        if one is not None and other is not None and not torch.allclose(one, other, rtol=0.0, atol=0.0, equal_nan=True):
             return name
     return None
 
 
-def _parts(schedule: Schedule) -> Iterator[tuple[str, Any]]:
+def _parts(schedule: Schedule) -> Iterator[tuple[str, Any, torch.Tensor | None]]:
+    """Every module and tensor: what it is, and the values that do not depend on random numbers of a step."""
     for path, module in schedule.model.named_modules():
         hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
         own = [hook for hook in hooks if not type(hook).__module__.startswith("slapo_core.schedule.")]  # not of a guard
-        yield path, (type(module).__qualname__, len(own))
-    tensors = schedule.tree.tensors
+        yield path, (type(module).__qualname__, len(own)), None
     for name, tensor in named_tensors(schedule.model):
-        is_drawn = tensor.is_meta or (isinstance(tensor, nn.Parameter) and not tensors.layout(tensor, name).origin)
-        yield name, (tensor.shape, tensor.requires_grad) if is_drawn else tensor.detach()
+        origin = schedule.tree.tensors.layout(tensor, name).origin
+        is_drawn = tensor.is_meta or (isinstance(tensor, nn.Parameter) and not origin)
+        yield name, (tensor.shape, tensor.requires_grad, origin), None if is_drawn else tensor.detach()
 
 
 def train_as_at_first(model: nn.Module, schedule: Schedule) -> None:
