@@ -17,6 +17,8 @@ from slapo_core.ranks.world import _ALL_CALL, World, _public_call
 if TYPE_CHECKING:
     from slapo_core.spec.mesh import Mesh
 
+_CLOSED = "closed"
+
 
 @dataclass
 class _Control:
@@ -63,21 +65,23 @@ def together(mesh: Mesh | None, what: str) -> Iterator[None]:
 
 
 def _entered(mesh: Mesh, held: _Control | None) -> _Control:
-    if held is not None:
-        try:
+    """The group, once all ranks are in the same call; connected anew where a rank closed it after an error."""
+    if held is not None and not held.world._store.check([_CLOSED]):
+        with contextlib.suppress(RankFailedError):
             calls = dict(zip(held.world.ranks, held.world.gather(_public_call()), strict=True))
-        except RankFailedError as error:  # a rank closed the group after an error of its own: all connect anew
-            _close(mesh, held, error)
-        else:
             if len(set(calls.values())) == 1:
                 return held
             told = ["ranks are in different calls:", *(f"  rank {rank}: {call}" for rank, call in calls.items())]
             mismatch = RankMismatchError("\n".join(told), hint=_ALL_CALL)
             _close(mesh, held, mismatch)
             raise mismatch
+    if held is not None:
+        _close(mesh, held, RankFailedError("another rank closed the group"))
     return _Control(World(mesh).__enter__())  # which compares the calls, too
 
 
 def _close(mesh: Mesh, held: _Control, error: BaseException) -> None:
     mesh.control = None
+    with contextlib.suppress(RuntimeError):  # the process that keeps the store is gone
+        held.world._store.set(_CLOSED, "")  # forked processes, such as a DataLoader's, keep the connections open
     held.world.__exit__(type(error), error, error.__traceback__)
