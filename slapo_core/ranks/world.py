@@ -29,6 +29,7 @@ __all__ = ["Attempt", "Failure", "World", "together"]
 
 T = TypeVar("T")
 
+_CLOSED = "closed"
 _ALL_CALL = (
     "every rank calls save, load, state_dict, save_pretrained, eval_step and verify, in the same order: not inside of "
     "`if rank == 0:`"
@@ -111,7 +112,7 @@ class World:
         from torch.distributed.constants import default_pg_timeout
 
         channel = _channels.get(self.ranks)
-        if channel is not None and channel.beside is dist.group.WORLD:
+        if channel is not None and channel.beside is dist.group.WORLD and not channel.store.check([_CLOSED]):
             with contextlib.suppress(RuntimeError):  # another rank has left a block, and dropped it
                 return self._through(channel, self._exchanged, value)
         channel = None  # no reference stays: this ends the wait of ranks that have not heard of it
@@ -140,8 +141,12 @@ class World:
         self._group = None
 
     def _drop(self) -> None:
+        """Let go of the channel, so that whoever waits for this rank raises, and the next use connects anew."""
         self._group = None
-        _channels.pop(self.ranks, None)
+        channel = _channels.pop(self.ranks, None)
+        if channel is not None:
+            with contextlib.suppress(RuntimeError):  # the process that keeps the store is gone
+                channel.store.set(_CLOSED, "")  # forked processes, such as a DataLoader's, keep connections open
 
     @contextlib.contextmanager
     def trial_mesh(self, seconds: float | None) -> Iterator[Mesh | None]:
