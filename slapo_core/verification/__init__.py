@@ -11,7 +11,7 @@ from slapo_core.verification.report import VerifyReport
 
 if TYPE_CHECKING:
     from slapo_core.schedule.schedule import Schedule
-    from slapo_core.verification.checking import Options
+    from slapo_core.verification.trials import Options
 
 __all__ = ["VerifyReport", "verify"]
 
@@ -130,8 +130,8 @@ def verify(
             raise ArgumentError(f"{name} must not be negative (got {value!r})", hint=f"verify(sch, batch, {name}=1e-6)")
     import torch
 
-    from slapo_core.verification.checking import Options
     from slapo_core.verification.inputs import Inputs
+    from slapo_core.verification.trials import Options
 
     with torch.inference_mode(False), torch.enable_grad():  # whatever is set where verify is called
         schedules = _schedules(sch, example_inputs)
@@ -148,10 +148,10 @@ def verify(
 def _verify_each(
     schedules: Sequence[Schedule], given: Any, options: Options, timeout: float
 ) -> tuple[VerifyReport, ...]:
-    from slapo_core.verification.checking import check_each
     from slapo_core.verification.dry import check_in_processes
     from slapo_core.verification.inputs import Inputs
-    from slapo_core.verification.several import Outcome, Siblings, conclude
+    from slapo_core.verification.report import Outcome, Siblings, conclude
+    from slapo_core.verification.session import check_each
 
     for one in schedules:
         one.mark_verified(passed=False)  # whatever is raised from here on

@@ -8,10 +8,8 @@ from dataclasses import dataclass
 
 from slapo_core.spec.record import Record
 from slapo_core.spec.suggestion import Suggestion
-from slapo_core.verification.cures import Cure, Suggest, applied, find_cure, first_cure, without_one
-from slapo_core.verification.failing import Failed, Try, alike_path
-from slapo_core.verification.odd_blocks import as_the_others
-from slapo_core.verification.search import SINGLE_STEPS, Part, Search, nearest
+from slapo_core.verification.cures import Cure, Suggest, applied, as_the_others, find_cure, first_cure, without_one
+from slapo_core.verification.search import SINGLE_STEPS, Failed, Part, Search, Try, alike_path, nearest
 
 __all__ = ["Blame", "find_steps"]
 

@@ -25,11 +25,11 @@ from slapo_core.errors import (
 )
 from slapo_core.ranks.launcher import preload_modules, run_ranks
 from slapo_core.schedule.creation import create_schedule
-from slapo_core.verification.checking import Options, check_each
+from slapo_core.verification.copies import train_as_at_first, untouched_with_steps
 from slapo_core.verification.inputs import Inputs
-from slapo_core.verification.pristine import untouched_with_steps
-from slapo_core.verification.several import Outcome
-from slapo_core.verification.subjects import train_as_at_first
+from slapo_core.verification.report import Outcome
+from slapo_core.verification.session import check_each
+from slapo_core.verification.trials import Options
 
 if TYPE_CHECKING:
     from slapo_core.schedule.schedule import Schedule

@@ -14,16 +14,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from slapo_core.spec.mesh import DATA_DIMS
-from slapo_core.verification.counterparts import Counterparts
+from slapo_core.verification.compare import Difference
+from slapo_core.verification.copies import Counterparts
 from slapo_core.verification.dropout import Draw
 from slapo_core.verification.precision import is_inexact
-from slapo_core.verification.values import Difference
 
 if TYPE_CHECKING:
     from slapo_core.spec.mesh import Mesh
     from slapo_core.spec.record import Record
 
-__all__ = ["Told", "advice", "parted", "tell", "without_effect"]
 
 _SHOWN = 3  # paths in a message
 Place = tuple[str, int]  # a module, and the how manyth of its draws
