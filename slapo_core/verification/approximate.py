@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from slapo_core.verification.kinds import EARLY
+from slapo_core.verification.search import is_below
 from slapo_core.verification.trials import ReferenceRun, Trials, Tried
 
 if TYPE_CHECKING:
@@ -81,15 +82,11 @@ def _parts(strict: Sequence[Record], loose: Sequence[Record]) -> Iterator[tuple[
     places = [record.path for record in loose]
     yield tuple(strict)
     for _ in range(_LEVELS - 1):
-        rest = tuple(record for record in strict if not any(_is_within(record.path, place) for place in places))
+        rest = tuple(record for record in strict if not any(is_below(record.path, place) for place in places))
         if not rest:
             return
         yield rest
         places = [place.rpartition(".")[0] for place in places]
-
-
-def _is_within(path: str, place: str) -> bool:
-    return not place or f"{path}.".startswith(f"{place}.")
 
 
 def _others(records: Sequence[Record], rest: Sequence[Record]) -> tuple[Record, ...]:

@@ -142,38 +142,6 @@ class Conditions:
     choices: tuple[Choice, ...] = ()
 
 
-def evaluated(
-    caller: Caller, inputs: Inputs, conditions: Conditions, dropout: DropoutMode | None = None
-) -> dict[str, Any]:
-    """The output of a model that is in evaluation mode."""
-    run = caller(inputs.batch(conditions.dtype))
-    with fixed_conditions(conditions.seed, dropout), torch.no_grad():
-        output = conditions.adapt_output(run())
-    return detached(output_leaves(output))
-
-
-def forward_backward(
-    caller: Caller, inputs: Inputs | Batch, conditions: Conditions, dropout: DropoutMode | None = None
-) -> dict[str, Any]:
-    """One forward, and backward from every floating-point leaf against a fixed random cotangent; the output."""
-    run = caller(inputs if isinstance(inputs, Batch) else inputs.batch(conditions.dtype))
-    dropout = dropout or DropoutMode()
-    with fixed_conditions(conditions.seed, dropout):
-        output = conditions.adapt_output(run())
-        dropout.in_backward = True
-        leaves = list(output_leaves(output))
-        seen = detached(leaves)
-        roots = [
-            (position, leaf)
-            for position, (_, leaf) in enumerate(leaves)
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad
-        ]
-        if roots:
-            cotangents = [_cotangent(leaf, position, conditions.seed) for position, leaf in roots]
-            _backward(tuple(leaf for _, leaf in roots), tuple(cotangents))
-    return seen
-
-
 def _backward(roots: tuple[torch.Tensor, ...], cotangents: tuple[torch.Tensor, ...]) -> None:
     # The engine itself: torch.autograd.backward is a torch function, and within one no torch-function mode holds, so
     # that recomputed activations would be computed without the mode that switches dropout off.
@@ -192,17 +160,17 @@ def _cotangent(leaf: torch.Tensor, position: int, seed: int) -> torch.Tensor:
     return pattern.view(leaf.shape)
 
 
-def detached(items: Any) -> dict[str, Any]:
+def _detached(items: Any) -> dict[str, Any]:
     """Copies of the tensors among named values."""
-    return {name: dense(item) if isinstance(item, torch.Tensor) else item for name, item in items}
+    return {name: _dense(item) if isinstance(item, torch.Tensor) else item for name, item in items}
 
 
-def dense(tensor: torch.Tensor) -> torch.Tensor:
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
     """A copy that is not sparse."""
-    return strided(tensor.detach()).clone()
+    return _strided(tensor.detach()).clone()
 
 
-def strided(tensor: torch.Tensor) -> torch.Tensor:
+def _strided(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor itself, unless it is sparse."""
     return tensor.to_dense() if tensor.is_sparse else tensor
 
@@ -232,28 +200,19 @@ class Runner:
     def __init__(self, model: nn.Module, inputs: Inputs, conditions: Conditions) -> None:
         self.model, self.inputs, self.conditions = model, inputs, conditions
         self.caller = conditions.caller(model)
-        self.has_gradients = False
-        self._modes = _training_modes(model)
+        self._has_gradients = False
+        kept = model.training  # a model that is in evaluation mode as a whole has no training mode of its own to keep
+        self._modes = [(module, module.training or not kept) for module in model.modules()]
         model.zero_grad(set_to_none=True)
 
     def run(self, phases: Sequence[str]) -> Observation:
         """What ``phases`` give. Of tensors that are done with then, the observation holds the model's own."""
         seen = Observation()
         for phase in phases:
-            self.train()
-            _PHASES[phase](self, seen)
+            for module, trains in self._modes:
+                module.training = trains
+            seen.values.update(_PHASES[phase](self))
         return seen
-
-    def train(self) -> None:
-        """Into training mode, as far as the modules were meant to be."""
-        for module, trains in self._modes:
-            module.training = trains
-
-    def forward_backward(
-        self, inputs: Inputs | Batch | None = None, *, dropout: DropoutMode | None = None
-    ) -> dict[str, Any]:
-        """The output; the gradients are added to the parameters'."""
-        return forward_backward(self.caller, inputs or self.inputs, self.conditions, dropout)
 
     def make_ready(self) -> None:
         """Make what is made before the first forward in this mode, such as the stages of a cut model."""
@@ -264,15 +223,129 @@ class Runner:
         for module in self.model.modules():
             module.training = False
 
-    def evaluated(self, dropout: DropoutMode | None = None) -> dict[str, Any]:
+    # -- phases -----------------------------------------------------------------------------------------------
+
+    def _training(self) -> dict[str, Any]:
+        dropout = DropoutMode(self.caller.paths)
+        output = self._forward_backward(dropout=dropout)
+        self._has_gradients = True
+        # After backward: recomputed activations may update buffers a second time.
+        found = {"output": output, "buffer": self._buffers(), "gradient": self._gradients()}
+        return {**found, "dropout": {"forward": dropout.draws}}
+
+    def _evaluation(self) -> dict[str, Any]:
+        dropout = DropoutMode(self.caller.paths)
+        found = {"evaluation output": self._evaluated(dropout), "evaluation buffer": self._buffers()}
+        return {**found, "evaluation dropout": {"forward": dropout.draws}}
+
+    def _batches(self) -> dict[str, Any]:
+        outputs: dict[str, Any] = {}
+        for called, batch in self.conditions.more_batches:
+            ran = self._forward_backward(batch)
+            outputs.update({f"{name} for {called}": value for name, value in ran.items()})
+        return {"batch output": outputs, "batch gradient": self._gradients()}
+
+    def _input_gradients(self) -> dict[str, Any]:
+        batch = self.inputs.batch(self.conditions.dtype, watch=True)
+        self._forward_backward(batch)
+        self.model.zero_grad(set_to_none=True)
+        gradients = {name: tensor.grad for name, tensor in batch.watched.items()}
+        return {"input gradient": {name: None if each is None else _dense(each) for name, each in gradients.items()}}
+
+    def _updates(self) -> dict[str, Any]:
+        if not self._has_gradients:
+            self._forward_backward()
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.SGD(trained, lr=self.conditions.learning_rate, momentum=MOMENTUM, foreach=False)
+        for step in range(self.conditions.optimizer_steps):
+            if step:
+                optimizer.zero_grad(set_to_none=True)
+                self._forward_backward()
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        self._has_gradients = False
+        optimizer.state.clear()
+        found = {"updated output": self._evaluated(), "updated buffer": self._buffers()}
+        parameters = self.model.named_parameters(remove_duplicate=False)
+        return {**found, "parameter": {name: parameter.detach() for name, parameter in parameters}}
+
+    def _with_dropout(self) -> dict[str, Any]:
+        dropout = DropoutMode(self.caller.paths, is_on=True)
+        output = self._forward_backward(dropout=dropout)
+        drawn = set(dropout.draws)
+        # A region of a graph that backward runs again is called by no module.
+        drawn |= {dataclasses.replace(draw, path="") for draw in drawn}
+        return {
+            "output with dropout": output,
+            "recomputed dropout": {draw.path: draw for draw in dropout.recomputed if draw not in drawn},
+            "gradient with dropout": self._gradients(),
+            "drawn with dropout": {"forward": dropout.draws},
+        }
+
+    def _own_types(self) -> dict[str, Any]:
+        conditions = dataclasses.replace(self.conditions, dtype=None)
+        dtype = own_dtype(self.model, (tensor for _, tensor in self.inputs.tensors()))
+        with ChoosesAlike(conditions.choices, dtype) if conditions.choices else contextlib.nullcontext():
+            runner = Runner(self.model, self.inputs, conditions)
+            own = runner.run(EARLY[:1])
+            runner.caller = Caller(self.model)  # of a cut model the stages of training are enough
+            own.values.update(runner.run(EARLY[1:]).values)
+        return {f"own {kind}": own.of(kind) for kind in ("output", "buffer", "gradient", "evaluation output")}
+
+    # -- passes -----------------------------------------------------------------------------------------------
+
+    def _evaluated(self, dropout: DropoutMode | None = None) -> dict[str, Any]:
         """The output in evaluation mode, in which the model is left."""
         self.evaluate()
-        return evaluated(self.caller, self.inputs, self.conditions, dropout)
+        run = self.caller(self.inputs.batch(self.conditions.dtype))
+        with fixed_conditions(self.conditions.seed, dropout), torch.no_grad():
+            output = self.conditions.adapt_output(run())
+        return _detached(output_leaves(output))
+
+    def _forward_backward(
+        self, inputs: Inputs | Batch | None = None, *, dropout: DropoutMode | None = None
+    ) -> dict[str, Any]:
+        """One forward, and backward from every floating-point leaf against a fixed random cotangent; the output.
+
+        The gradients are added to the parameters'.
+        """
+        seed, inputs, dropout = self.conditions.seed, inputs or self.inputs, dropout or DropoutMode()
+        run = self.caller(inputs if isinstance(inputs, Batch) else inputs.batch(self.conditions.dtype))
+        with fixed_conditions(seed, dropout):
+            output = self.conditions.adapt_output(run())
+            dropout.in_backward = True
+            leaves = list(output_leaves(output))
+            seen = _detached(leaves)
+            roots = {
+                position: leaf
+                for position, (_, leaf) in enumerate(leaves)
+                if isinstance(leaf, torch.Tensor) and leaf.requires_grad
+            }
+            if roots:
+                cotangents = (_cotangent(leaf, position, seed) for position, leaf in roots.items())
+                _backward(tuple(roots.values()), tuple(cotangents))
+        return seen
+
+    def _buffers(self) -> dict[str, Any]:
+        return _detached(self.model.named_buffers(remove_duplicate=False))
+
+    def _gradients(self) -> dict[str, Any]:
+        """Those of all parameters: the tensors themselves, which the next backward does not add to."""
+        return {
+            name: None if parameter.grad is None else _strided(parameter.grad)
+            for name, parameter in self.model.named_parameters(remove_duplicate=False)
+        }
 
 
-def run_phases(model: nn.Module, inputs: Inputs, conditions: Conditions, phases: Sequence[str]) -> Observation:
-    """What ``phases`` of a :class:`Runner` give."""
-    return Runner(model, inputs, conditions).run(phases)
+_PHASES: dict[str, Callable[[Runner], dict[str, Any]]] = {
+    "training": Runner._training,
+    "evaluation": Runner._evaluation,
+    "batches": Runner._batches,
+    "inputs": Runner._input_gradients,
+    "updates": Runner._updates,
+    "dropout": Runner._with_dropout,
+    OWN_TYPES: Runner._own_types,
+}
 
 
 def step_size(model: nn.Module, seen: Observation) -> float:
@@ -283,112 +356,6 @@ def step_size(model: nn.Module, seen: Observation) -> float:
     return rate if math.isfinite(rate) else 0.0
 
 
-def _training_modes(model: nn.Module) -> list[tuple[nn.Module, bool]]:
-    kept = model.training  # a model that is in evaluation mode as a whole has no training mode of its own to keep
-    return [(module, module.training or not kept) for module in model.modules()]
-
-
 def _length(tensors: Iterable[torch.Tensor]) -> float:
     numbers = (tensor for tensor in tensors if is_inexact(tensor) and tensor.numel())
     return math.sqrt(sum(float(torch.linalg.vector_norm(tensor).double()) ** 2 for tensor in numbers))
-
-
-def _training(runner: Runner, seen: Observation) -> None:
-    model = runner.model
-    dropout = DropoutMode(runner.caller.paths)
-    seen.values["output"] = runner.forward_backward(dropout=dropout)
-    # After backward: recomputed activations may update buffers a second time.
-    seen.values["buffer"] = detached(model.named_buffers(remove_duplicate=False))
-    seen.values["gradient"] = _gradients(model)
-    seen.values["dropout"] = {"forward": dropout.draws}
-    runner.has_gradients = True
-
-
-def _evaluation(runner: Runner, seen: Observation) -> None:
-    model = runner.model
-    dropout = DropoutMode(runner.caller.paths)
-    seen.values["evaluation output"] = runner.evaluated(dropout)
-    seen.values["evaluation buffer"] = detached(model.named_buffers(remove_duplicate=False))
-    seen.values["evaluation dropout"] = {"forward": dropout.draws}
-
-
-def _batches(runner: Runner, seen: Observation) -> None:
-    outputs: dict[str, Any] = {}
-    for called, batch in runner.conditions.more_batches:
-        ran = runner.forward_backward(batch)
-        outputs.update({f"{name} for {called}": value for name, value in ran.items()})
-    seen.values["batch output"] = outputs
-    seen.values["batch gradient"] = _gradients(runner.model)
-
-
-def _input_gradients(runner: Runner, seen: Observation) -> None:
-    batch = runner.inputs.batch(runner.conditions.dtype, watch=True)
-    runner.forward_backward(batch)
-    runner.model.zero_grad(set_to_none=True)
-    seen.values["input gradient"] = {
-        name: None if tensor.grad is None else dense(tensor.grad) for name, tensor in batch.watched.items()
-    }
-
-
-def _updates(runner: Runner, seen: Observation) -> None:
-    model, conditions = runner.model, runner.conditions
-    if not runner.has_gradients:
-        runner.forward_backward()
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.SGD(trained, lr=conditions.learning_rate, momentum=MOMENTUM, foreach=False)
-    for step in range(conditions.optimizer_steps):
-        if step:
-            optimizer.zero_grad(set_to_none=True)
-            runner.forward_backward()
-        optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    runner.has_gradients = False
-    optimizer.state.clear()
-    seen.values["updated output"] = runner.evaluated()
-    seen.values["updated buffer"] = detached(model.named_buffers(remove_duplicate=False))
-    parameters = model.named_parameters(remove_duplicate=False)
-    seen.values["parameter"] = {name: parameter.detach() for name, parameter in parameters}
-
-
-def _with_dropout(runner: Runner, seen: Observation) -> None:
-    dropout = DropoutMode(runner.caller.paths, is_on=True)
-    seen.values["output with dropout"] = runner.forward_backward(dropout=dropout)
-    drawn = set(dropout.draws)
-    # A region of a graph that backward runs again is called by no module.
-    nameless = {dataclasses.replace(draw, path="") for draw in drawn}
-    seen.values["recomputed dropout"] = {
-        draw.path: draw for draw in dropout.recomputed if draw not in drawn and draw not in nameless
-    }
-    seen.values["gradient with dropout"] = _gradients(runner.model)
-    seen.values["drawn with dropout"] = {"forward": dropout.draws}
-
-
-def _own_types(runner: Runner, seen: Observation) -> None:
-    conditions = dataclasses.replace(runner.conditions, dtype=None)
-    dtype = own_dtype(runner.model, (tensor for _, tensor in runner.inputs.tensors()))
-    with ChoosesAlike(conditions.choices, dtype) if conditions.choices else contextlib.nullcontext():
-        own_runner = Runner(runner.model, runner.inputs, conditions)
-        own = own_runner.run(EARLY[:1])
-        own_runner.caller = Caller(runner.model)  # of a cut model the stages of training are enough
-        own.values.update(own_runner.run(EARLY[1:]).values)
-    for kind in ("output", "buffer", "gradient", "evaluation output"):
-        seen.values[f"own {kind}"] = own.of(kind)
-
-
-_PHASES: dict[str, Callable[[Runner, Observation], None]] = {
-    "training": _training,
-    "evaluation": _evaluation,
-    "batches": _batches,
-    "inputs": _input_gradients,
-    "updates": _updates,
-    "dropout": _with_dropout,
-    OWN_TYPES: _own_types,
-}
-
-
-def _gradients(model: nn.Module) -> dict[str, Any]:
-    """Those of all parameters: the tensors themselves, which the next backward does not add to."""
-    return {
-        name: None if parameter.grad is None else strided(parameter.grad)
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-    }

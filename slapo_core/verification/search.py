@@ -21,6 +21,11 @@ def alike_path(path: str) -> str:
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", path)
 
 
+def is_below(path: str, place: str) -> bool:
+    """Whether a module is another one, or in it."""
+    return not place or f"{path}.".startswith(f"{place}.")
+
+
 @dataclass(frozen=True)
 class Failed:
     """In which way a schedule fails.

@@ -20,7 +20,7 @@ from slapo_core.schedule.copied import ScheduledCopy
 from slapo_core.verification.inputs import Batch
 from slapo_core.verification.kinds import KINDS
 from slapo_core.verification.phases import Caller, Runner
-from slapo_core.verification.precision import is_inexact
+from slapo_core.verification.tolerance import marks
 
 if TYPE_CHECKING:
     from slapo_core.schedule.schedule import Schedule
@@ -61,7 +61,7 @@ class Staging:
         """
         if not schedule.hooks.has("slapo_partition"):
             return Caller(model)
-        return _ApartCaller(self, schedule, model) if apart else _StagedCaller(self, schedule, model)
+        return _StagedCaller(self, schedule, model, apart=apart)
 
     def noting_refusals(self, function: Callable[[], T]) -> T:
         """Call a function, and keep what it refuses."""
@@ -73,40 +73,29 @@ class Staging:
 
 
 class _StagedCaller(Caller):
-    def __init__(self, staging: Staging, schedule: Schedule, model: nn.Module) -> None:
+    def __init__(self, staging: Staging, schedule: Schedule, model: nn.Module, *, apart: bool) -> None:
         super().__init__(model)
         self._staging = staging
-        self._calls: StagedCalls | ApartCalls = StagedCalls(ScheduledCopy(schedule, model), answers=staging.answers)
+        self._apart = ApartCalls(schedule, model, answers=staging.answers) if apart else None
+        self._calls = self._apart or StagedCalls(ScheduledCopy(schedule, model), answers=staging.answers)
 
     def __call__(self, batch: Batch) -> Callable[[], Any]:
+        known = len(self._apart.copies) if self._apart else 0
         inputs = bound_call(self.model, batch.args, batch.kwargs)
         stages = self._staging.noting_refusals(lambda: self._calls.of(inputs))
+        for made in self._apart.copies[known:] if self._apart else ():
+            self.add(made)
         if stages is None:
             return super().__call__(batch)
         self._staging.last = stages
         return lambda: self._staging.noting_refusals(lambda: self._run(stages, inputs))
 
     def _run(self, stages: Staged, inputs: dict[str, Any]) -> Any:
-        return stages.run(inputs)
-
-
-class _ApartCaller(_StagedCaller):
-    def __init__(self, staging: Staging, schedule: Schedule, model: nn.Module) -> None:
-        super().__init__(staging, schedule, model)
-        self._calls: ApartCalls = ApartCalls(schedule, model, answers=staging.answers)
-
-    def __call__(self, batch: Batch) -> Callable[[], Any]:
-        known = len(self._calls.copies)
-        run = super().__call__(batch)
-        for made in self._calls.copies[known:]:
-            self.add(made)
-        return run
-
-    def _run(self, stages: Staged, inputs: dict[str, Any]) -> Any:
         try:
             return stages.run(inputs)
         finally:
-            self._calls.take_back(stages)
+            if self._apart:
+                self._apart.take_back(stages)
 
 
 _CLOSE = 1e-6
@@ -205,8 +194,8 @@ def first_other_call(one: Sequence[_Call], other: Sequence[_Call]) -> OtherCall 
             return OtherCall(call.path, "gets the same inputs and gives something else")
     for call in reversed(one):
         theirs = there[call.path, call.number].gradients
-        for number, marks in call.gradients.items():
-            if not _close(marks, theirs.get(number, ())):
+        for number, seen in call.gradients.items():
+            if not _close(seen, theirs.get(number, ())):
                 how = "gets no gradient" if number not in theirs else "gets another gradient"
                 return OtherCall(call.path, how, in_backward=True)
     return None
@@ -220,22 +209,13 @@ def _close(one: Marks, other: Marks) -> bool:
 
 
 def _marks(value: Any) -> Marks:
-    return tuple(_numbers(tensor) for tensor in _tensors(value))
+    return tuple(marks(tensor) for tensor in _tensors(value))
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
     """The tensors of a value; the contents of an object of another kind are left out in both runs alike."""
     plain = dict(value) if isinstance(value, Mapping) else value
     return [leaf for leaf in pytree.tree_leaves(plain) if isinstance(leaf, torch.Tensor)]
-
-
-def _numbers(tensor: torch.Tensor) -> tuple[float, float]:
-    values = tensor.detach().reshape(-1)
-    if values.is_complex():
-        values = torch.view_as_real(values).reshape(-1)
-    values = values.double() if is_inexact(tensor) or values.dtype is not torch.float64 else values
-    weights = torch.arange(1, values.numel() + 1, device=values.device, dtype=torch.float64).cos_()
-    return float(values.abs().sum()), float(torch.dot(values, weights))
 
 
 def without_cuts(trials: Trials, records: Sequence[Record]) -> tuple[Record, ...]:

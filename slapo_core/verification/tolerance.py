@@ -174,3 +174,10 @@ def is_close_in_norm(before: Any, after: Any, share: float) -> bool:
 def largest(tensor: torch.Tensor) -> float:
     """The largest absolute value in a tensor of floating-point or complex numbers; NaN if there is one."""
     return float(torch.linalg.vector_norm(tensor.detach(), ord=math.inf)) if tensor.numel() else 0.0
+
+
+def marks(tensor: torch.Tensor) -> tuple[float, float]:
+    """The norm, and the sum with alternating weights: two tensors that differ hardly have both in common."""
+    wide = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).detach().reshape(-1).double()
+    weights = torch.arange(wide.numel(), device=wide.device, dtype=torch.float64).cos_()
+    return float(torch.linalg.vector_norm(wide)), float(torch.dot(wide, weights)) / math.sqrt(wide.numel() or 1)
