@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -16,6 +16,7 @@ from slapo_core.graph.examples import made_beforehand
 from slapo_core.schedule.records import primitive_to_json
 from slapo_core.schedule.schedule import Schedule
 from slapo_core.spec.record import Record
+from slapo_core.verification.precision import is_inexact
 from slapo_core.weights.correspondence import Correspondence
 from slapo_core.weights.initialise import Initialiser, cannot_initialise
 
@@ -226,6 +227,9 @@ class Subjects:
         device: where tensors on the meta device get their values.
         seed: of these values.
 
+    Attributes:
+        untouched: the copy of the reference model that all others are made from; to read only.
+
     Raises:
         SealedError: the originals were dropped.
         WeightsError: a tensor on the meta device has no initialiser, or one of a lazy module no shape.
@@ -240,26 +244,21 @@ class Subjects:
         self.correspondence, self._originals = Correspondence.of(schedule)
         self.counterparts = Counterparts.of(self.correspondence, schedule.model)
         self._template = copy_model(schedule.model, shares_memory=True)
-        self._untouched, self._steps = untouched_with_steps(schedule, shares_memory=True)
+        self.untouched, self._steps = untouched_with_steps(schedule, shares_memory=True)
         with schedule.untouched() as model:
             self._values = self._initial_values(model)
         self.frozen = self._train_alike(schedule.tree.tensors.trained)
 
-    @property
-    def untouched(self) -> nn.Module:
-        """The copy of the untouched model that all others are made from; to read only."""
-        return self._untouched
-
     def tied_modules(self) -> list[frozenset[str]]:
         """For each parameter of the untouched model that several modules hold, their paths."""
         holders: dict[int, set[str]] = {}
-        for name, parameter in self._untouched.named_parameters(remove_duplicate=False):
+        for name, parameter in self.untouched.named_parameters(remove_duplicate=False):
             holders.setdefault(id(parameter), set()).add(name.rpartition(".")[0])
         return [frozenset(paths) for paths in holders.values() if len(paths) > 1]
 
     def reference(self, dtype: torch.dtype | None) -> nn.Module:
         """A fresh copy of the untouched model."""
-        model = copy_model(self._untouched, dtype=dtype)
+        model = copy_model(self.untouched, dtype=dtype)
         origins = self.correspondence.survey.origins
         _fill(model, lambda name, tensor: self._values[origins[name]].to(self.device, tensor.dtype, copy=True))
         for name, parameter in model.named_parameters():
@@ -279,7 +278,7 @@ class Subjects:
         Zero biases, norms of ones and small gates (LayerScale, adaLN-zero) multiply the error of a step away. Each
         element is drawn from +-[0.5, 1.5].
         """
-        parameters = dict(self._untouched.named_parameters())
+        parameters = dict(self.untouched.named_parameters())
         for name, original in self._originals.items():
             value = self._values.get(name, original).detach()
             if name in parameters and value.is_floating_point() and value.numel() and _has_no_spread(value):
@@ -290,9 +289,9 @@ class Subjects:
         return list(self._redrawn)
 
     def frozen_parameters(self) -> list[str]:
-        """Parameters of the untouched model that are not trained, though no step decided it."""
+        """Parameters of the reference model that are not trained, though no step decided it."""
         decided = self.schedule.tree.tensors.trained
-        parameters = self._untouched.named_parameters()
+        parameters = self.untouched.named_parameters()
         return [name for name, parameter in parameters if not parameter.requires_grad and name not in decided]
 
     def frozen_by(self, records: Sequence[Record]) -> list[str]:
@@ -301,14 +300,15 @@ class Subjects:
         Raises:
             SlapoError: as for :meth:`trial`.
         """
-        schedule = self.trial(records, all_trained=True)
+        schedule = self.trial(records, _train_all)
         table = schedule.tree.tensors
-        found = []
-        for name, parameter in schedule.model.named_parameters():
-            origin = table.layout(parameter, name).origin or name
-            if _can_be_trained(parameter) and not parameter.requires_grad and origin not in table.trained:
-                found.append(name)
-        return found
+        return [
+            name
+            for name, parameter in schedule.model.named_parameters()
+            if is_inexact(parameter)
+            and not parameter.requires_grad
+            and (table.layout(parameter, name).origin or name) not in table.trained
+        ]
 
     def unfrozen_parameters(self) -> list[str]:
         """Parameters that were frozen before the first step and are trained now, though no step decided it."""
@@ -320,26 +320,22 @@ class Subjects:
         Raises:
             SlapoError: as for :meth:`trial`.
         """
-        return _unfrozen(self.trial(records, as_at_first=True))
+        return _unfrozen(self.trial(records, lambda model: train_as_at_first(model, self.schedule)))
 
-    def trial(self, records: Sequence[Record], *, all_trained: bool = False, as_at_first: bool = False) -> Schedule:
-        """A schedule of a fresh copy of the untouched model, with only ``records`` applied.
+    def trial(self, records: Sequence[Record], prepare: Callable[[nn.Module], None] | None = None) -> Schedule:
+        """A schedule of a fresh copy of the reference model, with only ``records`` applied.
 
         Args:
             records: the steps.
-            all_trained: whether they find every parameter trained, however the untouched model has it.
-            as_at_first: whether they find the parameters trained that were so before the first step.
+            prepare: called with the copy before the first step.
 
         Raises:
             SlapoError: a step is refused without the others, or cannot be repeated on a copy.
         """
         given = self.schedule
-        model, steps = copy_with_steps(self._untouched, [self._step(record) for record in records])
-        if all_trained:
-            for parameter in model.parameters():
-                parameter.requires_grad_(_can_be_trained(parameter))
-        elif as_at_first:
-            train_as_at_first(model, given)
+        model, steps = copy_with_steps(self.untouched, [self._step(record) for record in records])
+        if prepare is not None:
+            prepare(model)
         schedule = Schedule(
             model,
             mesh=given.mesh,
@@ -347,7 +343,7 @@ class Subjects:
             registry=given.registry,
             example_inputs=given.example_inputs,
         )
-        theirs = {id(item) for item in _parts(given.model)} | {id(item) for item in _parts(self._untouched)}
+        theirs = {id(item) for item in (*_parts(given.model), *_parts(self.untouched))}
         for record in steps:
             if isinstance(record, SerializationError):
                 raise record
@@ -369,7 +365,7 @@ class Subjects:
 
     def _train_alike(self, decided: Mapping[str, bool]) -> tuple[str, ...]:
         """Freeze in the untouched copy what steps froze on purpose, so that all else can be compared."""
-        parameters = dict(self._untouched.named_parameters(remove_duplicate=False))
+        parameters = dict(self.untouched.named_parameters(remove_duplicate=False))
         changed = []
         for name, flag in decided.items():
             parameter = parameters.get(name)
@@ -458,16 +454,18 @@ def _fill(model: nn.Module, value: Any) -> None:
 
 def _unfrozen(schedule: Schedule) -> list[str]:
     table = schedule.tree.tensors
-    found = []
-    for name, parameter in schedule.model.named_parameters():
-        origin = table.layout(parameter, name).origin
-        if parameter.requires_grad and table.trained_at_first.get(origin) is False and origin not in table.trained:
-            found.append(name)
-    return found
+    trained = [each for each in schedule.model.named_parameters() if each[1].requires_grad]
+    origins = {name: table.layout(parameter, name).origin for name, parameter in trained}
+    return [
+        name
+        for name, origin in origins.items()
+        if table.trained_at_first.get(origin) is False and origin not in table.trained
+    ]
 
 
-def _can_be_trained(parameter: nn.Parameter) -> bool:
-    return parameter.is_floating_point() or parameter.is_complex()
+def _train_all(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.requires_grad_(is_inexact(parameter))
 
 
 def _parts(model: nn.Module) -> Iterator[Any]:

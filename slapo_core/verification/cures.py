@@ -161,52 +161,45 @@ def _added(change: Change) -> Record:
     return Record(0, change.primitive, change.path, "", "")
 
 
-def without_one(search: Search, records: Part, part: Part) -> Cure | None:
+def without_one(search: Search, part: Part) -> Cure | None:
     """A step of ``part`` without which all others agree; several, if they do it only together."""
-    changes = [
-        Change(record.path, instead_of=record)
-        for record in (part if len(records) > 1 else ())
-        if search.agrees(tuple(other for other in records if other is not record))
-    ]
+    steps = part if len(search.steps) > 1 else ()
+    changes = [Change(record.path, instead_of=record) for record in steps if search.agrees_without(record)]
     return Cure(Suggestion(tuple(changes))) if 0 < len(changes) <= _TOGETHER else None
 
 
-def first_cure(search: Search, records: Part, suggestions: Sequence[Suggestion], paths: Sequence[str]) -> Cure | None:
+def first_cure(search: Search, suggestions: Sequence[Suggestion]) -> Cure | None:
     """Of what is likely before anything is known, the first that makes the whole schedule agree."""
     end, seen = search.trials + _LIKELY, set[object]()
     for suggestion in suggestions:
         key = tuple(
             (alike_path(each.path), str(each.primitive), each.instead_of is None) for each in suggestion.changes
         )
-        for variant, likewise in _variants(suggestion, records, paths) if suggestion.likely else ():
+        for variant, likewise in _variants(search, suggestion) if suggestion.likely else ():
             if variant is not suggestion and key in seen:
                 continue
-            if search.trials < end and search.agrees(applied(records, variant.changes)):
+            if search.trials < end and search.agrees(applied(search.steps, variant.changes)):
                 return Cure(suggestion, likewise)
         seen.add(key)
     return None
 
 
-def find_cure(
-    search: Search, records: Part, part: Part, suggestions: Sequence[Suggestion], paths: Sequence[str]
-) -> Cure | None:
+def find_cure(search: Search, part: Part, suggestions: Sequence[Suggestion]) -> Cure | None:
     """The first suggestion, those near to ``part`` before all others, with which the schedule agrees.
 
     Args:
         search: what tries.
-        records: the whole schedule.
         part: the steps that were found to fail.
         suggestions: what may be changed.
-        paths: of all modules.
     """
     ordered = sorted(suggestions, key=lambda each: _distance(each, part))
     everywhere_first = bool(search.likewise)
     for suggestion in ordered:
-        variants = _variants(suggestion, records, paths)
+        variants = _variants(search, suggestion)
         for variant, likewise in reversed(variants) if everywhere_first else variants:
-            if search.agrees(applied(records, variant.changes)):
+            if search.agrees(applied(search.steps, variant.changes)):
                 return Cure(suggestion, likewise)
-    if len(part) == len(records):
+    if len(part) == len(search.steps):
         return None
     for suggestion in ordered:
         if _is_within(suggestion, part) and search.agrees(applied(part, suggestion.changes)):
@@ -214,35 +207,27 @@ def find_cure(
     return None
 
 
-def _variants(suggestion: Suggestion, records: Part, paths: Sequence[str]) -> list[tuple[Suggestion, tuple[str, ...]]]:
+def _variants(search: Search, suggestion: Suggestion) -> list[tuple[Suggestion, tuple[str, ...]]]:
     """The suggestion, and the same in all repeated blocks, with the paths at which that changes more."""
-    everywhere = _everywhere(suggestion, records, paths)
-    return [(suggestion, ()), *([] if everywhere is None else [(everywhere, _others(everywhere, suggestion))])]
+    changes = {(str(each), each.first): each for change in suggestion.changes for each in _alike(search, change)}
+    if len(changes) <= len(suggestion.changes):
+        return [(suggestion, ())]
+    own = {change.path for change in suggestion.changes}
+    others = dict.fromkeys(change.path for change in changes.values() if change.path not in own)
+    return [(suggestion, ()), (Suggestion(tuple(changes.values())), tuple(others))]
 
 
-def _everywhere(suggestion: Suggestion, records: Part, paths: Sequence[str]) -> Suggestion | None:
-    """The same changes at all repeated blocks; None if there are no others."""
-    changes = [other for change in suggestion.changes for other in _alike(change, records, paths)]
-    changes = list({(str(change), change.first): change for change in changes}.values())
-    return Suggestion(tuple(changes)) if len(changes) > len(suggestion.changes) else None
-
-
-def _alike(change: Change, records: Part, paths: Sequence[str]) -> Iterator[Change]:
+def _alike(search: Search, change: Change) -> Iterator[Change]:
     if change.instead_of is not None:
         old, place = str(change.instead_of.primitive), alike_path(change.path)
-        for record in records:
+        for record in search.steps:
             if str(record.primitive) == old and alike_path(record.path) == place:
                 yield dataclasses.replace(change, path=record.path, instead_of=record)
         return
-    has = {record.path for record in records if str(record.primitive) == str(change.primitive)}
-    for path in paths if "*" in alike_path(change.path) else (change.path,):
+    has = {record.path for record in search.steps if str(record.primitive) == str(change.primitive)}
+    for path in search.paths if "*" in alike_path(change.path) else (change.path,):
         if alike_path(path) == alike_path(change.path) and path not in has:
             yield dataclasses.replace(change, path=path)
-
-
-def _others(everywhere: Suggestion, suggestion: Suggestion) -> tuple[str, ...]:
-    own = {change.path for change in suggestion.changes}
-    return tuple(dict.fromkeys(change.path for change in everywhere.changes if change.path not in own))
 
 
 def _is_within(suggestion: Suggestion, part: Part) -> bool:

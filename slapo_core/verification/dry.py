@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from slapo_core.spec.primitive import Primitive
     from slapo_core.spec.record import Record
 
-__all__ = ["Sent", "check_in_processes", "installed_modules", "sent"]
-
 
 @dataclass(frozen=True)
 class Sent:

@@ -86,9 +86,11 @@ class Search:
     """Trials of parts, each part once, and no more than ``budget`` of them.
 
     Args:
+        steps: the whole schedule.
         try_steps: repeats some steps on a fresh copy.
         tied: the paths of modules that share a parameter, one set for each such parameter.
-        budget: the number of trials.
+        near: the module that owns the first tensor that differs; None if there is none.
+        paths: of all modules.
         stop: asked before each trial, on all ranks alike: whether the search ends there.
 
     Attributes:
@@ -104,17 +106,20 @@ class Search:
 
     def __init__(
         self,
+        steps: Part,
         try_steps: Try,
         tied: Sequence[frozenset[str]],
         *,
-        budget: int = MAX_TRIALS,
-        stop: Callable[[], bool] = lambda: False,
+        near: str | None,
+        paths: Sequence[str],
+        stop: Callable[[], bool],
     ) -> None:
+        self.steps, self.near, self.paths = steps, near, paths
         self._try, self._stop = try_steps, stop
         self.stopped = False
         self.tied = _joined(tied)
         self._known: dict[tuple[tuple[int, str, str], ...], Outcome] = {}
-        self.budget = budget
+        self.budget = MAX_TRIALS
         self.trials = 0
         self.target: Failed | None = None
         self.likewise: list[str] = []
@@ -150,36 +155,37 @@ class Search:
         outcome = self.outcome(part)
         return isinstance(outcome, Failed) and self.target is not None and outcome.is_like(self.target)
 
-    def single(self, records: Part, near: str | None) -> Record | None:
+    def single(self) -> Record | None:
         """The step that fails alone, and with the same numbers or so that the rest agrees."""
-        likely = records if len(records) <= SINGLE_STEPS else tuple(r for r in records if r.path == near)
-        for record in likely[:SINGLE_STEPS] if len(records) > 1 else ():
-            if self.does_it_alone(record, records):
-                return record
-        return None
+        at = tuple(record for record in self.steps if record.path == self.near)
+        likely = self.steps if len(self.steps) <= SINGLE_STEPS else at[:SINGLE_STEPS]
+        return next((record for record in likely if self._does_it_alone(record)), None) if len(self.steps) > 1 else None
 
-    def does_it_alone(self, record: Record, records: Part) -> bool:
+    def _does_it_alone(self, record: Record) -> bool:
         if self.is_same((record,)) and self.target is not None and not self.target.raises:
             return True
-        rest = tuple(other for other in records if other is not record)
-        return self.is_like((record,)) and self.agrees(rest)
+        return self.is_like((record,)) and self.agrees_without(record)
 
-    def narrow(self, part: Part, near: str | None = None) -> Part:
+    def agrees_without(self, record: Record) -> bool:
+        """Whether all other steps agree."""
+        return self.agrees(tuple(other for other in self.steps if other is not record))
+
+    def narrow(self, part: Part) -> Part:
         """The smallest part that is found to fail in the way that is looked for."""
         while len(part) > 1:
-            smaller = self._smaller(part, near)
+            smaller = self._smaller(part)
             if smaller is None:
                 break
             part = smaller
         return part
 
-    def _smaller(self, part: Part, near: str | None) -> Part | None:
+    def _smaller(self, part: Part) -> Part | None:
         groups = _groups(part, self.tied)
         if len(groups) > _MANY and (half := self._half(groups)) is not None:
             return half
         across = _across_blocks(part)
         for partition in (groups, across):
-            for group in _nearest_first(partition, near):
+            for group in _nearest_first(partition, self.near):
                 if len(group) < len(part) and self.is_same(group):
                     return group
         failing = [path for path, group in groups.items() if self.is_like(group)]

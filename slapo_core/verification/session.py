@@ -28,7 +28,6 @@ from slapo_core.verification.kinds import EARLY, KINDS, OWN_TYPES, label, phases
 from slapo_core.verification.phases import Observation, Runner
 from slapo_core.verification.precision import dtype_name, is_inexact
 from slapo_core.verification.report import Outcome, Siblings, VerifyReport, merge_largest
-from slapo_core.verification.search import Failed
 from slapo_core.verification.stages import CutFault, Staging, find_cut_fault, without_cuts
 from slapo_core.verification.trials import Options, OtherRankError, ReferenceRun, Trials, Tried, reraise
 
@@ -332,7 +331,7 @@ class Session:
                 raised.append(f"the scheduled model raises in {dtype_name(dtype)}: {both.raised.failures[0]}")
         if both.raised is not None:
             first = _most_precise(tried, both.raised.failures[0])
-            self._raise(first.reference, _as_tried(first.raised), self.schedule.records, batch=first.raised_for)
+            self._raise(first.reference, Tried.raising(first.raised), self.schedule.records, batch=first.raised_for)
         if raised:
             ran = "the model's own types" if dtype is None else dtype_name(dtype)
             self.notes.append(f"both ran in {ran}, because {'; '.join(raised)}")
@@ -374,7 +373,7 @@ class Session:
         note = f"compared once more with {what}"
         self.notes.append(note)  # for the message of an error
         if both.raised is not None:
-            self._raise(both.reference, _as_tried(both.raised), self.schedule.records)
+            self._raise(both.reference, Tried.raising(both.raised), self.schedule.records)
         self._judge(both)
         self.notes.remove(note)
 
@@ -412,46 +411,54 @@ class Session:
                 records = without_cuts(self.trials, records)
                 self.trials = dataclasses.replace(self.trials, staging=None)
                 tried = tried if whole.outcome == "refused" else whole
-        if tried.first is not None:
-            self._raise_difference(again, *tried.first, tried.gradients, records, fault)
-        assert tried.raised is not None
-        self._raise_exception(again, tried.raised, records, fault, batch)
-
-    def _raise_difference(
-        self,
-        reference: ReferenceRun,
-        rank: int,
-        found: Difference,
-        gradients: Sequence[str],
-        records: Sequence[Record],
-        fault: CutFault | None,
-    ) -> None:
-        owner = _owner(found)
+        phases = self._phases_of(again, tried)
+        rank, found = tried.first or (tried.failures[0].rank, None)
+        owner = _owner(found) if found is not None else None
         blame: Blame | CutFault | None = fault
-        if blame is None and found.by:
+        if blame is None and found is not None and found.by:
             blame = Blame.by_place([record for record in records if record.index in found.by])
         elif blame is None:
-            failed, phases = Failed.by(found), phases_for(found.kind)
-            blame = self.trials.blame(reference, phases, failed, near=owner, gradients=gradients, records=records)
+            blame = self.trials.blame(again, phases, tried, near=owner, records=records)
+        where = "" if self.world.is_alone else f" on rank {rank}"
+        known: dict[str, Any] = {
+            "rank": None if self.world.is_alone else rank,
+            "steps": [str(record) for record in blame.records],
+            "plugin": fault.plugin if fault is not None else None,
+        }
+        missing = "".join(f"\n  missing: {violation}" for violation in obligations(self.schedule))
+        if tried.raised is not None:
+            first, *others = tried.failures
+            others = [other for other in others if (other.kind, other.where) != (first.kind, first.where)]
+            also = "".join(f"\n  and on rank {other.rank}: {other}" for other in others)
+            where = (f" for {batch}" if batch else "") + where
+            raise VerifyError(
+                f"the scheduled model raises{where} where the untouched one does not: {first}{also}\n{blame}{missing}",
+                **known,
+            ) from tried.raised.error
+        assert found is not None
         name = label(found.kind, found.name, self.trials.options.optimizer_steps)
         if found.kind == "batch gradient":  # outputs have their batch in their names
-            called = ", ".join(called for called, _ in reference.conditions.more_batches)
+            called = ", ".join(called for called, _ in again.conditions.more_batches)
             self.notes.append(f"further batches: {called}")
         self.notes += self._full_beside_shards(found, blame)
-        where = "" if self.world.is_alone else f" on rank {rank}"
         raise VerifyError(
             f"the scheduled model differs from the untouched one, first in {name}{where}: {found.problem}\n"
-            f"  allowed: {found.rule or self.trials.tolerance(reference, records)}\n{blame}{self._missing()}"
+            f"  allowed: {found.rule or self.trials.tolerance(again, records)}\n{blame}{missing}"
             + "".join(f"\n  note: {note}" for note in self.notes),
             tensor=name,
             difference=found.largest,
             tolerance=found.allowed,
-            rank=None if self.world.is_alone else rank,
-            steps=[str(record) for record in blame.records],
             path=owner,
-            plugin=fault.plugin if fault is not None else None,
             hint=found.hint,
+            **known,
         )
+
+    def _phases_of(self, reference: ReferenceRun, tried: Tried) -> tuple[str, ...]:
+        """The fewest phases in which it fails so."""
+        if tried.first is not None:
+            return phases_for(tried.first[1].kind)
+        early = self.trials.run(self.trials.candidate, reference, EARLY)
+        return EARLY if early.failures else reference.phases
 
     def _full_beside_shards(self, found: Difference, blame: Blame | CutFault) -> list[str]:
         """Parameters that a reduction at a module of an unknown type may add once for each rank."""
@@ -462,44 +469,10 @@ class Session:
         names = " and ".join(map(repr, full))
         return [f"every rank holds the full {names}: added to a partial sum, it counts once for each rank"] * bool(full)
 
-    def _raise_exception(
-        self,
-        reference: ReferenceRun,
-        raised: Attempt[Any],
-        records: Sequence[Record],
-        fault: CutFault | None,
-        batch: str,
-    ) -> None:
-        first = raised.failures[0]
-        blame: Blame | CutFault | None = fault
-        if blame is None:
-            early = self.trials.run(self.trials.candidate, reference, EARLY).failures
-            phases = EARLY if early else reference.phases  # the fewest in which it raises
-            blame = self.trials.blame(reference, phases, Failed.with_exception(first), near=None, records=records)
-        where = f" for {batch}" if batch else ""
-        where += "" if self.world.is_alone else f" on rank {first.rank}"
-        others = [other for other in raised.failures[1:] if (other.kind, other.where) != (first.kind, first.where)]
-        also = "".join(f"\n  and on rank {other.rank}: {other}" for other in others)
-        raise VerifyError(
-            f"the scheduled model raises{where} where the untouched one does not: {first}{also}\n"
-            f"{blame}{self._missing()}",
-            rank=None if self.world.is_alone else first.rank,
-            steps=[str(record) for record in blame.records],
-            plugin=fault.plugin if fault is not None else None,
-        ) from raised.error
-
     def _is_cut(self) -> bool:
         """Whether stages were made, or refused, on any rank, and are still asked for."""
         staging = self.trials.staging
         return any(self.world.gather(staging is not None and staging.is_needed))
-
-    def _missing(self) -> str:
-        return "".join(f"\n  missing: {violation}" for violation in obligations(self.schedule))
-
-
-def _as_tried(raised: Attempt[Any] | None) -> Tried:
-    assert raised is not None
-    return Tried(Failed.with_exception(raised.failures[0]), raised=raised)
 
 
 def _most_precise(tried: Sequence[BothModels], last: Failure) -> BothModels:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from slapo_core.errors import HookError, VerifyError
-from slapo_core.ranks.world import Attempt, World
+from slapo_core.ranks.world import Attempt, Failure, World
 from slapo_core.spec.equivalence import Equivalence
 from slapo_core.verification.blame import Blame, find_steps
 from slapo_core.verification.compare import Comparison, Difference, compare, drawn_alike
@@ -95,9 +95,19 @@ class Tried:
     gradients: Sequence[str] = ()
     raised: Attempt[Any] | None = None
 
+    @classmethod
+    def raising(cls, raised: Attempt[Any] | None) -> Tried:
+        assert raised is not None
+        return cls(Failed.with_exception(raised.failures[0]), raised=raised)
+
     @property
     def agrees(self) -> bool:
         return self.outcome == "agrees"
+
+    @property
+    def failures(self) -> Sequence[Failure]:
+        """What it raised, on which ranks."""
+        return self.raised.failures if self.raised is not None else ()
 
 
 class OtherRankError(VerifyError):
@@ -277,19 +287,18 @@ class Trials:
         """What the promises of ``records`` allow."""
         return self._tolerance(reference.coarsest, records)
 
-    def _tolerance(self, dtype: torch.dtype, records: Sequence[Record]) -> Tolerance:
+    def _tolerance(
+        self, dtype: torch.dtype, records: Sequence[Record], room: float | None = None, *, jumps: bool = False
+    ) -> Tolerance:
+        """With ``room`` for rounding: what the user allows is meant for finer types, so it can only add to it."""
         promises = [record.primitive.equivalence for record in records]
-        return Tolerance.of(dtype, promises, rtol=self.options.rtol, atol=self.options.atol)
-
-    def _own_tolerance(self, dtype: torch.dtype, records: Sequence[Record], room: float, *, jumps: bool) -> Tolerance:
-        """What the user allows is meant for finer types, so it can only add to what the model's own ones need."""
-        rule = Tolerance.of(dtype, [record.primitive.equivalence for record in records], rtol=None, atol=None)
-        return dataclasses.replace(
-            rule,
-            rtol=max(rule.rtol, self.options.rtol or 0.0),
-            atol=max(rule.atol, self.options.atol or 0.0) + room,
-            of_norm=OF_NORM.get(dtype, 0.2) if jumps else 0.0,
-        )
+        rtol, atol = self.options.rtol, self.options.atol
+        if room is None:
+            return Tolerance.of(dtype, promises, rtol=rtol, atol=atol)
+        rule = Tolerance.of(dtype, promises, rtol=None, atol=None)
+        relative, absolute = max(rule.rtol, rtol or 0.0), max(rule.atol, atol or 0.0) + room
+        of_norm = OF_NORM.get(dtype, 0.2) if jumps else 0.0
+        return dataclasses.replace(rule, rtol=relative, atol=absolute, of_norm=of_norm)
 
     def compare(
         self, reference: ReferenceRun, seen: Observation, names: Counterparts, records: Sequence[Record]
@@ -297,10 +306,10 @@ class Trials:
         """Hold this rank's run against the reference model's; raises where any rank raises."""
 
         def run() -> Comparison:
-            finer = {place: self._tolerance(dtype, records) for place, dtype in reference.finer.items()}
-            for place, room in reference.room.items():
-                jumps = place[0] == "own gradient"
-                finer[place] = self._own_tolerance(reference.finer[place], records, room, jumps=jumps)
+            finer = {
+                place: self._tolerance(dtype, records, reference.room.get(place), jumps=place[0] == "own gradient")
+                for place, dtype in reference.finer.items()
+            }
             compared = compare(reference.seen, seen, names, self.tolerance(reference, records), finer)
             told = seen.of("parted dropout").get("ranks", [])
             untouched = reference.seen.of("dropout").get("forward", [])
@@ -328,7 +337,7 @@ class Trials:
         """Run ``phases`` of a scheduled model, and compare them under the promises of ``records``."""
         ran = self.run(candidate, reference, phases)
         if ran.failures:
-            return Tried(Failed.with_exception(ran.failures[0]), raised=ran)
+            return Tried.raising(ran)
         return self.conclude(self.compare(reference, ran.value(), candidate.counterparts, records))
 
     # -- blame ------------------------------------------------------------------------------------------------
@@ -337,16 +346,12 @@ class Trials:
         self,
         reference: ReferenceRun,
         phases: Sequence[str],
-        failed: Failed,
+        tried: Tried,
         *,
         near: str | None,
-        gradients: Sequence[str] = (),
         records: Sequence[Record],
     ) -> Blame:
-        """The steps that fail as ``records`` do.
-
-        ``gradients`` are the parameters whose gradients differ, where nothing before them does.
-        """
+        """The steps that fail as ``records`` do (``tried``)."""
         started, limit = time.monotonic(), self.options.blame_seconds
 
         def is_over() -> bool:
@@ -357,8 +362,8 @@ class Trials:
             lambda part: self.try_steps(reference, phases, part).outcome,
             near=near,
             tied=self.subjects.tied_modules(),
-            failed=failed,
-            suggest=lambda: suggestions(self.subjects.schedule, gradients),
+            failed=tried.outcome if isinstance(tried.outcome, Failed) else None,
+            suggest=lambda: suggestions(self.subjects.schedule, tried.gradients),
             paths=[path for path, _ in self.subjects.untouched.named_modules()],
             stop=is_over,
         )
