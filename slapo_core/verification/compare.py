@@ -202,7 +202,13 @@ def compare(
             continue
         expected = reference.of(kind)
         biggest = max((_largest(value) for value in expected.values()), default=0.0)
-        pairs = _pairs(kind, expected, candidate.of(kind), counterparts, result)
+        got = candidate.of(kind)
+        if KINDS[kind].of == "outputs":
+            pairs = _output_pairs(kind, expected, got, result)
+        elif KINDS[kind].of == "inputs":
+            pairs = ((name, name, before, got[name]) for name, before in expected.items())
+        else:
+            pairs = _tensor_pairs(kind, expected, got, counterparts, result)
         summary = Largest(kind, 0)
         for name, origin, before, after in pairs:
             if before is None and after is None and "gradient" in kind:
@@ -261,22 +267,6 @@ def _recomputed(kind: str, reference: Observation, candidate: Observation) -> li
     rule = "what is recomputed drops what it dropped at first"
     paths = [path for path in candidate.of(kind) if path not in reference.of(kind)]
     return [Difference(kind, path, problem, math.inf, 0.0, hint, rule) for path in paths]
-
-
-def _pairs(
-    kind: str,
-    expected: Mapping[str, Any],
-    got: Mapping[str, Any],
-    counterparts: Counterparts,
-    result: Comparison,
-) -> Iterator[tuple[str, str, Any, Any]]:
-    if KINDS[kind].of == "outputs":
-        yield from _output_pairs(kind, expected, got, result)
-    elif KINDS[kind].of == "inputs":
-        for name, before in expected.items():
-            yield name, name, before, got[name]
-    else:
-        yield from _tensor_pairs(kind, expected, got, counterparts, result)
 
 
 def _output_pairs(

@@ -198,7 +198,7 @@ def compare_draws(
         return DrawnAlike(other_stream="a step promises the same distribution only (RANDOM)")
     if Counter(draw.p for draw in expected) != Counter(draw.p for draw in got):
         path = _differing(expected, got)[0]
-        theirs, ours = ([draw for draw in draws if draw.path == path] for draws in (expected, got))
+        theirs, ours = _at(path, expected), _at(path, got)
         return DrawnAlike(other_stream=f"'{path}' draws {_times(len(ours))}, not {_times(len(theirs))}")
     for before, after in zip(expected, got, strict=True):
         if before.stream != after.stream:
@@ -212,13 +212,10 @@ def _wrong(
     """The first module that draws otherwise, unless it rightly draws for pieces, or the draws only moved."""
     left: dict[str, tuple[list[float], list[float]]] = {}
     for path in _differing(expected, got):
-        theirs, ours = ([draw for draw in draws if draw.path == path] for draws in (expected, got))
+        theirs, ours = _at(path, expected), _at(path, got)
         if not (is_split(path) and _is_for_pieces(theirs, ours, is_here=is_here(path))):
             left[path] = [draw.p for draw in theirs], [draw.p for draw in ours]
-    missing, added = Counter[float](), Counter[float]()
-    for before, after in left.values():
-        missing += Counter(before)
-        added += Counter(after)
+    missing, added = (Counter(p for both in left.values() for p in both[side]) for side in (0, 1))
     if missing == added:
         return None
     path, (before, after) = next(iter(left.items()))
@@ -258,6 +255,10 @@ def _other_stream(before: Draw, after: Draw) -> str:
     if before.function != after.function:
         return f"{where} draws by {after.function}, where the untouched model draws by {before.function}"
     return f"{where} draws in another order than the untouched model"
+
+
+def _at(path: str, draws: Sequence[Draw]) -> list[Draw]:
+    return [draw for draw in draws if draw.path == path]
 
 
 def _probabilities(values: list[float]) -> str:

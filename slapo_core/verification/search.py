@@ -181,7 +181,7 @@ class Search:
 
     def _smaller(self, part: Part) -> Part | None:
         groups = _groups(part, self.tied)
-        if len(groups) > _MANY and (half := self._half(groups)) is not None:
+        if len(groups) > _MANY and (half := self._half(part, groups)) is not None:
             return half
         across = _across_blocks(part)
         for partition in (groups, across):
@@ -191,8 +191,8 @@ class Search:
         failing = [path for path, group in groups.items() if self.is_like(group)]
         is_sized = self.target is not None and self.target.size is not None
         if len(failing) == 1 and not is_sized:
-            return _if_smaller(groups[failing[0]], part)
-        if failing and all(_is_block(path) for path in failing) and len(groups) > 1:
+            return groups[failing[0]] if len(groups) > 1 else None
+        if failing and all(path.rpartition(".")[2].isdigit() for path in failing) and len(groups) > 1:
             if is_sized and not self.into_blocks and len(failing) == len(groups):
                 self.stopped_at_blocks = True
                 return None
@@ -201,10 +201,10 @@ class Search:
             return groups[failing[0]]
         return self._cured(part, groups, failing) or self._shrunk(part, groups)
 
-    def _half(self, groups: dict[str, Part]) -> Part | None:
+    def _half(self, part: Part, groups: dict[str, Part]) -> Part | None:
         """Half of many groups, if it has the failure and the other half has not."""
-        listed = list(groups.values())
-        halves = [_together(listed[: len(listed) // 2]), _together(listed[len(listed) // 2 :])]
+        first = {record.index for group in list(groups.values())[: len(groups) // 2] for record in group}
+        halves = [tuple(record for record in part if (record.index in first) is is_first) for is_first in (True, False)]
         same = [half for half in halves if self.is_same(half)]
         like = [half for half in halves if self.is_like(half)]
         found = same or like
@@ -235,7 +235,7 @@ class Search:
             rest = tuple(record for record in part if record not in group)
             if rest and (self.is_same(rest) if is_sized else self.is_like(rest)):
                 part = rest
-        return _if_smaller(part, whole)
+        return part if len(part) < len(whole) else None
 
     def _look_for(self, part: Part) -> None:
         """From here on: a part with a mistake of its own has numbers of its own."""
@@ -319,15 +319,3 @@ def _nearest_first(groups: dict[str, Part], near: str | None) -> list[Part]:
         return near is None or not any(f"{near}.".startswith(f"{record.path}.") for record in group)
 
     return sorted(groups.values(), key=is_far)
-
-
-def _together(groups: Sequence[Part]) -> Part:
-    return tuple(sorted((record for group in groups for record in group), key=lambda record: record.index))
-
-
-def _if_smaller(part: Part, whole: Part) -> Part | None:
-    return part if len(part) < len(whole) else None
-
-
-def _is_block(path: str) -> bool:
-    return path.rpartition(".")[2].isdigit()

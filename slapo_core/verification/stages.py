@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -99,6 +100,7 @@ class _StagedCaller(Caller):
 
 
 _CLOSE = 1e-6
+Call = tuple[str, int]
 Marks = tuple[tuple[float, float], ...]
 
 
@@ -117,33 +119,30 @@ class OtherCall:
     in_backward: bool = False
 
 
-@dataclass
-class _Call:
-    path: str
-    number: int
-    given: Marks
-    gave: Marks = ()
-    gradients: dict[int, Marks] = field(default_factory=dict)
-
-
 class SeenCalls:
     """What every call of a module gets and gives while the block runs; two numbers stand for a tensor.
 
     Args:
         modules: with their paths; of copies that nobody else runs.
         but: paths of modules that are left alone.
+
+    Attributes:
+        given: of each call, which is a path and the how manyth call of it, in order.
+        gave: likewise.
+        gradients: of each call, by the tensor's place in what it gave.
     """
 
     def __init__(self, modules: Sequence[tuple[str, nn.Module]], *, but: Collection[str] = ()) -> None:
-        self.calls: list[_Call] = []
-        self._open: list[_Call] = []
-        self._counts: dict[str, int] = {}
+        self.given: dict[Call, Marks] = {}
+        self.gave: dict[Call, Marks] = {}
+        self.gradients: dict[Call, dict[int, Marks]] = {}
+        self._open: list[Call] = []
         self._modules = [(path, module) for path, module in modules if path and path not in but]
         self._handles: list[Any] = []
 
     def __enter__(self) -> SeenCalls:
         for path, module in self._modules:
-            before = module.register_forward_pre_hook(self._before(path), with_kwargs=True)
+            before = module.register_forward_pre_hook(functools.partial(self._before, path), with_kwargs=True)
             self._handles += [before, module.register_forward_hook(self._after)]
         return self
 
@@ -151,53 +150,45 @@ class SeenCalls:
         for handle in self._handles:
             handle.remove()
 
-    def _before(self, path: str) -> Callable[..., None]:
-        def note(_: nn.Module, args: Any, kwargs: Any) -> None:
-            number = self._counts.get(path, 0)
-            self._counts[path] = number + 1
-            call = _Call(path, number, _marks((args, kwargs)))
-            self.calls.append(call)
-            self._open.append(call)
-
-        return note
+    def _before(self, path: str, _: nn.Module, args: Any, kwargs: Any) -> None:
+        number = 0
+        while (path, number) in self.given:
+            number += 1
+        self.given[path, number] = _marks((args, kwargs))
+        self._open.append((path, number))
 
     def _after(self, _: nn.Module, __: Any, output: Any) -> None:
         call = self._open.pop()
-        call.gave = _marks(output)
+        self.gave[call] = _marks(output)
         for number, tensor in enumerate(_tensors(output)):
             if tensor.requires_grad:
-                tensor.register_hook(_keeping(call.gradients, number))
+                tensor.register_hook(functools.partial(self._keep, call, number))
+
+    def _keep(self, call: Call, number: int, gradient: torch.Tensor) -> None:
+        self.gradients.setdefault(call, {})[number] = _marks(gradient)
 
 
-def _keeping(gradients: dict[int, Marks], number: int) -> Callable[[torch.Tensor], None]:
-    def keep(gradient: torch.Tensor) -> None:
-        gradients[number] = _marks(gradient)
-
-    return keep
-
-
-def first_other_call(one: Sequence[_Call], other: Sequence[_Call]) -> OtherCall | None:
+def first_other_call(one: SeenCalls, other: SeenCalls) -> OtherCall | None:
     """The first call of ``one`` that is another in ``other``; else the last one whose gradient is another.
 
     Args:
         one: what was seen of the first run.
         other: of the second.
     """
-    there = {(call.path, call.number): call for call in other}
-    for call in one:
-        found = there.get((call.path, call.number))
-        if found is None:
-            return OtherCall(call.path, "is not called" + (" again" if call.number else ""))
-        if not _close(call.given, found.given):
-            return OtherCall(call.path, "gets other inputs")
-        if not _close(call.gave, found.gave):
-            return OtherCall(call.path, "gets the same inputs and gives something else")
-    for call in reversed(one):
-        theirs = there[call.path, call.number].gradients
-        for number, seen in call.gradients.items():
+    for call, given in one.given.items():
+        path, number = call
+        if call not in other.given:
+            return OtherCall(path, "is not called" + (" again" if number else ""))
+        if not _close(given, other.given[call]):
+            return OtherCall(path, "gets other inputs")
+        if not _close(one.gave[call], other.gave[call]):
+            return OtherCall(path, "gets the same inputs and gives something else")
+    for call in reversed(one.given):
+        theirs = other.gradients.get(call, {})
+        for number, seen in one.gradients.get(call, {}).items():
             if not _close(seen, theirs.get(number, ())):
                 how = "gets no gradient" if number not in theirs else "gets another gradient"
-                return OtherCall(call.path, how, in_backward=True)
+                return OtherCall(call[0], how, in_backward=True)
     return None
 
 
@@ -283,7 +274,8 @@ def find_cut_fault(
         index = _stage_of(staged, place.path)
         boundary = index if place.in_backward or index is None else index - 1
         at = [boundary] if boundary is not None and 0 <= boundary < last else at
-        lines.append(f"first seen at '{place.path}'{_in_stage(index)}: it {place.how}")
+        in_stage = "" if index is None else f" in stage {index}"
+        lines.append(f"first seen at '{place.path}'{in_stage}: it {place.how}")
     elif kind is not None:
         lines.append("every module gets and gives what it does in one piece: what differs is made between them")
     if place is not None and place.in_backward:
@@ -306,19 +298,15 @@ def _other_call(trials: Trials, staging: Staging, reference: ReferenceRun, kind:
         runner.make_ready()  # before there are hooks, which a plugin may refuse to cut through
         with SeenCalls(runner.caller.modules, but=looked_through) as seen:
             runner.run((phase,))
-        runs.append(seen.calls)
+        runs.append(seen)
     return first_other_call(*runs)
 
 
 def _stage_of(staged: Staged, path: str) -> int | None:
-    for stage in staged.partition.stages:
-        if path in dict(stage.module.named_modules(remove_duplicate=False)):
-            return stage.index
-    return None
-
-
-def _in_stage(index: int | None) -> str:
-    return "" if index is None else f" in stage {index}"
+    stages = staged.partition.stages
+    return next(
+        (each.index for each in stages if path in dict(each.module.named_modules(remove_duplicate=False))), None
+    )
 
 
 def _without_gradient(staged: Staged, boundary: int) -> list[str]:
