@@ -1,4 +1,4 @@
-"""``verify``: hold a scheduled model against the untouched one."""
+"""``verify``: hold a scheduled model against the reference model."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ def verify(
     blame_seconds: float | None = 120.0,
     timeout: float = 120.0,
 ) -> VerifyReport | tuple[VerifyReport, ...]:
-    """Compare the scheduled model with the untouched one, and name the steps that broke it.
+    """Compare the scheduled model with the reference model, and name the steps that broke it.
 
     Compared are the outputs in training mode, the buffers and the gradients of all parameters after a forward and a
     backward; outputs and buffers in evaluation mode; outputs and gradients for a batch of twice the size, without the
     tensors that the model can be called without (an error of the scheduled model for such a batch alone is a note in
     the report, as it is loud in training, too); the gradients of floating-point inputs; and after some steps of SGD
-    with momentum the parameters, buffers and outputs. (Not of an adaptive optimiser: it divides by the gradient's size,
+    with momentum the parameters, buffers and outputs. (Not of an adaptive optimizer: it divides by the gradient's size,
     and so makes full-sized differences of the rounding noise in a gradient that is zero.) All that with dropout off;
     who drops how much is compared too, and outputs and gradients with dropout on, unless the schedule draws other
     random numbers, rightly: for a piece of a tensor, or by a step that promises RANDOM; and with dropout on, ranks that
@@ -77,7 +77,7 @@ def verify(
     declared, the processes are started on this machine's CPU and repeat the schedule.
 
     A list of schedules of one model (of several instances of it, alike in structure and values) is compared schedule by
-    schedule with the untouched model, and thereby with each other; the meshes may differ.
+    schedule with the reference model, and thereby with each other; the meshes may differ.
 
     A rank that raises is named on every rank, within seconds, and so is one that leaves out a collective: the scheduled
     models communicate through groups of verify's own, whatever group they name, and the process groups of this process
@@ -87,7 +87,7 @@ def verify(
 
     Both run as copies, with the same random numbers, and in float64 where they can; the model, its gradients, buffers,
     mode and the random number generators stay as they are. Tensors on the meta device get the values that the model's
-    own initialisation gives.
+    own initialization gives.
 
     Args:
         sch: the schedule, not yet built; or a list of schedules of one model.
@@ -109,9 +109,9 @@ def verify(
     Raises:
         VerifyError: they differ; the first tensor that does, the numbers, the tolerance and the steps are named. The
             same on every rank. Of several schedules the first that differs, with what came of the others.
-        RankMismatchError: ranks have other inputs, options, untouched weights or steps.
+        RankMismatchError: ranks have other inputs, options, reference weights or steps.
         RankFailedError: a rank ended or left in the middle, e.g. by KeyboardInterrupt; it is named.
-        ArgumentError: there are no inputs, or the untouched model does not run on them, or its output depends on no
+        ArgumentError: there are no inputs, or the reference model does not run on them, or its output depends on no
             parameter that is trained; or schedules are of different models.
         SealedError: the schedule was built or sealed, and the originals are gone.
         WeightsError: the model was changed outside of the schedule.

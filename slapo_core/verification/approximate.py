@@ -30,8 +30,8 @@ class Hidden:
     Args:
         rest: the steps that were run.
         left_out: the others.
-        found: where they differ from the untouched model; None if they agree.
-        reference: the untouched run that they were held against.
+        found: where they differ from the reference model; None if they agree.
+        reference: the reference run that they were held against.
         note: which steps were judged with the loose tolerance only; "" if none of those that promise more.
     """
 
@@ -42,7 +42,7 @@ class Hidden:
     note: str = ""
 
 
-def without_loose_steps(trials: Trials, reference: ReferenceRun, records: Sequence[Record]) -> Hidden | None:
+def without_approximate_steps(trials: Trials, reference: ReferenceRun, records: Sequence[Record]) -> Hidden | None:
     """Hold the steps that promise more to what they promise; None where no step loosens anything for them.
 
     All ranks call it, and get the same answer.

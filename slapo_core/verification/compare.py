@@ -186,9 +186,9 @@ def compare(
     tolerance: Tolerance,
     finer: Mapping[tuple[str, str], Tolerance] | None = None,
 ) -> Comparison:
-    """Hold this rank's ``candidate`` against the untouched model's ``reference``; kinds that one lacks are left out.
+    """Hold this rank's ``candidate`` against the reference model's ``reference``; kinds that one lacks are left out.
 
-    ``finer`` holds, by kind and name in the untouched model, what is allowed less than ``tolerance``.
+    ``finer`` holds, by kind and name in the reference model, what is allowed less than ``tolerance``.
 
     Gradients are looked at in the order in which backward makes them, last layer first, so that the first difference
     is the one nearest to its cause.
@@ -234,7 +234,7 @@ def compare(
 def drawn_alike(
     kind: str, reference: Observation, candidate: Observation, counterparts: Counterparts, promise: Equivalence
 ) -> DrawnAlike:
-    """Whether this rank's candidate drops the same as the untouched model."""
+    """Whether this rank's candidate drops the same as the reference model."""
     expected, got = (seen.of(kind).get("forward", []) for seen in (reference, candidate))
     return compare_draws(
         expected,

@@ -100,7 +100,7 @@ def copy_with_steps(
 
 
 def untouched_with_steps(schedule: Schedule, *, shares_memory: bool = False) -> tuple[nn.Module, tuple[Step, ...]]:
-    """Copies of the untouched model and of all steps, with a module that a step holds as it was before it was put in.
+    """Copies of the reference model and of all steps, with a module that a step holds as it was before it was put in.
 
     Raises:
         SealedError: the originals were dropped.
@@ -154,17 +154,17 @@ class Counterparts:
         return cls(correspondence, tensors, places, paths)
 
     def explained(self, name: str) -> str | None:
-        """The first name of the untouched tensor that a layout says ``name`` is (a piece of); None if none does."""
+        """The first name of the reference tensor that a layout says ``name`` is (a piece of); None if none does."""
         live = self.tensors.get(name)
         return live.stands_for[0] if live is not None and live.stands_for and live.layout.origin else None
 
     def expected(self, name: str, full: torch.Tensor) -> torch.Tensor:
-        """This rank's piece of the untouched tensor ``full`` that ``name`` corresponds to."""
+        """This rank's piece of the reference tensor ``full`` that ``name`` corresponds to."""
         assert self.correspondence is not None
         return self.tensors[name].layout.local(full, self.correspondence.mesh)
 
     def translated(self, name: str, tensor: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        """The untouched tensors that one without a layout stands for, as a plugin says; empty if it is added."""
+        """The reference tensors that one without a layout stands for, as a plugin says; empty if it is added."""
         live = self.tensors.get(name)
         if self.correspondence is None or live is None or not live.stands_for:
             return {}
@@ -177,7 +177,7 @@ class Counterparts:
         return tuple(live.stands_for) if live is not None else ()
 
     def is_whole(self, name: str) -> bool:
-        """Whether every rank has the whole of an untouched tensor under this name."""
+        """Whether every rank has the whole of a reference tensor under this name."""
         live = self.tensors.get(name)
         return live is not None and self.explained(name) is not None and not live.layout.placements
 
@@ -205,14 +205,14 @@ class Counterparts:
         )
 
     def first_name(self, name: str) -> str:
-        """The first name of an untouched tensor."""
+        """The first name of a reference tensor."""
         return self.correspondence.survey.origins.get(name, name) if self.correspondence is not None else name
 
 
 def train_as_at_first(model: nn.Module, schedule: Schedule) -> None:
-    """Let a copy of the untouched model train what it trained before the first step.
+    """Let a copy of the reference model train what it trained before the first step.
 
-    A step that changes whether a parameter is trained, and does not say so, changes the untouched model's own too.
+    A step that changes whether a parameter is trained, and does not say so, changes the reference model's own too.
     """
     flags = schedule.tree.tensors.trained_at_first
     for name, parameter in model.named_parameters():
@@ -232,7 +232,7 @@ class Subjects:
 
     Raises:
         SealedError: the originals were dropped.
-        WeightsError: a tensor on the meta device has no initialiser, or one of a lazy module no shape.
+        WeightsError: a tensor on the meta device has no initializer, or one of a lazy module no shape.
         HookError: a plugin's answer about a tensor cannot be right.
     """
 
@@ -250,14 +250,14 @@ class Subjects:
         self.frozen = self._train_alike(schedule.tree.tensors.trained)
 
     def tied_modules(self) -> list[frozenset[str]]:
-        """For each parameter of the untouched model that several modules hold, their paths."""
+        """For each parameter of the reference model that several modules hold, their paths."""
         holders: dict[int, set[str]] = {}
         for name, parameter in self.untouched.named_parameters(remove_duplicate=False):
             holders.setdefault(id(parameter), set()).add(name.rpartition(".")[0])
         return [frozenset(paths) for paths in holders.values() if len(paths) > 1]
 
     def reference(self, dtype: torch.dtype | None) -> nn.Module:
-        """A fresh copy of the untouched model."""
+        """A fresh copy of the reference model."""
         model = copy_model(self.untouched, dtype=dtype)
         origins = self.correspondence.survey.origins
         _fill(model, lambda name, tensor: self._values[origins[name]].to(self.device, tensor.dtype, copy=True))
@@ -364,7 +364,7 @@ class Subjects:
         return convert(trial.model, dtype)
 
     def _train_alike(self, decided: Mapping[str, bool]) -> tuple[str, ...]:
-        """Freeze in the untouched copy what steps froze on purpose, so that all else can be compared."""
+        """Freeze in the reference copy what steps froze on purpose, so that all else can be compared."""
         parameters = dict(self.untouched.named_parameters(remove_duplicate=False))
         changed = []
         for name, flag in decided.items():
@@ -377,7 +377,7 @@ class Subjects:
     # -- values of what is on the meta device -----------------------------------------------------------------
 
     def _initial_values(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """Full values of the untouched tensors that are on the meta device, by first name; the same on every rank."""
+        """Full values of the reference tensors that are on the meta device, by first name; the same on every rank."""
         on_meta = {name: tensor for name, tensor in self._originals.items() if tensor.is_meta}
         if not on_meta:
             return {}
@@ -411,7 +411,7 @@ class Subjects:
                 _set(parameter, live.layout.local(full, self.schedule.mesh))
 
     def _full(self, live: LiveTensor, correspondence: Correspondence | None) -> torch.Tensor | None:
-        """The whole value of a tensor that stands for untouched ones; None if a step added it."""
+        """The whole value of a tensor that stands for reference tensors; None if a step added it."""
         values = {**self._values, **self._redrawn}
         parts = {name: values[name] if name in values else self._originals[name].detach() for name in live.stands_for}
         if not parts:

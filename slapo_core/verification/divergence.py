@@ -67,18 +67,18 @@ def tell(
     return Told(mesh.global_rank, samples, found, {place: (d.shape, d.state) for place, d in _placed(draws).items()})
 
 
-def parted(
+def diverged(
     told: Sequence[Told], untouched: Sequence[Draw], records: Sequence[Record], dtype: torch.dtype
 ) -> list[Difference]:
     """The first thing that every rank has whole and that is not the same on them; the same answer on every rank.
 
     Args:
         told: by all ranks.
-        untouched: what the untouched model draws.
+        untouched: what the reference model draws.
         records: the steps: the one that lets ranks draw differently is named, if it can be said.
         dtype: the coarsest type in which the model computes.
     """
-    found = next(_partings(told, math.sqrt(torch.finfo(dtype).eps)), None)
+    found = next(_divergences(told, math.sqrt(torch.finfo(dtype).eps)), None)
     if found is None:
         return []
     (kind, name), one, other, apart, allowed = found
@@ -93,12 +93,12 @@ def parted(
     forking = {path: step for path in drawn if (step := _forking(records, path)) is not None}
     if not forking:
         problem = f"each rank draws other random numbers: {result}"
-        return [Difference("parted dropout", name, problem, apart, allowed, None, rule)]
+        return [Difference("diverged dropout", name, problem, apart, allowed, None, rule)]
     path, step = next(iter(forking.items()))
     problem = f"each rank drops other elements of {shapes[path, 0]}, which every rank has whole: {result}"
     hint = _instead(step, told, shapes)
     by = tuple(dict.fromkeys(step.index for step in forking.values()))
-    return [Difference("parted dropout", path, problem, math.inf, allowed, hint, rule, by)]
+    return [Difference("diverged dropout", path, problem, math.inf, allowed, hint, rule, by)]
 
 
 def advice(told: Sequence[Told], untouched: Sequence[Draw]) -> str | None:
@@ -106,7 +106,7 @@ def advice(told: Sequence[Told], untouched: Sequence[Draw]) -> str | None:
 
     Args:
         told: by all ranks.
-        untouched: what the untouched model draws.
+        untouched: what the reference model draws.
     """
     shapes = {place: draw.shape for place, draw in _placed(untouched).items()}
     pieces = [place for group in _groups(told) for place in _shared(group) if _is_piece(place, group[0], shapes)]
@@ -147,7 +147,7 @@ def without_effect(told: Sequence[Told], untouched: Sequence[Draw], records: Seq
 # -- where ----------------------------------------------------------------------------------------------------
 
 
-def _partings(told: Sequence[Told], share: float) -> Iterator[tuple[tuple[str, str], Told, Told, float, float]]:
+def _divergences(told: Sequence[Told], share: float) -> Iterator[tuple[tuple[str, str], Told, Told, float, float]]:
     for group in _groups(told):
         first = group[0]
         largest: dict[str, float] = {}

@@ -181,11 +181,11 @@ def compare_draws(
 ) -> DrawnAlike:
     """Compare what one forward of each model draws.
 
-    How often each module draws, and with which probability, must be as in the untouched model whatever the steps
+    How often each module draws, and with which probability, must be as in the reference model whatever the steps
     promise: RANDOM means other numbers, and nothing else.
 
     Args:
-        expected: by the untouched model.
+        expected: by the reference model.
         got: by the scheduled model.
         is_random: whether a step promises no more than the same distribution.
         is_split: whether steps split tensors around a module, so that it may draw in other pieces.

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sent:
-    """A schedule on its way: the untouched model, and the steps as values; one pickle keeps what they share."""
+    """A schedule on its way: the reference model, and the steps as values; one pickle keeps what they share."""
 
     model: nn.Module
     steps: tuple[Record, ...]
@@ -57,7 +57,7 @@ def check_in_processes(
     """Start as many processes as the declared mesh needs, on this machine's CPU, and verify there.
 
     Args:
-        schedules: dry, with one mesh; each process repeats their steps on copies of the untouched models.
+        schedules: dry, with one mesh; each process repeats their steps on copies of the reference models.
         inputs: one batch, on the CPU.
         options: as for :func:`slapo_core.verify`.
         timeout: seconds for the whole run.

@@ -62,7 +62,7 @@ _TABLE = (
     Kind("updated output", "updates", "outputs", f"{{name}} {_EVALUATED} {{after}}", f"outputs {_UPDATED}"),
     Kind("updated buffer", "updates", "buffers", "buffer {name} {after}", f"buffers {_UPDATED}"),
     Kind("recomputed dropout", "dropout", "draws", "recomputed dropout of {name}"),
-    Kind("parted dropout", "dropout", "ranks", "shared dropout of {name}"),
+    Kind("diverged dropout", "dropout", "ranks", "shared dropout of {name}"),
     Kind("output with dropout", "dropout", "outputs", "{name} with dropout", "outputs with dropout"),
     Kind("gradient with dropout", "dropout", "parameters", "gradient of {name} with dropout", "gradients with dropout"),
     Kind("own output", OWN_TYPES, "outputs", f"{{name}} {_OWN}", "outputs, own types"),

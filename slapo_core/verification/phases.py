@@ -125,8 +125,8 @@ class Conditions:
         dtype: the type that floating-point inputs are converted to; None leaves them.
         seed: of every random number generator, set before each forward.
         optimizer_steps: the number of updates.
-        learning_rate: of the optimiser steps.
-        adapt_output: makes of a rank's output the one that the untouched model gives.
+        learning_rate: of the optimizer steps.
+        adapt_output: makes of a rank's output the one that the reference model gives.
         more_batches: further ones, each with what to call it, e.g. ``"a batch of 4"``.
         caller: makes of a model what calls it.
         choices: of the reference model in a finer type, which both models follow in their own.

@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """A scheduled model that agrees with the untouched one; print it.
+    """A scheduled model that agrees with the reference model; print it.
 
     Args:
         model: the type of the model, e.g. ``"BertForMaskedLM"``.
         steps_verified: the number of steps (records) of the schedule.
         world_size: the number of processes that took part.
         dtype: the type in which both models ran, e.g. ``"float64"``.
-        coarsest_dtype: the coarsest type in which the untouched model computes there, e.g. ``"float32"``.
+        coarsest_dtype: the coarsest type in which the reference model computes there, e.g. ``"float32"``.
         tolerance: the rule, in words.
         optimizer_steps: how many were compared.
         largest: per kind, the tensor that came closest to the tolerance, over all ranks.
@@ -89,7 +89,7 @@ class Siblings:
     _first: dict[str, str] = field(default_factory=dict)
 
     def require_same_model(self, schedule: Schedule, untouched: nn.Module) -> None:
-        """Compare the untouched model with that of the first schedule.
+        """Compare the reference model with that of the first schedule.
 
         Raises:
             ArgumentError: it is another one; the first module or tensor that differs is named.

@@ -68,7 +68,7 @@ class Failed:
 
 
 Outcome = Failed | Literal["agrees", "refused"]
-"""Of a trial: in which way it fails; or that it agrees with the untouched model; or that a step was refused without the
+"""Of a trial: in which way it fails; or that it agrees with the reference model; or that a step was refused without the
 others."""
 
 Try = Callable[[Sequence[Record]], Outcome]

@@ -18,7 +18,7 @@ from slapo_core.ranks.facts import RankFact, describe, describe_tensor
 from slapo_core.ranks.world import Attempt, Failure, World
 from slapo_core.schedule.agreement import SAME_SCRIPT, schedule_facts
 from slapo_core.schedule.obligations import obligations
-from slapo_core.verification.approximate import without_loose_steps
+from slapo_core.verification.approximate import without_approximate_steps
 from slapo_core.verification.blame import Blame
 from slapo_core.verification.compare import Comparison, Difference
 from slapo_core.verification.copies import Subjects, named_tensors
@@ -344,7 +344,7 @@ class Session:
         found = self.trials.conclude(both.comparison)
         if not found.agrees:
             self._raise(reference, found, records)
-        self._judge_beside_loose_steps(reference)
+        self._judge_beside_approximate_steps(reference)
         shared = self.world.gather(both.comparison)
         return VerifyReport(
             model=type(self.schedule.model).__name__,
@@ -377,9 +377,9 @@ class Session:
         self._judge(both)
         self.notes.remove(note)
 
-    def _judge_beside_loose_steps(self, reference: ReferenceRun) -> None:
+    def _judge_beside_approximate_steps(self, reference: ReferenceRun) -> None:
         """Hold the steps that are not approximate to their own promises."""
-        hidden = without_loose_steps(self.trials, reference, self.schedule.records)
+        hidden = without_approximate_steps(self.trials, reference, self.schedule.records)
         if hidden is None:
             return
         if hidden.note:

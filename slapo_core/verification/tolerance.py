@@ -1,4 +1,4 @@
-"""How much a scheduled model may differ from the untouched one, and why that much."""
+"""How much a scheduled model may differ from the reference model, and why that much."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _OWN_SCALE = ("output", "buffer")  # any kind of them
 class Tolerance:
     """The difference allowed in each tensor: ``rtol * max|reference| + floor``.
 
-    ``rtol`` follows from the coarsest floating-point type in which the untouched model computes, and from the
+    ``rtol`` follows from the coarsest floating-point type in which the reference model computes, and from the
     weakest promise among the steps:
 
     ============  ==========================  =====================================================
@@ -105,7 +105,7 @@ OF_NORM = {torch.float32: 1e-2, torch.float16: 5e-2, torch.bfloat16: 0.2}
 tensor-parallel models, jumps included: 1e-6, 4e-3 and 0.16."""
 
 _TIMES = 4.0
-"""Two runs that each stray as far as the untouched one, and twice that for luck."""
+"""Two runs that each stray as far as the reference model, and twice that for luck."""
 
 _AT_MOST = {torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 0.25}
 """Of a tensor's largest element: where rounding goes further, a wrong term could hide in it."""
@@ -120,7 +120,7 @@ def room_for_rounding(
     """The absolute difference to be allowed in each tensor beside the tolerance of its type.
 
     Args:
-        fine: the untouched model in a finer type: ``"output"``, ``"gradient"``, ...
+        fine: the reference model in a finer type: ``"output"``, ``"gradient"``, ...
         own: the same in its own types: ``"own output"``, ...
         types: kind and name of the tensors of ``own`` -> the coarsest type that led to it.
 

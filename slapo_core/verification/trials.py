@@ -20,7 +20,7 @@ from slapo_core.verification.blame import Blame, find_steps
 from slapo_core.verification.compare import Comparison, Difference, compare, drawn_alike
 from slapo_core.verification.copies import Counterparts, Subjects
 from slapo_core.verification.cures import suggestions
-from slapo_core.verification.divergence import advice, parted, tell, without_effect
+from slapo_core.verification.divergence import advice, diverged, tell, without_effect
 from slapo_core.verification.inputs import Inputs
 from slapo_core.verification.kinds import EARLY, ON_ONE_COPY, ORDER, OWN_TYPES
 from slapo_core.verification.phases import Conditions, Observation, Runner, step_size
@@ -255,13 +255,13 @@ class Trials:
         if not self.world.is_alone and mesh is not None:
             both = seen.of("output with dropout"), seen.of("gradient with dropout")
             told = self.world.gather(tell(mesh, *both, drawn, candidate.counterparts))
-            seen.values["parted dropout"] = {"ranks": told}
+            seen.values["diverged dropout"] = {"ranks": told}
         for kind in ("output with dropout", "gradient with dropout") if other_stream else ():
             seen.values.pop(kind)
 
     def advice(self, reference: ReferenceRun, seen: Observation) -> list[str]:
         """Notes on the ranks' dropout, where nothing is wrong with it."""
-        told, untouched = seen.of("parted dropout").get("ranks", []), reference.seen.of("dropout")["forward"]
+        told, untouched = seen.of("diverged dropout").get("ranks", []), reference.seen.of("dropout")["forward"]
         records = self.subjects.schedule.records
         return [*filter(None, (advice(told, untouched), without_effect(told, untouched, records)))]
 
@@ -311,9 +311,9 @@ class Trials:
                 for place, dtype in reference.finer.items()
             }
             compared = compare(reference.seen, seen, names, self.tolerance(reference, records), finer)
-            told = seen.of("parted dropout").get("ranks", [])
+            told = seen.of("diverged dropout").get("ranks", [])
             untouched = reference.seen.of("dropout").get("forward", [])
-            compared.add(Comparison(parted(told, untouched, records, reference.coarsest)))
+            compared.add(Comparison(diverged(told, untouched, records, reference.coarsest)))
             return compared
 
         compared = self.world.attempt(run)
