@@ -152,10 +152,11 @@ class Largest:
         """The difference as a share of what is allowed, at most 1 in a report."""
         return self.difference / self.allowed if self.allowed else (math.inf if self.difference else 0.0)
 
-    def joined(self, other: Largest) -> Largest:
-        """The larger of both, for the tensors of both."""
-        larger = other if other.fraction > self.fraction or not self.name else self
-        return dataclasses.replace(larger, compared=self.compared + other.compared)
+
+def _joined(one: Largest, other: Largest) -> Largest:
+    """The larger of both, for the tensors of both."""
+    larger = other if other.fraction > one.fraction or not one.name else one
+    return dataclasses.replace(larger, compared=one.compared + other.compared)
 
 
 @dataclass
@@ -172,7 +173,7 @@ class Comparison:
         both = self.largest | later.largest
         for kind in self.largest.keys() & later.largest.keys():
             one, other = self.largest[kind], later.largest[kind]
-            both[kind] = one.joined(other)
+            both[kind] = _joined(one, other)
             if KINDS[kind].of == "parameters":  # the same ones, for another batch
                 both[kind] = dataclasses.replace(both[kind], compared=max(one.compared, other.compared))
         self.largest = {kind: both[kind] for kind in KINDS if kind in both}
@@ -221,7 +222,7 @@ def compare(
             problem, apart, hint = _compared(kind, before, after, allowed)
             if problem and is_close_in_norm(before, after, rule.of_norm):
                 problem, apart = "", 0.0
-            summary = summary.joined(Largest(kind, 1, apart, allowed, name))
+            summary = _joined(summary, Largest(kind, 1, apart, allowed, name))
             if problem and after is None and counterparts.is_frozen(name):
                 hint = f"freeze it before create_schedule: model.get_parameter('{origin}').requires_grad_(False)"
                 problem += ": it was frozen after the schedule, and the reference model trains it"

@@ -41,8 +41,6 @@ def suggestions(schedule: Schedule, gradients: Sequence[str]) -> list[Suggestion
 
 _MOST = 6
 
-Steps = tuple[Record, ...]
-
 
 def as_the_others(records: Sequence[Record], paths: Sequence[str]) -> list[Suggestion]:
     """For each module whose steps are not those of the modules at the same place in other blocks: these others' steps.
@@ -79,19 +77,19 @@ def as_the_others(records: Sequence[Record], paths: Sequence[str]) -> list[Sugge
     return [suggestion for _, suggestion in found][:_MOST]
 
 
-def _texts(steps: Steps) -> tuple[str, ...]:
+def _texts(steps: Part) -> tuple[str, ...]:
     return tuple(sorted(str(record.primitive) for record in steps))
 
 
-def _unlike(own: Steps, variants: Iterable[Steps]) -> list[Steps]:
-    unlike: dict[tuple[str, ...], Steps] = {}
+def _unlike(own: Part, variants: Iterable[Part]) -> list[Part]:
+    unlike: dict[tuple[str, ...], Part] = {}
     for other in variants:
         if _texts(other) != _texts(own):
             unlike.setdefault(_texts(other), other)
     return list(unlike.values())
 
 
-def _changes(path: str, own: Steps, other: Steps) -> Iterator[Change]:
+def _changes(path: str, own: Part, other: Part) -> Iterator[Change]:
     """What makes of the steps at a module those of another."""
     wanted = Counter(_texts(other)) - Counter(_texts(own))
     surplus = Counter(_texts(own)) - Counter(_texts(other))
