@@ -42,7 +42,7 @@ _PRELOAD = [
     "slapo_core.ranks.process",
     "slapo_core.building",
     "slapo_core.schedule.creation",
-    "slapo_core.verification.checking",
+    "slapo_core.verification.session",
 ]
 _GRACE = 2.0  # seconds that the other ranks get to report their own failure after the first one
 _LAST_WORDS = 5.0  # seconds for writing a traceback, or for leaving the group, before a rank is killed

@@ -1,4 +1,4 @@
-"""``verify``: hold a scheduled model against the untouched one."""
+"""``verify``: hold a scheduled model against the reference model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from slapo_core.verification.report import VerifyReport
 
 if TYPE_CHECKING:
     from slapo_core.schedule.schedule import Schedule
-    from slapo_core.verification.checking import Options
+    from slapo_core.verification.trials import Options
 
 __all__ = ["VerifyReport", "verify"]
 
@@ -58,13 +58,13 @@ def verify(
     blame_seconds: float | None = 120.0,
     timeout: float | None = None,
 ) -> VerifyReport | tuple[VerifyReport, ...]:
-    """Compare the scheduled model with the untouched one, and name the steps that broke it.
+    """Compare the scheduled model with the reference model, and name the steps that broke it.
 
     Compared are the outputs in training mode, the buffers and the gradients of all parameters after a forward and a
     backward; outputs and buffers in evaluation mode; outputs and gradients for a batch of twice the size, without the
     tensors that the model can be called without (an error of the scheduled model for such a batch alone is a note in
     the report, as it is loud in training, too); the gradients of floating-point inputs; and after some steps of SGD
-    with momentum the parameters, buffers and outputs. (Not of an adaptive optimiser: it divides by the gradient's size,
+    with momentum the parameters, buffers and outputs. (Not of an adaptive optimizer: it divides by the gradient's size,
     and so makes full-sized differences of the rounding noise in a gradient that is zero.) All that with dropout off;
     who drops how much is compared too, and outputs and gradients with dropout on, unless the schedule draws other
     random numbers, rightly: for a piece of a tensor, or by a step that promises RANDOM; and with dropout on, ranks that
@@ -77,7 +77,7 @@ def verify(
     declared, the processes are started on this machine's CPU and repeat the schedule.
 
     A list of schedules of one model (of several instances of it, alike in structure and values) is compared schedule by
-    schedule with the untouched model, and thereby with each other; the meshes may differ.
+    schedule with the reference model, and thereby with each other; the meshes may differ.
 
     A rank that raises is named on every rank, and so is one that leaves out a collective, after ``timeout`` at the
     latest: the steps are repeated on a copy whose mesh has process groups of verify's own, with that timeout. (A model
@@ -85,7 +85,7 @@ def verify(
 
     Both run as copies, with the same random numbers, and in float64 where they can; the model, its gradients, buffers,
     mode and the random number generators stay as they are. Tensors on the meta device get the values that the model's
-    own initialisation gives.
+    own initialization gives.
 
     Args:
         sch: the schedule, not yet built; or a list of schedules of one model.
@@ -108,9 +108,9 @@ def verify(
     Raises:
         VerifyError: they differ; the first tensor that does, the numbers, the tolerance and the steps are named. The
             same on every rank. Of several schedules the first that differs, with what came of the others.
-        RankMismatchError: ranks have other inputs, options, untouched weights or steps.
+        RankMismatchError: ranks have other inputs, options, reference weights or steps.
         RankFailedError: a rank ended or left in the middle, e.g. by KeyboardInterrupt; it is named.
-        ArgumentError: there are no inputs, or the untouched model does not run on them, or its output depends on no
+        ArgumentError: there are no inputs, or the reference model does not run on them, or its output depends on no
             parameter that is trained; or schedules are of different models.
         SealedError: the schedule was built or sealed, and the originals are gone.
         WeightsError: the model was changed outside of the schedule.
@@ -129,8 +129,8 @@ def verify(
             raise ArgumentError(f"{name} must not be negative (got {value!r})", hint=f"verify(sch, batch, {name}=1e-6)")
     import torch
 
-    from slapo_core.verification.checking import Options
     from slapo_core.verification.inputs import Inputs
+    from slapo_core.verification.trials import Options
 
     with torch.inference_mode(False), torch.enable_grad():  # whatever is set where verify is called
         schedules = _schedules(sch, example_inputs)
@@ -147,10 +147,10 @@ def verify(
 def _verify_each(
     schedules: Sequence[Schedule], given: Any, options: Options, timeout: float | None
 ) -> tuple[VerifyReport, ...]:
-    from slapo_core.verification.checking import check_each
     from slapo_core.verification.dry import check_in_processes
     from slapo_core.verification.inputs import Inputs
-    from slapo_core.verification.several import Outcome, Siblings, conclude
+    from slapo_core.verification.report import Outcome, Siblings, conclude
+    from slapo_core.verification.session import check_each
 
     for one in schedules:
         one.mark_verified(passed=False)  # whatever is raised from here on

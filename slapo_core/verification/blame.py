@@ -8,12 +8,8 @@ from dataclasses import dataclass
 
 from slapo_core.spec.record import Record
 from slapo_core.spec.suggestion import Suggestion
-from slapo_core.verification.cures import Cure, Suggest, applied, find_cure, first_cure, without_one
-from slapo_core.verification.failing import Failed, Try, alike_path
-from slapo_core.verification.odd_blocks import as_the_others
-from slapo_core.verification.search import SINGLE_STEPS, Part, Search, nearest
-
-__all__ = ["Blame", "find_steps"]
+from slapo_core.verification.cures import Cure, Suggest, applied, as_the_others, find_cure, first_cure, without_one
+from slapo_core.verification.search import SINGLE_STEPS, Failed, Part, Search, Try, alike_path, is_below, nearest
 
 MAX_CURES = 60  # so many further trials of other steps
 _FEW = 24  # so many steps are tried one by one in the part that is left
@@ -124,43 +120,44 @@ def find_steps(
     steps = tuple(records)
     if not steps:
         return Blame((), proven=False)
-    search = Search(try_steps, tied, stop=stop)
+    search = Search(steps, try_steps, tied, near=near, paths=paths, stop=stop)
     whole = search.outcome(steps)
     if whole == "agrees":
         return Blame((), proven=True, trials=search.trials)
     search.target = whole if isinstance(whole, Failed) and (failed is None or whole.is_like(failed)) else failed
     if search.target is None:
         return Blame(nearest(steps, near)[:_NAMED], proven=False, trials=search.trials, among=len(steps))
-    found = _find(search, steps, near, suggest, paths)
+    found = _find(search, suggest)
     if found.alone:
         search.budget = search.trials + SINGLE_STEPS + _REPEATED
-        found = dataclasses.replace(found, suggestion=_instead(search, steps, found.records[0], suggest()))
+        found = dataclasses.replace(found, suggestion=_instead(search, found.records[0], suggest()))
         if found.suggestion is None and not found.likewise:
-            first, likewise = _repeated(search, steps, found.records[0])
+            first, likewise = _repeated(search, found.records[0])
             found = dataclasses.replace(found, records=(first,), likewise=likewise)
     return dataclasses.replace(found, trials=search.trials, stopped=search.stopped)
 
 
-def _instead(search: Search, steps: Part, step: Record, suggestions: Sequence[Suggestion]) -> Suggestion | None:
+def _instead(search: Search, step: Record, suggestions: Sequence[Suggestion]) -> Suggestion | None:
     """What to write in the place of the step that does it, or beside it."""
     for suggestion in suggestions:
         is_here = all(change.path == step.path and change.instead_of in (None, step) for change in suggestion.changes)
-        if is_here and search.agrees(applied(steps, suggestion.changes)):
+        if is_here and search.agrees(applied(search.steps, suggestion.changes)):
             return suggestion
     return None
 
 
-def _repeated(search: Search, steps: Part, step: Record) -> tuple[Record, tuple[str, ...]]:
+def _repeated(search: Search, step: Record) -> tuple[Record, tuple[str, ...]]:
     """The first of the same steps that fail alone in repeated blocks, and the blocks of the others."""
-    same = [
-        other
-        for other in steps
-        if str(other.primitive) == str(step.primitive) and alike_path(other.path) == alike_path(step.path)
-    ]
-    others = len(same) <= _REPEATED and not search.agrees(tuple(other for other in steps if other is not step))
+    same = [record for record in search.steps if _kind(record) == _kind(step)]
+    others = len(same) <= _REPEATED and not search.agrees_without(step)
     failing = [other for other in same if other is step or (others and search.is_like((other,)))]
     blocks = [_block(other.path, failing[0].path) for other in failing[1:]]
     return failing[0], tuple(dict.fromkeys(blocks))
+
+
+def _kind(record: Record) -> tuple[str, str]:
+    """What a step has in common with the same ones in repeated blocks."""
+    return alike_path(record.path), str(record.primitive)
 
 
 def _block(path: str, other: str) -> str:
@@ -170,25 +167,25 @@ def _block(path: str, other: str) -> str:
     return ".".join(levels[: differing[0] + 1]) if differing else path
 
 
-def _find(search: Search, steps: Part, near: str | None, suggest: Suggest, paths: Sequence[str]) -> Blame:
-    single = search.single(steps, near)
+def _find(search: Search, suggest: Suggest) -> Blame:
+    single = search.single()
     if single is not None:
         return Blame((single,), proven=True, alone=True)
-    advice = suggest()
-    suggestions = [*as_the_others(steps, paths), *advice] if len(steps) > 1 or suggest is not tuple else []
-    cure = first_cure(search, steps, suggestions, paths)
+    steps, near, advice = search.steps, search.near, suggest()
+    suggestions = [*as_the_others(steps, search.paths), *advice] if len(steps) > 1 or suggest is not tuple else []
+    cure = first_cure(search, suggestions)
     if cure is not None:
-        return _cured(cure, steps, search.tied, advice)
-    part = search.narrow(steps, near)
+        return _cured(search, cure, advice)
+    part = search.narrow(steps)
     ran_out = search.ran_out
     search.budget = search.trials + MAX_CURES
-    found = _in_part(search, steps, part, near, suggestions, advice, paths)
+    found = _in_part(search, part, suggestions, advice)
     if found is None and search.stopped_at_blocks:
         search.into_blocks = True
-        smaller = search.narrow(part, near)
+        smaller = search.narrow(part)
         if len(smaller) < len(part) and search.agrees(_without_alike(steps, smaller)):
             part = smaller
-            found = _in_part(search, steps, part, near, suggestions, advice, paths)
+            found = _in_part(search, part, suggestions, advice)
     if found is not None:
         return found
     likewise = tuple(search.likewise)
@@ -208,31 +205,25 @@ def _tells_by_numbers(search: Search) -> bool:
 
 def _without_alike(steps: Part, part: Part) -> Part:
     """The steps without those of ``part``, and without the same ones in all repeated blocks."""
-    alike = {(alike_path(record.path), str(record.primitive)) for record in part}
-    return tuple(record for record in steps if (alike_path(record.path), str(record.primitive)) not in alike)
+    alike = set(map(_kind, part))
+    return tuple(record for record in steps if _kind(record) not in alike)
 
 
 def _in_part(
-    search: Search,
-    steps: Part,
-    part: Part,
-    near: str | None,
-    suggestions: Sequence[Suggestion],
-    advice: Sequence[Suggestion],
-    paths: Sequence[str],
+    search: Search, part: Part, suggestions: Sequence[Suggestion], advice: Sequence[Suggestion]
 ) -> Blame | None:
     """The cause within the part that is left, if it can be shown."""
-    found = part if len(part) == 1 and (len(steps) > 1 or isinstance(search.outcome(part), Failed)) else ()
+    found = part if len(part) == 1 and (len(search.steps) > 1 or isinstance(search.outcome(part), Failed)) else ()
     if _NAMED < len(part) <= _FEW:
         found = next(((record,) for record in part if search.is_same((record,))), ())
-    if found and (_tells_by_numbers(search) or search.agrees(_without_alike(steps, found))):
+    if found and (_tells_by_numbers(search) or search.agrees(_without_alike(search.steps, found))):
         return Blame(found, proven=True, likewise=tuple(search.likewise), alone=True)
-    cure = without_one(search, steps, part) if len(part) <= _FEW else None
-    cure = cure or find_cure(search, steps, part, suggestions, paths)
-    return None if cure is None else _cured(cure, steps, search.tied, advice)
+    cure = without_one(search, part) if len(part) <= _FEW else None
+    cure = cure or find_cure(search, part, suggestions)
+    return None if cure is None else _cured(search, cure, advice)
 
 
-def _cured(cure: Cure, steps: Part, tied: Sequence[frozenset[str]], advice: Sequence[Suggestion]) -> Blame:
+def _cured(search: Search, cure: Cure, advice: Sequence[Suggestion]) -> Blame:
     """The steps that are changed, or else those nearest to what is added.
 
     To leave a step out is advice where a plugin suggests it (``advice``); elsewhere it only shows which step does it.
@@ -241,25 +232,20 @@ def _cured(cure: Cure, steps: Part, tied: Sequence[frozenset[str]], advice: Sequ
     wrong = tuple(change.instead_of for change in changes if change.instead_of is not None)
     told = any(change.primitive for change in changes) or any(each.changes == changes for each in advice)
     if not wrong:
-        places = dict.fromkeys(record for change in changes for record in _beside(steps, change.path, tied)[-1:])
+        places = dict.fromkeys(record for change in changes for record in _beside(search, change.path)[-1:])
         wrong = tuple(sorted(places, key=lambda record: record.index))[:_NAMED]
-    return Blame(
-        wrong,
-        proven=True,
-        likewise=cure.likewise,
-        suggestion=cure.suggestion if told else None,
-        of_part=cure.of_part,
-    )
+    suggestion = cure.suggestion if told else None
+    return Blame(wrong, proven=True, likewise=cure.likewise, suggestion=suggestion, of_part=cure.of_part)
 
 
-def _beside(steps: Part, path: str, tied: Sequence[frozenset[str]]) -> Part:
+def _beside(search: Search, path: str) -> Part:
     """The steps at a module, or at one that is tied to it, or in the smallest sub-tree around it."""
-    at = tuple(record for record in steps if record.path == path)
-    together = frozenset[str]().union(*(paths for paths in tied if path in paths))
-    at = at or tuple(record for record in steps if record.path in together)
+    together = frozenset[str]().union(*(paths for paths in search.tied if path in paths))
+    at = tuple(record for record in search.steps if record.path == path)
+    at = at or tuple(record for record in search.steps if record.path in together)
     place = path
     while place and not at:
-        at = tuple(record for record in steps if record.path == place or record.path.startswith(f"{place}."))
+        at = tuple(record for record in search.steps if is_below(record.path, place))
         place = place.rpartition(".")[0]
     return at
 

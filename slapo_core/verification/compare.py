@@ -11,25 +11,122 @@ from typing import Any
 import torch
 
 from slapo_core.spec.equivalence import Equivalence
-from slapo_core.verification.counterparts import Counterparts
-from slapo_core.verification.draws import DrawnAlike, compare_draws
-from slapo_core.verification.run import KINDS, Observation
-from slapo_core.verification.tolerance import Tolerance
-from slapo_core.verification.values import Difference, differ, is_close_in_norm, largest
+from slapo_core.verification.copies import Counterparts
+from slapo_core.verification.dropout import DrawnAlike, compare_draws
+from slapo_core.verification.kinds import KINDS, ORDER, label
+from slapo_core.verification.phases import Observation
+from slapo_core.verification.precision import dtype_name, is_inexact
+from slapo_core.verification.tolerance import Tolerance, gap, is_close_in_norm, largest
 
-__all__ = ["Comparison", "Largest", "compare", "drawn_alike", "label"]
 
-_OF_PARAMETERS = ("gradient", "parameter", "batch gradient", "gradient with dropout", "own gradient")
-_OF_OUTPUTS = (
-    "output",
-    "evaluation output",
-    "batch output",
-    "updated output",
-    "output with dropout",
-    "own output",
-    "own evaluation output",
-)
-_OF_DRAWS = ("dropout", "evaluation dropout", "recomputed dropout")
+@dataclass(frozen=True)
+class Difference:
+    """One value that differs beyond the tolerance.
+
+    Args:
+        kind: of :data:`~slapo_core.verification.kinds.KINDS`.
+        name: the tensor's name in the scheduled model, or of the output leaf.
+        problem: what is wrong, in words and numbers.
+        largest: the largest absolute difference; infinite where there is none to measure.
+        allowed: the largest allowed.
+        hint: what usually causes it.
+        rule: from which ``allowed`` follows, in words.
+        by: the indices of the steps that do it, where that needs no trial.
+    """
+
+    kind: str
+    name: str
+    problem: str
+    largest: float
+    allowed: float
+    hint: str | None = None
+    rule: str = ""
+    by: tuple[int, ...] = ()
+
+
+def _compared(kind: str, before: Any, after: Any, allowed: float) -> tuple[str, float, str | None]:
+    """What is wrong in words, "" if nothing is; the size of the difference in any case; what usually causes it."""
+    if isinstance(before, float) and isinstance(after, float):
+        before, after = torch.tensor(before).double(), torch.tensor(after).double()
+    if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor):
+        problem, hint = _compared_plainly(kind, before, after)
+    elif before.shape != after.shape:
+        problem = f"its shape is {tuple(after.shape)}, not {tuple(before.shape)}"
+        hint = _shape_hint(before.shape, after.shape)
+    elif before.dtype != after.dtype and not (kind.startswith("own ") and _is_finer(after.dtype, before.dtype)):
+        problem, hint = f"its type is {dtype_name(after.dtype)}, not {dtype_name(before.dtype)}", None
+    elif before.numel() == 0:
+        return "", 0.0, None
+    elif is_inexact(before):
+        return *_compared_numbers(before, after.to(before.device), allowed), None
+    else:
+        return *_compared_exactly(before, after.to(before.device)), None
+    return problem, math.inf if problem else 0.0, hint
+
+
+def _is_finer(dtype: torch.dtype, other: torch.dtype) -> bool:
+    floating = dtype.is_floating_point and other.is_floating_point
+    return floating and torch.finfo(dtype).eps <= torch.finfo(other).eps
+
+
+def _compared_plainly(kind: str, before: Any, after: Any) -> tuple[str, str | None]:
+    if not isinstance(before, torch.Tensor) and not isinstance(after, torch.Tensor):
+        return "" if before == after else f"it is {after!r}, not {before!r}", None
+    if "gradient" not in kind:
+        return f"it is a {type(after).__name__}, not a {type(before).__name__}", None
+    if after is None:
+        return "it has no gradient", "the forward does not use it, or uses it detached"
+    return "it has a gradient where the untouched model has none", None
+
+
+def _compared_exactly(before: torch.Tensor, after: torch.Tensor) -> tuple[str, float]:
+    other = before != after
+    count = int(other.sum())
+    if not count:
+        return "", 0.0
+    where = tuple(int(index) for index in other.nonzero()[0])
+    problem = (
+        f"{count} of {before.numel()} elements differ; at {_index(where)} it is {after[where].item()}, "
+        f"not {before[where].item()}"
+    )
+    return problem, float((before.double() - after.double()).abs().max())
+
+
+def _compared_numbers(before: torch.Tensor, after: torch.Tensor, allowed: float) -> tuple[str, float]:
+    apart = gap(before, after)
+    if apart <= allowed:
+        return "", apart
+    wide = torch.complex128 if before.is_complex() else torch.float64
+    before, after = before.to(wide), after.to(wide)
+    same = (before == after) | (before.isnan() & after.isnan())
+    apart_each = torch.where(same, 0.0, (before - after).abs()).nan_to_num(nan=math.inf, posinf=math.inf)
+    where = tuple(int(index) for index in torch.unravel_index(apart_each.argmax(), before.shape))
+    got, expected = after[where].item(), before[where].item()
+    if math.isinf(apart):
+        return f"at {_index(where)} it is {got}, not {expected}", apart
+    largest_of_all = float(before.abs().nan_to_num(nan=0.0, posinf=0.0).max())
+    problem = (
+        f"it differs by up to {apart:.3g} where {allowed:.3g} is allowed: at {_index(where)} it is {got:.9g}, "
+        f"not {expected:.9g} (largest element {largest_of_all:.3g})"
+    )
+    return problem, apart
+
+
+def _index(where: tuple[int, ...]) -> str:
+    return f"[{', '.join(map(str, where))}]" if where else "its one element"
+
+
+def _shape_hint(before: torch.Size, after: torch.Size) -> str | None:
+    if len(before) != len(after):
+        return None
+    smaller = [axis for axis in range(len(before)) if after[axis] != before[axis]]
+    if len(smaller) == 1 and after[smaller[0]] and before[smaller[0]] % after[smaller[0]] == 0:
+        axis = smaller[0] - len(before)
+        return (
+            f'a gather along axis {axis} is missing: .sync("fwd_post", "all_gather", axis={axis}) on the module that '
+            "gives this output"
+        )
+    return None
 
 
 @dataclass(frozen=True)
@@ -56,6 +153,12 @@ class Largest:
         return self.difference / self.allowed if self.allowed else (math.inf if self.difference else 0.0)
 
 
+def _joined(one: Largest, other: Largest) -> Largest:
+    """The larger of both, for the tensors of both."""
+    larger = other if other.fraction > one.fraction or not one.name else one
+    return dataclasses.replace(larger, compared=one.compared + other.compared)
+
+
 @dataclass
 class Comparison:
     """Everything that a rank found: differences in the order of search, the first one to be blamed first."""
@@ -65,39 +168,16 @@ class Comparison:
     not_compared: list[str] = field(default_factory=list)
 
     def add(self, later: Comparison) -> None:
-        """Take in what was found of other kinds, in whatever order they come."""
-        self.differences = sorted([*self.differences, *later.differences], key=lambda found: KINDS.index(found.kind))
-        seen = self.largest | later.largest
-        self.largest = {kind: seen[kind] for kind in KINDS if kind in seen}
+        """Take in what was found later, of whatever kinds."""
+        self.differences = sorted([*self.differences, *later.differences], key=lambda found: ORDER.index(found.kind))
+        both = self.largest | later.largest
+        for kind in self.largest.keys() & later.largest.keys():
+            one, other = self.largest[kind], later.largest[kind]
+            both[kind] = _joined(one, other)
+            if KINDS[kind].of == "parameters":  # the same ones, for another batch
+                both[kind] = dataclasses.replace(both[kind], compared=max(one.compared, other.compared))
+        self.largest = {kind: both[kind] for kind in KINDS if kind in both}
         self.not_compared += later.not_compared
-
-
-def label(kind: str, name: str, steps: int) -> str:
-    """``"gradient of fc.weight"``, ``"parameter fc.weight after 3 optimiser steps"``."""
-    after_steps = f"after {steps} optimiser step{'s' if steps != 1 else ''}"
-    return {
-        "output": name,
-        "buffer": f"buffer {name} after a training step",
-        "gradient": f"gradient of {name}",
-        "dropout": f"dropout of {name or 'the model'}",
-        "evaluation output": f"{name} in evaluation mode",
-        "evaluation dropout": f"dropout of {name or 'the model'} in evaluation mode",
-        "evaluation buffer": f"buffer {name} after a forward in evaluation mode",
-        "batch output": name,
-        "batch gradient": f"gradient of {name} for further batches",
-        "input gradient": f"gradient of input {name}",
-        "parameter": f"parameter {name} {after_steps}",
-        "updated output": f"{name} in evaluation mode {after_steps}",
-        "updated buffer": f"buffer {name} {after_steps}",
-        "recomputed dropout": f"recomputed dropout of {name or 'the model'}",
-        "parted dropout": f"shared dropout of {name or 'the model'}",
-        "output with dropout": f"{name} with dropout",
-        "gradient with dropout": f"gradient of {name} with dropout",
-        "own output": f"{name} in the model's own types",
-        "own buffer": f"buffer {name} after a training step in the model's own types",
-        "own gradient": f"gradient of {name} in the model's own types",
-        "own evaluation output": f"{name} in evaluation mode in the model's own types",
-    }[kind]
 
 
 def compare(
@@ -107,9 +187,9 @@ def compare(
     tolerance: Tolerance,
     finer: Mapping[tuple[str, str], Tolerance] | None = None,
 ) -> Comparison:
-    """Hold this rank's ``candidate`` against the untouched model's ``reference``; kinds that one lacks are left out.
+    """Hold this rank's ``candidate`` against the reference model's ``reference``; kinds that one lacks are left out.
 
-    ``finer`` holds, by kind and name in the untouched model, what is allowed less than ``tolerance``.
+    ``finer`` holds, by kind and name in the reference model, what is allowed less than ``tolerance``.
 
     Gradients are looked at in the order in which backward makes them, last layer first, so that the first difference
     is the one nearest to its cause.
@@ -118,12 +198,18 @@ def compare(
     for kind in KINDS:
         if kind not in candidate.values or kind not in reference.values:
             continue
-        if kind in _OF_DRAWS:
+        if KINDS[kind].of == "draws":
             result.differences += _drawn(kind, reference, candidate, counterparts, tolerance)
             continue
         expected = reference.of(kind)
         biggest = max((_largest(value) for value in expected.values()), default=0.0)
-        pairs = _pairs(kind, expected, candidate.of(kind), counterparts, result)
+        got = candidate.of(kind)
+        if KINDS[kind].of == "outputs":
+            pairs = _output_pairs(kind, expected, got, result)
+        elif KINDS[kind].of == "inputs":
+            pairs = ((name, name, before, got[name]) for name, before in expected.items())
+        else:
+            pairs = _tensor_pairs(kind, expected, got, counterparts, result)
         summary = Largest(kind, 0)
         for name, origin, before, after in pairs:
             if before is None and after is None and "gradient" in kind:
@@ -133,18 +219,15 @@ def compare(
             if math.isinf(allowed) and kind.startswith("own "):
                 result.not_compared.append(f"{label(kind, name, 0)}: it overflows in the untouched model")
                 continue
-            difference, apart = differ(kind, name, before, after, allowed)
-            if difference is not None and is_close_in_norm(before, after, rule.of_norm):
-                difference, apart = None, 0.0
-            seen = Largest(kind, summary.compared + 1, apart, allowed, name)
-            kept = Largest(kind, seen.compared, summary.difference, summary.allowed, summary.name)
-            summary = seen if seen.fraction > kept.fraction or not kept.name else kept
-            if difference is not None and after is None and counterparts.is_frozen(name):
+            problem, apart, hint = _compared(kind, before, after, allowed)
+            if problem and is_close_in_norm(before, after, rule.of_norm):
+                problem, apart = "", 0.0
+            summary = _joined(summary, Largest(kind, 1, apart, allowed, name))
+            if problem and after is None and counterparts.is_frozen(name):
                 hint = f"freeze it before create_schedule: model.get_parameter('{origin}').requires_grad_(False)"
-                problem = f"{difference.problem}: it was frozen after the schedule, and the reference model trains it"
-                difference = dataclasses.replace(difference, problem=problem, hint=hint)
-            if difference is not None:
-                result.differences.append(dataclasses.replace(difference, rule=str(rule)))
+                problem += ": it was frozen after the schedule, and the reference model trains it"
+            if problem:
+                result.differences.append(Difference(kind, name, problem, apart, allowed, hint, str(rule)))
         result.largest[kind] = summary
     return result
 
@@ -152,7 +235,7 @@ def compare(
 def drawn_alike(
     kind: str, reference: Observation, candidate: Observation, counterparts: Counterparts, promise: Equivalence
 ) -> DrawnAlike:
-    """Whether this rank's candidate drops the same as the untouched model."""
+    """Whether this rank's candidate drops the same as the reference model."""
     expected, got = (seen.of(kind).get("forward", []) for seen in (reference, candidate))
     return compare_draws(
         expected,
@@ -187,22 +270,6 @@ def _recomputed(kind: str, reference: Observation, candidate: Observation) -> li
     return [Difference(kind, path, problem, math.inf, 0.0, hint, rule) for path in paths]
 
 
-def _pairs(
-    kind: str,
-    expected: Mapping[str, Any],
-    got: Mapping[str, Any],
-    counterparts: Counterparts,
-    result: Comparison,
-) -> Iterator[tuple[str, str, Any, Any]]:
-    if kind in _OF_OUTPUTS:
-        yield from _output_pairs(kind, expected, got, result)
-    elif kind == "input gradient":
-        for name, before in expected.items():
-            yield name, name, before, got[name]
-    else:
-        yield from _tensor_pairs(kind, expected, got, counterparts, result)
-
-
 def _output_pairs(
     kind: str, expected: Mapping[str, Any], got: Mapping[str, Any], result: Comparison
 ) -> Iterator[tuple[str, str, Any, Any]]:
@@ -231,10 +298,10 @@ def _tensor_pairs(
     result: Comparison,
 ) -> Iterator[tuple[str, str, Any, Any]]:
     covered: set[str] = set()
+    noun = "buffer" if kind == "buffer" else "parameter"
     names = list(got)
-    if (
-        kind in _OF_PARAMETERS
-    ):  # stable: of tied names, which backward completes at the first place, the first one leads
+    if KINDS[kind].of == "parameters":
+        # Stable: of tied names, which backward completes at the first place, the first one leads.
         names.sort(key=lambda name: -counterparts.places.get(name, 0))
     for name in names:
         after = got[name]
@@ -251,15 +318,11 @@ def _tensor_pairs(
             covered.add(origin)
             yield origin, origin, expected.get(origin), value
         if not answers and kind in ("gradient", "buffer"):
-            result.not_compared.append(f"{_noun(kind)} {name}: it exists only in the scheduled model")
+            result.not_compared.append(f"{noun} {name}: it exists only in the scheduled model")
     if kind in ("gradient", "buffer"):
         for name in expected:
             if counterparts.first_name(name) not in covered:
-                result.not_compared.append(f"{_noun(kind)} {name}: the scheduled model does not have it any more")
-
-
-def _noun(kind: str) -> str:
-    return "buffer" if kind == "buffer" else "parameter"
+                result.not_compared.append(f"{noun} {name}: the scheduled model does not have it any more")
 
 
 def _largest(value: Any) -> float:

@@ -3,15 +3,120 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+from slapo_core.errors import HookError
 from slapo_core.spec.record import Record
 from slapo_core.spec.suggestion import Change, Suggestion
-from slapo_core.verification.failing import alike_path
-from slapo_core.verification.search import Part, Search
+from slapo_core.verification.search import Part, Search, alike_path
 
-__all__ = ["Cure", "applied", "find_cure", "first_cure", "without_one"]
+if TYPE_CHECKING:
+    from slapo_core.schedule.schedule import Schedule
+
+
+def suggestions(schedule: Schedule, gradients: Sequence[str]) -> list[Suggestion]:
+    """What the plugins that a schedule names would write in other words.
+
+    Raises:
+        HookError: a plugin's ``slapo_suggest`` raised, or gave something else than suggestions.
+    """
+    found: list[Suggestion] = []
+    for distribution, answer in schedule.hooks.call_each(
+        "slapo_suggest", schedule=schedule, gradients=tuple(gradients)
+    ):
+        given = list(answer) if isinstance(answer, Iterable) and not isinstance(answer, str) else [answer]
+        for item in given:
+            if not isinstance(item, Suggestion):
+                raise HookError(
+                    f"hook slapo_suggest of {distribution} must yield Suggestion objects (got {item!r})",
+                    plugin=distribution,
+                    hint="yield Suggestion((Change(path, primitive),))",
+                )
+        found += given
+    return found
+
+
+_MOST = 6
+
+
+def as_the_others(records: Sequence[Record], paths: Sequence[str]) -> list[Suggestion]:
+    """For each module whose steps are not those of the modules at the same place in other blocks: these others' steps.
+
+    Args:
+        records: the whole schedule.
+        paths: of all modules.
+
+    Returns:
+        what lies in the rarest variants first; empty where all blocks are alike, or none is like another.
+    """
+    steps: dict[str, list[Record]] = {}
+    for record in records:
+        steps.setdefault(record.path, []).append(record)
+    places: dict[str, list[str]] = {}
+    for path in paths:
+        places.setdefault(alike_path(path), []).append(path)
+    found: list[tuple[int, Suggestion]] = []
+    for alike in places.values():
+        if len(alike) < 2 or not any(path in steps for path in alike):
+            continue
+        variants = {path: tuple(steps.get(path, ())) for path in alike}
+        counts = Counter(map(_texts, variants.values()))
+        if len(counts) < 2 or len(counts) > 3:
+            continue
+        for path, own in variants.items():
+            if counts[_texts(own)] == max(counts.values()) and len(set(counts.values())) > 1:
+                continue
+            for other in _unlike(own, variants.values()):
+                changes = tuple(_changes(path, own, other))
+                if changes:
+                    found.append((counts[_texts(own)], Suggestion(changes, likely=True)))
+    found.sort(key=lambda item: item[0])
+    return [suggestion for _, suggestion in found][:_MOST]
+
+
+def _texts(steps: Part) -> tuple[str, ...]:
+    return tuple(sorted(str(record.primitive) for record in steps))
+
+
+def _unlike(own: Part, variants: Iterable[Part]) -> list[Part]:
+    unlike: dict[tuple[str, ...], Part] = {}
+    for other in variants:
+        if _texts(other) != _texts(own):
+            unlike.setdefault(_texts(other), other)
+    return list(unlike.values())
+
+
+def _changes(path: str, own: Part, other: Part) -> Iterator[Change]:
+    """What makes of the steps at a module those of another."""
+    wanted = Counter(_texts(other)) - Counter(_texts(own))
+    surplus = Counter(_texts(own)) - Counter(_texts(other))
+    added = [record for record in other if _take(wanted, record)]
+    removed = [record for record in own if _take(surplus, record)]
+    while removed and added and (pair := _pair(removed, added)):
+        old, new = pair
+        removed.remove(old)
+        added.remove(new)
+        yield Change(path, new.primitive, instead_of=old)
+    for record in removed:
+        yield Change(path, instead_of=record)
+    for record in added:
+        yield Change(path, record.primitive, first=record is other[0])
+
+
+def _pair(removed: Sequence[Record], added: Sequence[Record]) -> tuple[Record, Record] | None:
+    return next(((old, new) for old in removed for new in added if old.name == new.name), None)
+
+
+def _take(counter: Counter[str], record: Record) -> bool:
+    text = str(record.primitive)
+    if not counter[text]:
+        return False
+    counter[text] -= 1
+    return True
+
 
 _LIKELY = 12  # so many trials, before the steps are narrowed down
 _TOGETHER = 3  # more steps than this, each of which is needed, are no answer
@@ -54,52 +159,45 @@ def _added(change: Change) -> Record:
     return Record(0, change.primitive, change.path, "", "")
 
 
-def without_one(search: Search, records: Part, part: Part) -> Cure | None:
+def without_one(search: Search, part: Part) -> Cure | None:
     """A step of ``part`` without which all others agree; several, if they do it only together."""
-    changes = [
-        Change(record.path, instead_of=record)
-        for record in (part if len(records) > 1 else ())
-        if search.agrees(tuple(other for other in records if other is not record))
-    ]
+    steps = part if len(search.steps) > 1 else ()
+    changes = [Change(record.path, instead_of=record) for record in steps if search.agrees_without(record)]
     return Cure(Suggestion(tuple(changes))) if 0 < len(changes) <= _TOGETHER else None
 
 
-def first_cure(search: Search, records: Part, suggestions: Sequence[Suggestion], paths: Sequence[str]) -> Cure | None:
+def first_cure(search: Search, suggestions: Sequence[Suggestion]) -> Cure | None:
     """Of what is likely before anything is known, the first that makes the whole schedule agree."""
     end, seen = search.trials + _LIKELY, set[object]()
     for suggestion in suggestions:
         key = tuple(
             (alike_path(each.path), str(each.primitive), each.instead_of is None) for each in suggestion.changes
         )
-        for variant, likewise in _variants(suggestion, records, paths) if suggestion.likely else ():
+        for variant, likewise in _variants(search, suggestion) if suggestion.likely else ():
             if variant is not suggestion and key in seen:
                 continue
-            if search.trials < end and search.agrees(applied(records, variant.changes)):
+            if search.trials < end and search.agrees(applied(search.steps, variant.changes)):
                 return Cure(suggestion, likewise)
         seen.add(key)
     return None
 
 
-def find_cure(
-    search: Search, records: Part, part: Part, suggestions: Sequence[Suggestion], paths: Sequence[str]
-) -> Cure | None:
+def find_cure(search: Search, part: Part, suggestions: Sequence[Suggestion]) -> Cure | None:
     """The first suggestion, those near to ``part`` before all others, with which the schedule agrees.
 
     Args:
         search: what tries.
-        records: the whole schedule.
         part: the steps that were found to fail.
         suggestions: what may be changed.
-        paths: of all modules.
     """
     ordered = sorted(suggestions, key=lambda each: _distance(each, part))
     everywhere_first = bool(search.likewise)
     for suggestion in ordered:
-        variants = _variants(suggestion, records, paths)
+        variants = _variants(search, suggestion)
         for variant, likewise in reversed(variants) if everywhere_first else variants:
-            if search.agrees(applied(records, variant.changes)):
+            if search.agrees(applied(search.steps, variant.changes)):
                 return Cure(suggestion, likewise)
-    if len(part) == len(records):
+    if len(part) == len(search.steps):
         return None
     for suggestion in ordered:
         if _is_within(suggestion, part) and search.agrees(applied(part, suggestion.changes)):
@@ -107,35 +205,27 @@ def find_cure(
     return None
 
 
-def _variants(suggestion: Suggestion, records: Part, paths: Sequence[str]) -> list[tuple[Suggestion, tuple[str, ...]]]:
+def _variants(search: Search, suggestion: Suggestion) -> list[tuple[Suggestion, tuple[str, ...]]]:
     """The suggestion, and the same in all repeated blocks, with the paths at which that changes more."""
-    everywhere = _everywhere(suggestion, records, paths)
-    return [(suggestion, ()), *([] if everywhere is None else [(everywhere, _others(everywhere, suggestion))])]
+    changes = {(str(each), each.first): each for change in suggestion.changes for each in _alike(search, change)}
+    if len(changes) <= len(suggestion.changes):
+        return [(suggestion, ())]
+    own = {change.path for change in suggestion.changes}
+    others = dict.fromkeys(change.path for change in changes.values() if change.path not in own)
+    return [(suggestion, ()), (Suggestion(tuple(changes.values())), tuple(others))]
 
 
-def _everywhere(suggestion: Suggestion, records: Part, paths: Sequence[str]) -> Suggestion | None:
-    """The same changes at all repeated blocks; None if there are no others."""
-    changes = [other for change in suggestion.changes for other in _alike(change, records, paths)]
-    changes = list({(str(change), change.first): change for change in changes}.values())
-    return Suggestion(tuple(changes)) if len(changes) > len(suggestion.changes) else None
-
-
-def _alike(change: Change, records: Part, paths: Sequence[str]) -> Iterator[Change]:
+def _alike(search: Search, change: Change) -> Iterator[Change]:
     if change.instead_of is not None:
         old, place = str(change.instead_of.primitive), alike_path(change.path)
-        for record in records:
+        for record in search.steps:
             if str(record.primitive) == old and alike_path(record.path) == place:
                 yield dataclasses.replace(change, path=record.path, instead_of=record)
         return
-    has = {record.path for record in records if str(record.primitive) == str(change.primitive)}
-    for path in paths if "*" in alike_path(change.path) else (change.path,):
+    has = {record.path for record in search.steps if str(record.primitive) == str(change.primitive)}
+    for path in search.paths if "*" in alike_path(change.path) else (change.path,):
         if alike_path(path) == alike_path(change.path) and path not in has:
             yield dataclasses.replace(change, path=path)
-
-
-def _others(everywhere: Suggestion, suggestion: Suggestion) -> tuple[str, ...]:
-    own = {change.path for change in suggestion.changes}
-    return tuple(dict.fromkeys(change.path for change in everywhere.changes if change.path not in own))
 
 
 def _is_within(suggestion: Suggestion, part: Part) -> bool:

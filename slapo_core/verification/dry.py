@@ -26,22 +26,21 @@ from slapo_core.errors import (
 from slapo_core.ranks.launcher import preload_modules, run_ranks
 from slapo_core.ranks.trial_mesh import SECONDS
 from slapo_core.schedule.creation import create_schedule
-from slapo_core.verification.checking import Options, check_each
+from slapo_core.verification.copies import train_as_at_first, untouched_with_steps
 from slapo_core.verification.inputs import Inputs
-from slapo_core.verification.pristine import train_as_at_first, untouched_with_steps
-from slapo_core.verification.several import Outcome
+from slapo_core.verification.report import Outcome
+from slapo_core.verification.session import check_each
+from slapo_core.verification.trials import Options
 
 if TYPE_CHECKING:
     from slapo_core.schedule.schedule import Schedule
     from slapo_core.spec.primitive import Primitive
     from slapo_core.spec.record import Record
 
-__all__ = ["Sent", "check_in_processes", "installed_modules", "sent"]
-
 
 @dataclass(frozen=True)
 class Sent:
-    """A schedule on its way: the untouched model, and the steps as values; one pickle keeps what they share."""
+    """A schedule on its way: the reference model, and the steps as values; one pickle keeps what they share."""
 
     model: nn.Module
     steps: tuple[Record, ...]
@@ -59,7 +58,7 @@ def check_in_processes(
     """Start as many processes as the declared mesh needs, on this machine's CPU, and verify there.
 
     Args:
-        schedules: dry, with one mesh; each process repeats their steps on copies of the untouched models.
+        schedules: dry, with one mesh; each process repeats their steps on copies of the reference models.
         inputs: one batch, on the CPU.
         options: as for :func:`slapo_core.verify`.
         timeout: seconds for the whole run.

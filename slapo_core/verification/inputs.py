@@ -16,8 +16,6 @@ from slapo_core.errors import ArgumentError
 from slapo_core.ranks.facts import RankFact, describe, describe_tensor
 from slapo_core.verification.precision import is_inexact
 
-__all__ = ["Batch", "Inputs"]
-
 
 @dataclass(frozen=True)
 class Batch:
@@ -68,15 +66,11 @@ class Inputs:
 
     def leaves(self) -> list[tuple[str, Any]]:
         """Every leaf with its name: ``input_ids`` for a keyword argument, ``0`` for the first positional one."""
-        found = [(_name(path[1:]), leaf) for path, leaf in pytree.tree_flatten_with_path(self.args_as_dict())[0]]
-        named = [(_name(path), leaf) for path, leaf in pytree.tree_flatten_with_path(dict(self.kwargs))[0]]
-        return found + named
+        given = (list(self.args), dict(self.kwargs))
+        return [(_name(path[1:]), leaf) for path, leaf in pytree.tree_flatten_with_path(given)[0]]
 
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
         return [(name, leaf) for name, leaf in self.leaves() if isinstance(leaf, torch.Tensor)]
-
-    def args_as_dict(self) -> dict[str, Any]:
-        return {"args": list(self.args)}
 
     @property
     def device(self) -> torch.device:
@@ -86,7 +80,10 @@ class Inputs:
     def on_cpu(self) -> Inputs:
         """The same batch on the CPU."""
         move = lambda leaf: leaf.detach().cpu() if isinstance(leaf, torch.Tensor) else leaf  # noqa: E731
-        return Inputs(pytree.tree_map(move, self.args), pytree.tree_map(move, dict(self.kwargs)))
+        return self._map(move)
+
+    def _map(self, change: Callable[[Any], Any]) -> Inputs:
+        return Inputs(pytree.tree_map(change, self.args), pytree.tree_map(change, dict(self.kwargs)))
 
     def variants(self, model: nn.Module) -> tuple[list[tuple[str, Inputs]], list[str]]:
         """Batches of twice the size, the best to try first, each with what to call it; and why there is none.
@@ -138,7 +135,7 @@ class Inputs:
                 return leaf
             return change(leaf.detach()).requires_grad_(leaf.requires_grad)
 
-        return Inputs(pytree.tree_map(changed, self.args), pytree.tree_map(changed, dict(self.kwargs)))
+        return self._map(changed)
 
     def _optional(self, model: nn.Module) -> list[str]:
         """Tensors given by keyword, beside the first argument, that the model's forward has a default for."""
@@ -155,7 +152,7 @@ class Inputs:
                 return leaf
             return leaf.detach().to(dtype).requires_grad_(leaf.requires_grad)
 
-        return Inputs(pytree.tree_map(convert, self.args), pytree.tree_map(convert, dict(self.kwargs)))
+        return self._map(convert)
 
     def batch(self, dtype: torch.dtype | None, *, watch: bool = False) -> Batch:
         """A copy that a run may change.
@@ -181,8 +178,8 @@ class Inputs:
             watched[name] = tensor.requires_grad_(True)
             return tensor.clone()  # no leaf: the model may work on its input in place
 
-        args = pytree.tree_map(fresh, self.args)
-        return Batch(args, pytree.tree_map(fresh, dict(self.kwargs)), watched)
+        copied = self._map(fresh)
+        return Batch(copied.args, dict(copied.kwargs), watched)
 
     def facts(self, called: str = "example input") -> list[RankFact]:
         """Every leaf, to be compared over the ranks."""

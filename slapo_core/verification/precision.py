@@ -11,8 +11,6 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["Choice", "ChoosesAlike", "DtypeObserver", "coarsest", "dtype_name", "is_inexact", "own_dtype"]
-
 _CHOOSE: dict[Any, int] = {torch.ops.aten.topk.default: 2, torch.ops.aten.max.dim: 1, torch.ops.aten.argmax.default: 1}
 """Operators that choose by the size of numbers, and where their axis stands: the last one, if it is not given."""
 

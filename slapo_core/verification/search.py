@@ -2,12 +2,78 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
+from slapo_core.ranks.world import Failure
 from slapo_core.spec.record import Record
-from slapo_core.verification.failing import Failed, Outcome, Try
+from slapo_core.verification.compare import Difference
 
-__all__ = ["Part", "Search", "nearest"]
+_SAME_SIZE = 1e-4
+_MOST_NOISE = 0.05  # of a difference that is hardly larger than what is allowed
+
+
+def alike_path(path: str) -> str:
+    """A path with the numbers of repeated blocks left open: ``"layer.0.fc"`` gives ``"layer.*.fc"``."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", path)
+
+
+def is_below(path: str, place: str) -> bool:
+    """Whether a module is another one, or in it."""
+    return not place or f"{path}.".startswith(f"{place}.")
+
+
+@dataclass(frozen=True)
+class Failed:
+    """In which way a schedule fails.
+
+    Args:
+        kind: of the first difference, or the type of the exception.
+        place: the tensor's name, or the line that raised; blocks of a repeated one count as the same.
+        size: of the difference, or the exception's text; None where a failure has none.
+        raises: whether it is an exception.
+        noise: by how much the size may come out otherwise because of rounding.
+    """
+
+    kind: str
+    place: str
+    size: float | str | None = None
+    raises: bool = False
+    noise: float = 0.0
+
+    @classmethod
+    def by(cls, found: Difference) -> Failed:
+        size = found.problem if math.isinf(found.largest) else found.largest
+        return cls(found.kind, alike_path(found.name), size, noise=found.allowed)
+
+    @classmethod
+    def with_exception(cls, failure: Failure) -> Failed:
+        return cls(failure.kind, failure.where, failure.text, raises=True)
+
+    def is_like(self, other: Failed) -> bool:
+        """Whether the same tensor differs first, or the same line raises the same exception."""
+        return (self.kind, self.place, self.raises) == (other.kind, other.place, other.raises)
+
+    def is_same(self, other: Failed) -> bool:
+        """Whether the numbers are the same too: all other steps keep them, so the same mistake gives the same ones."""
+        if not self.is_like(other) or self.size is None or other.size is None:
+            return False
+        if isinstance(self.size, str) or isinstance(other.size, str):
+            return self.size == other.size
+        noise = min(max(self.noise, other.noise), _MOST_NOISE * self.size)
+        return math.isclose(self.size, other.size, rel_tol=_SAME_SIZE, abs_tol=noise)
+
+
+Outcome = Failed | Literal["agrees", "refused"]
+"""Of a trial: in which way it fails; or that it agrees with the reference model; or that a step was refused without the
+others."""
+
+Try = Callable[[Sequence[Record]], Outcome]
+"""Repeats some steps on a fresh copy; every rank must get the same answer."""
+
 
 Part = tuple[Record, ...]
 
@@ -20,9 +86,11 @@ class Search:
     """Trials of parts, each part once, and no more than ``budget`` of them.
 
     Args:
+        steps: the whole schedule.
         try_steps: repeats some steps on a fresh copy.
         tied: the paths of modules that share a parameter, one set for each such parameter.
-        budget: the number of trials.
+        near: the module that owns the first tensor that differs; None if there is none.
+        paths: of all modules.
         stop: asked before each trial, on all ranks alike: whether the search ends there.
 
     Attributes:
@@ -38,17 +106,20 @@ class Search:
 
     def __init__(
         self,
+        steps: Part,
         try_steps: Try,
         tied: Sequence[frozenset[str]],
         *,
-        budget: int = MAX_TRIALS,
-        stop: Callable[[], bool] = lambda: False,
+        near: str | None,
+        paths: Sequence[str],
+        stop: Callable[[], bool],
     ) -> None:
+        self.steps, self.near, self.paths = steps, near, paths
         self._try, self._stop = try_steps, stop
         self.stopped = False
         self.tied = _joined(tied)
         self._known: dict[tuple[tuple[int, str, str], ...], Outcome] = {}
-        self.budget = budget
+        self.budget = MAX_TRIALS
         self.trials = 0
         self.target: Failed | None = None
         self.likewise: list[str] = []
@@ -84,43 +155,44 @@ class Search:
         outcome = self.outcome(part)
         return isinstance(outcome, Failed) and self.target is not None and outcome.is_like(self.target)
 
-    def single(self, records: Part, near: str | None) -> Record | None:
+    def single(self) -> Record | None:
         """The step that fails alone, and with the same numbers or so that the rest agrees."""
-        likely = records if len(records) <= SINGLE_STEPS else tuple(r for r in records if r.path == near)
-        for record in likely[:SINGLE_STEPS] if len(records) > 1 else ():
-            if self.does_it_alone(record, records):
-                return record
-        return None
+        at = tuple(record for record in self.steps if record.path == self.near)
+        likely = self.steps if len(self.steps) <= SINGLE_STEPS else at[:SINGLE_STEPS]
+        return next((record for record in likely if self._does_it_alone(record)), None) if len(self.steps) > 1 else None
 
-    def does_it_alone(self, record: Record, records: Part) -> bool:
+    def _does_it_alone(self, record: Record) -> bool:
         if self.is_same((record,)) and self.target is not None and not self.target.raises:
             return True
-        rest = tuple(other for other in records if other is not record)
-        return self.is_like((record,)) and self.agrees(rest)
+        return self.is_like((record,)) and self.agrees_without(record)
 
-    def narrow(self, part: Part, near: str | None = None) -> Part:
+    def agrees_without(self, record: Record) -> bool:
+        """Whether all other steps agree."""
+        return self.agrees(tuple(other for other in self.steps if other is not record))
+
+    def narrow(self, part: Part) -> Part:
         """The smallest part that is found to fail in the way that is looked for."""
         while len(part) > 1:
-            smaller = self._smaller(part, near)
+            smaller = self._smaller(part)
             if smaller is None:
                 break
             part = smaller
         return part
 
-    def _smaller(self, part: Part, near: str | None) -> Part | None:
+    def _smaller(self, part: Part) -> Part | None:
         groups = _groups(part, self.tied)
-        if len(groups) > _MANY and (half := self._half(groups)) is not None:
+        if len(groups) > _MANY and (half := self._half(part, groups)) is not None:
             return half
         across = _across_blocks(part)
         for partition in (groups, across):
-            for group in _nearest_first(partition, near):
+            for group in _nearest_first(partition, self.near):
                 if len(group) < len(part) and self.is_same(group):
                     return group
         failing = [path for path, group in groups.items() if self.is_like(group)]
         is_sized = self.target is not None and self.target.size is not None
         if len(failing) == 1 and not is_sized:
-            return _if_smaller(groups[failing[0]], part)
-        if failing and all(_is_block(path) for path in failing) and len(groups) > 1:
+            return groups[failing[0]] if len(groups) > 1 else None
+        if failing and all(path.rpartition(".")[2].isdigit() for path in failing) and len(groups) > 1:
             if is_sized and not self.into_blocks and len(failing) == len(groups):
                 self.stopped_at_blocks = True
                 return None
@@ -129,10 +201,10 @@ class Search:
             return groups[failing[0]]
         return self._cured(part, groups, failing) or self._shrunk(part, groups)
 
-    def _half(self, groups: dict[str, Part]) -> Part | None:
+    def _half(self, part: Part, groups: dict[str, Part]) -> Part | None:
         """Half of many groups, if it has the failure and the other half has not."""
-        listed = list(groups.values())
-        halves = [_together(listed[: len(listed) // 2]), _together(listed[len(listed) // 2 :])]
+        first = {record.index for group in list(groups.values())[: len(groups) // 2] for record in group}
+        halves = [tuple(record for record in part if (record.index in first) is is_first) for is_first in (True, False)]
         same = [half for half in halves if self.is_same(half)]
         like = [half for half in halves if self.is_like(half)]
         found = same or like
@@ -163,7 +235,7 @@ class Search:
             rest = tuple(record for record in part if record not in group)
             if rest and (self.is_same(rest) if is_sized else self.is_like(rest)):
                 part = rest
-        return _if_smaller(part, whole)
+        return part if len(part) < len(whole) else None
 
     def _look_for(self, part: Part) -> None:
         """From here on: a part with a mistake of its own has numbers of its own."""
@@ -247,15 +319,3 @@ def _nearest_first(groups: dict[str, Part], near: str | None) -> list[Part]:
         return near is None or not any(f"{near}.".startswith(f"{record.path}.") for record in group)
 
     return sorted(groups.values(), key=is_far)
-
-
-def _together(groups: Sequence[Part]) -> Part:
-    return tuple(sorted((record for group in groups for record in group), key=lambda record: record.index))
-
-
-def _if_smaller(part: Part, whole: Part) -> Part | None:
-    return part if len(part) < len(whole) else None
-
-
-def _is_block(path: str) -> bool:
-    return path.rpartition(".")[2].isdigit()

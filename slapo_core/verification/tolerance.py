@@ -1,16 +1,17 @@
-"""How much a scheduled model may differ from the untouched one, and why that much."""
+"""How much a scheduled model may differ from the reference model, and why that much."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from slapo_core.spec.equivalence import Equivalence
-from slapo_core.verification.precision import dtype_name
-
-__all__ = ["Tolerance"]
+from slapo_core.verification.phases import Observation
+from slapo_core.verification.precision import dtype_name, is_inexact
 
 _REORDERED: dict[torch.dtype, float] = {
     # Sums of n terms associated differently differ by about sqrt(n) roundings, layer upon layer: an estimated
@@ -30,7 +31,7 @@ _OWN_SCALE = ("output", "buffer")  # any kind of them
 class Tolerance:
     """The difference allowed in each tensor: ``rtol * max|reference| + floor``.
 
-    ``rtol`` follows from the coarsest floating-point type in which the untouched model computes, and from the
+    ``rtol`` follows from the coarsest floating-point type in which the reference model computes, and from the
     weakest promise among the steps:
 
     ============  ==========================  =====================================================
@@ -97,3 +98,86 @@ class Tolerance:
         absolute = f" + {self.atol:g}" if self.atol else ""
         floor = f" + {self.floor:.2g} * scale" if self.floor else ""
         return f"{self.rtol:.2g} * max|reference|{floor}{absolute} ({dtype_name(self.dtype)}, {self.promise})"
+
+
+OF_NORM = {torch.float32: 1e-2, torch.float16: 5e-2, torch.bfloat16: 0.2}
+"""Of a gradient's norm: where the input of a ReLU rounds to the other side of zero, single elements jump. Seen on tiny
+tensor-parallel models, jumps included: 1e-6, 4e-3 and 0.16."""
+
+_TIMES = 4.0
+"""Two runs that each stray as far as the reference model, and twice that for luck."""
+
+_AT_MOST = {torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 0.25}
+"""Of a tensor's largest element: where rounding goes further, a wrong term could hide in it."""
+
+_OF_THE_KIND = 1e-2
+"""A tensor that is much smaller than the others of its kind is rounding noise of theirs: counted as this much."""
+
+
+def room_for_rounding(
+    fine: Observation, own: Observation, types: Mapping[tuple[str, str], torch.dtype]
+) -> dict[tuple[str, str], float]:
+    """The absolute difference to be allowed in each tensor beside the tolerance of its type.
+
+    Args:
+        fine: the reference model in a finer type: ``"output"``, ``"gradient"``, ...
+        own: the same in its own types: ``"own output"``, ...
+        types: kind and name of the tensors of ``own`` -> the coarsest type that led to it.
+
+    Returns:
+        kind and name -> the difference; infinite where only the own types overflow.
+    """
+    room: dict[tuple[str, str], float] = {}
+    for kind, values in own.values.items():
+        finer = fine.of(kind.removeprefix("own "))
+        numbers = {name: value for name, value in values.items() if is_inexact(value) and value.numel()}
+        sizes = {name: size for name, value in numbers.items() if math.isfinite(size := largest(value))}
+        scale = _OF_THE_KIND * max(sizes.values(), default=0.0)
+        for name, value in numbers.items():
+            before = finer.get(name)
+            if not isinstance(before, torch.Tensor) or not is_inexact(before) or before.shape != value.shape:
+                continue
+            strayed = gap(before, value)
+            most = _AT_MOST.get(types[kind, name], 0.25) * max(sizes.get(name, 0.0), scale)
+            room[kind, name] = min(_TIMES * strayed, most) if math.isfinite(strayed) else math.inf
+    return room
+
+
+_PIECE = 1 << 20  # elements that are widened at a time, so that comparing takes no memory to speak of
+
+
+def gap(before: torch.Tensor, after: torch.Tensor) -> float:
+    """The largest absolute difference of two tensors of one shape; what is infinite or NaN alike in both is no
+    difference, and otherwise an infinite one."""
+    wide = torch.complex128 if before.is_complex() else torch.float64
+    found = 0.0
+    pieces = zip(before.reshape(-1).split(_PIECE), after.reshape(-1).split(_PIECE), strict=True)
+    for one, other in ((one.to(wide), other.to(wide)) for one, other in pieces):
+        apart = largest(one - other) if one.numel() else 0.0
+        if not math.isfinite(apart):
+            same = (one == other) | (one.isnan() & other.isnan())
+            apart = largest(torch.where(same, 0.0, (one - other).abs()).nan_to_num(nan=math.inf, posinf=math.inf))
+        found = max(found, apart)
+    return found
+
+
+def is_close_in_norm(before: Any, after: Any, share: float) -> bool:
+    """Whether two tensors differ, as a whole, by no more than ``share`` of the norm of the first."""
+    if not share or not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor):
+        return False
+    if before.shape != after.shape or not before.is_floating_point():
+        return False
+    apart = float(torch.linalg.vector_norm(before.double() - after.to(before.device).double()))
+    return apart <= share * float(torch.linalg.vector_norm(before.double()))
+
+
+def largest(tensor: torch.Tensor) -> float:
+    """The largest absolute value in a tensor of floating-point or complex numbers; NaN if there is one."""
+    return float(torch.linalg.vector_norm(tensor.detach(), ord=math.inf)) if tensor.numel() else 0.0
+
+
+def marks(tensor: torch.Tensor) -> tuple[float, float]:
+    """The norm, and the sum with alternating weights: two tensors that differ hardly have both in common."""
+    wide = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).detach().reshape(-1).double()
+    weights = torch.arange(wide.numel(), device=wide.device, dtype=torch.float64).cos_()
+    return float(torch.linalg.vector_norm(wide)), float(torch.dot(wide, weights)) / math.sqrt(wide.numel() or 1)

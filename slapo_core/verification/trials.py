@@ -1,56 +1,79 @@
-"""Run the scheduled model, or parts of its schedule, and see whether it fails, and in the same way."""
+"""Run the reference model, the scheduled one, and parts of its schedule; compare, and blame."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from slapo_core.errors import HookError, VerifyError
-from slapo_core.ranks.world import Attempt, World
+from slapo_core.ranks.world import Attempt, Failure, World
 from slapo_core.spec.equivalence import Equivalence
 from slapo_core.verification.blame import Blame, find_steps
-from slapo_core.verification.compare import Comparison, compare, drawn_alike
-from slapo_core.verification.counterparts import Counterparts
-from slapo_core.verification.failing import Failed, Outcome
+from slapo_core.verification.compare import Comparison, Difference, compare, drawn_alike
+from slapo_core.verification.copies import Counterparts, Subjects
+from slapo_core.verification.cures import suggestions
+from slapo_core.verification.divergence import advice, diverged, tell, without_effect
 from slapo_core.verification.inputs import Inputs
-from slapo_core.verification.parting import advice, parted, tell, without_effect
-from slapo_core.verification.passes import Conditions
-from slapo_core.verification.rounding import OF_NORM
-from slapo_core.verification.run import (
-    EARLY,
-    KINDS,
-    ON_ONE_COPY,
-    OWN_TYPES,
-    STAGE_OF_KIND,
-    Course,
-    Observation,
-    run_stages,
-)
-from slapo_core.verification.staging import Staging
-from slapo_core.verification.subjects import Subjects
-from slapo_core.verification.suggestions import suggestions
-from slapo_core.verification.tolerance import Tolerance
-from slapo_core.verification.untouched import UntouchedRun
-from slapo_core.verification.values import Difference
+from slapo_core.verification.kinds import EARLY, ON_ONE_COPY, ORDER, OWN_TYPES
+from slapo_core.verification.phases import Conditions, Observation, Runner, step_size
+from slapo_core.verification.precision import DtypeObserver, coarsest, own_dtype
+from slapo_core.verification.search import Failed, Outcome
+from slapo_core.verification.stages import Staging
+from slapo_core.verification.tolerance import OF_NORM, Tolerance, room_for_rounding
 from slapo_core.weights.correspondence import Correspondence
 
 if TYPE_CHECKING:
     from slapo_core.schedule.schedule import Schedule
     from slapo_core.spec.record import Record
 
-__all__ = ["OtherRankError", "Ran", "Subject", "Trials", "Tried", "first_difference", "reraise", "stages_for"]
+
+@dataclass(frozen=True)
+class Options:
+    """The keyword arguments of :func:`slapo_core.verify`."""
+
+    rtol: float | None
+    atol: float | None
+    optimizer_steps: int
+    seed: int
+    more_batches: tuple[Inputs, ...] = ()
+    blame_seconds: float | None = None
+    timeout: float | None = None
+
+
+@dataclass
+class ReferenceRun:
+    """What the reference model gave, and in which types it computed.
+
+    Args:
+        seen: what it gave in those phases that are being compared.
+        conditions: that it ran under.
+        phases: that it ran, in their order.
+        coarsest: the coarsest type in which it computed anything.
+        finer: kind and name of the tensors that other types led to, with the coarsest of these.
+        dtype: the type in which it ran.
+        room: kind and name of the tensors in its own types -> the absolute difference that its own rounding makes.
+    """
+
+    seen: Observation
+    conditions: Conditions
+    phases: tuple[str, ...]
+    coarsest: torch.dtype
+    finer: Mapping[tuple[str, str], torch.dtype]
+    dtype: torch.dtype
+    room: Mapping[tuple[str, str], float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class Subject:
-    """A scheduled model to run: its schedule, what its tensors stand for, and what makes fresh copies of it."""
+class Candidate:
+    """A scheduled model to run: its schedule, what its tensors correspond to, and what makes fresh copies of it."""
 
     schedule: Schedule
     counterparts: Counterparts
@@ -58,42 +81,34 @@ class Subject:
 
 
 @dataclass(frozen=True)
-class Ran:
-    """What a scheduled model gave on this rank."""
-
-    seen: Observation
-    counterparts: Counterparts
-
-
-@dataclass(frozen=True)
 class Tried:
-    """What came of some steps alone, the same on every rank.
+    """What came of a scheduled model, or of some steps alone; the same on every rank.
 
     Args:
-        outcome: whether and how they fail.
-        first: the rank and the difference that was found first, if they ran and differ.
+        outcome: whether and how it fails.
+        first: the rank and the difference that was found first, if it ran and differs.
         gradients: the parameters whose gradients differ, where nothing before them does.
+        raised: where it raised; None if it did not.
     """
 
     outcome: Outcome
     first: tuple[int, Difference] | None = None
     gradients: Sequence[str] = ()
+    raised: Attempt[Any] | None = None
 
+    @classmethod
+    def raising(cls, raised: Attempt[Any] | None) -> Tried:
+        assert raised is not None
+        return cls(Failed.with_exception(raised.failures[0]), raised=raised)
 
-def stages_for(kind: str) -> tuple[str, ...]:
-    """The stages in which a difference of this kind shows, and those that must agree before it counts as the first."""
-    stage = STAGE_OF_KIND[kind]
-    return ON_ONE_COPY[: ON_ONE_COPY.index(stage) + 1] if stage in ON_ONE_COPY else (EARLY[0], stage)
+    @property
+    def agrees(self) -> bool:
+        return self.outcome == "agrees"
 
-
-def first_difference(world: World, shared: Sequence[Comparison]) -> tuple[int, Difference] | None:
-    """Of the ranks that found one, the earliest kind decides: later ones are consequences."""
-    firsts = [
-        (rank, comparison.differences[0])
-        for rank, comparison in zip(world.ranks, shared, strict=True)
-        if comparison.differences
-    ]
-    return min(firsts, key=lambda item: (KINDS.index(item[1].kind), item[0]), default=None)
+    @property
+    def failures(self) -> Sequence[Failure]:
+        """What it raised, on which ranks."""
+        return self.raised.failures if self.raised is not None else ()
 
 
 class OtherRankError(VerifyError):
@@ -112,106 +127,150 @@ def reraise(attempt: Attempt[Any]) -> None:
 
 @dataclass(frozen=True)
 class Trials:
-    """Runs what is verified, and parts of it; all ranks call the same methods, in the same order.
+    """Runs both models, and parts of the schedule; all ranks call the same methods, in the same order.
 
     Args:
         world: the ranks.
         inputs: one batch.
         subjects: gives copies.
-        rtol: the user's; None if it follows from type and promise.
-        atol: the user's; None likewise.
-        staging: calls the models stage by stage where they are cut; None calls them in one piece.
-        blame_seconds: after which no further steps are tried; None: no limit.
+        options: of the call.
+        staging: calls the scheduled models stage by stage where they are cut; None calls them in one piece.
     """
 
     world: World
     inputs: Inputs
     subjects: Subjects
-    rtol: float | None
-    atol: float | None
+    options: Options
     staging: Staging | None = None
-    blame_seconds: float | None = None
 
-    def run(self, subject: Subject, reference: UntouchedRun, stages: Sequence[str]) -> Attempt[Ran]:
-        """Run ``stages`` of a scheduled model under the conditions of the untouched one."""
-        early = [stage for stage in stages if stage in EARLY]
-        late = [stage for stage in stages if stage not in EARLY]
-        started = self.world.attempt(lambda: self.start(subject, reference, early))
+    @property
+    def candidate(self) -> Candidate:
+        """The scheduled model itself."""
+        return Candidate(self.subjects.schedule, self.subjects.counterparts, self.subjects.candidate)
+
+    # -- the reference model ----------------------------------------------------------------------------------
+
+    def start_reference(self, dtype: torch.dtype | None) -> tuple[ReferenceRun, Runner, float]:
+        """The phases that every model can run, the copy that ran them, and a learning rate for the updates."""
+        conditions = Conditions(dtype=dtype, seed=self.options.seed, optimizer_steps=self.options.optimizer_steps)
+        model = self.subjects.reference(dtype)
+        base = self.own_dtype(model) if dtype is None else dtype
+        runner = Runner(model, self.inputs.cast(dtype), conditions)  # before observing: casting is not the model's
+        with DtypeObserver() as observer:
+            seen = runner.run(EARLY)
+        runner.inputs = self.inputs
+        _require_gradients(runner, seen)
+        lowest, finer = _types(seen, observer, base)
+        conditions = dataclasses.replace(conditions, choices=tuple(observer.choices))
+        return ReferenceRun(seen, conditions, EARLY, lowest, finer, base), runner, step_size(model, seen)
+
+    def add_reference(self, reference: ReferenceRun, phase: str, runner: Runner | None = None) -> None:
+        """One more phase, on the copy that ran the first ones or on a fresh one: added to what was seen."""
+        conditions = reference.conditions
+        if phase not in ON_ONE_COPY:
+            model = self.subjects.reference(None if phase == OWN_TYPES else conditions.dtype)
+            runner = Runner(model, self.inputs, conditions)
+        assert runner is not None
+        runner.conditions = conditions
+        with DtypeObserver() if phase == OWN_TYPES else contextlib.nullcontext() as observer:
+            seen = runner.run((phase,))
+        if observer is not None:
+            lowest, finer = _types(seen, observer, self.own_dtype(runner.model))
+            types = {(kind, name): finer.get((kind, name), lowest) for kind in seen.values for name in seen.of(kind)}
+            reference.room = room_for_rounding(reference.seen, seen, types)
+            reference.finer = {**reference.finer, **types}
+        reference.seen.values.update(seen.values)
+        reference.phases = (*dict.fromkeys((*reference.phases, phase)),)
+
+    def again(self, reference: ReferenceRun, phases: Sequence[str]) -> ReferenceRun:
+        """The same run with what ``phases`` give, of those that it ran."""
+        repeated, runner, _ = self.start_reference(reference.conditions.dtype)
+        again = dataclasses.replace(reference, seen=repeated.seen, phases=EARLY)
+        for phase in phases:
+            if phase in reference.phases and phase not in EARLY:
+                self.add_reference(again, phase, runner)
+        return again
+
+    def own_dtype(self, model: nn.Module) -> torch.dtype:
+        """The coarsest type of a model's parameters and buffers, or else of the inputs."""
+        return own_dtype(model, (tensor for _, tensor in self.inputs.tensors()))
+
+    # -- scheduled models -------------------------------------------------------------------------------------
+
+    def run(self, candidate: Candidate, reference: ReferenceRun, phases: Sequence[str]) -> Attempt[Observation]:
+        """Run ``phases`` of a scheduled model under the conditions of the reference model."""
+        early = [phase for phase in phases if phase in EARLY]
+        started = self.world.attempt(lambda: self.start(candidate, reference, early))
         if started.failures:
             return Attempt(None, started.error, started.failures)
-        course, seen = started.value()
-        reason = self.other_stream(subject, reference, seen) if "dropout" in late else None
+        runner, seen = started.value()
+        reason = self.other_stream(candidate, reference, seen) if "dropout" in phases else None
 
-        def finish() -> Ran:
-            for stage in late:
-                seen.values.update(self.late(subject, reference, stage, course, other_stream=reason is not None).values)
-            return Ran(seen, subject.counterparts)
+        def finish() -> Observation:
+            for phase in phases:
+                if phase not in EARLY:
+                    seen.values.update(self.late(candidate, reference, phase, runner).values)
+            return seen
 
         finished = self.world.attempt(finish)
-        if not finished.failures:
-            self.share(seen)
+        if not finished.failures and "dropout" in phases:
+            self.share_dropout(candidate, seen, other_stream=reason is not None)
         return finished
 
     def start(
-        self, subject: Subject, reference: UntouchedRun, stages: Sequence[str] = EARLY
-    ) -> tuple[Course, Observation]:
-        """The first stages, and the copy that ran them."""
-        dtype = reference.conditions.dtype
-        course = Course(subject.make(dtype), self.inputs, self.conditions(subject, reference, apart=True))
-        return course, course.run(stages)
+        self, candidate: Candidate, reference: ReferenceRun, phases: Sequence[str] = EARLY
+    ) -> tuple[Runner, Observation]:
+        """The first phases, and the copy that ran them."""
+        model = candidate.make(reference.conditions.dtype)
+        runner = Runner(model, self.inputs, self.conditions(candidate, reference, apart=True))
+        return runner, runner.run(phases)
 
     def late(
-        self, subject: Subject, reference: UntouchedRun, stage: str, course: Course | None, *, other_stream: bool
+        self, candidate: Candidate, reference: ReferenceRun, phase: str, runner: Runner | None = None
     ) -> Observation:
-        """A later stage: on the copy that ran the first ones, or on a fresh one."""
-        conditions = self.conditions(subject, reference)
-        if stage in ON_ONE_COPY:
-            assert course is not None
-            course.conditions = conditions
-            return course.run((stage,))
-        model = subject.make(None if stage == OWN_TYPES else conditions.dtype)
-        seen = run_stages(model, self.inputs, conditions, (stage,))
-        if stage == "dropout":
-            self._tell(subject, seen)
-        if stage == "dropout" and other_stream:  # but what is recomputed is held against what this model itself drew
-            for kind in ("output with dropout", "gradient with dropout"):
-                seen.values.pop(kind)
-        return seen
+        """A later phase: on the copy that ran the first ones, or on a fresh one."""
+        conditions = self.conditions(candidate, reference)
+        if phase not in ON_ONE_COPY:
+            model = candidate.make(None if phase == OWN_TYPES else conditions.dtype)
+            runner = Runner(model, self.inputs, conditions)
+        assert runner is not None
+        runner.conditions = conditions
+        return runner.run((phase,))
 
-    def _tell(self, subject: Subject, seen: Observation) -> None:
-        drawn = seen.values.pop("drawn with dropout")["forward"]
-        if self.world.is_alone or subject.schedule.mesh is None:
-            return
-        both = seen.of("output with dropout"), seen.of("gradient with dropout")
-        seen.values["parted dropout"] = {"own": tell(subject.schedule.mesh, *both, drawn, subject.counterparts)}
-
-    def share(self, seen: Observation) -> None:
-        """Let every rank know what the others got with dropout; no rank may have failed since."""
-        own = seen.of("parted dropout").get("own")
-        told = [each for each in self.world.gather(own) if each is not None] if not self.world.is_alone else []
-        if told:
-            seen.values["parted dropout"] = {"ranks": told}
-
-    def advice(self, subject: Subject, reference: UntouchedRun, seen: Observation) -> list[str]:
-        """Notes on the ranks' dropout, where nothing is wrong with it."""
-        told, untouched = seen.of("parted dropout").get("ranks", []), reference.seen.of("dropout")["forward"]
-        return [*filter(None, (advice(told, untouched), without_effect(told, untouched, subject.schedule.records)))]
-
-    def conditions(self, subject: Subject, reference: UntouchedRun, *, apart: bool = False) -> Conditions:
-        """Those of the untouched model's run, for a scheduled one; ``apart`` for its stages, if it is cut."""
-        adapted = dataclasses.replace(reference.conditions, adapt_output=_output_adapter(subject.schedule))
+    def conditions(self, candidate: Candidate, reference: ReferenceRun, *, apart: bool = False) -> Conditions:
+        """Those of the reference model's run, for a scheduled one; ``apart`` for its stages, if it is cut."""
+        adapted = dataclasses.replace(reference.conditions, adapt_output=_output_adapter(candidate.schedule))
         if self.staging is None:
             return adapted
-        return dataclasses.replace(
-            adapted, caller=functools.partial(self.staging.caller, subject.schedule, apart=apart)
-        )
+        caller = functools.partial(self.staging.caller, candidate.schedule, apart=apart)
+        return dataclasses.replace(adapted, caller=caller)
 
-    def other_stream(self, subject: Subject, reference: UntouchedRun, seen: Observation) -> str | None:
-        """Why some rank's dropout gets other random numbers than the untouched model's."""
-        promise = Equivalence.weakest(record.primitive.equivalence for record in subject.schedule.records)
-        alike = drawn_alike("dropout", reference.seen, seen, subject.counterparts, promise)
-        reasons = self.world.gather(alike.other_stream or alike.wrong)
-        return next((reason for reason in reasons if reason is not None), None)
+    def share_dropout(self, candidate: Candidate, seen: Observation, *, other_stream: bool) -> None:
+        """Let every rank know what the others got with dropout; no rank may have failed.
+
+        With another RNG stream than the reference model's (``other_stream``), outputs and gradients are not compared
+        with its; but what is recomputed is, with what this model itself drew.
+        """
+        drawn = seen.values.pop("drawn with dropout")["forward"]
+        mesh = candidate.schedule.mesh
+        if not self.world.is_alone and mesh is not None:
+            both = seen.of("output with dropout"), seen.of("gradient with dropout")
+            told = self.world.gather(tell(mesh, *both, drawn, candidate.counterparts))
+            seen.values["diverged dropout"] = {"ranks": told}
+        for kind in ("output with dropout", "gradient with dropout") if other_stream else ():
+            seen.values.pop(kind)
+
+    def advice(self, reference: ReferenceRun, seen: Observation) -> list[str]:
+        """Notes on the ranks' dropout, where nothing is wrong with it."""
+        told, untouched = seen.of("diverged dropout").get("ranks", []), reference.seen.of("dropout")["forward"]
+        records = self.subjects.schedule.records
+        return [*filter(None, (advice(told, untouched), without_effect(told, untouched, records)))]
+
+    def other_stream(self, candidate: Candidate, reference: ReferenceRun, seen: Observation) -> str | None:
+        """Why some rank's dropout gets other random numbers than the reference model's."""
+        promise = Equivalence.weakest(record.primitive.equivalence for record in candidate.schedule.records)
+        alike = drawn_alike("dropout", reference.seen, seen, candidate.counterparts, promise)
+        return next(filter(None, self.world.gather(alike.other_stream or alike.wrong)), None)
 
     def was_refused(self, attempt: Attempt[Any]) -> bool:
         """Whether plugins would not cut the model, or what they said of its stages cannot be right."""
@@ -223,100 +282,102 @@ class Trials:
         """Whether what plugins said of stages cannot be right."""
         return self.was_refused(attempt) and any(failure.kind == HookError.__name__ for failure in attempt.failures)
 
-    def stages_raising(self, subject: Subject, reference: UntouchedRun) -> tuple[str, ...]:
-        """The fewest stages in which a scheduled model that raises does so."""
-        return EARLY if self.run(subject, reference, EARLY).failures else reference.stages
-
     # -- comparing --------------------------------------------------------------------------------------------
 
-    def tolerance(self, reference: UntouchedRun, records: Sequence[Record]) -> Tolerance:
+    def tolerance(self, reference: ReferenceRun, records: Sequence[Record]) -> Tolerance:
         """What the promises of ``records`` allow."""
         return self._tolerance(reference.coarsest, records)
 
-    def _tolerance(self, dtype: torch.dtype, records: Sequence[Record]) -> Tolerance:
+    def _tolerance(
+        self, dtype: torch.dtype, records: Sequence[Record], room: float | None = None, *, jumps: bool = False
+    ) -> Tolerance:
+        """With ``room`` for rounding: what the user allows is meant for finer types, so it can only add to it."""
         promises = [record.primitive.equivalence for record in records]
-        return Tolerance.of(dtype, promises, rtol=self.rtol, atol=self.atol)
-
-    def _own_tolerance(self, dtype: torch.dtype, records: Sequence[Record], room: float, *, jumps: bool) -> Tolerance:
-        """What the user allows is meant for finer types, so it can only add to what the model's own ones need."""
-        promises = [record.primitive.equivalence for record in records]
+        rtol, atol = self.options.rtol, self.options.atol
+        if room is None:
+            return Tolerance.of(dtype, promises, rtol=rtol, atol=atol)
         rule = Tolerance.of(dtype, promises, rtol=None, atol=None)
-        return dataclasses.replace(
-            rule,
-            rtol=max(rule.rtol, self.rtol or 0.0),
-            atol=max(rule.atol, self.atol or 0.0) + room,
-            of_norm=OF_NORM.get(dtype, 0.2) if jumps else 0.0,
-        )
+        relative, absolute = max(rule.rtol, rtol or 0.0), max(rule.atol, atol or 0.0) + room
+        of_norm = OF_NORM.get(dtype, 0.2) if jumps else 0.0
+        return dataclasses.replace(rule, rtol=relative, atol=absolute, of_norm=of_norm)
 
-    def compare(self, reference: UntouchedRun, ran: Ran, records: Sequence[Record]) -> Comparison:
-        """Hold this rank's run against the untouched model's."""
-        by_dtype = {dtype: self._tolerance(dtype, records) for dtype in set(reference.finer.values())}
-        finer = {place: by_dtype[dtype] for place, dtype in reference.finer.items()}
-        for place, room in reference.room.items():
-            finer[place] = self._own_tolerance(reference.finer[place], records, room, jumps=place[0] == "own gradient")
-        compared = compare(reference.seen, ran.seen, ran.counterparts, self.tolerance(reference, records), finer)
-        told = ran.seen.of("parted dropout").get("ranks", [])
-        untouched = reference.seen.of("dropout").get("forward", [])
-        compared.add(Comparison(parted(told, untouched, records, reference.coarsest)))
-        return compared
+    def compare(
+        self, reference: ReferenceRun, seen: Observation, names: Counterparts, records: Sequence[Record]
+    ) -> Comparison:
+        """Hold this rank's run against the reference model's; raises where any rank raises."""
 
-    def shared(self, own: Comparison) -> list[Comparison]:
-        """Every rank's comparison, with its first difference."""
-        return self.world.gather(dataclasses.replace(own, differences=own.differences[:1]))
+        def run() -> Comparison:
+            finer = {
+                place: self._tolerance(dtype, records, reference.room.get(place), jumps=place[0] == "own gradient")
+                for place, dtype in reference.finer.items()
+            }
+            compared = compare(reference.seen, seen, names, self.tolerance(reference, records), finer)
+            told = seen.of("diverged dropout").get("ranks", [])
+            untouched = reference.seen.of("dropout").get("forward", [])
+            compared.add(Comparison(diverged(told, untouched, records, reference.coarsest)))
+            return compared
 
-    def gradients(self, first: Difference, own: Comparison) -> list[str]:
-        """The parameters whose gradients differ on any rank, if the first difference is in one."""
-        names = [found.name for found in own.differences if found.kind == first.kind]
-        on_ranks = self.world.gather(names if first.kind == "gradient" else [])
-        return list(dict.fromkeys(name for rank in on_ranks for name in rank))
+        compared = self.world.attempt(run)
+        reraise(compared)
+        return compared.value()
+
+    def conclude(self, own: Comparison) -> Tried:
+        """What all ranks found: of the first differences the earliest kind decides, later ones are consequences."""
+        by_rank = zip(self.world.ranks, self.world.gather(own.differences[:1]), strict=True)
+        firsts = [(rank, found[0]) for rank, found in by_rank if found]
+        first = min(firsts, key=lambda item: (ORDER.index(item[1].kind), item[0]), default=None)
+        if first is None:
+            return Tried("agrees")
+        names = [found.name for found in own.differences if found.kind == first[1].kind]
+        on_ranks = self.world.gather(names if first[1].kind == "gradient" else [])
+        return Tried(Failed.by(first[1]), first, list(dict.fromkeys(name for rank in on_ranks for name in rank)))
+
+    def judge(
+        self, candidate: Candidate, reference: ReferenceRun, phases: Sequence[str], records: Sequence[Record]
+    ) -> Tried:
+        """Run ``phases`` of a scheduled model, and compare them under the promises of ``records``."""
+        ran = self.run(candidate, reference, phases)
+        if ran.failures:
+            return Tried.raising(ran)
+        return self.conclude(self.compare(reference, ran.value(), candidate.counterparts, records))
 
     # -- blame ------------------------------------------------------------------------------------------------
 
     def blame(
         self,
-        reference: UntouchedRun,
-        stages: Sequence[str],
-        failed: Failed,
+        reference: ReferenceRun,
+        phases: Sequence[str],
+        tried: Tried,
         *,
         near: str | None,
-        gradients: Sequence[str] = (),
-        records: Sequence[Record] | None = None,
+        records: Sequence[Record],
     ) -> Blame:
-        """The steps that fail as ``records`` do, which are the whole schedule if None.
-
-        ``gradients`` are the parameters whose gradients differ, where nothing before them does.
-        """
-
-        started = time.monotonic()
+        """The steps that fail as ``records`` do (``tried``)."""
+        started, limit = time.monotonic(), self.options.blame_seconds
 
         def is_over() -> bool:
-            if self.blame_seconds is None:
-                return False
-            return any(self.world.gather(time.monotonic() - started > self.blame_seconds))
-
-        def try_steps(part: Sequence[Record]) -> Outcome:
-            return self.try_steps(reference, stages, part).outcome
+            return limit is not None and any(self.world.gather(time.monotonic() - started > limit))
 
         return find_steps(
-            self.subjects.schedule.records if records is None else records,
-            try_steps,
+            records,
+            lambda part: self.try_steps(reference, phases, part).outcome,
             near=near,
             tied=self.subjects.tied_modules(),
-            failed=failed,
-            suggest=lambda: suggestions(self.subjects.schedule, gradients),
+            failed=tried.outcome if isinstance(tried.outcome, Failed) else None,
+            suggest=lambda: suggestions(self.subjects.schedule, tried.gradients),
             paths=[path for path, _ in self.subjects.untouched.named_modules()],
             stop=is_over,
         )
 
     def try_steps(
         self,
-        reference: UntouchedRun,
-        stages: Sequence[str],
+        reference: ReferenceRun,
+        phases: Sequence[str],
         part: Sequence[Record],
         promises: Sequence[Record] | None = None,
     ) -> Tried:
         """What comes of ``part`` alone, held to the promises of its own steps, or of others; the same on every rank."""
-        applied = self.world.attempt(lambda: self._trial(part))
+        applied = self.world.attempt(lambda: self._applied(part))
         if applied.failures:
             return Tried("refused")
         schedule, counterparts = applied.value()
@@ -326,18 +387,18 @@ class Trials:
             trial = next(schedules, None) or self.subjects.trial(part)
             return self.subjects.ready(trial, counterparts, dtype)
 
-        ran = self.run(Subject(schedule, counterparts, make), reference, stages)
-        if ran.failures:
-            return Tried(Failed.with_exception(ran.failures[0]))
-        held_to = part if promises is None else promises
-        compared = self.world.attempt(lambda: self.compare(reference, ran.value(), held_to))
-        reraise(compared)
-        first = first_difference(self.world, self.shared(compared.value()))
-        if first is None:
-            return Tried("agrees")
-        return Tried(Failed.by(first[1]), first, self.gradients(first[1], compared.value()))
+        return self.judge(
+            Candidate(schedule, counterparts, make), reference, phases, part if promises is None else promises
+        )
 
-    def _trial(self, part: Sequence[Record]) -> tuple[Schedule, Counterparts]:
+    def in_one_piece(self, reference: ReferenceRun, phases: Sequence[str], records: Sequence[Record]) -> Tried:
+        """What comes of what failed stage by stage, without the cuts: of the whole schedule, or a part of its steps."""
+        plain = dataclasses.replace(self, staging=None)
+        if len(records) < len(self.subjects.schedule.records):
+            return plain.try_steps(reference, phases, records)
+        return plain.judge(self.candidate, reference, phases, records)
+
+    def _applied(self, part: Sequence[Record]) -> tuple[Schedule, Counterparts]:
         schedule = self.subjects.trial(part)
         correspondence, _ = Correspondence.of(schedule)
         correspondence.check()
@@ -352,3 +413,34 @@ def _output_adapter(schedule: Schedule) -> Callable[[Any], Any]:
         return output if answer is None else answer[1]
 
     return adapt
+
+
+def _require_gradients(runner: Runner, seen: Observation) -> None:
+    """
+    Raises:
+        ValueError: nothing that is trained has a gradient, so that no backward pass could be compared.
+    """
+    trained = [name for name, parameter in runner.model.named_parameters() if parameter.requires_grad]
+    if trained and all(gradient is None for gradient in seen.of("gradient").values()):
+        raise ValueError(
+            f"no output requires grad, but {len(trained)} parameters are trained, e.g. '{trained[0]}': freeze them "
+            "(requires_grad_(False)), or return an output that is not detached"
+        )
+
+
+def _types(
+    seen: Observation, observer: DtypeObserver, base: torch.dtype
+) -> tuple[torch.dtype, dict[tuple[str, str], torch.dtype]]:
+    """The coarsest type that a run computed in, and that of each tensor that only finer ones led to."""
+    lowest = coarsest([base, *(found for found in observer.seen if _coarser(found, base))])
+    finer = {
+        (kind, name): found
+        for kind in ORDER
+        for name, value in seen.of(kind).items()
+        if isinstance(value, torch.Tensor) and _coarser(lowest, found := observer.coarsest_to(value))
+    }
+    return lowest, finer
+
+
+def _coarser(dtype: torch.dtype, base: torch.dtype) -> bool:
+    return torch.finfo(dtype).eps > torch.finfo(base).eps

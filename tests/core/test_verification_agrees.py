@@ -291,7 +291,7 @@ def test_verifying_changes_nothing_of_the_users(broken: bool) -> None:
 
 def test_no_dropout_of_torch_gets_through() -> None:
     """Every function that has a dropout probability is either the identity, or is given 0."""
-    from slapo_core.verification.determinism import fixed_conditions
+    from slapo_core.verification.phases import fixed_conditions
 
     x = torch.randn(2, 3, 4, 4, 4)
     with fixed_conditions(0):

@@ -15,10 +15,9 @@ from slapo_core.spec.node import Node
 from slapo_core.spec.suggestion import Change, Suggestion
 from slapo_core.verification.blame import find_steps
 from slapo_core.verification.compare import compare
-from slapo_core.verification.counterparts import Counterparts
-from slapo_core.verification.failing import Failed, Outcome
-from slapo_core.verification.leaves import output_leaves
-from slapo_core.verification.run import Observation
+from slapo_core.verification.copies import Counterparts
+from slapo_core.verification.phases import Observation, output_leaves
+from slapo_core.verification.search import Failed, Outcome
 from slapo_core.verification.tolerance import Tolerance
 
 EXACT, REORDERED, RANDOM = slapo.Equivalence.EXACT, slapo.Equivalence.REORDERED, slapo.Equivalence.RANDOM

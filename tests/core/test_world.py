@@ -23,7 +23,7 @@ from slapo_core.schedule.agreement import schedule_facts
 from slapo_core.spec import accelerators
 from slapo_core.spec.mesh import Mesh, declare_mesh
 from slapo_core.testing.bench import seeded
-from slapo_core.verification.determinism import fixed_conditions
+from slapo_core.verification.phases import fixed_conditions
 from tests.core.building_support import real
 from tests.messages import Messages
 

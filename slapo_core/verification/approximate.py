@@ -12,14 +12,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from slapo_core.verification.run import EARLY
-from slapo_core.verification.trials import Trials, Tried
-from slapo_core.verification.untouched import UntouchedRun, UntouchedRuns
+from slapo_core.verification.kinds import EARLY
+from slapo_core.verification.search import is_below
+from slapo_core.verification.trials import ReferenceRun, Trials, Tried
 
 if TYPE_CHECKING:
     from slapo_core.spec.record import Record
 
-__all__ = ["Hidden", "without_loose_steps"]
 
 _LEVELS = 4  # so many trials: without the approximate steps; nor what is below them; below their parents; above those
 
@@ -31,28 +30,25 @@ class Hidden:
     Args:
         rest: the steps that were run.
         left_out: the others.
-        found: where they differ from the untouched model; None if they agree.
-        reference: the untouched run that they were held against.
+        found: where they differ from the reference model; None if they agree.
+        reference: the reference run that they were held against.
         note: which steps were judged with the loose tolerance only; "" if none of those that promise more.
     """
 
     rest: tuple[Record, ...]
     left_out: tuple[Record, ...]
     found: Tried | None
-    reference: UntouchedRun
+    reference: ReferenceRun
     note: str = ""
 
 
-def without_loose_steps(
-    trials: Trials, runs: UntouchedRuns, reference: UntouchedRun, records: Sequence[Record]
-) -> Hidden | None:
+def without_approximate_steps(trials: Trials, reference: ReferenceRun, records: Sequence[Record]) -> Hidden | None:
     """Hold the steps that promise more to what they promise; None where no step loosens anything for them.
 
     All ranks call it, and get the same answer.
 
     Args:
         trials: runs parts of the schedule.
-        runs: runs the untouched model.
         reference: how it ran when the whole schedule agreed with it.
         records: the steps of the whole schedule.
     """
@@ -61,17 +57,17 @@ def without_loose_steps(
     whole, theirs = (trials.tolerance(reference, part) for part in (records, strict))
     if not loose or not strict or (whole.rtol <= theirs.rtol and whole.atol <= theirs.atol):
         return None
-    untouched = runs.again(reference, EARLY)
+    untouched = trials.again(reference, EARLY)
     for level, rest in enumerate(_parts(strict, loose)):
         others = _others(records, rest)
         tried = trials.try_steps(untouched, EARLY, rest)
-        if tried.outcome == "agrees":
+        if tried.agrees:
             return Hidden(rest, others, None, untouched, _note(strict, rest, loose))
         if level == 0 or tried.first is None:
             continue  # a step at a module that was replaced may be meant for what is there now
-        if trials.try_steps(untouched, EARLY, rest, promises=records).outcome != "agrees":
+        if not trials.try_steps(untouched, EARLY, rest, promises=records).agrees:
             continue  # with the approximate steps it agrees, so it needs them
-        if trials.try_steps(untouched, EARLY, others).outcome == "agrees":
+        if trials.try_steps(untouched, EARLY, others).agrees:
             return Hidden(rest, others, tried, untouched)
     return Hidden((), tuple(records), None, untouched, _note(strict, (), loose))
 
@@ -86,15 +82,11 @@ def _parts(strict: Sequence[Record], loose: Sequence[Record]) -> Iterator[tuple[
     places = [record.path for record in loose]
     yield tuple(strict)
     for _ in range(_LEVELS - 1):
-        rest = tuple(record for record in strict if not any(_is_within(record.path, place) for place in places))
+        rest = tuple(record for record in strict if not any(is_below(record.path, place) for place in places))
         if not rest:
             return
         yield rest
         places = [place.rpartition(".")[0] for place in places]
-
-
-def _is_within(path: str, place: str) -> bool:
-    return not place or f"{path}.".startswith(f"{place}.")
 
 
 def _others(records: Sequence[Record], rest: Sequence[Record]) -> tuple[Record, ...]:

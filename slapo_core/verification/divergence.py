@@ -14,16 +14,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from slapo_core.spec.mesh import DATA_DIMS
-from slapo_core.verification.counterparts import Counterparts
+from slapo_core.verification.compare import Difference
+from slapo_core.verification.copies import Counterparts
 from slapo_core.verification.dropout import Draw
 from slapo_core.verification.precision import is_inexact
-from slapo_core.verification.values import Difference
+from slapo_core.verification.search import is_below
+from slapo_core.verification.tolerance import marks
 
 if TYPE_CHECKING:
     from slapo_core.spec.mesh import Mesh
     from slapo_core.spec.record import Record
 
-__all__ = ["Told", "advice", "parted", "tell", "without_effect"]
 
 _SHOWN = 3  # paths in a message
 Place = tuple[str, int]  # a module, and the how manyth of its draws
@@ -58,26 +59,26 @@ def tell(
         draws: those of the forward.
         names: to know which parameters are whole.
     """
-    marks = {("output with dropout", name): _marks(value) for name, value in outputs.items() if _is_number(value)}
+    found = {("output with dropout", name): marks(value) for name, value in outputs.items() if _is_number(value)}
     for name, value in gradients.items():
         if _is_number(value) and names.is_whole(name):
-            marks["gradient with dropout", name] = _marks(value)
+            found["gradient with dropout", name] = marks(value)
     samples = tuple(mesh.rank(mesh_dim) for mesh_dim in DATA_DIMS)
-    return Told(mesh.global_rank, samples, marks, {place: (d.shape, d.state) for place, d in _placed(draws).items()})
+    return Told(mesh.global_rank, samples, found, {place: (d.shape, d.state) for place, d in _placed(draws).items()})
 
 
-def parted(
+def diverged(
     told: Sequence[Told], untouched: Sequence[Draw], records: Sequence[Record], dtype: torch.dtype
 ) -> list[Difference]:
     """The first thing that every rank has whole and that is not the same on them; the same answer on every rank.
 
     Args:
         told: by all ranks.
-        untouched: what the untouched model draws.
+        untouched: what the reference model draws.
         records: the steps: the one that lets ranks draw differently is named, if it can be said.
         dtype: the coarsest type in which the model computes.
     """
-    found = next(_partings(told, math.sqrt(torch.finfo(dtype).eps)), None)
+    found = next(_divergences(told, math.sqrt(torch.finfo(dtype).eps)), None)
     if found is None:
         return []
     (kind, name), one, other, apart, allowed = found
@@ -88,16 +89,16 @@ def parted(
     )
     rule = "with dropout on, ranks that are given the same samples have the same outputs and gradients of copies"
     shapes = {place: draw.shape for place, draw in _placed(untouched).items()}
-    drawn = [path for path in _whole_but_differing(told, shapes) if _forking(records, path) is not None]
-    steps = list(dict.fromkeys(step for path in drawn if (step := _forking(records, path)) is not None))
-    if not steps:
+    drawn = [path for path in _whole(told, shapes) if not _drawn_alike(told, (path, 0))]
+    forking = {path: step for path in drawn if (step := _forking(records, path)) is not None}
+    if not forking:
         problem = f"each rank draws other random numbers: {result}"
-        return [Difference("parted dropout", name, problem, apart, allowed, None, rule)]
-    path = next(path for path in drawn if _forking(records, path) is steps[0])
+        return [Difference("diverged dropout", name, problem, apart, allowed, None, rule)]
+    path, step = next(iter(forking.items()))
     problem = f"each rank drops other elements of {shapes[path, 0]}, which every rank has whole: {result}"
-    hint = _instead(steps[0], told, shapes)
-    by = tuple(step.index for step in steps)
-    return [Difference("parted dropout", path, problem, math.inf, allowed, hint, rule, by)]
+    hint = _instead(step, told, shapes)
+    by = tuple(dict.fromkeys(step.index for step in forking.values()))
+    return [Difference("diverged dropout", path, problem, math.inf, allowed, hint, rule, by)]
 
 
 def advice(told: Sequence[Told], untouched: Sequence[Draw]) -> str | None:
@@ -105,7 +106,7 @@ def advice(told: Sequence[Told], untouched: Sequence[Draw]) -> str | None:
 
     Args:
         told: by all ranks.
-        untouched: what the untouched model draws.
+        untouched: what the reference model draws.
     """
     shapes = {place: draw.shape for place, draw in _placed(untouched).items()}
     pieces = [place for group in _groups(told) for place in _shared(group) if _is_piece(place, group[0], shapes)]
@@ -114,7 +115,7 @@ def advice(told: Sequence[Told], untouched: Sequence[Draw]) -> str | None:
     if not paths:
         return None
     whole = _whole(told, shapes)
-    free = [path for path in paths if not any(_is_below(other, path) for other in whole)]
+    free = [path for path in paths if not any(is_below(other, path) for other in whole)]
     more = f" (and at {len(paths) - 1} more)" if len(paths) > 1 else ""
     start = f"the ranks drop the same elements of different pieces at '{paths[0]}'{more}: "
     if free:
@@ -134,8 +135,8 @@ def without_effect(told: Sequence[Told], untouched: Sequence[Draw], records: Seq
         f"{each.primitive} at '{each.path}'"
         for each in records
         if each.primitive.equivalence.is_random
-        and not any(_is_below(path, each.path) for path in paths)
-        and not any(_is_below(each.path, graph) for graph in graphs)  # what a flat graph drops counts to its module
+        and not any(is_below(path, each.path) for path in paths)
+        and not any(is_below(each.path, graph) for graph in graphs)  # what a flat graph drops counts to its module
     ]
     if not told or not untouched or not idle:
         return None
@@ -146,7 +147,7 @@ def without_effect(told: Sequence[Told], untouched: Sequence[Draw], records: Seq
 # -- where ----------------------------------------------------------------------------------------------------
 
 
-def _partings(told: Sequence[Told], share: float) -> Iterator[tuple[tuple[str, str], Told, Told, float, float]]:
+def _divergences(told: Sequence[Told], share: float) -> Iterator[tuple[tuple[str, str], Told, Told, float, float]]:
     for group in _groups(told):
         first = group[0]
         largest: dict[str, float] = {}
@@ -159,11 +160,6 @@ def _partings(told: Sequence[Told], share: float) -> Iterator[tuple[tuple[str, s
                 apart = max((abs(a - b) for a, b in zip(mine, theirs, strict=True) if a != b), default=0.0)
                 if apart > allowed:  # NaN on all of them is no parting
                     yield place, first, other, apart, allowed
-
-
-def _whole_but_differing(told: Sequence[Told], shapes: Mapping[Place, tuple[int, ...]]) -> list[str]:
-    """Modules that draw for the untouched model's shape, as often as there, and from other states on other ranks."""
-    return [path for path in _whole(told, shapes) if not _drawn_alike(told, (path, 0))]
 
 
 def _whole(told: Sequence[Told], shapes: Mapping[Place, tuple[int, ...]]) -> list[str]:
@@ -214,7 +210,7 @@ def _times(places: Mapping[Place, Any]) -> dict[str, int]:
 
 def _forking(records: Sequence[Record], path: str) -> Record | None:
     """The innermost step at or above a module that promises other random numbers."""
-    around = [each for each in records if each.primitive.equivalence.is_random and _is_below(path, each.path)]
+    around = [each for each in records if each.primitive.equivalence.is_random and is_below(path, each.path)]
     return max(around, key=lambda each: len(each.path), default=None)
 
 
@@ -225,9 +221,9 @@ def _instead(step: Record, told: Sequence[Told], shapes: Mapping[Place, tuple[in
         path
         for group in _groups(told)
         for path, number in _shared(group)
-        if _is_below(path, step.path) and _is_piece((path, number), group[0], shapes)
+        if is_below(path, step.path) and _is_piece((path, number), group[0], shapes)
     ]
-    places = [path for path in dict.fromkeys(pieces) if not any(_is_below(other, path) for other in whole)]
+    places = [path for path in dict.fromkeys(pieces) if not any(is_below(other, path) for other in whole)]
     own = " by a module of its own" if pieces else ""
     calls = ", ".join(f"sch['{path}'].{step.primitive}" for path in places[:_SHOWN])
     place = f"'{step.path}'" if step.path else "the root"
@@ -239,19 +235,8 @@ def _instead(step: Record, told: Sequence[Told], shapes: Mapping[Place, tuple[in
     )
 
 
-def _is_below(path: str, other: str) -> bool:
-    return not other or path == other or path.startswith(f"{other}.")
-
-
 # -- numbers --------------------------------------------------------------------------------------------------
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and is_inexact(value) and value.numel() > 0
-
-
-def _marks(tensor: torch.Tensor) -> tuple[float, float]:
-    """The norm, and the sum with alternating weights: two tensors that differ hardly have both in common."""
-    wide = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).detach().reshape(-1).double()
-    weights = torch.arange(wide.numel(), device=wide.device, dtype=torch.float64).cos_()
-    return float(torch.linalg.vector_norm(wide)), float(torch.dot(wide, weights)) / math.sqrt(wide.numel())
