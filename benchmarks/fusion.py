@@ -135,7 +135,7 @@ PATTERNS = {
 
 
 def step_of(how: str, setting: Setting, device: str) -> Callable[[], None]:
-    """A training step without an optimiser."""
+    """A training step without an optimizer."""
     torch.manual_seed(0)
     with torch.device(device):
         model = Blocks(setting, "sdpa" if how in ("sdpa", "regional") else "eager")

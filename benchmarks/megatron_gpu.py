@@ -75,7 +75,7 @@ def by_torch(setting: Setting, device: torch.device) -> tuple[Step, Any]:
 
 
 def with_masters(setting: Setting, device: torch.device) -> tuple[Step, Any]:
-    """Gradients in bfloat16, everything else of the optimiser in float32: what Megatron does, in PyTorch alone."""
+    """Gradients in bfloat16, everything else of the optimizer in float32: what Megatron does, in PyTorch alone."""
     batch = batch_of(setting, device, 0, 1)
     model = make(setting, device, setting.attention).to(torch.bfloat16)
     masters = [nn.Parameter(one.detach().float()) for one in model.parameters()]  # of what is rounded, as Megatron's

@@ -2,7 +2,7 @@
 
 Above the import baseline, which is what the process held when all was imported, DeepSpeed started and the model on the
 meta device scheduled. Its partition is what DeepSpeed keeps for good on a rank, of the parameters' elements divided by
-the replicas: a partition of each in the precision of the model; with an optimiser also a master of it in float32, and a
+the replicas: a partition of each in the precision of the model; with an optimizer also a master of it in float32, and a
 gradient, in the precision of the model. What is allowed on top of the partition: the largest parameter, and 400 MiB.
 """
 
@@ -83,7 +83,7 @@ def main() -> None:
             for rank, one in enumerate(found):
                 allowed = one["partition"] + one["largest"] + ALLOWED_MIB
                 rows.append({"dtype": dtype, "trains": trains, "rank": rank, **one, "allowed": allowed})
-                what = f"{dtype}, {'with' if trains else 'without'} an optimiser, rank {rank}"
+                what = f"{dtype}, {'with' if trains else 'without'} an optimizer, rank {rank}"
                 print(
                     f"{what}: peak {one['peak']:.0f} MiB over {one['base']:.0f}, allowed {allowed:.0f} (partition "
                     f"{one['partition']:.0f}, largest parameter {one['largest']:.0f}, {ALLOWED_MIB}); at the end "

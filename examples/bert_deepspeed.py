@@ -5,7 +5,7 @@ same run unscheduled, without DeepSpeed.
     python examples/bert_deepspeed.py --text my.txt   # on your own text
     python examples/bert_deepspeed.py --quick         # a few steps of a small vocabulary
 
-Batches, optimiser, learning rates and clipping are those of ``ds_bert.json``, a configuration as DeepSpeed's own
+Batches, optimizer, learning rates and clipping are those of ``ds_bert.json``, a configuration as DeepSpeed's own
 documentation writes them. The script starts ``torchrun`` for the scheduled runs by itself. It ends with status 1 if the
 loss curves part.
 """

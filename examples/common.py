@@ -83,7 +83,7 @@ def run_plain(
         optimizer: of its parameters.
         batches: of the example.
         max_grad_norm: to which the gradients are clipped; None for not at all.
-        learning_rate: that of a step, by its number; None for the optimiser's own.
+        learning_rate: that of a step, by its number; None for the optimizer's own.
     """
     torch.set_num_threads(1)
     device = next(model.parameters()).device
@@ -129,7 +129,7 @@ def run_engine(
         sch: what the engine was built of.
         engine: it is closed at the end.
         batches: of the example.
-        states: of the optimiser, one for each parameter, to say how much memory they take.
+        states: of the optimizer, one for each parameter, to say how much memory they take.
         device: of the model; None for the CPU.
     """
     device = device or torch.device("cpu")
@@ -171,11 +171,11 @@ def mean_over_replicas(loss: torch.Tensor, mesh: slapo.Mesh) -> float:
 
 
 def memory_of(model: torch.nn.Module, states: Iterable[Any]) -> dict[str, float]:
-    """MB held by parameters and optimiser state, and the peak of the whole process."""
+    """MB held by parameters and optimizer state, and the peak of the whole process."""
     state = [t for values in states for t in values.values() if isinstance(t, torch.Tensor)]
     held = [tensor for tensor in (*model.parameters(), *state) if not tensor.is_meta]  # those are of another stage
     return {
-        "weights and optimiser": sum(tensor.numel() * tensor.element_size() for tensor in held) / 1e6,
+        "weights and optimizer": sum(tensor.numel() * tensor.element_size() for tensor in held) / 1e6,
         "process peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3,
     }
 

@@ -1,4 +1,4 @@
-"""Real text for masked-language modelling: the Python standard library, tokenised by a tokenizer trained on it."""
+"""Real text for masked-language modeling: the Python standard library, tokenized by a tokenizer trained on it."""
 
 from __future__ import annotations
 

@@ -234,7 +234,7 @@ class VerifyError(SlapoError):
 class FitError(SlapoError):
     """No choice of what to checkpoint lets a training step stay within the memory that `fit` was given.
 
-    What to do: the message says what holds the least peak: more ranks of ``tp`` or ``pp`` for parameters and optimiser,
+    What to do: the message says what holds the least peak: more ranks of ``tp`` or ``pp`` for parameters and optimizer,
     a smaller batch or more micro-batches for activations.
 
     Args:
@@ -297,14 +297,14 @@ class BuildError(SlapoError):
 
 
 class WeightsError(BuildError):
-    """Weights are missing, unexpected, of another shape, cannot be initialised, or were copied from rank to rank.
+    """Weights are missing, unexpected, of another shape, cannot be initialized, or were copied from rank to rank.
 
     What to do: the message lists the names; pass ``weights=`` that holds them.
     """
 
 
 class OptimizerError(BuildError):
-    """The optimiser does not hold the scheduled model's parameters: it was made before ``build``, or before the steps.
+    """The optimizer does not hold the scheduled model's parameters: it was made before ``build``, or before the steps.
 
     What to do: pass a factory, ``build(sch, optimizer=lambda params: torch.optim.AdamW(params, lr=1e-4))``; without
     ``build``, make it after the last step.

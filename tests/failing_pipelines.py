@@ -77,7 +77,7 @@ def build(
     """An engine that fails, and its model.
 
     Args:
-        where: ``"forward"``, ``"second step"``, ``"backward"``, ``"loss"``, ``"optimizer"``, ``"making the optimiser"``
+        where: ``"forward"``, ``"second step"``, ``"backward"``, ``"loss"``, ``"optimizer"``, ``"making the optimizer"``
             or ``"preparing"``; on all ranks alike ``"detached"``, ``"frozen"``; ``""``: nowhere.
         guilty: the rank where it fails.
         cuts: after which blocks.
@@ -96,7 +96,7 @@ def build(
         return (output.detach() if where == "detached" else output).square().mean()
 
     def optimizer(parameters: Any) -> torch.optim.Optimizer:
-        if where == "making the optimiser" and dist.get_rank() == guilty:
+        if where == "making the optimizer" and dist.get_rank() == guilty:
             raise ArithmeticError("no numbers")
         made = torch.optim.SGD(parameters, lr=0.1)
         if where == "optimizer" and dist.get_rank() == guilty:
@@ -156,5 +156,5 @@ def unmade(make: Callable[..., tuple[Any, Net]]) -> str:
         make: :func:`build`, of ``where`` and ``guilty``.
     """
     with pytest.raises(slapo.SlapoError) as refused:
-        make("making the optimiser", 1)
+        make("making the optimizer", 1)
     return str(refused.value)

@@ -1,4 +1,4 @@
-"""A small model that is split, tied and normalised, and its training without a schedule: for tests of dialects."""
+"""A small model that is split, tied and normalized, and its training without a schedule: for tests of dialects."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def render(rows: list[tuple[Case, Memory, int]]) -> str:
     lines = [
         f"{len(rows)} schedules: {exact} peaks are equal to the byte, the worst is {worst:.3%} off.",
         "",
-        "| model | tp | checkpointed | dtype | optimiser | batch x length | else | predicted | counted | off | where |",
+        "| model | tp | checkpointed | dtype | optimizer | batch x length | else | predicted | counted | off | where |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for case, memory, peak in rows:

@@ -31,7 +31,7 @@ class Arguments:
         """Refuse what cannot be meant.
 
         Raises:
-            OptimizerError: an optimiser instead of a factory.
+            OptimizerError: an optimizer instead of a factory.
             BuildError: a bad number, or a loss that cannot be called.
         """
         optimizer = self.optimizer

@@ -52,7 +52,7 @@ class FirstSteps:
         self._training = False
 
     def end_with(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let the first step of an optimiser be the end of the first training step."""
+        """Let the first step of an optimizer be the end of the first training step."""
         if not self._training:
             return
 

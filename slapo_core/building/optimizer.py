@@ -1,4 +1,4 @@
-"""Making the optimiser, and making sure that it trains the engine's parameters and no others."""
+"""Making the optimizer, and making sure that it trains the engine's parameters and no others."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def make_optimizer(
         factory: the user's; None makes none.
         originals: tensors that it must not take, by their identity: what to call them.
         split: the axes along which parameters are split over running ranks, by the parameters' identity.
-        is_part: whether other ranks train other parameters of the same model. Where this one has none, the optimiser
+        is_part: whether other ranks train other parameters of the same model. Where this one has none, the optimizer
             has the groups that the factory makes of any, all of them empty.
         elementwise: whether the user says that an element's update depends on that element alone.
 
@@ -68,7 +68,7 @@ def make_optimizer(
     if foreign:
         of_stages = is_part and any(parameter.is_meta for parameter in foreign)
         raise OptimizerError(
-            f"the optimiser holds {len(foreign)} parameters that are not the engine's: "
+            f"the optimizer holds {len(foreign)} parameters that are not the engine's: "
             + ", ".join(_names_of(originals, foreign)),
             hint="leave out what only other ranks hold: [p for name, p in model.named_parameters() if not p.is_meta]"
             if of_stages
@@ -80,7 +80,7 @@ def make_optimizer(
     ]
     if left_out:
         raise OptimizerError(
-            f"the optimiser does not hold {len(left_out)} parameters that require a gradient: {', '.join(left_out)}",
+            f"the optimizer does not hold {len(left_out)} parameters that require a gradient: {', '.join(left_out)}",
             hint="give it all that the factory is given, or set requires_grad=False on those to freeze",
         )
     if not elementwise:
@@ -89,7 +89,7 @@ def make_optimizer(
 
 
 def same_groups(mesh: Mesh | None, optimizer: torch.optim.Optimizer) -> None:
-    """Refuse optimisers of pipeline stages whose groups do not correspond: their state could not be saved as one.
+    """Refuse optimizers of pipeline stages whose groups do not correspond: their state could not be saved as one.
 
     Args:
         mesh: of the schedule.
@@ -105,7 +105,7 @@ def same_groups(mesh: Mesh | None, optimizer: torch.optim.Optimizer) -> None:
 
 def _group_facts(optimizer: torch.optim.Optimizer) -> Iterator[RankFact]:
     kind = type(optimizer).__name__
-    yield RankFact("the optimiser that the factory made", kind)
+    yield RankFact("the optimizer that the factory made", kind)
     yield RankFact(f"the number of groups of parameters of {kind}", str(len(optimizer.param_groups)))
     for number, group in enumerate(optimizer.param_groups):
         for key, value in group.items():
@@ -115,7 +115,7 @@ def _group_facts(optimizer: torch.optim.Optimizer) -> Iterator[RankFact]:
 
 
 def _without_parameters(factory: Callable[[list[torch.nn.Parameter]], Any]) -> Any:
-    """What the factory makes, with nothing in its groups: no optimiser can be made of no parameters."""
+    """What the factory makes, with nothing in its groups: no optimizer can be made of no parameters."""
     nothing = torch.nn.Parameter(torch.empty(0, 0))
     optimizer = factory([nothing])
     if isinstance(optimizer, torch.optim.Optimizer):

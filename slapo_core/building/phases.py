@@ -1,7 +1,7 @@
 """`build`: a scheduled model becomes an engine, phase by phase.
 
 Plan (the dialect, pure) -> agree (the ranks compare) -> place (which rank holds what, where there are pipeline stages)
--> materialise (only what this rank keeps) -> hand over (the dialect makes its engine) -> seal. A failure in any phase
+-> materialize (only what this rank keeps) -> hand over (the dialect makes its engine) -> seal. A failure in any phase
 leaves the schedule, and the model, usable. Planning comes before agreeing because the options that a dialect fills in
 are among what the ranks have to agree about.
 """
@@ -24,7 +24,7 @@ from slapo_core.errors import ArgumentError, BuildError, RankMismatchError
 from slapo_core.ranks.world import World
 from slapo_core.schedule.agreement import SAME_SCRIPT
 from slapo_core.schedule.schedule import Schedule
-from slapo_core.weights.materialise import Materialisation
+from slapo_core.weights.materialize import Materialization
 from slapo_core.weights.placement import placed, placement_facts
 from slapo_core.weights.replicas import parted, replicas_of
 from slapo_core.weights.sources import Source, open_source
@@ -62,8 +62,8 @@ def build(
         optimizer: a factory that is given the list of the engine's parameters, e.g.
             ``lambda params: torch.optim.AdamW(params, lr=1e-4)``. Without one the engine can only evaluate.
         weights: full weights with the untouched model's names: a directory with safetensors files, one such file, or
-            a mapping. Without them real tensors are used as they are, and tensors on the meta device are initialised
-            by the model's own initialisation, to the same full values under every schedule.
+            a mapping. Without them real tensors are used as they are, and tensors on the meta device are initialized
+            by the model's own initialization, to the same full values under every schedule.
         loss: ``loss(output, batch)``, a scalar tensor; default: the output's ``loss``. With it, what a batch holds
             beyond the arguments of the model's forward is left to the loss.
         max_grad_norm: largest L2 norm of all gradients over all ranks; larger ones are scaled down.
@@ -78,7 +78,7 @@ def build(
     Raises:
         UnknownNameError: no such target is installed.
         BuildError: the target cannot run this schedule; every reason is given.
-        WeightsError: weights are missing, unexpected or of another shape, a tensor cannot be initialised, or nobody
+        WeightsError: weights are missing, unexpected or of another shape, a tensor cannot be initialized, or nobody
             says what stands for one of the untouched model.
         OptimizerError: an optimizer instead of a factory, one that does not hold the engine's parameters, or one that
             is not known to be element-wise where a parameter is split.
@@ -111,14 +111,14 @@ class _Build:
         with self.world.together(f"build(target='{name}')"):
             target, plan, source = self._plan(name, config)
         with self.world.together("looking at the tensors of the model"):
-            values = Materialisation(
+            values = Materialization(
                 self.schedule, source, device=self.arguments.torch_device(), seed=self.arguments.seed
             )
         agree(self.world, self.schedule, self.arguments, plan, source, values.untouched)
         stage_ranks = self._place(target, plan, values)
         try:
             with drawing_alike(self.world, self.schedule.mesh):
-                self._materialise(target, values)
+                self._materialize(target, values)
                 engine = self._hand_over(target, plan, values, stage_ranks)
                 self._compare_added(values)
         except BaseException:
@@ -135,7 +135,7 @@ class _Build:
         source = open_source(self.arguments.weights) if self.arguments.weights is not None else None
         return target, plan, source
 
-    def _place(self, target: Target, plan: Plan, values: Materialisation) -> tuple[int, ...]:
+    def _place(self, target: Target, plan: Plan, values: Materialization) -> tuple[int, ...]:
         """Decide which rank holds which tensors; nothing is changed yet. Gives the rank along ``pp`` of each stage."""
         with self.world.together("making the stages"):
             found = stages_of_build(self.schedule, self.arguments, target, plan)
@@ -148,14 +148,14 @@ class _Build:
         values.place(placement)
         return ranks
 
-    def _materialise(self, target: Target, values: Materialisation) -> None:
+    def _materialize(self, target: Target, values: Materialization) -> None:
         """Give every tensor its value, unless the dialect takes them one by one."""
         if not target.dialect.takes_tensors:
             with self.world.together("giving the model its values"):
                 for _ in values.run():
                     pass
 
-    def _hand_over(self, target: Target, plan: Plan, values: Materialisation, stage_ranks: tuple[int, ...]) -> Engine:
+    def _hand_over(self, target: Target, plan: Plan, values: Materialization, stage_ranks: tuple[int, ...]) -> Engine:
         with self.world.together(f"build() of target '{plan.target}'"):
             request = Request(self.schedule, self.arguments, values, stage_ranks=stage_ranks)
             engine = target.build(plan, request)
@@ -163,11 +163,11 @@ class _Build:
                 raise BuildError(
                     f"target '{plan.target}' of {target.label} left tensors without their values",
                     plugin=target.label,
-                    hint="with takes_tensors = True, build() takes them all: for tensor in request.materialise(): ...",
+                    hint="with takes_tensors = True, build() takes them all: for tensor in request.materialize(): ...",
                 )
             return engine
 
-    def _compare_added(self, values: Materialisation) -> None:
+    def _compare_added(self, values: Materialization) -> None:
         """What steps added, which nobody has compared yet; here, because a runtime may have made replicas agree."""
         mesh = self.schedule.mesh
         if mesh is None or self.world.is_alone:
@@ -178,6 +178,6 @@ class _Build:
         if differing is not None:
             raise RankMismatchError(differing.message, hint=_SAME_ADDED)
 
-    def _seal(self, values: Materialisation) -> None:
+    def _seal(self, values: Materialization) -> None:
         values.keep()
         self.schedule.seal("build()")

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from slapo_core.spec.placement import Placement
     from slapo_core.spec.request import StagedModel
     from slapo_core.spec.state import LiveTensor, ModelState
-    from slapo_core.weights.materialise import Materialisation
+    from slapo_core.weights.materialize import Materialization
 
 __all__ = ["Request"]
 
@@ -51,7 +51,7 @@ class Request:
         self,
         schedule: Schedule,
         arguments: Arguments,
-        values: Materialisation,
+        values: Materialization,
         *,
         stage_ranks: tuple[int, ...] = (),
     ) -> None:
@@ -95,11 +95,11 @@ class Request:
     def device(self) -> torch.device | None:
         return self._arguments.torch_device()
 
-    def materialise(self) -> Iterator[LiveTensor]:
+    def materialize(self) -> Iterator[LiveTensor]:
         return self._values.run()
 
     def make_optimizer(self, *, in_pieces: bool = False) -> torch.optim.Optimizer | None:
-        with self.together("making the optimiser"):
+        with self.together("making the optimizer"):
             named = dict(self._schedule.model.named_parameters())
             elsewhere = {id(live.tensor): live.name for live in self._state.tensors() if not live.is_here}
             parameters = {name: one for name, one in named.items() if id(one) not in elsewhere}

@@ -28,7 +28,7 @@ class Target:
     Args:
         dialect: the dialect.
         label: its plugin, e.g. ``"slapo-megatron 0.1.0"``.
-        is_own: whether it is slapo-core's: what its ``build`` raises is then the user's own, such as the optimiser's
+        is_own: whether it is slapo-core's: what its ``build`` raises is then the user's own, such as the optimizer's
             factory, and is not given another name.
     """
 

@@ -67,7 +67,7 @@ def _print_memory(kind: RankEstimate, device: DeviceSpec | None) -> None:
         share = f" of {format_bytes(device.memory)}"
     print_table(("MEMORY AT THE PEAK", "BYTES"), [*rows, ("total", format_bytes(memory.total) + share)])
     where = f"in '{memory.module}'" if memory.module and memory.module != memory.phase else "in the model"
-    print(f"reached {where}, {memory.phase}" if memory.phase != "optimizer" else "reached in the optimiser's step")
+    print(f"reached {where}, {memory.phase}" if memory.phase != "optimizer" else "reached in the optimizer's step")
 
 
 def _print_collectives(collectives: Sequence[Collective], *, each: bool) -> None:

@@ -1,4 +1,4 @@
-"""What the words of ``slapo estimate`` mean: functions, sizes, batches, optimisers."""
+"""What the words of ``slapo estimate`` mean: functions, sizes, batches, optimizers."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def mesh_of(text: str | None) -> dict[str, int] | None:
 
 
 def optimizer_of(name: str) -> Callable[..., Any] | None:
-    """A factory of optimisers; None for ``"none"``."""
+    """A factory of optimizers; None for ``"none"``."""
     import torch
 
     if name.lower() == "none":
@@ -56,7 +56,7 @@ def optimizer_of(name: str) -> Callable[..., Any] | None:
         return find(name, "--optimizer")
     found = getattr(torch.optim, name, None)
     if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
-        raise typer.BadParameter(f"torch.optim has no optimiser {name!r}", param_hint="--optimizer")
+        raise typer.BadParameter(f"torch.optim has no optimizer {name!r}", param_hint="--optimizer")
     factory: Callable[..., Any] = found
     return factory
 

@@ -89,7 +89,7 @@ class Assumptions:
             self._found["the model, which is in evaluation mode as a whole, is put into training mode"] = None
 
     def told_of(self, factory: Factory | None) -> Factory | None:
-        """The optimiser's factory, with a look at what it makes."""
+        """The optimizer's factory, with a look at what it makes."""
         if factory is None:
             return None
 
@@ -98,7 +98,7 @@ class Assumptions:
             groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else []
             if any("foreach" in each and each["foreach"] is None and not each.get("fused") for each in groups):
                 self._found[
-                    "the optimiser takes parameters one by one, as on the CPU; on a GPU its default takes all at once, "
+                    "the optimizer takes parameters one by one, as on the CPU; on a GPU its default takes all at once, "
                     "with temporaries of their size: optimizer=functools.partial(..., foreach=True) counts them"
                 ] = None
             return optimizer
@@ -106,6 +106,6 @@ class Assumptions:
         return made
 
     def number(self) -> float:
-        """In place of one that an optimiser reads and nobody knows, such as the norm of an update: it is a factor."""
-        self._found["numbers that the optimiser reads are taken to be 1"] = None
+        """In place of one that an optimizer reads and nobody knows, such as the norm of an update: it is a factor."""
+        self._found["numbers that the optimizer reads are taken to be 1"] = None
         return 1.0

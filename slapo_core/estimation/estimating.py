@@ -68,7 +68,7 @@ def estimate(
         ArgumentError: an argument makes no sense, or there is no batch.
         MeshError: sizes make no sense.
         SealedError: the originals were dropped.
-        SerializationError: a step, the optimiser or the loss cannot be sent to another process.
+        SerializationError: a step, the optimizer or the loss cannot be sent to another process.
         LaunchError: the model cannot be.
         ReplayError: a step is refused on the mesh.
         EstimateError: the model decides by values, or the step raises.

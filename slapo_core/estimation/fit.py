@@ -155,7 +155,7 @@ def fit(
     if offload:
         raise ArgumentError(
             "offload=True: no installed primitive moves activations to the host",
-            hint='leave it out; target="deepspeed" offloads the optimiser\'s state: its option zero_optimization',
+            hint='leave it out; target="deepspeed" offloads the optimizer\'s state: its option zero_optimization',
         )
     if sch.is_sealed:
         raise SealedError(

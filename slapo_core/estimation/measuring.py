@@ -90,15 +90,15 @@ def _seconds(device: torch.device, function: Callable[[], object]) -> float:
     """The fastest of some runs, behind one that warms up: others on the machine only make it slower."""
     found = []
     for _ in range(_REPEATS + 1):
-        _synchronise(device)
+        _synchronize(device)
         begin = time.perf_counter()
         function()
-        _synchronise(device)
+        _synchronize(device)
         found.append(time.perf_counter() - begin)
     return min(found[1:])
 
 
-def _synchronise(device: torch.device) -> None:
+def _synchronize(device: torch.device) -> None:
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 

@@ -62,7 +62,7 @@ class MemoryTracker:
         return self._total
 
     def begin(self) -> None:
-        """Of a training step: it has a peak of its own. In the first one the optimiser's state is not known as such."""
+        """Of a training step: it has a peak of its own. In the first one the optimizer's state is not known as such."""
         self._earlier, self._peak, self._most = self.peak, Memory(), 0
 
     def hold(self, tensors: Iterable[torch.Tensor | None], kind: str) -> None:

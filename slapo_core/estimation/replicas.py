@@ -61,7 +61,7 @@ class Replicas:
         self._waiting: list[_Bucket] = []  # not exchanged yet in this step, in their order
         self._came: list[nn.Parameter] = []
         self._is_rebuilt = False
-        self._synchronises = self._did_synchronise = True
+        self._synchronizes = self._did_synchronize = True
         self._fill(self._parameters, sys.maxsize)
         for parameter in self._parameters:
             parameter.register_post_accumulate_grad_hook(self._ready)
@@ -72,15 +72,15 @@ class Replicas:
         came = set(self._came)
         return [parameter for parameter in self._parameters if parameter not in came]
 
-    def before_forward(self, *, synchronise: bool) -> None:
-        """Of a micro-batch; ``synchronise`` for the last one of a step."""
+    def before_forward(self, *, synchronize: bool) -> None:
+        """Of a micro-batch; ``synchronize`` for the last one of a step."""
         if not self._is_rebuilt and self._came:
             self._fill(self._came, _LIMIT)
             self._is_rebuilt = True
-        if self._did_synchronise and self._buffers:
+        if self._did_synchronize and self._buffers:
             self._send_buffers()
-        self._synchronises = self._did_synchronise = synchronise
-        if synchronise:
+        self._synchronizes = self._did_synchronize = synchronize
+        if synchronize:
             self._waiting = list({id(bucket): bucket for bucket in self._of.values()}.values())
             for bucket in self._waiting:
                 bucket.missing.update(bucket.views)
@@ -103,7 +103,7 @@ class Replicas:
                     parameter.grad = views[parameter]
 
     def _ready(self, parameter: nn.Parameter) -> None:
-        if not self._synchronises:
+        if not self._synchronizes:
             return
         bucket, gradient = self._of[parameter], parameter.grad
         assert gradient is not None

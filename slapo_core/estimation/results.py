@@ -20,11 +20,11 @@ class Memory:
         parameters: of the model.
         buffers: of the model.
         gradients: of the parameters.
-        optimizer: the optimiser's state.
+        optimizer: the optimizer's state.
         activations: kept by the forward pass for the backward pass, or still in use by it.
-        temporaries: made by the backward pass, or within the optimiser's step.
+        temporaries: made by the backward pass, or within the optimizer's step.
         inputs: the batch.
-        module: path of the module that ran; ``""`` for the model itself, ``"optimizer"`` for the optimiser's step.
+        module: path of the module that ran; ``""`` for the model itself, ``"optimizer"`` for the optimizer's step.
         phase: ``"forward"``, ``"backward"``, ``"recomputation"`` (of what is checkpointed) or ``"optimizer"``.
     """
 

@@ -138,7 +138,7 @@ def collective_seconds(kind: str, size: int, ranks: int, link: Link) -> float:
         kind: as of :class:`Collective`.
         size: bytes that each rank gives.
         ranks: of the group.
-        link: between neighbours.
+        link: between neighbors.
 
     Source: Thakur, Rabenseifner, Gropp: Optimization of collective communication operations in MPICH (2005), section 4.
     """

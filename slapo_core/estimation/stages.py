@@ -2,7 +2,7 @@
 
 What runs the stages is what target ``"torch"`` runs them with, over a process group without peers: so the order of
 passes, how many micro-batches are in flight (on the first stage as many as there are stages, with 1F1B), what is
-received and what is kept until it is sent are its own, and nothing is modelled. Values that come from another stage
+received and what is kept until it is sent are its own, and nothing is modeled. Values that come from another stage
 are tensors like any other.
 """
 

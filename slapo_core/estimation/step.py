@@ -1,4 +1,4 @@
-"""Two training steps of a model without memory: the optimiser's state appears at the end of the first."""
+"""Two training steps of a model without memory: the optimizer's state appears at the end of the first."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def _step(
     for number, piece in enumerate(pieces):
         place.begin("forward")
         if replicas is not None:
-            replicas.before_forward(synchronise=number == len(pieces) - 1)
+            replicas.before_forward(synchronize=number == len(pieces) - 1)
         loss, output = compute_loss(piece)
         if number == 0:
             for parameter in model.parameters():

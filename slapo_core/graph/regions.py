@@ -54,7 +54,7 @@ def set_state(grad: bool, autocast: tuple[tuple[bool, torch.dtype], ...], cache:
     """Switch to a state of :func:`state`.
 
     Where autocast ends, what it keeps ends with it, as it does at the end of torch's own regions: its copies of weights
-    are those of before the optimiser's step, and made under ``no_grad`` they take no gradient.
+    are those of before the optimizer's step, and made under ``no_grad`` they take no gradient.
     """
     set_grad_enabled(grad)
     for kind, (enabled, dtype) in zip(DEVICES, autocast, strict=True):

@@ -48,7 +48,7 @@ def load_state_dict(sch: Schedule, state: Mapping[str, torch.Tensor]) -> None:
     """Give a scheduled model the weights of an untouched one; every rank keeps its own pieces.
 
     In place of ``model.load_state_dict()``, which wants this rank's pieces. A collective: every rank calls it, with the
-    same state. The tensors of the model stay the same objects, so that its optimiser goes on.
+    same state. The tensors of the model stay the same objects, so that its optimizer goes on.
 
     Args:
         sch: the schedule, under which the model is trained without :func:`slapo_core.build`.

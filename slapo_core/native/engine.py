@@ -104,7 +104,7 @@ class TorchEngine(StatefulEngine):
         )
 
     def close(self) -> None:
-        """Let go of the optimiser and of DistributedDataParallel; the model and its state stay."""
+        """Let go of the optimizer and of DistributedDataParallel; the model and its state stay."""
         if self._runtime is not None:
             self._runtime.close()
         self._runtime = self.optimizer = None

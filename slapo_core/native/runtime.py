@@ -46,7 +46,7 @@ class TorchRuntime:
         return contextlib.nullcontext()
 
     def watch(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """Warn of an optimiser step on gradients that replicas have not exchanged."""
+        """Warn of an optimizer step on gradients that replicas have not exchanged."""
         if optimizer is None or not isinstance(self.module, DistributedDataParallel):
             return
         self._handles = [
@@ -64,7 +64,7 @@ class TorchRuntime:
     def _stepping(self, *_: Any) -> None:
         if not self._is_averaged:
             warnings.warn(
-                "the optimiser steps, and no backward pass since its last step went through engine.torch.module "
+                "the optimizer steps, and no backward pass since its last step went through engine.torch.module "
                 "outside of no_sync(): unless you average the gradients yourself, replicas (dp) part here; call "
                 "engine.torch.module(...) instead of engine.module(...), or engine.train_step(batch)",
                 stacklevel=4,

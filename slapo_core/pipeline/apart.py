@@ -26,7 +26,7 @@ class ApartCalls:
     """Makes every stage of another copy of the modules, around the same parameters and buffers.
 
     What modules leave to each other in attributes of theirs does not pass from one stage to the next then, as it would
-    not between processes; gradients and the optimiser's steps are those of the one model. The plugins are asked about
+    not between processes; gradients and the optimizer's steps are those of the one model. The plugins are asked about
     every copy, as they are on every rank, and must say the same.
 
     Args:

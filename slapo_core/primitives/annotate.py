@@ -1,4 +1,4 @@
-"""``annotate``: mark a parameter for an optimiser or a runtime."""
+"""``annotate``: mark a parameter for an optimizer or a runtime."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ __all__ = ["Annotate"]
 
 @dataclass(frozen=True)
 class Annotate(Primitive):
-    """Set an attribute on a parameter; it follows the parameter through sharding, replacing and materialising.
+    """Set an attribute on a parameter; it follows the parameter through sharding, replacing and materializing.
 
-    Runtimes and optimisers read such marks: Megatron-core's ``allreduce``, a ``no_weight_decay`` of your own.
+    Runtimes and optimizers read such marks: Megatron-core's ``allreduce``, a ``no_weight_decay`` of your own.
 
     Args:
         param: the module's own parameter, e.g. ``"weight"``.

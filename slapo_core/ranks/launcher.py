@@ -38,7 +38,7 @@ _PRELOAD = [
     "torch.distributed.device_mesh",
     "torch.distributed._functional_collectives",
     "torch.utils.checkpoint",
-    "torch._dynamo",  # by every optimiser
+    "torch._dynamo",  # by every optimizer
     "slapo_core.ranks.process",
     "slapo_core.building",
     "slapo_core.schedule.creation",

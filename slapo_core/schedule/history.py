@@ -163,7 +163,7 @@ class History:
                 f"step {step.record}, at {step.record.location}, cannot be taken back, and is in force as before: "
                 f"something else was put in the place of what it changed ({type(error).__name__}: {error})",
                 path=step.record.path,
-                hint="take back what was done after the step outside of the schedule, such as a parametrisation; or do "
+                hint="take back what was done after the step outside of the schedule, such as a parametrization; or do "
                 "it before create_schedule()",
             ) from error
         if self.guards is not None:

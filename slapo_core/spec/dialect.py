@@ -68,7 +68,7 @@ class Dialect(ABC):
         name: what users pass as ``build(sch, target=...)``.
         supports: the mesh dimensions the runtime can run, e.g. ``frozenset({"dp", "tp"})``; ``build`` refuses larger
             ones than 1 that are not among them.
-        takes_tensors: whether :meth:`build` takes the tensors one by one, through ``request.materialise()``, because
+        takes_tensors: whether :meth:`build` takes the tensors one by one, through ``request.materialize()``, because
             it partitions them as they come. Otherwise they all have their values before it is called.
         accumulates: whether a training step of the engine takes ``request.micro_batches(batch)`` one after the other;
             ``build(..., accumulate=2)`` is refused otherwise.
@@ -117,7 +117,7 @@ class Dialect(ABC):
             pp: the size of that mesh dimension.
 
         Returns:
-            one rank for each stage, each rank at least once: ``(0, 0, 1, 1)``, the default: neighbours share a rank;
+            one rank for each stage, each rank at least once: ``(0, 0, 1, 1)``, the default: neighbors share a rank;
             ``(0, 1, 0, 1)`` for a loop, ``(0, 1, 1, 0)`` for a V.
         """
         return tuple(stage * pp // stages for stage in range(stages))

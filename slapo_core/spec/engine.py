@@ -39,12 +39,12 @@ class Engine(Protocol):
         ...
 
     def train_step(self, batch: Any) -> StepResult:
-        """Forward, backward, and one optimiser step, in training mode.
+        """Forward, backward, and one optimizer step, in training mode.
 
         A model that is in evaluation mode as a whole is put into training mode, with a warning; where some module is in
         training mode, every module keeps its mode. With ``build(..., accumulate=n)`` the batch is cut into n
         micro-batches along the first axis of every tensor: one after the other goes forward and backward, the
-        gradients and the loss are the means over them, and there is one optimiser step and no ``output``.
+        gradients and the loss are the means over them, and there is one optimizer step and no ``output``.
 
         The first step compares the batch over the ranks of a replica, and makes its tensor-parallel ones draw alike.
 
@@ -98,7 +98,7 @@ class Engine(Protocol):
         ...
 
     def check_replicas(self, *, repair: bool = False) -> None:
-        """Compare what several ranks hold copies of, tensors and optimiser state: a collective over the mesh.
+        """Compare what several ranks hold copies of, tensors and optimizer state: a collective over the mesh.
 
         Args:
             repair: give every rank the values of the first one that holds a copy, with a warning that says what
@@ -110,7 +110,7 @@ class Engine(Protocol):
         ...
 
     def save(self, directory: str | os.PathLike[str]) -> None:
-        """Write weights and optimiser state, in the untouched layout, as safetensors: a collective.
+        """Write weights and optimizer state, in the untouched layout, as safetensors: a collective.
 
         Replicas are compared first, as by :meth:`check_replicas`. A model that has a ``config`` as transformers' have
         gets its ``config.json``, so that ``from_pretrained`` reads the directory. The state of torch's generators in
@@ -122,7 +122,7 @@ class Engine(Protocol):
         Raises:
             ArgumentError: the directory is ``""``.
             ReplicaError: ranks hold different copies; the checkpoint is whole, with the values of the first rank.
-            BuildError: the optimiser holds something that has no place in a checkpoint, or writing failed.
+            BuildError: the optimizer holds something that has no place in a checkpoint, or writing failed.
         """
         ...
 
@@ -136,7 +136,7 @@ class Engine(Protocol):
 
         Raises:
             WeightsError: it holds no whole checkpoint, or one of another model; nothing was changed.
-            BuildError: it has no optimiser state, or one that does not fit; nothing was changed.
+            BuildError: it has no optimizer state, or one that does not fit; nothing was changed.
         """
         ...
 

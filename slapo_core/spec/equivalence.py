@@ -30,7 +30,7 @@ class Equivalence:
         without dropout only. Every module still drops as often, and with the same probability, as in the untouched
         model, and nothing in evaluation; within a step forward and backward still use the same numbers.
     ``Equivalence.APPROXIMATE(rtol, atol)``
-        Another function, within the stated tolerances (quantisation, a fast kernel).
+        Another function, within the stated tolerances (quantization, a fast kernel).
 
     A promise that holds only under a condition says so: ``Equivalence.EXACT.provided("the module draws no random
     numbers")``. ``verify`` holds the step to it all the same, and so finds a model for which the condition fails.

@@ -93,7 +93,7 @@ def slapo_rolled_back(node: Node, primitive: Primitive, error: BaseException) ->
 def slapo_initialize(path: str, name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
     """Called when a tensor on the meta device needs values that no weights give: by ``build``, and by ``verify``.
 
-    The model's own initialisation runs only where no plugin answers.
+    The model's own initialization runs only where no plugin answers.
 
     First result: yes; two active plugins that answer for the same tensor are an error.
 

@@ -1,6 +1,6 @@
 """Where a parameter's local piece lies in the untouched model's tensor: the one record that everybody reads.
 
-Materialising, state dicts, checkpoints, ``verify`` and the dialects all use the functions below, so that there is one
+Materializing, state dicts, checkpoints, ``verify`` and the dialects all use the functions below, so that there is one
 place that knows how a full tensor becomes a local one and back.
 """
 

@@ -119,7 +119,7 @@ def declare_mesh(mesh: Mesh | DeviceMesh | Mapping[str, int] | None, *, rank: in
 
     Args:
         mesh: None, ``{"dp": 2, "tp": 2}`` (outermost first), or torch's ``DeviceMesh`` with named dimensions.
-            A dictionary makes torch's mesh at once where torch.distributed is initialised; otherwise the mesh is
+            A dictionary makes torch's mesh at once where torch.distributed is initialized; otherwise the mesh is
             dry, unless it has one rank.
         rank: for a dry mesh, the global rank to play.
 
@@ -139,7 +139,7 @@ def declare_mesh(mesh: Mesh | DeviceMesh | Mapping[str, int] | None, *, rank: in
             hint='create_schedule(model, mesh={"tp": 2})',
         )
     check_sizes(mesh)
-    return _realise(dict(mesh), rank)
+    return _realize(dict(mesh), rank)
 
 
 def _adopt(device_mesh: DeviceMesh) -> Mesh:
@@ -172,7 +172,7 @@ def check_sizes(sizes: Mapping[str, int]) -> None:
             )
 
 
-def _realise(sizes: dict[str, int], rank: int) -> Mesh:
+def _realize(sizes: dict[str, int], rank: int) -> Mesh:
     import torch.distributed as dist
 
     world_size = math.prod(sizes.values())

@@ -18,7 +18,7 @@ class Place:
     """What this rank holds of one parameter's trained values.
 
     Args:
-        flat: the tensor that the optimiser steps; it keeps its state for it.
+        flat: the tensor that the optimizer steps; it keeps its state for it.
         start: of the first element, in ``flat``.
         offset: of the first element, in the parameter.
         length: in elements; 0 where other replicas hold them all.

@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 OptimizerFactory = Callable[[Any], Any]
-"""Makes the optimiser of the list of the engine's parameters: ``lambda params: torch.optim.AdamW(params, lr=1e-4)``."""
+"""Makes the optimizer of the list of the engine's parameters: ``lambda params: torch.optim.AdamW(params, lr=1e-4)``."""
 
 LossFunction = Callable[[Any, Any], Any]
 """``loss(output, batch)``, a scalar tensor."""
@@ -265,7 +265,7 @@ class BuildRequest(Protocol):
         """
         ...
 
-    def materialise(self) -> Iterator[LiveTensor]:
+    def materialize(self) -> Iterator[LiveTensor]:
         """Give the model its values, one tensor after the other, in registration order.
 
         Only for a dialect with ``takes_tensors = True``; it must take them all. Each tensor is in its place in the
@@ -273,7 +273,7 @@ class BuildRequest(Protocol):
         ranks along ``pp`` hold do not come.
 
         Raises:
-            WeightsError: the weights do not fit, or a tensor on the meta device cannot be initialised.
+            WeightsError: the weights do not fit, or a tensor on the meta device cannot be initialized.
         """
         ...
 
@@ -281,10 +281,10 @@ class BuildRequest(Protocol):
         """Call the user's factory with every parameter of the scheduled model, each once, and check what it made.
 
         Where the mesh has several ranks along ``pp``, with those that this rank holds. A rank that holds none has the
-        optimiser that the factory makes of any, with empty groups.
+        optimizer that the factory makes of any, with empty groups.
 
         Args:
-            in_pieces: whether the runtime gives the optimiser pieces of parameters, besides what the schedule splits.
+            in_pieces: whether the runtime gives the optimizer pieces of parameters, besides what the schedule splits.
 
         Returns:
             None if the user gave no factory: the engine then only evaluates.
@@ -307,7 +307,7 @@ class BuildRequest(Protocol):
         """Cut a batch into ``accumulate`` pieces of one size, along the first axis of every tensor.
 
         Each goes through :meth:`compute_loss` and backward, its loss divided by their number, and after the last one
-        come :meth:`clip_gradients` and the optimiser's step. For a dialect with ``accumulates = True``.
+        come :meth:`clip_gradients` and the optimizer's step. For a dialect with ``accumulates = True``.
 
         Args:
             batch: the whole one.
@@ -326,7 +326,7 @@ class BuildRequest(Protocol):
 
         With gradients enabled it is a training step's call: a model in evaluation mode as a whole is put into training
         mode, with a warning. Until the first training step has ended (with :meth:`clip_gradients`, or a step of the
-        optimiser), the ranks of a replica compare their batches, and its tensor-parallel ranks make their random states
+        optimizer), the ranks of a replica compare their batches, and its tensor-parallel ranks make their random states
         agree.
 
         Args:
@@ -405,7 +405,7 @@ class BuildRequest(Protocol):
         whole is such a block.
 
         Args:
-            what: the work of the block, for the message on the other ranks, e.g. ``"making the optimiser"``.
+            what: the work of the block, for the message on the other ranks, e.g. ``"making the optimizer"``.
 
         Raises:
             BuildError: on the ranks where the block went well, naming the rank where it did not, and why.

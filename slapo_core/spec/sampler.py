@@ -25,7 +25,7 @@ class Trial:
         number: from 0, in the order of the proposals.
         point: what was chosen.
         status: one of :data:`STATUSES`.
-        value: what is maximised, e.g. samples per second; None unless the status is ``"ok"``.
+        value: what is maximized, e.g. samples per second; None unless the status is ``"ok"``.
         reason: why it was not ``"ok"``; empty otherwise.
         predicted: what the estimate said: ``{"memory": bytes, "time": seconds}``, or a part of it.
         measured: what the trial measured: ``{"memory": bytes, "time": seconds, ...}``.

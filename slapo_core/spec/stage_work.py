@@ -21,7 +21,7 @@ __all__ = ["Form", "Leg", "Work"]
 
 @dataclass(frozen=True)
 class Leg:
-    """Neighbouring stages of one rank, between what it is sent and what it sends.
+    """Neighboring stages of one rank, between what it is sent and what it sends.
 
     Args:
         stages: in their order.

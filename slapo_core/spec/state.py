@@ -76,7 +76,7 @@ class ModelState(Protocol):
     ) -> None:
         """Compare what several ranks hold copies of, bit for bit: a collective over the mesh.
 
-        Parameters, and buffers but for the running statistics of replicas; the state and the settings of an optimiser;
+        Parameters, and buffers but for the running statistics of replicas; the state and the settings of an optimizer;
         and, where training steps draw random numbers, torch's random state over ``tp``. Of a runtime that trains other
         tensors than the forward computes with, both.
 
@@ -119,7 +119,7 @@ class ModelState(Protocol):
         optimizer: torch.optim.Optimizer | OptimizerStorage | None = None,
         runtime: Mapping[str, Any] | None = None,
     ) -> None:
-        """Write weights and the optimiser's state, readable under any schedule of the same model, by any target.
+        """Write weights and the optimizer's state, readable under any schedule of the same model, by any target.
 
         Args:
             directory: made if it is not there; a checkpoint in it is replaced as a whole.
@@ -129,7 +129,7 @@ class ModelState(Protocol):
 
         Raises:
             ReplicaError: as :meth:`check_replicas` says; what was written is whole, with the first rank's values.
-            BuildError: the optimiser, or ``runtime``, holds something that has no place in a checkpoint, or writing
+            BuildError: the optimizer, or ``runtime``, holds something that has no place in a checkpoint, or writing
                 failed.
         """
         ...
@@ -154,7 +154,7 @@ class ModelState(Protocol):
 
         Raises:
             WeightsError: no whole checkpoint, or of another model; nothing was changed.
-            BuildError: the optimiser's state does not fit this optimiser; nothing was changed.
+            BuildError: the optimizer's state does not fit this optimizer; nothing was changed.
         """
         ...
 
@@ -172,7 +172,7 @@ class ModelState(Protocol):
 
         Raises:
             RankMismatchError: as :meth:`check_replicas` says.
-            BuildError: the optimiser, or ``runtime``, holds something that has no place in a checkpoint.
+            BuildError: the optimizer, or ``runtime``, holds something that has no place in a checkpoint.
         """
         ...
 

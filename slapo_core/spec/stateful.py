@@ -53,12 +53,12 @@ class StatefulEngine:
     # -- for a runtime that keeps values elsewhere ------------------------------------------------------------
 
     def _kept_optimizer(self) -> torch.optim.Optimizer | OptimizerStorage | None:
-        """The optimiser, as the state is given it."""
+        """The optimizer, as the state is given it."""
         optimizer: torch.optim.Optimizer | OptimizerStorage | None = self.optimizer
         return optimizer
 
     def _beside(self) -> Mapping[str, Any]:
-        """What a checkpoint of this runtime holds beside weights and the optimiser's state, as JSON, by name."""
+        """What a checkpoint of this runtime holds beside weights and the optimizer's state, as JSON, by name."""
         return {}
 
     def _uses(self) -> Collection[str]:
@@ -66,7 +66,7 @@ class StatefulEngine:
         return ()
 
     def _resume(self, runtime: Mapping[str, Any]) -> None:
-        """Take what :meth:`_beside` of the engine that saved it gave, after weights and optimiser; ``{}``: nothing."""
+        """Take what :meth:`_beside` of the engine that saved it gave, after weights and optimizer; ``{}``: nothing."""
 
     # -- the end ------------------------------------------------------------------------------------------------
 

@@ -1,11 +1,11 @@
-"""Where a runtime keeps values that the model's own tensors, and a torch optimiser, do not hold.
+"""Where a runtime keeps values that the model's own tensors, and a torch optimizer, do not hold.
 
-ZeRO partitions parameters and the optimiser's state over replicas; mixed precision trains masters of a higher one.
+ZeRO partitions parameters and the optimizer's state over replicas; mixed precision trains masters of a higher one.
 State dicts, checkpoints and the comparison of replicas then ask the runtime, by these two protocols, for what this
 rank's place in the schedule would hold without it: the piece that the layout says, whole along ``dp``.
 
 ``request.state.keep_in(storage)`` says where the tensors are, and ``save``, ``load`` and ``check_replicas`` of the
-state take an :class:`OptimizerStorage` wherever they take an optimiser of torch.
+state take an :class:`OptimizerStorage` wherever they take an optimizer of torch.
 """
 
 from __future__ import annotations
@@ -73,10 +73,10 @@ class TensorStorage(Protocol):
 
 @runtime_checkable
 class OptimizerStorage(Protocol):
-    """An optimiser of a runtime, by the model's parameters.
+    """An optimizer of a runtime, by the model's parameters.
 
     Attributes:
-        kind: the class of the optimiser that computes, e.g. ``"AdamW"``: checkpoints of one load into another of it.
+        kind: the class of the optimizer that computes, e.g. ``"AdamW"``: checkpoints of one load into another of it.
     """
 
     kind: str
@@ -132,6 +132,6 @@ class OptimizerStorage(Protocol):
             what puts it into its place, and does not fail.
 
         Raises:
-            BuildError: this optimiser cannot hold it.
+            BuildError: this optimizer cannot hold it.
         """
         ...

@@ -162,7 +162,7 @@ def _check_cases(
     for entry in entries:
         module = entry.value.partition(":")[0]
         if (entry.kind, entry.name) not in tested and module in sys.modules:
-            why = f"{module} has no {CASES_FUNCTION}() with a case for it: behaviour is not checked"
+            why = f"{module} has no {CASES_FUNCTION}() with a case for it: behavior is not checked"
             yield report(entry.name, "cases", "skipped", why)
 
 

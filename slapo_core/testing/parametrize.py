@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 __all__ = ["BoundCheck", "case_labels", "parametrize_checks", "parametrize_dialect_checks"]
 
 
-class _Labelled(Protocol):
+class _Labeled(Protocol):
     @property
     def label(self) -> str: ...
 
 
-CaseT = TypeVar("CaseT", bound=_Labelled)
+CaseT = TypeVar("CaseT", bound=_Labeled)
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def parametrize_dialect_checks(
     return _parametrize(listed, _select(DIALECT_CHECKS, checks))
 
 
-def case_labels(cases: Iterable[_Labelled]) -> list[str]:
+def case_labels(cases: Iterable[_Labeled]) -> list[str]:
     """The label of each case; the second and later ones of the same label are numbered: ``freeze``, ``freeze-2``."""
     seen: Counter[str] = Counter()
     labels = []

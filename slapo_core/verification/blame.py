@@ -104,7 +104,7 @@ def find_steps(
     by sub-tree, from the top: a group that fails alone with the same numbers is followed, and repeated blocks
     (``layer.0``, ``layer.1``) stand for themselves, so among several that fail the first is followed and the others are
     named. Steps at modules that share a parameter stay together: a tied vocabulary is split in one place and
-    synchronised in another. In the part that is left single steps are tried alone, and left out, and changed as
+    synchronized in another. In the part that is left single steps are tried alone, and left out, and changed as
     plugins suggest: what makes the schedule agree is the cause.
 
     Args:

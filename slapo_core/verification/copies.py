@@ -18,7 +18,7 @@ from slapo_core.schedule.schedule import Schedule
 from slapo_core.spec.record import Record
 from slapo_core.verification.precision import is_inexact
 from slapo_core.weights.correspondence import Correspondence
-from slapo_core.weights.initialise import Initialiser, cannot_initialise
+from slapo_core.weights.initialize import Initializer, cannot_initialize
 
 if TYPE_CHECKING:
     from slapo_core.spec.mesh import Mesh
@@ -441,25 +441,25 @@ class Subjects:
         on_meta = {name: tensor for name, tensor in self._originals.items() if tensor.is_meta}
         if not on_meta:
             return {}
-        initialiser = Initialiser(model, self.schedule.hooks, seed=self._seed)
-        found = {name: initialiser.value(name, tuple(tensor.shape)) for name, tensor in on_meta.items()}
+        initializer = Initializer(model, self.schedule.hooks, seed=self._seed)
+        found = {name: initializer.value(name, tuple(tensor.shape)) for name, tensor in on_meta.items()}
         refused = [name for name, value in found.items() if value is None]
         if refused:
-            raise cannot_initialise(refused)
+            raise cannot_initialize(refused)
         return {name: value for name, value in found.items() if value is not None}
 
     def _fill_scheduled(self, model: nn.Module, schedule: Schedule, counterparts: Counterparts) -> None:
-        initialiser: list[Initialiser] = []
+        initializer: list[Initializer] = []
 
         def value(name: str, tensor: torch.Tensor) -> torch.Tensor:
             live = counterparts.tensors[name]
             full = self._full(live, counterparts.correspondence)
             if full is None:
-                if not initialiser:
-                    initialiser.append(Initialiser(schedule.model, schedule.hooks, seed=self._seed, is_untouched=False))
-                full = initialiser[0].value(live.name, tuple(live.layout.shape))
+                if not initializer:
+                    initializer.append(Initializer(schedule.model, schedule.hooks, seed=self._seed, is_untouched=False))
+                full = initializer[0].value(live.name, tuple(live.layout.shape))
             if full is None:
-                raise cannot_initialise([name])
+                raise cannot_initialize([name])
             return live.layout.local(full, self.schedule.mesh).to(self.device, tensor.dtype)
 
         _fill(model, value)

@@ -33,7 +33,7 @@ class Kind:
 _OWN = "in the model's own types"
 _EVALUATED, _FORWARD, _BATCHES = "in evaluation mode", "after a forward in evaluation mode", "further batches"
 _OWN_EVALUATED = "outputs, evaluation mode, own types"
-_TRAINED, _UPDATED = "after a training step", "after the optimiser steps"
+_TRAINED, _UPDATED = "after a training step", "after the optimizer steps"
 
 _TABLE = (
     Kind("output", "training", "outputs", "{name}", "outputs, training mode"),
@@ -97,8 +97,8 @@ def phases_for(kind: str) -> tuple[str, ...]:
 
 
 def label(kind: str, name: str, steps: int) -> str:
-    """``"gradient of fc.weight"``, ``"parameter fc.weight after 3 optimiser steps"``."""
-    after_steps = f"after {steps} optimiser step{'s' if steps != 1 else ''}"
+    """``"gradient of fc.weight"``, ``"parameter fc.weight after 3 optimizer steps"``."""
+    after_steps = f"after {steps} optimizer step{'s' if steps != 1 else ''}"
     if KINDS[kind].of in ("draws", "ranks"):
         name = name or "the model"
     return KINDS[kind].label.format(name=name, after=after_steps)

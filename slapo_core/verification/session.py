@@ -187,7 +187,7 @@ class BothModels:
         if self.raised is None and updates:
             self._compare_phase("updates", runner)
         elif not updates and self.trials.options.optimizer_steps:
-            self.notes.append("no optimiser steps were compared, because no parameter has a finite gradient")
+            self.notes.append("no optimizer steps were compared, because no parameter has a finite gradient")
         del runner, started
         if self.raised is None:
             self._further_batches()

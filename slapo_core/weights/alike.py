@@ -1,4 +1,4 @@
-"""What several ranks hold alike: which tensors, and which parts of an optimiser's state, are copies on which ranks.
+"""What several ranks hold alike: which tensors, and which parts of an optimizer's state, are copies on which ranks.
 
 A rank holds the whole of a tensor along every mesh dimension that its layout does not split: tensor-parallel ranks a
 layer norm, and replicas (``dp``) everything that no runtime partitions over them.
@@ -91,7 +91,7 @@ def replicas_of(correspondence: Correspondence, storage: TensorStorage | None = 
 def optimizer_replicas(
     correspondence: Correspondence, optimizer: torch.optim.Optimizer | OptimizerStorage
 ) -> list[Replica]:
-    """What an optimiser keeps of which other ranks hold copies: its state, as the parameters, and its settings."""
+    """What an optimizer keeps of which other ranks hold copies: its state, as the parameters, and its settings."""
     mesh, storage = correspondence.mesh, optimizer_storage(optimizer)
     if mesh is None or mesh.is_dry or storage is None:
         return []

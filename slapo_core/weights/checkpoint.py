@@ -5,7 +5,7 @@ A directory holds ``model.safetensors`` (the untouched model's state dict, reada
 model has) and ``optimizer.safetensors``, the configurations of a model that has
 them as transformers' models do (``config.json``), and ``checkpoint.json``. They are replaced together: who reads finds
 the checkpoint before or the new one, wherever a save was interrupted. Those of ours carry the same identifier, so that
-files of two checkpoints that were copied into one directory are recognised.
+files of two checkpoints that were copied into one directory are recognized.
 """
 
 from __future__ import annotations
@@ -61,13 +61,13 @@ def save_checkpoint(
     optimizer: torch.optim.Optimizer | OptimizerStorage | None,
     runtime: Mapping[str, Any],
 ) -> None:
-    """Write weights and optimiser state: a collective; the first rank of the mesh writes, one file after the other.
+    """Write weights and optimizer state: a collective; the first rank of the mesh writes, one file after the other.
 
     Raises:
-        ReplicaError: ranks hold different copies of a tensor, or of the optimiser's state; what was written is whole,
+        ReplicaError: ranks hold different copies of a tensor, or of the optimizer's state; what was written is whole,
             with the values of the first rank.
         RankMismatchError: the forward computes with other values than the runtime trains; nothing was written.
-        BuildError: the optimiser or ``runtime`` holds something that has no place in a checkpoint, or writing failed;
+        BuildError: the optimizer or ``runtime`` holds something that has no place in a checkpoint, or writing failed;
             on every rank.
     """
     if not os.fspath(directory):
@@ -75,11 +75,11 @@ def save_checkpoint(
     mesh = state.mesh
     differing = state.differing(optimizer)
     random = _random_states(mesh)
-    with together(mesh, "saving the optimiser's state"):
+    with together(mesh, "saving the optimizer's state"):
         refuse_not_json(runtime)
     moments = collected(state, optimizer)
     if moments is not None:
-        with together(mesh, "uniting the optimisers' state"):
+        with together(mesh, "uniting the optimizers' state"):
             moments.unite()
     writes = mesh is None or mesh.is_first_rank
     with contextlib.ExitStack() as stack:
@@ -91,7 +91,7 @@ def save_checkpoint(
                     writer = stack.enter_context(Writer(Path(directory), ALL, last=MANIFEST))
                     for name, tensors in _files(state, weights).items():
                         writer.write(name, tensors)
-        weights.clear()  # before the optimiser's state comes, of which there is twice as much
+        weights.clear()  # before the optimizer's state comes, of which there is twice as much
         tensors = moments.gather(wanted=writes) if moments is not None else {}
         with together(mesh, f"writing the checkpoint '{directory}'"):
             if writer is not None:
@@ -135,14 +135,14 @@ def load_checkpoint(
     optimizer: torch.optim.Optimizer | OptimizerStorage | None,
     uses: Collection[str],
 ) -> dict[str, Any]:
-    """Read weights and, if the engine has an optimiser, its state; every rank reads its own pieces.
+    """Read weights and, if the engine has an optimizer, its state; every rank reads its own pieces.
 
     Returns:
         what the runtime that saved it gave beside them.
 
     Raises:
         WeightsError: the directory is no whole checkpoint, or is of another model; nothing was changed.
-        BuildError: the optimiser's state does not fit this optimiser; nothing was changed.
+        BuildError: the optimizer's state does not fit this optimizer; nothing was changed.
     """
     path = Path(directory)
     moments = collected(state, optimizer)
@@ -166,9 +166,9 @@ def load_checkpoint(
 
 
 def collected(state: TensorState, optimizer: torch.optim.Optimizer | OptimizerStorage | None) -> OptimizerState | None:
-    """An optimiser's state as it is now, not yet united over ``pp``: a collective; None of None."""
+    """An optimizer's state as it is now, not yet united over ``pp``: a collective; None of None."""
     moments: OptimizerState | None = None
-    with together(state.mesh, "looking at the optimiser's state"):
+    with together(state.mesh, "looking at the optimizer's state"):
         storage = optimizer_storage(optimizer)
         if storage is not None:
             moments = OptimizerState(state, storage)
@@ -194,8 +194,8 @@ def prepared(
         state: of the model.
         weights: of the checkpoint.
         added: what replacements added.
-        moments: of the engine's optimiser, united; None without one. It is prepared too.
-        about_optimizer: what the checkpoint says of its optimiser; None where it has none.
+        moments: of the engine's optimizer, united; None without one. It is prepared too.
+        about_optimizer: what the checkpoint says of its optimizer; None where it has none.
         tensors: of its state.
         runtime: of the checkpoint.
         uses: what of it the engine makes use of.
@@ -207,7 +207,7 @@ def prepared(
     if moments is not None:
         if about_optimizer is None:
             raise BuildError(
-                f"{label} holds no optimiser state, and this engine has an optimiser",
+                f"{label} holds no optimizer state, and this engine has an optimizer",
                 hint="load the weights only: build(sch, weights=dir)",
             )
         moments.prepare(about_optimizer, tensors)
@@ -222,9 +222,9 @@ def prepared(
 
 def give(state: TensorState, moments: OptimizerState | None, loading: Loading, label: str) -> None:
     """Put what was prepared into its places: a collective."""
-    if moments is not None:  # first, because an optimiser may refuse what was read, and can be given back its own
+    if moments is not None:  # first, because an optimizer may refuse what was read, and can be given back its own
         try:
-            with together(state.mesh, f"giving the optimiser its state of {label}"):
+            with together(state.mesh, f"giving the optimizer its state of {label}"):
                 moments.load()
         except BaseException:
             moments.take_back()

@@ -1,6 +1,6 @@
-"""Settings of a checkpoint's groups of parameters for an optimiser whose groups may be others.
+"""Settings of a checkpoint's groups of parameters for an optimizer whose groups may be others.
 
-What is resumed is what every parameter was trained with. Where the groups are the same, an optimiser takes the
+What is resumed is what every parameter was trained with. Where the groups are the same, an optimizer takes the
 settings of the checkpoint as they are. Where they are not, it takes them only if each of its groups gets one value,
 and no two of its groups lose what sets them apart.
 """
@@ -29,13 +29,13 @@ def matched_settings(
     frozen: Collection[str],
     scheduled: Collection[str],
 ) -> list[dict[str, Any]]:
-    """What each group of an optimiser is to have, in their order.
+    """What each group of an optimizer is to have, in their order.
 
     Args:
         saved: the groups of the checkpoint.
-        present: those of the optimiser.
+        present: those of the optimizer.
         states: the parameters of which the checkpoint holds state.
-        frozen: those of the optimiser that are not trained.
+        frozen: those of the optimizer that are not trained.
         scheduled: settings that the runtime sets anew whatever is loaded.
 
     Raises:
@@ -46,7 +46,7 @@ def matched_settings(
     gone = sorted(name for name in group_of if name not in own and name in states)
     more = sorted(own - set(group_of) - set(frozen))
     if gone or more:
-        raise BuildError(_others(gone, more), hint="make the optimiser of the parameters of the checkpoint")
+        raise BuildError(_others(gone, more), hint="make the optimizer of the parameters of the checkpoint")
     found, feeding = [], []
     for number, group in enumerate(present):
         names = [name for name in group["params"] if name in group_of]
@@ -69,7 +69,7 @@ def _united(saved: Sequence[_Group], group_of: Mapping[str, int], number: int, n
             one, two = first.get(key, _NOTHING), other.get(key, _NOTHING)
             if one != two:
                 raise BuildError(
-                    f"group {number} of this optimiser holds '{names[0]}' and '{name}', and the checkpoint has '{key}' "
+                    f"group {number} of this optimizer holds '{names[0]}' and '{name}', and the checkpoint has '{key}' "
                     f"= {_shown(one)} for the one and {_shown(two)} for the other",
                     hint=_HINT,
                 )
@@ -90,7 +90,7 @@ def _refuse_levelled(
                 if one != two:
                     value = saved[source]["hyperparameters"].get(key, _NOTHING)
                     raise BuildError(
-                        f"groups {before} and {number} of this optimiser have '{key}' = {_shown(one)} and "
+                        f"groups {before} and {number} of this optimizer have '{key}' = {_shown(one)} and "
                         f"{_shown(two)}, and the checkpoint has {_shown(value)} for the parameters of both",
                         hint=_HINT,
                     )
@@ -98,8 +98,8 @@ def _refuse_levelled(
 
 def _others(gone: list[str], more: list[str]) -> str:
     parts = [f"only in the checkpoint: {_listed(gone)}"] if gone else []
-    parts += [f"only in this optimiser: {_listed(more)}"] if more else []
-    return f"the optimiser holds other parameters than that of the checkpoint: {'; '.join(parts)}"
+    parts += [f"only in this optimizer: {_listed(more)}"] if more else []
+    return f"the optimizer holds other parameters than that of the checkpoint: {'; '.join(parts)}"
 
 
 def _listed(names: list[str]) -> str:

@@ -1,4 +1,4 @@
-"""A runtime that keeps nothing elsewhere: tensors of the model, and an optimiser of torch, as storages."""
+"""A runtime that keeps nothing elsewhere: tensors of the model, and an optimizer of torch, as storages."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class InPlace:
 
 
 class TorchOptimizer:
-    """The implementation of :class:`slapo_core.spec.storage.OptimizerStorage` by an optimiser of the model's tensors.
+    """The implementation of :class:`slapo_core.spec.storage.OptimizerStorage` by an optimizer of the model's tensors.
 
     Args:
         optimizer: its parameters are the model's.
@@ -100,7 +100,7 @@ class TorchOptimizer:
     ) -> Callable[[], None]:
         """As ``torch.optim.Optimizer.load_state_dict`` takes it: parameters numbered in the order of the groups.
 
-        What is returned may fail, because an optimiser may refuse what was read; :meth:`take_back` is for that.
+        What is returned may fail, because an optimizer may refuse what was read; :meth:`take_back` is for that.
         """
         packed: list[dict[str, Any]] = []
         state: dict[int, dict[str, Any]] = {}
@@ -116,7 +116,7 @@ class TorchOptimizer:
         return lambda: self._optimizer.load_state_dict({"state": state, "param_groups": packed})
 
     def take_back(self) -> None:
-        """Give the optimiser the state that it had when this was made."""
+        """Give the optimizer the state that it had when this was made."""
         self._optimizer.__setstate__(self._before)
 
 
@@ -129,5 +129,5 @@ def sharded_over(tensor: torch.Tensor) -> tuple[str, ...]:
 
 
 def optimizer_storage(optimizer: torch.optim.Optimizer | OptimizerStorage | None) -> OptimizerStorage | None:
-    """An optimiser in whatever form the state is given it."""
+    """An optimizer in whatever form the state is given it."""
     return TorchOptimizer(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else optimizer

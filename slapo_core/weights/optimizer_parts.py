@@ -1,4 +1,4 @@
-"""One optimiser's state made of those of pipeline stages, each of which trains its own parameters."""
+"""One optimizer's state made of those of pipeline stages, each of which trains its own parameters."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Held", "Part", "United", "unite"]
 
 @dataclass(frozen=True)
 class Held:
-    """A tensor of an optimiser's state.
+    """A tensor of an optimizer's state.
 
     Args:
         places: of the ranks along ``pp`` that hold it, ascending.
@@ -34,7 +34,7 @@ class Part:
     """What one rank along ``pp`` has, as :class:`~slapo_core.weights.optimizer_state.OptimizerState` collects it.
 
     Args:
-        kind: the optimiser's class.
+        kind: the optimizer's class.
         groups: its parameters by name, and its settings, of each group.
         scalars: by parameter and key.
         tensors: by full key.
@@ -72,7 +72,7 @@ def unite(parts: Sequence[Part], order: Sequence[str]) -> United:
         different = _difference(parts[here], parts[there])
         if different is not None:
             raise BuildError(
-                "the optimisers of the pipeline stages have no common groups of parameters: "
+                "the optimizers of the pipeline stages have no common groups of parameters: "
                 f"{different[0]} on rank {here} of 'pp', and {different[1]} on rank {there}",
                 hint="let the factory make the same groups with the same settings on every rank, empty ones too",
             )

@@ -1,4 +1,4 @@
-"""An optimiser's state by the untouched model's names: full tensors, scalars, and hyperparameters as data."""
+"""An optimizer's state by the untouched model's names: full tensors, scalars, and hyperparameters as data."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class _Moment:
 
 
 class OptimizerState:
-    """The state of an optimiser over a scheduled model's parameters.
+    """The state of an optimizer over a scheduled model's parameters.
 
-    Where pipeline stages have optimisers of their own, each rank collects that of its parameters, :meth:`meet` brings
+    Where pipeline stages have optimizers of their own, each rank collects that of its parameters, :meth:`meet` brings
     them together and :meth:`unite` makes one of them.
 
     Args:
@@ -90,7 +90,7 @@ class OptimizerState:
         """Make one state of what these ranks have.
 
         Raises:
-            BuildError: their optimisers have other groups of parameters.
+            BuildError: their optimizers have other groups of parameters.
         """
         if self._parts:
             united = unite(self._parts, self._order)
@@ -171,7 +171,7 @@ class OptimizerState:
                 raise BuildError(
                     f"{self._kind} keeps '{key}' of shape {tuple(value.shape)} for '{name}', whose piece here has "
                     f"shape {local_shape}: how it lies in the full tensor is not known, so it cannot be saved",
-                    hint="use an optimiser whose state has its parameters' shapes, or save the weights only: "
+                    hint="use an optimizer whose state has its parameters' shapes, or save the weights only: "
                     "engine.state_dict()",
                 )
 
@@ -186,16 +186,16 @@ class OptimizerState:
     # -- in ---------------------------------------------------------------------------------------------------
 
     def prepare(self, description: Mapping[str, Any], source: Source | None) -> None:
-        """Check what :meth:`description` and :meth:`gather` gave against this optimiser, and read this rank's pieces.
+        """Check what :meth:`description` and :meth:`gather` gave against this optimizer, and read this rank's pieces.
 
         Raises:
-            BuildError: another optimiser, or other groups of parameters.
+            BuildError: another optimizer, or other groups of parameters.
         """
         if description.get("type") != self._kind:
             raise BuildError(
-                f"the checkpoint holds the state of {description.get('type')}, and this engine's optimiser is "
+                f"the checkpoint holds the state of {description.get('type')}, and this engine's optimizer is "
                 f"{self._kind}",
-                hint="build with the optimiser of the checkpoint, or load the weights only: build(sch, weights=dir)",
+                hint="build with the optimizer of the checkpoint, or load the weights only: build(sch, weights=dir)",
             )
         parameters = {self._layouts[id(p)][0]: p for group in self._storage.param_groups for p in group["params"]}
         by_name = {name: layout for name, layout, _ in self._layouts.values()}
@@ -215,7 +215,7 @@ class OptimizerState:
             if name in by_name and name not in self._own:
                 continue
             if name not in by_name:
-                raise BuildError(f"the checkpoint holds state of '{key}', which is no parameter of this optimiser")
+                raise BuildError(f"the checkpoint holds state of '{key}', which is no parameter of this optimizer")
             layout = by_name[name]
             if not shape or shape != tuple(layout.shape):
                 layout = Layout(key, shape)
@@ -234,7 +234,7 @@ class OptimizerState:
         ]
 
     def load(self) -> None:
-        """Put the prepared state into the optimiser."""
+        """Put the prepared state into the optimizer."""
         assert self._take is not None
         self._take()
         if isinstance(self._storage, TorchOptimizer):
@@ -242,7 +242,7 @@ class OptimizerState:
                 self._storage.put(parameter, key, read())
 
     def take_back(self) -> None:
-        """Give an optimiser of torch the state that it had; another one takes what it was prepared for."""
+        """Give an optimizer of torch the state that it had; another one takes what it was prepared for."""
         if isinstance(self._storage, TorchOptimizer):
             self._storage.take_back()
 
@@ -287,7 +287,7 @@ def _to_json(value: Any, what: str) -> Any:
 
 
 def _from_json(value: Any, present: Any) -> Any:
-    """A saved hyperparameter, in the kind that the optimiser holds now."""
+    """A saved hyperparameter, in the kind that the optimizer holds now."""
     if isinstance(present, torch.Tensor):
         return torch.tensor(value, dtype=present.dtype, device=present.device)
     return tuple(value) if isinstance(value, list) else value

@@ -36,11 +36,11 @@ def pieces_of(
     differing = state.differing(optimizer)
     if differing is not None:
         raise differing
-    with together(state.mesh, "saving the optimiser's state"):
+    with together(state.mesh, "saving the optimizer's state"):
         refuse_not_json(runtime)
     moments = collected(state, optimizer)
     if moments is not None:
-        with together(state.mesh, "uniting the optimisers' state"):
+        with together(state.mesh, "uniting the optimizers' state"):
             moments.unite()
     writer = _Writer(state.mesh)
     weights = {spec.keys[0]: list(spec.shape) for spec in state.correspondence.survey.specs.values() if spec.keys}
@@ -97,7 +97,7 @@ _Found = tuple[Kind, str, Layout, torch.Tensor, Mapping[str, tuple[int, ...]]]
 
 
 def _weights(state: TensorState) -> Iterator[_Found]:
-    """Everything but the optimiser's state that this rank has, in one order on all ranks that share a collective."""
+    """Everything but the optimizer's state that this rank has, in one order on all ranks that share a collective."""
     correspondence, survey = state.correspondence, state.correspondence.survey
     done = set()
     for live, spec in correspondence.carried():

@@ -1,4 +1,4 @@
-"""What initialisers wrote into one tensor, as operations that can be run for any piece of it.
+"""What initializers wrote into one tensor, as operations that can be run for any piece of it.
 
 The random numbers of a tensor are drawn in blocks, each from a generator that is seeded by the tensor's name and the
 number of the block. The blocks depend on the full shape alone, so that every layout has the same values, and a rank

@@ -1,11 +1,11 @@
-"""What a model's initialisers write into its tensors, found out by running them once with nothing being written.
+"""What a model's initializers write into its tensors, found out by running them once with nothing being written.
 
 They run on a copy of the model whose tensors are on the CPU as in a real one, with memory behind them that is never
-touched: every operation on them is looked at instead of being run. A tensor is understood if all that its initialisers
+touched: every operation on them is looked at instead of being run. A tensor is understood if all that its initializers
 do with it is to draw it, fill it or copy a small value into it, whole, and then to change elements each by itself.
 
 Whoever reads a tensor or goes around torch's operators is not followed any further: for the tensors that such an
-initialiser is for, there is no program. Nor is there one for a tensor that gets values which were drawn elsewhere.
+initializer is for, there is no program. Nor is there one for a tensor that gets values which were drawn elsewhere.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from slapo_core.tree.index import ModuleIndex, TensorSites, full_name
 from slapo_core.weights.copies import copy_with
-from slapo_core.weights.initialisers import SKIP_MARK, InitialiserCall, Initialisers
+from slapo_core.weights.initializers import SKIP_MARK, InitializerCall, Initializers
 from slapo_core.weights.programs import Box, Program, Write
 
 __all__ = ["record"]
@@ -78,7 +78,7 @@ def record(model: nn.Module) -> dict[str, Program]:
 
 
 class _Recording:
-    """The writes of each initialiser, by tensor.
+    """The writes of each initializer, by tensor.
 
     Args:
         index: of the copy.
@@ -88,8 +88,8 @@ class _Recording:
     def __init__(self, index: ModuleIndex, twins: Mapping[int, torch.Tensor]) -> None:
         self._index, self._twins = index, twins
         self._sites = TensorSites(index)
-        self._initialisers = Initialisers(index)
-        self._written: dict[InitialiserCall, dict[int, _Writes] | None] = {}
+        self._initializers = Initializers(index)
+        self._written: dict[InitializerCall, dict[int, _Writes] | None] = {}
 
     def programs(self) -> dict[str, Program]:
         found = {}
@@ -108,10 +108,10 @@ class _Recording:
         key = _storage(tensor)
         for path, _ in sites:
             writes: _Writes = []
-            for initialiser in self._initialisers.of(path):
-                if initialiser not in self._written:
-                    self._written[initialiser] = _written_by(initialiser, self._twins)
-                written = self._written[initialiser]
+            for initializer in self._initializers.of(path):
+                if initializer not in self._written:
+                    self._written[initializer] = _written_by(initializer, self._twins)
+                written = self._written[initializer]
                 if written is None:
                     return None
                 writes += written.get(key, [])
@@ -120,19 +120,19 @@ class _Recording:
         return None
 
 
-def _written_by(initialiser: InitialiserCall, twins: Mapping[int, torch.Tensor]) -> dict[int, _Writes] | None:
-    """What one initialiser writes; None if it did something else too, or raised."""
+def _written_by(initializer: InitializerCall, twins: Mapping[int, torch.Tensor]) -> dict[int, _Writes] | None:
+    """What one initializer writes; None if it did something else too, or raised."""
     recorder = _Recorder(twins)
     try:
         with recorder, _Guard(recorder):
-            initialiser.call()
+            initializer.call()
     except (_NotUnderstoodError, Exception):  # noqa: BLE001 - it is run again on real memory, and raises there too
         return None
     return None if recorder.gave_up else recorder.writes
 
 
 class _NotUnderstoodError(BaseException):
-    """Ends an initialiser, past its own ``except Exception``."""
+    """Ends an initializer, past its own ``except Exception``."""
 
 
 class _Recorder(TorchDispatchMode):

@@ -67,7 +67,7 @@ def check_replicas(mesh: Mesh | None, replicas: Iterable[Replica], *, hint: str)
 
     Args:
         mesh: of the schedule.
-        replicas: this rank's, from :func:`replicas_of`, or others of the same kind, such as an optimiser's state. One
+        replicas: this rank's, from :func:`replicas_of`, or others of the same kind, such as an optimizer's state. One
             that a rank lacks differs from those that the others hold.
         hint: the way out.
 
@@ -93,7 +93,7 @@ def compare_all(
     repair: bool,
     hint: str = PARTED,
 ) -> None:
-    """As :func:`check_replicas`, for a whole model: its tensors, an optimiser's state, and where torch draws.
+    """As :func:`check_replicas`, for a whole model: its tensors, an optimizer's state, and where torch draws.
 
     Args:
         correspondence: of the model.
@@ -269,7 +269,7 @@ def _first(replica: Replica, mesh: Mesh) -> torch.Tensor:
 
     held = replica.value
     assert isinstance(held, (torch.Tensor, Stored))
-    device = exchange_device(mesh)  # NCCL sends from GPUs only, and an optimiser counts its steps on the CPU
+    device = exchange_device(mesh)  # NCCL sends from GPUs only, and an optimizer counts its steps on the CPU
     value = (held.read() if isinstance(held, Stored) else held).detach()
     value = value.to(device) if device.type != "cpu" else value
     value = value.clone(memory_format=torch.contiguous_format)

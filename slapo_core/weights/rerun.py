@@ -1,4 +1,4 @@
-"""A model's own initialisers, run again for one tensor at its full size."""
+"""A model's own initializers, run again for one tensor at its full size."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from torch import nn
 
 from slapo_core.tree.assignment import Assignment
 from slapo_core.tree.index import ModuleIndex, TensorSites
-from slapo_core.weights.initialisers import SKIP_MARK, Initialisers
+from slapo_core.weights.initializers import SKIP_MARK, Initializers
 
 __all__ = ["Rerun"]
 
 
 class Rerun:
-    """Runs every initialiser of a tensor on a copy of the model in which that tensor alone has memory.
+    """Runs every initializer of a tensor on a copy of the model in which that tensor alone has memory.
 
-    All others are on the meta device, where initialising costs nothing.
+    All others are on the meta device, where initializing costs nothing.
 
     Args:
         model: a copy, all of it on the meta device.
@@ -24,16 +24,16 @@ class Rerun:
     def __init__(self, model: nn.Module) -> None:
         self._index = ModuleIndex(model)
         self._sites = TensorSites(self._index)
-        self._initialisers = Initialisers(self._index)
+        self._initializers = Initializers(self._index)
 
     def dtype(self, name: str) -> torch.dtype:
         """The element type of a tensor."""
         return self._present(*_split(name)).dtype
 
     def value(self, name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor | None:
-        """The tensor ``name``, of the full ``shape``; None if no initialiser gives all of it.
+        """The tensor ``name``, of the full ``shape``; None if no initializer gives all of it.
 
-        A tied tensor is initialised as its first place does it, if that can.
+        A tied tensor is initialized as its first place does it, if that can.
         """
         present = self._present(*_split(name))
         for path, own_name in self._sites.of(present):
@@ -50,8 +50,8 @@ class Rerun:
             placed = self._place(path, own_name, full)
             try:
                 torch.default_generator.manual_seed(seed)
-                for initialiser in self._initialisers.of(path):
-                    initialiser.run(name)
+                for initializer in self._initializers.of(path):
+                    initializer.run(name)
             finally:
                 for holder in placed:
                     holder.undo()

@@ -41,8 +41,8 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(0.1)
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        normalised: torch.Tensor = self.norm(self.dropout(self.dense(x)) + residual)
-        return normalised
+        normalized: torch.Tensor = self.norm(self.dropout(self.dense(x)) + residual)
+        return normalized
 
 
 def traced(module: Any, *inputs: Any, **modules: nn.Module) -> slapo.Schedule:

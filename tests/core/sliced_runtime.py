@@ -35,7 +35,7 @@ class Slices:
         self.parameters: list[nn.Parameter] = []
         self.shapes: dict[int, tuple[int, ...]] = {}
         self.alive = self.most_alive = 0
-        for live in request.materialise():
+        for live in request.materialize():
             if isinstance(live.tensor, nn.Parameter) and live.tensor.requires_grad:
                 self.shapes[id(live.tensor)] = tuple(live.tensor.shape)
                 self.masters[id(live.tensor)] = nn.Parameter(self.slice_of(live.tensor.double()))
@@ -115,7 +115,7 @@ class Slices:
         rounded = self.masters[id(live.tensor)].to(live.tensor.dtype)
         return torch.equal(self.slice_of(live.tensor), rounded)
 
-    # -- of the optimiser -------------------------------------------------------------------------------------
+    # -- of the optimizer -------------------------------------------------------------------------------------
 
     @property
     def param_groups(self) -> Sequence[Mapping[str, Any]]:

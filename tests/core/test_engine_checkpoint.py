@@ -182,11 +182,11 @@ def test_a_directory_that_is_no_checkpoint_is_refused(tmp_path: Path, message: M
     evaluating.save(tmp_path)
     with pytest.raises(slapo.BuildError) as caught:
         slapo.build(slapo.create_schedule(real("mlp")), optimizer=sgd).load(tmp_path)
-    message(caught, "no optimiser state")
+    message(caught, "no optimizer state")
 
 
 def save_with_rows(mesh: dict[str, int] | None, directory: str) -> str:
-    """With one number for each row of a matrix in the optimiser's state."""
+    """With one number for each row of a matrix in the optimizer's state."""
     engine = engine_on(mesh)
     train(engine, 0, 1)
     weight = engine.module.fc1.weight

@@ -93,9 +93,9 @@ def test_modules_that_do_more_than_their_function_are_no_call_of_it() -> None:
     pattern = nn.Conv2d(3, 3, 3, padding=1, padding_mode="reflect")
     assert [len(each.find(pattern)) for each in (normal, reflecting)] == [0, 1]
 
-    def normalised(x: Any, mean: Any, var: Any, w: Any, b: Any) -> Any:
+    def normalized(x: Any, mean: Any, var: Any, w: Any, b: Any) -> Any:
         return F.batch_norm(x, mean, var, w, b)
 
-    assert total(normalised, apply, images, below=nn.BatchNorm2d(3).eval()) == 1
-    assert total(normalised, apply, images, below=nn.BatchNorm2d(3)) == 0  # it counts batches
+    assert total(normalized, apply, images, below=nn.BatchNorm2d(3).eval()) == 1
+    assert total(normalized, apply, images, below=nn.BatchNorm2d(3)) == 0  # it counts batches
     assert total(nn.BatchNorm2d(3), apply, images, below=nn.BatchNorm2d(3)) == 1

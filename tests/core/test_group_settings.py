@@ -69,4 +69,4 @@ def test_frozen_parameters_may_be_in_no_group() -> None:
 def test_other_parameters_are_refused(message: Messages) -> None:
     with pytest.raises(BuildError) as error:
         matched([group("a b", lr=0.1)], [group("b c", lr=1)])
-    message(error, "only in the checkpoint: a", "only in this optimiser: c")
+    message(error, "only in the checkpoint: a", "only in this optimizer: c")

@@ -1,4 +1,4 @@
-"""What initialisers write is found out, and made again for a piece: the same values, drawn once, nothing whole held."""
+"""What initializers write is found out, and made again for a piece: the same values, drawn once, nothing whole held."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ import slapo_core as slapo
 from slapo_core.ranks.launcher import run_ranks
 from slapo_core.spec.layout import Layout
 from slapo_core.weights import programs
-from slapo_core.weights.initialise import Initialiser
+from slapo_core.weights.initialize import Initializer
 from slapo_core.weights.programs import blocks
 from slapo_core.weights.recording import record
 from tests.core.building_support import Split, on_meta
-from tests.core.initialising_support import differences
+from tests.core.initializing_support import differences
 from tests.integration.zoo.subjects import subject
 
 ZOO = ("torch: transformer", "torch: lstm", "torch: resnet with batch norm", "albert", "bart", "gpt2", "mamba", "t5")
 
 
 class Odd(nn.Module):
-    """Shapes that no block divides, every kind of write, and initialisers around the module."""
+    """Shapes that no block divides, every kind of write, and initializers around the module."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("block", [40, 1 << 16])
-def test_what_is_made_by_piece_is_what_the_initialisers_write(
+def test_what_is_made_by_piece_is_what_the_initializers_write(
     dtype: torch.dtype, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(programs, "_BLOCK", block)
@@ -78,7 +78,7 @@ def test_what_is_made_by_piece_is_what_the_initialisers_write(
 
 
 @pytest.mark.parametrize("name", ZOO)
-def test_real_models_start_as_by_their_own_initialisers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_real_models_start_as_by_their_own_initializers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     small_blocks(monkeypatch)
     with torch.device("meta"):
         model = subject(name).build()
@@ -143,13 +143,13 @@ def test_a_piece_is_cut_out_of_the_whole(
     small_blocks(monkeypatch)
     with torch.device("meta"):
         model = nn.Embedding(48, 16, padding_idx=13)
-    initialiser = Initialiser(model, slapo.create_schedule(model).hooks)
-    whole = initialiser.value("weight", (48, 16))
+    initializer = Initializer(model, slapo.create_schedule(model).hooks)
+    whole = initializer.value("weight", (48, 16))
     assert whole is not None
     assert not whole[13].any()
     for rank in reversed(range(size)):
         mesh: Any = _Mesh(rank, size)
-        piece = initialiser.piece("weight", layout((48, 16)), mesh)
+        piece = initializer.piece("weight", layout((48, 16)), mesh)
         assert piece is not None
         assert torch.equal(piece, layout((48, 16)).local(whole, mesh))
 
@@ -157,8 +157,8 @@ def test_a_piece_is_cut_out_of_the_whole(
 def test_values_do_not_depend_on_what_was_made_before() -> None:
     def values(names: list[str]) -> dict[str, torch.Tensor | None]:
         model = odd()
-        initialiser = Initialiser(model, slapo.create_schedule(model).hooks)
-        return {name: initialiser.value(name, tuple(model.get_parameter(name).shape)) for name in names}
+        initializer = Initializer(model, slapo.create_schedule(model).hooks)
+        return {name: initializer.value(name, tuple(model.get_parameter(name).shape)) for name in names}
 
     names = [name for name, _ in odd().named_parameters()]
     first, second = values(names), values(names[::-1])
@@ -232,11 +232,11 @@ def test_building_draws_every_element_at_most_once() -> None:
 def test_a_rank_never_holds_a_whole_tensor_of_which_it_keeps_a_piece(axis: int) -> None:
     with torch.device("meta"):
         model = nn.Linear(1024, 1024)
-    initialiser = Initialiser(model, slapo.create_schedule(model).hooks)
+    initializer = Initializer(model, slapo.create_schedule(model).hooks)
     mesh: Any = _Mesh(1, 4)
     costs = _Costs()
     with costs:
-        piece = initialiser.piece("weight", Layout("weight", (1024, 1024), (("tp", Shard(axis)),)), mesh)
+        piece = initializer.piece("weight", Layout("weight", (1024, 1024), (("tp", Shard(axis)),)), mesh)
     assert piece is not None
     assert costs.largest == piece.numel() == 1 << 18
     assert costs.drawn == (1 << 18 if axis == 0 else 1 << 20)
@@ -247,7 +247,7 @@ def test_a_rank_never_holds_a_whole_tensor_of_which_it_keeps_a_piece(axis: int) 
 
 
 class Reset(nn.Module):
-    """Initialised by a function of the module."""
+    """Initialized by a function of the module."""
 
     def __init__(self, reset: Callable[[nn.Module], object]) -> None:
         super().__init__()
@@ -330,7 +330,7 @@ FOREIGN: dict[str, tuple[Callable[[nn.Module], object], Callable[[torch.Tensor],
 
 
 @pytest.mark.parametrize(("reset", "holds"), FOREIGN.values(), ids=FOREIGN)
-def test_what_cannot_be_made_by_piece_is_made_by_the_initialiser_itself(
+def test_what_cannot_be_made_by_piece_is_made_by_the_initializer_itself(
     reset: Callable[[nn.Module], object], holds: Callable[[torch.Tensor], Any]
 ) -> None:
     with torch.device("meta"):
@@ -341,7 +341,7 @@ def test_what_cannot_be_made_by_piece_is_made_by_the_initialiser_itself(
         assert holds(model[1].weight.detach())
 
 
-def test_an_initialiser_that_asks_for_the_device_sees_the_one_of_a_real_model() -> None:
+def test_an_initializer_that_asks_for_the_device_sees_the_one_of_a_real_model() -> None:
     with torch.device("meta"):
         model = Reset(_by_device)
     assert "weight" in record(model)
@@ -349,7 +349,7 @@ def test_an_initialiser_that_asks_for_the_device_sees_the_one_of_a_real_model() 
     assert model.weight.min() > 90
 
 
-def test_the_memory_of_a_model_is_not_touched_by_looking_at_its_initialisers() -> None:
+def test_the_memory_of_a_model_is_not_touched_by_looking_at_its_initializers() -> None:
     """One billion elements: 4 GB, if anything wrote into them."""
     with torch.device("meta"):
         model = nn.Linear(1 << 15, 1 << 15)

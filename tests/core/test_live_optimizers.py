@@ -1,4 +1,4 @@
-"""An optimiser that was made before the schedule trains nothing of what steps exchanged: its first step says so."""
+"""An optimizer that was made before the schedule trains nothing of what steps exchanged: its first step says so."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
 
 
-def test_the_first_step_of_an_optimiser_made_before_the_schedule_is_refused_and_names_the_call(
+def test_the_first_step_of_an_optimizer_made_before_the_schedule_is_refused_and_names_the_call(
     message: Messages,
 ) -> None:
     model = real("mlp")
@@ -51,7 +51,7 @@ def test_the_first_step_of_an_optimiser_made_before_the_schedule_is_refused_and_
     assert not torch.equal(before[0], model.fc1.weight)
 
 
-def test_an_optimiser_that_has_stepped_before_is_looked_at_again_when_steps_come_and_go() -> None:
+def test_an_optimizer_that_has_stepped_before_is_looked_at_again_when_steps_come_and_go() -> None:
     model = real("mlp")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     trained(model, optimizer)
@@ -143,7 +143,7 @@ def test_a_model_that_is_gone_is_not_spoken_of_and_nothing_is_kept_alive() -> No
     assert original() is None
 
 
-def test_other_hooks_of_all_optimisers_run_after_a_scheduled_model_is_gone() -> None:
+def test_other_hooks_of_all_optimizers_run_after_a_scheduled_model_is_gone() -> None:
     called = []
     model = real("mlp")
     scheduled(model)
@@ -167,7 +167,7 @@ def test_a_compiled_step_is_left_alone() -> None:
     assert not torch.equal(before, model.fc1.weight)
 
 
-def test_an_optimiser_that_needs_whole_tensors_warns_once_of_pieces(message: Messages) -> None:
+def test_an_optimizer_that_needs_whole_tensors_warns_once_of_pieces(message: Messages) -> None:
     model = real("mlp")
     whole = torch.optim.Adafactor(model.parameters())
     trained(model, whole)

@@ -15,7 +15,7 @@ from slapo_core.ranks.checksum import checksum
 from slapo_core.ranks.facts import RankFact, describe, describe_tensor, first_difference
 
 
-class Colour(enum.Enum):
+class Color(enum.Enum):
     RED = 1
 
 
@@ -34,7 +34,7 @@ class Window:
         ({"b": {3, 1}, "a": None}, "{'a': None, 'b': {1, 3}}"),
         (torch.float8_e4m3fn, "torch.float8_e4m3fn"),
         (torch.device("cpu", 0), "'cpu'"),
-        (Colour.RED, "Colour.RED"),
+        (Color.RED, "Color.RED"),
         (Window(3, object()), "Window(size=3, handle=<builtins.object>)"),
         (torch.nn.Linear, "<class torch.nn.modules.linear.Linear>"),
         (torch.nn.Linear(2, 2), "<torch.nn.modules.linear.Linear>"),

@@ -57,7 +57,7 @@ def merged(bias: bool = True, linears: tuple[str, ...] = ("q", "k", "v")) -> tup
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("linears", [("q", "k", "v"), ("v", "q", "k"), ("k", "v")])
-def test_outputs_gradients_and_optimiser_steps_are_the_same(bias: bool, linears: tuple[str, ...]) -> None:
+def test_outputs_gradients_and_optimizer_steps_are_the_same(bias: bool, linears: tuple[str, ...]) -> None:
     _, schedule = merged(bias, linears)
     rows = sum({"q": 16, "k": 8, "v": 8}[name] for name in linears)
     assert schedule["layers.0.qkv"].module.weight.shape == (rows, 8)

@@ -15,7 +15,7 @@ import slapo_core as slapo
 from slapo_core.ranks.launcher import run_ranks
 from slapo_core.spec.layout import Layout
 from slapo_core.testing import ModelSnapshot, assert_bit_identical
-from slapo_core.weights.initialise import Initialiser
+from slapo_core.weights.initialize import Initializer
 from slapo_core.weights.sources import MappingSource
 from tests.core.staged_support import Chain, InTurn, Sparse, batch, build, chain, grouped, in_turn, scheduled
 from tests.messages import Messages
@@ -42,21 +42,21 @@ def own_names(engine: Any) -> list[str]:
     return sorted(one.name for one in engine.state.tensors() if one.is_here)
 
 
-def materialised() -> dict[str, Any]:
-    """What a rank reads, and what it initialises, of a model on the meta device."""
+def materialized() -> dict[str, Any]:
+    """What a rank reads, and what it initializes, of a model on the meta device."""
     source = Counting(chain(3).state_dict())
     with pytest.MonkeyPatch.context() as patch:
         read = build(scheduled({"pp": 2}, model=on_meta()), weights=source)
         made: list[str] = []
-        piece = Initialiser.piece
-        patch.setattr(Initialiser, "piece", lambda self, name, *rest: made.append(name) or piece(self, name, *rest))
-        initialised = build(scheduled({"pp": 2}, model=on_meta()))
+        piece = Initializer.piece
+        patch.setattr(Initializer, "piece", lambda self, name, *rest: made.append(name) or piece(self, name, *rest))
+        initialized = build(scheduled({"pp": 2}, model=on_meta()))
     return {
         "own": own_names(read),
         "read": sorted(source.read_names),
         "made": sorted(made),
         "from files": read.state.state_dict(),
-        "initial": initialised.state.state_dict(),
+        "initial": initialized.state.state_dict(),
         "one object": read.module.head.weight is read.module.embed.weight,
         "freed": real_tensors_go(),
         "bytes": sum(one.tensor.nbytes for one in read.state.tensors() if not one.tensor.is_meta),
@@ -104,7 +104,7 @@ def failing() -> dict[str, Any]:
 
 
 def lost_parameters() -> list[str]:
-    """Factories that do not go by the parameters that they are given, and optimisers that need all of them."""
+    """Factories that do not go by the parameters that they are given, and optimizers that need all of them."""
     told = []
     factories = {
         "the model's own": lambda model: lambda params: torch.optim.SGD(model.parameters(), lr=0.1),
@@ -178,7 +178,7 @@ def refused() -> list[str]:
 @in_turn()
 def on_two() -> dict[str, Any]:
     return {
-        "materialised": materialised(),
+        "materialized": materialized(),
         "failing": failing(),
         "lost": lost_parameters(),
         "cuts": other_cuts(),
@@ -195,7 +195,7 @@ def results() -> list[dict[str, Any]]:
 def test_no_rank_reads_or_makes_the_tensors_of_another_stage(results: list[dict[str, Any]]) -> None:
     with in_turn():
         plain = build(slapo.create_schedule(on_meta())).state.state_dict()
-    for rank, result in enumerate(result["materialised"] for result in results):
+    for rank, result in enumerate(result["materialized"] for result in results):
         own = [name for name in result["own"] if name != "head.weight"]
         assert result["read"] == result["made"] == own
         assert ("embed.weight" in own, "scale" in own) == (True, True)
@@ -211,7 +211,7 @@ def test_no_rank_reads_or_makes_the_tensors_of_another_stage(results: list[dict[
             assert torch.equal(result["initial"][name], tensor), name
             assert torch.equal(result["from files"][name], chain(3).state_dict()[name]), name
     total = sum(tensor.nbytes for tensor in [*chain().parameters(), *chain().buffers()])
-    assert max(result["materialised"]["bytes"] for result in results) < 0.7 * total
+    assert max(result["materialized"]["bytes"] for result in results) < 0.7 * total
 
 
 @pytest.mark.ranks
@@ -227,7 +227,7 @@ def test_a_failed_build_gives_every_tensor_back_and_the_next_one_works(results: 
 
 
 @pytest.mark.ranks
-def test_optimisers_that_do_not_go_with_stages_are_refused(results: list[dict[str, Any]], message: Messages) -> None:
+def test_optimizers_that_do_not_go_with_stages_are_refused(results: list[dict[str, Any]], message: Messages) -> None:
     for rank, result in enumerate(results):
         own, at_once, by_norm, groups, settings, left_out = result["lost"]
         foreign = ("'0.weight'", "'1.weight'")[1 - rank]

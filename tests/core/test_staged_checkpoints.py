@@ -109,7 +109,7 @@ def test_a_stage_that_is_left_out_is_missed(tmp_path: Path) -> None:
         engine.state.load_state_dict(lost)
 
 
-def test_optimisers_of_stages_are_united_group_by_group(message: Messages) -> None:
+def test_optimizers_of_stages_are_united_group_by_group(message: Messages) -> None:
     held = {"a::m": Held((), (3,), torch.float32)}
     one = Part("Adam", [{"params": ["b", "a"], "hyperparameters": {"lr": 0.1}}], {"a": {"t": 1}}, held)
     other = Part("Adam", [{"params": ["c", "a"], "hyperparameters": {"lr": 0.1}}], {}, held)

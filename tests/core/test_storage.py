@@ -164,7 +164,7 @@ def test_what_was_written_behind_the_runtimes_back_is_named(tmp_path: Path) -> N
     assert far(engine.state_dict(), state) == []
 
 
-def test_an_optimiser_that_keeps_state_of_foreign_tensors_is_not_saved(tmp_path: Path, message: Messages) -> None:
+def test_an_optimizer_that_keeps_state_of_foreign_tensors_is_not_saved(tmp_path: Path, message: Messages) -> None:
     engine = engine_on("torch")
     engine.optimizer.state[torch.ones(2)]["moment"] = torch.ones(2)
     message(said(engine.save, tmp_path), "BuildError", "1 tensors")

@@ -45,7 +45,7 @@ class InTurn(slapo.Dialect):
 
     def build(self, plan: slapo.Plan, request: Any) -> Any:
         self.log.clear()
-        for count, live in enumerate(request.materialise(), start=1):
+        for count, live in enumerate(request.materialize(), start=1):
             whole = [t.name for t in request.state.tensors() if not t.tensor.is_meta and t.tensor.numel() > 1]
             self.log.append((live, live.tensor.detach().clone(), whole))
             live.tensor.data = live.tensor.detach().flatten()[:1].clone()

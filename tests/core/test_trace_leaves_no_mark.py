@@ -44,7 +44,7 @@ def pair(below: nn.Module, **options: Any) -> tuple[nn.Module, nn.Module]:
 
 
 class Remembers(nn.Module):
-    """Keeps its table of positions, as rotary embeddings did; and an average, as quantised layers do."""
+    """Keeps its table of positions, as rotary embeddings did; and an average, as quantized layers do."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -88,7 +88,7 @@ def test_verify_refuses_a_parameter_that_lost_its_gradient_by_mistake() -> None:
         slapo.verify(sch, IDS)
 
 
-def test_the_optimiser_of_a_built_model_leaves_a_frozen_parameter_alone() -> None:
+def test_the_optimizer_of_a_built_model_leaves_a_frozen_parameter_alone() -> None:
     torch.manual_seed(0)
     model = Tied()
     sch = slapo.create_schedule(model)

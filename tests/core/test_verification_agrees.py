@@ -82,7 +82,7 @@ def largest(report: VerifyReport, kind: str) -> Any:
     return next(entry for entry in report.largest if entry.kind == kind)
 
 
-def test_a_cnn_with_batch_norm_agrees_in_outputs_buffers_gradients_and_optimiser_steps() -> None:
+def test_a_cnn_with_batch_norm_agrees_in_outputs_buffers_gradients_and_optimizer_steps() -> None:
     sch = slapo.create_schedule(Cnn())
     sch["head"].replace(same)
     report = slapo.verify(sch, torch.randn(3, 3, 8, 8))
@@ -99,7 +99,7 @@ def test_a_cnn_with_batch_norm_agrees_in_outputs_buffers_gradients_and_optimiser
     assert report.notes == report.not_compared == ()
 
 
-def test_no_optimiser_steps_are_run_when_none_are_asked_for() -> None:
+def test_no_optimizer_steps_are_run_when_none_are_asked_for() -> None:
     report = slapo.verify(slapo.create_schedule(Cnn()), torch.randn(2, 3, 8, 8), optimizer_steps=0)
     assert "parameter" not in {entry.kind for entry in report.largest}
     assert report.optimizer_steps == 0
@@ -223,9 +223,9 @@ def test_the_report_prints_what_was_compared() -> None:
         "  outputs, further batches                 1 compared: bitwise equal",
         "  gradients, further batches               2 compared: bitwise equal",
         "  gradients of inputs                      1 compared: bitwise equal",
-        "  parameters after the optimiser steps     2 compared: bitwise equal",
-        "  outputs after the optimiser steps        1 compared: bitwise equal",
-        "  buffers after the optimiser steps        0 compared: none",
+        "  parameters after the optimizer steps     2 compared: bitwise equal",
+        "  outputs after the optimizer steps        1 compared: bitwise equal",
+        "  buffers after the optimizer steps        0 compared: none",
         "  outputs, own types                       1 compared: bitwise equal",
         "  buffers, own types                       0 compared: none",
         "  gradients, own types                     2 compared: bitwise equal",

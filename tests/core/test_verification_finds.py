@@ -169,7 +169,7 @@ MISTAKES = {
     "nan": ("layer.1.norm", "output"),
     "half": ("layer.1.norm", "output"),
     "evaluation": ("layer.1.fc2", "output in evaluation mode"),
-    "stale": ("layer.1.fc2", "parameter bn.weight after 3 optimiser steps"),
+    "stale": ("layer.1.fc2", "parameter bn.weight after 3 optimizer steps"),
 }
 
 
@@ -190,7 +190,7 @@ def test_without_the_mistakes_the_same_schedule_agrees() -> None:
     assert {entry.difference for entry in slapo.verify(sch, torch.randn(5, 6)).largest} == {0.0}
 
 
-def test_a_stale_copy_of_a_weight_needs_the_optimiser_steps_to_show() -> None:
+def test_a_stale_copy_of_a_weight_needs_the_optimizer_steps_to_show() -> None:
     sch = net()
     sch["layer.1.fc2"].apply(Wrap("stale"))
     assert slapo.verify(sch, torch.randn(5, 6), optimizer_steps=0)

@@ -201,7 +201,7 @@ def test_tensor_parallel_agrees_and_each_rank_gives_the_same_report(cases: dict[
     assert "first" not in str(first)
 
 
-def test_a_model_on_the_meta_device_is_verified_with_the_values_of_its_own_initialisation(
+def test_a_model_on_the_meta_device_is_verified_with_the_values_of_its_own_initialization(
     cases: dict[str, tuple[Any, Any]],
 ) -> None:
     first, second = cases["meta"]

@@ -110,9 +110,9 @@ def failure(sch: slapo.Schedule) -> slapo.VerifyError:
 @pytest.mark.parametrize(
     ("mistake", "path", "tensor"),
     [
-        ("cached weight", "fc1", "output in evaluation mode after 3 optimiser steps"),
+        ("cached weight", "fc1", "output in evaluation mode after 3 optimizer steps"),
         ("statistics in evaluation", "bn", "buffer bn.running_mean after a forward in evaluation mode"),
-        ("from the second step on", "bn", "output in evaluation mode after 3 optimiser steps"),
+        ("from the second step on", "bn", "output in evaluation mode after 3 optimizer steps"),
     ],
 )
 def test_what_shows_only_in_a_later_call_is_found_and_blamed(mistake: str, path: str, tensor: str) -> None:

@@ -191,7 +191,7 @@ def test_what_the_untouched_model_cannot_do_in_its_own_types_is_said() -> None:
     )
 
 
-class Cancelling(nn.Module):
+class Canceling(nn.Module):
     """Adds and takes away a number next to which its input is small, ``by`` times as large where it is float32."""
 
     def __init__(self, *, order: str = "first", by: float = 1.0) -> None:
@@ -209,21 +209,21 @@ class Cancelling(nn.Module):
 def test_two_orders_of_a_sum_may_differ_by_as_much_as_the_models_own_rounding() -> None:
     torch.manual_seed(0)
     batch = torch.randn(3, 8)
-    sch = slapo.create_schedule(nn.Sequential(nn.Linear(8, 8), Cancelling()))
-    sch["1"].replace(Cancelling(order="second"), rtol=1e-9)
+    sch = slapo.create_schedule(nn.Sequential(nn.Linear(8, 8), Canceling()))
+    sch["1"].replace(Canceling(order="second"), rtol=1e-9)
     report = slapo.verify(sch, batch)
     (own,) = (entry for entry in report.largest if entry.kind == "own output")
     assert 2e-5 < own.difference < own.allowed < 1e-3  # more than float32 would be allowed by itself
-    sch = slapo.create_schedule(nn.Sequential(nn.Linear(8, 8), Cancelling()))
-    sch["1"].replace(Cancelling(order="second", by=1.003), rtol=1e-9)
+    sch = slapo.create_schedule(nn.Sequential(nn.Linear(8, 8), Canceling()))
+    sch["1"].replace(Canceling(order="second", by=1.003), rtol=1e-9)
     with pytest.raises(slapo.VerifyError, match="own types"):
         slapo.verify(sch, batch)
 
 
 def test_a_model_that_is_another_one_in_float32_gives_a_scheduled_one_little_room() -> None:
     torch.manual_seed(0)
-    sch = slapo.create_schedule(nn.Sequential(nn.Linear(8, 8), Cancelling(order="second", by=1.5)))
-    sch["1"].replace(Cancelling(order="second", by=1.502))
+    sch = slapo.create_schedule(nn.Sequential(nn.Linear(8, 8), Canceling(order="second", by=1.5)))
+    sch["1"].replace(Canceling(order="second", by=1.502))
     with pytest.raises(slapo.VerifyError, match="own types"):
         slapo.verify(sch, torch.randn(3, 8))
 

@@ -168,14 +168,14 @@ def test_overwritten_values_come_back_when_building_fails_later() -> None:
     model = real("mlp")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     schedule = slapo.create_schedule(model)
-    with pytest.raises(ValueError, match="no optimiser today"):
+    with pytest.raises(ValueError, match="no optimizer today"):
         slapo.build(schedule, weights=real("mlp", seed=5).state_dict(), optimizer=failing_factory)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     slapo.build(schedule)
 
 
 def failing_factory(parameters: object) -> torch.optim.Optimizer:
-    raise ValueError("no optimiser today")
+    raise ValueError("no optimizer today")
 
 
 @pytest.mark.parametrize(

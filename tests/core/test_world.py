@@ -43,7 +43,7 @@ def fail_on(mesh: Mesh | None, rank: int) -> None:
 
 
 def broken(rank: int) -> Iterator[RankFact]:
-    yield RankFact("the colour", "red")
+    yield RankFact("the color", "red")
     if dist.get_rank() == rank:
         raise ValueError("out of paint")
 

@@ -120,12 +120,12 @@ class TrainsEverything(Good):
         return engine
 
 
-class InitialisesItself(Good):
+class InitializesItself(Good):
     takes_tensors = True
 
     def build(self, plan: Plan, request: Any) -> Any:
         empty = {name for name, parameter in request.schedule.model.named_parameters() if parameter.is_meta}
-        for live in request.materialise():
+        for live in request.materialize():
             if live.name in empty:
                 nn.init.constant_(live.tensor, 0.125)
         return super().build(plan, request)
@@ -140,18 +140,18 @@ class KeepsItsValues(Good):
             for name, parameter in request.schedule.model.named_parameters()
             if not parameter.is_meta
         }
-        for live in request.materialise():
+        for live in request.materialize():
             if live.name in before:
                 live.tensor.detach().copy_(before[live.name])
         return super().build(plan, request)
 
 
-class InitialisesByRank(Good):
+class InitializesByRank(Good):
     takes_tensors = True
 
     def build(self, plan: Plan, request: Any) -> Any:
         empty = {name for name, parameter in request.schedule.model.named_parameters() if parameter.is_meta}
-        for live in request.materialise():
+        for live in request.materialize():
             if live.name in empty and dist.is_initialized():
                 live.tensor.detach().mul_(1 + dist.get_rank())
         return super().build(plan, request)
@@ -200,7 +200,7 @@ class TakesTheTensors(Good):
     takes_tensors = True
 
     def build(self, plan: Plan, request: Any) -> Any:
-        for _ in request.materialise():
+        for _ in request.materialize():
             pass
         return super().build(plan, request)
 

@@ -107,7 +107,7 @@ class HidesErrors(GoodEngine):
         except Exception as error:
             if isinstance(error, OptimizerError):
                 raise
-            raise BuildError("no optimiser") from None
+            raise BuildError("no optimizer") from None
 
 
 class CallsTheFactory(GoodEngine):

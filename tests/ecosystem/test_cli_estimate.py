@@ -129,7 +129,7 @@ def test_a_step_that_does_not_fit_is_a_failure(here: Path) -> None:
         ((*ESTIMATE, "--mesh", "dp8", *BATCH), "'dp8' is not of the form"),
         ((*ESTIMATE, "--batch", "x=4,16"), "'x=4,16' is neither"),
         ((*ESTIMATE, "--batch", "x=4x16:float31"), "no dtype 'float31'"),
-        ((*ESTIMATE, *BATCH, "--optimizer", "Adem"), "no optimiser 'Adem'"),
+        ((*ESTIMATE, *BATCH, "--optimizer", "Adem"), "no optimizer 'Adem'"),
         ((*ESTIMATE, *BATCH, "--mesh", "dp=0"), "'dp=0' is not of the form"),
         ((*ESTIMATE, *BATCH, "--memory", "70G"), 'memory="70GiB"'),
         ((*ESTIMATE, *BATCH, "--timeout", "0"), "equal to 1"),

@@ -53,7 +53,7 @@ def test_a_model_is_verified_stage_by_stage(cut: Make) -> None:
     assert {dict(form)["ids"][0] for form in forms} == {1, 4, 8}, "other sizes of a batch are other forms"
     assert any("scale" not in dict(form) for form in forms), "an argument that is left out is another form"
     assert {call[0] for call in calls} == {True, False}
-    # Three stages of one copy run training, evaluation and all optimiser steps: two modes, two forms of each; those of
+    # Three stages of one copy run training, evaluation and all optimizer steps: two modes, two forms of each; those of
     # a second copy, whose constants are drawn, run training.
     assert len(calls) <= 18, calls
 

@@ -165,9 +165,9 @@ class Handmade(nn.Module):
         return nn.functional.mse_loss(x @ self.weight, y)
 
 
-def test_a_model_that_cannot_be_initialised_is_not_held_against_the_dialect() -> None:
+def test_a_model_that_cannot_be_initialized_is_not_held_against_the_dialect() -> None:
     case = DialectCase("torch", model=Handmade)
-    with pytest.raises(NotApplicable, match="initialised on the meta device"):
+    with pytest.raises(NotApplicable, match="initialized on the meta device"):
         CHECK["meta_model_is_given_its_values"](case)
     CHECK["weights_are_read"](case)
     CHECK["failed_build_changes_nothing"](case)
@@ -240,7 +240,7 @@ def test_the_cases_that_a_dialect_ships_are_run(
     ]
 
 
-def test_a_dialect_without_cases_says_that_its_behaviour_is_not_checked(
+def test_a_dialect_without_cases_says_that_its_behavior_is_not_checked(
     fake_distributions: FakeEnvironment, message: Messages
 ) -> None:
     fake_distributions.install(mine(MINE))

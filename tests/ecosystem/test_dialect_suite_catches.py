@@ -29,7 +29,7 @@ OPTIONS: dict[str, Any] = {"config": {"bucket": 3}, "rejects": [{"bucket": "many
 
 
 def case(faulty: type, **options: Any) -> DialectCase:
-    """A case of a dialect, or of the good dialect with another engine; one optimiser is enough to find a fault."""
+    """A case of a dialect, or of the good dialect with another engine; one optimizer is enough to find a fault."""
     target = faulty if issubclass(faulty, kit.Good) else kit.WITH[faulty]
     return DialectCase(target, name=faulty.__name__, optimizers=[sgd], **OPTIONS, **options)
 
@@ -63,17 +63,17 @@ CAUGHT = [
     ("unknown_option_is_refused", case(kit.RefusesWithoutWords), "does not say what is wrong"),
     ("bad_options_are_refused", case(kit.AcceptsBadValues), "bucket='many' of rejects= was accepted"),
     ("bad_options_are_refused", case(kit.RaisesAnotherError), "by another error"),
-    ("failed_build_changes_nothing", case(engines.SwallowsErrors), "of the optimiser's factory is swallowed"),
+    ("failed_build_changes_nothing", case(engines.SwallowsErrors), "of the optimizer's factory is swallowed"),
     ("failed_build_changes_nothing", case(kit.MarksTheModelFirst), "built_by: added ('good')"),
     ("failed_build_changes_nothing", case(engines.HidesErrors), "factory is lost"),
-    ("wrong_optimizer_is_refused", case(engines.CallsTheFactory), "gives no optimiser"),
+    ("wrong_optimizer_is_refused", case(engines.CallsTheFactory), "gives no optimizer"),
     ("engine_has_every_member", case(engines.WithoutLoad), "the engine has no load"),
     ("engine_has_every_member", case(engines.WithoutRank0Only), "state_dict() of the engine"),
     ("module_keeps_the_paths", case(engines.WrapsTheModule), "no 'up', 'act', 'down'"),
     (
         "without_optimizer_it_only_evaluates",
         case(engines.TrainsWithoutOptimizer),
-        "without an optimiser is not refused",
+        "without an optimizer is not refused",
     ),
     ("without_optimizer_it_only_evaluates", case(engines.RefusesWithoutWayOut), "is refused without a way out"),
     ("closed_engine_says_so", case(engines.StaysOpen), "closed engine is not refused"),
@@ -118,14 +118,14 @@ CAUGHT = [
     ("bad_state_dict_changes_nothing", case(engines.LoadsWhatFits), "without a tensor is not refused"),
     ("checkpoint_resumes_exactly", case(engines.SavesNoOptimizer), "resumed with sgd"),
     ("checkpoint_is_read_by_other_targets", case(engines.HasItsOwnFormat), "WeightsError was raised"),
-    ("meta_model_is_given_its_values", case(kit.InitialisesItself), "than for target 'torch'"),
+    ("meta_model_is_given_its_values", case(kit.InitializesItself), "than for target 'torch'"),
     ("weights_are_read", case(kit.KeepsItsValues), "(from a mapping)"),
     ("unsupported_mesh_is_refused", case(kit.SupportsText), "supports is no set"),
     ("replicas_train_as_one_process", case(engines.AveragesNothing, **DP), "'up.weight' is not the same"),
     ("replicas_train_as_one_process", case(engines.EvaluatesOnTheFirstRank, **DP), "(evaluation)"),
     (
         "replicas_train_as_one_process",
-        case(kit.InitialisesByRank, **DP),
+        case(kit.InitializesByRank, **DP),
         "on the mesh {'dp': 2}, rank 1",
     ),
     ("replicas_train_as_one_process", case(engines.SavesOnItsOwn, **DP), "gives 7 tensors on rank 1"),
@@ -174,7 +174,7 @@ SHOWS_ELSEWHERE = {  # what is built, trained or saved wrongly is wrong wherever
     "TrainsKnownNamesOnly",
     "GivesLiveNames",
     "SavesNoOptimizer",
-    "InitialisesItself",
+    "InitializesItself",
 }
 ON_RANKS = {
     "unsupported_mesh_is_refused",

@@ -213,7 +213,7 @@ def test_the_program_of_slapo_pipeline_runs(clean: CleanEnvironment) -> None:
 @pytest.mark.slow
 def test_the_program_of_slapo_deepspeed_runs(clean: CleanEnvironment) -> None:
     printed = clean.script("by_deepspeed.py", program(ROOT / "plugins/slapo-deepspeed/README.md"))
-    assert "ZeRO-2: replicas partition optimiser state and gradients, one replica" in printed
+    assert "ZeRO-2: replicas partition optimizer state and gradients, one replica" in printed
     assert printed.endswith("tensor(True)\n2\n")
 
 

@@ -182,7 +182,7 @@ def test_cases_that_cannot_be_made_are_a_failure(
 
 
 @pytest.mark.slow
-def test_a_plugin_without_cases_says_that_its_behaviour_is_not_checked(
+def test_a_plugin_without_cases_says_that_its_behavior_is_not_checked(
     fake_distributions: FakeEnvironment, message: Messages
 ) -> None:
     last = findings(fake_distributions, acme())[-1]

@@ -222,7 +222,7 @@ def test_on_meta_translated_weights_start_as_the_untouched_ones(scheduled: Calla
     assert same(slapo.build(schedule).state_dict(), plain)
 
 
-def test_the_optimiser_state_of_a_translated_weight_never_enters_another_schedule(
+def test_the_optimizer_state_of_a_translated_weight_never_enters_another_schedule(
     scheduled: Callable[..., slapo.Schedule], tmp_path
 ) -> None:
     def adam(parameters):

@@ -73,7 +73,7 @@ def test_parameters_that_are_frozen_have_no_gradient_and_modes_stay() -> None:
 
 
 @pytest.mark.ranks
-def test_what_an_optimiser_does_on_another_device_or_reads_is_said() -> None:
+def test_what_an_optimizer_does_on_another_device_or_reads_is_said() -> None:
     sch = scheduled()
     said = {
         name: " ".join(sch.estimate(X, optimizer=partial(factory, lr=1e-3, **settings)).assumptions)

@@ -57,7 +57,7 @@ def assert_trains_as_one_process(
 
     Returns:
         what the comparison printed; and by the name of each run, how much memory each rank has for weights and
-        optimiser, as a share of what one process has.
+        optimizer, as a share of what one process has.
     """
     arguments = [*arguments, "--text", str(text_for(directory)), "--output", str(directory)]
     module = example(name)
@@ -71,12 +71,12 @@ def assert_trains_as_one_process(
     assert "the loss curves agree" in printed
     assert (directory / "loss_curves.png").read_bytes().startswith(b"\x89PNG")
     plain, *others = (json.loads((directory / f"{run}.json").read_text()) for run in ("plain", *runs))
-    (whole,) = [memory["weights and optimiser"] for memory in plain["memory"]]
+    (whole,) = [memory["weights and optimizer"] for memory in plain["memory"]]
     shares = {}
     for run, other in zip(runs, others, strict=True):
         assert other["losses"] == pytest.approx(plain["losses"], abs=2e-5), run
         assert other["held_out"] == pytest.approx(plain["held_out"], abs=1e-4), run
-        shares[run] = [memory["weights and optimiser"] / whole for memory in other["memory"]]
+        shares[run] = [memory["weights and optimizer"] / whole for memory in other["memory"]]
     others[-1]["losses"][-1] += 2 * module.common.TOLERANCE  # the comparison can fail
     (directory / f"{runs[-1]}.json").write_text(json.dumps(others[-1]))
     assert module.compare(options) == 1

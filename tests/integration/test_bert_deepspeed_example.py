@@ -18,6 +18,6 @@ preload_modules("transformers.models.bert.modeling_bert", "slapo_deepspeed.pipel
 def test_deepspeed_trains_as_one_process_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     printed, shares = assert_trains_as_one_process("bert_deepspeed", ["--quick"], tmp_path, capsys, world_size=2)
     assert "checkpoint() at 'bert.encoder.layer.{0,2,4}' (x 3)" in printed
-    # Replicas hold halves of the optimiser's state, stages halves of everything.
+    # Replicas hold halves of the optimizer's state, stages halves of everything.
     assert max(shares["zero2_dp2"]) < 0.75
     assert max(shares["pp2_zero1"]) < 0.65

@@ -54,8 +54,8 @@ def test_scheduled_and_unscheduled_training_agree(
     assert len(plain["losses"]) == len(scheduled["losses"]) == 4
     assert plain["losses"][0] == pytest.approx(scheduled["losses"][0], abs=1e-5)
     # Every layer is split over both ranks, so each holds clearly less than the whole model.
-    whole, *_ = [memory["weights and optimiser"] for memory in plain["memory"]]
-    assert all(memory["weights and optimiser"] < 0.75 * whole for memory in scheduled["memory"])
+    whole, *_ = [memory["weights and optimizer"] for memory in plain["memory"]]
+    assert all(memory["weights and optimizer"] < 0.75 * whole for memory in scheduled["memory"])
     assert (directory / "loss_curves.png").read_bytes().startswith(b"\x89PNG")
 
 

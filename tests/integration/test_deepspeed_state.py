@@ -1,4 +1,4 @@
-"""Where DeepSpeed keeps weights and the optimiser's state: masters, partitions, schedulers; what is wrong is found."""
+"""Where DeepSpeed keeps weights and the optimizer's state: masters, partitions, schedulers; what is wrong is found."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_checkpoint_from_before_the_first_step_takes_the_state_away(found: Fou
         assert rank["before the first step"] == {form: [] for form in ("ZeRO-0 dp2", "ZeRO-1 dp2", "ZeRO-3 dp2")}
 
 
-def test_deepspeeds_own_optimiser_and_that_of_a_factory_load_from_each_other(found: Found) -> None:
+def test_deepspeeds_own_optimizer_and_that_of_a_factory_load_from_each_other(found: Found) -> None:
     for rank in found:
         assert rank["own optimizer"] == {"ZeRO-3 dp2": [], "torch tp2": []}
 
@@ -63,7 +63,7 @@ def test_numbers_of_steps_that_one_flat_tensor_cannot_hold(found: Found, message
     message(text, "BuildError: ", "2.0 for 'embedding.weight'", "5.0 for 'blocks.2.norm.weight'")
     assert is_unchanged
     ((text, is_unchanged),) = {rank["steps"]["never"] for rank in found}
-    message(text, "no state of the optimiser", "blocks.2.norm.weight")
+    message(text, "no state of the optimizer", "blocks.2.norm.weight")
     assert not is_unchanged
 
 

@@ -102,5 +102,5 @@ def check_refused(found: dict[str, str]) -> None:
     assert "is SGD" in found["another optimizer"]
     assert json.loads(found["unchanged"]) == []
     assert json.loads(found["weights alone"]) == []
-    assert "holds no optimiser state" in found["no state"]
+    assert "holds no optimizer state" in found["no state"]
     assert "do not fit the model" in found["another model"]

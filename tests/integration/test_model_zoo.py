@@ -21,8 +21,8 @@ ARCHITECTURES = (  # one for each way of being written; all others are in docs/m
     "whisper",
 )  # fmt: skip
 REFUSED = {
-    ("torch: weight norm", "meta build"): "cannot be initialised: ParametrizedLinear.reset_parameters()",
-    ("torch: spectral norm", "meta build"): "cannot be initialised: ParametrizedLinear.reset_parameters()",
+    ("torch: weight norm", "meta build"): "cannot be initialized: ParametrizedLinear.reset_parameters()",
+    ("torch: spectral norm", "meta build"): "cannot be initialized: ParametrizedLinear.reset_parameters()",
     ("torch: own parameters", "meta build"): "because no reset_parameters() or _init_weights() fills them: steps, mask",
 }
 SPLIT_WRONGLY = "apertus"  # the parameters of its activation would get the gradient of one rank's features only

@@ -121,7 +121,7 @@ def other_data_later() -> Any:
     return looked_at(engine)
 
 
-def optimiser_parted() -> Any:
+def optimizer_parted() -> Any:
     engine = engine_of({"tp": 2})
     losses_of(engine)
     engine.optimizer.state[engine.module.norm.weight]["momentum_buffer"].add_(dist.get_rank())
@@ -223,7 +223,7 @@ def two_ranks() -> dict[str, Any]:
         nothing_wrong,
         changed_on_one_rank,
         other_data_later,
-        optimiser_parted,
+        optimizer_parted,
         first_batches,
         seeded_by_rank,
         seeded_by_rank_without_dropout,
@@ -287,13 +287,13 @@ def test_other_data_on_a_later_step_parts_the_copies_and_is_found(results: list[
 
 
 @pytest.mark.ranks
-def test_an_optimiser_whose_state_or_settings_part_is_found(results: list[dict[str, Any]], message: Messages) -> None:
-    (settings,) = {result["optimiser_parted"][2] for result in results}
+def test_an_optimizer_whose_state_or_settings_part_is_found(results: list[dict[str, Any]], message: Messages) -> None:
+    (settings,) = {result["optimizer_parted"][2] for result in results}
     message(settings, "ReplicaError: 'lr of SGD'", ":\n  rank 0: 0.1\n  rank 1: 1.1\n")
-    (beyond_repair,) = {result["optimiser_parted"][3] for result in results}
+    (beyond_repair,) = {result["optimizer_parted"][3] for result in results}
     message(beyond_repair, "ReplicaError: 'lr of SGD'", "\n  rank 0: 0.1\n  rank 1: 1.1\n  hint: ")
     for result in results:
-        state, repaired, *_ = result["optimiser_parted"]
+        state, repaired, *_ = result["optimizer_parted"]
         assert state["state_dict"] == "fine"
         for text in (state["save"], state["check"]):
             assert text.startswith("ReplicaError: 'norm.weight::momentum_buffer' is not the same")
@@ -493,7 +493,7 @@ def test_a_loop_by_hand_through_the_wrapper_trains_and_one_past_it_is_told(repli
         assert (told, checked) == ("fine", "fine")
         torch.testing.assert_close(weight, state["norm.weight"], rtol=1e-12, atol=1e-14)
         told, checked, _ = result["by hand, past the wrapper"]
-        assert told.startswith("the optimiser steps, ")
+        assert told.startswith("the optimizer steps, ")
         assert "went through engine.torch" in told
         assert checked.startswith("ReplicaError: 'norm.weight' is not the same")
 

@@ -120,7 +120,7 @@ def test_masters_of_a_pipeline_are_resumed_bit_for_bit(found: Found) -> None:
 
 def test_groups_that_stages_do_not_share_are_refused(found: Found) -> None:
     for rank in found.on_four:
-        assert "group 0 of the optimiser" in rank.refused
+        assert "group 0 of the optimizer" in rank.refused
         assert "on rank 1 of 'pp': " in rank.refused
 
 

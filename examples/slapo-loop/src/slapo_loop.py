@@ -1,4 +1,4 @@
-"""The dialect ``accumulate``: every batch in pieces, one optimiser step for all of them."""
+"""The dialect ``accumulate``: every batch in pieces, one optimizer step for all of them."""
 
 from functools import partial
 
@@ -17,7 +17,7 @@ class Accumulate(slapo.Dialect):
         count = config.get("micro_batches", 2)
         if set(config) - {"micro_batches"} or type(count) is not int or count < 1:
             raise slapo.BuildError(f"target 'accumulate' takes micro_batches, an int >= 1 (got {dict(config)})")
-        return slapo.Plan(self.name, (f"one optimiser step for {count} micro-batches",), {"micro_batches": count})
+        return slapo.Plan(self.name, (f"one optimizer step for {count} micro-batches",), {"micro_batches": count})
 
     def build(self, plan, request):
         return Engine(plan, request)

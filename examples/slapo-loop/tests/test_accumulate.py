@@ -47,4 +47,4 @@ def test_the_plan_and_a_bad_option():
         slapo.build(sch, target="accumulate", micro_batches=0)
     assert str(caught.value) == "target 'accumulate' takes micro_batches, an int >= 1 (got {'micro_batches': 0})"
     engine = slapo.build(sch, target="accumulate", micro_batches=4)
-    assert str(engine.plan) == "plan for target 'accumulate'\n  one optimiser step for 4 micro-batches"
+    assert str(engine.plan) == "plan for target 'accumulate'\n  one optimizer step for 4 micro-batches"

@@ -1,4 +1,4 @@
-"""What ``slapo plugins check`` tries the dialect on: with parts of the optimiser's state, and of the weights too."""
+"""What ``slapo plugins check`` tries the dialect on: with parts of the optimizer's state, and of the weights too."""
 
 from __future__ import annotations
 

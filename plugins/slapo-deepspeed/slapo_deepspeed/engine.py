@@ -27,7 +27,7 @@ class DeepSpeedEngine(StatefulEngine):
         plan: what is built; ``plan.config["config"]`` is DeepSpeed's configuration, filled in.
         request: from ``build``.
         engine: DeepSpeed's, made by ``deepspeed.initialize``, in its last form.
-        groups: of the optimiser before DeepSpeed saw it; None for one that DeepSpeed made.
+        groups: of the optimizer before DeepSpeed saw it; None for one that DeepSpeed made.
 
     Attributes:
         deepspeed: that one, for everything else that users do with it: gradients by ``deepspeed.utils``, its own
@@ -64,7 +64,7 @@ class DeepSpeedEngine(StatefulEngine):
 
     @property
     def optimizer(self) -> Any:  # type: ignore[override]
-        """DeepSpeed's optimiser; None where the engine only evaluates, or is closed."""
+        """DeepSpeed's optimizer; None where the engine only evaluates, or is closed."""
         return self.deepspeed.optimizer if self._storage is not None and not self._is_closed else None
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What goes with a checkpoint beside weights and optimiser: schedulers, the scale of the loss, counters."""
+"""What goes with a checkpoint beside weights and optimizer: schedulers, the scale of the loss, counters."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ def test_tensor_parallelism_is_not_left_to_deepspeed() -> None:
         assert "tensor_parallel is left out: the steps of the schedule split the model" in str(made)
 
 
-def test_an_optimiser_that_deepspeed_does_not_know_is_allowed() -> None:
+def test_an_optimizer_that_deepspeed_does_not_know_is_allowed() -> None:
     key, factory = "zero_allow_untested_optimizer", BuildArguments(has_optimizer=True)
     zero = {"zero_optimization": {"stage": 2}}
     assert planned(zero, arguments=factory)[key] is True
@@ -117,7 +117,7 @@ def test_an_optimiser_that_deepspeed_does_not_know_is_allowed() -> None:
     assert key not in planned({}, arguments=factory)
 
 
-def test_offloading_takes_the_optimiser_of_a_factory() -> None:
+def test_offloading_takes_the_optimizer_of_a_factory() -> None:
     zero = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
     key = "zero_force_ds_cpu_optimizer"
     assert planned(zero, arguments=BuildArguments(has_optimizer=True))[key] is False
@@ -141,7 +141,7 @@ def test_adam_of_the_configuration_needs_no_compiler_on_cpus() -> None:
         assert planned({"optimizer": given})["optimizer"] == given
 
 
-def test_without_an_optimiser_nothing_is_partitioned_that_it_needs() -> None:
+def test_without_an_optimizer_nothing_is_partitioned_that_it_needs() -> None:
     for stage, expected in ((1, 0), (2, 0), (3, 3)):
         zero = {"zero_optimization": {"stage": stage}}
         assert planned(zero, arguments=BuildArguments())["zero_optimization"]["stage"] == expected

@@ -1,4 +1,4 @@
-"""The optimiser that a configuration names is one, the only one, and right for the pieces that ranks hold."""
+"""The optimizer that a configuration names is one, the only one, and right for the pieces that ranks hold."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def split() -> slapo.Schedule:
     return schedule
 
 
-def test_two_optimisers_are_refused_with_both(message: Messages) -> None:
+def test_two_optimizers_are_refused_with_both(message: Messages) -> None:
     both = refusal({"optimizer": ADAM}, arguments=BuildArguments(has_optimizer=True))
-    message(both, "two optimisers", "'AdamW'", "build(optimizer=...)")
+    message(both, "two optimizers", "'AdamW'", "build(optimizer=...)")
     planned({"optimizer": ADAM}, arguments=BuildArguments())
     planned({}, arguments=BuildArguments(has_optimizer=True))
 
@@ -35,10 +35,10 @@ def test_two_optimisers_are_refused_with_both(message: Messages) -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("AdmW", ("'AdmW'", "no optimiser", "did you mean")),
-        ("sgd", ("'sgd'", "no optimiser", "did you mean")),
-        ("OneBitAdam", ("'OneBitAdam'", "no optimiser")),
-        ("Optimizer", ("'Optimizer'", "no optimiser")),
+        ("AdmW", ("'AdmW'", "no optimizer", "did you mean")),
+        ("sgd", ("'sgd'", "no optimizer", "did you mean")),
+        ("OneBitAdam", ("'OneBitAdam'", "no optimizer")),
+        ("Optimizer", ("'Optimizer'", "no optimizer")),
         ("LBFGS", ("'LBFGS'", "several times")),
         ("MuAdam", ("'muadam'", "mup")),
         ("Muon", ("'Muon'", "groups")),
@@ -46,12 +46,12 @@ def test_two_optimisers_are_refused_with_both(message: Messages) -> None:
         (7, ("got 7",)),
     ],
 )
-def test_an_optimiser_that_there_is_none_is_refused(name: Any, words: tuple[str, ...], message: Messages) -> None:
+def test_an_optimizer_that_there_is_none_is_refused(name: Any, words: tuple[str, ...], message: Messages) -> None:
     message(refusal(of(name)), "'optimizer.type'", *words)
 
 
 @pytest.mark.parametrize("name", ["Lamb", "LAMB", "Adafactor"])
-def test_an_optimiser_that_needs_whole_parameters_is_not_given_pieces(name: str, message: Messages) -> None:
+def test_an_optimizer_that_needs_whole_parameters_is_not_given_pieces(name: str, message: Messages) -> None:
     planned(of(name))
     planned(of(name), {"tp": 2})  # no step splits a parameter
     message(refusal(of(name), schedule=split()), "one by one", "'0.weight'", "mesh_dim 'tp'")
@@ -61,7 +61,7 @@ def test_an_optimiser_that_needs_whole_parameters_is_not_given_pieces(name: str,
 
 
 @pytest.mark.parametrize("name", ["AdamW", "adam", "SGD", "Lion", "RMSprop", "Adagrad"])
-def test_an_optimiser_that_treats_elements_one_by_one_may_be_given_pieces(name: str) -> None:
+def test_an_optimizer_that_treats_elements_one_by_one_may_be_given_pieces(name: str) -> None:
     plan(of(name, stage=2), schedule=split())
 
 
@@ -77,7 +77,7 @@ def test_values_that_nothing_fills_in_are_named_together(message: Messages) -> N
 
 
 @pytest.mark.parametrize(("name", "params"), [("AdamW", "learning_rate"), ("SGD", "momentun"), ("Lion", "eps")])
-def test_params_that_the_optimiser_does_not_take_are_refused(name: str, params: str) -> None:
+def test_params_that_the_optimizer_does_not_take_are_refused(name: str, params: str) -> None:
     """In words of Python's, which differ from version to version."""
     text = refusal(of(name, **{params: 1}))
     assert text.lower().startswith(f"'optimizer.params' of config: {name.lower()} got an unexpected keyword")

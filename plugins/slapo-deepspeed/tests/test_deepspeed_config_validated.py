@@ -82,7 +82,7 @@ def test_a_type_that_the_processor_lacks_is_refused(dtype: str, other: str, mess
 
 def test_a_scheduler_needs_something_to_schedule(message: Messages) -> None:
     config: dict[str, Any] = {"scheduler": {"type": "WarmupLR"}}
-    message(refusal(config, arguments=BuildArguments()), "'scheduler'", "'WarmupLR'", "no optimiser")
+    message(refusal(config, arguments=BuildArguments()), "'scheduler'", "'WarmupLR'", "no optimizer")
     planned(config, arguments=BuildArguments(has_optimizer=True))
     assert planned({**config, "optimizer": ADAM}, arguments=BuildArguments())["scheduler"]["params"] == {}
 
@@ -95,8 +95,8 @@ def test_the_options_of_the_dialect_are_two(message: Messages) -> None:
 
 def test_a_refused_configuration_leaves_the_schedule_usable() -> None:
     schedule = schedule_of()
-    with pytest.raises(slapo.BuildError, match="zero_optimisation"):
-        slapo.build(schedule, target="deepspeed", config={"zero_optimisation": {}})
+    with pytest.raises(slapo.BuildError, match="zero_optimization"):
+        slapo.build(schedule, target="deepspeed", config={"zero_optimization": {}})
     assert not schedule.is_sealed
     plan({}, schedule=schedule)
 

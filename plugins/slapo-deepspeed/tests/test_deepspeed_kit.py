@@ -1,4 +1,4 @@
-"""The dialect keeps what every dialect promises: with partitioned optimisers, partitioned weights, and pipelines."""
+"""The dialect keeps what every dialect promises: with partitioned optimizers, partitioned weights, and pipelines."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_with_partitioned_weights(check: Any) -> None:
 
 @pytest.mark.breadth
 @parametrize_dialect_checks([case for case in cases() if case.name == "zero-1"], checks=ON_RANKS)
-def test_with_a_partitioned_optimiser(check: Any) -> None:
+def test_with_a_partitioned_optimizer(check: Any) -> None:
     check()
 
 

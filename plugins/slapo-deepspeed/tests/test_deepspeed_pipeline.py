@@ -23,7 +23,7 @@ RUNS = {
     "nothing has a gradient at the first cut": Run(THREE, frozen=("emb", "a", "b", "scale", "table")),
     "a rank trains nothing": Run(THREE, frozen=("c",), micro_batches=3),
     "a rank trains nothing, without ZeRO": Run(THREE, frozen=("c",), config={"zero_optimization": {"stage": 0}}),
-    "a rank trains nothing, by DeepSpeed's optimiser": Run(THREE, frozen=("c",), config={"optimizer": CONFIGURED}),
+    "a rank trains nothing, by DeepSpeed's optimizer": Run(THREE, frozen=("c",), config={"optimizer": CONFIGURED}),
     "only the first stage is trained": Run(THREE, frozen=("c", "d", "e"), micro_batches=1),
     "a tie over the first and the last stage": Run(THREE, tied=True),
     "a tie, without ZeRO": Run(THREE, tied=True, config={"zero_optimization": {"stage": 0}}),

@@ -1,4 +1,4 @@
-"""Pipelines in bf16, with DeepSpeed's own optimiser, with gradients kept in another type, and without an optimiser."""
+"""Pipelines in bf16, with DeepSpeed's own optimizer, with gradients kept in another type, and without an optimizer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ preload_modules(
 
 CONFIGURED = {"type": "AdamW", "params": {"lr": 1e-2, "eps": 1e-4, "weight_decay": 0.01}}
 RUNS: dict[str, tuple[dict[str, Any], bool]] = {
-    "by its own optimiser": ({"optimizer": CONFIGURED}, True),
+    "by its own optimizer": ({"optimizer": CONFIGURED}, True),
     "bf16": ({"bf16": {"enabled": True}, "gradient_clipping": 0.1}, True),
     "bf16 without ZeRO": (
         {"bf16": {"enabled": True}, "zero_optimization": {"stage": 0}, "gradient_clipping": 0.1},
@@ -62,7 +62,7 @@ def compared(config: dict[str, Any], both: bool) -> tuple[float, float]:
 
 
 def only_evaluated() -> list[str]:
-    """What is refused, and what an evaluation without an optimiser gives otherwise."""
+    """What is refused, and what an evaluation without an optimizer gives otherwise."""
     model = Words(both=True)
     sch = slapo.create_schedule(model, mesh={"pp": 2}, example_inputs={"ids": IDS[:2]})
     sch["one"].pipeline_split()
@@ -92,7 +92,7 @@ def on_ranks() -> list[tuple[dict[str, Outcome[tuple[float, float]]], list[str]]
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_types_and_optimisers(name: str) -> None:
+def test_types_and_optimizers(name: str) -> None:
     for found, _ in on_ranks():
         loss, weights = found[name].get()
         is_exact = not any(one in name for one in ("bf16", "fp16", "another type"))
@@ -100,7 +100,7 @@ def test_types_and_optimisers(name: str) -> None:
         assert weights < (1e-5 if is_exact else 2e-3), weights
 
 
-def test_an_evaluation_needs_no_optimiser_and_knows_no_autocast(message: Messages) -> None:
+def test_an_evaluation_needs_no_optimizer_and_knows_no_autocast(message: Messages) -> None:
     first, second = (told for _, told in on_ranks())
     assert first == second
     refusal, evaluated, under_autocast, autocast = first

@@ -33,7 +33,7 @@ CASES: dict[str, dict[str, Any]] = {
     "offloaded": zero(2, offload_optimizer={"device": "cpu"}),
     "offloaded, ZeRO-3": zero(3, offload_param={"device": "cpu"}, stage3_param_persistence_threshold=0),
     "measured": {**zero(0), "wall_clock_breakdown": True, "steps_per_print": 2},
-    "its own optimiser": {**zero(1), **OWN},
+    "its own optimizer": {**zero(1), **OWN},
 }
 
 

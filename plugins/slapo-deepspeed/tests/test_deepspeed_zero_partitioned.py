@@ -115,7 +115,7 @@ def shapes() -> dict[str, Any]:
         return torch.optim.AdamW([{"params": decayed, "weight_decay": 0.5}, {"params": others, "weight_decay": 0.0}])
 
     def bad(parameters: Any) -> torch.optim.Optimizer:
-        raise ValueError("no optimiser today")
+        raise ValueError("no optimizer today")
 
     found: dict[str, Any] = {}
     model = small.make()
@@ -197,7 +197,7 @@ def test_a_factory_sees_whole_shapes_and_one_that_fails_leaves_the_model_whole()
     for rank in _found():
         found = rank["shapes"]
         assert found["sizes"] == (matrices, len(parameters) - matrices, sum(one.numel() for one in parameters))
-        assert "no optimiser today" in found["error"]
+        assert "no optimizer today" in found["error"]
         assert found["same"]
         assert found["clean"]
         assert found["loss"] == pytest.approx(found["runs"], rel=1e-6)

@@ -174,7 +174,7 @@ def refusals() -> dict[str, Any]:
     for stage in range(4):
         sch, engine = small.built(DP, zero(stage), optimizer=None)
         whole = small.share(small.batch(0), sch.mesh)
-        found[f"no optimiser {stage}"] = said(lambda engine=engine, whole=whole: engine.train_step(whole))
+        found[f"no optimizer {stage}"] = said(lambda engine=engine, whole=whole: engine.train_step(whole))
         found[f"evaluated {stage}"] = float(engine.eval_step(small.batch(0)).loss)
         engine.close()
     _, engine = small.built(DP, zero(1))
@@ -300,7 +300,7 @@ def _one_step() -> torch.Tensor:
 
 def test_what_cannot_train_says_why_and_evaluates(message: Messages) -> None:
     for what, *words in (
-        ("no optimiser 0", "built without"),
+        ("no optimizer 0", "built without"),
         ("no gradients", "without gradients"),
         ("closed", "is closed"),
         ("detached 0", "nothing that is trained"),
@@ -310,7 +310,7 @@ def test_what_cannot_train_says_why_and_evaluates(message: Messages) -> None:
         message(told, "OptimizerError: " if "Adafactor" in what else "BuildError: ", *words)
     for rank in _both("refusals"):
         for stage in range(4):
-            assert rank[f"no optimiser {stage}"] == rank["no optimiser 0"]
+            assert rank[f"no optimizer {stage}"] == rank["no optimizer 0"]
             assert rank[f"evaluated {stage}"] == pytest.approx(float(small.make()(**small.batch(0)).detach()), rel=1e-6)
         assert rank["odd"] == pytest.approx(float(small.make()(**small.batch(0, 1)).detach()), rel=1e-6)
         assert rank["closed, evaluation"] == rank["closed"]

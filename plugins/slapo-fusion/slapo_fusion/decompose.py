@@ -31,9 +31,9 @@ class Decompose(Primitive):
     rewrite:
         ``y = linear(x)`` -> ``y = matmul(x, weight.t()) + bias``
 
-        row-split and synchronised: ``y = linear(x)`` -> ``y = all_reduce(matmul(x, weight.t())) + bias``
+        row-split and synchronized: ``y = linear(x)`` -> ``y = all_reduce(matmul(x, weight.t())) + bias``
 
-        ``y = norm(x)`` -> ``y = normalised(x) * weight + bias``
+        ``y = norm(x)`` -> ``y = normalized(x) * weight + bias``
 
     Source: paper appendix A, ``.decompose()``.
     """

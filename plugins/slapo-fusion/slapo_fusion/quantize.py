@@ -1,4 +1,4 @@
-"""``quantize``: train with the rounding of a quantised model, through torchao."""
+"""``quantize``: train with the rounding of a quantized model, through torchao."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _ROUNDING = {"int8": 1.0, "int4": 1.5}
 class Quantize(Primitive):
     """Round weights, and activations if asked, of every ``nn.Linear`` here or below while training.
 
-    Quantisation-aware training by torchao: values are rounded to the integers of the type and scaled back, gradients
+    Quantization-aware training by torchao: values are rounded to the integers of the type and scaled back, gradients
     pass through the rounding, and the parameters stay what they are: their names, their type, the state dict. What
     torchao converts in the end (``quantize_(model, QATConfig(base_config, step="convert"))``) finds its own modules.
 
@@ -65,7 +65,7 @@ class Quantize(Primitive):
             return
         linears = _linears(node)
         if not linears:
-            yield Violation("there is no nn.Linear here or below", "quantise a module that has some")
+            yield Violation("there is no nn.Linear here or below", "quantize a module that has some")
         for below in linears:
             yield from self._violations(below)
 
@@ -79,12 +79,12 @@ class Quantize(Primitive):
     def postconditions(self, node: Node) -> Iterator[Violation]:
         left = _linears(node)
         if left:
-            yield Violation(f"'{left[0].path}' is not quantised")
+            yield Violation(f"'{left[0].path}' is not quantized")
 
     def _violations(self, node: Node) -> Iterator[Violation]:
         where = f"'{node.path}'" if node.path else "the root"
         if not node.path:
-            yield Violation("the root of the model cannot be replaced", "quantise a Linear inside of a model")
+            yield Violation("the root of the model cannot be replaced", "quantize a Linear inside of a model")
         module: Any = node.module
         if self.group_size is not None and (self.group_size < 1 or module.in_features % self.group_size):
             yield Violation(
@@ -92,7 +92,7 @@ class Quantize(Primitive):
                 "choose a group_size that divides them",
             )
         if not runs_own_forward(node):
-            yield Violation(f"the forward of {where} was changed, which would be lost", "quantise before that step")
+            yield Violation(f"the forward of {where} was changed, which would be lost", "quantize before that step")
 
     def _rounding(self, module: nn.Module) -> nn.Module:
         import torch

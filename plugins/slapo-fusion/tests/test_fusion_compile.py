@@ -1,4 +1,4 @@
-"""``compile``: one artefact for equal layers, the same numbers, and errors that say which step it was."""
+"""``compile``: one artifact for equal layers, the same numbers, and errors that say which step it was."""
 
 from __future__ import annotations
 

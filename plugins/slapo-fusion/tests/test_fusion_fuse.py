@@ -129,7 +129,7 @@ class FailsAtOnce(AotEager):
     name = "fails_at_once"
 
     def compile(self, region: Region, *, options: Mapping[str, Any]) -> Region:
-        raise OSError("no licence")
+        raise OSError("no license")
 
 
 class FailsWhenCalled(AotEager):
@@ -137,7 +137,7 @@ class FailsWhenCalled(AotEager):
 
     def compile(self, region: Region, *, options: Mapping[str, Any]) -> Region:
         def run(*args: Any) -> Any:
-            raise OSError("no licence")
+            raise OSError("no license")
 
         return run
 
@@ -167,13 +167,13 @@ def test_a_compiler_that_raises_is_named_and_the_model_is_intact(
     with pytest.raises(slapo.ApplyError) as raised:
         sch["1"].apply(Fuse(bias_gelu, "fails_at_once"))
     where = "fuse at '1' (match 1 of 1 at '1': "
-    message(raised, where, "'fails_at_once'", "OSError: no licence")
+    message(raised, where, "'fails_at_once'", "OSError: no license")
     assert len(sch.records) == steps
     installed(sch, monkeypatch, FailsWhenCalled)
     sch["1"].apply(Fuse(bias_gelu, "fails_when_called"))
     with pytest.raises(slapo.ApplyError) as raised:
         sch.model(x)
-    message(raised, where, "'fails_when_called'", "OSError: no licence\n  hint: ")
+    message(raised, where, "'fails_when_called'", "OSError: no license\n  hint: ")
     sch.undo()
     torch.testing.assert_close(gradients(sch.model, x), expected)
 

@@ -1,4 +1,4 @@
-"""``quantize``: torchao's quantisation-aware training, as by hand."""
+"""``quantize``: torchao's quantization-aware training, as by hand."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def _rotate_half(x: Tensor) -> Tensor:
     return torch.cat((-x[..., x.shape[-1] // 2 :], x[..., : x.shape[-1] // 2]), dim=-1)
 
 
-def _rotate_neighbours(x: Tensor) -> Tensor:
+def _rotate_neighbors(x: Tensor) -> Tensor:
     return torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
 
 
@@ -204,7 +204,7 @@ FOUND: dict[str, Case] = {
         (X,),
     ),
     "rotary, halves": ("fusion.rotary", lambda self, x: x * COS.to(x) + _rotate_half(x) * SIN.to(x), (X,)),
-    "rotary, neighbours": ("fusion.rotary", lambda self, x, c, s: x * c + _rotate_neighbours(x) * s, (X, COS, SIN)),
+    "rotary, neighbors": ("fusion.rotary", lambda self, x, c, s: x * c + _rotate_neighbors(x) * s, (X, COS, SIN)),
     "QKV": ("fusion.qkv", _qkv, (X,)),
 }
 """What is found once, by this pattern."""
@@ -234,7 +234,7 @@ NOT_FOUND: dict[str, Case] = {
         lambda self, x: x * torch.rsqrt(x.pow(4).mean(-1, keepdim=True) + 1e-6),
         (X,),
     ),
-    "centred, so LayerNorm": (
+    "centerd, so LayerNorm": (
         "fusion.rms_norm",
         lambda self, x: (
             (x - x.mean(-1, keepdim=True))

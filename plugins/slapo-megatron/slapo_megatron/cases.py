@@ -1,4 +1,4 @@
-"""What ``slapo plugins check`` tries the dialect on: with the optimiser's state whole, and in shards of replicas."""
+"""What ``slapo plugins check`` tries the dialect on: with the optimizer's state whole, and in shards of replicas."""
 
 from __future__ import annotations
 

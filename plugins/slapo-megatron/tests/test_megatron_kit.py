@@ -44,7 +44,7 @@ def on_cpus(name: str) -> list[DialectCase]:
 
 
 @parametrize_dialect_checks(on_cpus("plain"))
-def test_with_a_plain_optimiser(check: Any) -> None:
+def test_with_a_plain_optimizer(check: Any) -> None:
     check()
 
 
@@ -52,7 +52,7 @@ def test_with_a_plain_optimiser(check: Any) -> None:
 @parametrize_dialect_checks(
     on_cpus("distributed-optimizer"), checks={*ON_RANKS, "replicas_train_as_one_process", "loaded_state_is_trained_on"}
 )
-def test_with_a_distributed_optimiser(check: Any) -> None:
+def test_with_a_distributed_optimizer(check: Any) -> None:
     check()
 
 

@@ -81,9 +81,9 @@ def _as_json(timeline: Timeline, schedule: str, stages: int, microbatches: int) 
     }
 
 
-_COLOURS = {"F": "#4c78a8", "B": "#f58518", "I": "#eca657", "W": "#54a24b"}
+_COLORS = {"F": "#4c78a8", "B": "#f58518", "I": "#eca657", "W": "#54a24b"}
 _NAMES = {"F": "forward", "B": "backward", "I": "backward, inputs", "W": "backward, weights"}
-_LABELLED = 400  # boxes: of more, no number could be read
+_LABELED = 400  # boxes: of more, no number could be read
 
 
 def draw_picture(timeline: Timeline, title: str, path: Path) -> None:
@@ -118,12 +118,12 @@ def draw_picture(timeline: Timeline, title: str, path: Path) -> None:
         axes.broken_barh(
             [(box.start, box.end - box.start)],
             (box.rank - 0.45, 0.9),
-            facecolor=_COLOURS[box.work.kind],
+            facecolor=_COLORS[box.work.kind],
             alpha=alpha,
             edgecolor="white",
             linewidth=0.5,
         )
-        if len(timeline.boxes) <= _LABELLED:
+        if len(timeline.boxes) <= _LABELED:
             middle = (box.start + box.end) / 2
             axes.text(middle, box.rank, str(box.work.microbatch), ha="center", va="center", fontsize=7, color="white")
     axes.set_yticks(range(timeline.ranks), [_row(rank, places[rank]) for rank in range(timeline.ranks)])
@@ -131,9 +131,9 @@ def draw_picture(timeline: Timeline, title: str, path: Path) -> None:
     axes.set_xlim(0, timeline.length)
     axes.set_xlabel("time")
     axes.set_title(title)
-    kinds = [kind for kind in _COLOURS if any(box.work.kind == kind for box in timeline.boxes)]
+    kinds = [kind for kind in _COLORS if any(box.work.kind == kind for box in timeline.boxes)]
     axes.legend(
-        handles=[Patch(color=_COLOURS[kind], label=_NAMES[kind]) for kind in kinds],
+        handles=[Patch(color=_COLORS[kind], label=_NAMES[kind]) for kind in kinds],
         loc="upper center",
         bbox_to_anchor=(0.5, -0.25 if timeline.ranks < 4 else -0.15),
         ncols=len(kinds),

@@ -123,7 +123,7 @@ def test_tensors_that_came_in_the_place_of_others_are_used() -> None:
     x = torch.rand(2, 4)
     made = cut(model, ["a"], x)
     with torch.no_grad():
-        model.scale = nn.Parameter(torch.full((4,), 3.0))  # as materialising a model does
+        model.scale = nn.Parameter(torch.full((4,), 3.0))  # as materializing a model does
     torch.testing.assert_close(made.run({"x": x}), model(x))
     assert dict(made.partition.stages[1].module.named_parameters())["scale"] is model.scale
 

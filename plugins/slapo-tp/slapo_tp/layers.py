@@ -105,7 +105,7 @@ def layer_type_of(module: nn.Module) -> LayerType | None:
     same = vars(cls).get("slapo_same_as", cls)  # its own way to compute what that class does
     kind = _BY_FORWARD.get(same.forward)
     if kind is None and cls.__name__ == "Conv1D" and hasattr(module, "nf") and hasattr(module, "nx"):
-        return CONV1D  # transformers' own, recognised by name so that transformers is not needed
+        return CONV1D  # transformers' own, recognized by name so that transformers is not needed
     return kind
 
 

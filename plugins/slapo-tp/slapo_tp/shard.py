@@ -145,7 +145,7 @@ class Shard(Primitive):
         if name != sized:
             if sized is None:
                 edit.note(
-                    f"the weight of '{node.path}' is computed from other tensors (weight_norm, a parametrisation): its "
+                    f"the weight of '{node.path}' is computed from other tensors (weight_norm, a parametrization): its "
                     "forward and attributes stay, and sync needs its op"
                 )
             return

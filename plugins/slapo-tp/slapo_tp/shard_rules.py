@@ -114,7 +114,7 @@ def _unsplittable(name: str, tensor: Tensor) -> Violation | None:
     if is_lazy(tensor):
         return Violation(f"'{name}' has no shape yet", "run the model once before, or give the layer its input size")
     if tensor.is_quantized or is_traceable_wrapper_subclass(tensor):
-        subclass = "quantised tensor" if tensor.is_quantized else type(tensor.data).__name__
+        subclass = "quantized tensor" if tensor.is_quantized else type(tensor.data).__name__
         return Violation(f"'{name}' is a {subclass}, not a plain tensor", "shard before it is converted")
     if tensor.dim() == 0:
         return Violation(f"'{name}' is a scalar and has no axis", f"leave '{name}' out")

@@ -66,9 +66,9 @@ def tensor_axis(node: Node, name: str, names: tuple[str, ...], axis: int) -> int
     weight = own_tensor(node, kind.weight) if kind is not None else None
     along_weight = (kind is not None and kind.weight in names) or not -1 <= axis < 1
     if name == "bias" and tensor.dim() == 1 and kind is not None and weight is not None and along_weight:
-        position = _normalise(axis, weight.dim())
+        position = _normalize(axis, weight.dim())
         return 0 if position is not None and kind.role(position) in ("output", "channel") else None
-    return _normalise(axis, tensor.dim())
+    return _normalize(axis, tensor.dim())
 
 
 def sized_tensor(node: Node, kind: LayerType) -> str | None:
@@ -137,5 +137,5 @@ def as_tuple(names: str | tuple[str, ...]) -> tuple[str, ...]:
     return (names,) if isinstance(names, str) else names
 
 
-def _normalise(axis: int, axes: int) -> int | None:
+def _normalize(axis: int, axes: int) -> int | None:
     return axis % axes if -axes <= axis < axes else None

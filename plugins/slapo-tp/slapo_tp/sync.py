@@ -88,7 +88,7 @@ class Sync(Primitive):
     def apply(self, node: Node, edit: Edit) -> None:
         active = mesh_size(node, self.mesh_dim) > 1
         if not active:
-            edit.note(f"mesh_dim '{self.mesh_dim}' has one rank: nothing to synchronise")
+            edit.note(f"mesh_dim '{self.mesh_dim}' has one rank: nothing to synchronize")
         for kind, hook in self._hooks(node):
             edit.add_hook(node, kind, hook, active=active)
 

@@ -75,7 +75,7 @@ class OutputHook:
                 _refuse(
                     f"the output has {len(floating)} floating-point tensors, at the positions {floating}",
                     self.path,
-                    f'name those to synchronise: sync("fwd_post", "{self.op}", outputs=({_first(floating)},))',
+                    f'name those to synchronize: sync("fwd_post", "{self.op}", outputs=({_first(floating)},))',
                 )
             return tuple(floating)
         for position in self.outputs:
@@ -119,7 +119,7 @@ class InputHook:
                 _refuse(
                     f"the module got {count} floating-point tensors as inputs",
                     self.path,
-                    f'name those to synchronise: sync("fwd_pre", "{self.op}", inputs=(0,))',
+                    f'name those to synchronize: sync("fwd_pre", "{self.op}", inputs=(0,))',
                 )
             return _change_all(self._communicate, args, kwargs)
         return _change_named(self._communicate, self.inputs, self.parameters, args, kwargs, self.path)

@@ -85,7 +85,7 @@ def argument_violations(sync: Sync, node: Node) -> list[Violation]:
 
 
 def place_violations(sync: Sync, node: Node) -> list[Violation]:
-    """Arguments that do not fit what is split here and what was synchronised before."""
+    """Arguments that do not fit what is split here and what was synchronized before."""
     mode, op, axis = resolve(sync, node)
     if not has_split_below(node, sync.mesh_dim):
         return [_nothing_split(sync, node, mode, op)]
@@ -138,7 +138,7 @@ def _unknown_inputs(inputs: tuple[int | str, ...], node: Node) -> list[Violation
 
 
 def _repeated(sync: Sync, node: Node, mode: str, op: object) -> list[Violation]:
-    """A second collective on what an earlier step synchronised already."""
+    """A second collective on what an earlier step synchronized already."""
     for record in node.records:
         before: Any = record.primitive
         if record.name != "tp.sync" or before.mesh_dim != sync.mesh_dim:
@@ -149,12 +149,12 @@ def _repeated(sync: Sync, node: Node, mode: str, op: object) -> list[Violation]:
         if callable(op) or callable(before_op):
             continue
         if mode == before_mode == "fwd_post" and _overlap(sync.outputs, before.outputs):
-            return [Violation(f"the output is synchronised already, by {record}", "remove one of the two")]
+            return [Violation(f"the output is synchronized already, by {record}", "remove one of the two")]
         if mode != "fwd_post" and before_mode != "fwd_post" and _overlap(sync.inputs, before.inputs):
             both = {mode, before_mode}
             if len(both) == 1 or {op, before_op} == {"all_gather", "all_reduce"}:
                 what = "input" if mode == before_mode == "fwd_pre" else "gradient of the input"
-                return [Violation(f"the {what} is synchronised already, by {record}", "remove one of the two")]
+                return [Violation(f"the {what} is synchronized already, by {record}", "remove one of the two")]
     return []
 
 

@@ -31,7 +31,7 @@ def same_as_untouched(
     run: Callable[[nn.Module], nn.Module] = lambda model: model,
     optimizer: Callable[[Any], torch.optim.Optimizer] = lambda parameters: torch.optim.SGD(parameters, lr=0.1),
 ) -> slapo.Schedule:
-    """Compare outputs, all gradients, and three optimiser steps; AssertionError where they part.
+    """Compare outputs, all gradients, and three optimizer steps; AssertionError where they part.
 
     Args:
         build: makes the model.

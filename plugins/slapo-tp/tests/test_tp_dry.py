@@ -62,7 +62,7 @@ def test_on_one_rank_every_step_is_recorded_and_nothing_changes() -> None:
         "weight (24, 8) stays, tp: S(0), packed (8, 8, 8) on axis 0",
         "forward hook OutputHook, inactive (nothing to do on this mesh)",
         "mesh_dim 'tp' has one rank: nothing to split",
-        "mesh_dim 'tp' has one rank: nothing to synchronise",
+        "mesh_dim 'tp' has one rank: nothing to synchronize",
         "mesh_dim 'tp' has one rank: nothing to divide",
     }
 

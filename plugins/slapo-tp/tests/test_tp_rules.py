@@ -127,12 +127,12 @@ SYNC = [
     (
         lambda s: split_pair(s)["out"].sync("forward").sync("fwd_post", "reduce_scatter", axis=1),
         "'out'",
-        "the output is synchronised already",
+        "the output is synchronized already",
     ),
     (
         lambda s: split_pair(s)["fc"].sync("fwd_pre", "all_gather", axis=1).sync("backward"),
         "'fc'",
-        "the gradient of the input is synchronised already",
+        "the gradient of the input is synchronized already",
     ),
     (lambda s: split_pair(s)["out"].sync("backward"), "'out'", "its own gradient"),
     (lambda s: s["counted"].shard("weight", axis=1).sync("backward"), "'counted'", "ids"),

@@ -101,7 +101,7 @@ def check_nested() -> tuple[str, ...]:
     return tuple(texts)
 
 
-def test_several_inputs_and_nested_outputs_are_synchronised_where_named_and_refused_where_unclear(
+def test_several_inputs_and_nested_outputs_are_synchronized_where_named_and_refused_where_unclear(
     message: Messages,
 ) -> None:
     ((unnamed, wrong),) = set(run_ranks(check_nested, world_size=2))
@@ -269,5 +269,5 @@ def check_gradients_of_gradients() -> None:
             torch.testing.assert_close(second, 2 * half)
 
 
-def test_gradients_of_gradients_are_synchronised_too() -> None:
+def test_gradients_of_gradients_are_synchronized_too() -> None:
     run_ranks(check_gradients_of_gradients, world_size=2)

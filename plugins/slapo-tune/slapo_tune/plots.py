@@ -43,7 +43,7 @@ _BLUE, _RED, _GRAY = "#2f5d9b", "#c03a2b", "#8a8a8a"
 _NUMBERED = 60  # trials whose numbers are drawn
 
 _ORDER = ("ok", "wrong", "crash", "timeout", "oom", "over_memory", "refused")
-_LABELLED = 16  # candidates on an axis: of more, every other one is labelled
+_LABELED = 16  # candidates on an axis: of more, every other one is labeled
 _MISSING = "missing"
 
 
@@ -129,7 +129,7 @@ class Plane:
     def label(self, axes: Axes) -> None:
         """Write the candidates on the axes, and their names."""
         for which, (name, spots) in enumerate(zip(self.symbols, self._spots, strict=True)):
-            every = 1 + len(spots) // (_LABELLED + 1)
+            every = 1 + len(spots) // (_LABELED + 1)
             ticks = [(spot, text) for text, spot in spots.values()][::every]
             axis = axes.xaxis if which == 0 else axes.yaxis
             axis.set_ticks([spot for spot, _ in ticks], [text for _, text in ticks])

@@ -129,7 +129,7 @@ class DialectBench:
         return build(schedule, self.case.dialect_name, optimizer=self.case.optimizers[0], **options)
 
     def evaluator(self, schedule: Schedule | None = None, **options: Any) -> Engine:
-        """An engine without an optimiser."""
+        """An engine without an optimizer."""
         return build(
             schedule or self.schedule(),
             self.case.dialect_name,

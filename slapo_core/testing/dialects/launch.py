@@ -121,7 +121,7 @@ class _Results:
                 "dtype": case.dtype,
             }
         )
-        preload_modules("torch._dynamo", run_parts.__module__)  # every optimiser imports the first, in seconds
+        preload_modules("torch._dynamo", run_parts.__module__)  # every optimizer imports the first, in seconds
         tasks = [(part, str(self.path(None)), str(self.path(part))) for part in parts]
         by_rank = run_ranks(run_parts, parcel, tasks, world_size=parts[0].world_size, timeout=_TIMEOUT)
         return dict(zip(parts, map(list, zip(*by_rank, strict=True)), strict=True))

@@ -57,11 +57,11 @@ class MeshTraining:
     """What training came to on one rank.
 
     Args:
-        clipped: three steps with the first optimiser and ``max_grad_norm``.
-        begun: two steps with the last optimiser, which were then saved.
+        clipped: three steps with the first optimizer and ``max_grad_norm``.
+        begun: two steps with the last optimizer, which were then saved.
         evaluated: the loss of the third batch in evaluation mode after these.
         resumed: two more, from the checkpoint of one process.
-        initial: the state dict of a model that was on the meta device; empty where it cannot be initialised.
+        initial: the state dict of a model that was on the meta device; empty where it cannot be initialized.
         rank0_only: the names of ``state_dict(rank0_only=True)``.
     """
 
@@ -159,7 +159,7 @@ def _fault(bench: DialectBench, sizes: dict[str, int], *_: Any) -> Refusal:
     def build(schedule: Any) -> Any:
         def optimizer(parameters: Any) -> Any:
             if schedule.mesh.global_rank == 1:
-                raise ValueError("no optimiser on this rank")
+                raise ValueError("no optimizer on this rank")
             return bench.case.optimizers[0](parameters)
 
         return bench.engine(schedule, optimizer=optimizer)

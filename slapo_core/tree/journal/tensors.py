@@ -68,7 +68,7 @@ class SetTensor(Entry):
     def undo(self) -> None:
         for holder, site in zip(self.holders, self.sites, strict=True):
             if not any(holder.name in table for table in (holder.module._parameters, holder.module._buffers)):
-                raise ApplyError(f"'{full_name(*site)}' is no parameter or buffer any more, a parametrisation perhaps")
+                raise ApplyError(f"'{full_name(*site)}' is no parameter or buffer any more, a parametrization perhaps")
         present = {place: holder.present() for place, holder in enumerate(self.holders)}
         self.put_over = {place: tensor for place, tensor in present.items() if tensor is not self.new}
         for holder in reversed(self.holders):

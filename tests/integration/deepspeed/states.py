@@ -154,7 +154,7 @@ def corrupted() -> dict[str, Any]:
 
 
 def own_optimizer(directory: Path) -> dict[str, Any]:
-    """DeepSpeed's optimiser by its configuration, and one of torch with the same settings: each loads the other's."""
+    """DeepSpeed's optimizer by its configuration, and one of torch with the same settings: each loads the other's."""
     params = {"lr": 0.01, "eps": 1e-4, "weight_decay": 0.01, "torch_adam": True}
     by_config: dict[str, Any] = {"optimizer": None, "config": {"optimizer": {"type": "AdamW", "params": params}}}
     by_factory: dict[str, Any] = {"optimizer": lambda them: torch.optim.AdamW(them, lr=0.01, eps=1e-4)}
@@ -197,7 +197,7 @@ def one_group(parameters: Any) -> torch.optim.Optimizer:
 
 
 def ends() -> dict[str, Any]:
-    """What an engine says after its end, and one without an optimiser."""
+    """What an engine says after its end, and one without an optimizer."""
     engine = build("ZeRO-3 dp2")
     train(engine, 0, 1)
     there = engine.optimizer is engine.deepspeed.optimizer

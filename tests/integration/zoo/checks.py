@@ -106,7 +106,7 @@ def addresses(subject: Subject) -> None:
 
 
 def checkpoint_verifies(subject: Subject) -> None:
-    """With every block checkpointed, outputs, gradients, buffers and an optimiser step are the untouched model's."""
+    """With every block checkpointed, outputs, gradients, buffers and an optimizer step are the untouched model's."""
     model, batch = subject.given()
     report = slapo.verify(checkpointed(slapo.create_schedule(model)), batch, optimizer_steps=1)
     assert str(report)
@@ -170,7 +170,7 @@ def replaces(subject: Subject) -> None:
 
 
 def builds_from_meta(subject: Subject) -> None:
-    """Made on the meta device, the model is initialised by build, and its state dict is the plain model's.
+    """Made on the meta device, the model is initialized by build, and its state dict is the plain model's.
 
     The plain model that loads it gives the same outputs, so that buffers that no state dict holds are right too.
     """

@@ -68,7 +68,7 @@ def _is_attention(node: fx.Node, names: Names) -> bool:
 
 
 def _is_rms_norm(node: fx.Node, names: Names) -> bool:
-    """The reciprocal root of a mean of squares of what was not centred before."""
+    """The reciprocal root of a mean of squares of what was not centerd before."""
     if names[node] not in ("rsqrt", "sqrt", "pow"):
         return False
     means = [each for each in _before(node, names, depth=2) if names[each] == "mean"]

@@ -64,7 +64,7 @@ def cut_places(model: nn.Module, batch: Any) -> list[list[str]]:
 
 
 def is_causal_lm(name: str) -> bool:
-    """Whether the architecture is one of transformers' models for causal language modelling."""
+    """Whether the architecture is one of transformers' models for causal language modeling."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as known
 
     from tests.integration.zoo.subjects import subject

@@ -77,7 +77,7 @@ _COUNTS = (
 
 
 def split(sch: slapo.Schedule) -> tuple[int, int]:
-    """Split every attention and MLP that is recognised.
+    """Split every attention and MLP that is recognized.
 
     Returns:
         the number of attentions, and of MLPs.
@@ -112,7 +112,7 @@ def _verify(name: str, size: int) -> str:
         sch = slapo.create_schedule(model, mesh={"tp": size})
         attentions, mlps = split(sch)
         if not attentions or not mlps:
-            raise NotApplicable(f"{attentions} attentions and {mlps} MLPs recognised")
+            raise NotApplicable(f"{attentions} attentions and {mlps} MLPs recognized")
         slapo.verify(sch, made.batch(model), optimizer_steps=1)
     except (CannotMake, NotApplicable) as reason:
         return f"none: {reason}"

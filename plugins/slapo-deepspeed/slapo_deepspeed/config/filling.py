@@ -98,7 +98,7 @@ def _fill_zero(draft: Draft) -> None:
 def _fill_zero_without_optimizer(draft: Draft) -> None:
     stage = draft.get("zero_optimization.stage")
     if draft.facts.has_optimizer is False and "optimizer" not in draft.config and stage in (1, 2):
-        why = f"instead of {stage}: without an optimiser the engine only evaluates, and nothing is partitioned"
+        why = f"instead of {stage}: without an optimizer the engine only evaluates, and nothing is partitioned"
         draft.fill("zero_optimization.stage", 0, why)
 
 
@@ -141,4 +141,4 @@ def _fill_optimizer_settings(draft: Draft) -> None:
         draft.fill("zero_allow_untested_optimizer", True, why)
     offloads = draft.get("zero_optimization.offload_optimizer.device") not in (None, "none")
     if offloads and name is None and draft.get("zero_force_ds_cpu_optimizer") is None:
-        draft.fill("zero_force_ds_cpu_optimizer", False, "a factory makes the optimiser whose state is offloaded")
+        draft.fill("zero_force_ds_cpu_optimizer", False, "a factory makes the optimizer whose state is offloaded")

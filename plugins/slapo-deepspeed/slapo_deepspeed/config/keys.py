@@ -122,7 +122,7 @@ KEYS: dict[str, Key] = {
         ),
     ),
     "prescale_gradients": Key("passed", "not with ZeRO-2 and ZeRO-3, unless `reduce_scatter` is false"),
-    "scheduler": Key("passed", "moves on after each step of the optimiser", _keys("type", "params")),
+    "scheduler": Key("passed", "moves on after each step of the optimizer", _keys("type", "params")),
     "seq_parallel_communication_data_type": Key("refused", "no step makes DeepSpeed's sequence parallelism"),
     "sequence_parallel_size": Key("refused", "above 1: no step makes DeepSpeed's sequence parallelism"),
     "steps_per_print": Key("passed", "nothing is printed without it"),

@@ -1,4 +1,4 @@
-"""The optimiser that a configuration names: is it one, and may it be given pieces of parameters?"""
+"""The optimizer that a configuration names: is it one, and may it be given pieces of parameters?"""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def check_optimizer(draft: Draft) -> None:
     """Refuse what DeepSpeed would refuse after the ranks have met, or would run wrongly; fill in its settings.
 
     Raises:
-        BuildError: two optimisers, an unknown one, or one that cannot be given pieces; each with its place.
+        BuildError: two optimizers, an unknown one, or one that cannot be given pieces; each with its place.
     """
     config, source, facts = draft.config, draft.source, draft.facts
     if "optimizer" not in config:
@@ -42,13 +42,13 @@ def check_optimizer(draft: Draft) -> None:
     given = draft.get("optimizer.type")
     if facts.has_optimizer:
         raise BuildError(
-            f"two optimisers: {source.of('optimizer')} is {given!r}, and build(optimizer=...) is a factory",
+            f"two optimizers: {source.of('optimizer')} is {given!r}, and build(optimizer=...) is a factory",
             hint='leave out "optimizer" of the configuration, or optimizer= of build',
         )
     name = optimizer_name(config)
     if name is None:
         raise BuildError(
-            f"{source.of('optimizer.type')} must name an optimiser (got {given!r})",
+            f"{source.of('optimizer.type')} must name an optimizer (got {given!r})",
             hint='"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}',
         )
     _refuse_unknown(draft, name)
@@ -93,7 +93,7 @@ def _refuse_unknown(draft: Draft, name: str) -> None:
         close = difflib.get_close_matches(name.lower(), [one.lower() for one in known], n=1)
         shown = next((one for one in known if close and one.lower() == close[0]), None)
         raise BuildError(
-            f"{place} is {name!r}, which is no optimiser of DeepSpeed 0.19 and none of torch.optim"
+            f"{place} is {name!r}, which is no optimizer of DeepSpeed 0.19 and none of torch.optim"
             + (f"; did you mean {shown!r}?" if shown else "")
         )
     if kind is torch.optim.LBFGS:

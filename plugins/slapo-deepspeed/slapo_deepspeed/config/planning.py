@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 __all__ = ["steps_of"]
 
 _ZERO = {
-    0: "without ZeRO: every replica holds parameters, gradients and optimiser state whole",
-    1: "ZeRO-1: replicas partition the optimiser state",
-    2: "ZeRO-2: replicas partition optimiser state and gradients",
-    3: "ZeRO-3: replicas partition optimiser state, gradients and parameters",
+    0: "without ZeRO: every replica holds parameters, gradients and optimizer state whole",
+    1: "ZeRO-1: replicas partition the optimizer state",
+    2: "ZeRO-2: replicas partition optimizer state and gradients",
+    3: "ZeRO-3: replicas partition optimizer state, gradients and parameters",
 }
 
 
@@ -73,13 +73,13 @@ def _of_training(options: Mapping[str, Any], sizes: Mapping[str, int]) -> Iterat
         yield "activation_checkpointing is for models that call deepspeed.checkpointing: .checkpoint() steps recompute"
     has_factory = (options.get("arguments") or {}).get("has_optimizer")
     if "optimizer" in config:
-        yield f"optimiser: {config['optimizer']['type']}, of the configuration"
+        yield f"optimizer: {config['optimizer']['type']}, of the configuration"
     elif has_factory is None:
-        yield "optimiser: that of the factory given to build; without one the engine only evaluates"
+        yield "optimizer: that of the factory given to build; without one the engine only evaluates"
     else:
-        yield "optimiser: that of the factory given to build" if has_factory else "no optimiser: it only evaluates"
+        yield "optimizer: that of the factory given to build" if has_factory else "no optimizer: it only evaluates"
     if "scheduler" in config:
-        yield f"learning rate: {config['scheduler']['type']}, one step after each of the optimiser"
+        yield f"learning rate: {config['scheduler']['type']}, one step after each of the optimizer"
     largest = config["gradient_clipping"]
     yield f"gradients are clipped to a norm of {largest:g} over all ranks" if largest else "gradients are not clipped"
 

@@ -101,7 +101,7 @@ def _of_zero(draft: Draft) -> Iterator[str]:
         yield (
             f"{source.of('zero_optimization.stage')} is {stage}, and the mesh {facts.mesh} has a pipeline: its stages "
             'accumulate gradients in place, which ZeRO-2 and ZeRO-3 partition away; "stage": 1 partitions the '
-            "optimiser's state"
+            "optimizer's state"
         )
     clips = facts.max_grad_norm is not None or draft.get("gradient_clipping")
     if stage == 0 and draft.get("fp16.enabled") and (facts.has_optimizer is not False or "optimizer" in draft.config):

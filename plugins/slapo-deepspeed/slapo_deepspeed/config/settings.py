@@ -50,7 +50,7 @@ def fill_scheduler(draft: Draft) -> None:
     source, name = draft.source, draft.get("scheduler.type")
     if "optimizer" not in draft.config and draft.facts.has_optimizer is False:
         raise BuildError(
-            f"{source.of('scheduler')} is {name!r}, but there is no optimiser: the engine only evaluates",
+            f"{source.of('scheduler')} is {name!r}, but there is no optimizer: the engine only evaluates",
             hint='"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}, or optimizer= of build',
         )
     if not isinstance(name, str):

@@ -106,7 +106,7 @@ def _check_precision(draft: Draft) -> None:
 
 
 _ADAM_ONLY = ("torch_adam", "adam_w_mode", "fp32_optimizer_states")
-"""Params that DeepSpeed takes out before it calls what makes the optimiser."""
+"""Params that DeepSpeed takes out before it calls what makes the optimizer."""
 
 
 def _check_optimizer(draft: Draft) -> None:

@@ -1,4 +1,4 @@
-"""Ranks where nothing is trained, because all of their stages are frozen: DeepSpeed's optimisers need something there.
+"""Ranks where nothing is trained, because all of their stages are frozen: DeepSpeed's optimizers need something there.
 
 Such a rank trains a number that nothing depends on, and whose gradient is zero in every backward pass.
 """

@@ -16,7 +16,7 @@ __all__ = ["BufferedForm", "forms_with_buffers"]
 
 
 class BufferedForm(Form):
-    """A form with the tensors that DeepSpeed receives its messages in; the stages of a rank are neighbours."""
+    """A form with the tensors that DeepSpeed receives its messages in; the stages of a rank are neighbors."""
 
     @property
     def leg(self) -> Leg:

@@ -14,7 +14,7 @@ from slapo_core.spec.batch_forms import Forms
 from slapo_core.spec.drawing import move_on, own_random_state
 from slapo_core.spec.stage_work import Work
 from slapo_deepspeed.engine import DeepSpeedEngine
-from slapo_deepspeed.initialising import has_optimizer, initialise
+from slapo_deepspeed.initializing import has_optimizer, initialize
 from slapo_deepspeed.marks import mark, marks_taken_back
 from slapo_deepspeed.pipeline.bare import bare_ranks, stand_in
 from slapo_deepspeed.pipeline.buffers import forms_with_buffers
@@ -57,7 +57,7 @@ class PipelineEngine(DeepSpeedEngine):
         self._trains = has_optimizer(plan, request)
         self._at = "nothing"  # of a step, for the message of an error
         self._has_stepped = False
-        for _ in request.materialise():
+        for _ in request.materialize():
             pass
         self._part = request.part(request.staged_example(self._count, axes=self._axes).staged.partition)
         bare = bare_ranks(request) if self._trains else frozenset()
@@ -67,7 +67,7 @@ class PipelineEngine(DeepSpeedEngine):
             mark(request)
             count_once(request, self._ties.copies)
             also = () if self._stand_in is None else (self._stand_in,)
-            engine, groups = initialise(plan, request, self._stages, also=also)
+            engine, groups = initialize(plan, request, self._stages, also=also)
         share_types(request, engine.device)
         keep_norm(engine)
         super().__init__(plan, request, engine, groups)

@@ -59,7 +59,7 @@ class Ties:
         """The ties with their groups, each with a gradient: a rank that has none adds zeros.
 
         Args:
-            engine: DeepSpeed's, which sums them then; but not where its optimiser keeps gradients in another type
+            engine: DeepSpeed's, which sums them then; but not where its optimizer keeps gradients in another type
                 under a name of its own: those are summed here.
         """
         found = []

@@ -1,1 +1,1 @@
-"""Where DeepSpeed keeps parameters and the optimiser's state, and how they are read and written whole."""
+"""Where DeepSpeed keeps parameters and the optimizer's state, and how they are read and written whole."""

@@ -1,4 +1,4 @@
-"""What DeepSpeed's engine needs to go on, beside weights and the optimiser: its scheduler, scale and counters."""
+"""What DeepSpeed's engine needs to go on, beside weights and the optimizer: its scheduler, scale and counters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The state of an optimiser that steps flat tensors, made of the states of the parameters that lie in them."""
+"""The state of an optimizer that steps flat tensors, made of the states of the parameters that lie in them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["flat_states"]
 
 _SHOWN = 4  # names in a message
-_NUMBERS = ("step", "mu_product", "eta", "mu")  # of torch's optimisers, also where a parameter is a single number
+_NUMBERS = ("step", "mu_product", "eta", "mu")  # of torch's optimizers, also where a parameter is a single number
 
 
 def flat_states(
@@ -31,7 +31,7 @@ def flat_states(
     Args:
         optimizer: that steps them.
         places: of parameters in flat tensors, by identity.
-        parameters: all of the optimiser.
+        parameters: all of the optimizer.
         states: of those that have one; each is read once, one after the other.
         names: of parameters, for messages.
 
@@ -82,12 +82,12 @@ def _state_of(
                 raise BuildError(
                     f"the checkpoint has '{key}' = {_shown(found[key])} for '{said[key]}' and {_shown(value)} for "
                     f"'{name}', and DeepSpeed keeps one number for both",
-                    hint="put them into groups of their own in the optimiser's factory, or use ZeRO 0",
+                    hint="put them into groups of their own in the optimizer's factory, or use ZeRO 0",
                 )
     if lacking:
         shown = ", ".join(lacking[:_SHOWN]) + (f" and {len(lacking) - _SHOWN} more" if lacking[_SHOWN:] else "")
         warnings.warn(
-            f"the checkpoint has no state of the optimiser for {shown}, which were not trained before: DeepSpeed gives "
+            f"the checkpoint has no state of the optimizer for {shown}, which were not trained before: DeepSpeed gives "
             "them zeros, and the number of steps of the others",
             stacklevel=2,
         )

@@ -1,4 +1,4 @@
-"""The groups of an optimiser's parameters, as they were before DeepSpeed put flat tensors into them."""
+"""The groups of an optimizer's parameters, as they were before DeepSpeed put flat tensors into them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Groups:
 
     @classmethod
     def of(cls, optimizer: torch.optim.Optimizer | None, *, keeps_first: bool = False) -> Groups | None:
-        """Remember the groups of an optimiser that DeepSpeed has not seen yet; None of None.
+        """Remember the groups of an optimizer that DeepSpeed has not seen yet; None of None.
 
         Args:
             optimizer: with all parameters, the frozen ones too, which DeepSpeed does not get.
@@ -49,7 +49,7 @@ class Groups:
 
     @classmethod
     def one(cls, parameters: Iterable[torch.Tensor]) -> Groups:
-        """A single group, as of an optimiser that DeepSpeed makes of the model's parameters, or of a stand-in."""
+        """A single group, as of an optimizer that DeepSpeed makes of the model's parameters, or of a stand-in."""
         return cls._made([{"params": list(parameters)}], keeps_first=True)
 
     @classmethod
@@ -68,7 +68,7 @@ class Groups:
         return iter(self._groups)
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse an optimiser whose groups DeepSpeed did not keep.
+        """Refuse an optimizer whose groups DeepSpeed did not keep.
 
         Raises:
             BuildError: their number is another one; it would train parameters with the settings of others.
@@ -78,7 +78,7 @@ class Groups:
             raise BuildError(
                 f"DeepSpeed made {len(optimizer.param_groups)} of the {kept} groups of parameters that the factory of "
                 f"{type(optimizer).__name__} gave, so that settings of groups are lost",
-                hint="give all parameters the same settings, or use another optimiser",
+                hint="give all parameters the same settings, or use another optimizer",
             )
 
     def check_stages(self, mesh: Mesh | None) -> None:
@@ -100,7 +100,7 @@ class Groups:
             if any(there) and not all(there):
                 lacking = ", ".join(str(rank) for rank, has_some in enumerate(there) if not has_some)
                 raise BuildError(
-                    f"group {number} of the optimiser has no parameters on rank {lacking} of 'pp': DeepSpeed sums the "
+                    f"group {number} of the optimizer has no parameters on rank {lacking} of 'pp': DeepSpeed sums the "
                     "norm of gradients group by group over all stages, and would wait for that rank for ever",
                     hint="group parameters by what every stage has, such as weights and biases, or make one group",
                 )

@@ -1,4 +1,4 @@
-"""DeepSpeed's optimiser by the parameters of the model."""
+"""DeepSpeed's optimizer by the parameters of the model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class DeepSpeedOptimizer:
     """The implementation of :class:`slapo_core.spec.storage.OptimizerStorage`.
 
     Args:
-        places: of the engine, which has an optimiser.
+        places: of the engine, which has an optimizer.
         groups: as the user's factory made them.
         names: of the parameters, for messages.
         mesh: of the schedule; None for one process.
@@ -118,7 +118,7 @@ def _is_moment(value: Any, place: Place) -> bool:
 
 
 def _load(inner: torch.optim.Optimizer, states: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
-    """Give an optimiser of the model's own parameters their states, in the types that torch gives them."""
+    """Give an optimizer of the model's own parameters their states, in the types that torch gives them."""
     groups, state, number = [], {}, 0
     for group in inner.param_groups:
         numbers = list(range(number, number + len(group["params"])))

@@ -1,7 +1,7 @@
-"""Where DeepSpeed's optimisers keep what they train: all that we know of their insides is here.
+"""Where DeepSpeed's optimizers keep what they train: all that we know of their insides is here.
 
 DeepSpeed documents functions that give one parameter whole (``deepspeed.utils.safe_get_full_fp32_param`` and others),
-but none before the first step, none for an optimiser without ZeRO, and none that works after ``engine.destroy()``.
+but none before the first step, none for an optimizer without ZeRO, and none that works after ``engine.destroy()``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Places:
     Args:
         by_parameter: of every parameter whose trained values are another tensor than the parameter, by identity.
         are_parts: whether replicas hold parts; else each holds them all.
-        inner: the optimiser that computes; None where there is none.
+        inner: the optimizer that computes; None where there is none.
         wrapper: DeepSpeed's around it, or itself.
     """
 
@@ -41,7 +41,7 @@ class Places:
         return getattr(self.wrapper, "optimizer", self.inner) if self.wrapper is not self.inner else self.inner
 
     def link(self) -> None:
-        """Let DeepSpeed's own functions find a state that came into the optimiser from outside."""
+        """Let DeepSpeed's own functions find a state that came into the optimizer from outside."""
         if hasattr(self.wrapper, "_lazy_init_hp_params_optimizer_state") and self.inner is not None:
             self.wrapper._hp_optimizer_states_linked = False
             if self.optimizer is not None and self.optimizer.state:
@@ -52,7 +52,7 @@ def places_of(engine: Any) -> Places:
     """Of DeepSpeed's engine, when it is ready to train.
 
     Raises:
-        BuildError: an optimiser of DeepSpeed that we do not know, or whose state is not in memory.
+        BuildError: an optimizer of DeepSpeed that we do not know, or whose state is not in memory.
     """
     from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
     from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
@@ -77,7 +77,7 @@ def places_of(engine: Any) -> Places:
         return Places(dict(_one_by_one(wrapper.fp16_groups, wrapper.fp32_groups)), False, inner, wrapper)
     raise BuildError(
         f"where DeepSpeed's {type(wrapper).__name__} keeps what it trains is not known, so that nothing could be saved",
-        hint="use ZeRO, or an optimiser of torch",
+        hint="use ZeRO, or an optimizer of torch",
     )
 
 
@@ -118,7 +118,7 @@ def _stages_1_and_2(wrapper: Any) -> Iterator[tuple[int, Place]]:
 
 
 def _bfloat16(wrapper: Any) -> Iterator[tuple[int, Place]]:
-    """ZeRO-1's optimiser for bfloat16: as above, in the order of the group."""
+    """ZeRO-1's optimizer for bfloat16: as above, in the order of the group."""
     for number, flat in enumerate(wrapper.fp32_groups_flat_partition):
         begin = _rank(wrapper.real_dp_process_group[number]) * flat.numel()
         start = 0

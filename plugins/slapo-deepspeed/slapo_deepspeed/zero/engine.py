@@ -10,7 +10,7 @@ import torch
 from slapo_core import StepResult
 from slapo_core.spec.replicas import send_buffers
 from slapo_deepspeed.engine import DeepSpeedEngine
-from slapo_deepspeed.initialising import has_optimizer, initialise
+from slapo_deepspeed.initializing import has_optimizer, initialize
 from slapo_deepspeed.marks import mark, marks_taken_back
 from slapo_deepspeed.mpu import MeshUnit
 from slapo_deepspeed.starting import start
@@ -56,13 +56,13 @@ class ZeroEngine(DeepSpeedEngine):
 
     @staticmethod
     def _made(plan: Plan, request: BuildRequest, unit: MeshUnit) -> tuple[Any, Any]:
-        """DeepSpeed's engine of the model with its values, and the groups of its optimiser."""
+        """DeepSpeed's engine of the model with its values, and the groups of its optimizer."""
         partitioning = Partitioning(request, plan.config["config"], unit)
         try:
             partitioning.run()
             with marks_taken_back(request):
                 marked = mark(request)
-                made = initialise(plan, request, request.schedule.model, mpu=unit)
+                made = initialize(plan, request, request.schedule.model, mpu=unit)
                 require_counted(made[0], marked)
         except BaseException:
             partitioning.take_back()
@@ -113,7 +113,7 @@ class ZeroEngine(DeepSpeedEngine):
         return self._request.micro_batches(batch, None if count == self._request.accumulate else count, axes=axes)
 
     def _end_first_step(self) -> None:
-        """The user's optimiser tells core that the first step is over; DeepSpeed's own cannot."""
+        """The user's optimizer tells core that the first step is over; DeepSpeed's own cannot."""
         self._has_stepped = True
         if self._request.optimizer is None:
             self._request.clip_gradients()  # there are none any more

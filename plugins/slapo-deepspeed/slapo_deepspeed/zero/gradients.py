@@ -1,7 +1,7 @@
 """Gradients that ZeRO keeps from the last step, and takes for those of a parameter that this step does not use.
 
 DeepSpeed 0.19 writes a gradient over the last one where a step's first micro-batch gives one, and adds it otherwise.
-With ZeRO-3, and with an offloaded optimiser, a parameter that only later micro-batches use gets the last step's
+With ZeRO-3, and with an offloaded optimizer, a parameter that only later micro-batches use gets the last step's
 gradient added, and one that none uses is stepped with the last step's gradient once more.
 """
 
@@ -42,14 +42,14 @@ def forget_gradients(engine: Any) -> None:
 
 
 _USED = {"offload_optimizer": "_offload_boundary_param_ids", "cpu_offload": "_offload_accumulated_param_ids"}
-"""How an optimiser of DeepSpeed says that it is offloaded -> the numbers of what a step has given a gradient."""
+"""How an optimizer of DeepSpeed says that it is offloaded -> the numbers of what a step has given a gradient."""
 
 
 @contextlib.contextmanager
 def last_micro_batch(engine: Any) -> Iterator[None]:
     """Around the backward pass of a step's last micro-batch.
 
-    An offloaded optimiser takes the gradients that this pass gives, summed; what only earlier ones gave it would leave.
+    An offloaded optimizer takes the gradients that this pass gives, summed; what only earlier ones gave it would leave.
 
     Args:
         engine: DeepSpeed's, of any stage.

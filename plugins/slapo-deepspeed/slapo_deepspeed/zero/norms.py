@@ -15,7 +15,7 @@ __all__ = ["keep_norm", "norm_of_last_step", "require_counted"]
 
 
 def require_counted(engine: Any, marked: Sequence[torch.Tensor]) -> None:
-    """Refuse what DeepSpeed's optimiser of bfloat16 fails at in the first step, on some ranks only.
+    """Refuse what DeepSpeed's optimizer of bfloat16 fails at in the first step, on some ranks only.
 
     Args:
         engine: DeepSpeed's.
@@ -31,7 +31,7 @@ def require_counted(engine: Any, marked: Sequence[torch.Tensor]) -> None:
     if not any(one.requires_grad for one in marked):
         raise BuildError(
             f"no parameter that is trained is split over the {engine.mp_world_size} ranks of mesh_dim 'tp', and "
-            "DeepSpeed's optimiser for bfloat16 with gradients summed in float32 cannot take a norm of nothing",
+            "DeepSpeed's optimizer for bfloat16 with gradients summed in float32 cannot take a norm of nothing",
             hint='leave out "data_types": {"grad_accum_dtype": "fp32"}, or a mesh without \'tp\'',
         )
 

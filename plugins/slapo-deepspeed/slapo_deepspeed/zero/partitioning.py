@@ -44,7 +44,7 @@ class Partitioning:
         """Give the model its values."""
         real = {id(live.tensor) for live in self._request.state.tensors() if not live.tensor.is_meta}
         partitions = is_partitioned(self._config)
-        for live in self._request.materialise():
+        for live in self._request.materialize():
             if partitions and isinstance(live.tensor, nn.Parameter):
                 if id(live.tensor) in real:
                     self._undo.append((live.tensor, live.tensor.data, frozenset(vars(live.tensor))))

@@ -15,7 +15,7 @@ __all__ = ["unused_parameters"]
 def unused_parameters(request: BuildRequest, engine: Any) -> UnusedParameters:
     """What watches for them.
 
-    Not in full precision without ZeRO, on one replica: there the optimiser is torch's, on the model's gradients.
+    Not in full precision without ZeRO, on one replica: there the optimizer is torch's, on the model's gradients.
 
     Args:
         request: of the build.

@@ -54,7 +54,7 @@ class RmsNorm(slapo.Pattern):
     The replacement casts where the model does: ``F.rms_norm`` with the weight where all is of one type, and without it,
     then the cast and the product, where not.
 
-    Not found: a mean over other axes, groups of features, values that are centred first (that is LayerNorm).
+    Not found: a mean over other axes, groups of features, values that are centerd first (that is LayerNorm).
     """
 
     name = "fusion.rms_norm"

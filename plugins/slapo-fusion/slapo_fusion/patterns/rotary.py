@@ -16,7 +16,7 @@ class Rotary(slapo.Pattern):
     """Rotary embedding of one tensor: x * cos + rotate_half(x) * sin.
 
     Halves (LLaMA, GPT-NeoX), where ``rotate_half(x)`` is ``torch.cat((-x2, x1), dim=-1)`` of the two halves of the last
-    axis, or neighbours (GPT-J, Cohere, GLM), where it is ``torch.stack((-x2, x1), dim=-1).flatten(-2)`` of every other
+    axis, or neighbors (GPT-J, Cohere, GLM), where it is ``torch.stack((-x2, x1), dim=-1).flatten(-2)`` of every other
     element. Queries and keys are a match each. Where only a part of each head is rotated, ``x`` is that part. The
     middle of a head is read outside of the match, wherever the model computes it.
 

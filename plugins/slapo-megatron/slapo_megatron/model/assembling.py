@@ -12,7 +12,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from torch import nn
 
 from slapo_core import BuildError
-from slapo_megatron.model.finalising import finaliser
+from slapo_megatron.model.finalizing import finalizer
 from slapo_megatron.model.gathering import Gathering
 from slapo_megatron.model.optimizing import optimizer_of, scheduler_of
 from slapo_megatron.model.precision import lower_model, working_dtype
@@ -43,7 +43,7 @@ def assemble(
         chunks: the model, or this rank's stages of it in the order of the pipeline; each is a
             :class:`~slapo_megatron.model.chunk.Chunk`.
         config: Megatron's ``TransformerConfig``; its functions for schedules are set here.
-        sum_ties: as for :func:`~slapo_megatron.model.finalising.finaliser`.
+        sum_ties: as for :func:`~slapo_megatron.model.finalizing.finalizer`.
 
     Raises:
         BuildError: Megatron cannot train these parameters, or wrap the optimizer, or two would sum one gradient.
@@ -63,7 +63,7 @@ def assemble(
     ]
     optimizer = optimizer_of(options, request, wrapped) if _trains(plan, request) else None
     scheduler = None if optimizer is None or request.optimizer is not None else scheduler_of(options, optimizer)
-    config.finalize_model_grads_func = finaliser(sum_ties)
+    config.finalize_model_grads_func = finalizer(sum_ties)
     if optimizer is not None:
         config.grad_scale_func = optimizer.scale_loss
     _overlap(config, wrapped)

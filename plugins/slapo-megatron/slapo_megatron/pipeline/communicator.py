@@ -1,10 +1,10 @@
 """What Megatron's ranks along ``pp`` send to each other, and over what. Imports Megatron: import it in functions.
 
 Megatron's schedules know one shape of all messages, and our stages send messages of several. A rank knows them all:
-they come in the order in which its neighbour runs its stages. So the communicator tells the shape of the next one
-where Megatron's would ask the neighbour for it (``variable_seq_lengths``).
+they come in the order in which its neighbor runs its stages. So the communicator tells the shape of the next one
+where Megatron's would ask the neighbor for it (``variable_seq_lengths``).
 
-On CPUs messages go over the mesh's group, and gradients have a tag of their own there: where two ranks are neighbours
+On CPUs messages go over the mesh's group, and gradients have a tag of their own there: where two ranks are neighbors
 on both sides, Megatron's would take one message for the other.
 """
 
@@ -38,7 +38,7 @@ class Communicator(P2PCommunicator):  # type: ignore[misc]
         config = copy.copy(config)
         config.variable_seq_lengths = True  # asks for the shape of every message
         if group.size() == 2:
-            config.batch_p2p_comm = False  # both neighbours are one rank: batched messages are taken for each other
+            config.batch_p2p_comm = False  # both neighbors are one rank: batched messages are taken for each other
         super().__init__(group, config)
         self._own = own
         size, rank = group.size(), group.rank()

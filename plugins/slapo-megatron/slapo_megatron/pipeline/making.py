@@ -38,11 +38,11 @@ def assembled(
     config.virtual_pipeline_model_parallel_size = len(own) if len(own) > 1 else None
     chunks = chunks_of(own, _unused(request, own.values()), len(ranks), config)
     megatron = assemble(plan, request, chunks, config, sum_ties=lambda: request.sum_tied_gradients("main_grad"))
-    finalise = config.finalize_model_grads_func
+    finalize = config.finalize_model_grads_func
 
     def after_all(*args: Any, **kwargs: Any) -> None:
         passes_are_over()
-        finalise(*args, **kwargs)
+        finalize(*args, **kwargs)
 
     config.finalize_model_grads_func = after_all
     return megatron

@@ -195,7 +195,7 @@ class CutStage(StageModule):
                 problem = f"made with {where} in the mode of {was}(), and now it is in that of {now}()"
                 raise self._error(GuardError(problem, hint="ask for the stages in each mode"))
         for owner, ancestor, name in self.__dict__["_own"]:
-            _hold(owner, ancestor, name)  # it may have been replaced meanwhile: materialised, moved
+            _hold(owner, ancestor, name)  # it may have been replaced meanwhile: materialized, moved
         try:
             self.__dict__["_flat"].require()
         except GuardError as error:

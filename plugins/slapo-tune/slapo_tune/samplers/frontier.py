@@ -89,7 +89,7 @@ class Model:
     Args:
         where: of every value, see `places`.
         points: that were tried.
-        values: of them; their logarithms are modelled where all are larger than 0.
+        values: of them; their logarithms are modeled where all are larger than 0.
     """
 
     def __init__(self, where: Places, points: Sequence[Point], values: Sequence[float]) -> None:

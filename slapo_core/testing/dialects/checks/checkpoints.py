@@ -18,7 +18,7 @@ _HINT = "request.state.save(directory, optimizer=optimizer) and request.state.lo
 def checkpoint_resumes_exactly(bench: DialectBench) -> None:
     """Two steps, save, load into a fresh engine under another schedule, two more: as four steps of the plain model."""
     for optimizer in bench.case.optimizers:
-        name = getattr(optimizer, "__name__", "the optimiser of the case")
+        name = getattr(optimizer, "__name__", "the optimizer of the case")
         first = bench.engine(bench.schedule(steps=True), optimizer=optimizer)
         _hand_on(bench, first, _fresh(bench, optimizer=optimizer), optimizer, under=f"resumed with {name}")
 

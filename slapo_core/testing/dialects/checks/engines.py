@@ -77,15 +77,15 @@ def without_optimizer_it_only_evaluates(bench: DialectBench) -> None:
     lines = differences({"the loss": expected}, {"the loss": got}, tolerance=bench.case.allowed)
     if lines:
         raise CheckError(
-            "an engine without an optimiser evaluates something else than the plain model",
+            "an engine without an optimizer evaluates something else than the plain model",
             required="the loss of the plain model in evaluation mode",
             got=lines[0],
-            hint="eval_step needs no optimiser",
+            hint="eval_step needs no optimizer",
         )
-    error = _refusal(lambda: engine.train_step(batch), "train_step() of an engine without an optimiser")
+    error = _refusal(lambda: engine.train_step(batch), "train_step() of an engine without an optimizer")
     if "optimizer=" not in str(error):
         raise CheckError(
-            "training without an optimiser is refused without a way out",
+            "training without an optimizer is refused without a way out",
             required="a hint with the corrected call: build(sch, ..., optimizer=...)",
             got=str(error),
             hint='raise BuildError("this engine cannot train: ...", hint="build(sch, optimizer=...)")',
@@ -106,8 +106,8 @@ def closed_engine_says_so(bench: DialectBench) -> None:
     if gone:
         raise CheckError(
             "close() ends the process group of the caller",
-            required="torch.distributed is initialised as before",
-            got="torch.distributed is not initialised",
+            required="torch.distributed is initialized as before",
+            got="torch.distributed is not initialized",
             hint="destroy only the groups that the dialect made itself",
         )
     for step in ("train_step", "eval_step"):

@@ -18,30 +18,30 @@ __all__ = ["failed_build_changes_nothing", "wrong_optimizer_is_refused"]
 
 
 class InjectedFault(Exception):  # noqa: N818 - raised into the dialect, never at a user
-    """The fault that the check raises from the optimiser's factory."""
+    """The fault that the check raises from the optimizer's factory."""
 
 
 def failed_build_changes_nothing(bench: DialectBench) -> None:
-    """An optimiser's factory that raises ends the build with its error, and the schedule can be used on."""
+    """An optimizer's factory that raises ends the build with its error, and the schedule can be used on."""
     schedule = bench.schedule(steps=True)
     before = Before(schedule)
     _require_fault(bench, schedule)
-    before.require("a build whose optimiser could not be made")
+    before.require("a build whose optimizer could not be made")
     schedule = bench.schedule(bench.meta_model(), steps=True)
     before = Before(schedule)
-    with contextlib.suppress(WeightsError):  # of a model that cannot be initialised: it gets no further
+    with contextlib.suppress(WeightsError):  # of a model that cannot be initialized: it gets no further
         _require_fault(bench, schedule)
     _require_nothing_left(before)
 
 
 def wrong_optimizer_is_refused(bench: DialectBench) -> None:
-    """An optimiser of foreign parameters, of too few, or none at all is an OptimizerError; so is a bad norm refused."""
+    """An optimizer of foreign parameters, of too few, or none at all is an OptimizerError; so is a bad norm refused."""
     first = bench.case.optimizers[0]
     foreign = nn.Parameter(torch.ones(3, dtype=bench.case.dtype))
     cases: dict[str, tuple[type[BuildError], dict[str, Any]]] = {
-        "a factory that gives no optimiser": (OptimizerError, {"optimizer": lambda parameters: "none"}),
-        "an optimiser that holds a foreign parameter": (OptimizerError, {"optimizer": _of(first, add=[foreign])}),
-        "an optimiser that leaves out a parameter": (OptimizerError, {"optimizer": _of(first, leave_out=1)}),
+        "a factory that gives no optimizer": (OptimizerError, {"optimizer": lambda parameters: "none"}),
+        "an optimizer that holds a foreign parameter": (OptimizerError, {"optimizer": _of(first, add=[foreign])}),
+        "an optimizer that leaves out a parameter": (OptimizerError, {"optimizer": _of(first, leave_out=1)}),
         "max_grad_norm=-1.0": (BuildError, {"max_grad_norm": -1.0}),
     }
     for what, (expected, options) in cases.items():
@@ -67,7 +67,7 @@ def wrong_optimizer_is_refused(bench: DialectBench) -> None:
 
 def _require_fault(bench: DialectBench, schedule: Any) -> None:
     def raising(parameters: Any) -> Any:
-        raise InjectedFault("the optimiser cannot be made")
+        raise InjectedFault("the optimizer cannot be made")
 
     try:
         bench.engine(schedule, optimizer=raising)
@@ -80,13 +80,13 @@ def _require_fault(bench: DialectBench, schedule: Any) -> None:
         if cause is not None:
             return
         raise CheckError(
-            "the error of the optimiser's factory is lost",
+            "the error of the optimizer's factory is lost",
             required="the error itself, or chained: `raise ... from error`",
             got=f"{type(error).__name__}: {error}",
             hint="let errors of request.make_optimizer() pass",
         ) from error
     raise CheckError(
-        "the error of the optimiser's factory is swallowed",
+        "the error of the optimizer's factory is swallowed",
         required="the build fails with it",
         got="an engine",
         hint="call request.make_optimizer() in build(), and let its errors pass",
@@ -97,7 +97,7 @@ def _require_nothing_left(before: Before) -> None:
     lines = before.differences()
     if lines:
         raise CheckError(
-            "a build of a model on the meta device, whose optimiser could not be made, leaves traces",
+            "a build of a model on the meta device, whose optimizer could not be made, leaves traces",
             required="the tensors of before, without values",
             got="\n".join(lines[:3]),
             hint="change the model only after everything that can fail",

@@ -60,11 +60,11 @@ def split_model_trains_as_one_process(bench: DialectBench) -> None:
 
 
 def failure_on_one_rank_ends_the_build_on_all(bench: DialectBench) -> None:
-    """An optimiser's factory that raises on one rank ends the build on every rank, and the others name that rank."""
+    """An optimizer's factory that raises on one rank ends the build on every rank, and the others name that rank."""
     refusals = on_ranks(bench, _first_mesh(bench, "fault"))
     for rank, refusal in enumerate(refusals):
         if not refusal.error or refusal.unusable or refusal.left or (rank != 1 and "rank 1" not in refusal.text):
-            _raise_for(refusal, rank, "an optimiser that cannot be made on rank 1", "an error that names rank 1")
+            _raise_for(refusal, rank, "an optimizer that cannot be made on rank 1", "an error that names rank 1")
 
 
 def other_options_on_a_rank_are_refused(bench: DialectBench) -> None:
@@ -160,7 +160,7 @@ def _require_initial_values(bench: DialectBench, results: list[MeshTraining], pa
     try:
         engine = bench.engine(bench.schedule(bench.meta_model(), steps=True), target="torch", seed=3)
     except WeightsError:
-        return  # the model cannot be initialised; meta_model_is_given_its_values says so
+        return  # the model cannot be initialized; meta_model_is_given_its_values says so
     expected = engine.state_dict()
     for rank, result in enumerate(results):
         lines = differences(expected, result.initial, tolerance=0)
@@ -169,7 +169,7 @@ def _require_initial_values(bench: DialectBench, results: list[MeshTraining], pa
                 f"a model on the meta device gets other values on the mesh {part.mesh}, rank {rank}",
                 required="the same initial values on every mesh, for the same seed",
                 got="\n".join(lines[:3]),
-                hint="leave the values to build(); with takes_tensors = True: for tensor in request.materialise(): ...",
+                hint="leave the values to build(); with takes_tensors = True: for tensor in request.materialize(): ...",
             )
 
 

@@ -20,7 +20,7 @@ def parted_replicas_are_found(bench: DialectBench) -> None:
         raise NotApplicable(f"no parameter has copies on two ranks of the mesh {dict(usable[0])}")
     for rank, (name, found) in enumerate(results):
         for call, text in found.items():
-            # A runtime may keep a value for the forward beside that of its optimiser: 'up.weight in the forward'.
+            # A runtime may keep a value for the forward beside that of its optimizer: 'up.weight in the forward'.
             starts = [f"{kind}: '{name}{end}" for kind in ("ReplicaError", "RankMismatchError") for end in ("'", " ")]
             named = text.startswith(tuple(starts))
             wrong = text != "fine" if "again" in call else not named

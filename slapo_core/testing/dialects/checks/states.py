@@ -71,7 +71,7 @@ def loaded_state_is_trained_on(bench: DialectBench) -> None:
         expected.named(),
         train(engine, batches).named(),
         under="after load_state_dict()",
-        hint="load into the parameters that the optimiser holds, as request.state.load_state_dict() does",
+        hint="load into the parameters that the optimizer holds, as request.state.load_state_dict() does",
     )
 
 

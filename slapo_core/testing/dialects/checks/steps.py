@@ -54,9 +54,9 @@ def _wrong(result: StepResult, *, norm: bool) -> str | None:
 
 
 def training_is_that_of_the_plain_model(bench: DialectBench) -> None:
-    """Losses and weights of three steps are those of the plain model, with every optimiser of the case."""
+    """Losses and weights of three steps are those of the plain model, with every optimizer of the case."""
     for optimizer in bench.case.optimizers:
-        name = getattr(optimizer, "__name__", "the optimiser of the case")
+        name = getattr(optimizer, "__name__", "the optimizer of the case")
         bench.compare_with_plain_training(optimizer=optimizer, under=f"with {name}", hint=_STEP)
 
 
@@ -78,7 +78,7 @@ def tied_weights_stay_tied(bench: DialectBench) -> None:
     bench.compare_with_plain_training(
         subject=TIED,
         under="with two layers that share a weight",
-        hint="give the optimiser each parameter once, as request.make_optimizer() does; do not copy parameters",
+        hint="give the optimizer each parameter once, as request.make_optimizer() does; do not copy parameters",
     )
 
 

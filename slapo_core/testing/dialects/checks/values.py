@@ -15,7 +15,7 @@ from slapo_core.testing.dialects.training import differences
 
 __all__ = ["meta_model_is_given_its_values", "weights_are_read"]
 
-_HINT = "leave the values to build(); with takes_tensors = True: for tensor in request.materialise(): ..."
+_HINT = "leave the values to build(); with takes_tensors = True: for tensor in request.materialize(): ..."
 
 
 def meta_model_is_given_its_values(bench: DialectBench) -> None:
@@ -41,7 +41,7 @@ def meta_model_is_given_its_values(bench: DialectBench) -> None:
     if not differences(state, _build(bench, seed=4).state_dict(), tolerance=0):
         raise CheckError(
             "another seed gives the same initial values",
-            required="build(..., seed=4) initialises otherwise than seed=3",
+            required="build(..., seed=4) initializes otherwise than seed=3",
             got="the same bits",
             hint=_HINT,
         )
@@ -52,7 +52,7 @@ def meta_model_is_given_its_values(bench: DialectBench) -> None:
             "a model that was on the meta device is not trained",
             required="a step changes its parameters",
             got="the same bits",
-            hint="make the optimiser after the values are there: in build(), by request.make_optimizer()",
+            hint="make the optimizer after the values are there: in build(), by request.make_optimizer()",
         )
 
 
@@ -85,7 +85,7 @@ def _build(bench: DialectBench, **options: Any) -> Engine:
     except WeightsError as error:
         if options.get("target") or not _torch_refuses(bench, **options):
             raise
-        raise NotApplicable(f"the case's model cannot be initialised on the meta device: {error.message}") from error
+        raise NotApplicable(f"the case's model cannot be initialized on the meta device: {error.message}") from error
 
 
 def _torch_refuses(bench: DialectBench, **options: Any) -> bool:

@@ -46,7 +46,7 @@ class Transposed(nn.Linear):
         return F.linear(input, self.weight.t(), self.bias)
 
 
-class NotCentred(nn.LayerNorm):
+class NotCenterd(nn.LayerNorm):
     def forward(self, input: Tensor) -> Tensor:
         return F.rms_norm(input, self.normalized_shape, self.weight, self.eps) + self.bias
 
@@ -126,9 +126,9 @@ quick = mistake_at("an approximation that nobody declared", "outputs, by a perce
 eps = mistake_at("norm with another eps", "outputs, slightly", NORMS, as_copy_with(**_EPS))
 no_weight = mistake_at("RMSNorm without its weight", "outputs", WITHOUT_BIAS, changed_by(NoWeight))
 no_bias = mistake_at("LayerNorm without its bias", "outputs", WITH_BIAS, changed_by(NoBias))
-not_centred = mistake_at(
+not_centerd = mistake_at(
     "RMSNorm in the place of LayerNorm", "outputs", WITH_BIAS,
-    lambda old: NotCentred(old.normalized_shape, eps=old.eps),
+    lambda old: NotCenterd(old.normalized_shape, eps=old.eps),
 )  # fmt: skip
 fresh_weight = mistake_at(
     "a new layer with values of its own", "outputs", {"bert": HEADS["bert"], "vit": HEADS["vit"]},

@@ -120,7 +120,7 @@ def head_bias_whole(right: Right) -> Iterator[Wrong]:
 
 
 def untied(old: nn.Linear) -> nn.Module:
-    """A layer with a copy of the weight, which is another tensor for the optimiser."""
+    """A layer with a copy of the weight, which is another tensor for the optimizer."""
 
     class Untied(nn.Linear):
         def __init__(self) -> None:

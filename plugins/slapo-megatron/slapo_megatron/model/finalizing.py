@@ -9,10 +9,10 @@ from megatron.core.distributed import finalize_model_grads
 
 from slapo_megatron.model.buckets import refuse_missing
 
-__all__ = ["finaliser"]
+__all__ = ["finalizer"]
 
 
-def finaliser(sum_ties: Callable[[], None] | None = None) -> Callable[..., None]:
+def finalizer(sum_ties: Callable[[], None] | None = None) -> Callable[..., None]:
     """What Megatron's schedules call: its own function, and then our sum over the stages that hold one parameter.
 
     Args:
@@ -23,10 +23,10 @@ def finaliser(sum_ties: Callable[[], None] | None = None) -> Callable[..., None]
         for ``config.finalize_model_grads_func``.
     """
 
-    def finalise(model: list[Any], *args: Any, **kwargs: Any) -> None:
+    def finalize(model: list[Any], *args: Any, **kwargs: Any) -> None:
         refuse_missing(model)
         finalize_model_grads(model, *args, **kwargs)
         if sum_ties is not None:
             sum_ties()
 
-    return finalise
+    return finalize

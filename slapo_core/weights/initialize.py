@@ -1,9 +1,9 @@
-"""The model's own initialisation, for one tensor at a time, so that any layout starts from the same values.
+"""The model's own initialization, for one tensor at a time, so that any layout starts from the same values.
 
 A plugin that answers ``slapo_initialize`` for a tensor comes before all this.
 
-What the initialisers (``initialisers.py``) write is found out once (``recording.py``); of what is understood, any piece
-can be made by itself, drawn once and without what a later initialiser overwrites (``programs.py``). For all else they
+What the initializers (``initializers.py``) write is found out once (``recording.py``); of what is understood, any piece
+can be made by itself, drawn once and without what a later initializer overwrites (``programs.py``). For all else they
 are run again on the whole tensor (``rerun.py``). Which of the two it is depends on the untouched model alone, not on
 the layout.
 
@@ -28,18 +28,18 @@ if TYPE_CHECKING:
     from slapo_core.plugins.manager import HookManager
     from slapo_core.spec.mesh import Mesh
 
-__all__ = ["Initialiser", "cannot_initialise"]
+__all__ = ["Initializer", "cannot_initialize"]
 
 
-class Initialiser:
-    """Initialises tensors as ``model`` would; the model is only read, and all that is needed of it copied.
+class Initializer:
+    """Initializes tensors as ``model`` would; the model is only read, and all that is needed of it copied.
 
     Args:
         model: the untouched one, or the scheduled one for what its steps added.
-        hooks: of the schedule: a plugin that answers ``slapo_initialize`` comes before the model's own initialisation.
+        hooks: of the schedule: a plugin that answers ``slapo_initialize`` comes before the model's own initialization.
         seed: mixed into the seed of every tensor.
         is_untouched: False for a scheduled model. Its tensors may be pieces already, so that what one rank could find
-            out of them depends on the layout; all initialisers are run again for each.
+            out of them depends on the layout; all initializers are run again for each.
     """
 
     def __init__(self, model: nn.Module, hooks: HookManager, *, seed: int = 0, is_untouched: bool = True) -> None:
@@ -58,10 +58,10 @@ class Initialiser:
             shape: its full shape, in elements.
 
         Returns:
-            None if no plugin and no initialiser gives all of it.
+            None if no plugin and no initializer gives all of it.
 
         Raises:
-            WeightsError: an initialiser raised.
+            WeightsError: an initializer raised.
             HookError: plugins disagree, or give something else than asked for.
         """
         return self.piece(name, Layout(name, shape), None)
@@ -106,11 +106,11 @@ class Initialiser:
         return value.detach().to("cpu")
 
 
-def cannot_initialise(names: list[str]) -> WeightsError:
-    """The error for tensors on the meta device that no initialiser fills."""
+def cannot_initialize(names: list[str]) -> WeightsError:
+    """The error for tensors on the meta device that no initializer fills."""
     one = len(names) == 1
     return WeightsError(
-        f"{'a tensor' if one else f'{len(names)} tensors'} on the meta device cannot be initialised, because no "
+        f"{'a tensor' if one else f'{len(names)} tensors'} on the meta device cannot be initialized, because no "
         f"reset_parameters() or _init_weights() fills {'it' if one else 'them'}: {', '.join(names)}",
         hint='pass weights="dir/with/safetensors", or build the model on the CPU instead of the meta device',
     )

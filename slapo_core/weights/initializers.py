@@ -1,4 +1,4 @@
-"""Which initialisers a model has for a tensor, in the order in which constructing the model runs them.
+"""Which initializers a model has for a tensor, in the order in which constructing the model runs them.
 
 ``reset_parameters()`` of the tensor's module and of the modules around it, from the inside out, and then
 ``_init_weights(module)`` of the nearest enclosing module that has such a method, which is the convention of
@@ -20,14 +20,14 @@ from slapo_core.errors import WeightsError
 if TYPE_CHECKING:
     from slapo_core.tree.index import ModuleIndex
 
-__all__ = ["SKIP_MARK", "InitialiserCall", "Initialisers"]
+__all__ = ["SKIP_MARK", "InitializerCall", "Initializers"]
 
-SKIP_MARK = "_is_hf_initialized"  # on a tensor: transformers' initialisers leave it alone
+SKIP_MARK = "_is_hf_initialized"  # on a tensor: transformers' initializers leave it alone
 _RESETS = ("reset_parameters", "_reset_parameters")
 
 
 @dataclass(frozen=True, eq=False)
-class InitialiserCall:
+class InitializerCall:
     """One call that gives tensors their values.
 
     Args:
@@ -50,13 +50,13 @@ class InitialiserCall:
             self.call()
         except Exception as error:
             raise WeightsError(
-                f"'{tensor}' cannot be initialised: {self.label} raised {type(error).__name__}: {error}",
+                f"'{tensor}' cannot be initialized: {self.label} raised {type(error).__name__}: {error}",
                 hint='pass weights="dir/with/safetensors", or build the model on the CPU instead of the meta device',
             ) from error
 
 
-class Initialisers:
-    """The initialisers of a model, each made once.
+class Initializers:
+    """The initializers of a model, each made once.
 
     Args:
         index: the modules of the model.
@@ -64,11 +64,11 @@ class Initialisers:
 
     def __init__(self, index: ModuleIndex) -> None:
         self._modules = index.modules
-        self._resets: dict[str, InitialiserCall | None] = {}
-        self._inits: dict[str, InitialiserCall | None] = {}
+        self._resets: dict[str, InitializerCall | None] = {}
+        self._inits: dict[str, InitializerCall | None] = {}
         self._types: dict[type, bool] = {}
 
-    def of(self, path: str) -> Iterator[InitialiserCall]:
+    def of(self, path: str) -> Iterator[InitializerCall]:
         """Those for the tensors of the module at ``path``."""
         chain = list(_enclosing(path))
         for made, make in ((self._resets, self._reset), (self._inits, self._init)):
@@ -79,21 +79,21 @@ class Initialisers:
                 if found is not None:
                     yield found
 
-    def _reset(self, place: str) -> InitialiserCall | None:
+    def _reset(self, place: str) -> InitializerCall | None:
         module = self._modules[place]
         for method in _RESETS:
             reset = getattr(module, method, None)
             if callable(reset):
-                return InitialiserCall(place, f"{type(module).__name__}.{method}() of '{place}'", reset)
+                return InitializerCall(place, f"{type(module).__name__}.{method}() of '{place}'", reset)
         return None
 
-    def _init(self, place: str) -> InitialiserCall | None:
+    def _init(self, place: str) -> InitializerCall | None:
         module = self._modules[place]
         for owner_place in _enclosing(place):
             owner: Any = self._modules[owner_place]
             if self._has_init_weights(type(owner)):
                 label = f"{type(owner).__name__}._init_weights({type(module).__name__}) of '{owner_place}'"
-                return InitialiserCall(place, label, functools.partial(owner._init_weights, module))
+                return InitializerCall(place, label, functools.partial(owner._init_weights, module))
         return None
 
     def _has_init_weights(self, kind: type[nn.Module]) -> bool:

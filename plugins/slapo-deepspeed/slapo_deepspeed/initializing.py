@@ -1,4 +1,4 @@
-"""DeepSpeed's engine, with the optimiser of the user's factory or of its own configuration."""
+"""DeepSpeed's engine, with the optimizer of the user's factory or of its own configuration."""
 
 from __future__ import annotations
 
@@ -19,35 +19,35 @@ if TYPE_CHECKING:
     from slapo_core import Plan
     from slapo_core.spec.request import BuildRequest
 
-__all__ = ["has_optimizer", "initialise"]
+__all__ = ["has_optimizer", "initialize"]
 
 
 def has_optimizer(plan: Plan, request: BuildRequest) -> bool:
-    """Whether anything trains: the user's factory, or DeepSpeed's optimiser by its configuration."""
+    """Whether anything trains: the user's factory, or DeepSpeed's optimizer by its configuration."""
     return request.optimizer is not None or bool(plan.config["config"].get("optimizer"))
 
 
-def initialise(
+def initialize(
     plan: Plan, request: BuildRequest, model: nn.Module, *, mpu: Any = None, also: Sequence[nn.Parameter] = ()
 ) -> tuple[Any, Groups | None]:
     """Make DeepSpeed's engine; every tensor of the model is in its place by now.
 
     Args:
         plan: ``plan.config["config"]`` is DeepSpeed's configuration, filled in; DeepSpeed changes a copy of it.
-        request: of the build; its optimiser is made here.
+        request: of the build; its optimizer is made here.
         model: what the engine runs: the scheduled one, or DeepSpeed's ``PipelineModule`` of its stages.
         mpu: the groups of the mesh; None with a ``PipelineModule``, which has its own.
         also: parameters that are trained beside those of the scheduled model.
 
     Returns:
-        the engine, and the groups of the optimiser as they were before DeepSpeed saw it; None for its own optimiser.
+        the engine, and the groups of the optimizer as they were before DeepSpeed saw it; None for its own optimizer.
     """
     import deepspeed
 
     config = copy.deepcopy(dict(plan.config["config"]))
     zero = config.get("zero_optimization", {})
     if not has_optimizer(plan, request) and zero.get("stage", 0) in (1, 2):
-        zero["stage"] = 0  # they partition what an optimiser needs; there is nothing of it
+        zero["stage"] = 0  # they partition what an optimizer needs; there is nothing of it
     with request.together("making the optimizer"), with_shapes(request.schedule.model):
         optimizer = request.make_optimizer(in_pieces=zero.get("stage", 0) > 0)
     groups = Groups.of(optimizer, keeps_first=bool(also))
@@ -86,14 +86,14 @@ def _numbers_left_out(model: nn.Module) -> Iterator[None]:
 
 
 def _steps_at_construction(config: dict[str, Any]) -> bool:
-    """Whether DeepSpeed tries the optimiser out with gradients of zero, to have its state: masters without ZeRO."""
+    """Whether DeepSpeed tries the optimizer out with gradients of zero, to have its state: masters without ZeRO."""
     low = any(config.get(name, {}).get("enabled") for name in ("bf16", "bfloat16", "fp16"))
     return low and config.get("zero_optimization", {}).get("stage", 0) == 0
 
 
 @contextlib.contextmanager
 def _idle(optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
-    """Let an optimiser's step do nothing: that of a trial decays the weights, and counts as the first one."""
+    """Let an optimizer's step do nothing: that of a trial decays the weights, and counts as the first one."""
     if optimizer is None:
         yield
         return
@@ -105,7 +105,7 @@ def _idle(optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
 
 
 def _start_afresh(wrapper: Any) -> None:
-    """Undo the trial step of an optimiser that DeepSpeed made itself: its state, and what it did to the masters."""
+    """Undo the trial step of an optimizer that DeepSpeed made itself: its state, and what it did to the masters."""
     inner = getattr(wrapper, "optimizer", None)
     if not isinstance(inner, torch.optim.Optimizer) or not hasattr(
         wrapper, "fp16_groups"

@@ -1,4 +1,4 @@
-"""A model on the meta device starts from the model's own initialisation, the same under every schedule."""
+"""A model on the meta device starts from the model's own initialization, the same under every schedule."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def test_initial_values_are_distributed_as_by_the_constructor(name: str) -> None
         assert torch.equal(value, expected), key
 
 
-def test_an_initialisation_by_an_enclosing_module_is_found() -> None:
-    """GPT-2 scales the residual projections down from their parent's initialisation."""
+def test_an_initialization_by_an_enclosing_module_is_found() -> None:
+    """GPT-2 scales the residual projections down from their parent's initialization."""
     model = on_meta("gpt2")
     slapo.build(slapo.create_schedule(model))
     assert model.transformer.h[0].attn.c_proj.weight.std().item() == pytest.approx(0.02 / 2, rel=0.1)
@@ -81,7 +81,7 @@ def test_no_two_parameters_start_equal_and_another_seed_gives_other_values() -> 
     )
 
 
-def test_ties_survive_materialising() -> None:
+def test_ties_survive_materializing() -> None:
     for name, first, second in (
         ("gpt2", "transformer.wte.weight", "lm_head.weight"),
         ("bert", "cls.predictions.bias", "cls.predictions.decoder.bias"),
@@ -113,7 +113,7 @@ def test_real_values_stay_where_only_some_tensors_are_on_meta() -> None:
     assert 0.5 * bound < model.fc1.weight.abs().max().item() <= bound
 
 
-def test_attributes_and_gradient_flags_follow_a_materialised_parameter() -> None:
+def test_attributes_and_gradient_flags_follow_a_materialized_parameter() -> None:
     model = on_meta("mlp")
     model.fc1.weight.is_special = "yes"
     model.fc1.bias.requires_grad_(False)
@@ -123,7 +123,7 @@ def test_attributes_and_gradient_flags_follow_a_materialised_parameter() -> None
     assert model.fc1.weight.requires_grad
 
 
-def test_torch_modules_that_initialise_themselves_are_covered() -> None:
+def test_torch_modules_that_initialize_themselves_are_covered() -> None:
     def make() -> nn.Module:
         return nn.ModuleDict(
             {
@@ -147,7 +147,7 @@ def test_torch_modules_that_initialise_themselves_are_covered() -> None:
 
 
 class Scale(nn.Module):
-    """Initialised by its constructor alone."""
+    """Initialized by its constructor alone."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -194,7 +194,7 @@ def test_a_tensor_that_is_only_partly_written_is_refused() -> None:
         slapo.build(slapo.create_schedule(model))
 
 
-def test_an_initialiser_that_raises_is_named(message: Messages) -> None:
+def test_an_initializer_that_raises_is_named(message: Messages) -> None:
     with torch.device("meta"):
         model = nn.Sequential(Raising())
     with pytest.raises(slapo.WeightsError) as error:

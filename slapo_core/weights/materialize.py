@@ -1,4 +1,4 @@
-"""Give the scheduled model its values: real tensors stay, meta tensors are read from weights or initialised."""
+"""Give the scheduled model its values: real tensors stay, meta tensors are read from weights or initialized."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from slapo_core.spec.state import LiveTensor
 from slapo_core.tree.edit import TreeEdit
 from slapo_core.weights.correspondence import Correspondence
 from slapo_core.weights.exchange import exchange_device
-from slapo_core.weights.initialise import Initialiser, cannot_initialise
+from slapo_core.weights.initialize import Initializer, cannot_initialize
 from slapo_core.weights.sources import Source, check_names, read_tensor
 from slapo_core.weights.state import TensorState
 
@@ -20,21 +20,21 @@ if TYPE_CHECKING:
     from slapo_core.schedule.schedule import Schedule
     from slapo_core.spec.placement import Placement
 
-__all__ = ["Materialisation"]
+__all__ = ["Materialization"]
 
 
-class Materialisation:
+class Materialization:
     """Fills the model, each rank its own pieces only, one tensor after the other; it can be taken back.
 
     The largest things in memory beside the local pieces are one full tensor, or those that a plugin merges into one.
 
     Args:
         schedule: not sealed.
-        source: weights with the untouched model's names, for every tensor of its state dict; None initialises what is
+        source: weights with the untouched model's names, for every tensor of its state dict; None initializes what is
             on the meta device.
         device: where the tensors shall be; None leaves real ones where they are and puts the others beside them, or on
             the mesh's device type.
-        seed: mixed into the seed of every tensor that is initialised.
+        seed: mixed into the seed of every tensor that is initialized.
 
     Raises:
         WeightsError: the weights do not fit, or nobody explains what a tensor stands for.
@@ -54,7 +54,7 @@ class Materialisation:
         self._edit = TreeEdit(schedule.tree)
         self._overwritten: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._failed: list[str] = []
-        self._initialisers: dict[str, Initialiser] = {}
+        self._initializers: dict[str, Initializer] = {}
 
     @property
     def untouched(self) -> dict[str, torch.Tensor]:
@@ -71,13 +71,13 @@ class Materialisation:
         Those that only other ranks hold do not come: a stand-in without memory takes the place of one with values.
 
         Raises:
-            WeightsError: tensors on the meta device cannot be initialised; all of them are named, after the others.
+            WeightsError: tensors on the meta device cannot be initialized; all of them are named, after the others.
             HookError: a plugin's answer does not fit.
         """
         self._schedule.tree.tensors.keep_shapes(True)
         if any(self._untouched[name].is_meta for name in self._wanted() if name not in self._names):
             with self._schedule.untouched() as model:  # before anything is installed
-                self._initialisers["untouched"] = Initialiser(model, self._schedule.hooks, seed=self._seed)
+                self._initializers["untouched"] = Initializer(model, self._schedule.hooks, seed=self._seed)
         for live in self.correspondence.live():
             if not live.is_here:
                 if not live.tensor.is_meta:
@@ -92,9 +92,9 @@ class Materialisation:
             whole = self._whole(spec.name)
             if whole is not None:
                 self.state.dropped[spec.name] = whole.to("cpu", copy=True)
-        self._initialisers.clear()
+        self._initializers.clear()
         if self._failed:
-            raise cannot_initialise(list(dict.fromkeys(self._failed)))
+            raise cannot_initialize(list(dict.fromkeys(self._failed)))
         self.is_complete = True
 
     def take_back(self) -> None:
@@ -145,13 +145,13 @@ class Materialisation:
         """This rank's piece, on the device where it was read or made."""
         mesh, explained = self.correspondence.mesh, live.layout.origin in self.correspondence.survey.origins
         if not live.stands_for:
-            whole = self._initialise("scheduled", live.name, tuple(live.layout.shape))
+            whole = self._initialize("scheduled", live.name, tuple(live.layout.shape))
         elif explained:
             name = live.stands_for[0]
             if self._source is not None and name in self._names:
                 return self._source.read(self._names[name], live.layout, mesh)
             if self._untouched[name].is_meta:
-                piece = self._initialisers["untouched"].piece(name, live.layout, mesh)
+                piece = self._initializers["untouched"].piece(name, live.layout, mesh)
                 if piece is None:
                     self._failed += [name, live.name]
                 return piece
@@ -169,25 +169,25 @@ class Materialisation:
         return live.layout.local(whole, mesh)
 
     def _whole(self, name: str) -> torch.Tensor | None:
-        """An untouched tensor at its full size; None where no initialiser fills it."""
+        """An untouched tensor at its full size; None where no initializer fills it."""
         spec = self.correspondence.survey.specs[name]
         if self._source is not None and name in self._names:
             return read_tensor(self._source, self._names[name], spec)
         untouched = self._untouched[name]
         if not untouched.is_meta:
             return untouched.detach()
-        whole = self._initialise("untouched", name, spec.shape)
+        whole = self._initialize("untouched", name, spec.shape)
         if whole is None:
             self._failed.append(name)
         return whole
 
-    def _initialise(self, which: str, name: str, shape: tuple[int, ...]) -> torch.Tensor | None:
+    def _initialize(self, which: str, name: str, shape: tuple[int, ...]) -> torch.Tensor | None:
         """The initial value of a tensor of the untouched model, or of one that a step added to the scheduled one."""
-        if which not in self._initialisers:
-            self._initialisers[which] = Initialiser(
+        if which not in self._initializers:
+            self._initializers[which] = Initializer(
                 self._schedule.model, self._schedule.hooks, seed=self._seed, is_untouched=False
             )
-        return self._initialisers[which].value(name, shape)
+        return self._initializers[which].value(name, shape)
 
     def _install(self, live: LiveTensor, value: torch.Tensor) -> LiveTensor:
         node = self._schedule.tree.node(live.path)

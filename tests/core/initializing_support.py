@@ -1,4 +1,4 @@
-"""A second opinion on initial values: the initialisers themselves, run on the whole tensor, with numbers in blocks."""
+"""A second opinion on initial values: the initializers themselves, run on the whole tensor, with numbers in blocks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _DRAWS = (torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default)
 
 
 class InBlocks(TorchDispatchMode):
-    """Draws what an initialiser draws block by block, as a program does."""
+    """Draws what an initializer draws block by block, as a program does."""
 
     def __init__(self, key: str) -> None:
         super().__init__()
