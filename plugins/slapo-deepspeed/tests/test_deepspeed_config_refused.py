@@ -50,7 +50,7 @@ def test_every_key_that_deepspeed_reads_is_in_the_table() -> None:
 @pytest.mark.parametrize(
     ("config", "key", "nearest"),
     [
-        ({"zero_optimization": {"stage": 2}}, "zero_optimization", "'zero_optimization'"),
+        ({"zero_optimisation": {"stage": 2}}, "zero_optimisation", "'zero_optimization'"),
         ({"gradient_clip": 1.0}, "gradient_clip", "'gradient_clipping'"),
         (
             {"activation_checkpointing": {"partitioned_activations": True}},
