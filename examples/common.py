@@ -79,7 +79,7 @@ def run_plain(
 
     Args:
         options: of the command line.
-        model: the untouched one.
+        model: the reference model.
         optimizer: of its parameters.
         batches: of the example.
         max_grad_norm: to which the gradients are clipped; None for not at all.

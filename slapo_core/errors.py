@@ -198,7 +198,7 @@ class ReplayError(SlapoError):
 
 
 class VerifyError(SlapoError):
-    """The scheduled model differs from the untouched one beyond the tolerance.
+    """The scheduled model differs from the reference model beyond the tolerance.
 
     What to do: look at the tensor named first; ``sch.undo(to=...)`` and verify again to find the step.
 

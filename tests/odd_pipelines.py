@@ -120,7 +120,7 @@ class Run:
 
 
 def differences(run: Run, tolerance: float = 2e-6) -> list[str]:
-    """What this rank's engine does otherwise than the untouched model."""
+    """What this rank's engine does otherwise than the reference model."""
     engine, model = run.build(), run.model()
     optimizer = adamw(model.parameters())
     found = []

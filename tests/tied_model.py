@@ -94,7 +94,7 @@ def built(
 
 
 def trained(steps: int = 3, clip: float = CLIP) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
-    """Losses and norms of the untouched model's steps, and its weights after them."""
+    """Losses and norms of the reference model's steps, and its weights after them."""
     model = make()
     optimizer, losses, norms = adamw(model.parameters()), [], []
     for step in range(steps):

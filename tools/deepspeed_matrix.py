@@ -1,4 +1,4 @@
-"""Train scheduled models by DeepSpeed on real ranks, and compare each with the untouched model in one process.
+"""Train scheduled models by DeepSpeed on real ranks, and compare each with the reference model in one process.
 
 python tools/deepspeed_matrix.py --family bert --only "dp 2, tp 2"   # these
 python tools/deepspeed_matrix.py --json m.json --write docs/deepspeed_matrix.md
@@ -25,7 +25,7 @@ from tests.integration.dialects.subjects import MAX_GRAD_NORM, STEPS, SUBJECTS
 preload_modules("deepspeed")
 
 INTRODUCTION = f"""Written by `tools/deepspeed_matrix.py`. Each run trains a model of four blocks for {STEPS} steps in
-float32 on real processes (gloo) by `slapo.build(sch, target="deepspeed")`, and evaluates it once; the untouched model
+float32 on real processes (gloo) by `slapo.build(sch, target="deepspeed")`, and evaluates it once; the reference model
 does the same in one process, by torch alone. All models have tied embeddings, and attention masks are given; AdamW with
 an epsilon of 1e-4; DeepSpeed clips the gradients to {MAX_GRAD_NORM}, less than a half of their norm in every step.
 Compared are, relative to the largest element: losses (to {LOSS:.0e}), the norm of all gradients before clipping and
@@ -33,7 +33,7 @@ each gradient as `deepspeed.utils.safe_get_full_grad` gives it out ({GRADIENT:.0
 after the last step ({WEIGHT:.0e}): about five times what a sum in another order makes of float32."""
 
 PAGE = Page(
-    "DeepSpeed held against the untouched model",
+    "DeepSpeed held against the reference model",
     INTRODUCTION,
     [
         Table(

@@ -1,4 +1,4 @@
-"""Train scheduled models by Megatron-core on real ranks, and compare each with the untouched model in one process.
+"""Train scheduled models by Megatron-core on real ranks, and compare each with the reference model in one process.
 
 python tools/megatron_matrix.py --family bert --only "dp 2, tp 2"   # these
 python tools/megatron_matrix.py --json m.json --write docs/megatron_matrix.md
@@ -26,7 +26,7 @@ from tests.integration.megatron.cases import cells, sequence_cells
 preload_modules("deepspeed", "tests.cpu_megatron")
 
 INTRODUCTION = f"""Written by `tools/megatron_matrix.py`. Each run trains a model of four blocks for {STEPS} steps in
-float32 on real processes (gloo) by `slapo.build(sch, target="megatron")`, and evaluates it once; the untouched model
+float32 on real processes (gloo) by `slapo.build(sch, target="megatron")`, and evaluates it once; the reference model
 does the same in one process, by torch alone. All models have tied embeddings, and attention masks are given; Adam with
 an epsilon of 1e-4, and weight decay for matrices; Megatron clips the gradients to {MAX_GRAD_NORM}, less than a half of
 their norm in every step. Compared are, relative to the largest element: losses (to {LOSS:.0e}), the norm of all
@@ -35,13 +35,13 @@ state dict after the last step ({WEIGHT:.0e}): about five times what a sum in an
 
 ONE_FILE = """One schedule file - tensor parallelism, parts of graphs replaced and fused, blocks recomputed, and a cut
 where the mesh has stages - is replayed under `target="torch"`, `target="deepspeed"` and `target="megatron"`. The losses
-of every step and the state dicts are compared with each other, and with those of the untouched model."""
+of every step and the state dicts are compared with each other, and with those of the reference model."""
 
 COLUMNS = {"mesh": "mesh", "stages a rank": "virtual", "micro-batches": "micro_batches", "optimizer": "distributed"}
 SAY = {"distributed": lambda distributed: "distributed" if distributed else "plain"}
 
 PAGE = Page(
-    "Megatron-core held against the untouched model",
+    "Megatron-core held against the reference model",
     INTRODUCTION,
     [
         Table(

@@ -1,4 +1,4 @@
-"""Hold primitives in any order against the untouched model: every ordered pair of them, and schedules drawn at random.
+"""Hold primitives in any order against the reference model: every ordered pair of them, and schedules drawn at random.
 
 python tools/orders.py --pairs --draws 2000 --json orders.jsonl --write docs/orders.md
 python tools/orders.py --draws 200 --seed 5000 --tp 2        # other ones, on two ranks only
@@ -30,8 +30,8 @@ from tests.integration.orders.running import Result, preload, run
 Found = Mapping[str, Result]
 
 INTRODUCTION = """Written by `tools/orders.py`. A schedule is *verified* where its saved form, replayed on real ranks
-(gloo), agrees with the untouched model: outputs, gradients and a step of the optimizer in float64, and `undo` gives the
-model back. It is *refused* where a step raises, when it is written. What is accepted and other than the untouched model
+(gloo), agrees with the reference model: outputs, gradients and a step of the optimizer in float64, and `undo` gives the
+model back. It is *refused* where a step raises, when it is written. What is accepted and other than the reference model
 is *wrong*; an error later (at `replay`, at a call, in `verify`) is *broken*."""
 
 PAIRS = """On a layer of OPT, two ranks: the row's step, then the column's. `ok` is verified, `(ok)` accepted and not

@@ -1,4 +1,4 @@
-"""Train cut models on real ranks under every schedule, and compare each with the untouched model in one process.
+"""Train cut models on real ranks under every schedule, and compare each with the reference model in one process.
 
 python tools/pipeline_matrix.py --family bert --family t5   # these
 python tools/pipeline_matrix.py --json m.json --write docs/pipeline_matrix.md
@@ -21,13 +21,13 @@ from tests.integration.pipelines.matrix import cells
 from tests.integration.pipelines.models import FAMILIES
 
 INTRODUCTION = """Written by `tools/pipeline_matrix.py`. Each run trains a model of eight blocks for three steps in
-float64 on real processes (gloo), and evaluates it once; the untouched model does the same in one process, over the same
+float64 on real processes (gloo), and evaluates it once; the reference model does the same in one process, over the same
 micro-batches. Compared, to 1e-9, are losses, norms of gradients, the output of the evaluation, and every tensor of the
 state dict after the last step. AdamW and SGD with momentum, with and without clipping, attention masks given and left
 out. T5 is cut in encoder and decoder; the ResNet has batch norms."""
 
 PAGE = Page(
-    "Pipelines held against the untouched model",
+    "Pipelines held against the reference model",
     INTRODUCTION,
     [
         Table(

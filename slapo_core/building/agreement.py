@@ -49,7 +49,7 @@ def agree(
         arguments: what the user gave to ``build``.
         plan: the dialect's, with its options after defaults were filled in.
         source: what the weights given were opened as; None without any.
-        untouched: the tensors of the untouched model by name.
+        untouched: the tensors of the reference model by name.
 
     Raises:
         RankMismatchError: on every rank; it names the first difference and the ranks.

@@ -61,7 +61,7 @@ def build(
         target: the dialect, e.g. ``"torch"``.
         optimizer: a factory that is given the list of the engine's parameters, e.g.
             ``lambda params: torch.optim.AdamW(params, lr=1e-4)``. Without one the engine can only evaluate.
-        weights: full weights with the untouched model's names: a directory with safetensors files, one such file, or
+        weights: full weights with the reference model's names: a directory with safetensors files, one such file, or
             a mapping. Without them real tensors are used as they are, and tensors on the meta device are initialized
             by the model's own initialization, to the same full values under every schedule.
         loss: ``loss(output, batch)``, a scalar tensor; default: the output's ``loss``. With it, what a batch holds
@@ -79,7 +79,7 @@ def build(
         UnknownNameError: no such target is installed.
         BuildError: the target cannot run this schedule; every reason is given.
         WeightsError: weights are missing, unexpected or of another shape, a tensor cannot be initialized, or nobody
-            says what stands for one of the untouched model.
+            says what stands for one of the reference model.
         OptimizerError: an optimizer instead of a factory, one that does not hold the engine's parameters, or one that
             is not known to be element-wise where a parameter is split.
         RankMismatchError: ranks disagree about the schedule, the plugins, the versions, the weights, the options, or

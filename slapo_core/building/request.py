@@ -103,7 +103,7 @@ class Request:
             named = dict(self._schedule.model.named_parameters())
             elsewhere = {id(live.tensor): live.name for live in self._state.tensors() if not live.is_here}
             parameters = {name: one for name, one in named.items() if id(one) not in elsewhere}
-            foreign = {key: f"'{name}' of the untouched model" for key, name in self._originals.items()}
+            foreign = {key: f"'{name}' of the reference model" for key, name in self._originals.items()}
             foreign |= {key: f"'{name}' of another pipeline stage" for key, name in elsewhere.items()}
             optimizer = make_optimizer(
                 parameters,

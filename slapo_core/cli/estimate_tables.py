@@ -51,7 +51,7 @@ def print_estimate(estimate: Estimate, device: DeviceSpec | None, *, each: bool)
         if kind.time is not None and device is not None:
             print(f"{kind.time:.4g} s a step on {device.name}")
     for assumption in estimate.assumptions:
-        print(f"taken for granted: {assumption}")
+        print(f"assumption: {assumption}")
 
 
 def _ranks(ranks: Sequence[int]) -> str:

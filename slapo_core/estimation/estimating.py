@@ -46,7 +46,7 @@ def estimate(
 ) -> Estimate:
     """Predict memory, communication and time of a training step, for a declared mesh of any size, on one CPU process.
 
-    The steps of the schedule are repeated on the untouched model, without memory, in a process for each kind of rank,
+    The steps of the schedule are repeated on the reference model, without memory, in a process for each kind of rank,
     which then trains two steps as target ``"torch"`` does. The schedule and its model stay as they are.
 
     Args:

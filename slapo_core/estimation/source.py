@@ -57,7 +57,7 @@ class Functions:
 
 
 def of_schedule(schedule: Schedule) -> Sent:
-    """The untouched model without memory, and the steps; the schedule and its model are only read.
+    """The reference model without memory, and the steps; the schedule and its model are only read.
 
     Raises:
         SealedError: the originals were dropped.
@@ -75,7 +75,7 @@ def of_schedule(schedule: Schedule) -> Sent:
         found = sent(schedule, strip=stripped)
     except SealedError as error:
         raise SealedError(
-            "estimate repeats the steps on the untouched model, which was dropped when the schedule was sealed",
+            "estimate repeats the steps on the reference model, which was dropped when the schedule was sealed",
             hint=f"call sch.estimate(...) before build() or seal(), or {instead}",
         ) from error
     except SerializationError as error:

@@ -1,4 +1,4 @@
-"""Clipping the gradients of a scheduled model by the norm that the untouched model's would have."""
+"""Clipping the gradients of a scheduled model by the norm that the reference model's would have."""
 
 from __future__ import annotations
 

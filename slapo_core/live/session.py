@@ -10,7 +10,7 @@ __all__ = ["live_state"]
 
 
 def live_state(schedule: Schedule, call: str) -> TensorState:
-    """The state of a schedule's model: its values to and from the untouched model's names and shapes.
+    """The state of a schedule's model: its values to and from the reference model's names and shapes.
 
     Args:
         schedule: not built.

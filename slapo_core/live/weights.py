@@ -1,4 +1,4 @@
-"""The weights of a scheduled model in the untouched model's names and shapes: out, in, and into files."""
+"""The weights of a scheduled model in the reference model's names and shapes: out, in, and into files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["load_state_dict", "save_pretrained", "state_dict"]
 
 
 def state_dict(sch: Schedule, *, rank0_only: bool = False, include_added: bool = False) -> dict[str, torch.Tensor]:
-    """The untouched model's state dict, with the values that the scheduled model has now.
+    """The reference model's state dict, with the values that the scheduled model has now.
 
     In place of ``model.state_dict()``, which gives this rank's pieces. A collective: every rank calls it.
 
@@ -33,7 +33,7 @@ def state_dict(sch: Schedule, *, rank0_only: bool = False, include_added: bool =
         include_added: also give what a step added, under its own name; without, a warning names it once.
 
     Returns:
-        copies on the CPU, with the untouched model's keys in its order; tied names share one tensor.
+        copies on the CPU, with the reference model's keys in its order; tied names share one tensor.
 
     Raises:
         ArgumentError: something else than a schedule.
@@ -45,14 +45,14 @@ def state_dict(sch: Schedule, *, rank0_only: bool = False, include_added: bool =
 
 
 def load_state_dict(sch: Schedule, state: Mapping[str, torch.Tensor]) -> None:
-    """Give a scheduled model the weights of an untouched one; every rank keeps its own pieces.
+    """Give a scheduled model the weights of a reference model; every rank keeps its own pieces.
 
     In place of ``model.load_state_dict()``, which wants this rank's pieces. A collective: every rank calls it, with the
     same state. The tensors of the model stay the same objects, so that its optimizer goes on.
 
     Args:
         sch: the schedule, under which the model is trained without :func:`slapo_core.build`.
-        state: full tensors by the untouched model's names, as of its ``state_dict()``.
+        state: full tensors by the reference model's names, as of its ``state_dict()``.
 
     Raises:
         ArgumentError: something else than a schedule.
@@ -65,10 +65,10 @@ def load_state_dict(sch: Schedule, state: Mapping[str, torch.Tensor]) -> None:
 def save_pretrained(
     sch: Schedule, directory: str | os.PathLike[str], *, max_shard_size: int | str | None = None
 ) -> None:
-    """Write the weights of a scheduled model as safetensors, as the untouched model would have been saved.
+    """Write the weights of a scheduled model as safetensors, as the reference model would have been saved.
 
     A model with a ``save_pretrained`` of its own (transformers') writes itself, in its untouched form: with its
-    ``config.json``, so that ``AutoModel.from_pretrained(directory)`` gives the untouched model with the trained values.
+    ``config.json``, so that ``AutoModel.from_pretrained(directory)`` gives the reference model with the trained values.
     Of any other model the directory holds ``model.safetensors``, or several files and their index. A collective: every
     rank calls it, and the first one writes.
 

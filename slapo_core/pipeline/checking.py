@@ -117,7 +117,7 @@ def _of_inputs(partition: Partition, inputs: Mapping[str, Any]) -> Iterator[str]
 
 
 def _of_modules(partition: Partition, model: nn.Module) -> Iterator[str]:
-    """Whether the stages hold the model's own tensors, at the untouched paths, and what several hold is a tie."""
+    """Whether the stages hold the model's own tensors, at the reference paths, and what several hold is a tie."""
     tensors = dict(held_by(model))
     first: dict[int, str] = {}
     for name, tensor in tensors.items():

@@ -1,4 +1,4 @@
-"""This rank's part of the model: the modules of its stages, at the untouched paths."""
+"""This rank's part of the model: the modules of its stages, at the reference paths."""
 
 from __future__ import annotations
 

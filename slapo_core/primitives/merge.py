@@ -29,7 +29,7 @@ class Merge(Primitive):
     """Put one nn.Linear in the place of several that read the same value: query, key and value, or gate and up.
 
     The new child holds their weights one below the other, and their biases; the graph splits its output. State dicts go
-    on holding the untouched names. The old modules stay at their paths, without parameters, and are called no more.
+    on holding the reference names. The old modules stay at their paths, without parameters, and are called no more.
 
     A primitive of its own, and no case of ``replace``: that the parameters are put one below the other and that the
     output is split at the same places belong together, and here nobody can get one of them wrong; and the record holds

@@ -1,4 +1,4 @@
-"""Several linear layers as one: its tensors, and which untouched ones they stand for."""
+"""Several linear layers as one: its tensors, and which reference tensors they stand for."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class MergedFrom:
     """Kept on a merged layer.
 
     Args:
-        sizes: rows of each part, in the untouched model.
-        origins: of each own parameter, the untouched tensors that lie in it one below the other.
+        sizes: rows of each part, in the reference model.
+        origins: of each own parameter, the reference tensors that lie in it one below the other.
     """
 
     sizes: tuple[int, ...]
@@ -44,7 +44,7 @@ class SplitMerged:
     """Splits the output of a merged layer, or this rank's piece of it.
 
     Args:
-        sizes: of the parts, in the untouched model.
+        sizes: of the parts, in the reference model.
     """
 
     sizes: tuple[int, ...]
@@ -130,7 +130,7 @@ class PartsBack:
         child: the merged layer, relative to the traced module.
         paths: of the old ones.
         names: of their parameters.
-        sizes: rows of each, in the untouched model.
+        sizes: rows of each, in the reference model.
     """
 
     child: str
@@ -169,7 +169,7 @@ def tensor_violations(parts: Parts) -> Iterator[Violation]:
             if layout.placements or layout.padding:
                 yield Violation(f"'{full}' is split already ({layout})", "merge first, shard then")
             elif not layout.origin:
-                yield Violation(f"'{full}' is no tensor of the untouched model", "merge first")
+                yield Violation(f"'{full}' is no tensor of the reference model", "merge first")
             if len(each.ties(name)) > 1:
                 yield Violation(f"'{full}' is tied: {', '.join(each.ties(name))}", "leave it out")
         for what in ("dtype", "device", "requires_grad"):
@@ -180,7 +180,7 @@ def tensor_violations(parts: Parts) -> Iterator[Violation]:
             yield Violation(f"'{name}' of the parts have different annotations", "annotate the merged one instead")
 
 
-# -- the way to the untouched names and back ----------------------------------------------------------------------
+# -- the way to the reference names and back ----------------------------------------------------------------------
 
 
 def _origins(node: Node, name: str) -> tuple[tuple[str, ...], tuple[int, ...]] | None:

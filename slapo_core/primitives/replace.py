@@ -45,7 +45,7 @@ class Replace(Primitive):
             that ``match`` names.
         match: what is replaced: a match or a list of such, or a pattern, as for ``find``, of which every match is.
         params: ``{"old.name": "new.name"}``, relative to the module, for parameters and buffers whose name changes.
-        drop: names of parameters and buffers of the old module that the new one does without. Their untouched values
+        drop: names of parameters and buffers of the old module that the new one does without. Their reference values
             are what a state dict will hold.
         rtol: the difference allowed in ``verify``, relative to the largest element; None means "the same function, up
             to the order of floating-point sums".

@@ -66,7 +66,7 @@ class World:
     once for the same ranks, and anew after a block that ended with an exception.
 
     Args:
-        mesh: the schedule's mesh; None, one rank, or a mesh that is only declared means alone.
+        mesh: the schedule's mesh; None, one rank, or an abstract mesh means alone.
         over: only the ranks that differ from this one in nothing but their place along this mesh dimension, or along
             these; None means all ranks of the mesh.
 

@@ -19,7 +19,7 @@ def uncovered(model: nn.Module, paths: Iterable[str], saved: Mapping[str, int]) 
     """A line for each list of blocks of one class of which some have steps and others have none.
 
     Args:
-        model: the untouched one.
+        model: the reference model.
         paths: of the steps.
         saved: what :func:`count_blocks` gave for the model that the schedule was written for: where the number is the
             same, it was written so.

@@ -1,4 +1,4 @@
-"""What each module is called with when the untouched model runs on the schedule's example inputs."""
+"""What each module is called with when the reference model runs on the schedule's example inputs."""
 
 from __future__ import annotations
 

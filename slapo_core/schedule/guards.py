@@ -190,7 +190,7 @@ class Guards:
         self._has_warned = True
         warnings.warn(
             f"state_dict() of this {type(model).__name__} gives what this rank holds, and that is a part of the "
-            f"untouched model only: {_described(shards)}; the untouched model's names and shapes come from {_OUT}, or, "
+            f"reference model only: {_described(shards)}; the reference model's names and shapes come from {_OUT}, or, "
             "of a built model, from engine.state_dict()",
             stacklevel=3,
         )
@@ -503,7 +503,7 @@ class _Exchanges:
                 warnings.warn(
                     f"{kind} computes its steps from whole tensors, and {len(shards)} of its parameters are shards, "
                     f"such as one of shape {tuple(shards[0].shape)}: it trains otherwise than it would train the "
-                    "untouched model; element-wise optimizers, such as AdamW or SGD, do not",
+                    "reference model; element-wise optimizers, such as AdamW or SGD, do not",
                     stacklevel=4,
                 )
         self.checked[optimizer] = now

@@ -49,7 +49,7 @@ class History:
         return ((step.record, entry) for step in self._steps for entry in step.entries)
 
     def check_start(self) -> None:
-        """Without steps, the model as it is now is taken for the untouched one.
+        """Without steps, the model as it is now is taken for the reference model.
 
         Raises:
             ArgumentError: it carries the steps of another schedule.

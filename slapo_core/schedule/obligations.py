@@ -15,7 +15,7 @@ __all__ = ["obligations", "refuse_if_incomplete", "sharded_mesh_dims", "unused_m
 
 
 def obligations(schedule: Schedule) -> tuple[Violation, ...]:
-    """Every reason why the schedule, as it stands, certainly trains another model than the untouched one.
+    """Every reason why the schedule, as it stands, certainly trains another model than the reference model.
 
     Raises:
         HookError: a plugin's ``slapo_check`` raised, or gave something else than violations.

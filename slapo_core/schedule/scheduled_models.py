@@ -74,7 +74,7 @@ def refuse_if_scheduled(model: nn.Module, modules: Mapping[str, nn.Module] | Non
     parts = {id(part): path for path, part in modules.items()} if len(_CLAIMS) else {}
     for other, claim in list(_CLAIMS.items()):
         steps = "1 step" if claim.steps == 1 else f"{claim.steps} steps"
-        carries = f"carries {steps} of another schedule, which would be taken for the untouched model"
+        carries = f"carries {steps} of another schedule, which would be taken for the reference model"
         if other is model:
             raise ArgumentError(f"this {kind} {carries}", hint=_FRESH)
         if id(other) in parts:
@@ -98,7 +98,7 @@ def refuse_if_scheduled(model: nn.Module, modules: Mapping[str, nn.Module] | Non
             where = f"'{path}' of this {kind}" if path else f"this {kind}"
             raise ArgumentError(
                 f"{where} is a copy, or a part, of a model under another schedule: steps changed it, which would be "
-                "taken for the untouched model",
+                "taken for the reference model",
                 hint="copy the model before its first step, or inside of `with sch.untouched() as model:`, or make a "
                 "fresh model",
             )

@@ -77,7 +77,7 @@ class Step:
 
     @property
     def _changed(self) -> Iterator[nn.Module]:
-        """Each module that a copy of the model would hold in another state than the untouched one."""
+        """Each module that a copy of the model would hold in another state than the reference model."""
         return iter({id(module): module for entry in self.entries for module in entry.changed}.values())
 
 

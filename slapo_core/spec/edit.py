@@ -38,7 +38,7 @@ class Edit(Protocol):
             value: the new tensor, of any shape; a plain tensor becomes a parameter that requires a gradient if the old
                 one did. Attributes set on the old parameter are carried over, and where the shape is the same, the
                 hooks that the user registered on it; where it is not, the edit is refused. None empties the slot.
-            layout: how the new tensor lies in the untouched one; None keeps the present layout, or, where ``value`` is
+            layout: of the new tensor in the reference tensor; None keeps the present layout, or, where ``value`` is
                 a tensor of the model already (a tie), its own: then the old one is given up.
         """
         ...
@@ -48,11 +48,11 @@ class Edit(Protocol):
         ...
 
     def set_requires_grad(self, node: Node, name: str, flag: bool) -> None:
-        """Freeze an own parameter, or train it; everywhere it is tied. ``verify`` treats the untouched model alike."""
+        """Freeze an own parameter, or train it; everywhere it is tied. ``verify`` treats the reference model alike."""
         ...
 
     def set_layout(self, node: Node, name: str, layout: Layout) -> None:
-        """Record how an own parameter or buffer lies in the untouched one, where the tensor itself stays.
+        """Record how an own parameter or buffer lies in the reference tensor, where the tensor itself stays.
 
         A split over a mesh dimension of one rank is such a case: what later steps may do must not depend on the size.
         """

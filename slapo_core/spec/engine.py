@@ -35,7 +35,7 @@ class Engine(Protocol):
 
     @property
     def module(self) -> nn.Module:
-        """The scheduled model; its paths are those of the untouched one. With a pipeline, this rank's part of it."""
+        """The scheduled model; its paths are those of the reference model. With a pipeline, this rank's part of it."""
         ...
 
     def train_step(self, batch: Any) -> StepResult:
@@ -74,7 +74,7 @@ class Engine(Protocol):
         ...
 
     def state_dict(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
-        """All weights with the untouched model's names, shapes and layout: a collective where anything is sharded.
+        """All weights with the reference model's names, shapes and layout: a collective where anything is sharded.
 
         Where it is a collective, the ranks compare the copies that they hold; else it is this rank's own.
 
@@ -87,7 +87,7 @@ class Engine(Protocol):
         ...
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Load weights that have the untouched model's names and shapes; every rank keeps its own pieces.
+        """Load weights that have the reference model's names and shapes; every rank keeps its own pieces.
 
         Args:
             state: whole tensors, the same on every rank, as ``state_dict`` gives them.
@@ -110,7 +110,7 @@ class Engine(Protocol):
         ...
 
     def save(self, directory: str | os.PathLike[str]) -> None:
-        """Write weights and optimizer state, in the untouched layout, as safetensors: a collective.
+        """Write weights and optimizer state, in the reference layout, as safetensors: a collective.
 
         Replicas are compared first, as by :meth:`check_replicas`. A model that has a ``config`` as transformers' have
         gets its ``config.json``, so that ``from_pretrained`` reads the directory. The state of torch's generators in

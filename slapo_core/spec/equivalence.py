@@ -1,4 +1,4 @@
-"""How close a scheduled model must stay to the untouched one."""
+"""How close a scheduled model must stay to the reference model."""
 
 from __future__ import annotations
 

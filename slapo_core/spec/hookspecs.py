@@ -98,7 +98,7 @@ def slapo_initialize(path: str, name: str, shape: Sequence[int], dtype: torch.dt
     First result: yes; two active plugins that answer for the same tensor are an error.
 
     Args:
-        path: the module that owns it, e.g. ``"encoder.layer.0.output.dense"``: in the untouched model, or, for a tensor
+        path: the module that owns it, e.g. ``"encoder.layer.0.output.dense"``: in the reference model, or, for a tensor
             that a step added, in the scheduled one.
         name: its name there, e.g. ``"weight"``.
         shape: its whole shape, before any sharding.
@@ -114,8 +114,8 @@ def slapo_initialize(path: str, name: str, shape: Sequence[int], dtype: torch.dt
 def slapo_to_reference(node: Node, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor] | None:
     """Called when a state dict leaves, and when ``verify`` compares, for each tensor that no layout explains.
 
-    A layout explains a piece of one untouched tensor. For anything else, such as a transposed weight or several
-    matrices merged into one, a primitive records ``Layout("", shape)`` with the tensor (``""``: no untouched tensor
+    A layout explains a piece of one reference tensor. For anything else, such as a transposed weight or several
+    matrices merged into one, a primitive records ``Layout("", shape)`` with the tensor (``""``: no reference tensor
     lies so), and its plugin answers here and in `slapo_from_reference`.
 
     It is asked with tensors on the meta device too, to learn the names, and by ``verify`` with gradients, so the answer
@@ -130,14 +130,14 @@ def slapo_to_reference(node: Node, name: str, tensor: torch.Tensor) -> dict[str,
         tensor: its whole value, already gathered over the mesh.
 
     Returns:
-        the tensors of the untouched model that it stands for, by full name (of a tied one, the first), in their full
+        the tensors of the reference model that it stands for, by full name (of a tied one, the first), in their full
         shapes; None if it is not this plugin's.
     """
 
 
 @hookspec(firstresult=True)
 def slapo_from_reference(node: Node, name: str, tensors: dict[str, torch.Tensor]) -> torch.Tensor | None:
-    """Called when weights of the untouched model come in: the reverse of `slapo_to_reference`.
+    """Called when weights of the reference model come in: the reverse of `slapo_to_reference`.
 
     Asked by ``build`` and ``load_state_dict``, for the tensors for which `slapo_to_reference` was answered.
 
@@ -147,7 +147,7 @@ def slapo_from_reference(node: Node, name: str, tensors: dict[str, torch.Tensor]
     Args:
         node: the module that owns the tensor now.
         name: its name there, e.g. ``"qkv_weight"``.
-        tensors: the tensors of the untouched model that it stands for, by the names that `slapo_to_reference` gave.
+        tensors: the tensors of the reference model that it stands for, by the names that `slapo_to_reference` gave.
 
     Returns:
         the whole value to load, before it is cut for the mesh; None if it is not this plugin's.
@@ -156,7 +156,7 @@ def slapo_from_reference(node: Node, name: str, tensors: dict[str, torch.Tensor]
 
 @hookspec(firstresult=True)
 def slapo_gather_output(node: Node, output: Any) -> Any | None:
-    """Called when ``verify`` compares outputs, to make of a rank's output the one that the untouched model gives.
+    """Called when ``verify`` compares outputs, to make of a rank's output the one that the reference model gives.
 
     First result: yes; plugins answer for outputs that their own primitives left in pieces, and two answers are an
     error.

@@ -1,4 +1,4 @@
-"""Where a parameter's local piece lies in the untouched model's tensor: the one record that everybody reads.
+"""Where a parameter's local piece lies in the reference tensor's tensor: the one record that everybody reads.
 
 Materializing, state dicts, checkpoints, ``verify`` and the dialects all use the functions below, so that there is one
 place that knows how a full tensor becomes a local one and back.
@@ -25,15 +25,15 @@ class Layout:
     """The layout of one parameter or buffer.
 
     Args:
-        origin: its name in the untouched model, e.g. ``"encoder.layer.0.output.dense.weight"``; ``""`` for a tensor
+        origin: its name in the reference model, e.g. ``"encoder.layer.0.output.dense.weight"``; ``""`` for a tensor
             that the schedule added.
-        shape: its shape in the untouched model, in elements, e.g. ``(768, 3072)``.
+        shape: its shape in the reference model, in elements, e.g. ``(768, 3072)``.
         placements: ``(mesh_dim, placement)`` with torch's own placement types, in the order in which they were
             applied, e.g. ``(("tp", Shard(0)),)``; a mesh dimension that is not named holds a replica. ``Partial()``:
-            the tensors along the mesh dimension add up to the untouched one.
+            the tensors along the mesh dimension add up to the reference tensor.
         packing: ``(axis, sizes)`` for an axis that holds several matrices one after the other, e.g.
             ``((1, (768, 768, 768)),)`` for a fused query-key-value weight: each is split by itself.
-        padding: ``(axis, elements)`` of zeros appended to the untouched tensor before it is split.
+        padding: ``(axis, elements)`` of zeros appended to the reference tensor before it is split.
 
     Raises:
         MeshError: a placement of another kind, or a mesh dimension that is partial and something else too.
@@ -64,7 +64,7 @@ class Layout:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether this rank holds only a piece of the untouched tensor."""
+        """Whether this rank holds only a piece of the reference tensor."""
         return any(placement.is_shard() for _, placement in self.placements)
 
     def shards(self) -> tuple[tuple[str, int], ...]:
@@ -72,18 +72,18 @@ class Layout:
         return tuple((mesh_dim, p.dim) for mesh_dim, p in self.placements if p.is_shard())  # type: ignore[attr-defined]
 
     def partials(self) -> tuple[str, ...]:
-        """The mesh dimensions along which the tensors add up to the untouched one, in the order applied."""
+        """The mesh dimensions along which the tensors add up to the reference tensor, in the order applied."""
         return tuple(mesh_dim for mesh_dim, placement in self.placements if placement.is_partial())
 
     def holds_values(self, mesh: Mesh | None) -> bool:
-        """Whether this rank's piece has the values of the untouched tensor; of a partial sum, all but one have zeros.
+        """Whether this rank's piece has the values of the reference tensor; of a partial sum, all but one have zeros.
 
-        The first rank along each partial mesh dimension has the values, so that they add up to the untouched ones.
+        The first rank along each partial mesh dimension has the values, so that they add up to the reference tensors.
         """
         return mesh is None or all(mesh.rank(mesh_dim) == 0 for mesh_dim in self.partials())
 
     def segments(self, mesh: Mesh | None) -> list[list[tuple[int, int]]]:
-        """This rank's ranges of the (padded) untouched tensor: for each axis a list of ``(start, length)``.
+        """This rank's ranges of the (padded) reference tensor: for each axis a list of ``(start, length)``.
 
         Raises:
             MeshError: an axis does not divide over the mesh; elements would be lost.
@@ -113,7 +113,7 @@ class Layout:
         return tuple(sum(length for _, length in ranges) for ranges in self.segments(mesh))
 
     def local(self, full: torch.Tensor, mesh: Mesh | None) -> torch.Tensor:
-        """This rank's piece of the untouched tensor ``full``, as new contiguous memory.
+        """This rank's piece of the reference tensor ``full``, as new contiguous memory.
 
         Of a partial sum, the first rank along the mesh dimension gets the values, and the others zeros.
         """
@@ -130,7 +130,7 @@ class Layout:
         return piece.detach().clone(memory_format=torch.contiguous_format)
 
     def full(self, local: torch.Tensor, mesh: Mesh | None) -> torch.Tensor:
-        """The untouched tensor, of every rank's piece: a collective over the sharded and the partial mesh dimensions.
+        """The reference tensor, of every rank's piece: a collective over the sharded and the partial mesh dimensions.
 
         Args:
             local: this rank's piece, of shape ``local_shape(mesh)``; of a partial sum, its summand.

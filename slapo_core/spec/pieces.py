@@ -14,11 +14,11 @@ __all__ = ["Piece", "PieceSource", "Pieces"]
 
 @dataclass(frozen=True)
 class Piece:
-    """A rectangle of a whole tensor, in the untouched model's layout: no padding, no order of packed matrices.
+    """A rectangle of a whole tensor, in the reference model's layout: no padding, no order of packed matrices.
 
     Args:
         kind: ``"weight"``; ``"added"`` for what a step added; ``"optimizer"`` for its state.
-        name: of the whole tensor: a name of the untouched model; for the optimizer's state with its key, e.g.
+        name: of the whole tensor: a name of the reference model; for the optimizer's state with its key, e.g.
             ``"fc.weight::exp_avg"``.
         shape: of the whole tensor, in elements.
         offset: of the rectangle's first element, along each axis.

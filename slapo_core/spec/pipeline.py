@@ -73,7 +73,7 @@ class Value:
 
 
 class StageModule(nn.Module, ABC):
-    """One stage, ready to run: it holds its part of the model at the untouched paths.
+    """One stage, ready to run: it holds its part of the model at the reference paths.
 
     ``stage.get_submodule("bert.encoder.layer.3")`` is the module of the scheduled model, the same object, with what
     steps did to it. Modules that lie above a cut are no calls any more: what stands at their paths only holds what is

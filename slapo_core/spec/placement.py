@@ -21,9 +21,9 @@ class Placement:
     along ``pp`` that is named here.
 
     Args:
-        untouched: first name of each tensor of the untouched model -> the ranks along ``pp`` that hold what stands for
+        untouched: first name of each tensor of the reference model -> the ranks along ``pp`` that hold what stands for
             it, ascending; several for a parameter that several stages use. E.g. ``{"wte.weight": (0, 1)}``.
-        added: the same of what steps made that no single untouched tensor explains, by its name in the scheduled model.
+        added: the same of what steps made that no single reference tensor explains, by its name in the scheduled model.
     """
 
     untouched: Mapping[str, tuple[int, ...]] = field(default_factory=dict)

@@ -130,7 +130,7 @@ class BuildRequest(Protocol):
 
     @property
     def state(self) -> ModelState:
-        """The model's state to and from the untouched layout; it stays right for the life of the engine."""
+        """The model's state to and from the reference layout; it stays right for the life of the engine."""
         ...
 
     @property
@@ -258,7 +258,7 @@ class BuildRequest(Protocol):
         ...
 
     def part(self, partition: Partition) -> nn.Module:
-        """This rank's part of the model: the modules and tensors of its stages, at the untouched paths; no forward.
+        """This rank's part of the model: the modules and tensors of its stages, at the reference paths; no forward.
 
         Args:
             partition: of the model, for any form of a batch.

@@ -1,4 +1,4 @@
-"""What the tensors of a scheduled model stand for, and the way to and from the untouched model's layout."""
+"""What the tensors of a scheduled model stand for, and the way to and from the reference model's layout."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class LiveTensor:
         own_name: its name there, e.g. ``"weight"``.
         tensor: the local tensor. Where the runtime keeps values elsewhere (:mod:`slapo_core.spec.storage`) it may be
             without its values and its shape; ``layout.local_shape(mesh)`` always says that.
-        layout: how it lies in the untouched tensor; ``layout.origin`` is ``""`` where no single one explains it.
+        layout: how it lies in the reference tensor; ``layout.origin`` is ``""`` where no single one explains it.
         is_parameter: False for a buffer.
         is_persistent: whether it belongs into a state dict.
-        stands_for: the untouched tensors that it carries, by first name: one for a layout, several for what a plugin
+        stands_for: the reference tensors that it carries, by first name: one for a layout, several for what a plugin
             merged, none for what a step added.
         is_here: False where only other ranks along ``pp`` hold it; ``tensor`` is a stand-in on the meta device then.
     """
@@ -50,12 +50,12 @@ class LiveTensor:
 
     @property
     def reference_name(self) -> str:
-        """The untouched model's name where there is one; else the tensor's own."""
+        """The reference model's name where there is one; else the tensor's own."""
         return self.layout.origin or self.name
 
 
 class ModelState(Protocol):
-    """The state of a scheduled model, by the untouched model's names, shapes and layout.
+    """The state of a scheduled model, by the reference model's names, shapes and layout.
 
     All methods are collectives where the mesh has several ranks: every rank calls them, in the same order.
     """
@@ -92,7 +92,7 @@ class ModelState(Protocol):
         ...
 
     def state_dict(self, *, rank0_only: bool = False, include_added: bool = False) -> dict[str, torch.Tensor]:
-        """The untouched model's state dict: copies on the CPU, with its keys in its order and its types.
+        """The reference model's state dict: copies on the CPU, with its keys in its order and its types.
 
         Args:
             rank0_only: other ranks take part but return an empty dictionary.

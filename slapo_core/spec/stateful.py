@@ -35,7 +35,7 @@ class StatefulEngine:
     _reason: str | None = None  # why it is closed
 
     def state_dict(self, *, rank0_only: bool = False, include_added: bool = False) -> dict[str, torch.Tensor]:
-        """The untouched model's state dict; ``include_added`` gives what a step added too, under its own name."""
+        """The reference model's state dict; ``include_added`` gives what a step added too, under its own name."""
         return self._state.state_dict(rank0_only=rank0_only, include_added=include_added)
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:

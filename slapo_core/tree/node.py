@@ -153,7 +153,7 @@ class TreeNode(OnNodes):
             try:
                 module = model.get_submodule(self.path)
             except AttributeError:
-                what = f"the model after step {to}" if to else "the untouched model"
+                what = f"the model after step {to}" if to else "the reference model"
                 raise PathError(f"{what} has nothing at '{self.path}'", path=self.path) from None
             yield module
 

@@ -1,4 +1,4 @@
-"""Which tensor of the untouched model each live one stands for: the one truth about tensors, by identity.
+"""Which tensor of the reference model each live one stands for: the one truth about tensors, by identity.
 
 A tensor that no step changed stands for itself, wherever the model holds it, so that ties, aliases, moved modules and
 undo need no bookkeeping. A tensor that a step made has the layout that the step recorded. What no tensor stands for any
@@ -36,19 +36,19 @@ class TensorTable:
     def __init__(self, tree: Tree) -> None:
         self._tree = tree
         self._untouched: dict[int, tuple[torch.Tensor, str]] | None = None  # None: no step yet, all is untouched
-        self._names: dict[str, str] = {}  # every name of the untouched model -> the first name of its tensor
+        self._names: dict[str, str] = {}  # every name of the reference model -> the first name of its tensor
         self._layouts: dict[int, tuple[torch.Tensor, Layout]] = {}
         self._shapes: dict[int, tuple[torch.Tensor, tuple[int, ...]]] = {}
         self._modules: dict[int, tuple[nn.Module, str]] = {}  # those that the steps leave in the model, with a path
         self._made: dict[int, tuple[torch.Tensor, tuple[int, ...]]] = {}  # the shapes when a step last looked
         self.dropped: frozenset[str] = frozenset()
-        """First names of untouched tensors that a step gave up."""
+        """First names of reference tensors that a step gave up."""
         self.placement: Placement | None = None
         """Where tensors live along ``pp``, once ``build`` has decided it; other ranks have stand-ins without memory."""
         self.trained: Mapping[str, bool] = {}
         """Whether a parameter is trained, by first name, only where a step decided it."""
         self.trained_at_first: Mapping[str, bool] = {}
-        """Whether a parameter of the untouched model was trained before the first step, by first name."""
+        """Whether a parameter of the reference model was trained before the first step, by first name."""
 
     # -- reading ----------------------------------------------------------------------------------------------
 
@@ -71,7 +71,7 @@ class TensorTable:
         return self._adopted(tensor, name)
 
     def is_known(self, tensor: torch.Tensor) -> bool:
-        """Whether it is the untouched model's own, or some step said what it is."""
+        """Whether it is the reference model's own, or some step said what it is."""
         if id(tensor) in self._layouts:
             return True
         return bool(self._tree.sites.of(tensor)) if self._untouched is None else id(tensor) in self._untouched
@@ -100,7 +100,7 @@ class TensorTable:
     # -- writing: for the journal -----------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """The first step is about to be applied: what is there now is the untouched model."""
+        """The first step is about to be applied: what is there now is the reference model."""
         if {p: id(m) for p, m in self._tree.index.modules.items()} != _identities(self._tree.root):
             self._tree.structure_changed()
         self._untouched, self._names = {}, {}
@@ -115,7 +115,7 @@ class TensorTable:
         self.trained_at_first = {own: tensor.requires_grad for tensor, own in self._untouched.values()}
 
     def forget(self) -> None:
-        """No step is left: whatever is there is the untouched model."""
+        """No step is left: whatever is there is the reference model."""
         self._untouched = None
         self.trained_at_first = {}
         self._layouts.clear()
@@ -163,7 +163,7 @@ class TensorTable:
                 raise _changed(path, f"the {type(module).__name__} '{path}' was taken out of the model")
 
     def drop(self, names: Collection[str]) -> frozenset[str]:
-        """Record that untouched tensors are given up; gives what was dropped before."""
+        """Record that reference tensors are given up; gives what was dropped before."""
         before = self.dropped
         self.dropped = before | frozenset(name for name in names if name)
         return before

@@ -100,7 +100,7 @@ def verify(
         blame_seconds: for the search for the steps that do it, once the models were seen to differ; then the best
             three suspects are named, with "search stopped". None: no limit.
         timeout: seconds that a rank waits in a collective for another one; None: the larger of 60 and ten times what
-            the untouched model took. For a mesh that is only declared, seconds for its processes; None: 120.
+            the reference model took. For an abstract mesh, seconds for its processes; None: 120.
 
     Returns:
         what was compared, how close it came, and what could not be compared; print it. For a list, one of each.

@@ -57,7 +57,7 @@ class Blame:
     def __str__(self) -> str:
         if not self.records and self.proven and self.suggestion is None:
             return (
-                "  no step does it: the same steps on a fresh copy of the untouched model agree with it, so the "
+                "  no step does it: the same steps on a fresh copy of the reference model agree with it, so the "
                 "scheduled model, or its weights, were changed outside of the schedule"
             )
         shown = [*map(_line, self.records)]

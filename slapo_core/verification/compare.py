@@ -76,7 +76,7 @@ def _compared_plainly(kind: str, before: Any, after: Any) -> tuple[str, str | No
         return f"it is a {type(after).__name__}, not a {type(before).__name__}", None
     if after is None:
         return "it has no gradient", "the forward does not use it, or uses it detached"
-    return "it has a gradient where the untouched model has none", None
+    return "it has a gradient where the reference model has none", None
 
 
 def _compared_exactly(before: torch.Tensor, after: torch.Tensor) -> tuple[str, float]:
@@ -217,7 +217,7 @@ def compare(
             rule = (finer or {}).get((kind, origin), tolerance)
             allowed = rule.allowed(kind, largest=_largest(before), largest_of_kind=biggest)
             if math.isinf(allowed) and kind.startswith("own "):
-                result.not_compared.append(f"{label(kind, name, 0)}: it overflows in the untouched model")
+                result.not_compared.append(f"{label(kind, name, 0)}: it overflows in the reference model")
                 continue
             problem, apart, hint = _compared(kind, before, after, allowed)
             if problem and is_close_in_norm(before, after, rule.of_norm):
@@ -255,10 +255,10 @@ def _drawn(
     if alike.wrong is None:
         return []
     hint = (
-        "drop as often and with the same p as the untouched model: F.dropout(x, p, training=self.training); a kernel "
+        "drop as often and with the same p as the reference model: F.dropout(x, p, training=self.training); a kernel "
         "that drops in a way of its own is compared where the model's p is 0"
     )
-    rule = "every module drops as often, and with the same probability, as in the untouched model"
+    rule = "every module drops as often, and with the same probability, as in the reference model"
     return [Difference(kind, alike.path, alike.wrong, math.inf, 0.0, hint, rule)]
 
 

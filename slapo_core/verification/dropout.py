@@ -233,9 +233,9 @@ def _is_for_pieces(theirs: Sequence[Draw], ours: Sequence[Draw], *, is_here: boo
 
 def _problem(theirs: list[float], ours: list[float]) -> str:
     if not ours:
-        return f"it drops nothing, where the untouched model drops with p={_probabilities(theirs)}"
+        return f"it drops nothing, where the reference model drops with p={_probabilities(theirs)}"
     if not theirs:
-        return f"it drops with p={_probabilities(ours)}, where the untouched model drops nothing"
+        return f"it drops with p={_probabilities(ours)}, where the reference model drops nothing"
     if set(theirs) == set(ours):
         return f"it drops {_times(len(ours))}, not {_times(len(theirs))}, with p={_probabilities(ours)}"
     return f"it drops with p={_probabilities(ours)}, not p={_probabilities(theirs)}"
@@ -251,10 +251,10 @@ def _differing(expected: Sequence[Draw], got: Sequence[Draw]) -> list[str]:
 def _other_stream(before: Draw, after: Draw) -> str:
     where = f"'{after.path}'" if after.path else "the model itself"
     if before.shape != after.shape:
-        return f"{where} draws for {after.shape}, where the untouched model draws for {before.shape}"
+        return f"{where} draws for {after.shape}, where the reference model draws for {before.shape}"
     if before.function != after.function:
-        return f"{where} draws by {after.function}, where the untouched model draws by {before.function}"
-    return f"{where} draws in another order than the untouched model"
+        return f"{where} draws by {after.function}, where the reference model draws by {before.function}"
+    return f"{where} draws in another order than the reference model"
 
 
 def _at(path: str, draws: Sequence[Draw]) -> list[Draw]:

@@ -27,7 +27,7 @@ def refuse_unexplained(world: World, subjects: Subjects) -> None:
     """
     rank, found = _first(world, subjects.correspondence.unexplained())
     if found is not None:
-        problem = f"the scheduled model cannot be compared with the untouched one: {found.message}"
+        problem = f"the scheduled model cannot be compared with the reference model: {found.message}"
         is_wrong = lambda part: bool(Correspondence.of(subjects.trial(part))[0].unexplained())  # noqa: E731
         _refuse(world, subjects, is_wrong, problem, rank=rank, name=found.name, hint=found.hint)
 
@@ -45,7 +45,7 @@ def refuse_unsaid_freezing(world: World, subjects: Subjects) -> list[str]:
         VerifyError: on every rank, naming the first such parameter and the steps that did it.
     """
     frozen = "is frozen in the scheduled model, and the step that froze it"
-    unfrozen = "is frozen in the untouched model and trained in the scheduled one, and the step that unfroze it"
+    unfrozen = "is frozen in the reference model and trained in the scheduled one, and the step that unfroze it"
     notes = []
     for verb, state, suspects, names_by in (
         ("freeze", frozen, subjects.frozen_parameters, subjects.frozen_by),

@@ -50,7 +50,7 @@ class VerifyReport:
         ranks = f"{self.world_size} ranks" if self.world_size > 1 else "1 process"
         partly = f", partly in {self.coarsest_dtype}" if self.coarsest_dtype != self.dtype else ""
         lines = [
-            f"verified: {self.model} with {self.steps_verified} steps agrees with the untouched model "
+            f"verified: {self.model} with {self.steps_verified} steps agrees with the reference model "
             f"({ranks}, {self.dtype}{partly})",
             f"  allowed: {self.tolerance}",
         ]
@@ -102,7 +102,7 @@ class Siblings:
             one, other = first.get(what, "(nothing)"), facts.get(what, "(nothing)")
             if one != other:
                 raise ArgumentError(
-                    "verify compares schedules of one model, and the untouched models differ in "
+                    "verify compares schedules of one model, and the reference models differ in "
                     f"{what}:\n  schedule 1: {one}\n  schedule {self._number(schedule)}: {other}",
                     hint="make the models alike: the same class, arguments and torch.manual_seed(0) before each, or "
                     "model_b.load_state_dict(model_a.state_dict()) before the schedule; or call verify once for each",
@@ -132,7 +132,7 @@ def conclude(outcomes: Sequence[Outcome]) -> tuple[VerifyReport, ...]:
     lines = [f"schedule {first} of {len(outcomes)}: {error.message}"]
     for number in range(1, len(outcomes) + 1):
         if number not in errors:
-            lines.append(f"  schedule {number} agrees with the untouched model")
+            lines.append(f"  schedule {number} agrees with the reference model")
         elif number != first:
             lines.append(f"  schedule {number} fails too: {errors[number].message.splitlines()[0]}")
     raise VerifyError(

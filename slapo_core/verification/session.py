@@ -110,7 +110,7 @@ def _facts(inputs: Inputs, untouched: nn.Module, options: Options) -> Iterator[R
     for number, batch in enumerate(options.more_batches, start=2):
         yield from batch.facts(f"batch {number}, input")
     for name, tensor in named_tensors(untouched):
-        yield RankFact(f"'{name}' of the untouched model", describe_tensor(tensor))
+        yield RankFact(f"'{name}' of the reference model", describe_tensor(tensor))
 
 
 class ReferenceRunError(Exception):
@@ -124,7 +124,7 @@ class ReferenceRunError(Exception):
         """What to raise where there is no other type left."""
         where = "" if self.is_alone else f", on rank {self.failure.rank}"
         return ArgumentError(
-            f"the untouched model itself fails on the example inputs{where}: {self.failure}",
+            f"the reference model itself fails on the example inputs{where}: {self.failure}",
             hint="verify(sch, example_inputs) takes what model(...) takes: a mapping, a tuple, or one argument",
         )
 
@@ -297,7 +297,7 @@ class BothModels:
         """A phase that the reference model need not be able to run; a note tells where it cannot."""
         attempt = self.world.attempt(lambda: self.trials.add_reference(self.reference, phase))
         for failure in attempt.failures[:1]:
-            self.notes.append(f"{what}, because the untouched model raises: {failure.kind}: {failure.text}")
+            self.notes.append(f"{what}, because the reference model raises: {failure.kind}: {failure.text}")
         return not attempt.failures
 
     def _set_conditions(self, **changed: Any) -> None:
@@ -346,7 +346,7 @@ class Session:
             except ReferenceRunError as error:
                 if dtype is None:
                     raise error.refuse() from error.error
-                raised.append(f"the untouched one raises in {dtype_name(dtype)}: {error.failure}")
+                raised.append(f"the reference model raises in {dtype_name(dtype)}: {error.failure}")
                 continue
             tried.append(both)
             if both.raised is None or own is torch.float64 or OWN_TYPES in both.reference.phases:
@@ -456,7 +456,8 @@ class Session:
             also = "".join(f"\n  and on rank {other.rank}: {other}" for other in others)
             where = (f" for {batch}" if batch else "") + where
             raise VerifyError(
-                f"the scheduled model raises{where} where the untouched one does not: {first}{also}\n{blame}{missing}",
+                f"the scheduled model raises{where} where the reference model does not: {first}{also}\n"
+                f"{blame}{missing}",
                 **known,
             ) from tried.raised.error
         assert found is not None
@@ -466,7 +467,7 @@ class Session:
             self.notes.append(f"further batches: {called}")
         self.notes += self._full_beside_shards(found, blame)
         raise VerifyError(
-            f"the scheduled model differs from the untouched one, first in {name}{where}: {found.problem}\n"
+            f"the scheduled model differs from the reference model, first in {name}{where}: {found.problem}\n"
             f"  allowed: {found.rule or self.trials.tolerance(again, records)}\n{blame}{missing}"
             + "".join(f"\n  note: {note}" for note in self.notes),
             tensor=name,

@@ -233,7 +233,7 @@ class CutFault:
 
     def __str__(self) -> str:
         shown = [f"    {record}" + (f"  ({record.location})" if record.location else "") for record in self.records]
-        head = "  the stages do it: in one piece, without the cuts, the same schedule agrees with the untouched model"
+        head = "  the stages do it: in one piece, without the cuts, the same schedule agrees with the reference model"
         return "\n".join([head, *shown, *(f"  {line}" for line in self.lines)])
 
 

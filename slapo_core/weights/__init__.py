@@ -1,1 +1,1 @@
-"""Weights: which tensor stands for which untouched one; initializing, loading, and the untouched model's layout."""
+"""Weights: which tensor stands for which reference tensor; initializing, loading, and the reference model's layout."""

@@ -1,6 +1,6 @@
-"""Checkpoints in the untouched model's layout: saved under one schedule, loaded under any other.
+"""Checkpoints in the reference model's layout: saved under one schedule, loaded under any other.
 
-A directory holds ``model.safetensors`` (the untouched model's state dict, readable by anybody), where needed
+A directory holds ``model.safetensors`` (the reference model's state dict, readable by anybody), where needed
 ``added.safetensors`` (what replacements added), ``trained.safetensors`` (what a runtime trains in a wider type than the
 model has) and ``optimizer.safetensors``, the configurations of a model that has
 them as transformers' models do (``config.json``), and ``checkpoint.json``. They are replaced together: who reads finds

@@ -1,4 +1,4 @@
-"""Which live tensor stands for which untouched one: what weights, checkpoints, ``verify`` and dialects all ask."""
+"""Which live tensor stands for which reference tensor: what weights, checkpoints, ``verify`` and dialects all ask."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ __all__ = ["Correspondence", "Unexplained"]
 
 @dataclass(frozen=True)
 class Unexplained:
-    """A tensor of which nobody knows what it stands for, or an untouched one of which nobody knows what became of it.
+    """A tensor of which nobody knows what it stands for, or a reference tensor of which nobody knows what became of it.
 
     Args:
-        name: its full name: in the scheduled model, or the first one in the untouched model.
+        name: its full name: in the scheduled model, or the first one in the reference model.
         message: what is wrong.
         hint: what the primitive that did it must record.
     """
@@ -46,7 +46,7 @@ class Correspondence:
 
     Args:
         tree: the scheduled model, with what its steps recorded.
-        survey: the tensors of the untouched model.
+        survey: the tensors of the reference model.
         hooks: of the schedule: plugins say what the tensors stand for that no layout explains.
     """
 
@@ -57,7 +57,7 @@ class Correspondence:
 
     @classmethod
     def of(cls, schedule: Schedule) -> tuple[Correspondence, dict[str, torch.Tensor]]:
-        """The correspondence of a schedule that is not sealed, and the untouched model's tensors by first name.
+        """The correspondence of a schedule that is not sealed, and the reference model's tensors by first name.
 
         Raises:
             SealedError: the originals were dropped.
@@ -108,18 +108,18 @@ class Correspondence:
         )
 
     def carried(self) -> Iterator[tuple[LiveTensor, TensorSpec]]:
-        """Each live tensor that a layout explains, with the untouched one."""
+        """Each live tensor that a layout explains, with the reference tensor."""
         for live in self._lives():
             if live.stands_for:
                 yield live, self.survey.specs[live.stands_for[0]]
 
     def translated(self) -> list[tuple[LiveTensor, tuple[TensorSpec, ...]]]:
-        """Each live tensor that, as a plugin says, stands for untouched ones, with those."""
+        """Each live tensor that, as a plugin says, stands for reference tensors, with those."""
         stands_for = self.translations.stands_for
         return [(live, stands_for[live.name]) for live in self._lives() if live.name in stands_for]
 
     def added(self) -> list[LiveTensor]:
-        """Persistent live tensors that stand for nothing in the untouched model."""
+        """Persistent live tensors that stand for nothing in the reference model."""
         return [live for live in self.live() if live.is_persistent and not live.stands_for and self._is_placed(live)]
 
     def dropped(self) -> list[TensorSpec]:
@@ -128,7 +128,7 @@ class Correspondence:
         return [spec for spec in gone if spec.name in self.tree.tensors.dropped]
 
     def holders_of(self, spec: TensorSpec) -> dict[str, tuple[int, ...]]:
-        """The mesh dimensions along which only some ranks hold an untouched tensor: ``{"pp": (0, 3)}``."""
+        """The mesh dimensions along which only some ranks hold a reference tensor: ``{"pp": (0, 3)}``."""
         return self._some(self.placement.untouched.get(spec.name, ()) if self.placement is not None else ())
 
     def holders(self, live: LiveTensor) -> dict[str, tuple[int, ...]]:
@@ -207,7 +207,7 @@ def _no_layout(live: LiveTensor, survey: Survey) -> Unexplained:
     whole = spec.shape if spec is not None else live.layout.shape
     return Unexplained(
         live.name,
-        f"'{live.name}' of shape {shape} is to stand for '{origin}' {whole} of the untouched model, but no layout says "
+        f"'{live.name}' of shape {shape} is to stand for '{origin}' {whole} of the reference model, but no layout says "
         "how",
         f'the primitive that made it must record that: edit.set_parameter(node, "{live.own_name}", value, '
         f'layout=Layout("", {shape})), and its plugin answer slapo_to_reference and slapo_from_reference',
@@ -226,7 +226,7 @@ def _put_in(spec: TensorSpec) -> Unexplained:
 def _lost(spec: TensorSpec) -> Unexplained:
     return Unexplained(
         spec.name,
-        f"'{spec.name}' {spec.shape} of the untouched model is gone, and no step says what became of it",
+        f"'{spec.name}' {spec.shape} of the reference model is gone, and no step says what became of it",
         'the primitive that removed it must say so: edit.replace_module(..., moved={"old": "new"}) or '
         f'dropped=["{spec.name.rpartition(".")[2]}"], or its plugin answer slapo_to_reference',
     )

@@ -4,7 +4,7 @@ A plugin that answers ``slapo_initialize`` for a tensor comes before all this.
 
 What the initializers (``initializers.py``) write is found out once (``recording.py``); of what is understood, any piece
 can be made by itself, drawn once and without what a later initializer overwrites (``programs.py``). For all else they
-are run again on the whole tensor (``rerun.py``). Which of the two it is depends on the untouched model alone, not on
+are run again on the whole tensor (``rerun.py``). Which of the two it is depends on the reference model alone, not on
 the layout.
 
 What a constructor does outside of these methods cannot be repeated: a tensor that only a constructor fills is refused.
@@ -35,7 +35,7 @@ class Initializer:
     """Initializes tensors as ``model`` would; the model is only read, and all that is needed of it copied.
 
     Args:
-        model: the untouched one, or the scheduled one for what its steps added.
+        model: the reference model, or the scheduled one for what its steps added.
         hooks: of the schedule: a plugin that answers ``slapo_initialize`` comes before the model's own initialization.
         seed: mixed into the seed of every tensor.
         is_untouched: False for a scheduled model. Its tensors may be pieces already, so that what one rank could find

@@ -30,7 +30,7 @@ class Materialization:
 
     Args:
         schedule: not sealed.
-        source: weights with the untouched model's names, for every tensor of its state dict; None initializes what is
+        source: weights with the reference model's names, for every tensor of its state dict; None initializes what is
             on the meta device.
         device: where the tensors shall be; None leaves real ones where they are and puts the others beside them, or on
             the mesh's device type.
@@ -58,7 +58,7 @@ class Materialization:
 
     @property
     def untouched(self) -> dict[str, torch.Tensor]:
-        """The untouched model's tensors by first name: its own, not copies."""
+        """The reference model's tensors by first name: its own, not copies."""
         return self._untouched
 
     def place(self, placement: Placement) -> None:
@@ -116,7 +116,7 @@ class Materialization:
         self._edit.entries.clear()
 
     def _wanted(self) -> Iterator[str]:
-        """First names of the untouched tensors whose values this rank needs."""
+        """First names of the reference tensors whose values this rank needs."""
         for live in self.correspondence.live():
             if live.is_here:
                 yield from live.stands_for
@@ -169,7 +169,7 @@ class Materialization:
         return live.layout.local(whole, mesh)
 
     def _whole(self, name: str) -> torch.Tensor | None:
-        """An untouched tensor at its full size; None where no initializer fills it."""
+        """A reference tensor at its full size; None where no initializer fills it."""
         spec = self.correspondence.survey.specs[name]
         if self._source is not None and name in self._names:
             return read_tensor(self._source, self._names[name], spec)
@@ -182,7 +182,7 @@ class Materialization:
         return whole
 
     def _initialize(self, which: str, name: str, shape: tuple[int, ...]) -> torch.Tensor | None:
-        """The initial value of a tensor of the untouched model, or of one that a step added to the scheduled one."""
+        """The initial value of a tensor of the reference model, or of one that a step added to the scheduled one."""
         if which not in self._initializers:
             self._initializers[which] = Initializer(
                 self._schedule.model, self._schedule.hooks, seed=self._seed, is_untouched=False

@@ -1,4 +1,4 @@
-"""An optimizer's state by the untouched model's names: full tensors, scalars, and hyperparameters as data."""
+"""An optimizer's state by the reference model's names: full tensors, scalars, and hyperparameters as data."""
 
 from __future__ import annotations
 
@@ -272,7 +272,7 @@ def _is_frozen(live: LiveTensor) -> bool:
 
 
 def _own_name(live: LiveTensor, origins: Mapping[str, str]) -> str:
-    """The name of a parameter that no untouched one is: never that of an untouched one, whose state is another."""
+    """Name a parameter that a step added: never as a reference parameter, whose state is another."""
     return f"{live.name} as {tuple(live.layout.shape)} of its own" if live.name in origins else live.name
 
 

@@ -233,7 +233,7 @@ def placed(ranges: list[tuple[int, int]]) -> list[tuple[int, int, int]]:
 
 
 def check_names(survey: Survey, source: Source) -> dict[str, str]:
-    """Hold a source's names and shapes against the untouched model's.
+    """Hold a source's names and shapes against the reference model's.
 
     Returns:
         first name of each tensor of the state dict -> its name in the source.
@@ -260,7 +260,7 @@ def check_names(survey: Survey, source: Source) -> dict[str, str]:
     if wrong:
         raise WeightsError(
             "\n".join([f"{source.label} do not fit the model:", *(f"  - {line}" for line in wrong)]),
-            hint="names and shapes are those of the untouched model's state_dict(), whatever the schedule",
+            hint="names and shapes are those of the reference model's state_dict(), whatever the schedule",
         )
     return names
 

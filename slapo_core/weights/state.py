@@ -1,4 +1,4 @@
-"""The state of a scheduled model: state dicts with the untouched names and shapes, whatever the schedule did."""
+"""The state of a scheduled model: state dicts with the reference names and shapes, whatever the schedule did."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class TensorState:
     """The implementation of :class:`slapo_core.spec.state.ModelState`.
 
     Args:
-        correspondence: which live tensor stands for which untouched one.
-        dropped: the values of untouched tensors that the schedule gave up, by first name, on the CPU.
+        correspondence: which live tensor stands for which reference tensor.
+        dropped: the values of reference tensors that the schedule gave up, by first name, on the CPU.
         draws: whether a training step was seen to draw random numbers of torch.
         storage: where a runtime keeps the tensors.
         built: the types of the live tensors before a runtime took them, by name.
@@ -197,7 +197,7 @@ class TensorState:
         Args:
             rank0_only: as there.
             include_added: as there.
-            as_trained: in the precision that is trained, instead of the untouched model's.
+            as_trained: in the precision that is trained, instead of the reference model's.
         """
         wanted = not rank0_only or self.mesh is None or self.mesh.is_first_rank
         specs = self.correspondence.survey.specs
@@ -220,7 +220,7 @@ class TensorState:
         return {key: full[origin] for key, origin in self.correspondence.survey.keys.items()} | added
 
     def _own_type(self, value: torch.Tensor, built: torch.dtype) -> torch.dtype:
-        """That of the untouched model where a runtime keeps another one; else a tensor is given as it is."""
+        """That of the reference model where a runtime keeps another one; else a tensor is given as it is."""
         return built if self.kept is not None else value.dtype
 
     def prepare(self, source: Source) -> Loading:
@@ -251,7 +251,7 @@ class TensorState:
         return live.layout.local(self.correspondence.translations.from_reference(live, tensors), self.mesh)
 
     def _carried(self, wanted: bool, copied: _Copied) -> dict[str, torch.Tensor]:
-        """Whole values of the untouched tensors that layouts explain, in the same order on every rank."""
+        """Whole values of the reference tensors that layouts explain, in the same order on every rank."""
         carriers: dict[str, LiveTensor] = {}
         for live, spec in self.correspondence.carried():
             carriers.setdefault(spec.name, live)
@@ -318,7 +318,7 @@ class TensorState:
             if left_out and not self._told:
                 self._told = True
                 warnings.warn(
-                    "not in the state dict, because the untouched model has no such tensor: " + ", ".join(left_out),
+                    "not in the state dict, because the reference model has no such tensor: " + ", ".join(left_out),
                     stacklevel=5,
                 )
             return {}
@@ -337,7 +337,7 @@ def _key(live: LiveTensor) -> str:
 def reference_state_dict(
     schedule: Schedule, *, rank0_only: bool = False, include_added: bool = False
 ) -> dict[str, torch.Tensor]:
-    """The untouched model's state dict of a scheduled model; see :meth:`TensorState.state_dict`."""
+    """The reference model's state dict of a scheduled model; see :meth:`TensorState.state_dict`."""
     return TensorState.of(schedule).state_dict(rank0_only=rank0_only, include_added=include_added)
 
 

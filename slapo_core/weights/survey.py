@@ -1,4 +1,4 @@
-"""Which tensors the untouched model has: names, ties, shapes, and their places in the state dict."""
+"""Which tensors the reference model has: names, ties, shapes, and their places in the state dict."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["Survey", "TensorSpec", "own_tensors", "refuse_lazy", "survey", "surv
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One parameter or buffer of the untouched model; tied names are one tensor.
+    """One parameter or buffer of the reference model; tied names are one tensor.
 
     Args:
         name: its first name in registration order, e.g. ``"transformer.wte.weight"``.
@@ -42,12 +42,12 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Survey:
-    """The tensors of the untouched model.
+    """The tensors of the reference model.
 
     Args:
         specs: first name -> tensor, in registration order.
         origins: every name, tied ones included -> first name.
-        keys: the keys of the untouched model's ``state_dict()``, in its order, each with the first name of its tensor.
+        keys: the keys of the reference model's ``state_dict()``, in its order, each with the first name of its tensor.
         not_tensors: keys of the state dict that hold something else (a module's ``get_extra_state``).
     """
 
@@ -57,7 +57,7 @@ class Survey:
     not_tensors: tuple[str, ...] = ()
 
     def carried_by(self, layout: Layout) -> TensorSpec | None:
-        """The untouched tensor that a layout speaks of; None where it speaks of none, or of another shape."""
+        """The reference tensor that a layout speaks of; None where it speaks of none, or of another shape."""
         origin = self.origins.get(layout.origin)
         if origin is None or self.specs[origin].shape != tuple(layout.shape):
             return None
@@ -65,10 +65,10 @@ class Survey:
 
 
 def survey(schedule: Schedule) -> tuple[Survey, dict[str, torch.Tensor]]:
-    """Look at the untouched model.
+    """Look at the reference model.
 
     Returns:
-        the survey, and its tensors by first name: the untouched model's own, not copies.
+        the survey, and its tensors by first name: the reference model's own, not copies.
 
     Raises:
         SealedError: the originals were dropped.

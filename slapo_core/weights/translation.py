@@ -1,7 +1,7 @@
 """Tensors that no layout explains: what a plugin says that they stand for, and the way there and back.
 
 A plugin answers ``slapo_to_reference`` for the tensors that its primitives made. It is asked first with tensors on the
-meta device: which tensors of the untouched model a tensor stands for is known before any of them has values.
+meta device: which tensors of the reference model a tensor stands for is known before any of them has values.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Translations:
     Args:
         tree: the scheduled model.
         hooks: of its schedule.
-        stands_for: name of a live tensor -> the tensors of the untouched model that it stands for.
+        stands_for: name of a live tensor -> the tensors of the reference model that it stands for.
     """
 
     tree: Tree
@@ -44,8 +44,8 @@ class Translations:
         """Ask the active plugins about every persistent live tensor that no layout explains.
 
         Raises:
-            HookError: an answer names what the untouched model does not have, what another tensor carries, or has
-                another shape than the untouched tensor.
+            HookError: an answer names what the reference model does not have, what another tensor carries, or has
+                another shape than the reference tensor.
         """
         lives = list(lives)
         carriers = {live.stands_for[0]: live.name for live in lives if live.stands_for}
@@ -65,7 +65,7 @@ class Translations:
         return cls(tree, hooks, stands_for)
 
     def to_reference(self, live: LiveTensor, full: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The untouched tensors, by first name, that the whole tensor ``full`` of ``live`` stands for."""
+        """The reference tensors, by first name, that the whole tensor ``full`` of ``live`` stands for."""
         expected = {spec.name: spec.shape for spec in self.stands_for[live.name]}
         answer = _ask_out(self.tree, self.hooks, live, full)
         got = {name: tuple(tensor.shape) for name, tensor in answer[1].items()} if answer is not None else {}
@@ -78,7 +78,7 @@ class Translations:
         return answer[1] if answer is not None else {}
 
     def from_reference(self, live: LiveTensor, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """The whole value of ``live`` made of the untouched tensors that it stands for.
+        """The whole value of ``live`` made of the reference tensors that it stands for.
 
         Raises:
             HookError: nobody answers, or with another shape.
@@ -124,7 +124,7 @@ def _checked(
     if spec is None:
         first = survey.origins.get(name)
         meant = (
-            f"it is tied and goes by its first name, '{first}'" if first else "the untouched model has no such tensor"
+            f"it is tied and goes by its first name, '{first}'" if first else "the reference model has no such tensor"
         )
         problem = f"names '{name}': {meant}"
     elif not spec.keys:

@@ -60,7 +60,7 @@ class Writer:
         """Write the description, and put all files into their places.
 
         Args:
-            model: the untouched one, for its configurations.
+            model: the reference model, for its configurations.
             about: what the description says beside the names of the files.
         """
         sums = {name: list(checksums(self._new / name)) for name in sorted(self._written)}

@@ -216,7 +216,7 @@ def in_turn() -> Iterator[type[InTurn]]:
 
 
 def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """A step of the untouched model, with gradients clipped to the norm 0.5; gives the norm."""
+    """A step of the reference model, with gradients clipped to the norm 0.5; gives the norm."""
     optimizer.zero_grad(set_to_none=True)
     model(**batch).backward()
     norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)

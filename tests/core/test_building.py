@@ -148,7 +148,7 @@ def test_an_optimizer_with_foreign_parameters_is_refused_and_names_them(message:
     schedule = split(slapo.create_schedule(model, mesh={"tp": 1}), "mlp")
     extra = torch.nn.Parameter(torch.ones(3))
     text = refused(schedule, slapo.OptimizerError, optimizer=lambda parameters: sgd([*parameters, untouched[0], extra]))
-    message(text, "2 parameters", "'fc1.weight' of the untouched model", "one of shape (3,)")
+    message(text, "2 parameters", "'fc1.weight' of the reference model", "one of shape (3,)")
 
 
 def test_an_optimizer_that_leaves_out_trainable_parameters_is_refused(message: Messages) -> None:

@@ -1,4 +1,4 @@
-"""Training without `build`: clipping, state dicts and export give what the untouched model would."""
+"""Training without `build`: clipping, state dicts and export give what the reference model would."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ def test_what_cannot_be_clipped_is_refused_on_every_rank(message: Messages) -> N
 
 
 def round_trips(directory: str) -> list[str]:
-    """State dicts at two and four ranks are the untouched model's; loading and export keep them."""
+    """State dicts at two and four ranks are the reference model's; loading and export keep them."""
     size = dist.get_world_size()
     wrong = []
     for name in ("gpt2", "bert", "llama"):
@@ -292,7 +292,7 @@ def dry(name: str = "mlp") -> slapo.Schedule:
 
 def test_torch_s_own_state_dict_of_a_split_model_warns_once(message: Messages) -> None:
     model = dry().model
-    with pytest.warns(UserWarning, match="untouched model") as caught:
+    with pytest.warns(UserWarning, match="reference model") as caught:
         pieces = model.state_dict()
     assert len(caught) == 1
     message(caught[0].message, "3 tensors, such as 'fc1.weight', here (4, 6) of (8, 6)", "slapo_core.state_dict(sch)")

@@ -1,4 +1,4 @@
-"""Stages under every schedule compute what the untouched model does over the same micro-batches."""
+"""Stages under every schedule compute what the reference model does over the same micro-batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a replacement gives up stays in the state dict with its untouched value; what it adds stays out of it."""
+"""What a replacement gives up stays in the state dict with its reference value; what it adds stays out of it."""
 
 from __future__ import annotations
 

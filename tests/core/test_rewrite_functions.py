@@ -56,7 +56,7 @@ X = torch.linspace(-1, 1, 24, dtype=torch.float64).reshape(2, 3, 4)
 
 
 def stack() -> tuple[nn.Module, nn.Module, slapo.Schedule]:
-    """A model, its untouched copy, and a schedule in which the blocks are traced."""
+    """A model, its reference copy, and a schedule in which the blocks are traced."""
     model = Stack().double()
     untouched = copy.deepcopy(model)
     schedule = slapo.create_schedule(model, example_inputs=X)

@@ -1,4 +1,4 @@
-"""``merge``: parallel projections become one, and state dicts keep the untouched names."""
+"""``merge``: parallel projections become one, and state dicts keep the reference names."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from tests.messages import Messages
 
 @dataclass(frozen=True)
 class Largest(slapo.Primitive):
-    """Finds out which child is largest in the untouched model.
+    """Finds out which child is largest in the reference model.
 
     rewrite: x -> x
     """
@@ -75,7 +75,7 @@ def test_what_was_found_out_is_recorded_saved_and_replayed(sch: slapo.Schedule) 
     sch["1"].replace(nn.Linear(3, 9, bias=False), drop="bias")
     sch.apply(Largest())
     assert sch.records[-1].primitive == Largest("1")
-    assert "bias" not in dict(sch.model[1].named_parameters())  # the untouched model was there only for a moment
+    assert "bias" not in dict(sch.model[1].named_parameters())  # the reference model was there only for a moment
     sch.undo(to=0)
     sch.apply(Largest())
     document = json.loads(sch.to_json())

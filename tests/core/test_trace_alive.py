@@ -62,7 +62,7 @@ class Model(nn.Module):
 
 
 def traced(*, flatten: bool = False) -> tuple[nn.Module, nn.Module, slapo.Schedule]:
-    """An untouched model, a traced copy, and its schedule."""
+    """A reference model, a traced copy, and its schedule."""
     torch.manual_seed(0)
     plain = Model()
     model = copy.deepcopy(plain)

@@ -1,4 +1,4 @@
-"""A traced module computes what the untouched one computes, or says why it cannot: whatever is done to it."""
+"""A traced module computes what the reference model computes, or says why it cannot: whatever is done to it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Whole(nn.Module):
 
 
 def pair(forward: Callable[..., Any], *args: Any, **options: Any) -> tuple[nn.Module, nn.Module, slapo.Schedule]:
-    """An untouched model and its traced copy."""
+    """A reference model and its traced copy."""
     torch.manual_seed(0)
     plain = Whole(hostile.model(forward)())
     twin = copy.deepcopy(plain)

@@ -33,7 +33,7 @@ class Whole(nn.Module):
 
 
 def pair(below: nn.Module, **options: Any) -> tuple[nn.Module, nn.Module]:
-    """An untouched model, and a copy whose block is traced."""
+    """A reference model, and a copy whose block is traced."""
     plain = Whole(below)
     twin = copy.deepcopy(plain)
     slapo.create_schedule(twin)["below"].trace(example_inputs=(X,), **options)

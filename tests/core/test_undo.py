@@ -1,4 +1,4 @@
-"""Promise: ``undo`` takes steps back; after undoing all, the model is bit-identical to the untouched one."""
+"""Promise: ``undo`` takes steps back; after undoing all, the model is bit-identical to the reference model."""
 
 from __future__ import annotations
 

@@ -205,7 +205,7 @@ def test_a_model_that_cannot_run_in_float64_runs_in_its_own_type_and_the_report_
     assert report.dtype == "float32"
     (note,) = report.notes
     assert note.startswith(
-        "both ran in the model's own types, because the untouched one raises in float64: RuntimeError"
+        "both ran in the model's own types, because the reference model raises in float64: RuntimeError"
     )
 
 
@@ -213,7 +213,7 @@ def test_the_report_prints_what_was_compared() -> None:
     torch.manual_seed(0)
     report = slapo.verify(slapo.create_schedule(nn.Linear(2, 2)), torch.randn(1, 2))
     assert str(report).splitlines() == [
-        "verified: Linear with 0 steps agrees with the untouched model (1 process, float64)",
+        "verified: Linear with 0 steps agrees with the reference model (1 process, float64)",
         "  allowed: 3.6e-15 * max|reference| + 3.6e-15 * scale (float64, EXACT)",
         "  outputs, training mode                   1 compared: bitwise equal",
         "  buffers after a training step            0 compared: none",

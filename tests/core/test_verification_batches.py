@@ -78,9 +78,9 @@ def test_a_batch_that_the_untouched_model_does_not_take_is_not_compared_and_the_
     sch = slapo.create_schedule(Strict())
     report = slapo.verify(sch, {"x": torch.randn(3, 4), "mask": torch.ones(3, 4)})
     assert report.notes == (
-        "a batch of 6 without mask was not compared, because the untouched model raises: ValueError: a mask, please",
-        "a batch of 6 was not compared, because the untouched model raises: ValueError: three rows, please",
-        "a batch of 1 was not compared, because the untouched model raises: ValueError: three rows, please",
+        "a batch of 6 without mask was not compared, because the reference model raises: ValueError: a mask, please",
+        "a batch of 6 was not compared, because the reference model raises: ValueError: three rows, please",
+        "a batch of 1 was not compared, because the reference model raises: ValueError: three rows, please",
     )
     assert "batch output" not in {entry.kind for entry in report.largest}
 
@@ -101,7 +101,7 @@ def test_further_batches_are_compared_when_they_are_given() -> None:
     error = failure(sch, batch, more_batches=[torch.randn(2, 4), (1000.0 * torch.ones(2, 4),)])
     assert error.tensor == "output for batch 3"
     assert [step.partition("(")[0] for step in error.steps] == ["#2 replace"]
-    with pytest.raises(slapo.ArgumentError, match="untouched model itself fails"):
+    with pytest.raises(slapo.ArgumentError, match="reference model itself fails"):
         slapo.verify(sch, batch, more_batches=[torch.randn(2, 5)])
 
 
@@ -136,7 +136,7 @@ def test_one_sample_that_the_untouched_model_does_not_take_is_left_out_and_the_l
     sch["0"].checkpoint()
     report = slapo.verify(sch, torch.randn(3, 4))
     (note,) = report.notes
-    assert note.startswith("a batch of 1 was not compared, because the untouched model raises: ValueError: Expected")
+    assert note.startswith("a batch of 1 was not compared, because the reference model raises: ValueError: Expected")
     assert {entry.kind: entry.name for entry in report.largest}["batch output"] == "output for a batch of 6"
     sch["2"].replace(lambda old: OfLarger(4, 2))
     assert failure(sch, torch.randn(3, 4)).tensor == "output for a batch of 6"

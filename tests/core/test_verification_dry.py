@@ -1,4 +1,4 @@
-"""verify on a mesh that is only declared, for schedules whose steps hold modules, classes and functions."""
+"""verify on an abstract mesh, for schedules whose steps hold modules, classes and functions."""
 
 from __future__ import annotations
 

@@ -325,7 +325,7 @@ def test_missing_inputs_bad_inputs_and_bad_arguments_say_what_to_write(message: 
     with pytest.raises(slapo.ArgumentError) as caught:
         slapo.verify(sch, torch.randn(5, 6, device="meta"))
     message(caught, "'0' (5, 6)", "meta device")
-    with pytest.raises(slapo.ArgumentError, match="untouched model itself fails"):
+    with pytest.raises(slapo.ArgumentError, match="reference model itself fails"):
         slapo.verify(sch, torch.randn(5, 7))
     with pytest.raises(slapo.ArgumentError) as caught:
         slapo.verify(sch, torch.randn(5, 6), optimizer_steps=-1)

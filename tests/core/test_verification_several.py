@@ -1,4 +1,4 @@
-"""verify with a list of schedules: each against the untouched model, and only of one model."""
+"""verify with a list of schedules: each against the reference model, and only of one model."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from slapo_core.spec.node import Node
 from tests.messages import Messages
 
 ONE_SAMPLE = (
-    "a batch of 1 was not compared, because the untouched model raises: ValueError: Expected more than 1 value per "
+    "a batch of 1 was not compared, because the reference model raises: ValueError: Expected more than 1 value per "
     "channel when training, got input size torch.Size([1, 8])"
 )
 """BatchNorm does not train on one."""
@@ -204,7 +204,7 @@ def test_unfreezing_a_parameter_without_saying_so_is_found_and_blamed(path: str,
     sch["fc2"].checkpoint()
     sch[path].apply(Unfreeze(way))
     error = failure(sch)
-    message(error, f"parameter {path}.weight", "frozen in the untouched model")
+    message(error, f"parameter {path}.weight", "frozen in the reference model")
     assert error.steps == (f"#2 unfreeze('{way}') at '{path}'",)
     assert error.hint == "edit.set_requires_grad(node, 'weight', True)"
 

@@ -44,7 +44,7 @@ def test_a_half_precision_model_without_float64_kernels_is_verified_in_float32()
     assert (report.dtype, report.coarsest_dtype) == ("float32", "float32")
     (note,) = report.notes
     assert note.startswith(
-        "both ran in float32, because the untouched one raises in float64: RuntimeError: 'lookup' not implemented for "
+        "both ran in float32, because the reference model raises in float64: RuntimeError: 'lookup' not implemented "
     )
     sch = scheduled()
     sch["2"].replace(off(1.001).to(torch.bfloat16))  # less than a rounding of bfloat16
@@ -186,7 +186,7 @@ def test_what_the_untouched_model_cannot_do_in_its_own_types_is_said() -> None:
     report = slapo.verify(slapo.create_schedule(model), torch.randn(3, 4))
     assert report.dtype == "float64"
     assert report.notes == (
-        "the model's own types were not compared, because the untouched model raises: ValueError: no kernel of this "
+        "the model's own types were not compared, because the reference model raises: ValueError: no kernel of this "
         "type",
     )
 

@@ -1,4 +1,4 @@
-"""State dicts leave and enter with the untouched model's names, shapes and layout, whatever the schedule did."""
+"""State dicts leave and enter with the reference model's names, shapes and layout, whatever the schedule did."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_on_meta_what_is_carried_dropped_and_added_gets_its_values() -> None:
     plain = slapo.build(slapo.create_schedule(on_meta("mlp"))).state_dict()
     engine = slapo.build(gated(on_meta("mlp")))
     state = engine.state_dict()
-    assert all(torch.equal(state[key], plain[key]) for key in plain)  # of the untouched model's own initialization
+    assert all(torch.equal(state[key], plain[key]) for key in plain)  # of the reference model's own initialization
     assert torch.equal(engine.module.fc1.gate, torch.full((8,), 0.25))
 
     weights = real("mlp", seed=5).state_dict()

@@ -1,4 +1,4 @@
-"""Weights come from safetensors files by slice, or from a mapping, under the untouched model's names."""
+"""Weights come from safetensors files by slice, or from a mapping, under the reference model's names."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ def test_the_micro_batches_of_a_pipeline_are_given_and_said(here: Path) -> None:
     for given, number in ((), 2), (("--microbatches", "4"), 4):
         done = run(*words, *given)
         assert done.exit_code == 0, done.output
-        said = f"taken for granted: a step of the pipeline has {number} micro-batches (microbatches={number})"
+        said = f"assumption: a step of the pipeline has {number} micro-batches (microbatches={number})"
         assert said in done.stdout
 
 

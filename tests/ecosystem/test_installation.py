@@ -181,7 +181,7 @@ def test_the_first_program_verifies_on_two_ranks(clean: CleanEnvironment) -> Non
     printed = clean.script(
         "tiny.py", program(ROOT / "README.md").replace("from transformers import", "from tiny_bert import")
     )
-    assert "verified: BertForMaskedLM with 42 steps agrees with the untouched model (2 ranks, float64)" in printed
+    assert "verified: BertForMaskedLM with 42 steps agrees with the reference model (2 ranks, float64)" in printed
 
 
 @pytest.mark.breadth
@@ -197,7 +197,7 @@ def test_the_program_of_slapo_tp_runs_on_two_ranks(clean: CleanEnvironment) -> N
 def test_the_program_of_slapo_fusion_runs(clean: CleanEnvironment) -> None:
     printed = clean.script("fusion.py", program(ROOT / "plugins/slapo-fusion/README.md"))
     assert "bias_gelu(" in printed
-    assert "verified: Sequential with 10 steps agrees with the untouched model" in printed
+    assert "verified: Sequential with 10 steps agrees with the reference model" in printed
 
 
 @pytest.mark.slow
@@ -205,7 +205,7 @@ def test_the_program_of_slapo_fusion_runs(clean: CleanEnvironment) -> None:
 def test_the_program_of_slapo_pipeline_runs(clean: CleanEnvironment) -> None:
     printed = clean.script("pipeline.py", program(ROOT / "plugins/slapo-pipeline/README.md"))
     assert "* tied: embed.weight, in the stages 0 and 2" in printed
-    assert "verified: Model with 1 steps agrees with the untouched model" in printed
+    assert "verified: Model with 1 steps agrees with the reference model" in printed
     drawn = clean.python("-m", "slapo_core.cli.main", "pipeline", "draw")
     assert "bubble 27.3 %" in drawn
 

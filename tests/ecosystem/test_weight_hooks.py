@@ -1,4 +1,4 @@
-"""Weights that only a plugin understands leave and enter under the untouched model's names, and start as it says."""
+"""Weights that only a plugin understands leave and enter under the reference model's names, and start as it says."""
 
 from __future__ import annotations
 

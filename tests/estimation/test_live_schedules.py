@@ -163,7 +163,7 @@ def test_what_is_refused_says_what_to_write(message: Messages) -> None:
             ("ReplayError: #1 shard(('weight', 'bias'), axis=0) at 'first'", "rank 0"),
             lambda: sch.estimate(X, mesh={"tp": 7}),
         ),
-        (("SealedError: ", "untouched model"), lambda: sealed.estimate(X)),
+        (("SealedError: ", "reference model"), lambda: sealed.estimate(X)),
         (("EstimateError: '0.weight'", "lazy"), lambda: lazy.estimate(X)),
         (("EstimateError: no parameter",), lambda: frozen.estimate(X)),
         (("LaunchError: ", "cannot send"), lambda: local.estimate(X)),

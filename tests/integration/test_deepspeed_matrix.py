@@ -1,4 +1,4 @@
-"""Scheduled models that DeepSpeed trains against the untouched ones: each way to run, with one of the families."""
+"""Scheduled models that DeepSpeed trains against the reference ones: each way to run, with one of the families."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
 def test_masters_are_what_is_saved_and_loaded(found: Found, case: str) -> None:
     for rank in found:
         one, is_low = rank[case].get(), case in IN_BFLOAT16
-        assert one["types"] == {"torch.bfloat16" if is_low else "torch.float32"}, "those of the untouched model"
+        assert one["types"] == {"torch.bfloat16" if is_low else "torch.float32"}, "those of the reference model"
         assert one["differing"] == [], "closed, loaded and resumed to the last bit"
         assert one["replicas"] == "fine"
         assert one["rounded"] == is_low, "masters are given, not what the forward rounds them to"

@@ -1,4 +1,4 @@
-"""Schedules drawn at random are equal to the untouched model, or refused at a step: a sample of tools/orders.py."""
+"""Schedules drawn at random are equal to the reference model, or refused at a step: a sample of tools/orders.py."""
 
 from __future__ import annotations
 

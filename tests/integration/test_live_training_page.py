@@ -1,4 +1,4 @@
-"""The program on the page about live training runs as it stands, and gives the untouched model with trained values."""
+"""The program on the page about live training runs as it stands, and gives the reference model with trained values."""
 
 from __future__ import annotations
 

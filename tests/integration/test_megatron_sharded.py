@@ -87,7 +87,7 @@ def check_bits(found: dict[str, Any]) -> None:
     assert found["files"] == ["low"], "nothing is left beside it"
     tensors = found["tensors"]
     name = "blocks.0.up.weight"
-    assert tensors[name] == ((14, 10), "torch.float32"), "main parameters, whole, by the untouched name"
+    assert tensors[name] == ((14, 10), "torch.float32"), "main parameters, whole, by the reference name"
     assert tensors[f"optimizer.state.exp_avg.{name}"] == ((14, 10), "torch.float32")
     assert tensors[f"optimizer.state.step.{name}"] == ((), "torch.float32")
     assert "head.weight" not in tensors, "a tie is one tensor"

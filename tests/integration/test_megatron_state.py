@@ -27,7 +27,7 @@ def test_what_is_trained_is_what_is_saved_and_loaded(found: Found, case: str) ->
     dtype = str(LOW[case][2])
     for rank in found:
         one = rank[case]
-        assert one["types"] == {dtype}, "those of the untouched model"
+        assert one["types"] == {dtype}, "those of the reference model"
         assert one["differing"] == [], "closed, loaded and resumed to the last bit"
         assert one["replicas"] == "fine"
         assert ("trained.safetensors" in one["files"]) == (dtype != "torch.float32"), "main parameters"

@@ -1,4 +1,4 @@
-"""A cut model trains on real ranks as the untouched one does in one process; `tools/pipeline_matrix.py` runs more."""
+"""A cut model trains on real ranks as the reference model does in one process; `tools/pipeline_matrix.py` runs more."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ MODELS = {"bert": (bert, schedule_bert), "gpt2": (gpt2, schedule_gpt2)}
 
 
 def replayed_gradients(name: str, document: str, world_size: int) -> tuple[list[str], dict[str, torch.Tensor]]:
-    """Replay on this rank; the records, and every gradient in the untouched layout."""
+    """Replay on this rank; the records, and every gradient in the reference layout."""
     model = MODELS[name][0]()
     sch = slapo.replay(model, document, mesh={"tp": world_size})
     ids = torch.arange(24).view(2, 12) % 64

@@ -1,4 +1,4 @@
-"""Blocks of real models, rewritten: outputs, gradients, optimizer steps and ties as in the untouched model."""
+"""Blocks of real models, rewritten: outputs, gradients, optimizer steps and ties as in the reference model."""
 
 from __future__ import annotations
 

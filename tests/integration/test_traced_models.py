@@ -115,7 +115,7 @@ def variations(batch: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def pair(name: str) -> tuple[nn.Module, nn.Module, dict[str, Any]]:
-    """A traced model, an untouched one, and their batch."""
+    """A traced model, a reference model, and their batch."""
     given = subject(name)
     model, batch = given.given()
     untouched = copy.deepcopy(model)

@@ -61,8 +61,8 @@ def _on_two_ranks() -> dict[str, str]:
 def test_ranks_verify_a_cut_model_and_blame_the_step_that_is_wrong() -> None:
     told, other = run_ranks(_on_two_ranks, world_size=2, timeout=120)
     assert told == other
-    assert re.match(r"verified: GPT2LMHeadModel with \d+ steps agrees with the untouched model \(2 ranks, ", told["tp"])
-    assert told["pp"].startswith("verified: GPT2LMHeadModel with 1 steps agrees with the untouched model (2 ranks, ")
+    assert re.match(r"verified: GPT2LMHeadModel with \d+ steps agrees with the reference model \(2 ranks, ", told["tp"])
+    assert told["pp"].startswith("verified: GPT2LMHeadModel with 1 steps agrees with the reference model (2 ranks, ")
     assert ":\n    #1 replace(" in told["wrong"]
     assert "pipeline_split" not in told["wrong"]
 

@@ -1,4 +1,4 @@
-"""Stages in DeepSpeed's pipeline, against the untouched model in one process."""
+"""Stages in DeepSpeed's pipeline, against the reference model in one process."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_every_value_crosses_and_every_gradient_comes_back() -> None:
 
 
 def test_the_model_is_what_it_seems() -> None:
-    """The untouched model reads and writes everything: a change of any value that crosses changes the loss."""
+    """The reference model reads and writes everything: a change of any value that crosses changes the loss."""
     model = Net()
     model(**batch(2, 0)).backward()
     assert all(parameter.grad is not None and parameter.grad.abs().sum() > 0 for parameter in model.parameters())

@@ -1,4 +1,4 @@
-"""Norms and clipping over tensor-parallel ranks equal the untouched model's, because pieces are marked."""
+"""Norms and clipping over tensor-parallel ranks equal the reference model's, because pieces are marked."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ WAYS: list[tuple[dict[str, Any], int, bool]] = [
 
 
 def _run(precision: dict[str, Any], stage: int, *, marked: bool) -> tuple[list[float], list[float], float]:
-    """Losses, norms, and how far the weights are from the untouched model's."""
+    """Losses, norms, and how far the weights are from the reference model's."""
     keep = slapo_deepspeed.zero.engine.mark
     if not marked:
         slapo_deepspeed.zero.engine.mark = lambda request: []  # type: ignore[assignment]

@@ -34,7 +34,7 @@ class Quantize(Primitive):
         weight: the type that weights are rounded to.
         activation: the type that inputs are rounded to, asymmetrically for each token; None leaves them.
         group_size: of input features that share a scale; None: one scale for each output feature.
-        rtol: how far outputs and gradients may be from the untouched model's, relative to their largest element; None:
+        rtol: how far outputs and gradients may be from the reference model's, relative to their largest element; None:
             1.0 for int8 and 1.5 for int4, because torchao gives no gradient to a weight that it clips, such as the
             largest of a row. ``verify`` holds the step to it.
 

@@ -131,7 +131,7 @@ class MegatronEngine(StatefulEngine):
     def save_sharded(self, directory: str | os.PathLike[str]) -> None:
         """Write a checkpoint of Megatron's own form: every rank what it holds, by ``megatron.core.dist_checkpointing``.
 
-        A collective over all processes. The keys are the untouched model's names (``optimizer.state.exp_avg.<name>``
+        A collective over all processes. The keys are the reference model's names (``optimizer.state.exp_avg.<name>``
         for the optimizer's state), the shapes the whole ones: it can be loaded under any schedule of the same model,
         with other sizes of ``tp``, ``pp`` and ``dp``, with the distributed optimizer and without. Weights are in the
         precision that is trained. Megatron starts a process for it: a script needs ``if __name__ == "__main__":``.

@@ -1,4 +1,4 @@
-"""The untouched model's steps, and those of an engine of target megatron: losses, gradients, norms and weights."""
+"""The reference model's steps, and those of an engine of target megatron: losses, gradients, norms and weights."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STEPS = 3
 
 @dataclass
 class Steps:
-    """What steps gave, one entry each; ``gradients`` after clipping, by the untouched model's names."""
+    """What steps gave, one entry each; ``gradients`` after clipping, by the reference model's names."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float | None] = field(default_factory=list)
@@ -57,7 +57,7 @@ def untouched(
 
 
 def gradients_of(sch: slapo.Schedule, engine: Any) -> dict[str, torch.Tensor]:
-    """Every ``main_grad``, put together in the untouched model's layout: a collective."""
+    """Every ``main_grad``, put together in the reference model's layout: a collective."""
     return {
         live.reference_name: live.layout.full(live.tensor.main_grad, sch.mesh).clone()
         for live in engine._request.state.tensors()
@@ -89,7 +89,7 @@ def stepped(
 
 
 def same(ranks: list[Steps], wanted: Steps, *, rel: float = 2e-6, atol: float = 2e-6) -> None:
-    """Assert that the ranks' steps are those of the untouched model."""
+    """Assert that the ranks' steps are those of the reference model."""
     mean = [sum(values) / len(ranks) for values in zip(*(rank.losses for rank in ranks), strict=True)]
     assert mean == pytest.approx(wanted.losses, rel=rel)
     for rank in ranks:

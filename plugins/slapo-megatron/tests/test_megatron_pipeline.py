@@ -1,4 +1,4 @@
-"""Stages in Megatron's 1F1B and interleaved schedules train as the untouched model does."""
+"""Stages in Megatron's 1F1B and interleaved schedules train as the reference model does."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ class Thrice(nn.Module):
 
 
 def tied_thrice(*, sharded: bool) -> list[str]:
-    """What is otherwise than in the untouched model, by the factory's optimizer or the distributed one."""
+    """What is otherwise than in the reference model, by the factory's optimizer or the distributed one."""
     sch = slapo.create_schedule(Thrice(), mesh=TWO, example_inputs={"x": torch.ones(2, 4)})
     for path in ("one", "two", "three"):
         sch[path].pipeline_split()

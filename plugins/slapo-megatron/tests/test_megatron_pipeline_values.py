@@ -1,4 +1,4 @@
-"""Values of every kind cross Megatron's stages, against the untouched model in one process."""
+"""Values of every kind cross Megatron's stages, against the reference model in one process."""
 
 from __future__ import annotations
 

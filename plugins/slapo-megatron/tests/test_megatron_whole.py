@@ -1,4 +1,4 @@
-"""Without a pipeline, Megatron's DistributedDataParallel and optimizers train as the untouched model does."""
+"""Without a pipeline, Megatron's DistributedDataParallel and optimizers train as the reference model does."""
 
 from __future__ import annotations
 

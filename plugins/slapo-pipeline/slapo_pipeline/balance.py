@@ -101,13 +101,13 @@ def _costs_of(root: Node, node: Node, blocks: Sequence[str], balance: str, cuts:
 
 
 def _check_same(node: Node, model: nn.Module, blocks: Sequence[str]) -> None:
-    """The untouched model must have these blocks too: they are what is measured."""
+    """The reference model must have these blocks too: they are what is measured."""
     for path in blocks:
         try:
             model.get_submodule(path)
         except AttributeError:
             raise TraceError(
-                f"a step brought '{path}': blocks of the untouched model are measured",
+                f"a step brought '{path}': blocks of the reference model are measured",
                 path=node.path,
                 hint="cut the list before that step, or after single modules: pipeline_split()",
             ) from None

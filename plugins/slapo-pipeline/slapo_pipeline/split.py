@@ -29,7 +29,7 @@ class PipelineSplit(Primitive):
     Args:
         stages: how many pieces; None cuts once, after the module itself. With ``pp`` in the mesh a multiple of its
             size: several stages on a rank are virtual stages.
-        balance: what is balanced, of the untouched model, so that it does not matter which steps come before.
+        balance: what is balanced, of the reference model, so that it does not matter which steps come before.
             ``"parameters"``: their number of elements; a parameter that a stage uses in several places counts once in
             it. ``"flops"``: operations of the forward. What comes before the blocks counts to the first stage, and what
             comes after them to the last one, up to the next cut. Without the schedule's example inputs only

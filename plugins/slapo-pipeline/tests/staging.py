@@ -1,4 +1,4 @@
-"""What the tests of stages share: the run of the stages against the untouched model."""
+"""What the tests of stages share: the run of the stages against the reference model."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def compare(
     loss: Callable[[Any], torch.Tensor] | None = None,
     **kwargs: Any,
 ) -> Staged:
-    """Hold output, gradients and buffers of the stages against those of a copy of the untouched model.
+    """Hold output, gradients and buffers of the stages against those of a copy of the reference model.
 
     Args:
         model: in the mode in which it runs.

@@ -1,4 +1,4 @@
-"""What a stage holds: what it runs, at the untouched paths, and nothing that it only asks about."""
+"""What a stage holds: what it runs, at the reference paths, and nothing that it only asks about."""
 
 from __future__ import annotations
 

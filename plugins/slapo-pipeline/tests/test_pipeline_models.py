@@ -1,4 +1,4 @@
-"""Stages of transformers models, run in turn, compute what the untouched model computes."""
+"""Stages of transformers models, run in turn, compute what the reference model computes."""
 
 from __future__ import annotations
 

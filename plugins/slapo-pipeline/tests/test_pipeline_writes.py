@@ -1,4 +1,4 @@
-"""In-place writes and shared memory across a cut: as in the untouched model, or refused."""
+"""In-place writes and shared memory across a cut: as in the reference model, or refused."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ function           forward                        backward
 =================  =============================  =================================
 
 They are functional (no argument is overwritten unless the caller says so), give plain tensors, and ``torch.compile``
-traces them. In a static graph each is one call; on a mesh that is only declared they give tensors without values their
+traces them. In a static graph each is one call; on an abstract mesh they give tensors without values their
 shapes, so that a schedule can be traced there. Source: the conjugate operators f and g of Megatron-LM (paper section
 2.2); ``megatron/core/tensor_parallel/mappings.py`` has the same table.
 """

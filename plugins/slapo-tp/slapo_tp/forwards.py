@@ -54,7 +54,7 @@ def bias_left_out(without_bias: Forward, forward: Forward) -> Forward:
 def look_up_own_rows(start: int, vocabulary: int) -> Callable[[Forward], Forward]:
     """For an embedding split along its vocabulary: this rank's rows, and zeros for the ids of other ranks.
 
-    An id outside of the whole vocabulary stays an error, as in the untouched module.
+    An id outside of the whole vocabulary stays an error, as in the reference module.
 
     Args:
         start: the first id of this rank, e.g. 15000.

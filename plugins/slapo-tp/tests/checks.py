@@ -1,4 +1,4 @@
-"""What the tests of several processes share: a scheduled model against an untouched copy of itself, in float64."""
+"""What the tests of several processes share: a scheduled model against a reference copy of itself, in float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Split layers on real processes: outputs, all gradients and three optimizer steps are those of the untouched model."""
+"""Split layers on real processes: outputs, all gradients and three optimizer steps are those of the reference model."""
 
 from __future__ import annotations
 

@@ -376,7 +376,7 @@ class _Task:
 
 
 def _check(task: _Task) -> dict[str, Any]:
-    """Make the schedule on one process, with a mesh that is only declared."""
+    """Make the schedule on one process, with an abstract mesh."""
     return {"steps": len(task.schedule(task.batch()).records)}
 
 

@@ -125,7 +125,7 @@ def prove(study: Study, trial: Trial, *, trials: Trials | None = None) -> Winner
 
 
 def apply(study: Study, trial: Trial, *, rank: int = 0) -> slapo.Schedule:
-    """Make the schedule of a trial in this process, with a mesh that is only declared; the model is on the meta device.
+    """Make the schedule of a trial in this process, with an abstract mesh; the model is on the meta device.
 
     Args:
         study: that the trial is of.

@@ -126,7 +126,7 @@ def test_a_study_of_a_file_is_pruned_run_verified_and_kept(
     winner = best("run.jsonl")
     assert winner == result.winner
     assert (winner.point, winner.right) == ({"ends": "well", "batch": 6}, True)
-    assert winner.text.startswith("verified: Net with 4 steps agrees with the untouched model (2 ranks")
+    assert winner.text.startswith("verified: Net with 4 steps agrees with the reference model (2 ranks")
     with torch.device("meta"):
         schedule = winner.apply(study.make_model())
     assert schedule.document()["records"] == winner.document["records"]  # type: ignore[index]

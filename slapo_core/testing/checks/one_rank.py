@@ -1,4 +1,4 @@
-"""The scheduled model computes what the untouched one does, in this process."""
+"""The scheduled model computes what the reference model does, in this process."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def forward_and_gradients_on_1_rank(case: Case) -> None:
 
 
 def not_equivalent(case: Case, difference: str) -> CheckError:
-    """The error for a model that computes something else than the untouched one."""
+    """The error for a model that computes something else than the reference model."""
     promise = case.value().equivalence
     return CheckError(
-        "the scheduled model computes something else than the untouched one",
+        "the scheduled model computes something else than the reference model",
         required=f"equivalence {promise}, as the primitive declares",
         got=difference,
         hint="correct apply(); or declare what it really promises, e.g. Equivalence.REORDERED or "

@@ -1,4 +1,4 @@
-"""The scheduled model computes what the untouched one does, on two real processes."""
+"""The scheduled model computes what the reference model does, on two real processes."""
 
 from __future__ import annotations
 

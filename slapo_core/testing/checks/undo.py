@@ -13,7 +13,7 @@ __all__ = ["undo_is_exact"]
 
 
 def undo_is_exact(case: Case) -> None:
-    """Undo gives back the untouched model bit by bit, and redo the very same scheduled model."""
+    """Undo gives back the reference model bit by bit, and redo the very same scheduled model."""
     bench = prepare(case, mesh_size=2)
     before, layouts = ModelSnapshot(bench.model), dict(bench.schedule.tree.layouts)
     steps = len(bench.schedule.records)

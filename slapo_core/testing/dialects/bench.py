@@ -145,7 +145,7 @@ class DialectBench:
         max_grad_norm: float | None = None,
         accumulate: int = 1,
     ) -> Training:
-        """What plain PyTorch makes of the untouched model with these batches."""
+        """What plain PyTorch makes of the reference model with these batches."""
         return train_by_hand(
             self.model(subject),
             batches,

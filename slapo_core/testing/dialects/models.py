@@ -107,7 +107,7 @@ class Tied(Regression):
 
 
 class Renamed(nn.Module):
-    """A linear layer whose parameters have other names than in the untouched state dict."""
+    """A linear layer whose parameters have other names than in the reference state dict."""
 
     def __init__(self, matrix: torch.Tensor, offset: torch.Tensor) -> None:
         super().__init__()

@@ -23,7 +23,7 @@ class Entry(ABC):
 
     @property
     def changed(self) -> tuple[nn.Module, ...]:
-        """The modules of which a copy, made now, would not be a copy of the untouched ones."""
+        """The modules of which a copy, made now, would not be a copy of the reference ones."""
         return ()
 
     @abstractmethod

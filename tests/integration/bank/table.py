@@ -78,7 +78,7 @@ def page(results: Sequence[Result]) -> str:
 
 
 def _by_hand(results: Sequence[Result]) -> list[str]:
-    """What the user did to the untouched model too."""
+    """What the user did to the reference model too."""
     kinds = {each.name for each in faults() if each.is_users}
     own = [each for each in results if each.kind in kinds]
     if not own:
@@ -88,7 +88,7 @@ def _by_hand(results: Sequence[Result]) -> list[str]:
         "",
         "## Changed by hand",
         "",
-        "The untouched model is the user's own, without the steps: what the user changes in it by hand after the",
+        "The reference model is the user's own, without the steps: what the user changes in it by hand after the",
         "schedule was made holds for both, and is no mistake of the schedule. Not counted above:",
         f"{len(own)} such changes of {len({each.kind for each in own})} classes, {caught} of them refused or found:",
         "",

@@ -1,4 +1,4 @@
-"""A family on a mesh, trained by a runtime, against the same training of the untouched model by torch alone."""
+"""A family on a mesh, trained by a runtime, against the same training of the reference model by torch alone."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Watched:
         """What the ranks together have not seen the whole gradient of; every rank calls it.
 
         Args:
-            sizes: of the untouched model's parameters, in elements.
+            sizes: of the reference model's parameters, in elements.
         """
         own: Counter[str] = Counter()
         for one in self.last:
@@ -67,7 +67,7 @@ class DialectCell(Cell):
         family: a name of ``SUBJECTS``.
         mesh: sizes, as text, e.g. ``"pp 2, tp 2"``.
         micro_batches: that a step accumulates, or that go through the pipeline.
-        max_grad_norm: that the runtime is to clip to; that of the untouched model.
+        max_grad_norm: that the runtime is to clip to; that of the reference model.
     """
 
     micro_batches: int = 1
@@ -109,7 +109,7 @@ class DialectCell(Cell):
         """That of all gradients in the last step; None where the runtime gives none out, and need not."""
 
     def differences(self) -> Iterator[str]:
-        """What the engine does otherwise than the untouched model."""
+        """What the engine does otherwise than the reference model."""
         sch, engine = self.build()
         assert sch.mesh is not None
         replicas, own = sch.mesh.size("dp"), sch.mesh.rank("dp")

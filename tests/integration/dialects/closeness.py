@@ -26,7 +26,7 @@ class Given:
     """A gradient on this rank.
 
     Args:
-        layout: how the parameter lies in the untouched one.
+        layout: how the parameter lies in the reference tensor.
         mesh: over which.
         gradient: of this rank's part; None where the runtime has none.
         piece: which elements of it, from and to, where a replica has only some of them.

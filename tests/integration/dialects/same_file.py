@@ -37,7 +37,7 @@ class FileCell(Cell):
         return f"one file, {self.mesh}, ZeRO-{self.zero}, {self.micro_batches} micro-batches"
 
     def differences(self) -> Iterator[str]:
-        """What the targets do differently, and from the untouched model."""
+        """What the targets do differently, and from the reference model."""
         from tests.cpu_megatron import install
 
         install()

@@ -49,7 +49,7 @@ def assert_clipping_shows(said: Sequence[str]) -> None:
     """The control: clipped to another norm, the losses and every weight must be found to differ.
 
     Args:
-        said: about a cell with another norm than the untouched model's.
+        said: about a cell with another norm than the reference model's.
     """
     assert any(one.startswith("the loss of step 2 is") for one in said), said
     assert sum("after training differs by" in one for one in said) > 50, said

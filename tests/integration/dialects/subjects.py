@@ -133,7 +133,7 @@ SUBJECTS = {name: Subject(name, FAMILIES[name]) for name in ("bert", "gpt2", "ll
 
 @dataclass(frozen=True)
 class Trained:
-    """What came out of a training of the untouched model.
+    """What came out of a training of the reference model.
 
     Args:
         losses: of each step, by replica: the mean over its micro-batches.

@@ -90,7 +90,7 @@ def preload() -> None:
 
 
 def applied(each: Draw) -> Applied | Result:
-    """Apply a schedule to a mesh that is only declared.
+    """Apply a schedule to an abstract mesh.
 
     Returns:
         what the ranks need, or the result where a step was refused.

@@ -1,4 +1,4 @@
-"""A cut model on real ranks against the untouched one in one process, over the same micro-batches."""
+"""A cut model on real ranks against the reference model in one process, over the same micro-batches."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Case:
 
 
 def differences(case: Case) -> list[str]:
-    """What this rank's engine does otherwise than the untouched model; every rank of the mesh calls it."""
+    """What this rank's engine does otherwise than the reference model; every rank of the mesh calls it."""
     sch, engine = case.build()
     assert sch.mesh is not None
     replicas, own = sch.mesh.size("dp"), sch.mesh.rank("dp")
@@ -99,7 +99,7 @@ def differences(case: Case) -> list[str]:
 
 
 class _Reference:
-    """The untouched model; one copy for each replica, because running statistics are its own."""
+    """The reference model; one copy for each replica, because running statistics are its own."""
 
     def __init__(self, case: Case, replicas: int) -> None:
         self.case = case

@@ -106,7 +106,7 @@ def addresses(subject: Subject) -> None:
 
 
 def checkpoint_verifies(subject: Subject) -> None:
-    """With every block checkpointed, outputs, gradients, buffers and an optimizer step are the untouched model's."""
+    """With every block checkpointed, outputs, gradients, buffers and an optimizer step are the reference model's."""
     model, batch = subject.given()
     report = slapo.verify(checkpointed(slapo.create_schedule(model)), batch, optimizer_steps=1)
     assert str(report)
@@ -126,7 +126,7 @@ def deep_copies(subject: Subject) -> None:
 
 
 def keeps_names(subject: Subject) -> None:
-    """The scheduled model's state dict has the untouched model's keys, in their order."""
+    """The scheduled model's state dict has the reference model's keys, in their order."""
     model, _ = subject.given()
     keys = list(model.state_dict())
     sch = checkpointed(slapo.create_schedule(model))

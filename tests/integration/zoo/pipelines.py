@@ -1,4 +1,4 @@
-"""Every model cut into stages, which run one after the other in one process: the untouched model, or a reason."""
+"""Every model cut into stages, which run one after the other in one process: the reference model, or a reason."""
 
 from __future__ import annotations
 

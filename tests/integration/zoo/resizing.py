@@ -18,7 +18,7 @@ _ROWS = (3, 1)
 
 
 def at_other_sizes(model: nn.Module, batch: Any) -> list[Any]:
-    """``batch`` with three rows and with one, each with other lengths too where the untouched model runs on that.
+    """``batch`` with three rows and with one, each with other lengths too where the reference model runs on that.
 
     Args:
         model: not changed.
@@ -34,7 +34,7 @@ def _first_that_runs(model: nn.Module, batch: Any, rows: int) -> Any:
         try:
             for training in (True, False):
                 call(model.train(training), copy.deepcopy(candidate))
-        except Exception:  # noqa: BLE001 - the untouched model does not take that size: the next one
+        except Exception:  # noqa: BLE001 - the reference model does not take that size: the next one
             continue
         return candidate
     return None

@@ -46,7 +46,7 @@ class Subject:
         return model, self.batch(model)
 
     def check_that_it_runs(self) -> None:
-        """Run the untouched model.
+        """Run the reference model.
 
         Raises:
             CannotMake: it does not run on the batch.

@@ -1,4 +1,4 @@
-"""Traced blocks against the untouched model: at three sizes, in both modes, forward and backward."""
+"""Traced blocks against the reference model: at three sizes, in both modes, forward and backward."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["TRACING", "differences", "every_tensor", "trace_every_block", "trace
 
 
 def traces(subject: Subject, *, flatten: bool = False) -> str:
-    """Trace every repeated block, compare with the untouched model, and leave out in turn what is refused.
+    """Trace every repeated block, compare with the reference model, and leave out in turn what is refused.
 
     Args:
         flatten: whether child modules become part of the graphs.
@@ -31,7 +31,7 @@ def traces(subject: Subject, *, flatten: bool = False) -> str:
 
     Raises:
         AssertionError: a traced model computed something else.
-        NotApplicable: there is no block, or the untouched model does not repeat its own result.
+        NotApplicable: there is no block, or the reference model does not repeat its own result.
     """
     model, batch = subject.given()
     paths = _called(model, batch, blocks(model))
@@ -91,7 +91,7 @@ def assert_same(model: nn.Module, untouched: nn.Module, batch: Any, *, training:
     if different:
         twin = copy.deepcopy(untouched)
         if differences(twin, untouched, batch, training=training):
-            raise NotApplicable("the untouched model does not repeat its own result")
+            raise NotApplicable("the reference model does not repeat its own result")
     assert not different, f"{'training' if training else 'evaluation'}: {'; '.join(different[:4])}"
 
 

@@ -75,7 +75,7 @@ def _refuse_unknown(draft: Draft, name: str) -> None:
     place = draft.source.of("optimizer.type")
     if name in _MUP:
         raise BuildError(
-            f"{place} is {name!r}, which reads what mup has put on the parameters of the untouched model; steps make "
+            f"{place} is {name!r}, which reads what mup has put on the parameters of the reference model; steps make "
             "parameters without it",
             hint="optimizer=lambda params: ... of build",
         )

@@ -44,7 +44,7 @@ _WITH_VALUE: dict[str, Any] = {
     "managed_gradient_accumulation": False,
     "use_data_before_expert_parallelism": True,
 }
-_STATE = "its state cannot be read back into the layout of the untouched model"
+_STATE = "its state cannot be read back into the layout of the reference model"
 _ZERO_PLUS = "ZeRO++ is not supported by this target"
 
 ZERO_REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {

@@ -30,7 +30,7 @@ def topology_of(mesh: Mesh) -> ProcessTopology:
 
 
 class _Layer(nn.Module):
-    """All stages of this rank, with their modules and tensors at the untouched paths.
+    """All stages of this rank, with their modules and tensors at the reference paths.
 
     Args:
         part: this rank's part of the model.

@@ -50,8 +50,8 @@ _FSDP = (
     "Megatron's FSDP replaces the parameters, whose layouts would be lost; use_distributed_optimizer partitions the "
     'state of the optimizer, ZeRO-3 of target="deepspeed" the weights too'
 )
-_PRECISION_AWARE = "of the precision-aware optimizer, whose state cannot be read back into the untouched layout"
-_OFFLOAD = "its state is split between two optimizers, and cannot be read back into the untouched layout"
+_PRECISION_AWARE = "of the precision-aware optimizer, whose state cannot be read back into the reference layout"
+_OFFLOAD = "its state is split between two optimizers, and cannot be read back into the reference layout"
 _EXPERTS = "no step makes experts"
 _CONTEXT = "no step cuts sequences over ranks"
 _FUNCTIONS = "the engine sets it"
@@ -83,7 +83,7 @@ OPTIMIZER: dict[str, Field] = {
     **_passed("needs parameters marked `is_embedding_or_output_parameter`", "decoupled_lr", "decoupled_min_lr"),
     **_refused(_FP8, "fp8_recipe", "reuse_grad_buf_for_mxfp8_param_ag"),
     **_refused(
-        "it needs Transformer Engine's Adam, and keeps state that cannot be read back into the untouched layout",
+        "it needs Transformer Engine's Adam, and keeps state that cannot be read back into the reference layout",
         "use_precision_aware_optimizer",
     ),
     **_refused(
@@ -117,7 +117,7 @@ OPTIMIZER: dict[str, Field] = {
     ),
     **_refused("of Lion, which is refused", "lion_beta1", "lion_beta2"),
     **_refused(
-        "it makes two optimizers of one, whose state cannot be read back into the untouched layout",
+        "it makes two optimizers of one, whose state cannot be read back into the reference layout",
         "overlap_param_gather_with_optimizer_step",
     ),
     **_refused(
@@ -146,7 +146,7 @@ DDP: dict[str, Field] = {
     **_passed("", "pad_buckets_for_high_nccl_busbw"),
     **_passed("GPUs only: gloo has no average", "average_in_collective"),
     **_refused(
-        "state that is partitioned over some of the replicas cannot be read back into the untouched layout",
+        "state that is partitioned over some of the replicas cannot be read back into the reference layout",
         "num_distributed_optimizer_instances",
     ),
     **_refused(

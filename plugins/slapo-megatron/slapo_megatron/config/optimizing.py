@@ -51,7 +51,7 @@ def fill_optimizer(draft: Draft) -> None:
     if kind not in _OF:
         raise BuildError(
             f"{draft.place(_OPTIMIZER, 'optimizer')} must be 'adam' or 'sgd' (got {kind!r}): others need whole "
-            "parameters, or keep state that cannot be read back into the untouched layout",
+            "parameters, or keep state that cannot be read back into the reference layout",
             hint='optimizer=lambda params: ... of build, or "optimizer": "adam"',
         )
     for other, names in _OF.items():

@@ -373,7 +373,7 @@ def _kept(study: Study, chosen: Trial) -> Winner | None:
 
 
 def _applied(study: Study, chosen: Trial, winner: Winner) -> Schedule:
-    """The schedule, from its document: on a model without memory, with a mesh that is only declared."""
+    """The schedule, from its document: on a model without memory, with an abstract mesh."""
     if winner.document is None:
         return apply(study, chosen)
     with torch.device("meta"):

@@ -54,7 +54,7 @@ def _require_call(engine: Any, name: str, positional: list[None], keywords: dict
 
 
 def module_keeps_the_paths(bench: DialectBench) -> None:
-    """engine.module is the scheduled model: every path of the untouched model leads to a module."""
+    """engine.module is the scheduled model: every path of the reference model leads to a module."""
     untouched, schedule = bench.model(), bench.schedule(steps=True)
     module = bench.engine(schedule).module
     present = {path for path, _ in module.named_modules(remove_duplicate=False)}
@@ -62,7 +62,7 @@ def module_keeps_the_paths(bench: DialectBench) -> None:
     if lost or module is not schedule.model:
         raise CheckError(
             "the module of the engine is not the scheduled model",
-            required="schedule.model itself, with the untouched model's paths",
+            required="schedule.model itself, with the reference model's paths",
             got=f"no {', '.join(map(repr, lost[:5]))}" if lost else f"another {type(module).__name__}",
             hint="keep a wrapper of the runtime on an attribute of its own; module = request.schedule.model",
         )

@@ -54,7 +54,7 @@ def replicas_train_as_one_process(bench: DialectBench) -> None:
 
 
 def split_model_trains_as_one_process(bench: DialectBench) -> None:
-    """A model that is split over ranks takes the steps of the plain model; its state is the untouched model's."""
+    """A model that is split over ranks takes the steps of the plain model; its state is the reference model's."""
     for part in _trained(bench, split=True):
         _compare(bench, part, hint=_SPLIT)
 

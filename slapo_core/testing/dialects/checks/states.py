@@ -1,4 +1,4 @@
-"""What leaves an engine has the untouched model's names, and so has what is loaded."""
+"""What leaves an engine has the reference model's names, and so has what is loaded."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _HINT = "return request.state.state_dict(rank0_only=rank0_only)"
 
 
 def state_dict_is_the_untouched_models(bench: DialectBench) -> None:
-    """Names, order, shapes and dtypes are the untouched model's, the values copies of what plain training gives."""
+    """Names, order, shapes and dtypes are the reference model's, the values copies of what plain training gives."""
     batches = bench.batches(3)
     expected = bench.train_by_hand(batches[:2]).state
     engine = bench.engine(bench.schedule(steps=True))
     got = train(engine, batches[:2]).state
     if list(got) != list(expected):
         raise CheckError(
-            "the state dict has other names than the untouched model's",
+            "the state dict has other names than the reference model's",
             required=", ".join(expected),
             got=", ".join(got),
             hint=_HINT,

@@ -23,7 +23,7 @@ class Fault:
         models: those that it fits.
         at_most: so many cases of each right schedule.
         options: of the models.
-        is_users: whether the untouched model changes too: what a user changes by hand, outside of any step, is the
+        is_users: whether the reference model changes too: what a user changes by hand, outside of any step, is the
             user's own model, and no mistake of the schedule.
     """
 

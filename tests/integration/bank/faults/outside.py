@@ -111,7 +111,7 @@ def other_module(module: nn.Module) -> None:
 swapped = changed_outside("layers in another order", "outputs", LISTS, other_layer)
 values = changed_outside("pieces changed by hand", "outputs", MLPS, other_values)
 
-# The untouched model is the live one without its steps: what follows changes both.
+# The reference model is the live one without its steps: what follows changes both.
 forward_set = changed_outside("forward set by hand", "outputs", NORMS, other_forward, is_users=True)
 hook_added = changed_outside("a forward hook added by hand", "outputs", NORMS, hooked, is_users=True)
 backward_hook_added = changed_outside(
