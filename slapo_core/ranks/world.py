@@ -162,6 +162,7 @@ class World:
 
         self._trial = TrialMesh(self._mesh, dist.PrefixStore("trial", self._store), seconds)
         try:
+            self.gather(None)  # no rank fails, and drops its groups, while another one still connects
             yield self._trial
         finally:
             self._trial.drop()
@@ -228,6 +229,7 @@ class World:
             failures = self.gather(None if error is None else describe_failure(self.rank, error))
             if trial is not None and any(failures):
                 trial.open()
+                self.gather(None)
             elif trial is not None:
                 trial.allow(time.monotonic() - started)
             found = causes(failures, self.ranks)

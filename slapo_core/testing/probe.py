@@ -223,7 +223,8 @@ def _global_state() -> defaultdict[str, str]:
         "whether CUDA is initialized": torch.cuda.is_initialized(),
         "sys.excepthook": sys.excepthook,
     }
-    state |= {f"torch.nn.functional.{name}": value for name, value in vars(torch.nn.functional).items()}
+    functions = {name: value for name, value in vars(torch.nn.functional).items() if name != "__builtins__"}
+    state |= {f"torch.nn.functional.{name}": value for name, value in functions.items()}
     for name, layer in vars(torch.nn).items():
         if isinstance(layer, type):
             own = vars(layer) if layer is torch.nn.Module else {"forward": vars(layer).get("forward")}

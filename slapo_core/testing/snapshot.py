@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from slapo_core.schedule.guards import Guards
+
 __all__ = ["ModelSnapshot", "assert_bit_identical"]
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
-_OPAQUE = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType, partial)
+_OPAQUE = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType, partial, Guards)
 _CLASS_BOOKKEEPING = frozenset(
     {"__abstractmethods__", "__annotate__", "__annotations__", "__annotations_cache__", "__slotnames__"}
 )
@@ -219,15 +221,21 @@ class _Order:
 
     def compare(self, other: _Order) -> Iterator[str]:
         # Names that came or went have a line of their own; this one is about the order of those that stayed.
-        stayed = [name for name in self.names if name in other.names]
-        now = [name for name in other.names if name in self.names]
-        if stayed != now:
+        before, after = ({_label(name): name for name in one.names} for one in (self, other))
+        stayed = [name for label, name in before.items() if label in after]
+        now = [name for label, name in after.items() if label in before]
+        if list(map(_label, stayed)) != list(map(_label, now)):
             yield f"another order, {stayed} -> {now}"
         elif len(self.names) != len(other.names):
             yield f"{len(self.names)} -> {len(other.names)}"
 
     def __str__(self) -> str:
         return f"{len(self.names)} names"
+
+
+def _label(name: Any) -> Any:
+    """A name, or the identity of an object that is one: tensors as keys have no truth of their equality."""
+    return name if isinstance(name, _PLAIN) else id(name)
 
 
 class _Bits:

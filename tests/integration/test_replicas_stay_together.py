@@ -367,8 +367,7 @@ def test_layers_dropped_by_pythons_random_module_are_seen_in_the_first_step(
 def test_a_first_step_that_fails_on_one_rank_leaves_no_rank_waiting(results: list[dict[str, Any]]) -> None:
     told, own = (result["failing_on_one_rank"] for result in results)
     assert own == "BuildError: out of paint"
-    assert told.startswith("BuildError: the first training step ")
-    assert told.endswith(" on rank 1: BuildError: out of paint")
+    assert told.startswith("RankFailedError: the connection to another rank is lost; rank 1: BuildError: out of paint")
 
 
 @pytest.mark.ranks
@@ -413,15 +412,16 @@ def by_hand(*, right: bool) -> Any:
 
 
 def cost_of_steps() -> list[dict[str, int]]:
-    """The collectives of the first, second and third step, and how often ranks connected for a comparison."""
+    """The collectives of the first, second and third step, and how often ranks met for a comparison."""
     engine, steps = engine_of({"dp": 2, "tp": 2}, max_grad_norm=1.0), []
     for number in range(3):
-        with patch.object(world, "_new_store", side_effect=world._new_store) as connecting:
+        enter = patch.object(world.World, "__enter__", autospec=True, side_effect=world.World.__enter__)
+        with enter as meeting:
             with profile() as profiler:
                 engine.train_step(share(batch_of(number), engine._state.mesh))
                 engine.eval_step(share(batch_of(number), engine._state.mesh))
         calls = {event.key: event.count for event in profiler.key_averages() if event.key.startswith("c10d::")}
-        steps.append({**calls, "connections": connecting.call_count})
+        steps.append({**calls, "comparisons": meeting.call_count})
     return steps
 
 
@@ -503,13 +503,13 @@ def test_only_the_first_step_pays_for_being_watched(replicas: list[dict[str, Any
     for result in replicas:
         first, second, third = result["cost"]
         # Forward and backward of training, forward of evaluation, the norm over tp, and one bucket of gradients.
-        assert first == {"c10d::allreduce_": 5, "connections": 2}  # for training, and for evaluation
+        assert first == {"c10d::allreduce_": 5, "comparisons": 2}  # for training, and for evaluation
         assert second == {
             "c10d::allreduce_": 5,
             "c10d::broadcast_": 2,
-            "connections": 0,
+            "comparisons": 0,
         }  # where torch sorts its buckets
-        assert third == {"c10d::allreduce_": 5, "connections": 0}
+        assert third == {"c10d::allreduce_": 5, "comparisons": 0}
 
 
 @pytest.mark.ranks

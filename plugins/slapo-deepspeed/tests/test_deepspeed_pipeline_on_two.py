@@ -96,8 +96,9 @@ def counting_copies() -> list[str]:
         module.count_once = original
 
 
-def sending_as_it_is() -> str:
+def sending_as_it_is() -> None:
     """Every value goes as it is."""
+    torch.set_num_threads(1)
     from slapo_core.spec import stage_work as work
 
     class Naive(work.Parcel):
@@ -114,15 +115,8 @@ def sending_as_it_is() -> str:
         def unpack(self, message: Any) -> Any:
             return {value.name: one for value, one in zip(self.values, message, strict=True)}, None
 
-    original, work.Parcel = work.Parcel, Naive  # type: ignore[misc]
-    try:
-        engine = Run(TWO, cuts=("c",)).build()
-        engine.train_step(batch(2, 0))
-    except slapo.RankFailedError as error:
-        return str(error)
-    finally:
-        work.Parcel = original  # type: ignore[misc]
-    return "it trained"
+    work.Parcel = Naive  # type: ignore[misc]
+    Run(TWO, cuts=("c",)).build().train_step(batch(2, 0))
 
 
 def on_two_ranks() -> tuple[Any, ...]:
@@ -134,12 +128,11 @@ def on_two_ranks() -> tuple[Any, ...]:
         given_loss(),
         dropping(),
         counting_copies(),
-        sending_as_it_is(),
     )
 
 
 def test_two_ranks() -> None:
-    recomputing, several, losses, drawn, copies, failed = zip(*run_ranks(on_two_ranks, world_size=2), strict=True)
+    recomputing, several, losses, drawn, copies = zip(*run_ranks(on_two_ranks, world_size=2), strict=True)
     assert recomputing == ([], [])
     assert several == ([], [])
     assert all(abs(difference) < 1e-6 for one in losses for difference in one)
@@ -148,4 +141,8 @@ def test_two_ranks() -> None:
         assert len({round(number, 5) for number in numbers}) == 3  # every step drops others
         assert are_alike  # a loader that draws goes on alike
     assert all(any("norm of step 0" in one for one in found) for found in copies)
-    assert all("AssertionError" in text for text in failed), failed  # it wants a gradient for everything
+
+
+def test_values_that_go_as_they_are_end_the_step() -> None:
+    with pytest.raises(slapo.RankFailedError, match="AssertionError"):  # DeepSpeed wants a gradient for everything
+        run_ranks(sending_as_it_is, world_size=2)

@@ -104,8 +104,9 @@ class PipelineEngine(DeepSpeedEngine):
             self._between.check()
             forget_gradients(self.deepspeed)
             work = self._work(batch, training=True)
-            with self._closing(lambda: self._at), own_random_state(self.deepspeed.device) as work.seed:
-                self.deepspeed.train_batch(self._numbers())
+            with self._closing(lambda: self._at):
+                with own_random_state(self.deepspeed.device) as work.seed:
+                    self.deepspeed.train_batch(self._numbers())
                 loss = self._loss(work)
         self._between.note()
         self._unused.step_is_over()

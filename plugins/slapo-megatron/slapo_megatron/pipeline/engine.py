@@ -85,10 +85,11 @@ class PipelineEngine(MegatronEngine):
             self._between.check()
             form, works = self._works(batch, training=True)
             self._updates.begin(self._part)
-            with self._closing(lambda: self._at), own_random_state(self._device) as seed:
-                for work in works:
-                    work.seed = seed
-                losses = self._schedule.run(form, works, self._count, backward=True)
+            with self._closing(lambda: self._at):
+                with own_random_state(self._device) as seed:
+                    for work in works:
+                        work.seed = seed
+                    losses = self._schedule.run(form, works, self._count, backward=True)
                 self._updates.seen(self._ties)
                 norm = self._updates.step(self._device)
                 self._after_step()
