@@ -162,6 +162,22 @@ def test_attention_weights_that_are_used_or_are_the_model_s_own_result_keep_the_
 # -- the replacements, held against what they stand for ------------------------------------------------------------
 
 
+@pytest.mark.parametrize("view", [False, True])
+def test_a_result_that_the_forward_writes_to_is_a_copy(view: bool) -> None:
+    """The kernel keeps its result for backward, which what was matched did not."""
+
+    def written_to(_: Written, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        weights = torch.softmax(q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1]), dim=-1)
+        found = weights @ v
+        changed = found.transpose(1, 2) if view else found
+        changed += 1.0
+        return changed * 2.0
+
+    sch = traced(written_to, (Q, K, V))
+    sch["op"].replace(match="fusion.sdpa")
+    assert slapo.verify(sch, (Q, K, V)).steps_verified == 2
+
+
 def test_a_query_from_which_everything_is_hidden_weighs_all_values_alike_as_before() -> None:
     hidden = torch.zeros(6, 6, dtype=torch.bool)
     hidden[2] = True

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
+import torch
 from torch import fx, nn
+from torch.utils._pytree import tree_map_only
 
 from slapo_core.graph.effects import Effects, is_inert
 from slapo_core.graph.rewriting.adapting import adapted
@@ -183,7 +186,10 @@ class Replacement:
         op, target = "call_module", self.new
         if not isinstance(self.new, str):
             op, target = "call_function", target_for(self.new, self.name)
-        then = target_for(self.then, f"{self.name}_parts") if self.then is not None else None
+        then = self.then
+        if any(_is_written_later(node, effects) for node in outputs):
+            then = functools.partial(_cloned, then)
+        then = target_for(then, f"{self.name}_parts") if then is not None else None
         flags = settings_of(nodes, module)
         return NewCall(op, target, args, kwargs, then, results, flags=flags, swallowed=swallowed)
 
@@ -205,6 +211,24 @@ def as_before(action: Action, module: nn.Module) -> Iterator[None]:
         finally:
             module._modules.clear()
             module._modules.update(children)
+
+
+def _is_written_later(output: fx.Node, effects: Effects) -> bool:
+    """Whether the graph goes on to write to a value in place."""
+    memory, waiting, seen = effects.roots(output), [output], {output}
+    while waiting:
+        for user in waiting.pop().users:
+            if effects.writes(user) & memory:
+                return True
+            if user not in seen and effects.roots(user) & memory:
+                seen.add(user)
+                waiting.append(user)
+    return False
+
+
+def _cloned(then: Callable[[Any], Any] | None, value: Any) -> Any:
+    """What a replacement gives, for a graph that writes to it: the replacement may keep its own for backward."""
+    return tree_map_only(torch.Tensor, torch.clone, value if then is None else then(value))
 
 
 def _operand(place: Place, which: str | int, inside: set[fx.Node]) -> Any:
