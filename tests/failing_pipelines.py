@@ -139,6 +139,7 @@ def train_until_it_fails(engine: Any, given: Any, *, steps: int = 0, blocks: int
         if NO_GRADIENT in str(error):
             assert all(torch.equal(one, before[name]) for name, one in engine.module.named_parameters())
         raise
+    dist.barrier()  # a rank that went well waits for the one that did not
     raise AssertionError("no rank failed")
 
 

@@ -205,7 +205,7 @@ class Guards:
         if full:
             messages = rest[-1]  # torch's list of what is wrong, the last argument
             messages.append(
-                f"this {type(model).__name__} holds shards ({_described(full)}), and the state dict is the untouched "
+                f"this {type(model).__name__} holds shards ({_described(full)}), and the state dict is the reference "
                 f"model's: {_IN} gives every rank its own, or, of a built model, engine.load_state_dict(state)"
             )
 

@@ -27,7 +27,7 @@ class Equivalence:
         The same real-number function; floating-point sums are associated differently.
     ``Equivalence.RANDOM``
         The same distribution; random numbers (dropout) come from another stream, so that ``verify`` compares numbers
-        without dropout only. Every module still drops as often, and with the same probability, as in the untouched
+        without dropout only. Every module still drops as often, and with the same probability, as in the reference
         model, and nothing in evaluation; within a step forward and backward still use the same numbers.
     ``Equivalence.APPROXIMATE(rtol, atol)``
         Another function, within the stated tolerances (quantization, a fast kernel).

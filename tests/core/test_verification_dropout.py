@@ -200,7 +200,7 @@ def test_dropout_of_another_shape_is_not_compared_and_the_report_says_where() ->
     sch["layer.1.drop"].replace(axes)
     report = slapo.verify(sch, torch.randn(4, 6))
     assert report.notes == (
-        "outputs and gradients with dropout were not compared: 'layer.1.drop' draws for (6, 4), where the untouched "
+        "outputs and gradients with dropout were not compared: 'layer.1.drop' draws for (6, 4), where the reference "
         "model draws for (4, 6)",
     )
 
