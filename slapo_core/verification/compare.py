@@ -153,12 +153,6 @@ class Largest:
         return self.difference / self.allowed if self.allowed else (math.inf if self.difference else 0.0)
 
 
-def _joined(one: Largest, other: Largest) -> Largest:
-    """The larger of both, for the tensors of both."""
-    larger = other if other.fraction > one.fraction or not one.name else one
-    return dataclasses.replace(larger, compared=one.compared + other.compared)
-
-
 @dataclass
 class Comparison:
     """Everything that a rank found: differences in the order of search, the first one to be blamed first."""
@@ -168,14 +162,9 @@ class Comparison:
     not_compared: list[str] = field(default_factory=list)
 
     def add(self, later: Comparison) -> None:
-        """Take in what was found later, of whatever kinds."""
+        """Take in what was found of other kinds, in whatever order they come."""
         self.differences = sorted([*self.differences, *later.differences], key=lambda found: ORDER.index(found.kind))
         both = self.largest | later.largest
-        for kind in self.largest.keys() & later.largest.keys():
-            one, other = self.largest[kind], later.largest[kind]
-            both[kind] = _joined(one, other)
-            if KINDS[kind].of == "parameters":  # the same ones, for another batch
-                both[kind] = dataclasses.replace(both[kind], compared=max(one.compared, other.compared))
         self.largest = {kind: both[kind] for kind in KINDS if kind in both}
         self.not_compared += later.not_compared
 
@@ -222,7 +211,9 @@ def compare(
             problem, apart, hint = _compared(kind, before, after, allowed)
             if problem and is_close_in_norm(before, after, rule.of_norm):
                 problem, apart = "", 0.0
-            summary = _joined(summary, Largest(kind, 1, apart, allowed, name))
+            seen = Largest(kind, summary.compared + 1, apart, allowed, name)
+            is_larger = seen.fraction > summary.fraction or not summary.name
+            summary = seen if is_larger else dataclasses.replace(summary, compared=seen.compared)
             if problem and after is None and counterparts.is_frozen(name):
                 hint = f"freeze it before create_schedule: model.get_parameter('{origin}').requires_grad_(False)"
                 problem += ": it was frozen after the schedule, and the reference model trains it"

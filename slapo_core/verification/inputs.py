@@ -194,3 +194,7 @@ class Inputs:
 
 def _name(path: tuple[Any, ...]) -> str:
     return ".".join(str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path)
+
+
+Batches = tuple[tuple[str, Inputs], ...]
+"""Batches, each with what to call it, e.g. ``"a batch of 4"``."""

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from slapo_core.spec.accelerators import fork_rng
 from slapo_core.verification.dropout import DropoutMode
-from slapo_core.verification.inputs import Batch, Inputs
+from slapo_core.verification.inputs import Batch, Batches, Inputs
 from slapo_core.verification.kinds import EARLY, OWN_TYPES
 from slapo_core.verification.precision import Choice, ChoosesAlike, is_inexact, own_dtype
 
@@ -137,7 +137,7 @@ class Conditions:
     optimizer_steps: int
     learning_rate: float = 0.0
     adapt_output: Callable[[Any], Any] = lambda output: output
-    more_batches: tuple[tuple[str, Inputs], ...] = ()
+    more_batches: Batches = ()
     caller: Callable[[nn.Module], Caller] = Caller
     choices: tuple[Choice, ...] = ()
 

@@ -23,7 +23,7 @@ from slapo_core.verification.blame import Blame
 from slapo_core.verification.compare import Comparison, Difference
 from slapo_core.verification.copies import Subjects, changed_outside, named_tensors, repeated
 from slapo_core.verification.guards import refuse_unexplained, refuse_unsaid_freezing
-from slapo_core.verification.inputs import Inputs
+from slapo_core.verification.inputs import Batches, Inputs
 from slapo_core.verification.kinds import EARLY, KINDS, OWN_TYPES, label, phases_for
 from slapo_core.verification.phases import Observation, Runner
 from slapo_core.verification.precision import dtype_name, is_inexact
@@ -238,44 +238,47 @@ class BothModels:
         self._release(but="updates" if phase == OWN_TYPES else None)
 
     def _further_batches(self) -> None:
-        """The user's batches, and those made of the given one where both models run: raising is not silent."""
-        for number, batch in enumerate(self.trials.options.more_batches, start=2):
-            if not self._batch(f"batch {number}", batch, is_given=True):
-                return
+        """The user's batches, and those made of the given one where both models run: raising is not silent.
+
+        All run on one copy, as what a call keeps shows in the next one.
+        """
+        given = tuple((f"batch {number}", each) for number, each in enumerate(self.trials.options.more_batches, 2))
         variants, notes = self.trials.inputs.variants(self.trials.subjects.untouched)
         self.notes += notes
-        for called, batch in variants:  # the best first
-            if self._batch(called, batch):
-                break
         one = self.trials.inputs.of_one()
-        if one is not None and self.raised is None and not self._batch_differs():
-            self._batch(*one)
+        ones = (one,) if one is not None else ()
+        made: list[Batches] = [each for variant in variants for each in ((variant, *ones), (variant,))[: 1 + len(ones)]]
+        held = ""
+        for more in (*made, ones, ()):  # the best first
+            why = self._compare_batches((*given, *more), is_given=not more)
+            if not why:
+                break
+            note = f"{more[-1][0]} was not compared, because {why}"
+            held = note if len(more) == 2 else ""
+            self.notes += [] if held else [note]
+        self.notes += [held] if held and self.raised is None else []
 
-    def _batch(self, called: str, batch: Inputs, *, is_given: bool = False) -> bool:
-        """Compare one batch; whether it could be, for one that is given, whether to go on."""
-        self._set_conditions(more_batches=((called, batch),))
-        if is_given:
-            self._reference(lambda: self.trials.add_reference(self.reference, "batches"))
-        elif not self._add(f"{called} was not compared", "batches"):
-            self._set_conditions(more_batches=())
-            return False
+    def _compare_batches(self, batches: Batches, *, is_given: bool) -> str:
+        """Compare the batches; why they could not be, if that is no error: one of those is not given by the user."""
+        self._set_conditions(more_batches=batches)
+        if not batches:
+            return ""
+        ran = self.world.attempt(lambda: self.trials.add_reference(self.reference, "batches"))
+        if ran.failures and is_given:
+            raise ReferenceRunError(ran, is_alone=self.world.is_alone)
+        if ran.failures:
+            return f"the untouched model raises: {ran.failures[0].kind}: {ran.failures[0].text}"
         self._compare_phase("batches")
         raised = self.raised
         if raised is None:
-            return not (is_given and self._batch_differs())
+            return ""
         if is_given or self.trials.contradicts_itself(raised):
-            self.raised_for = called
-            return not is_given
+            self.raised_for = " or ".join(called for called, _ in batches)
+            return ""
         self.raised = None
-        where = "" if self.world.is_alone else f" on rank {raised.failures[0].rank}"
-        self.notes.append(f"{called} was not compared, because the scheduled model raises{where}: {raised.failures[0]}")
-        self._set_conditions(more_batches=())
         self._release()
-        return False
-
-    def _batch_differs(self) -> bool:
-        found = [each for each in self.comparison.differences if KINDS[each.kind].phase == "batches"]
-        return any(self.world.gather(bool(found)))
+        where = "" if self.world.is_alone else f" on rank {raised.failures[0].rank}"
+        return f"the scheduled model raises{where}: {raised.failures[0]}"
 
     def _dropout(self, other_stream: str | None) -> None:
         drops = bool(self.reference.seen.of("dropout")["forward"])

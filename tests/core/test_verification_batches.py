@@ -196,4 +196,23 @@ def test_a_step_that_raises_where_an_optional_argument_is_left_out_is_a_note_and
     wrong["net"].replace(lambda old: NeedsMask(old, wrong=True))
     error = failure(wrong, batch, optimizer_steps=1)
     assert error.tensor == "gradient of net.fc.bias for further batches"
-    assert "\n  note: further batches: a batch of 6 without mask" in error.message
+    assert "\n  note: further batches: a batch of 6 without mask, a batch of 1" in error.message
+
+
+class KeepsTheFirst(nn.GELU):
+    """Keeps what it was first called with, as a cached mask would be: wrong for every batch but the first."""
+
+    kept: torch.Tensor | None = None
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        mean = input.detach().mean()
+        self.kept = mean if self.kept is None else self.kept
+        return super().forward(input) + (self.kept - mean)
+
+
+def test_what_a_step_keeps_of_one_batch_and_uses_for_the_next_is_found() -> None:
+    sch = slapo.create_schedule(Net())
+    sch["act"].replace(lambda old: KeepsTheFirst())
+    error = failure(sch, torch.randn(3, 4), optimizer_steps=0)
+    assert error.tensor == "output for a batch of 1"
+    assert [step.partition("(")[0] for step in error.steps] == ["#1 replace"]
