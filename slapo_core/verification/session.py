@@ -267,7 +267,7 @@ class BothModels:
         if ran.failures and is_given:
             raise ReferenceRunError(ran, is_alone=self.world.is_alone)
         if ran.failures:
-            return f"the untouched model raises: {ran.failures[0].kind}: {ran.failures[0].text}"
+            return f"the reference model raises: {ran.failures[0].kind}: {ran.failures[0].text}"
         self._compare_phase("batches")
         raised = self.raised
         if raised is None:
