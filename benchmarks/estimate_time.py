@@ -21,7 +21,7 @@ from report import save
 from torch import nn
 
 import slapo_core as slapo
-from slapo_core.estimation.measuring import measure_device
+from slapo_core.estimation.device_benchmark import measure_device
 from slapo_core.testing import preload_modules, run_ranks
 
 LAYERS, HIDDEN, HEADS, WORDS = 4, 256, 4, 2000

@@ -15,9 +15,8 @@ from report import save
 from torch import nn
 
 import slapo_core as slapo
-from slapo_core.estimation.blocks import blocks_of
-from slapo_core.estimation.child import Request, estimate_rank
-from slapo_core.estimation.fit import Checkpointed
+from slapo_core.estimation.fit import Checkpointed, blocks_of
+from slapo_core.estimation.rank_process import Request, estimate_rank
 from slapo_core.estimation.source import of_schedule
 
 TARGETS = 20

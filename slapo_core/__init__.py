@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from slapo_core.building.phases import (
         build as build,
     )
-    from slapo_core.estimation.estimating import (
+    from slapo_core.estimation.estimates import (
         estimate as estimate,
         estimate_functions as estimate_functions,
     )
@@ -147,8 +147,8 @@ _PUBLIC = {
     "build": "slapo_core.building.phases",
     "clip_grad_norm_": "slapo_core.live.gradients",
     "create_schedule": "slapo_core.schedule.creation",
-    "estimate": "slapo_core.estimation.estimating",
-    "estimate_functions": "slapo_core.estimation.estimating",
+    "estimate": "slapo_core.estimation.estimates",
+    "estimate_functions": "slapo_core.estimation.estimates",
     "fit": "slapo_core.estimation.fit",
     "hookimpl": "slapo_core.spec.hookspecs",
     "load_state_dict": "slapo_core.live.weights",

@@ -47,7 +47,7 @@ def measure(
     The first GPU; the CPU where there is none, with the threads that OMP_NUM_THREADS says. Takes half a minute on an
     idle machine, and says less on a busy one. Progress goes to stderr.
     """
-    from slapo_core.estimation.measuring import measure_device
+    from slapo_core.estimation.device_benchmark import measure_device
 
     names = [name.strip() for name in dtypes.split(",") if name.strip()]
     if file is not None and not file.absolute().parent.is_dir():

@@ -92,7 +92,7 @@ def estimate(
     compute_loss = None if loss is None else find(loss, "--loss")
     inputs, factory = batch_of(batch), optimizer_of(optimizer)
     options: dict[str, Any] = {} if microbatches is None else {"microbatches": microbatches}
-    from slapo_core.estimation.estimating import estimate_functions
+    from slapo_core.estimation.estimates import estimate_functions
 
     with progress(None, "estimating") as tell:
         tell(f"a training step on {sizes or 'one rank'}")

@@ -1,4 +1,4 @@
-"""What an estimate takes for granted, in words."""
+"""The assumptions of an estimate, as sentences."""
 
 from __future__ import annotations
 
@@ -11,26 +11,25 @@ from torch import nn
 if TYPE_CHECKING:
     from slapo_core.spec.device import DeviceSpec
 
-__all__ = ["Assumptions"]
 
 Factory: TypeAlias = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 _ALWAYS = (
     "operations are those of torch on the CPU: on another device a kernel may keep more or less for the backward pass",
-    "bytes are those of tensors, without what an allocator, cuBLAS or NCCL take beside them",
+    "bytes are those of tensors, without the overhead of an allocator, cuBLAS or NCCL",
     "the output of a step is dropped before the next one",
-    "what is compiled is estimated as it runs without: the compiler fuses, and keeps less",
+    "compiled code is estimated as uncompiled: the compiler fuses, and keeps less",
 )
 
 
 class Assumptions:
-    """Gathers them while a rank is played."""
+    """Collects the assumptions while a rank is simulated."""
 
     def __init__(self) -> None:
         self._found = dict.fromkeys(_ALWAYS)
 
     def attention(self, device: DeviceSpec | None) -> None:
-        """In whose kernels it runs."""
+        """Record the kernel that attention runs in."""
         self._found[
             "attention runs in the memory-efficient kernel of CUDA, which keeps no matrix"
             if device is not None and device.type == "cuda"
@@ -39,40 +38,40 @@ class Assumptions:
         ] = None
 
     def found(self) -> tuple[str, ...]:
-        """In the order in which they were made, each once."""
+        """List the assumptions, in order, each once."""
         return tuple(self._found)
 
     def integers_are_one(self) -> None:
-        """The batch is on the meta device, or too large to be sent."""
+        """Record that the batch has no values: it is on the meta device, or too large to be sent."""
         self._found["integers of the batch, which has no values here, are taken to be 1: masks mask nothing"] = None
 
     def seconds(self, device: DeviceSpec) -> None:
-        """The time is predicted."""
+        """Record how time is predicted."""
         self._found[
             f"an operation takes as long as its products at the peak of {device.name}, or its bytes at its bandwidth, "
             "and a launch; a collective as long as a ring does, and nothing else is on its links"
         ] = None
 
     def replicas(self) -> None:
-        """There are some."""
+        """Record how replicas exchange gradients."""
         self._found[
-            "replicas exchange gradients as DistributedDataParallel does: in buckets of 25 MiB that stay, beside the "
-            "backward pass"
+            "replicas exchange gradients as DistributedDataParallel does: in buckets of 25 MiB that stay, "
+            "overlapping the backward pass"
         ] = None
 
     def pipeline(self, microbatches: int, mesh: Mapping[str, int], *, timed: bool) -> None:
-        """There are stages."""
+        """Record how the pipeline runs."""
         self._found[f"a step of the pipeline has {microbatches} micro-batches (microbatches={microbatches})"] = None
         if mesh.get("dp", 1) > 1:
             self._found["replicas exchange gradients after the pipeline's schedule, in buckets"] = None
         if timed:
             self._found[
-                "a rank of a pipeline waits for one turn of each other rank while the pipeline fills and drains; its "
+                "a pipeline rank waits for one stage pass of each other rank while the pipeline fills and drains; its "
                 "messages are on their way while nothing else is computed"
             ] = None
 
     def without_gradients(self, names: Sequence[str]) -> None:
-        """Of parameters that replicas have."""
+        """Record trained parameters that get no gradient."""
         if names:
             others = f" and {len(names) - 1} more" if len(names) > 1 else ""
             self._found[
@@ -81,7 +80,7 @@ class Assumptions:
             ] = None
 
     def train(self, model: nn.Module) -> None:
-        """Put a model into training mode that is in evaluation mode as a whole, as a training step does."""
+        """Put a model that is entirely in evaluation mode into training mode, as a training step does."""
         if any(isinstance(module, nn.RNNBase) for module in model.modules()):
             self._found["recurrent layers run step by step: fused kernels (MKL-DNN, cuDNN) keep other bytes"] = None
         if not any(module.training for module in model.modules()):
@@ -89,7 +88,7 @@ class Assumptions:
             self._found["the model, which is in evaluation mode as a whole, is put into training mode"] = None
 
     def told_of(self, factory: Factory | None) -> Factory | None:
-        """The optimizer's factory, with a look at what it makes."""
+        """Wrap the optimizer's factory to record how the optimizer runs."""
         if factory is None:
             return None
 
@@ -106,6 +105,6 @@ class Assumptions:
         return made
 
     def number(self) -> float:
-        """In place of one that an optimizer reads and nobody knows, such as the norm of an update: it is a factor."""
+        """Return 1.0 for a number that the optimizer reads without a known value (the norm of an update): a factor."""
         self._found["numbers that the optimizer reads are taken to be 1"] = None
         return 1.0

@@ -11,39 +11,164 @@ from __future__ import annotations
 import hashlib
 import math
 import pickle
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from slapo_core.errors import ArgumentError, FitError, SealedError
-from slapo_core.estimation.blocks import blocks_of
-from slapo_core.estimation.estimating import estimate_source
-from slapo_core.estimation.results import Estimate, Memory
-from slapo_core.estimation.sending import require_sendable, sendable_batch
-from slapo_core.estimation.source import Source, of_schedule
-from slapo_core.primitives.checkpoint import Checkpoint
+from slapo_core.errors import ArgumentError, FitError, PreconditionError, SealedError
+from slapo_core.estimation.estimates import estimate_source
+from slapo_core.estimation.source import Source, of_schedule, require_sendable, sendable_batch
+from slapo_core.primitives.checkpoint import Checkpoint, checkpoints
 from slapo_core.schedule.location import caller_location
-from slapo_core.spec.device import DeviceSpec
 from slapo_core.spec.mesh import Mesh
 from slapo_core.spec.sizes import format_bytes, parse_bytes
+from slapo_core.tree.group import NodeGroup
+from slapo_core.tree.index import full_name
 
 if TYPE_CHECKING:
-    from slapo_core.estimation.child import Trackers
-    from slapo_core.schedule.schedule import Schedule
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
-__all__ = ["Fit", "Point", "fewest", "fit"]
+    import torch
+    from torch import nn
+
+    from slapo_core.estimation.rank_process import Trackers
+    from slapo_core.estimation.results import Estimate, Memory
+    from slapo_core.schedule.schedule import Schedule
+    from slapo_core.spec.device import DeviceSpec
+    from slapo_core.tree.node import TreeNode
+
+_NAMED = 'layers=["encoder", "decoder"], paths or globs of modules that may be checkpointed'
+
+
+def blocks_of(schedule: Schedule, layers: str | Sequence[str] | None) -> tuple[str, ...]:
+    """Give the paths of what may be checkpointed and is not yet: those named in their order, else in the model's.
+
+    Args:
+        schedule: as it is now.
+        layers: paths or globs; None: the repeated blocks.
+
+    Raises:
+        PathError: a path or glob matches nothing.
+        ArgumentError: one block lies within another; or there is nothing that repeats.
+        PreconditionError: a block that the user names cannot be checkpointed.
+    """
+    if layers is None:
+        paths = repeated_blocks(schedule.model)
+        if not paths:
+            raise ArgumentError(
+                f"no blocks of {type(schedule.model).__name__} repeat, so that fit does not know what to checkpoint",
+                hint=_NAMED,
+            )
+    else:
+        patterns = (layers,) if isinstance(layers, str) else tuple(layers)
+        found: dict[str, None] = {}
+        for pattern in patterns:
+            selected = schedule[pattern]
+            found.update((node.path, None) for node in (selected if isinstance(selected, NodeGroup) else (selected,)))
+        paths = list(found)
+        if not paths:
+            raise ArgumentError("layers names nothing that could be checkpointed (got an empty list)", hint=_NAMED)
+    nodes = [schedule.tree.node(path) for path in paths]
+    _refuse_nested(paths)
+    free = [node for node in nodes if not _is_checkpointed(node)]
+    return tuple(node.path for node in free if _may_be_checkpointed(schedule, node, named=layers is not None))
+
+
+def _may_be_checkpointed(schedule: Schedule, node: TreeNode, *, named: bool) -> bool:
+    """Return whether the step applies: tried, and undone. A path that you name must not be refused."""
+    before = len(schedule.records)
+    try:
+        schedule.apply_at(node, Checkpoint())
+    except PreconditionError:
+        if named:
+            raise
+        return False
+    schedule.undo(to=before)
+    return True
+
+
+def _is_checkpointed(node: TreeNode) -> bool:
+    """Return whether the module, or one around it, is checkpointed already."""
+    names = node.path.split(".") if node.path else []
+    above = [".".join(names[:length]) for length in range(len(names) + 1)]
+    return any(checkpoints(node._tree.node(path)) for path in above)
+
+
+def _refuse_nested(paths: Sequence[str]) -> None:
+    known = set(paths)
+    for path in paths:
+        names = path.split(".")
+        for length in range(len(names)):
+            outer = ".".join(names[:length])
+            if outer in known and outer != path:
+                raise ArgumentError(
+                    f"'{path}' lies within '{outer}', and layers names both: only one of them can be checkpointed",
+                    hint="name one level of modules",
+                )
+
+
+def repeated_blocks(model: nn.Module) -> list[str]:
+    """Paths of the blocks that a model repeats.
+
+    Blocks are siblings with numbers for names and one class: of a ``ModuleList`` or ``Sequential``. Where some of one
+    class have equal shapes, or none of them holds further blocks, they are the blocks; else they are stages
+    (ResNet, Swin), and the blocks are within.
+    """
+    siblings = list(_siblings(model))
+    alike = {type(group[0][1]) for group in siblings if _have_equal_structure(group)}
+    return [path for path, _ in _blocks(model, "", alike)]
+
+
+def _blocks(module: nn.Module, path: str, alike: set[type]) -> Iterable[tuple[str, nn.Module]]:
+    groups = {id(child): group for group in _block_groups(module) for _, child in group}
+    for name, child in module._modules.items():
+        if child is None:
+            continue
+        child_path = full_name(path, name)
+        within = list(_blocks(child, child_path, alike))
+        if id(child) in groups and (type(child) in alike or not within) and any(True for _ in child.children()):
+            yield child_path, child
+        else:
+            yield from within
+
+
+def _siblings(model: nn.Module) -> Iterable[list[tuple[str, nn.Module]]]:
+    for module in model.modules():
+        yield from _block_groups(module)
+
+
+def _block_groups(module: nn.Module) -> Iterable[list[tuple[str, nn.Module]]]:
+    """Children with numbers for names, by class; at least two of each."""
+    by_class: dict[type, list[tuple[str, nn.Module]]] = {}
+    for name, child in module._modules.items():
+        if child is not None and name.isdigit():
+            by_class.setdefault(type(child), []).append((name, child))
+    return (group for group in by_class.values() if len(group) > 1)
+
+
+def _have_equal_structure(group: Sequence[tuple[str, nn.Module]]) -> bool:
+    return len({_structure(child) for _, child in group}) < len(group)
+
+
+def _structure(module: nn.Module) -> tuple[object, ...]:
+    """Equal for modules of the same classes, whose tensors have the same shapes and types."""
+    tensors = tuple(
+        (name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+        for table in (module._parameters, module._buffers)
+        for name, tensor in table.items()
+        if tensor is not None
+    )
+    children = tuple((name, _structure(child)) for name, child in module._modules.items() if child is not None)
+    return (type(module), tensors, children)
 
 
 @dataclass(frozen=True)
 class Point:
-    """One set of blocks that `fit` has estimated.
+    """One set of checkpointed blocks, estimated.
 
     Args:
         paths: of the blocks that are checkpointed.
         peak: bytes of the rank that needs most.
-        flops: floating-point operations of a step that are for computing again, on all kinds of ranks.
+        flops: floating-point operations of a step for recomputation, on all kinds of ranks.
         seconds: that a step takes, by the roofline; None without a device.
     """
 
@@ -55,14 +180,14 @@ class Point:
 
 @dataclass(frozen=True)
 class Fit:
-    """What :func:`slapo_core.fit` chose, and from what.
+    """The result of :func:`slapo_core.fit`: the chosen blocks and the curve of what was tried.
 
     Args:
         paths: of the modules that were checkpointed; empty where the schedule fitted as it was.
         target: bytes that were allowed.
         estimate: of the schedule as it is now.
         before: of the schedule as it was.
-        curve: what was estimated, the least peak first; the last point has no block checkpointed.
+        curve: the points that were estimated, the least peak first; the last point has no block checkpointed.
         estimates: how many kinds of ranks were estimated for it; answers that were known already are not counted.
     """
 
@@ -80,7 +205,7 @@ class Fit:
 
     @property
     def recomputed(self) -> int:
-        """Floating-point operations of a step that the chosen blocks are computed again with, on all kinds of ranks."""
+        """Floating-point operations of a step for recomputing the chosen blocks, on all kinds of ranks."""
         return flops_of(self.estimate) - flops_of(self.before)
 
     def __str__(self) -> str:
@@ -91,7 +216,7 @@ class Fit:
         more = f", {100 * self.recomputed / before:.1f} % more FLOPs" if before else ""
         lines = [
             f"{first}, {format_bytes(self.before.memory.total)} before: {len(self.paths)} checkpointed{more}",
-            "  peak       blocks  FLOPs again",
+            "  peak       blocks  recomputed",
         ]
         for point in self.curve:
             mark = ">" if point.paths == self.paths else " "
@@ -117,7 +242,7 @@ def fit(
     """Checkpoint the first of the repeated blocks, as few as let a training step stay within ``memory`` on every rank.
 
     The steps are ordinary ``.checkpoint()`` steps, last in the schedule: ``sch.undo(to=...)`` takes them back. What is
-    checkpointed already stays so. The number is found by bisection over estimates, for each pipeline stage by itself.
+    checkpointed already stays so. The number is found by bisection over estimates, for each pipeline stage on its own.
     Blocks that differ (T5's encoder and decoder) are not weighed against each other: name those to begin with in
     ``layers``.
 
@@ -128,7 +253,7 @@ def fit(
         example_inputs: one batch; default: those of the schedule.
         optimizer: as for :func:`slapo_core.build`; None for none.
         mesh: sizes; default: the schedule's own.
-        offload: there is no primitive that moves activations to the host: True is refused.
+        offload: refused: no primitive moves activations to the host.
         layers: what may be checkpointed, paths or globs: ``"encoder.layer.*"``; the first named first. Default: the
             repeated blocks, in the model's order.
         loss: as for :func:`slapo_core.build`.
@@ -137,8 +262,8 @@ def fit(
         config: ``accumulate``, and options of target ``"torch"``, as for :func:`slapo_core.estimate`.
 
     Raises:
-        FitError: nothing fits; it says what the least peak is, and what holds it.
-        ArgumentError: a number that is none, ``offload=True``, nothing that could be checkpointed.
+        FitError: nothing fits; the message names the least peak and what holds it.
+        ArgumentError: an invalid number, ``offload=True``, or nothing that can be checkpointed.
         PathError: a path or glob of ``layers`` matches nothing.
     """
     from slapo_core.schedule.schedule import Schedule
@@ -205,7 +330,7 @@ def fewest(
 ) -> tuple[int, ...] | None:
     """The smallest numbers of checkpointed blocks with which every group of ranks stays within ``target``.
 
-    A group's peak falls with its number of blocks. With the last ones it may rise again by what is computed again while
+    A group's peak falls with its number of blocks. With the last ones it may rise again by what is recomputed while
     nothing is free yet; so where all of them do not fit, fewer are tried as long as the peak falls.
 
     Args:
@@ -276,7 +401,7 @@ def _checkpoint(schedule: Schedule, paths: Sequence[str], why: str) -> None:
 
 @dataclass(frozen=True)
 class Checkpointed:
-    """A source of which further modules are checkpointed.
+    """A source with further modules checkpointed.
 
     Args:
         source: of the schedule.
@@ -296,7 +421,7 @@ class Checkpointed:
 
 @dataclass(frozen=True)
 class CalledBlocks:
-    """Makes the observer of an estimate, which finds the numbers of the blocks that a rank calls.
+    """Makes an observer of the blocks that a rank calls, by their numbers.
 
     Args:
         paths: of the blocks.

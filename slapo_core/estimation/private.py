@@ -87,7 +87,7 @@ def current_autograd_node() -> Any:
 
 
 def next_sequence_number() -> int:
-    """What the next autograd node of this thread gets from ``_sequence_nr()``."""
+    """Return the ``_sequence_nr()`` of this thread's next autograd node."""
     number: int = torch._C._autograd._get_sequence_nr()
     return number
 

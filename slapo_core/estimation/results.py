@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["Collective", "Estimate", "Memory", "RankEstimate"]
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 
 @dataclass(frozen=True)
@@ -77,16 +77,16 @@ class Collective:
 
 @dataclass(frozen=True)
 class RankEstimate:
-    """One kind of rank.
+    """The estimate of one kind of rank.
 
     Args:
-        rank: the global rank that was played.
-        ranks: all ranks of the mesh that are like it.
+        rank: the global rank that was simulated.
+        ranks: all ranks of its kind.
         memory: at the peak.
         flops: floating-point operations of a step.
         collectives: of a step, in order.
         time: seconds of a step, by the roofline; None without a device.
-        observed: what the observer of a request found.
+        observed: the result of the request's observer.
     """
 
     rank: int
@@ -100,12 +100,12 @@ class RankEstimate:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What :func:`slapo_core.estimate` says.
+    """The result of :func:`slapo_core.estimate`.
 
     Args:
         mesh: the sizes of the mesh.
         kinds: one for each kind of rank.
-        assumptions: what was taken for granted, in words.
+        assumptions: as sentences.
     """
 
     mesh: Mapping[str, int]
@@ -114,7 +114,7 @@ class Estimate:
 
     @property
     def memory(self) -> Memory:
-        """Of the rank that needs most."""
+        """Memory of the rank that needs most."""
         return max((kind.memory for kind in self.kinds), key=lambda memory: memory.total)
 
     @property

@@ -1,21 +1,22 @@
-"""Seconds of a step: each operation takes what its products take, or what moving its bytes does."""
+"""Seconds of a step by the roofline: an operation is bound by its products or by its bytes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._pytree import tree_leaves
 
 from slapo_core.errors import ArgumentError
-from slapo_core.estimation.communication import CollectiveTracker, wait_operations
-from slapo_core.estimation.flops import FlopTracker
-from slapo_core.estimation.place import Place
-from slapo_core.estimation.results import Collective
-from slapo_core.spec.device import DeviceSpec, Link
+from slapo_core.estimation.trackers import CollectiveTracker, FlopTracker, wait_operations
 
-__all__ = ["TimeTracker", "collective_seconds"]
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from slapo_core.estimation.attribution import Place
+    from slapo_core.estimation.results import Collective
+    from slapo_core.spec.device import DeviceSpec, Link
+
 
 _FREE = frozenset(
     {
@@ -40,8 +41,8 @@ class TimeTracker:
     """A clock for the device and one for each of its links; an observer, told after those that it asks.
 
     An operation takes ``max(flops / peak, bytes / bandwidth) + launch``. A collective begins when its link is free, and
-    what waits for it goes on when it is done. One that nobody waits for at once, such as DistributedDataParallel's,
-    runs beside what follows, until the pass ends.
+    its wait operation ends when it is done. One without a wait operation, as of DistributedDataParallel,
+    overlaps the following operations, until the pass ends.
 
     Args:
         device: whose numbers count.
@@ -191,7 +192,7 @@ def _picked(args: Any, kwargs: Any, result: Any) -> float:
 
 
 def _bytes(value: Any) -> int:
-    """Of all tensors; one that repeats its elements counts as what it holds."""
+    """Sum the bytes of all tensors; an expanded tensor counts as its storage."""
     if isinstance(value, torch.Tensor):
         return _size(value)
     if isinstance(value, (tuple, list)):

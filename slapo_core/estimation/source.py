@@ -1,42 +1,103 @@
-"""Where the process that plays a rank gets its schedule from."""
+"""What is sent to the process that simulates a rank: shapes instead of values, except for small integers."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import pickle
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from slapo_core.errors import ArgumentError, EstimateError, SealedError, SerializationError
-from slapo_core.estimation.sending import sendable_batch, stripped
-from slapo_core.estimation.values import Following
+from slapo_core.estimation.values import Following, is_followed
 from slapo_core.schedule.creation import create_schedule
 from slapo_core.verification.dry import Sent, sent
 
 if TYPE_CHECKING:
     from slapo_core.schedule.schedule import Schedule
 
-__all__ = ["Functions", "Source", "of_schedule"]
+
+def stripped(modules: Iterable[nn.Module]) -> None:
+    """Move parameters and buffers to the meta device; ties stay, also between the modules.
+
+    Args:
+        modules: copies, whose tensors may share memory with others; not changed in place.
+    """
+    made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # with the original, so that its id stays its own
+    for root in modules:
+        for module in root.modules():
+            for table in (module._parameters, module._buffers):
+                for name, tensor in table.items():
+                    if tensor is None or nn.parameter.is_lazy(tensor):
+                        continue
+                    if id(tensor) not in made:
+                        made[id(tensor)] = (tensor, _without_values(tensor))
+                    table[name] = made[id(tensor)][1]  # type: ignore[assignment]
+
+
+def sendable_batch(batch: Any) -> Any:
+    """Move the tensors of a batch to the meta device, except small integer ones."""
+    batch = dict(batch) if isinstance(batch, Mapping) else batch  # transformers' BatchEncoding
+    return tree_map_only(torch.Tensor, _without_values, batch)
+
+
+def require_sendable(name: str, value: Any, instead: str) -> None:
+    """
+    Args:
+        name: of the argument.
+        value: of the argument.
+        instead: the corrected argument.
+
+    Raises:
+        SerializationError: pickle refuses the value, so that it cannot be given to another process.
+    """
+    try:
+        pickle.dumps(value)
+    except Exception as error:  # pickle raises several kinds, and whatever __reduce__ raises
+        raise SerializationError(
+            f"estimate simulates each kind of rank in a process of its own, but {name} cannot be sent there: {error}",
+            hint=f"{instead}, of functions at the top level of a module (no lambda, nothing inside of a function)",
+        ) from error
+
+
+def _without_values(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.is_meta:
+        return tensor
+    if is_followed(tensor):
+        return tensor.detach().cpu()
+    with torch.no_grad():
+        strided = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
+        made = (
+            torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+            if strided
+            else tensor.detach().to("meta")
+        )
+    if not isinstance(tensor, nn.Parameter):
+        return made.requires_grad_(tensor.requires_grad)
+    parameter = nn.Parameter(made, tensor.requires_grad)
+    parameter.__dict__.update(tensor.__dict__)
+    return parameter
 
 
 class Source(Protocol):
-    """Makes the schedule once more, in another process."""
+    """Makes the schedule in another process."""
 
     def schedule(self, mesh: Mapping[str, int] | None, example_inputs: Any) -> Schedule:
-        """The schedule for the rank that torch.distributed says this process is."""
+        """Make the schedule for this process's rank."""
 
 
 @dataclass(frozen=True)
 class Functions:
-    """The user's functions; sent by their names.
+    """Makes a schedule from functions, which are sent by name.
 
     Args:
         make_model: gives the model; it is called under ``torch.device("meta")``.
         apply: is given the default schedule, and applies steps to it.
-        arguments: what ``apply`` is given beside it.
+        arguments: further arguments of ``apply``.
     """
 
     make_model: Callable[[], nn.Module]
@@ -57,7 +118,7 @@ class Functions:
 
 
 def of_schedule(schedule: Schedule) -> Sent:
-    """The reference model without memory, and the steps; the schedule and its model are only read.
+    """Make a source of the reference model without memory and the steps; the schedule is only read.
 
     Raises:
         SealedError: the originals were dropped.

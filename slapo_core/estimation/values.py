@@ -1,11 +1,10 @@
-"""What integer tensors without memory hold, where that follows from the batch: models ask masks about their values."""
+"""Values of integer tensors without memory, where the batch determines them: models read masks."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -19,7 +18,9 @@ from slapo_core.estimation.private import (
     unset_fake_temporarily,
 )
 
-__all__ = ["Following", "Unknown", "Values", "is_followed", "seen_as_plain"]
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
 
 _LARGEST = 2**24  # elements of a tensor whose values are followed
 _VALUE = "_slapo_value"
@@ -30,45 +31,45 @@ _READS = frozenset(
 
 
 def is_followed(tensor: torch.Tensor) -> bool:
-    """Whether values of a tensor like this one are followed, where it has some: small integers and booleans."""
+    """Return whether the values of a tensor are tracked: small integers and booleans."""
     return tensor.dtype in _WHOLE and tensor.numel() <= _LARGEST
 
 
 class Unknown(Exception):  # noqa: N818 - what a model asks, not a fault
-    """A model reads a value that nobody knows without running it."""
+    """A model reads a value that is not known without running it."""
 
 
 class Values:
-    """Runs operations, and the same on true values beside it where all integers that go in are known.
+    """Runs operations, and also on true values where all integer arguments are known.
 
     Args:
         mode: of the tensors without memory; None where they are on the meta device.
 
     Attributes:
-        otherwise: gives a number in the place of one that is read and not known, or None to refuse.
+        otherwise: returns a number for one that is read and not known, or None to refuse.
     """
 
     def __init__(self, mode: FakeTensorMode | None = None) -> None:
         self._mode = mode
         self.otherwise: Callable[[], float | None] = lambda: None
-        self._spoiled: dict[int, torch.UntypedStorage] = {}
+        self._overwritten: dict[int, torch.UntypedStorage] = {}
 
     def give(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
-        """``tensor``, without memory, holds ``value``; of floating-point tensors that is not followed."""
+        """Give ``tensor``, without memory, its ``value``; floating-point values are not tracked."""
         if value.dtype in _WHOLE and not value.is_meta:
             tensor.__dict__[_VALUE] = value
 
     def carry(self, tensor: torch.Tensor, to: torch.Tensor) -> None:
-        """``to`` holds what ``tensor`` does."""
+        """Give ``to`` the value of ``tensor``."""
         value = self._value(tensor)
         if value is not None:
             self.give(to, value.detach().clone())
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The result of an operation.
+        """Run an operation and return its result.
 
         Raises:
-            Unknown: it needs values that nobody knows.
+            Unknown: the operation needs values that are not known.
         """
         if func in _READS:
             found = self._computed(func, args, kwargs)
@@ -89,7 +90,7 @@ class Values:
         return result
 
     def _asked(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The mode itself knows the value of constants."""
+        """Read a value; the mode itself knows constants."""
         try:
             return func(*args, **kwargs)
         except (DynamicOutputShapeException, DataDependentOutputException):
@@ -105,12 +106,12 @@ class Values:
         for position, result in enumerate(results):
             if found is not None:
                 result.__dict__[_VALUE] = found[position]
-            elif _VALUE in result.__dict__:  # written to, with what is not known; so were those that share it
+            elif _VALUE in result.__dict__:  # written with unknown values; so are tensors that share its storage
                 storage = result.__dict__.pop(_VALUE).untyped_storage()
-                self._spoiled[storage._cdata] = storage
+                self._overwritten[storage._cdata] = storage
 
     def _sized_by_values(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """An operation the shape of whose result depends on values: on known ones it is computed."""
+        """Run an operation whose result's shape depends on values, where those are known."""
         found = self._computed(func, args, kwargs)
         if found is not None:
             fakes = [self._fake(value) for value in found]
@@ -142,10 +143,10 @@ class Values:
         value: torch.Tensor | None = tensor.__dict__.get(_VALUE)
         if value is None:
             return tensor.constant if isinstance(tensor, FakeTensor) else None
-        return value if value.untyped_storage()._cdata not in self._spoiled else None
+        return value if value.untyped_storage()._cdata not in self._overwritten else None
 
     def _computed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
-        """The same on true values; None where one is not known, or the operation draws random numbers."""
+        """Run on true values; None where one is not known, or the operation uses the RNG."""
         if torch.Tag.nondeterministic_seeded in func.tags or func.namespace != "aten":
             return None
         leaves, form = tree_flatten((args, kwargs))
@@ -163,7 +164,7 @@ class Values:
 
 
 class Following(TorchDispatchMode):
-    """While it lasts, integers that are made on the meta device (buffers of a model) are followed."""
+    """Tracks integers that are made on the meta device (buffers of a model) while it is active."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -179,7 +180,7 @@ def _is_hollow(tensor: torch.Tensor) -> bool:
 
 @contextmanager
 def seen_as_plain() -> Iterator[None]:
-    """While it lasts, libraries that are loaded see tensors without memory as plain ones.
+    """Make loaded libraries see tensors without memory as plain ones.
 
     Some ask ``is_fake_tensor(x)``, and take another way for tracing than a training step does (explicit masks).
     """

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from slapo_core.schedule.schedule import Schedule
     from slapo_core.spec.mesh import Mesh
 
-__all__ = ["SAME_SCRIPT", "schedule_facts"]
 
 SAME_SCRIPT = "run the same script on the same installation on every rank"
 """The way out where ranks disagree about a schedule."""

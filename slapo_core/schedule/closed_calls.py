@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from slapo_core.tree.node import TreeNode
 
-__all__ = ["closed_calls", "hooked_calls", "how_to_open"]
-
 
 def closed_calls(nodes: Iterable[TreeNode]) -> tuple[str, ...]:
     """Paths of modules with code of their own that the graphs of ``nodes`` call, and ``flatten=True`` would open.

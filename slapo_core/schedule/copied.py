@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from slapo_core.spec.primitive import Primitive
     from slapo_core.spec.record import Record
 
-__all__ = ["ScheduledCopy"]
-
 
 class ScheduledCopy:
     """What :class:`slapo_core.spec.request.ScheduledModel` says, of a deep copy of a schedule's model.

@@ -6,8 +6,6 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from torch import nn
 
-__all__ = ["count_blocks", "uncovered"]
-
 
 def count_blocks(model: nn.Module, paths: Iterable[str]) -> dict[str, int]:
     """How many modules each list of blocks holds in which a step was applied, e.g. ``{"encoder.layer": 12}``."""

@@ -15,8 +15,6 @@ from slapo_core.spec.mesh import Mesh, declare_mesh
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["create_schedule"]
-
 
 def create_schedule(
     model: nn.Module,

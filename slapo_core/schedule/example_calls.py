@@ -9,8 +9,6 @@ from slapo_core.errors import ArgumentError, TraceError
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["ExampleCalls"]
-
 
 class ExampleCalls:
     """The calls of one run without values.

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from slapo_core.spec.record import Record
 from slapo_core.tree.render import fold_numbers
 
-__all__ = ["explain_records"]
-
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 _DOTTED = re.compile(r"(?<![\w.])(?:\w+\.)+[A-Za-z_]\w*")  # a full name, never a float
 

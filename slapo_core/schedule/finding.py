@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from slapo_core.schedule.schedule import Schedule
     from slapo_core.tree.node import TreeNode
 
-__all__ = ["Matches", "find_in", "first_graph", "how_to_search", "load_pattern", "match_of"]
-
 
 class Matches(list[Match]):
     """What ``find`` gives: a list, in the model's order.

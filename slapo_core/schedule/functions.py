@@ -9,8 +9,6 @@ from typing import Any
 
 from slapo_core.errors import ReplayError
 
-__all__ = ["find_function", "is_function_name", "name_of_function"]
-
 _FUNCTION_NAME = re.compile(r"[^:]+:[^\W\d]\w*")
 
 

@@ -15,8 +15,6 @@ from slapo_core.schedule.transaction import Step
 from slapo_core.spec.record import Record
 from slapo_core.tree.journal import Entry, ReplaceModule, SetGraph
 
-__all__ = ["History"]
-
 
 class History:
     """What was applied, oldest first.

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import sys
 
-__all__ = ["caller_location"]
-
 _INSIDE = ("slapo_core", "contextlib")
 
 

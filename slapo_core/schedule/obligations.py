@@ -11,8 +11,6 @@ from slapo_core.spec.violation import Violation
 if TYPE_CHECKING:
     from slapo_core.schedule.schedule import Schedule
 
-__all__ = ["obligations", "refuse_if_incomplete", "sharded_mesh_dims", "unused_mesh_dims"]
-
 
 def obligations(schedule: Schedule) -> tuple[Violation, ...]:
     """Every reason why the schedule, as it stands, certainly trains another model than the reference model.

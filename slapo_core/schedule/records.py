@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from slapo_core.graph.patterns.pattern import GraphPattern
     from slapo_core.plugins.registry import Registry
 
-__all__ = ["FORMAT", "dump_records", "fingerprint", "load_document", "primitive_from_json", "primitive_to_json"]
 
 FORMAT = 1
 """Version of the document's format; a reader refuses a newer one."""

@@ -21,8 +21,6 @@ from slapo_core.spec.primitive import Primitive
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["replay"]
-
 
 def replay(
     model: nn.Module | Schedule,

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from slapo_core.graph.patterns.pattern import GraphPattern
     from slapo_core.schedule.saved_patterns import SavedPatterns
 
-__all__ = ["matches_from_json", "matches_to_json"]
-
 
 def matches_to_json(value: Any, patterns: list[GraphPattern] | None = None) -> list[dict[str, Any]]:
     """As JSON values.

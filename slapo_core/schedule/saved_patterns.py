@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from slapo_core.graph.patterns.pattern import GraphPattern
     from slapo_core.plugins.registry import Registry
 
-__all__ = ["SavedPatterns", "pattern_to_json"]
-
 
 def pattern_to_json(pattern: GraphPattern, registry: Registry) -> Any:
     """As JSON holds it: ``{"name": "fusion.sdpa", ...}`` if it is just the one that a plugin provides now.

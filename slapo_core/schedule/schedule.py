@@ -44,8 +44,6 @@ if TYPE_CHECKING:
     from slapo_core.tree.group import Selection
     from slapo_core.tree.journal import Entry
 
-__all__ = ["Schedule"]
-
 
 class Schedule(OnRoot):
     """How one model runs; made by :func:`slapo_core.create_schedule`.

@@ -16,7 +16,6 @@ from slapo_core.errors import ArgumentError
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["Claim", "mark", "refuse_if_scheduled", "unmark"]
 
 _MARK = "_slapo_steps"
 """On a module: how many steps changed it."""

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from slapo_core.spec.primitive import Primitive
     from slapo_core.tree.node import TreeNode
 
-__all__ = ["each_its_own", "found_out", "settled"]
-
 
 def settled(primitive: Primitive, node: TreeNode, schedule: Schedule, history: History) -> Primitive:
     """``primitive`` with every match located in the graphs as they are now; itself if it has none.

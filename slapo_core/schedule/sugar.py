@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from slapo_core.plugins.registry import Registry
     from slapo_core.spec.primitive import Primitive
 
-__all__ = ["BoundPrimitive", "Namespace", "bound_primitive"]
-
 
 class BoundPrimitive:
     """A primitive waiting for its arguments at one node (or group).

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from slapo_core.spec.node import Node
     from slapo_core.tree.tree import Tree
 
-__all__ = ["Step", "Transaction"]
 
 Ask = Callable[..., Iterable[tuple[str, Any]]]
 """Calls a plugin hook and gives all answers, with whose they are: ``ask("slapo_preconditions", node=..., ...)``."""

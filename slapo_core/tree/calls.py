@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from slapo_core.spec.edit import Forward, HookKind
     from slapo_core.spec.graph import Graph
 
-__all__ = ["CallChange", "Calls"]
-
 
 @dataclass(frozen=True, eq=False)
 class CallChange:

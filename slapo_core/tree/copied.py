@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from slapo_core.spec.graph import Graph
     from slapo_core.spec.layout import Layout
 
-__all__ = ["tree_of_copy"]
-
 
 def tree_of_copy(copy: nn.Module, original: Tree, owner: Owner) -> Tree:
     """A tree to read: its nodes have the copy's modules and tensors, and the original's layouts, hooks and graphs.

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from slapo_core.spec.primitive import Primitive
     from slapo_core.tree.tree import Tree
 
-__all__ = ["TreeEdit"]
 
 _OF_CALLS = (AddHook, WrapForward, SetGraph, ReplaceModule)
 """Edits that are noticed where a module is called, and nowhere else."""

@@ -17,8 +17,6 @@ from slapo_core.errors import SerializationError
 if TYPE_CHECKING:
     from slapo_core.spec.edit import Forward
 
-__all__ = ["ModuleForward", "Wrapping"]
-
 
 class _Nothing:
     """In place of a module's own forward: it had none. A class, because it stays the same one in copies and pickles."""

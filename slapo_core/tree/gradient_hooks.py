@@ -6,8 +6,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["GradientHooks", "gradient_hooks"]
-
 _TABLES = {
     "_backward_hooks": "register_hook",
     "_post_accumulate_grad_hooks": "register_post_accumulate_grad_hook",

@@ -12,8 +12,6 @@ from slapo_core.tree.select import is_glob, meant_as_regular_expression, refuse_
 if TYPE_CHECKING:
     from slapo_core.spec.primitive import Primitive
 
-__all__ = ["NodeGroup"]
-
 
 class NodeGroup(OnNodes):
     """Nodes in the model's order; ``group.checkpoint()`` applies to each, all or none.

@@ -9,8 +9,6 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-__all__ = ["ModuleIndex", "TensorSites", "shape_of"]
-
 
 class ModuleIndex:
     """Every module of a model under its canonical path, the first one in registration order.

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from slapo_core.tree.group import Selection
     from slapo_core.tree.tree import Tree
 
-__all__ = ["TreeNode"]
-
 
 class TreeNode(OnNodes):
     """The implementation of :class:`slapo_core.spec.node.Node`; made by ``sch["path"]``.

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from slapo_core.spec.record import Record
     from slapo_core.tree.tree import Tree
 
-__all__ = ["fold_numbers", "render_tree"]
-
 
 @dataclass
 class _Drawn:

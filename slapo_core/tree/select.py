@@ -9,15 +9,6 @@ from functools import lru_cache
 
 from slapo_core.errors import PathError
 
-__all__ = [
-    "close_matches",
-    "is_glob",
-    "is_regular_expression",
-    "matching",
-    "meant_as_regular_expression",
-    "refuse_number_ranges",
-]
-
 
 def is_glob(path: str) -> bool:
     """Whether ``path`` selects by pattern rather than by name."""

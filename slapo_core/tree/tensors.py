@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from slapo_core.spec.placement import Placement
     from slapo_core.tree.tree import Tree
 
-__all__ = ["TensorTable"]
-
 
 class TensorTable:
     """Made with the tree; written by journal entries, read by everybody.

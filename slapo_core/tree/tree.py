@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from slapo_core.spec.record import Record
     from slapo_core.tree.edit import TreeEdit
 
-__all__ = ["Owner", "Tree"]
-
 
 class Owner(Protocol):
     """What nodes need of the schedule they belong to."""

@@ -14,13 +14,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import slapo_core as slapo
 from slapo_core.errors import ArgumentError
-from slapo_core.estimation.child import Played, Request, play
-from slapo_core.estimation.flops import FlopTracker
 from slapo_core.estimation.private import FakeTensorMode
+from slapo_core.estimation.rank_process import RankResult, Request, play
 from slapo_core.estimation.roofline import collective_seconds, link_of
 from slapo_core.estimation.source import Functions
+from slapo_core.estimation.trackers import FlopTracker, Watch
 from slapo_core.estimation.values import Values
-from slapo_core.estimation.watch import Watch
 from slapo_core.spec.device import DeviceSpec, Link
 from tests.messages import Messages
 
@@ -107,7 +106,7 @@ def test_attention_is_played_in_the_kernels_of_the_device() -> None:
         device = DeviceSpec("f", {"float32": 1e9}, bandwidth=1e9, launch=0.0, type=kind)
         request = Request(Functions(Attention, nothing), None, 0, (0,), torch.ones(2, 3, 64, 8), None, itself, device)
         played = play(request)
-        assert isinstance(played, Played)
+        assert isinstance(played, RankResult)
         kept[kind] = played.estimate.memory.activations
         assert ("memory-efficient" in " ".join(played.assumptions)) == (kind == "cuda")
     assert kept["cuda"] < matrix < kept["cpu"]

@@ -11,8 +11,7 @@ from torch import nn
 
 import slapo_core as slapo
 from slapo_core.errors import ArgumentError, FitError, PathError, PreconditionError, SealedError
-from slapo_core.estimation.blocks import repeated_blocks
-from slapo_core.estimation.fit import Fit
+from slapo_core.estimation.fit import Fit, repeated_blocks
 from slapo_core.testing import preload_modules
 from tests.messages import Messages
 

@@ -9,7 +9,7 @@ import pytest
 from slapo_core.testing import preload_modules
 from tests.ecosystem.pages import Page
 
-preload_modules("transformers.models.gpt2.modeling_gpt2", "slapo_pipeline", "slapo_core.estimation.child")
+preload_modules("transformers.models.gpt2.modeling_gpt2", "slapo_pipeline", "slapo_core.estimation.rank_process")
 
 PAGE = Page("estimates.md")
 

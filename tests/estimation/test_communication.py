@@ -11,8 +11,7 @@ import torch.distributed._functional_collectives as functional
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from slapo_core.estimation.communication import CollectiveTracker, MeshGroups, collective_operations, wait_operations
-from slapo_core.estimation.place import Place
+from slapo_core.estimation.attribution import Place
 from slapo_core.estimation.private import (
     FakeStore,
     FakeTensorMode,
@@ -20,8 +19,8 @@ from slapo_core.estimation.private import (
     flop_formulas,
     ranks_of_group,
 )
+from slapo_core.estimation.trackers import CollectiveTracker, MeshGroups, Watch, collective_operations, wait_operations
 from slapo_core.estimation.values import Values
-from slapo_core.estimation.watch import Watch
 from slapo_core.ranks.launcher import run_process
 
 MESH = {"dp": 2, "cp": 2, "tp": 4}

@@ -88,14 +88,14 @@ def test_what_an_optimizer_does_on_another_device_or_reads_is_said() -> None:
 
 
 def test_a_model_of_gigabytes_is_sent_without_its_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    from slapo_core.estimation import sending, source
+    from slapo_core.estimation import source
 
     sch = slapo.create_schedule(Net())
     sent = source.of_schedule(sch)
     assert all(parameter.is_meta for parameter in sent.model.parameters())
     assert sent.model.head.weight is sent.model.into.weight  # type: ignore[union-attr]
     assert sent.model.places.tolist() == list(range(5))  # type: ignore[union-attr,operator]
-    batch = sending.sendable_batch({"x": X, "labels": torch.arange(3)})
+    batch = source.sendable_batch({"x": X, "labels": torch.arange(3)})
     assert batch["x"].is_meta
     assert batch["labels"].tolist() == [0, 1, 2]
 

@@ -9,7 +9,6 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
-from slapo_core.estimation.child import Request, estimate_rank
 from slapo_core.estimation.private import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -22,6 +21,7 @@ from slapo_core.estimation.private import (
     next_sequence_number,
     unset_fake_temporarily,
 )
+from slapo_core.estimation.rank_process import Request, estimate_rank
 from slapo_core.estimation.source import Functions
 from slapo_core.ranks.launcher import run_process
 from tests.estimation.models import adam, make_net, split

@@ -24,8 +24,6 @@ from slapo_tune.space import encode
 from slapo_tune.study import Study
 from slapo_tune.trials import opened
 
-__all__ = ["Prediction", "Predictions", "sources"]
-
 
 @dataclass(frozen=True)
 class Prediction:

@@ -21,8 +21,6 @@ from slapo_tune.space import decode, encode
 from slapo_tune.study import Study
 from slapo_tune.trials import Trials, output_file
 
-__all__ = ["Winner", "apply", "best", "best_file", "prove", "save"]
-
 _FORMAT = 1
 _PATIENCE = 10.0  # verifying runs both models many times, in float64
 

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from slapo_core.spec.edit import Forward, HookKind
     from slapo_core.spec.graph import Graph
 
-__all__ = ["AddHook", "SetGraph", "TakenHook", "WrapForward"]
-
 
 _HOOK_TABLES: dict[str, tuple[str, tuple[str, ...]]] = {
     # kind: registration method, dictionaries it writes to

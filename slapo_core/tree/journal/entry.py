@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["Entry", "name_of"]
-
 
 class Entry(ABC):
     """One change. ``redo`` after ``undo`` gives back the very same objects; both are safe after a partial redo."""

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from slapo_core.tree.tree import Tree
 
-__all__ = ["AddModule", "ReplaceModule", "SetAttribute"]
-
 
 class ReplaceModule(Entry):
     """Another module under every path of the old one.

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
     from slapo_core.tree.tree import Tree
 
-__all__ = ["Annotate", "SetLayout", "SetRequiresGrad", "SetTensor"]
 
 Sites = tuple[tuple[str, str], ...]
 

@@ -9,8 +9,6 @@ import typer
 
 from slapo_core import Command
 
-__all__ = ["TuneCommands"]
-
 StudyFile = Annotated[Path, typer.Argument(metavar="STUDY.py", help="A file with a Study named `study` in it.")]
 LogFile = Annotated[Path | None, typer.Option("--log", help="Another log than the study's own.")]
 Limit = Annotated[int | None, typer.Option(min=1, help="Maximum number of trials, including those already in the log.")]

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.live import Live
 
-__all__ = ["Progress"]
-
 
 class Progress:
     """Shows the search; ``with`` it, the terminal is as it was afterwards.

@@ -8,8 +8,6 @@ from slapo_core import Sampler
 from slapo_core.spec.sampler import Point, SearchSpace, Trial
 from slapo_tune.samplers.asking import key
 
-__all__ = ["Exhaustive"]
-
 
 class Exhaustive(Sampler):
     """Every point of the space, in the order of the candidates; finds the best of all."""

@@ -22,7 +22,6 @@ from slapo_tune.space import canonical
 if TYPE_CHECKING:
     import optuna
 
-__all__ = ["OptunaMissingError", "OptunaRandom", "OptunaTpe"]
 
 ATTEMPTS = 20
 """Proposals of Optuna that were tried before, are refused or do not fit, before one is drawn at random."""

@@ -8,8 +8,6 @@ from slapo_core import Sampler
 from slapo_core.spec.sampler import Point, SearchSpace, Trial
 from slapo_tune.samplers.asking import Asking, drawn
 
-__all__ = ["Random"]
-
 
 class Random(Sampler):
     """Points that fit, at random: each symbol's candidates are equally likely; ends when all were tried."""

@@ -11,11 +11,10 @@ import torch
 from torch import nn
 
 from slapo_core.errors import ArgumentError, LaunchError, SlapoError
-from slapo_core.estimation.child import Played, Request, play
+from slapo_core.estimation.rank_process import RankResult, Request, simulate
 from slapo_core.estimation.results import Estimate
-from slapo_core.estimation.sending import require_sendable, sendable_batch
-from slapo_core.estimation.source import Functions, Source, of_schedule
-from slapo_core.estimation.stages import with_waiting
+from slapo_core.estimation.source import Functions, Source, of_schedule, require_sendable, sendable_batch
+from slapo_core.estimation.training_step import with_waiting
 from slapo_core.ranks.launcher import preload_modules, run_process
 from slapo_core.spec.device import DeviceSpec
 from slapo_core.spec.mesh import Mesh, check_sizes
@@ -23,8 +22,6 @@ from slapo_core.verification.dry import installed_modules
 
 if TYPE_CHECKING:
     from slapo_core.schedule.schedule import Schedule
-
-__all__ = ["estimate", "estimate_functions", "estimate_source"]
 
 Optimizer: TypeAlias = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 Loss: TypeAlias = Callable[[Any, Any], torch.Tensor]
@@ -65,13 +62,13 @@ def estimate(
             ``microbatches=8``, ``pipeline_schedule="1f1b"``.
 
     Raises:
-        ArgumentError: an argument makes no sense, or there is no batch.
-        MeshError: sizes make no sense.
+        ArgumentError: an argument is invalid, or no batch was given.
+        MeshError: sizes are invalid.
         SealedError: the originals were dropped.
         SerializationError: a step, the optimizer or the loss cannot be sent to another process.
         LaunchError: the model cannot be.
         ReplayError: a step is refused on the mesh.
-        EstimateError: the model decides by values, or the step raises.
+        EstimateError: the model reads values that are not known, or the step raises.
     """
     from slapo_core.schedule.schedule import Schedule
 
@@ -114,13 +111,13 @@ def estimate_functions(
     timeout: float = 600.0,
     **config: Any,
 ) -> Estimate:
-    """As :func:`estimate`, of a schedule that the other processes make from functions: nothing but names is sent.
+    """Estimate a schedule that the other processes make from functions: only names are sent.
 
     Args:
         make_model: gives the model, at the top level of a module; called under ``torch.device("meta")``.
         schedule: is given the default schedule and ``arguments``, and applies steps; at the top level of a module.
         example_inputs: see :func:`estimate`.
-        arguments: what ``schedule`` is given beside the schedule.
+        arguments: further arguments of ``schedule``.
         mesh: see :func:`estimate`; None for one rank without a mesh.
         rank: see :func:`estimate`.
         optimizer: see :func:`estimate`.
@@ -131,7 +128,7 @@ def estimate_functions(
         config: see :func:`estimate`.
 
     Raises:
-        ArgumentError: an argument makes no sense, or there is no batch.
+        ArgumentError: an argument is invalid, or no batch was given.
         SerializationError: a function cannot be sent by its name.
         SlapoError: as :func:`estimate`, or what ``schedule`` raises.
     """
@@ -169,7 +166,7 @@ def estimate_source(
     observer: Callable[..., Any] | None = None,
     **config: Any,
 ) -> Estimate:
-    """As :func:`slapo_core.estimate`, of a schedule that other processes make.
+    """Estimate a schedule that other processes make.
 
     Args:
         source: makes it.
@@ -181,7 +178,7 @@ def estimate_source(
         device: see :func:`estimate`.
         accumulate: see :func:`estimate`.
         timeout: see :func:`estimate`.
-        observer: see :class:`~slapo_core.estimation.child.Request`.
+        observer: see :class:`~slapo_core.estimation.rank_process.Request`.
         config: see :func:`estimate`.
     """
     sizes = _sizes(mesh)
@@ -205,29 +202,29 @@ def estimate_source(
         observer,
         config,
     )
-    played = _played(request, timeout)
+    result = _simulated(request, timeout)
     if rank is not None:
-        alike = next(ranks for ranks in played.kinds if rank in ranks)
-        return Estimate(dict(sizes or {}), (dataclasses.replace(played.estimate, ranks=alike),), played.assumptions)
-    kinds = [dataclasses.replace(played.estimate, ranks=played.kinds[0])]
-    for ranks in played.kinds[1:]:
+        alike = next(ranks for ranks in result.kinds if rank in ranks)
+        return Estimate(dict(sizes or {}), (dataclasses.replace(result.estimate, ranks=alike),), result.assumptions)
+    kinds = [dataclasses.replace(result.estimate, ranks=result.kinds[0])]
+    for ranks in result.kinds[1:]:
         another = dataclasses.replace(request, rank=ranks[0], ranks=ranks)
-        kinds.append(_played(another, timeout).estimate)
-    return Estimate(dict(sizes or {}), with_waiting(kinds, played.waits), played.assumptions)
+        kinds.append(_simulated(another, timeout).estimate)
+    return Estimate(dict(sizes or {}), with_waiting(kinds, result.waits), result.assumptions)
 
 
-def _played(request: Request, timeout: float) -> Played:
-    preload_modules("slapo_core.estimation.child")
+def _simulated(request: Request, timeout: float) -> RankResult:
+    preload_modules("slapo_core.estimation.rank_process")
     try:
-        played = run_process(play, request, timeout=timeout)
+        result = run_process(simulate, request, timeout=timeout)
     except LaunchError as error:
         raise LaunchError(
-            f"estimate plays each kind of rank in a process of its own, but {error.message}",
+            f"estimate simulates each kind of rank in a process of its own, but {error.message}",
             hint=f"{error.hint}; or {_FUNCTIONS}, which makes the model there" if error.hint else _FUNCTIONS,
         ) from error
-    if isinstance(played, SlapoError):
-        raise played
-    return played
+    if isinstance(result, SlapoError):
+        raise result
+    return result
 
 
 def _sizes(mesh: Mapping[str, int] | Mesh | None) -> dict[str, int] | None:

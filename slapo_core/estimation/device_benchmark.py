@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,8 @@ from slapo_core.ranks.launcher import run_ranks
 from slapo_core.spec.accelerators import device_of
 from slapo_core.spec.device import DeviceSpec, Link
 
-__all__ = ["DTYPES", "measure_device"]
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 """Those whose products are measured."""
@@ -32,20 +33,20 @@ def measure_device(
 ) -> DeviceSpec:
     """Measure the accelerator of this process; its CPU, with the threads that torch uses, where it has none.
 
-    Args:
-        ranks: processes on this machine between which links are measured, by NCCL on GPUs and by gloo else; 1 for none.
-        dtypes: names.
-        size: rows of the matrices that are multiplied; default: 4096 on an accelerator, 768 on a CPU.
-        tell: is given what is measured next.
+        Args:
+            ranks: processes on this machine to measure links between (NCCL on GPUs, else gloo); 1 for none.
+            dtypes: names.
+            size: rows of the matrices that are multiplied; default: 4096 on an accelerator, 768 on a CPU.
+    tell: called with the name of the next measurement.
 
-    Raises:
-        ArgumentError: a number or a dtype makes no sense.
+        Raises:
+            ArgumentError: a number or a dtype makes no sense.
     """
     if type(ranks) is not int or ranks < 1:
         raise ArgumentError(f"ranks must be at least 1 (got {ranks!r})", hint="ranks=2")
     unknown = [name for name in dtypes if not isinstance(getattr(torch, name, None), torch.dtype)]
     if unknown or not dtypes:
-        raise ArgumentError(f"dtypes must be names such as 'float32' (got {', '.join(unknown) or 'none'})")
+        raise ArgumentError(f"dtypes must be names of types, e.g. 'float32' (got {', '.join(unknown) or 'none'})")
     device, say = _device(), tell or (lambda text: None)
     rows = size if size is not None else 768 if device.type == "cpu" else 4096
     count = ranks if device.type == "cpu" else torch.accelerator.device_count()
