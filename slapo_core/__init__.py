@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     )
     from slapo_core.schedule.creation import (
         create_schedule as create_schedule,
-    )
-    from slapo_core.schedule.replaying import (
         replay as replay,
     )
     from slapo_core.schedule.schedule import (
@@ -153,7 +151,7 @@ _PUBLIC = {
     "hookimpl": "slapo_core.spec.hookspecs",
     "load_state_dict": "slapo_core.live.weights",
     "register_primitive": "slapo_core.plugins.registry",
-    "replay": "slapo_core.schedule.replaying",
+    "replay": "slapo_core.schedule.creation",
     "save_pretrained": "slapo_core.live.weights",
     "stages": "slapo_core.pipeline.asking",
     "state_dict": "slapo_core.live.weights",

@@ -23,8 +23,8 @@ from slapo_core.spec.request import BuildRequest, ScheduledModel
 from slapo_core.spec.sampler import SearchSpace
 from slapo_core.spec.state import LiveTensor, ModelState
 from slapo_core.spec.tracer import Flag, Guard, Recorded, Untraceable, check
-from slapo_core.tree.group import NodeGroup
 from slapo_core.tree.node import TreeNode
+from slapo_core.tree.selection import NodeGroup
 from slapo_core.verification import VerifyReport
 from slapo_core.verification.compare import Largest
 

@@ -12,7 +12,7 @@ import torch
 
 from slapo_core.ranks.facts import RankFact, describe, describe_tensor
 from slapo_core.ranks.random_states import first_of, restore, torch_states
-from slapo_core.schedule.agreement import SAME_SCRIPT, schedule_facts
+from slapo_core.schedule.consistency import SAME_SCRIPT, schedule_facts
 from slapo_core.weights.replicas import ranks_along
 
 if TYPE_CHECKING:

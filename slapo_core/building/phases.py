@@ -22,7 +22,7 @@ from slapo_core.building.stages import stages_of_build
 from slapo_core.building.target import Target
 from slapo_core.errors import ArgumentError, BuildError, RankMismatchError
 from slapo_core.ranks.world import World
-from slapo_core.schedule.agreement import SAME_SCRIPT
+from slapo_core.schedule.consistency import SAME_SCRIPT
 from slapo_core.schedule.schedule import Schedule
 from slapo_core.weights.materialize import Materialization
 from slapo_core.weights.placement import placed, placement_facts

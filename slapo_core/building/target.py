@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from slapo_core.errors import BuildError, SealedError, SlapoError
-from slapo_core.schedule.obligations import refuse_if_incomplete, sharded_mesh_dims, unused_mesh_dims
+from slapo_core.schedule.consistency import refuse_if_incomplete, sharded_mesh_dims, unused_mesh_dims
 from slapo_core.spec.reserved import CORE_DISTRIBUTION
 
 if TYPE_CHECKING:

@@ -18,11 +18,11 @@ from slapo_core.errors import ArgumentError, FitError, PreconditionError, Sealed
 from slapo_core.estimation.estimates import estimate_source
 from slapo_core.estimation.source import Source, of_schedule, require_sendable, sendable_batch
 from slapo_core.primitives.checkpoint import Checkpoint, checkpoints
-from slapo_core.schedule.location import caller_location
+from slapo_core.schedule.records import caller_location
 from slapo_core.spec.mesh import Mesh
 from slapo_core.spec.sizes import format_bytes, parse_bytes
-from slapo_core.tree.group import NodeGroup
 from slapo_core.tree.index import full_name
+from slapo_core.tree.selection import NodeGroup
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -13,7 +13,7 @@ from slapo_core.errors import HookError
 from slapo_core.graph.examples import made_beforehand
 from slapo_core.pipeline.calls import Answers, StagedCalls
 from slapo_core.pipeline.staged import Staged
-from slapo_core.schedule.copied import ScheduledCopy
+from slapo_core.schedule.read_only import ScheduledCopy
 from slapo_core.spec.pipeline import Partition
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from slapo_core.pipeline.staged import Staged, staged
 from slapo_core.spec.pipeline import Extent, Value
 
 if TYPE_CHECKING:
-    from slapo_core.schedule.copied import ScheduledCopy
+    from slapo_core.schedule.read_only import ScheduledCopy
     from slapo_core.schedule.schedule import Schedule
     from slapo_core.spec.record import Record
 

@@ -15,7 +15,7 @@ from slapo_core.pipeline.sharing import SharedState, StateMark, held_by
 from slapo_core.spec.pipeline import Liveness, Partition, Stage
 
 if TYPE_CHECKING:
-    from slapo_core.schedule.copied import ScheduledCopy
+    from slapo_core.schedule.read_only import ScheduledCopy
     from slapo_core.schedule.schedule import Schedule
 
 __all__ = ["Staged", "needing", "staged"]

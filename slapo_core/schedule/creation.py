@@ -1,16 +1,20 @@
-"""`create_schedule`: the default schedule of a model."""
+"""Make a schedule: `create_schedule` of a model, `replay` of saved steps."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
+from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from slapo_core.errors import ArgumentError
+from slapo_core.errors import ArgumentError, ReplayError, SlapoError
+from slapo_core.schedule.records import SavedPatterns, fingerprint, load_document, primitive_from_json, uncovered
 from slapo_core.schedule.schedule import Schedule
 from slapo_core.schedule.scheduled_models import refuse_if_scheduled
 from slapo_core.spec.mesh import Mesh, declare_mesh
+from slapo_core.spec.primitive import Primitive
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -61,3 +65,92 @@ def create_schedule(
     )
     refuse_if_scheduled(model, schedule.tree.index.modules)
     return schedule
+
+
+def replay(
+    model: nn.Module | Schedule,
+    document: Mapping[str, Any] | str | PathLike[str],
+    *,
+    mesh: Mapping[str, int] | DeviceMesh | Mesh | None = None,
+    plugins: Sequence[str] = (),
+    example_inputs: Any = None,
+    rank: int = 0,
+) -> Schedule:
+    """Apply a saved schedule to another instance of the model, or add its steps to a schedule.
+
+    Args:
+        model: a fresh instance; or a schedule, which gets these steps behind its own (the arguments below are those
+            that it was created with, then).
+        document: what ``sch.to_json()`` or ``sch.document()`` gave, or the path of a file that holds it. A function
+            in it is found by its name in a module that is imported already; replay imports none.
+        mesh: as for :func:`create_schedule`; None takes the mesh that the schedule was saved with. Another world
+            size is fine.
+        plugins: as for :func:`create_schedule`.
+        example_inputs: as for :func:`create_schedule`.
+        rank: as for :func:`create_schedule`.
+
+    A schedule that leaves out blocks of a deeper model than it was written for is replayed, with a warning that names
+    them.
+
+    Returns:
+        the schedule.
+
+    Raises:
+        ReplayError: not a schedule, a primitive is not installed, or a step was refused; the model is as it was before.
+        ArgumentError: a schedule and an argument that it was created with.
+    """
+    data = load_document(document)
+    if isinstance(model, Schedule):
+        if mesh is not None or example_inputs is not None or plugins or rank:
+            raise ArgumentError(
+                "mesh=, plugins=, example_inputs= and rank= are those of the schedule",
+                hint="replay(sch, document)",
+            )
+        schedule = model
+    else:
+        schedule = create_schedule(
+            model,
+            mesh=mesh if mesh is not None else data.get("mesh"),
+            plugins=plugins,
+            example_inputs=example_inputs,
+            rank=rank,
+        )
+    before = len(schedule.records)
+    saved = data["records"]
+    patterns = SavedPatterns(data.get("patterns", ()), schedule.registry)
+    values = [_primitive_of(schedule, number, record, patterns) for number, record in enumerate(saved, start=1)]
+    blocks = data.get("blocks")
+    paths = [record["path"] for record in saved]
+    missing = list(uncovered(schedule.model, paths, blocks if isinstance(blocks, Mapping) else {}))
+    try:
+        for number, (record, primitive) in enumerate(zip(saved, values, strict=True), start=1):
+            try:
+                node = schedule.tree.node(record["path"])
+                schedule.apply_at(node, primitive, location=record.get("location") or None)
+            except SlapoError as error:
+                raise ReplayError(
+                    f"step {number} of {len(saved)}, {primitive} at '{record['path']}', was refused: {error.message}",
+                    path=record["path"],
+                    hint=error.hint,
+                ) from error
+    except BaseException:
+        schedule.undo(to=before)
+        raise
+    if "verified" in data and data["verified"] == fingerprint(schedule.document()):
+        schedule.mark_verified()
+    for line in missing:
+        warnings.warn(f"{line}; give those their steps, or undo with sch.undo(to=0)", stacklevel=2)
+    return schedule
+
+
+def _primitive_of(schedule: Schedule, number: int, record: Mapping[str, Any], patterns: SavedPatterns) -> Primitive:
+    try:
+        cls: type[Primitive] = schedule.registry.load(record["primitive"], "primitives")
+        return primitive_from_json(cls, record["arguments"], patterns=patterns)
+    except SlapoError as error:
+        saved_with = f" (saved with {record.get('distribution')} {record.get('version')})"
+        raise ReplayError(
+            f"step {number}, {record['primitive']}{saved_with}, cannot be replayed: {error.message}",
+            path=record["path"],
+            hint=error.hint,
+        ) from error

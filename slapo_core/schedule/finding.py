@@ -1,16 +1,15 @@
-"""``find``: where the graphs of traced modules have a pattern."""
+"""Find a pattern in the graphs of nodes, and say where nothing could be found."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from slapo_core.errors import ArgumentError, TraceError
-from slapo_core.schedule.closed_calls import closed_calls, hooked_calls, how_to_open
 from slapo_core.spec.graph import Match
 from slapo_core.spec.reserved import CORE_DISTRIBUTION, FIRST_PARTY, owner_of, split_name
-from slapo_core.tree.select import is_regular_expression
+from slapo_core.tree.selection import is_regular_expression
 
 if TYPE_CHECKING:
     from torch import fx
@@ -19,6 +18,61 @@ if TYPE_CHECKING:
     from slapo_core.plugins.registry import Registry
     from slapo_core.schedule.schedule import Schedule
     from slapo_core.tree.node import TreeNode
+
+
+def closed_calls(nodes: Iterable[TreeNode]) -> tuple[str, ...]:
+    """Paths of modules with code of their own that the graphs of ``nodes`` call, and ``flatten=True`` would open.
+
+    Not those of torch.nn, nor those of :func:`hooked_calls`: they stay calls.
+    """
+    return tuple(path for node in nodes for path in _calls(node, hooked=False))
+
+
+def hooked_calls(nodes: Collection[TreeNode]) -> tuple[str, ...]:
+    """Paths of modules with code of their own that stay calls: hooked, or with a forward of the instance.
+
+    Not those that are among ``nodes`` themselves.
+    """
+    own = {node.path for node in nodes}
+    return tuple(path for node in nodes for path in _calls(node, hooked=True) if path not in own)
+
+
+def how_to_open(closed: tuple[str, ...], hooked: tuple[str, ...] = ()) -> str:
+    """Say why modules were not looked into, and what shows what they compute.
+
+    Args:
+        closed: of :func:`closed_calls`.
+        hooked: of :func:`hooked_calls`.
+    """
+    said = []
+    if closed:
+        them = "it is one call" if len(closed) == 1 else "each is one call"
+        said.append(f"{_shown(closed)}; {them} in the graph, and trace(flatten=True) shows what it computes")
+    if hooked:
+        said.append(
+            f"{_shown(hooked)}, because of hooks or another forward than the class's; traced by itself, "
+            f"sch[{hooked[0]!r}].trace(), its own code is searched"
+        )
+    return f"not looked into: {'; '.join(said)}"
+
+
+def _calls(node: TreeNode, *, hooked: bool) -> Iterator[str]:
+    """Of modules with code of their own in the graph of ``node``: with what changes their call, or without."""
+    from slapo_core.graph.leaves import is_changed, is_predefined
+
+    graph: Any = node.graph
+    if graph is None or graph.first is None or (graph.leaves.flatten and not hooked):
+        return
+    for target in dict.fromkeys(
+        str(each.target) for each in graph.first.recorded.graph.nodes if each.op == "call_module"
+    ):
+        module = node.module.get_submodule(target)
+        if not is_predefined(module) and is_changed(module) is hooked:
+            yield f"{node.path}.{target}" if node.path else target
+
+
+def _shown(paths: tuple[str, ...]) -> str:
+    return ", ".join(map(repr, paths[:3])) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
 
 
 class Matches(list[Match]):

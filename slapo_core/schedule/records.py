@@ -1,4 +1,4 @@
-"""The schedule as data: records to JSON and back."""
+"""Where in the user's code a step was written."""
 
 from __future__ import annotations
 
@@ -7,15 +7,18 @@ import hashlib
 import inspect
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
 from slapo_core.errors import ReplayError, SerializationError, SlapoError
-from slapo_core.schedule.coverage import count_blocks
-from slapo_core.schedule.functions import find_function, is_function_name, name_of_function
-from slapo_core.schedule.saved_matches import matches_from_json, matches_to_json
-from slapo_core.schedule.saved_patterns import SavedPatterns, pattern_to_json
+from slapo_core.schedule.finding import load_pattern
+from slapo_core.spec.graph import Match
 from slapo_core.spec.primitive import Primitive
 from slapo_core.spec.record import Record
 
@@ -24,6 +27,220 @@ if TYPE_CHECKING:
 
     from slapo_core.graph.patterns.pattern import GraphPattern
     from slapo_core.plugins.registry import Registry
+
+_INSIDE = ("slapo_core", "contextlib")
+
+
+def caller_location() -> str:
+    """``"file.py:41"`` of the nearest frame outside of slapo_core, relative to the working directory if below it."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and str(frame.f_globals.get("__name__", "")).partition(".")[0] in _INSIDE:
+        frame = frame.f_back
+    file = frame.f_code.co_filename
+    here = os.getcwd() + os.sep
+    return f"{file.removeprefix(here)}:{frame.f_lineno}"
+
+
+def count_blocks(model: nn.Module, paths: Iterable[str]) -> dict[str, int]:
+    """How many modules each list of blocks holds in which a step was applied, e.g. ``{"encoder.layer": 12}``."""
+    steps = tuple(paths)
+    return {path: len(blocks) for path, blocks in _lists(model) if any(_is_below(step, path) for step in steps)}
+
+
+def uncovered(model: nn.Module, paths: Iterable[str], saved: Mapping[str, int]) -> Iterator[str]:
+    """A line for each list of blocks of one class of which some have steps and others have none.
+
+    Args:
+        model: the reference model.
+        paths: of the steps.
+        saved: what :func:`count_blocks` gave for the model that the schedule was written for: where the number is the
+            same, it was written so.
+    """
+    steps = tuple(paths)
+    for path, blocks in _lists(model):
+        if saved.get(path) == len(blocks):
+            continue
+        for kind in dict.fromkeys(type(block) for block in blocks.values()):
+            names = [name for name, block in blocks.items() if type(block) is kind]
+            covered = [name for name in names if any(_is_below(step, f"{path}.{name}") for step in steps)]
+            if covered and covered != names:
+                missing = [name for name in names if name not in covered]
+                written = f"; it was saved from a model with {saved[path]} there" if path in saved else ""
+                yield (
+                    f"of the {len(names)} {kind.__name__} in '{path}', the schedule has steps for {_shown(covered)} "
+                    f"and none for {_shown(missing)}{written}"
+                )
+
+
+def _lists(model: nn.Module) -> Iterator[tuple[str, dict[str, nn.Module]]]:
+    """The blocks of every list by their own names; one that stands there twice counts once."""
+    for path, module in model.named_modules():
+        if path and isinstance(module, nn.ModuleList):
+            yield path, dict(module.named_children())
+
+
+def _is_below(step: str, path: str) -> bool:
+    return step == path or step.startswith(f"{path}.")
+
+
+def _shown(names: list[str]) -> str:
+    return ", ".join(names) if len(names) <= 8 else f"{', '.join(names[:3])}, ..., {names[-1]} ({len(names)} in all)"
+
+
+_FUNCTION_NAME = re.compile(r"[^:]+:[^\W\d]\w*")
+
+
+def is_function_name(text: Any) -> bool:
+    """Whether a saved argument names a function, ``"module:name"``, and is no text of its own (``"inductor"``)."""
+    return isinstance(text, str) and _FUNCTION_NAME.fullmatch(text) is not None
+
+
+def name_of_function(value: Any) -> str | None:
+    """``"module:name"`` of a function at the top level of a module; None where that name leads to anything else."""
+    if not isinstance(value, FunctionType):
+        return None
+    module = sys.modules.get(value.__module__)
+    found: Any = vars(module).get(value.__qualname__) if module is not None else None
+    return f"{value.__module__}:{value.__qualname__}" if found is value else None
+
+
+def find_function(name: str, *, where: str) -> Any:
+    """The function that `name_of_function` named.
+
+    Nothing is imported: that would run code which a document chooses, and documents may come from anywhere.
+
+    Raises:
+        ReplayError: the module is not imported, or has no such function.
+    """
+    module, _, own = name.partition(":")
+    if module not in sys.modules:
+        raise ReplayError(
+            f"{where} is the function '{name}', and the module {module} is not imported",
+            hint=f"`import {module}` before replaying, if you trust the schedule: replay imports nothing by itself",
+        )
+    function: Any = vars(sys.modules[module]).get(own)
+    if name_of_function(function) != name:
+        raise ReplayError(
+            f"{where} is the function '{name}', and the module {module} has no such function",
+            hint="replay with the version of the module that the schedule was saved with",
+        )
+    return function
+
+
+def pattern_to_json(pattern: GraphPattern, registry: Registry) -> Any:
+    """As JSON holds it: ``{"name": "fusion.sdpa", ...}`` if it is just the one that a plugin provides now.
+
+    Raises:
+        SerializationError: it holds what cannot be named.
+    """
+    if pattern.name is not None and _of_plugin(pattern.name, registry) == pattern:
+        distribution, version = registry.provider(registry.load(pattern.name, "patterns"))
+        return {"name": pattern.name, "distribution": distribution, "version": version}
+    return pattern.to_data()
+
+
+class SavedPatterns:
+    """The patterns of a document, each read when a match needs it, and once.
+
+    Args:
+        saved: as JSON holds them.
+        registry: whose plugins provide those with a name; None knows none.
+    """
+
+    def __init__(self, saved: Any = (), registry: Registry | None = None) -> None:
+        self._saved, self._registry = saved, registry
+        self._read: dict[int, GraphPattern] = {}
+
+    def get(self, which: Any, *, where: str) -> GraphPattern:
+        """One of them by its number; or one that stands in its place.
+
+        Raises:
+            ReplayError: there is none, it is malformed, or no plugin provides it.
+        """
+        if type(which) is not int:
+            return self._from_json(which, where)
+        if which not in self._read:
+            if not isinstance(self._saved, Sequence) or not 0 <= which < len(self._saved):
+                raise ReplayError(f"{where} names pattern {which}, which the schedule does not hold")
+            self._read[which] = self._from_json(self._saved[which], where)
+        return self._read[which]
+
+    def _from_json(self, value: Any, where: str) -> GraphPattern:
+        from slapo_core.graph.patterns.pattern import GraphPattern
+
+        if not isinstance(value, Mapping) or "name" not in value:
+            return GraphPattern.from_data(value, lambda name: find_function(name, where=where))
+        name = value["name"]
+        found, reason, hint = None, "no plugin provides it", None
+        try:
+            found = _of_plugin(name, self._registry) if isinstance(name, str) else None
+        except SlapoError as error:
+            reason, hint = error.message, error.hint
+        if found is None:
+            saved_with = f"saved with {value.get('distribution')} {value.get('version')}"
+            raise ReplayError(f"{where} is the pattern {name!r}, {saved_with}: {reason}", hint=hint)
+        return found
+
+
+def _of_plugin(name: str, registry: Registry | None) -> GraphPattern | None:
+    """The pattern that a plugin provides by this name; None if there is none."""
+    from slapo_core.graph.patterns.making import pattern_of
+
+    if registry is None or load_pattern(registry, name) is None:
+        return None
+    return pattern_of(name, lambda each: load_pattern(registry, each))
+
+
+def matches_to_json(value: Any, patterns: list[GraphPattern] | None = None) -> list[dict[str, Any]]:
+    """As JSON values.
+
+    Args:
+        value: the matches.
+        patterns: theirs are put there, where they are not yet, and named by their numbers; None writes them out.
+
+    Raises:
+        SerializationError: a pattern holds what cannot be named; or there are no matches yet, but a pattern: the
+            primitive was never applied.
+    """
+    matches = (value,) if isinstance(value, Match) else value
+    if not isinstance(matches, tuple | list) or not all(isinstance(match, Match) for match in matches):
+        raise SerializationError(
+            f"the pattern {value!r} was not looked for yet", hint="save the schedule that the step was applied in"
+        )
+    return [
+        {
+            "path": match.path,
+            "pattern": match.pattern.to_data() if patterns is None else _number(match.pattern, patterns),
+            "index": match.index,
+            "total": match.total,
+        }
+        for match in matches
+    ]
+
+
+def _number(pattern: GraphPattern, patterns: list[GraphPattern]) -> int:
+    if pattern not in patterns:
+        patterns.append(pattern)
+    return patterns.index(pattern)
+
+
+def matches_from_json(value: Any, *, where: str, patterns: SavedPatterns) -> tuple[Match, ...]:
+    """What :func:`matches_to_json` gave, to be located when the step is applied.
+
+    Raises:
+        ReplayError: it is malformed.
+    """
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        raise ReplayError(f"{where} is no list of matches (got {value!r})")
+    found = []
+    for each in value:
+        numbers = (each.get("index"), each.get("total")) if isinstance(each, Mapping) else ()
+        is_sound = len(numbers) == 2 and all(type(number) is int for number in numbers)
+        if not is_sound or not isinstance(each.get("path"), str) or not 0 <= each["index"] < each["total"]:
+            raise ReplayError(f"{where} holds what is no match: {each!r}")
+        pattern = patterns.get(each.get("pattern"), where=where)
+        found.append(Match(each["path"], pattern, each["index"], each["total"]))
+    return tuple(found)
 
 
 FORMAT = 1

@@ -15,23 +15,21 @@ from slapo_core._vocabulary import OnRoot
 from slapo_core.errors import ApplyError, ArgumentError, SealedError, TraceError
 from slapo_core.plugins import current_registry
 from slapo_core.plugins.manager import HookManager
+from slapo_core.schedule.consistency import refuse_if_incomplete
 from slapo_core.schedule.example_calls import ExampleCalls
-from slapo_core.schedule.explanation import explain_records
 from slapo_core.schedule.finding import Matches, find_in
 from slapo_core.schedule.guards import Guards
 from slapo_core.schedule.history import History
-from slapo_core.schedule.location import caller_location
-from slapo_core.schedule.obligations import refuse_if_incomplete
-from slapo_core.schedule.records import dump_records, fingerprint
-from slapo_core.schedule.settling import each_its_own, found_out, settled
+from slapo_core.schedule.match_binding import each_its_own, found_out, settled
+from slapo_core.schedule.records import caller_location, dump_records, fingerprint
 from slapo_core.schedule.sugar import bound_primitive
 from slapo_core.schedule.transaction import Transaction
 from slapo_core.spec.mesh import Mesh
 from slapo_core.spec.primitive import Primitive, check_primitive
 from slapo_core.spec.record import Record
-from slapo_core.tree.group import NodeGroup
 from slapo_core.tree.node import TreeNode
-from slapo_core.tree.render import render_tree
+from slapo_core.tree.render import explain_records, render_tree
+from slapo_core.tree.selection import NodeGroup
 from slapo_core.tree.tree import Tree
 
 if TYPE_CHECKING:
@@ -41,8 +39,8 @@ if TYPE_CHECKING:
     from slapo_core.estimation.results import Estimate
     from slapo_core.plugins.registry import Registry
     from slapo_core.spec.node import Node
-    from slapo_core.tree.group import Selection
     from slapo_core.tree.journal import Entry
+    from slapo_core.tree.selection import Selection
 
 
 class Schedule(OnRoot):
@@ -237,7 +235,7 @@ class Schedule(OnRoot):
 
     def explain(self) -> str:
         """What each step changed, steps that did the same in repeated layers folded."""
-        from slapo_core.schedule.obligations import unused_mesh_dims
+        from slapo_core.schedule.consistency import unused_mesh_dims
 
         unused = [
             f"mesh_dim '{mesh_dim}' ({self.mesh.size(mesh_dim)} ranks) is used by no step: its ranks do the same work"

@@ -11,7 +11,7 @@ from torch import nn
 
 from slapo_core.errors import ApplyError, TraceError
 from slapo_core.spec.edit import goes_around
-from slapo_core.tree.gradient_hooks import gradient_hooks
+from slapo_core.tree.assignment import gradient_hooks
 from slapo_core.tree.index import full_name
 from slapo_core.tree.journal import (
     AddHook,

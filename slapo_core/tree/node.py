@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from slapo_core.spec.mesh import Mesh
     from slapo_core.spec.primitive import Primitive
     from slapo_core.spec.record import Record
-    from slapo_core.tree.group import Selection
+    from slapo_core.tree.selection import Selection
     from slapo_core.tree.tree import Tree
 
 

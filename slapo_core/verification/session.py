@@ -16,8 +16,7 @@ from torch import nn
 from slapo_core.errors import ArgumentError, VerifyError
 from slapo_core.ranks.facts import RankFact, describe, describe_tensor
 from slapo_core.ranks.world import Attempt, Failure, World
-from slapo_core.schedule.agreement import SAME_SCRIPT, schedule_facts
-from slapo_core.schedule.obligations import obligations
+from slapo_core.schedule.consistency import SAME_SCRIPT, obligations, schedule_facts
 from slapo_core.verification.approximate import without_approximate_steps
 from slapo_core.verification.blame import Blame
 from slapo_core.verification.compare import Comparison, Difference

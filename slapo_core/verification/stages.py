@@ -17,7 +17,7 @@ from slapo_core.pipeline.apart import ApartCalls
 from slapo_core.pipeline.binding import bound_call
 from slapo_core.pipeline.calls import Answers, StagedCalls
 from slapo_core.pipeline.staged import Staged
-from slapo_core.schedule.copied import ScheduledCopy
+from slapo_core.schedule.read_only import ScheduledCopy
 from slapo_core.verification.inputs import Batch
 from slapo_core.verification.kinds import KINDS
 from slapo_core.verification.phases import Caller, Runner

@@ -21,7 +21,7 @@ from slapo_core.primitives.replace import Replace
 from slapo_core.ranks.checksum import checksum
 from slapo_core.ranks.facts import RankFact
 from slapo_core.ranks.launcher import run_ranks
-from slapo_core.schedule.agreement import schedule_facts
+from slapo_core.schedule.consistency import schedule_facts
 from slapo_core.testing import FakeDistribution, FakeEnvironment
 from slapo_core.weights.sources import SafetensorsSource, open_source
 from tests.core.building_support import Split, adam, on_meta, real

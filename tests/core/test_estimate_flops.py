@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import slapo_core as slapo
 from slapo_core.errors import ArgumentError
 from slapo_core.estimation.private import FakeTensorMode
-from slapo_core.estimation.rank_process import RankResult, Request, play
+from slapo_core.estimation.rank_process import RankResult, Request, simulate
 from slapo_core.estimation.roofline import collective_seconds, link_of
 from slapo_core.estimation.source import Functions
 from slapo_core.estimation.trackers import FlopTracker, Watch
@@ -105,7 +105,7 @@ def test_attention_is_played_in_the_kernels_of_the_device() -> None:
     for kind in ("cpu", "cuda"):
         device = DeviceSpec("f", {"float32": 1e9}, bandwidth=1e9, launch=0.0, type=kind)
         request = Request(Functions(Attention, nothing), None, 0, (0,), torch.ones(2, 3, 64, 8), None, itself, device)
-        played = play(request)
+        played = simulate(request)
         assert isinstance(played, RankResult)
         kept[kind] = played.estimate.memory.activations
         assert ("memory-efficient" in " ".join(played.assumptions)) == (kind == "cuda")

@@ -7,7 +7,7 @@ from torch import nn
 
 import slapo_core as slapo
 from slapo_core.errors import PathError
-from slapo_core.tree.select import matching
+from slapo_core.tree.selection import matching
 from tests.core.small_models import MLP, Tied, bert
 from tests.messages import Messages
 

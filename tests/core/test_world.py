@@ -19,7 +19,7 @@ import slapo_core as slapo
 from slapo_core.ranks.facts import RankFact
 from slapo_core.ranks.launcher import run_ranks
 from slapo_core.ranks.world import World, _new_store as new_store, together
-from slapo_core.schedule.agreement import schedule_facts
+from slapo_core.schedule.consistency import schedule_facts
 from slapo_core.spec import accelerators
 from slapo_core.spec.mesh import Mesh, declare_mesh
 from slapo_core.testing.bench import seeded

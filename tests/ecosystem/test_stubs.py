@@ -55,7 +55,7 @@ reveal_type(sch["x"].pad("weight"))
 reveal_type(sch["layers.*"][0].acme.pad("weight"))
 """
 REVEALED = """\
-accepted.py:16: note: Revealed type is "slapo_core.tree.group.Selection"
+accepted.py:16: note: Revealed type is "slapo_core.tree.selection.Selection"
 accepted.py:17: note: Revealed type is "slapo_core.tree.node.TreeNode"
 Success: no issues found in 1 source file
 """

@@ -73,7 +73,7 @@ def test_tensors_inside_of_subclasses_count_and_sparse_ones_are_refused() -> Non
         del pair
         gc.collect()
         assert tracker.total == 0
-        with pytest.raises(slapo.EstimateError, match="sparse_coo does not say"):
+        with pytest.raises(slapo.EstimateError, match="sparse_coo has no known size"):
             torch.sparse_coo_tensor(torch.zeros(1, 8, dtype=torch.long), torch.empty(8, 32), (100, 32))
 
 

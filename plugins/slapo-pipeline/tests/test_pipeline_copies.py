@@ -13,7 +13,7 @@ from torch import nn
 import slapo_core as slapo
 from slapo_core import GuardError, tracing
 from slapo_core.pipeline.calls import Answers, StagedCalls
-from slapo_core.schedule.copied import ScheduledCopy
+from slapo_core.schedule.read_only import ScheduledCopy
 
 from .staging import cut_schedule
 

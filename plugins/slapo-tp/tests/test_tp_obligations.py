@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import slapo_core as slapo
-from slapo_core.schedule.obligations import obligations
+from slapo_core.schedule.consistency import obligations
 from slapo_core.testing import run_ranks
 from tests.messages import Messages
 

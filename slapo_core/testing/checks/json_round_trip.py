@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 from slapo_core.errors import SerializationError
+from slapo_core.schedule.creation import replay
 from slapo_core.schedule.records import primitive_from_json, primitive_to_json
-from slapo_core.schedule.replaying import replay
 from slapo_core.spec.primitive import Primitive
 from slapo_core.testing.bench import build_model, prepare, registered
 from slapo_core.testing.case import Case, made

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
-from slapo_core.tree.calls import CallChange, Calls
-from slapo_core.tree.forward import ModuleForward, Wrapping
+from slapo_core.tree.forward import CallChange, Calls, ModuleForward, Wrapping
 from slapo_core.tree.journal.entry import Entry, name_of
 
 if TYPE_CHECKING:

@@ -8,8 +8,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from slapo_core.spec.layout import Layout
-from slapo_core.tree.assignment import MISSING, Assignment
-from slapo_core.tree.gradient_hooks import GradientHooks
+from slapo_core.tree.assignment import MISSING, Assignment, GradientHooks
 from slapo_core.tree.index import full_name
 from slapo_core.tree.journal.entry import Entry
 

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from slapo_core.errors import ApplyError
 from slapo_core.spec.layout import Layout
-from slapo_core.tree.assignment import MISSING, Assignment
-from slapo_core.tree.gradient_hooks import GradientHooks
+from slapo_core.tree.assignment import MISSING, Assignment, GradientHooks
 from slapo_core.tree.index import full_name
 from slapo_core.tree.journal.entry import Entry
 

@@ -1,15 +1,19 @@
-"""What is still missing in a schedule, as the plugins that it names say."""
+"""Checks of a whole schedule: complete before build, and the same on all ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
+import torch
+
 from slapo_core.errors import BuildError, HookError
+from slapo_core.ranks.facts import RankFact, describe
 from slapo_core.spec.violation import Violation
 
 if TYPE_CHECKING:
     from slapo_core.schedule.schedule import Schedule
+    from slapo_core.spec.mesh import Mesh
 
 
 def obligations(schedule: Schedule) -> tuple[Violation, ...]:
@@ -65,3 +69,31 @@ def sharded_mesh_dims(schedule: Schedule) -> tuple[str, ...]:
             found |= {*(mesh_dim for mesh_dim, _ in layout.shards()), *layout.partials()}
     sizes = schedule.mesh.sizes if schedule.mesh is not None else {}
     return tuple(mesh_dim for mesh_dim, size in sizes.items() if size > 1 and mesh_dim in found)
+
+
+SAME_SCRIPT = "run the same script on the same installation on every rank"
+"""The way out where ranks disagree about a schedule."""
+
+
+def schedule_facts(schedule: Schedule) -> Iterator[RankFact]:
+    """Versions, mesh, model, every step with its arguments and its provider, and the active plugins."""
+    yield RankFact("the version of slapo-core", str(schedule.registry.core_version))
+    yield RankFact("the version of torch", torch.__version__)
+    yield RankFact("the mesh", _mesh(schedule.mesh))
+    yield RankFact("the model", f"{type(schedule.model).__module__}.{type(schedule.model).__qualname__}")
+    for record in schedule.records:
+        arguments = ", ".join(f"{key}={describe(value)}" for key, value in record.primitive.arguments().items())
+        where = f"'{record.path}'" if record.path else "the root"
+        provider = f"{record.distribution} {record.version}"
+        yield RankFact(f"step {record.index}", f"{record.name}({arguments}) at {where}, from {provider}")
+    labels = {plugin.name: plugin.label for plugin in schedule.registry.plugins}
+    active = ", ".join(labels.get(name, name) for name in schedule.hooks.active)
+    yield RankFact("the active plugins", active or "none")
+
+
+def _mesh(mesh: Mesh | None) -> str:
+    """Its sizes, and the ranks where they do not stand in their usual order."""
+    grid = mesh.device_mesh.mesh if mesh is not None and mesh.device_mesh is not None else None
+    if grid is None or grid.flatten().tolist() == sorted(grid.flatten().tolist()):
+        return str(mesh)
+    return f"{mesh} of the ranks {grid.tolist()}"

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from slapo_core.errors import ApplyError, PreconditionError, SlapoError, StaleMatchError, TraceError
-from slapo_core.schedule.closed_calls import how_to_open
-from slapo_core.schedule.finding import find_in, first_graph, how_to_search, load_pattern, matches_at
+from slapo_core.schedule.finding import find_in, first_graph, how_to_open, how_to_search, load_pattern, matches_at
 from slapo_core.spec.graph import Match
 from slapo_core.spec.violation import Violation
 

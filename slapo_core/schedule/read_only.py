@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from slapo_core.errors import ApplyError
-from slapo_core.tree.copied import tree_of_copy
 from slapo_core.tree.node import TreeNode
-from slapo_core.tree.tree import Tree
+from slapo_core.tree.tree import Tree, tree_of_copy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
