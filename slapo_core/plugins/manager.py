@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import reprlib
-import warnings
 from collections.abc import Iterator
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -141,12 +140,11 @@ class HookManager:
             except (KeyboardInterrupt, _MAY_RAISE.get(name, KeyboardInterrupt)):
                 raise
             except BaseException as error:  # SystemExit of a plugin must not end the user's process
-                message = f"hook {name} of {label} raised {type(error).__name__}: {error}"
-                if name != "slapo_rolled_back":
-                    hint = f"report it to {each.plugin_name}, or {DISABLE}={each.plugin_name}"
-                    raise HookError(message, plugin=label, hint=hint) from error
-                warnings.warn(f"{message}; the original error stands", stacklevel=4)
-                continue
+                raise HookError(
+                    f"hook {name} of {label} raised {type(error).__name__}: {error}",
+                    plugin=label,
+                    hint=f"report it to {each.plugin_name}, or {DISABLE}={each.plugin_name}",
+                ) from error
             if answer is not None:
                 answers.append((each.plugin_name, answer))
         return answers

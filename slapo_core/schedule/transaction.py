@@ -129,11 +129,8 @@ class Transaction:
             try:
                 result = self._change(node, primitive)
                 record = Record(index, primitive, node.path, *self._provider, location, self._edit.effects(node.path))
-                for _ in self._ask("slapo_applied", node=node, record=record):
-                    pass
-            except BaseException as error:
+            except BaseException:
                 self._edit.rollback()
-                self._ask("slapo_rolled_back", node=node, primitive=primitive, error=error)
                 raise
         finally:
             self._tree.open_edit = None

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from slapo_core.spec.node import Node
     from slapo_core.spec.pipeline import Liveness, Partition
     from slapo_core.spec.primitive import Primitive
-    from slapo_core.spec.record import Record
     from slapo_core.spec.request import ScheduledModel
     from slapo_core.spec.suggestion import Suggestion
     from slapo_core.spec.violation import Violation
@@ -55,37 +54,6 @@ def slapo_preconditions(node: Node, primitive: Primitive) -> Iterable[Violation]
 
     Returns:
         every reason to refuse it; nothing or None if there is none.
-    """
-
-
-@hookspec
-def slapo_applied(node: Node, record: Record) -> None:
-    """Called when a primitive was applied and its postconditions hold; an exception here takes it back.
-
-    First result: no.
-
-    Args:
-        node: where it was applied.
-        record: what is about to be added to ``sch.records``.
-
-    Returns:
-        nothing; the schedule must not be changed here.
-    """
-
-
-@hookspec
-def slapo_rolled_back(node: Node, primitive: Primitive, error: BaseException) -> None:
-    """Called when a primitive failed and the model is as it was before.
-
-    First result: no. An exception raised here becomes a warning: the original error is what the user must see.
-
-    Args:
-        node: where it was to be applied.
-        primitive: what failed.
-        error: why.
-
-    Returns:
-        nothing.
     """
 
 

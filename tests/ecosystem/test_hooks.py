@@ -35,7 +35,6 @@ def hooks_of(environment: FakeEnvironment, source: str) -> HookManager:
 def test_the_hooks_are_those_of_the_design_and_fully_described() -> None:
     hooks = {name: value for name, value in vars(hookspecs).items() if name.startswith("slapo_")}
     assert sorted(hooks) == [
-        "slapo_applied",
         "slapo_check",
         "slapo_doctor",
         "slapo_from_reference",
@@ -44,7 +43,6 @@ def test_the_hooks_are_those_of_the_design_and_fully_described() -> None:
         "slapo_liveness",
         "slapo_partition",
         "slapo_preconditions",
-        "slapo_rolled_back",
         "slapo_suggest",
         "slapo_to_reference",
     ]
@@ -168,12 +166,12 @@ def test_one_hooks_module_of_two_distributions_is_refused_for_the_second(fake_di
 @pytest.mark.parametrize(
     ("source", "words"),
     [
-        ("@hookimpl\ndef slapo_aplied(node, record): pass\n", ("unknown hook 'slapo_aplied'",)),
+        ("@hookimpl\ndef slapo_chekc(schedule): pass\n", ("unknown hook 'slapo_chekc'",)),
         ("@hookimpl\ndef doctor(): pass\n", ("unknown hook 'doctor'",)),
         ("def slapo_doctor(): pass\n", ("'slapo_doctor'", "not decorated")),
         (
-            "@hookimpl\ndef slapo_applied(node, records): pass\n",
-            ("'slapo_applied'", "{'records'}"),
+            "@hookimpl\ndef slapo_initialize(path, names): pass\n",
+            ("'slapo_initialize'", "{'names'}"),
         ),
         ("@hookimpl(wrapper=True)\ndef slapo_doctor(): return (yield)\n", ("'slapo_doctor'", "wrapper")),
         ("@hookimpl\ndef slapo_doctor(node): pass\n", ("'slapo_doctor'", "{'node'}")),
@@ -221,24 +219,6 @@ def test_an_answer_belongs_to_its_plugin_whatever_its_function_is_called(fake_di
     assert manager.call_each("slapo_doctor") == [("acme-hooks", ["acme"]), ("beta-hooks", ["beta"])]
 
 
-def test_an_exception_in_rolled_back_never_masks_the_original_error(
-    fake_distributions: FakeEnvironment, message: Messages
-) -> None:
-    bad = "@hookimpl\ndef slapo_rolled_back(error):\n    raise ValueError('mine')\n"
-    good = "seen = []\n@hookimpl\ndef slapo_rolled_back(error):\n    seen.append(error)\n"
-    manager = hooks_of(fake_distributions, bad)
-    fake_distributions.install(with_hooks("zeta-hooks", good))
-    manager = HookManager(fake_distributions.registry())
-    manager.activate("acme-hooks")
-    manager.activate("zeta-hooks")
-    original = RuntimeError("theirs")
-    with pytest.warns(UserWarning, match="slapo_rolled_back") as caught:
-        assert manager.call("slapo_rolled_back", node=None, primitive=None, error=original) == []
-    (warning,) = caught
-    message(warning.message, "slapo_rolled_back", "acme-hooks 1.0", "ValueError: mine")
-    assert sys.modules["zeta_hooks_hooks"].seen == [original]
-
-
 def test_two_answers_to_a_first_result_hook_are_an_error_naming_both(
     fake_distributions: FakeEnvironment, message: Messages
 ) -> None:
@@ -276,9 +256,9 @@ def test_the_order_of_activation_has_no_meaning(fake_distributions: FakeEnvironm
 def test_calling_a_hook_wrongly_is_an_error(fake_distributions: FakeEnvironment) -> None:
     with pytest.raises(AttributeError, match="slapo_doktor"):
         HookManager(fake_distributions.registry()).call("slapo_doktor")
-    manager = hooks_of(fake_distributions, "@hookimpl\ndef slapo_applied(node, record): pass\n")
-    with pytest.raises(KeyError, match="record"):
-        manager.call("slapo_applied", node=None)
+    manager = hooks_of(fake_distributions, "@hookimpl\ndef slapo_preconditions(node, primitive): pass\n")
+    with pytest.raises(KeyError, match="primitive"):
+        manager.call("slapo_preconditions", node=None)
 
 
 CHECK = "from slapo_core import Violation\n@hookimpl\ndef slapo_check(schedule):\n    {}\n"

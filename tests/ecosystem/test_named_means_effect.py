@@ -34,10 +34,6 @@ def slapo_initialize(path, name):
 @hookimpl
 def slapo_preconditions(primitive):
     heard.append(f"preconditions {primitive.name}")
-
-@hookimpl
-def slapo_applied(record):
-    heard.append(f"applied {record.name}")
 """
 
 
@@ -110,7 +106,7 @@ def test_a_build_that_failed_switches_the_hooks_of_its_target_off(
 def test_a_primitive_applied_by_another_names_its_distribution_until_it_is_undone(schedule: slapo.Schedule) -> None:
     schedule["0"].wrap()
     assert schedule.hooks.active == ("acme-slapo", "outer-slapo")
-    assert heard() == ["preconditions acme.note", "applied outer.wrap"]
+    assert heard() == ["preconditions acme.note"]
     with pytest.raises(slapo.PreconditionError):
         schedule["0"].shard("nothing", axis=0)
     assert schedule.hooks.active == ("acme-slapo", "outer-slapo")
