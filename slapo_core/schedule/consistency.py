@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def obligations(schedule: Schedule) -> tuple[Violation, ...]:
-    """Every reason why the schedule, as it stands, certainly trains another model than the reference model.
+    """Yield every reason why the schedule certainly trains a model other than the reference model.
 
     Raises:
         HookError: a plugin's ``slapo_check`` raised, or gave something else than violations.
@@ -30,7 +30,7 @@ def obligations(schedule: Schedule) -> tuple[Violation, ...]:
                 raise HookError(
                     f"hook slapo_check of {distribution} must yield Violation objects (got {item!r})",
                     plugin=distribution,
-                    hint='yield slapo_core.Violation("what is missing", hint="the call to add")',
+                    hint='yield slapo_core.Violation("reduction is missing", hint="the call to add")',
                 )
         found += given
     return tuple(found)
@@ -72,11 +72,11 @@ def sharded_mesh_dims(schedule: Schedule) -> tuple[str, ...]:
 
 
 SAME_SCRIPT = "run the same script on the same installation on every rank"
-"""The way out where ranks disagree about a schedule."""
+"""Hint where ranks disagree about a schedule."""
 
 
 def schedule_facts(schedule: Schedule) -> Iterator[RankFact]:
-    """Versions, mesh, model, every step with its arguments and its provider, and the active plugins."""
+    """Yield versions, mesh, model, every step with its arguments and provider, and the active plugins."""
     yield RankFact("the version of slapo-core", str(schedule.registry.core_version))
     yield RankFact("the version of torch", torch.__version__)
     yield RankFact("the mesh", _mesh(schedule.mesh))
@@ -92,7 +92,7 @@ def schedule_facts(schedule: Schedule) -> Iterator[RankFact]:
 
 
 def _mesh(mesh: Mesh | None) -> str:
-    """Its sizes, and the ranks where they do not stand in their usual order."""
+    """Return the sizes of a mesh, and its ranks where they are not in ascending order."""
     grid = mesh.device_mesh.mesh if mesh is not None and mesh.device_mesh is not None else None
     if grid is None or grid.flatten().tolist() == sorted(grid.flatten().tolist()):
         return str(mesh)

@@ -28,17 +28,17 @@ def create_schedule(
     example_inputs: Any = None,
     rank: int = 0,
 ) -> Schedule:
-    """The default schedule of a model: the model as it is.
+    """Create the default schedule of a model: the model as it is, without steps.
 
     Args:
         model: any ``nn.Module``, on any device, ``meta`` included. It is changed in place by the steps, and put back
             by ``undo``.
         mesh: the device mesh, as ``{"dp": 2, "tp": 2}`` (outermost dimension first) or torch's ``DeviceMesh``. In a
-            process without torch.distributed, a dictionary of several ranks makes a *dry* schedule that plays ``rank``.
+            process without torch.distributed, a dictionary of several ranks makes an *abstract* mesh, as of ``rank``.
         plugins: distributions whose hooks are active from the start; others are once one of their primitives is
             applied.
         example_inputs: one batch, as ``verify`` takes it: a mapping, a tuple, or one argument.
-        rank: for a dry schedule, the global rank to play.
+        rank: on an abstract mesh, the global rank of this schedule.
 
     Raises:
         ArgumentError: ``model`` is not a module; it, a part of it, or a model that it is a part or a copy of carries

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from slapo_core.tree.node import TreeNode
 
 
-def closed_calls(nodes: Iterable[TreeNode]) -> tuple[str, ...]:
-    """Paths of modules with code of their own that the graphs of ``nodes`` call, and ``flatten=True`` would open.
+def opaque_calls(nodes: Iterable[TreeNode]) -> tuple[str, ...]:
+    """List opaque calls in the graphs of ``nodes``: modules with code of their own, inlined by ``flatten=True``.
 
     Not those of torch.nn, nor those of :func:`hooked_calls`: they stay calls.
     """
@@ -29,7 +29,7 @@ def closed_calls(nodes: Iterable[TreeNode]) -> tuple[str, ...]:
 
 
 def hooked_calls(nodes: Collection[TreeNode]) -> tuple[str, ...]:
-    """Paths of modules with code of their own that stay calls: hooked, or with a forward of the instance.
+    """List opaque calls that ``flatten=True`` keeps: of modules with hooks, or with a forward of the instance.
 
     Not those that are among ``nodes`` themselves.
     """
@@ -38,26 +38,26 @@ def hooked_calls(nodes: Collection[TreeNode]) -> tuple[str, ...]:
 
 
 def how_to_open(closed: tuple[str, ...], hooked: tuple[str, ...] = ()) -> str:
-    """Say why modules were not looked into, and what shows what they compute.
+    """Explain why modules were not searched, and the call that opens them.
 
     Args:
-        closed: of :func:`closed_calls`.
+        closed: of :func:`opaque_calls`.
         hooked: of :func:`hooked_calls`.
     """
     said = []
     if closed:
         them = "it is one call" if len(closed) == 1 else "each is one call"
-        said.append(f"{_shown(closed)}; {them} in the graph, and trace(flatten=True) shows what it computes")
+        said.append(f"{_shown(closed)}; {them} in the graph; trace(flatten=True) inlines it")
     if hooked:
         said.append(
-            f"{_shown(hooked)}, because of hooks or another forward than the class's; traced by itself, "
+            f"{_shown(hooked)}, because of hooks or a forward set on the instance; traced on its own, "
             f"sch[{hooked[0]!r}].trace(), its own code is searched"
         )
-    return f"not looked into: {'; '.join(said)}"
+    return f"not searched: {'; '.join(said)}"
 
 
 def _calls(node: TreeNode, *, hooked: bool) -> Iterator[str]:
-    """Of modules with code of their own in the graph of ``node``: with what changes their call, or without."""
+    """Yield calls of modules with code of their own in a graph: of hooked modules, or of the others."""
     from slapo_core.graph.leaves import is_changed, is_predefined
 
     graph: Any = node.graph
@@ -76,7 +76,7 @@ def _shown(paths: tuple[str, ...]) -> str:
 
 
 class Matches(list[Match]):
-    """What ``find`` gives: a list, in the model's order.
+    """The result of ``find``: a list, in the model's order.
 
     Args:
         matches: the places.
@@ -115,12 +115,12 @@ class Matches(list[Match]):
 
 
 def how_to_search(expression: str) -> str:
-    """What to write instead of a text that is a regular expression."""
+    """Return the hint for a text that is a regular expression."""
     return f"a text is a glob, and '{expression}' is a regular expression: write re.compile({expression!r})"
 
 
 def find_in(schedule: Schedule, nodes: Sequence[TreeNode], pattern: Any) -> Matches:
-    """Every place at or below ``nodes`` where a traced module's graph has ``pattern``.
+    """Match ``pattern`` in the graphs of traced modules at or below ``nodes``.
 
     Of several variants of a graph (train and eval, ...), the one recorded first is searched.
 
@@ -131,7 +131,7 @@ def find_in(schedule: Schedule, nodes: Sequence[TreeNode], pattern: Any) -> Matc
 
     Raises:
         TraceError: nothing at or below them is traced.
-        ArgumentError: it is no pattern.
+        ArgumentError: it is not a pattern.
     """
     from slapo_core.graph.patterns.making import pattern_of
 
@@ -144,7 +144,7 @@ def find_in(schedule: Schedule, nodes: Sequence[TreeNode], pattern: Any) -> Matc
         where = ", ".join(f"'{node.path}'" if node.path else "the root" for node in nodes[:3])
         first = nodes[0].path
         raise TraceError(
-            f"nothing at or below {where} is traced, so there is no graph to find {made} in",
+            f"nothing at or below {where} is traced: no graph to find {made} in",
             path=first,
             hint=f"sch[{first!r}].trace() first" if first else "sch.trace() first, or sch['a.b'].trace()",
         )
@@ -155,20 +155,20 @@ def find_in(schedule: Schedule, nodes: Sequence[TreeNode], pattern: Any) -> Matc
     globs = [step.target.name for form in made.forms for step in form.steps if step.target.kind == "glob"]
     return Matches(
         untraced=tuple(untraced),
-        closed=closed_calls(searched),
+        closed=opaque_calls(searched),
         hooked=hooked_calls(searched),
         expression=next(filter(is_regular_expression, globs), None),
     )
 
 
 def matches_at(node: TreeNode, pattern: GraphPattern) -> list[Match]:
-    """The matches in the graph of one traced node."""
+    """Match in the graph of one traced node."""
     found = pattern.matches(first_graph(node), node.module)
     return [match_of(node.path, pattern, each, index, len(found)) for index, each in enumerate(found)]
 
 
 def match_of(path: str, pattern: GraphPattern, found: Found, index: int, total: int) -> Match:
-    """What users see of a place in a graph.
+    """Make the public match of a place in a graph.
 
     Args:
         path: of the traced module.
@@ -190,7 +190,7 @@ def match_of(path: str, pattern: GraphPattern, found: Found, index: int, total: 
 
 
 def first_graph(node: TreeNode) -> fx.Graph:
-    """The graph that is searched: of the variant recorded first; recorded now if there is none of the present module.
+    """Return the graph to search: of the variant recorded first, or recorded now.
 
     Where that cannot be, between two steps that belong together, it is that of before.
     """
@@ -205,7 +205,7 @@ def first_graph(node: TreeNode) -> fx.Graph:
 
 
 def load_pattern(registry: Registry, name: str) -> Any:
-    """The pattern that a plugin registered under ``name``; None if it is no such name, but a glob.
+    """Load the pattern that a plugin registered under ``name``; None if it is a glob.
 
     Raises:
         PluginError: it is one that cannot be used, or that a plugin would provide which is not installed.

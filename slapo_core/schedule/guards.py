@@ -1,4 +1,4 @@
-"""Guards on a live split model: plain tools that would train, save or load it wrongly, in silence, are stopped.
+"""Guards on a live split model: stop plain tools that would silently train, save or load it wrongly.
 
 Two state-dict hooks and one forward hook are on the root while a tensor is split. The forward hook goes away with the
 first training forward that it finds right: wrappers over ranks with different shards, shards copied between ranks,
@@ -60,7 +60,7 @@ _SAME_VALUES = (
 
 @dataclass(frozen=True)
 class Shard:
-    """What one tensor is a part of.
+    """The full tensor of one shard.
 
     Args:
         local: its own shape.
@@ -109,7 +109,7 @@ class Guards:
         self._taken: dict[tuple[str, ...], dict[str, TakenHook]] = {}  # those that are not needed now
 
     def follow(self, step: Step, *, undone: bool = False, is_new: bool = False) -> None:
-        """Note a step that comes into force or was ``undone``; ``is_new`` unless it comes back."""
+        """Note a step that was applied or ``undone``; ``is_new`` unless it was redone."""
         model, change = self._model(), -1 if undone else 1
         if model is None:
             return
@@ -122,14 +122,14 @@ class Guards:
         self._place_hooks(model)
 
     def hand_over(self) -> None:
-        """End the checks of the forward: one has passed, or a runtime takes the model and does its own."""
+        """End the checks of the forward: one passed, or a runtime took over."""
         self._is_due = False
         model = self._model()
         if model is not None:
             self._place_hooks(model)
 
     def _place_hooks(self, model: nn.Module) -> None:
-        """Have the hooks that are needed now, each under the same number and between the same other hooks as before."""
+        """Register or remove hooks as needed, each under its former number and position."""
         is_split = self._splits > 0
         is_due = is_split and self._is_due and self._mesh is not None and self._mesh.device_mesh is not None
         if self._placed == (is_split, is_due):
@@ -151,7 +151,7 @@ class Guards:
                 self._taken[tables] = {table: TakenHook(hooks[table], own) for table in tables if own in hooks[table]}
 
     def _note_layouts(self, entry: Entry, *, undone: bool) -> bool:
-        """Note the shards that an edit makes; gives whether it splits anything."""
+        """Note the shards that an edit makes; return whether it splits anything."""
         found = False
         for name, tensor, layout in _layouts(entry):
             dims = {d for d, p in layout.placements if not p.is_replicate() and self._mesh and self._mesh.size(d) > 1}
@@ -167,7 +167,7 @@ class Guards:
         return found
 
     def _find(self, model: nn.Module) -> dict[str, Shard]:
-        """The shards that ``model`` holds now, by full name.
+        """List the shards that ``model`` holds now, by full name.
 
         A tensor that took the place of one, in its shape (``load_state_dict(assign=True)``), counts as one.
         """
@@ -196,21 +196,21 @@ class Guards:
         )
 
     def before_load(self, model: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-        """Before ``model.load_state_dict(state)``: of full tensors, say where they go; torch then refuses them."""
+        """Before ``model.load_state_dict(state)``: name the call that loads full tensors; torch refuses them."""
         full = {
             name: shard
             for name, shard in self._find(model).items()
             if shard.local != shard.full and tuple(getattr(state.get(prefix + name), "shape", ())) == shard.full
         }
         if full:
-            messages = rest[-1]  # torch's list of what is wrong, the last argument
+            messages = rest[-1]  # torch's list of errors, the last argument
             messages.append(
                 f"this {type(model).__name__} holds shards ({_described(full)}), and the state dict is the reference "
                 f"model's: {_IN} gives every rank its own, or, of a built model, engine.load_state_dict(state)"
             )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """In a copy of the model the state-dict hooks go on by names; ``copy.deepcopy`` comes here, too."""
+        """Rebuild in a copy of the model: its state-dict hooks work by names."""
         model = self._model()
         return Guards, (
             None,
@@ -226,7 +226,7 @@ class Guards:
         if torch.compiler.is_compiling():
             if torch.is_grad_enabled():
                 self.look_while_compiling(self._number)
-        elif self._mesh is None:  # of a copy, where nobody would take it away
+        elif self._mesh is None:  # of a copy, where it would stay
             for key in [key for key, hook in model._forward_pre_hooks.items() if hook is self]:
                 del model._forward_pre_hooks[key]
                 del model._forward_pre_hooks_with_kwargs[key]
@@ -241,7 +241,7 @@ class Guards:
                 self._share_rng_state(model, self._mesh)
 
     def look_while_compiling(self, number: str) -> bool:
-        """Called while torch.compile traces the model, and not by the code that it makes: no graph break, no cost.
+        """Run the checks while torch.compile traces the model, not in the compiled code: no graph break, no cost.
 
         The batch has no values then. The hook stays, because what was traced is held against it: by its ``number``, a
         text, because an integer that differs from model to model would become symbolic.
@@ -274,7 +274,7 @@ class Guards:
     def _compare_replicas(
         self, replica: World, replicas: dict[str, torch.Tensor], tensors: dict[str, torch.Tensor]
     ) -> None:
-        """Over ``tp``: full tensors, the RNG state, and the batch."""
+        """Check that tp ranks share full tensors, RNG state, and batch."""
         own = {name: getattr(tensor, "_local_tensor", tensor) for name, tensor in replicas.items()}  # fully_shard's
         values = [RankFact(f"'{name}'", describe_tensor(tensor)) for name, tensor in own.items() if _is_plain(tensor)]
         replica.agree(values, hint=_SAME_VALUES)
@@ -288,7 +288,7 @@ class Guards:
             warnings.warn(f"{error}\nThat is right only where each rank is given its own part.", stacklevel=8)
 
     def _share_rng_state(self, model: nn.Module, mesh: Mesh) -> None:
-        """Before the first evaluation, such as ``generate(do_sample=True)``."""
+        """Check the RNG before the first evaluation, e.g. ``generate(do_sample=True)``."""
         self._find(model)
         if not self._has_evaluated and "tp" in self._dims:
             self._has_evaluated = True
@@ -297,7 +297,7 @@ class Guards:
 
 
 def _layouts(entry: Entry) -> Iterator[tuple[str, torch.Tensor, Layout]]:
-    """Each tensor of which an edit says what it stands for, with its full name where that is at hand."""
+    """Yield each tensor whose layout an edit sets, with its full name where known."""
     if isinstance(entry, SetTensor):
         if entry.new is not None and entry.layout is not None:
             yield full_name(*entry.sites[0]), entry.new, entry.layout
@@ -308,7 +308,7 @@ def _layouts(entry: Entry) -> Iterator[tuple[str, torch.Tensor, Layout]]:
 
 
 def _may_gather(model: nn.Module, step: Step) -> int:
-    """How much of a step may put together what each rank is given, so that ranks may be given parts of a batch."""
+    """Return whether a step may gather its input, so that ranks may be given parts of a batch."""
     around_root = sum(
         entry.module is model and entry.active and (isinstance(entry, WrapForward) or entry.kind == "forward_pre")
         for entry in step.entries
@@ -319,15 +319,15 @@ def _may_gather(model: nn.Module, step: Step) -> int:
 
 
 def _described(shards: dict[str, Shard]) -> str:
-    """``"12 tensors, such as 'fc1.weight', here (8, 6) of (16, 6)"``."""
+    """``"12 tensors, e.g. 'fc1.weight', here (8, 6) of (16, 6)"``."""
     name, shard = next(iter(shards.items()))
     kind = "a partial value of shape" if shard.is_partial else "here"
     example = f"'{name}', {kind} {shard.local} of {shard.full}"
-    return example if len(shards) == 1 else f"{len(shards)} tensors, such as {example}"
+    return example if len(shards) == 1 else f"{len(shards)} tensors, e.g. {example}"
 
 
 def _tensors(inputs: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a call's arguments, each with a name: ``"args[0]"``, ``"input_ids"``."""
+    """Yield the tensors of a call's arguments with names: ``"args[0]"``, ``"input_ids"``."""
     args, kwargs = inputs
     for tree, start in ((args, "args"), (kwargs, "")):
         for path, leaf in _pytree.tree_flatten_with_path(tree)[0]:
@@ -337,7 +337,7 @@ def _tensors(inputs: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether it holds values that can be read here: it is not fake, batched or of a subclass."""
+    """Return whether the values of a tensor can be read: not fake, batched or of a subclass."""
     functorch: Any = torch._C._functorch  # type: ignore[attr-defined]
     return type(tensor) in (torch.Tensor, nn.Parameter) and not functorch.is_functorch_wrapped_tensor(tensor)
 
@@ -346,7 +346,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _wrong_wrapper(model: nn.Module, shards: dict[str, Shard], dims: list[str], mesh: Mesh) -> str | None:
-    """What takes shards for replicas; None if nothing does."""
+    """Return the wrapper that takes shards for replicas; None if there is none."""
     if getattr(model, "_is_replica", False):
         return f"DataParallel copies this {type(model).__name__} in one process, and its collectives would meet"
     assert mesh.device_mesh is not None
@@ -366,7 +366,7 @@ def _wrong_wrapper(model: nn.Module, shards: dict[str, Shard], dims: list[str], 
 
 
 def _wrappers(model: nn.Module) -> Iterator[tuple[str, str, set[int], set[str]]]:
-    """Kind, the start of the names of what is wrapped, global ranks, and the names that are left alone.
+    """Return a wrapper's kind, name prefix, global ranks, and the names it ignores.
 
     FullyShardedDataParallel around the model, and ``fully_shard`` once it has gathered the parameters, leave no trace
     of their ranks: :func:`_refuse_copies` sees what they gathered.
@@ -400,7 +400,7 @@ def _right_wrapper(mesh: Mesh, dims: list[str]) -> str:
 
 
 def _checksums(model: nn.Module, shards: dict[str, Shard]) -> dict[str, tuple[int, bool]]:
-    """Checksum of some shards, and whether all of their elements are the same."""
+    """Return the checksum of some shards, and whether all elements are equal."""
     found: dict[str, tuple[int, bool]] = {}
     for name in shards:
         try:
@@ -437,9 +437,9 @@ def _refuse_copies(
             f"FullyShardedDataParallel, or fully_shard, mixed up the ranks: {what}", hint=_right_wrapper(mesh, dims)
         )
     raise WeightsError(
-        f"{what}; a tool copied one rank's tensors over the others (such as DistributedDataParallel or "
-        "deepspeed.initialize over all ranks), or every rank initialized them alike",
-        hint="make a fresh model, schedule it, and leave its shards alone: slapo_core.build(sch, optimizer=...) "
+        f"{what}; a tool copied one rank's tensors over the others (DistributedDataParallel, or "
+        "deepspeed.initialize over all ranks), or every rank initialized the same values",
+        hint="make a fresh model, schedule it, and do not change its shards: slapo_core.build(sch, optimizer=...) "
         "wraps and initializes it; slapo_core.load_state_dict(sch, state) gives each rank its own",
     )
 
@@ -448,7 +448,7 @@ def _refuse_copies(
 
 
 class _Exchanges:
-    """Which parameters the steps of live schedules exchanged: held weakly, and gone with their models.
+    """Parameters that the steps of live schedules exchanged: held weakly.
 
     Attributes:
         taken: parameter -> its model (weakly) and full name.
@@ -457,7 +457,7 @@ class _Exchanges:
     """
 
     _BY_FULL_TENSORS = ("Adafactor", "LBFGS", "Muon")
-    """torch's own optimizers that are not element-wise: they update a shard otherwise than the full tensor."""
+    """torch's own optimizers that are not element-wise: updating a shard differs from sharding the update."""
 
     def __init__(self) -> None:
         self.taken: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -501,9 +501,9 @@ class _Exchanges:
             shards = [p for p in held if self.put.get(p)]
             if shards:
                 warnings.warn(
-                    f"{kind} computes its steps from whole tensors, and {len(shards)} of its parameters are shards, "
-                    f"such as one of shape {tuple(shards[0].shape)}: it trains otherwise than it would train the "
-                    "reference model; element-wise optimizers, such as AdamW or SGD, do not",
+                    f"{kind} computes its steps from full tensors, and {len(shards)} of its parameters are shards, "
+                    f"e.g. of shape {tuple(shards[0].shape)}: training differs from the reference model; element-wise "
+                    "optimizers (AdamW, SGD) do not have this problem",
                     stacklevel=4,
                 )
         self.checked[optimizer] = now
@@ -513,26 +513,23 @@ class _Exchanges:
     ) -> None:
         present, own = dict(model.named_parameters()), {id(p) for p in held}
         live = {id(p) for p in present.values()}
-        gone = {
-            name: p for name, p in taken.items() if id(p) not in live
-        }  # a step may have put it elsewhere in the model
+        gone = {name: p for name, p in taken.items() if id(p) not in live}  # a step may have moved it within the model
         missing = {n: p for n, p in present.items() if p.requires_grad and id(p) not in own and p in self.put}
         if not gone or not missing:
             return
         name = next((name for name in gone if name in missing), next(iter(gone)))
         there = f"of shape {tuple(missing[name].shape)} " if name in missing else ""
         raise OptimizerError(
-            f"this {kind} holds {len(gone)} parameters that are no longer in the {type(model).__name__}, and none of "
-            f"those in their place: '{name}' of shape {tuple(gone[name].shape)} was taken out by a step of its "
-            f"schedule, or came back by undo, and what is trained there now {there}is not in the optimizer: it would "
-            "never change",
+            f"this {kind} holds {len(gone)} parameters that are no longer in the {type(model).__name__}: '{name}' of "
+            f"shape {tuple(gone[name].shape)} was replaced by a step or by undo, and the parameter in its place {there}"
+            "is not in the optimizer: it would never change",
             hint=f"make the optimizer after the last step: torch.optim.{kind}(sch.model.parameters(), ...); or pass a "
             f"factory: slapo_core.build(sch, optimizer=lambda params: torch.optim.{kind}(params, ...))",
         )
 
 
 def _exchanged(entry: Entry) -> list[tuple[str, nn.Parameter | None, nn.Parameter | None]]:
-    """``(full name, taken out, put in)`` of each parameter."""
+    """Yield ``(full name, old, new)`` of each exchanged parameter."""
     if isinstance(entry, SetTensor):
         old, new = (tensor if isinstance(tensor, nn.Parameter) else None for tensor in (entry.old, entry.new))
         return [(full_name(*entry.sites[0]), old, new)]

@@ -1,4 +1,4 @@
-"""The steps of a schedule in order: which of them are in force, and how to go back to an earlier one."""
+"""The steps of a schedule in order: which are in force, and undo."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from slapo_core.tree.journal import Entry, ReplaceModule, SetGraph
 
 
 class History:
-    """What was applied, oldest first.
+    """The applied steps, oldest first.
 
     Args:
         model: to which it was applied.
@@ -29,25 +29,25 @@ class History:
         self._steps: list[Step] = []
         self.records: tuple[Record, ...] = ()
         self.in_force: int | None = None
-        """While rewound: how many steps the model is under."""
+        """While rewound: the number of steps in force."""
         self.guards = guards
         self.kept: dict[str, Any] = {}
-        """What other layers found out about the model, for as long as no step comes or goes."""
+        """Results of other layers about the model, kept until a step comes or goes."""
 
     def __len__(self) -> int:
         return len(self._steps)
 
     @property
     def distributions(self) -> frozenset[str]:
-        """Whose primitives took part."""
+        """Distributions whose primitives were applied."""
         return frozenset(name for step in self._steps for name in step.distributions)
 
     def entries(self) -> Iterator[tuple[Record, Entry]]:
-        """What each step did, in order."""
+        """Yield each step's journal entries, in order."""
         return ((step.record, entry) for step in self._steps for entry in step.entries)
 
     def check_start(self) -> None:
-        """Without steps, the model as it is now is taken for the reference model.
+        """Check that a model without steps can be the reference model.
 
         Raises:
             ArgumentError: it carries the steps of another schedule.
@@ -64,15 +64,15 @@ class History:
         self._claim.note(self._model, len(self._steps))
 
     def position(self, to: Record | int | None) -> int:
-        """How many steps stay when everything after ``to`` goes; None: all but the last.
+        """Return how many steps remain when everything after ``to`` is undone; None: all but the last.
 
         Raises:
-            UndoError: there is no such step.
+            UndoError: the schedule has no such step.
         """
         count = len(self._steps)
         if to is None:
             if not count:
-                raise UndoError("there is no step to undo", hint="sch.records lists the steps")
+                raise UndoError("nothing to undo: the schedule has no steps", hint="sch.records lists the steps")
             return count - 1
         if not isinstance(to, (Record, int)) or isinstance(to, bool):
             raise UndoError(f"a step is named by its record or its index (got {to!r})", hint="see sch.records")
@@ -83,7 +83,7 @@ class History:
         return index
 
     def undo(self, keep: int) -> tuple[Record, ...]:
-        """Take back all but the first ``keep`` steps, for good; gives their records, latest first."""
+        """Undo all but the first ``keep`` steps; return their records, latest first."""
         undone = []
         try:
             while len(self._steps) > keep:
@@ -97,7 +97,7 @@ class History:
 
     @contextlib.contextmanager
     def rewound(self, to: int) -> Iterator[None]:
-        """Have only the first ``to`` steps in force for the duration of a ``with`` block."""
+        """Keep only the first ``to`` steps in force during a ``with`` block."""
         before = self.in_force
         try:
             self._move(to)
@@ -107,7 +107,7 @@ class History:
             self.in_force = before
 
     def removal_of(self, path: str) -> Record | None:
-        """The step that removed the module at ``path``; None if none did."""
+        """Return the step that removed the module at ``path``; None if none did."""
         for step in reversed(self._steps):
             for entry in step.entries:
                 if isinstance(entry, ReplaceModule) and entry.took_out(path):
@@ -115,7 +115,7 @@ class History:
         return None
 
     def rewrite_of(self, module: nn.Module, nodes: Collection[str]) -> Record | None:
-        """The step that took one of these nodes out of the module's graph; None if none did."""
+        """Return the step that removed one of these nodes from the module's graph; None if none did."""
         wanted = set(nodes)
         for step in reversed(self._steps):
             for entry in step.entries:
@@ -126,7 +126,7 @@ class History:
         return None
 
     def drop_originals(self) -> None:
-        """Let go of what undo would need."""
+        """Drop the originals that undo needs."""
         self._steps = [Step(step.record, (), step.distributions) for step in self._steps]
 
     def check_in_force(self, what: str) -> None:
@@ -137,7 +137,7 @@ class History:
         """
         if self.in_force is not None:
             raise SealedError(
-                f"cannot {what}: the schedule is taken back to step {self.in_force} for the time of a `with` block",
+                f"cannot {what}: the schedule is rewound to step {self.in_force} in a `with` block",
                 hint="leave the block of sch.untouched() or sch.rewound() first",
             )
 
@@ -158,11 +158,11 @@ class History:
             step.undo()
         except Exception as error:
             raise UndoError(
-                f"step {step.record}, at {step.record.location}, cannot be taken back, and is in force as before: "
-                f"something else was put in the place of what it changed ({type(error).__name__}: {error})",
+                f"step {step.record}, at {step.record.location}, cannot be undone and stays in force: "
+                f"something else replaced what it changed ({type(error).__name__}: {error})",
                 path=step.record.path,
-                hint="take back what was done after the step outside of the schedule, such as a parametrization; or do "
-                "it before create_schedule()",
+                hint="undo changes made outside of the schedule after the step (e.g. a parametrization); or make them "
+                "before create_schedule()",
             ) from error
         if self.guards is not None:
             self.guards.follow(step, undone=True)

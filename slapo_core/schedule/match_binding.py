@@ -1,4 +1,4 @@
-"""What a primitive's matches are, before it is applied: patterns are looked for, and matches found again."""
+"""Bind a primitive's matches before it is applied: find its patterns, and locate its matches again."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 
 
 def settled(primitive: Primitive, node: TreeNode, schedule: Schedule, history: History) -> Primitive:
-    """``primitive`` with every match located in the graphs as they are now; itself if it has none.
+    """Return ``primitive`` with every match located in the present graphs; itself if it has none.
 
     Args:
-        primitive: what is about to be applied.
-        node: where.
+        primitive: to be applied.
+        node: where to apply it.
         schedule: that both belong to.
         history: of the schedule; says which step changed a graph.
 
     Raises:
         PreconditionError: a pattern matches nothing, or a match does not lie at ``node`` or below it.
-        StaleMatchError: a match is not there any more.
+        StaleMatchError: a match is gone.
     """
     made: Primitive | None = None
     for name in primitive.matches:
@@ -45,10 +45,10 @@ def settled(primitive: Primitive, node: TreeNode, schedule: Schedule, history: H
 
 
 def found_out(primitive: Primitive, node: Node) -> Primitive:
-    """What the primitive's own ``settle`` makes of it.
+    """Call the primitive's own ``settle``.
 
     Raises:
-        ApplyError: it raised, or gave something else than a primitive of its class.
+        ApplyError: it raised, or returned something other than a primitive of its class.
     """
     try:
         made = primitive.settle(node)
@@ -60,13 +60,13 @@ def found_out(primitive: Primitive, node: Node) -> Primitive:
         ) from error
     if type(made) is not type(primitive):
         raise ApplyError(
-            f"the settle of {primitive} must give a {type(primitive).__name__} (got {made!r})", path=node.path
+            f"the settle of {primitive} must return a {type(primitive).__name__} (got {made!r})", path=node.path
         )
     return made
 
 
 def each_its_own(primitive: Primitive, nodes: Sequence[Node]) -> list[tuple[Node, Primitive]]:
-    """What is applied at each node of a group: of matches, those that lie there; of patterns, all at every node.
+    """Divide a primitive over a group: matches to the nodes they belong to, patterns to every node.
 
     A node at or below which none of the given matches lies is left out.
 
@@ -112,17 +112,17 @@ def _found(
             raise _refusal(primitive, node, f"{name}: {error.message}", error.hint) from error
         if not found:
             miss = _nearest_miss(pattern, node)
-            nearest = f"; nearest to it comes this: {miss}" if miss else ""
+            nearest = f"; closest candidate: {miss}" if miss else ""
             shown = (
                 f"print(sch[{node.path!r}].graph)" if node.graph is not None else "print(node.graph) of a traced node"
             )
-            closed = f"{shown} shows the calls that are there"
+            closed = f"{shown} shows the calls of the graph"
             if found.expression is not None:
                 closed = how_to_search(found.expression)
             elif found.closed or found.hooked:
                 closed = how_to_open(found.closed, found.hooked)
             named = f"the pattern {value!r}" if isinstance(value, str) else "the pattern"
-            raise _refusal(primitive, node, f"{name}: nothing there matches {named}{nearest}", closed)
+            raise _refusal(primitive, node, f"{name}: no match for {named}{nearest}", closed)
         return list(found)
     if not matches:
         raise _refusal(primitive, node, f"{name} is an empty list of matches", "give what find() found, or a pattern")
@@ -133,8 +133,8 @@ def _found(
             raise _refusal(
                 primitive,
                 node,
-                f"{match} does not lie there",
-                f"apply it at {_where(match.path)}, or at a node that both lie below",
+                f"{match} is not at or below this node",
+                f"apply it at {_where(match.path)}, or at a common parent",
             )
         again = _located(match, schedule, history)
         for each in again.nodes:
@@ -146,7 +146,7 @@ def _found(
 
 
 def _located(match: Match, schedule: Schedule, history: History) -> Match:
-    """The match as it lies in the present graph.
+    """Locate a match in the present graph.
 
     By the names of its nodes; or, where this schedule never had them (a match of another instance of the model, or of
     a saved schedule), by its number.
@@ -186,7 +186,7 @@ def _nearest_miss(pattern: GraphPattern, node: TreeNode) -> str | None:
 
 
 def _as_matches(value: Any) -> tuple[Match, ...] | None:
-    """The matches that were given; None for a pattern."""
+    """Return matches that were given; None for a pattern."""
     if isinstance(value, Match):
         return (value,)
     if isinstance(value, tuple | list) and all(isinstance(each, Match) for each in value):

@@ -1,4 +1,4 @@
-"""A copy of a scheduled model, as a plugin sees it that is asked about the schedule: reading only."""
+"""Read-only view of a scheduled model's copy, for plugins' hooks."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 
 class ScheduledCopy:
-    """What :class:`slapo_core.spec.request.ScheduledModel` says, of a deep copy of a schedule's model.
+    """Implements :class:`slapo_core.spec.request.ScheduledModel` for a deep copy of a schedule's model.
 
     Args:
-        schedule: with the steps; its own model is neither given out nor changed.
+        schedule: with the steps; its own model is neither returned nor changed.
         model: the copy.
     """
 
@@ -73,7 +73,7 @@ class ScheduledCopy:
         return self._schedule.example_calls_of(path)
 
     def rewound(self, to: Any) -> AbstractContextManager[nn.Module]:
-        """The user's own model, as the schedule gives it."""
+        """Rewind the schedule's own model."""
         return self._schedule.rewound(to)
 
     def plugin_named(self, kind: str, name: str, path: str = "") -> Any:
@@ -97,4 +97,4 @@ class ScheduledCopy:
         raise self._is_read("find")
 
     def _is_read(self, what: str) -> ApplyError:
-        return ApplyError(f"cannot {what}: this is a copy of the scheduled model, which is only to be looked at")
+        return ApplyError(f"cannot {what}: this is a read-only copy of the scheduled model")

@@ -1,4 +1,4 @@
-"""Where in the user's code a step was written."""
+"""Records as data: a schedule saved as JSON and read again, and where in your code a step was written."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _INSIDE = ("slapo_core", "contextlib")
 
 
 def caller_location() -> str:
-    """``"file.py:41"`` of the nearest frame outside of slapo_core, relative to the working directory if below it."""
+    """Return ``"file.py:41"`` of the nearest frame outside of slapo_core, relative to the working directory."""
     frame = sys._getframe(1)
     while frame.f_back is not None and str(frame.f_globals.get("__name__", "")).partition(".")[0] in _INSIDE:
         frame = frame.f_back
@@ -42,13 +42,13 @@ def caller_location() -> str:
 
 
 def count_blocks(model: nn.Module, paths: Iterable[str]) -> dict[str, int]:
-    """How many modules each list of blocks holds in which a step was applied, e.g. ``{"encoder.layer": 12}``."""
+    """Count the modules of each list of blocks that has steps, e.g. ``{"encoder.layer": 12}``."""
     steps = tuple(paths)
     return {path: len(blocks) for path, blocks in _lists(model) if any(_is_below(step, path) for step in steps)}
 
 
 def uncovered(model: nn.Module, paths: Iterable[str], saved: Mapping[str, int]) -> Iterator[str]:
-    """A line for each list of blocks of one class of which some have steps and others have none.
+    """Describe each list of blocks of one class of which only some have steps.
 
     Args:
         model: the reference model.
@@ -73,7 +73,7 @@ def uncovered(model: nn.Module, paths: Iterable[str], saved: Mapping[str, int]) 
 
 
 def _lists(model: nn.Module) -> Iterator[tuple[str, dict[str, nn.Module]]]:
-    """The blocks of every list by their own names; one that stands there twice counts once."""
+    """Yield the blocks of every list by their own names; one listed twice counts once."""
     for path, module in model.named_modules():
         if path and isinstance(module, nn.ModuleList):
             yield path, dict(module.named_children())
@@ -91,12 +91,12 @@ _FUNCTION_NAME = re.compile(r"[^:]+:[^\W\d]\w*")
 
 
 def is_function_name(text: Any) -> bool:
-    """Whether a saved argument names a function, ``"module:name"``, and is no text of its own (``"inductor"``)."""
+    """Return whether a saved argument names a function (``"module:name"``), not a plain text (``"inductor"``)."""
     return isinstance(text, str) and _FUNCTION_NAME.fullmatch(text) is not None
 
 
 def name_of_function(value: Any) -> str | None:
-    """``"module:name"`` of a function at the top level of a module; None where that name leads to anything else."""
+    """Return ``"module:name"`` of a function at the top level of a module; None for other functions."""
     if not isinstance(value, FunctionType):
         return None
     module = sys.modules.get(value.__module__)
@@ -105,7 +105,7 @@ def name_of_function(value: Any) -> str | None:
 
 
 def find_function(name: str, *, where: str) -> Any:
-    """The function that `name_of_function` named.
+    """Find the function that `name_of_function` named.
 
     Nothing is imported: that would run code which a document chooses, and documents may come from anywhere.
 
@@ -116,7 +116,7 @@ def find_function(name: str, *, where: str) -> Any:
     if module not in sys.modules:
         raise ReplayError(
             f"{where} is the function '{name}', and the module {module} is not imported",
-            hint=f"`import {module}` before replaying, if you trust the schedule: replay imports nothing by itself",
+            hint=f"`import {module}` before replaying, if you trust the schedule: replay itself imports nothing",
         )
     function: Any = vars(sys.modules[module]).get(own)
     if name_of_function(function) != name:
@@ -128,10 +128,10 @@ def find_function(name: str, *, where: str) -> Any:
 
 
 def pattern_to_json(pattern: GraphPattern, registry: Registry) -> Any:
-    """As JSON holds it: ``{"name": "fusion.sdpa", ...}`` if it is just the one that a plugin provides now.
+    """Return a pattern as JSON: ``{"name": "fusion.sdpa", ...}`` if a plugin provides exactly this one.
 
     Raises:
-        SerializationError: it holds what cannot be named.
+        SerializationError: it holds a value without a name.
     """
     if pattern.name is not None and _of_plugin(pattern.name, registry) == pattern:
         distribution, version = registry.provider(registry.load(pattern.name, "patterns"))
@@ -140,7 +140,7 @@ def pattern_to_json(pattern: GraphPattern, registry: Registry) -> Any:
 
 
 class SavedPatterns:
-    """The patterns of a document, each read when a match needs it, and once.
+    """The patterns of a document, each read once, when a match needs it.
 
     Args:
         saved: as JSON holds them.
@@ -152,7 +152,7 @@ class SavedPatterns:
         self._read: dict[int, GraphPattern] = {}
 
     def get(self, which: Any, *, where: str) -> GraphPattern:
-        """One of them by its number; or one that stands in its place.
+        """Return a pattern by its number, or read the one given in place of a number.
 
         Raises:
             ReplayError: there is none, it is malformed, or no plugin provides it.
@@ -183,7 +183,7 @@ class SavedPatterns:
 
 
 def _of_plugin(name: str, registry: Registry | None) -> GraphPattern | None:
-    """The pattern that a plugin provides by this name; None if there is none."""
+    """Return the pattern that a plugin provides by this name; None if there is none."""
     from slapo_core.graph.patterns.making import pattern_of
 
     if registry is None or load_pattern(registry, name) is None:
@@ -199,7 +199,7 @@ def matches_to_json(value: Any, patterns: list[GraphPattern] | None = None) -> l
         patterns: theirs are put there, where they are not yet, and named by their numbers; None writes them out.
 
     Raises:
-        SerializationError: a pattern holds what cannot be named; or there are no matches yet, but a pattern: the
+        SerializationError: a pattern has a value without a name; or there are no matches yet, but a pattern: the
             primitive was never applied.
     """
     matches = (value,) if isinstance(value, Match) else value
@@ -225,19 +225,19 @@ def _number(pattern: GraphPattern, patterns: list[GraphPattern]) -> int:
 
 
 def matches_from_json(value: Any, *, where: str, patterns: SavedPatterns) -> tuple[Match, ...]:
-    """What :func:`matches_to_json` gave, to be located when the step is applied.
+    """Read the result of :func:`matches_to_json`; matches are located when the step is applied.
 
     Raises:
         ReplayError: it is malformed.
     """
     if not isinstance(value, Sequence) or isinstance(value, str):
-        raise ReplayError(f"{where} is no list of matches (got {value!r})")
+        raise ReplayError(f"{where} is not a list of matches (got {value!r})")
     found = []
     for each in value:
         numbers = (each.get("index"), each.get("total")) if isinstance(each, Mapping) else ()
         is_sound = len(numbers) == 2 and all(type(number) is int for number in numbers)
         if not is_sound or not isinstance(each.get("path"), str) or not 0 <= each["index"] < each["total"]:
-            raise ReplayError(f"{where} holds what is no match: {each!r}")
+            raise ReplayError(f"{where} holds a value that is not a match: {each!r}")
         pattern = patterns.get(each.get("pattern"), where=where)
         found.append(Match(each["path"], pattern, each["index"], each["total"]))
     return tuple(found)
@@ -254,7 +254,7 @@ def dump_records(
     mesh: Mapping[str, int] | None,
     registry: Registry,
 ) -> dict[str, Any]:
-    """The document of a schedule.
+    """Make the document of a schedule.
 
     Raises:
         SerializationError: an argument cannot be carried by JSON; the record and the argument are named.
@@ -284,7 +284,7 @@ def dump_records(
 
 
 def fingerprint(document: Mapping[str, Any]) -> str:
-    """Hash what a verification holds for: steps, versions, model class, its blocks, mesh sizes; not the locations."""
+    """Hash the scope of a verification: steps, versions, model class, its blocks, mesh sizes; not the locations."""
     records = [{key: value for key, value in one.items() if key != "location"} for one in document["records"]]
     held = {key: value for key, value in document.items() if key != "verified"} | {"records": records}
     return hashlib.sha256(json.dumps(held, sort_keys=True).encode()).hexdigest()
@@ -339,7 +339,7 @@ def _is_file(text: str) -> bool:
 def primitive_to_json(
     primitive: Primitive, *, where: str, patterns: list[GraphPattern] | None = None
 ) -> dict[str, Any]:
-    """The arguments of a primitive as JSON values; a function, where the primitive says so, as ``"module:name"``.
+    """Return a primitive's arguments as JSON values; functions, where the primitive says so, as ``"module:name"``.
 
     Args:
         primitive: the step.
@@ -347,7 +347,7 @@ def primitive_to_json(
         patterns: gets those of its matches; see :func:`matches_to_json`.
 
     Raises:
-        SerializationError: a value such as a lambda or a module.
+        SerializationError: a value is a lambda, a module or another live object.
     """
 
     def place(name: str) -> Callable[[str], str]:
@@ -367,7 +367,7 @@ def primitive_to_json(
 def primitive_from_json(
     cls: type[Primitive], arguments: Mapping[str, Any], *, patterns: SavedPatterns | None = None
 ) -> Primitive:
-    """The primitive value that ``primitive_to_json`` gave the arguments of.
+    """Make a primitive from the arguments that ``primitive_to_json`` returned.
 
     Args:
         cls: its class.

@@ -71,7 +71,7 @@ class Schedule(OnRoot):
         self._sealed_by: str | None = None
         self._example_calls: ExampleCalls | None = None
         self._scheduled_calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}  # of a run with steps in force
-        self.estimates: dict[bytes, Any] = {}  # that fit has asked for, by the steps and what was asked
+        self.estimates: dict[bytes, Any] = {}  # of fit, by steps and arguments
         self.tree = Tree(model, mesh, self)
         for distribution in self.plugins:
             self.hooks.activate(distribution)
@@ -82,7 +82,7 @@ class Schedule(OnRoot):
         """The node at a path, or the group that a glob selects.
 
         Args:
-            path: as of ``model.get_submodule``, e.g. ``"encoder.layer.0"``. ``*`` stands for anything within one level,
+            path: as of ``model.get_submodule``, e.g. ``"encoder.layer.0"``. ``*`` matches anything within one level,
                 ``**`` for any number of levels, ``?`` for one character and ``[03]`` for one of these; for a range of
                 numbers take a slice, ``sch["encoder.layer.*"][4:12]``.
 
@@ -110,7 +110,7 @@ class Schedule(OnRoot):
         return [*super().__dir__(), *self.primitive_names()]
 
     def __str__(self) -> str:
-        """The module tree, repeated layers folded, with what was applied where."""
+        """Draw the module tree, repeated layers folded, with the steps at each module."""
         return render_tree(self.tree, self.records)
 
     def __repr__(self) -> str:
@@ -124,16 +124,16 @@ class Schedule(OnRoot):
         return self.root.apply(primitive)
 
     def find(self, pattern: Any) -> Matches:
-        """Every place of the model's graphs where a pattern stands: ``sch.root.find``."""
+        """Find the matches of a pattern in the model's graphs: ``sch.root.find``."""
         return self.find_at((self.root,), pattern)
 
     @property
     def records(self) -> tuple[Record, ...]:
-        """What was applied, oldest first."""
+        """The applied steps, oldest first."""
         return self._history.records
 
     def undo(self, *, to: Record | int | None = None) -> tuple[Record, ...]:
-        """Take steps back: the last one, or every step after ``to``.
+        """Undo the last step, or every step after ``to``.
 
         Args:
             to: the record (or its index) that remains the last; 0 takes everything back.
@@ -142,7 +142,7 @@ class Schedule(OnRoot):
             the records taken back, latest first.
 
         Raises:
-            UndoError: there is no such step.
+            UndoError: the schedule has no such step.
             SealedError: the originals were dropped by ``build`` or ``seal``.
         """
         self._check_open("undo")
@@ -193,9 +193,9 @@ class Schedule(OnRoot):
         """The model as it was just after step ``to`` (0: before the first), for the duration of a ``with`` block.
 
         Raises:
-            UndoError: there is no such step.
+            UndoError: the schedule has no such step.
             SealedError: the originals were dropped.
-            ArgumentError: the model, taken for untouched, carries the steps of another schedule.
+            ArgumentError: the model, without steps of this schedule, carries those of another one.
         """
         if self.is_sealed:
             self._check_open("go back")
@@ -245,13 +245,13 @@ class Schedule(OnRoot):
         return "\n".join([explain_records(self.records), *unused])
 
     def estimate(self, *args: Any, **kwargs: Any) -> Estimate:
-        """What a training step needs: :func:`slapo_core.estimate` of this schedule, with its arguments."""
+        """Predict memory, communication and time of a training step: :func:`slapo_core.estimate`."""
         import slapo_core
 
         return slapo_core.estimate(self, *args, **kwargs)
 
     def fit(self, memory: int | str, *args: Any, **kwargs: Any) -> Fit:
-        """Checkpoint what it takes to stay within ``memory``: :func:`slapo_core.fit` of this schedule."""
+        """Checkpoint as few blocks as keep a step within ``memory``: :func:`slapo_core.fit`."""
         import slapo_core
 
         return slapo_core.fit(self, memory, *args, **kwargs)
@@ -260,7 +260,7 @@ class Schedule(OnRoot):
 
     @property
     def registry(self) -> Registry:
-        """The plugins that this schedule sees: those in force when it first asked."""
+        """The plugins of this schedule: those installed when it first asked."""
         if self._registry is None:
             self._registry = current_registry()
         return self._registry
@@ -319,17 +319,17 @@ class Schedule(OnRoot):
         return result
 
     def _admit(self, primitive: Primitive) -> tuple[str, str]:
-        """Whose primitive it is; its plugin must be usable, and its hooks are active from now on."""
+        """Return the primitive's provider, whose plugin must be usable, and activate its hooks."""
         provider = self.registry.provider(primitive)
         self.hooks.activate(provider[0], version=provider[1])
         return provider
 
     def settled(self, node: Node, primitive: Primitive) -> Primitive:
-        """``primitive`` with its matches located in the graphs as they are now, patterns looked for, and settled.
+        """Locate the primitive's matches in the present graphs, find its patterns, and settle it.
 
         Raises:
             PreconditionError: a pattern matches nothing, or a match does not lie at ``node`` or below it.
-            StaleMatchError: a match is not there any more.
+            StaleMatchError: a match is gone.
         """
         if any(getattr(primitive, name) is not None for name in primitive.matches):
             primitive = settled(primitive, self.tree.node(node.path), self, self._history)
@@ -346,16 +346,16 @@ class Schedule(OnRoot):
             raise
 
     def find_at(self, nodes: tuple[TreeNode, ...], pattern: Any) -> Matches:
-        """What ``find`` gives for ``nodes``; see :meth:`slapo_core.spec.node.Node.find`."""
+        """Find a pattern at ``nodes``; see :meth:`slapo_core.spec.node.Node.find`."""
         return find_in(self, nodes, pattern)
 
     def kept(self, what: str) -> dict[str, Any]:
-        """For what is found out about the model, until a step comes or goes; ``what`` is refused while rewound."""
+        """Return a cache about the model, cleared when a step comes or goes; ``what`` is refused while rewound."""
         self._history.check_in_force(what)
         return self._history.kept
 
     def primitive_named(self, name: str, target: Node | NodeGroup, where: str) -> Callable[..., Any]:
-        """What ``target.<name>`` is, e.g. ``sch["fc"].shard``; ``where`` is the path or pattern of the target."""
+        """Return ``target.<name>``, e.g. ``sch["fc"].shard``; ``where`` is the path or pattern of the target."""
         return bound_primitive(self.registry, name, target, where)  # type: ignore[return-value]
 
     def primitive_names(self) -> tuple[str, ...]:
@@ -363,7 +363,7 @@ class Schedule(OnRoot):
         return (*self.registry.bare_names("primitives"), *self.registry.namespaces())
 
     def plugin_named(self, kind: str, name: str, path: str = "") -> Any:
-        """What a plugin provides under a name; see :meth:`slapo_core.spec.node.Node.plugin`."""
+        """Load what a plugin provides under a name; see :meth:`slapo_core.spec.node.Node.plugin`."""
         return self.registry.load(self.registry.resolve(kind, name, path=path or None))
 
     def records_so_far(self) -> tuple[Record, ...]:
@@ -379,14 +379,14 @@ class Schedule(OnRoot):
         return self._history.removal_of(path)
 
     def example_call_of(self, path: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What the module at ``path`` is called with; see :meth:`slapo_core.spec.node.Node.example_call`."""
+        """Return an example call of the module at ``path``; see :meth:`slapo_core.spec.node.Node.example_call`."""
         if self._example_calls is None:
             with self._rewound(0):
                 self._example_calls = ExampleCalls(self.model, self.example_inputs)
         return self._example_calls.of(path)
 
     def example_calls_of(self, path: str) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
-        """Candidates for what the module at ``path`` is called with; see ``Node.example_calls``."""
+        """Yield candidates for an example call of the module at ``path``; see ``Node.example_calls``."""
         from slapo_core.graph.examples import scheduled_calls
 
         if path in self._scheduled_calls:
@@ -442,7 +442,7 @@ class Schedule(OnRoot):
 
 
 def _checked(schedule: Schedule) -> Callable[[], dict[str, torch.Tensor]]:
-    """What the first training forward asks of a schedule, without keeping it alive: what tp ranks hold alike."""
+    """Return a weak check for the first training forward: what tp ranks must share."""
     reference = weakref.ref(schedule)
 
     def check() -> dict[str, torch.Tensor]:

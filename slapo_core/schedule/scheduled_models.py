@@ -1,4 +1,4 @@
-"""Which models carry the steps of a schedule: a second schedule on top of them would take pieces for whole tensors.
+"""Models that carry the steps of a schedule: a second schedule would take their shards for full tensors.
 
 A model is known by itself, while it lives, with all that it contains. A copy of it is known by a mark: steps leave one
 on the modules that they changed, which is copied and pickled with them, and goes away when the steps are undone.
@@ -24,13 +24,13 @@ _FRESH = "go on with that schedule, take it back first with sch.undo(to=0), or m
 
 
 class Claim:
-    """One schedule's hold on its model, which it does not keep alive."""
+    """One schedule's claim on its model, which it does not keep alive."""
 
     def __init__(self) -> None:
         self.steps = 0
 
     def note(self, model: nn.Module, steps: int) -> None:
-        """Remember that ``model`` carries so many steps of this schedule now."""
+        """Note the number of this schedule's steps on ``model``."""
         self.steps = steps
         if steps:
             _CLAIMS[model] = self
@@ -49,7 +49,7 @@ def mark(modules: Iterable[nn.Module]) -> None:
 
 
 def unmark(modules: Iterable[nn.Module]) -> None:
-    """The reverse of :func:`mark`."""
+    """Note that one step less changed each of ``modules``."""
     for module in modules:
         left = module.__dict__.get(_MARK, 1) - 1
         if left:
@@ -104,5 +104,5 @@ def refuse_if_scheduled(model: nn.Module, modules: Mapping[str, nn.Module] | Non
 
 
 def _holds_tensors(module: nn.Module) -> bool:
-    """Whether there is anything in it that a step on another module could have split: an activation has nothing."""
+    """Return whether a module holds tensors or modules, which a step elsewhere could have split."""
     return any(True for _ in module.parameters()) or any(True for _ in module.buffers())

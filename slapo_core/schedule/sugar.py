@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class BoundPrimitive:
-    """A primitive waiting for its arguments at one node (or group).
+    """A primitive at one node (or group), to be called with its arguments.
 
     Naming it imports nothing; ``__signature__``, ``__doc__`` and the call load the plugin.
     """
@@ -87,7 +87,7 @@ class Namespace:
 
 
 def bound_primitive(registry: Registry, name: str, target: Any, where: str) -> BoundPrimitive | Namespace:
-    """What ``target.<name>`` is: a primitive by its bare name, or a namespace.
+    """Look up ``target.<name>``: a primitive by its bare name, or a namespace.
 
     Args:
         registry: where names are looked up.
@@ -106,7 +106,7 @@ def bound_primitive(registry: Registry, name: str, target: Any, where: str) -> B
 
 
 def _plain(signature: inspect.Signature) -> str:
-    """The signature without the return annotation and without quotes around annotations."""
+    """Format a signature without return annotation and quotes."""
     parameters = [
         parameter.replace(annotation=_Bare(parameter.annotation))
         if isinstance(parameter.annotation, str)

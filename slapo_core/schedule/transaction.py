@@ -1,4 +1,4 @@
-"""Applying one primitive: preconditions -> edits -> postconditions -> commit, or roll back."""
+"""Apply one primitive: preconditions -> edits -> postconditions -> commit, or roll back."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ if TYPE_CHECKING:
 
 
 Ask = Callable[..., Iterable[tuple[str, Any]]]
-"""Calls a plugin hook and gives all answers, with whose they are: ``ask("slapo_preconditions", node=..., ...)``."""
+"""Calls a plugin hook; returns all answers with their plugins: ``ask("slapo_preconditions", node=..., ...)``."""
 
 Admit = Callable[[Primitive], tuple[str, str]]
-"""Refuses the primitive of a plugin that is not usable; else activates its hooks and gives name and version."""
+"""Refuses the primitive of an unusable plugin; else activates its hooks and returns name and version."""
 
 Settle = Callable[["Node", Primitive], Primitive]
-"""Gives the primitive with its matches located in the graphs as they are now."""
+"""Returns the primitive with its matches located in the present graphs."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """A committed application.
+    """A committed step.
 
     Args:
-        record: what was applied.
+        record: of the primitive.
         entries: they undo it.
         distributions: whose primitives took part.
     """
@@ -52,7 +52,7 @@ class Step:
     distributions: frozenset[str] = frozenset()
 
     def undo(self) -> None:
-        """Take it back; where the user's own changes are in the way, the entries undone so far are made again."""
+        """Undo all entries; where your own changes prevent one, redo those undone so far."""
         unmark(self._changed)
         undone: list[Entry] = []
         try:
@@ -71,17 +71,17 @@ class Step:
         self.mark()
 
     def mark(self) -> None:
-        """Leave it on the changed modules that they carry a step."""
+        """Mark the changed modules as carrying a step."""
         mark(self._changed)
 
     @property
     def _changed(self) -> Iterator[nn.Module]:
-        """Each module that a copy of the model would hold in another state than the reference model."""
+        """Yield each module that the step changed."""
         return iter({id(module): module for entry in self.entries for module in entry.changed}.values())
 
 
 class Transaction:
-    """One application of one primitive at one node: everything or nothing.
+    """Applies one primitive at one node: everything or nothing.
 
     Args:
         tree: the tree that is changed.
@@ -166,7 +166,9 @@ class Transaction:
             ) from error
         violations = _collect(primitive.postconditions(node), primitive, "postconditions", self._plugin)
         if not violations and len(self._edit.entries) + len(self._edit.notes) == before:
-            violations = [Violation("it changed nothing and gave no reason", "call edit.note(reason) if that is right")]
+            violations = [
+                Violation("nothing was changed and no reason was noted", "call edit.note(reason) if that is right")
+            ]
         if violations:
             raise PostconditionError(
                 _message(f"{primitive} at {_where(node)} did not take effect and was rolled back", violations),
@@ -216,14 +218,14 @@ def _collect(found: Iterable[Violation] | None, primitive: Primitive, method: st
 
 
 def _answered(answer: Any, distribution: str) -> list[Violation]:
-    """The violations that a plugin's hook gave."""
+    """Return the violations of a plugin's hook."""
     violations = list(answer) if isinstance(answer, Iterable) and not isinstance(answer, str) else [answer]
     wrong = [item for item in violations if not isinstance(item, Violation)]
     if wrong:
         raise HookError(
             f"hook slapo_preconditions of {distribution} must yield Violation objects (got {wrong[0]!r})",
             plugin=distribution,
-            hint='yield slapo_core.Violation("what is wrong", hint="what to do")',
+            hint='yield slapo_core.Violation("weight is split twice", hint="undo the first split")',
         )
     return violations
 

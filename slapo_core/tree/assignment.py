@@ -11,9 +11,9 @@ MISSING: Any = object()
 
 
 class Assignment:
-    """``setattr(module, name, value)`` that can be taken back.
+    """``setattr(module, name, value)`` that can be undone.
 
-    Modules such as ``nn.LSTM`` keep further references to their parameters, and a module may define properties or count
+    ``nn.LSTM`` keeps further references to its parameters, and a module may define properties or count
     its assignments. What one assignment changed in ``module.__dict__``, and in the lists and dictionaries in it, is
     noted; undoing takes back that and nothing else.
     """
@@ -23,7 +23,7 @@ class Assignment:
         self._changes: list[_Change] = []
 
     def present(self) -> Any:
-        """What stands there now."""
+        """Return the present value."""
         return getattr(self.module, self.name, None)
 
     def set(self, value: Any) -> None:
@@ -90,7 +90,7 @@ _TABLES = {
 
 
 def gradient_hooks(tensor: torch.Tensor | None, *, but: torch.Tensor | None = None) -> tuple[str, ...]:
-    """How the hooks of a tensor were registered: ``("register_hook",)``; empty if it has none.
+    """Return how the hooks of a tensor were registered: ``("register_hook",)``; empty if it has none.
 
     Args:
         tensor: a parameter or a buffer.
@@ -104,7 +104,7 @@ def gradient_hooks(tensor: torch.Tensor | None, *, but: torch.Tensor | None = No
 
 
 class GradientHooks:
-    """The hooks of ``old``, while ``new`` stands in its place.
+    """Moves the hooks of ``old`` to ``new``, which replaces it.
 
     The very same dictionaries, so that the handles that the user got still remove them; only where the new tensor has
     hooks of its own, it gets a dictionary of both.

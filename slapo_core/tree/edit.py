@@ -1,4 +1,4 @@
-"""`Edit`: what a primitive is given to change the model with."""
+"""`Edit`: the only code that changes a model, journaled."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class TreeEdit:
         if not name.isidentifier() or hasattr(node.module, name):
             raise ApplyError(
                 f"'{node.path}' cannot get a module '{name}': "
-                + ("it has an attribute of that name" if name.isidentifier() else "that is no name"),
+                + ("it has an attribute of that name" if name.isidentifier() else "that is not a name"),
                 path=node.path,
                 hint="take another name",
             )
@@ -157,7 +157,7 @@ class TreeEdit:
             name in registered for registered in (module._parameters, module._buffers, module._modules)
         ):
             raise ApplyError(
-                f"'{name}' of '{node.path}' is no plain attribute, or {type(value).__name__} no plain value",
+                f"'{name}' of '{node.path}' is not a plain attribute, or {type(value).__name__} no plain value",
                 path=node.path,
                 hint="use edit.set_parameter, edit.set_buffer or edit.replace_module",
             )
@@ -198,7 +198,7 @@ class TreeEdit:
 
     @contextlib.contextmanager
     def set_aside(self) -> Iterator[None]:
-        """Undo the edits made so far for the duration of a ``with`` block, in which no other is made."""
+        """Undo the edits made so far during a ``with`` block, in which no other is made."""
         entries, was_open = self.entries, self._open
         self.entries, self._open = [], False
         undone: list[Entry] = []
@@ -213,17 +213,17 @@ class TreeEdit:
             self.entries, self._open = entries, was_open
 
     def close(self) -> list[Entry]:
-        """End the edit and give out what was done."""
+        """End the edit and return its entries."""
         self._open = False
         return self.entries
 
     def removal_of(self, path: str) -> ReplaceModule | None:
-        """Which of the edits so far took out the module at ``path``; None if none did."""
+        """Return the edit that removed the module at ``path``; None if none did."""
         replacements = [entry for entry in self.entries if isinstance(entry, ReplaceModule)]
         return next((entry for entry in reversed(replacements) if entry.took_out(path)), None)
 
     def effects(self, path: str) -> tuple[str, ...]:
-        """What was done, for ``explain``: of nodes below the one at ``path``, or elsewhere, with their paths."""
+        """Describe the entries, for ``explain``, with paths relative to ``path``."""
         below = f"{path}." if path else ""
         done = zip(self._paths, self.entries, strict=True)
         described = [
@@ -244,11 +244,11 @@ class TreeEdit:
             self._after_edit(len(self.entries))
 
     def follow(self, first: int) -> None:
-        """Have the graphs above what was changed since edit ``first`` recorded again.
+        """Record the graphs above the modules changed since edit ``first`` again.
 
         Raises:
             ApplyError: one of them was rewritten, and that cannot be repeated, or it calls the module no more; not
-                where tensors were changed too: another step will follow, such as the collective of a split layer.
+                where tensors were changed too: another step will follow, e.g. the collective of a split layer.
         """
         wrapped = {
             path
@@ -283,7 +283,7 @@ class TreeEdit:
                     if is_waiting:
                         continue
                     raise ApplyError(
-                        f"'{path}' is part of what was rewritten in the graph of {where}: {error.message}",
+                        f"'{path}' is part of a rewritten region of the graph of {where}: {error.message}",
                         path=path,
                         hint="change the module first, and rewrite then",
                     ) from error
@@ -298,14 +298,14 @@ class TreeEdit:
                     self.set_graph(self._tree.node(path), opened)
 
     def _opened(self, graph: Graph, path: str, below: str) -> Graph | None:
-        """A graph of its own for a module whose code is part of ``graph``, and that becomes a call."""
+        """Record a graph for a module that was inlined in ``graph`` and becomes a call."""
         module = self._tree.index.modules.get(path)
         if module is None or self._tree.calls.graph(module) is not None:
             return None
         return graph.opened(below, module, lambda: self._tree.owner.example_call_of(path))
 
     def _keep_hooks(self, node: NodeProtocol, name: str, old: torch.Tensor | None, new: torch.Tensor | None) -> None:
-        """Refuse to lose the hooks that the user registered on ``old``: a tensor of its shape takes them over."""
+        """Refuse to lose hooks registered on ``old``: only a tensor of its shape takes them over."""
         lost = gradient_hooks(old, but=new)
         if old is None or old is new or not lost:
             return

@@ -1,4 +1,4 @@
-"""`Calls`: what steps put around the calls of modules, whether it runs on this mesh or not."""
+"""Steps around the calls of modules: `Calls` (all of them), `ModuleForward` (those that run on this mesh)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Calls:
     """Made with the tree, written by journal entries.
 
     Kept by the module's identity and not on the module: what does not run on this mesh leaves no trace there. A module
-    that nobody else holds any more is forgotten.
+    that has no other reference is forgotten.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class Calls:
         changes.insert(0 if first else len(changes), change)
 
     def remove(self, module: nn.Module, change: CallChange) -> None:
-        """Nothing happens if it is not there."""
+        """Remove a change, if present."""
         left = [one for one in self._of(module) if one is not change]
         if left:
             self._changes[module] = left
@@ -63,12 +63,12 @@ class Calls:
             self._changes.pop(module, None)
 
     def graph(self, module: nn.Module) -> Graph | None:
-        """The static graph that runs as the module's forward; None if it runs the forward itself."""
+        """Return the graph that runs as the module's forward; None for the forward itself."""
         found: Graph | None = self._graphs.get(module)
         return found
 
     def set_graph(self, module: nn.Module, graph: Graph | None) -> Graph | None:
-        """Note another graph, or none; the one before."""
+        """Set the graph, or none; return the former one."""
         before = self.graph(module)
         if graph is None:
             self._graphs.pop(module, None)
@@ -82,11 +82,11 @@ class Calls:
 
 
 class _Nothing:
-    """In place of a module's own forward: it had none. A class, because it stays the same one in copies and pickles."""
+    """Marks that a module had no forward of its own; a class, the same one in copies and pickles."""
 
 
 class Wrapping:
-    """One wrapper, and what it made of the forward beneath it.
+    """One wrapper, and its result for the wrapped forward.
 
     Args:
         wrapper: makes a forward of a forward; both take the module first.
@@ -100,7 +100,7 @@ class Wrapping:
         self._made: Any = None
 
     def over(self, forward: Forward) -> Forward:
-        """``wrapper(forward)``, made again only if another forward lay beneath it the last time."""
+        """Return ``wrapper(forward)``, made again only for another forward."""
         if self._beneath is not forward:
             made = self.wrapper(forward)
             if not callable(made):
@@ -110,12 +110,12 @@ class Wrapping:
 
 
 class ModuleForward:
-    """What stands in ``module.__dict__["forward"]`` while steps change the forward: callable like a bound method.
+    """The ``module.__dict__["forward"]`` while steps change the forward: callable like a bound method.
 
-    It is a base, and wrappings around it in order. The base is what the user had set on the instance, or the class's
+    It is a base, and wrappings around it in order. The base is the forward set on the instance, or the class's
     forward; another one may come in its place (a graph), and the wrappings stay around it. With the first change this
     object comes into the module's ``__dict__``, and with the last change undone it goes: what the user had there is
-    there again. A forward that the user sets meanwhile is his: it is neither removed nor replaced.
+    there again. A forward set meanwhile is kept: it is neither removed nor replaced.
 
     Not a bound method itself, because pickle stores that by its name alone: the module would come back with its class's
     own forward, and nobody would notice.
@@ -124,11 +124,11 @@ class ModuleForward:
         module: the module that is called.
     """
 
-    # What is called follows from the rest: whoever compares the state of two models need not see it.
+    # Derived from the rest: not part of the state that comparisons of models see.
     __slots__ = ("__dict__", "__weakref__", "_bottom", "_function")
 
     _module: nn.Module
-    _own: Any  # what the user had set on the instance, or _Nothing
+    _own: Any  # set on the instance, or _Nothing
     _base: Callable[..., Any] | None
     _wrappings: list[Wrapping]
     _bottom: Forward
@@ -140,7 +140,7 @@ class ModuleForward:
 
     @classmethod
     def of(cls, module: nn.Module) -> ModuleForward:
-        """The one that stands on ``module``; or else a new one around what stands there, not put in place yet."""
+        """Return the one of ``module``, or a new one around its forward, not installed yet."""
         present = module.__dict__.get("forward")
         return present if isinstance(present, cls) and present._module is module else cls(module)
 
@@ -151,12 +151,12 @@ class ModuleForward:
 
     @property
     def base(self) -> Callable[..., Any] | None:
-        """What the wrappings lie around, called without the module; None for the class's forward."""
+        """The base, called without the module; None for the class's forward."""
         return self._base
 
     @property
     def has_own(self) -> bool:
-        """Whether the user had set a forward on the instance before any step."""
+        """Whether the instance had a forward of its own before any step."""
         return self._own is not _Nothing
 
     @property
@@ -171,7 +171,7 @@ class ModuleForward:
 
     @property
     def parts(self) -> tuple[Forward, ...]:
-        """What is called beside the class's forward, innermost first: the base, and what each wrapper made."""
+        """List the functions called besides the class's forward, innermost first: base and wrappers' results."""
         made, function = [] if self._base is None else [self._bottom], self._bottom
         for wrapping in self._wrappings:
             function = wrapping.over(function)
@@ -180,7 +180,7 @@ class ModuleForward:
 
     @property
     def is_in_place(self) -> bool:
-        """Whether the module's ``__dict__`` holds what this object left there, and not another forward of the user."""
+        """Whether the module's ``__dict__`` holds this object's forward, not one set meanwhile."""
         return self._module.__dict__.get("forward", _Nothing) is (self._own if self._is_idle else self)
 
     def add(self, wrapping: Wrapping, *, inside: bool = False) -> None:
@@ -188,11 +188,11 @@ class ModuleForward:
         self._change([wrapping, *self._wrappings] if inside else [*self._wrappings, wrapping], self._base)
 
     def remove(self, wrapping: Wrapping) -> None:
-        """Take ``wrapping`` away, wherever it is; nothing happens if it is not here."""
+        """Remove ``wrapping``, if present."""
         self._change([one for one in self._wrappings if one is not wrapping], self._base)
 
     def exchange_wrappers(self, wrappers: Sequence[Callable[[Forward], Forward]]) -> None:
-        """Put other wrappers, innermost first, in the place of all; none of them is known to undo."""
+        """Replace all wrappers, innermost first; undo does not know the new ones."""
         self._change([Wrapping(wrapper) for wrapper in wrappers], self._base)
 
     def set_base(self, base: Callable[..., Any] | None) -> Callable[..., Any] | None:
@@ -265,7 +265,7 @@ class ModuleForward:
     # -- copies -----------------------------------------------------------------------------------------------
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModuleForward:
-        """Around a copy of the base, for the copy of the module; the wrappers are shared, as functions are."""
+        """Copy the base for the copy of the module; wrappers are shared, as functions are."""
         twin = ModuleForward.__new__(ModuleForward)
         memo[id(self)] = twin
         module = copy.deepcopy(self._module, memo)
@@ -318,7 +318,7 @@ def _taking_the_module(module: nn.Module, base: Callable[..., Any]) -> Forward:
 
 
 def _refuse_nameless(wrapper: Callable[..., Any], module: nn.Module) -> None:
-    """Pickle finds a function again by its name; one made inside of another function has none to be found by."""
+    """Return whether pickle finds a function by its name: at the top level of a module."""
     while isinstance(wrapper, functools.partial):
         wrapper = wrapper.func
     if isinstance(wrapper, FunctionType) and "<" in wrapper.__qualname__:  # <locals>, <lambda>

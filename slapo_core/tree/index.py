@@ -1,4 +1,4 @@
-"""A snapshot of which modules are where: canonical paths, aliases, and the places of tied tensors."""
+"""An index of a model: canonical paths of modules, aliases, and the places of tied tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A node: a path into the live tree, and everything one may ask or do there."""
+"""`TreeNode`: a path in the live tree, with its properties and steps."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class TreeNode(OnNodes):
         self._generation = -1
         self._module: nn.Module | None = None
 
-    # -- facts ------------------------------------------------------------------------------------------------
+    # -- properties -------------------------------------------------------------------------------------------
 
     @property
     def module(self) -> nn.Module:

@@ -28,8 +28,8 @@ class _Drawn:
 
 
 def render_tree(tree: Tree, records: Sequence[Record]) -> str:
-    """Draw the module tree; ``layer.0-11 x 12`` stands for twelve children that look the same."""
-    tree.structure_changed()  # what stands there now, whoever put it there
+    """Render the module tree; ``layer.0-11 x 12`` folds twelve equal children."""
+    tree.structure_changed()  # changes outside of the schedule, too
     at: dict[str, list[str]] = {}
     for record in records:
         at.setdefault(record.path, []).append(str(record.primitive))
@@ -97,7 +97,7 @@ def _fold(children: list[tuple[str, _Drawn]], own_name: str) -> list[tuple[str, 
 
 
 def fold_numbers(numbers: Sequence[int]) -> str:
-    """``[0, 1, 2, 5]`` as ``"0-2,5"``."""
+    """Format ``[0, 1, 2, 5]`` as ``"0-2,5"``."""
     parts: list[str] = []
     start = previous = numbers[0]
     for number in [*numbers[1:], None]:
@@ -115,7 +115,7 @@ _DOTTED = re.compile(r"(?<![\w.])(?:\w+\.)+[A-Za-z_]\w*")  # a full name, never 
 
 
 def explain_records(records: Sequence[Record]) -> str:
-    """One paragraph a step: the call, where, by whom, from which line, and every effect.
+    """Describe each step: the call, its path, distribution and source line, and every effect.
 
     Steps that are the same call with the same effects in repeated layers are shown once:
     ``layer.{0-5}.output.dense (x 6)``.

@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 
 def is_glob(path: str) -> bool:
-    """Whether ``path`` selects by pattern rather than by name."""
+    """Return whether ``path`` selects by pattern rather than by name."""
     return any(character in path for character in "*?[")
 
 
 def matching(pattern: str, paths: Iterable[str]) -> list[str]:
-    """Those of ``paths`` that ``pattern`` matches, in their order; the root matches ``**`` only."""
+    """Yield the ``paths`` that ``pattern`` matches; the root matches ``**`` only."""
     accept = _compile(pattern).fullmatch
     return [path for path in paths if accept(path) and (path or pattern == "**")]
 
@@ -57,7 +57,7 @@ def _translate(level: str) -> Iterator[str]:
 
 
 def refuse_number_ranges(pattern: str) -> None:
-    """``[0-11]`` is, as in every glob, one character out of 0, 1: nobody who writes it means that.
+    """Refuse ``[0-11]``, which in a glob is one character out of 0, 1: certainly not what was meant.
 
     Raises:
         PathError: a set of characters that is a range of numbers, or runs backwards.
@@ -81,12 +81,12 @@ def refuse_number_ranges(pattern: str) -> None:
 
 
 def is_regular_expression(text: str) -> bool:
-    """Whether ``text`` has characters that a regular expression has, and no path, glob or name."""
+    """Return whether ``text`` has characters of regular expressions that no path, glob or name has."""
     return any(character in text for character in "\\()|^$+")
 
 
 def meant_as_regular_expression(text: str, paths: Iterable[str]) -> str | None:
-    """The glob to write instead of a regular expression over paths, for a hint; None if ``text`` is none.
+    """Return the glob in place of a regular expression over paths, for a hint; None if ``text`` is not one.
 
     Args:
         text: that matches nothing as a glob.
@@ -97,7 +97,7 @@ def meant_as_regular_expression(text: str, paths: Iterable[str]) -> str | None:
         selected = [path for path in known if re.fullmatch(text, path)]
     except re.error:
         selected = []
-    for some in ("*", ".**.", ".**.*"):  # what .* may stand for
+    for some in ("*", ".**.", ".**.*"):  # candidates for .*
         candidate = re.sub(r"\.{2,}", ".", "".join(_as_glob(text, some))).strip(".")
         if selected and is_glob(candidate) and matching(candidate, known) == selected:
             return f"sch['{candidate}']"
@@ -116,7 +116,7 @@ _TOKENS = re.compile(
 
 
 def _as_glob(text: str, some: str) -> Iterator[str]:
-    """A regular expression piece by piece as a glob, as far as there is one."""
+    """Yield the tokens of a regular expression as a glob, as far as there is one."""
     for token in _TOKENS.finditer(text):
         kind = token.lastgroup
         if kind == "any":
@@ -130,7 +130,7 @@ def _as_glob(text: str, some: str) -> Iterator[str]:
 
 
 def close_matches(path: str, paths: Iterable[str], *, limit: int = 3) -> list[str]:
-    """Paths that a mistyped ``path`` may have meant, best first.
+    """Return close matches of a mistyped ``path``, best first.
 
     The longest prefix that exists is kept, so that ``encoder.layer.0.atention`` is compared with the children of
     ``encoder.layer.0`` before the rest of the model.
@@ -172,7 +172,7 @@ class NodeGroup(OnNodes):
         return type(self)(tuple(owner.apply_each(self.nodes, primitive)), self.pattern)  # type: ignore[arg-type]
 
     def find(self, pattern: Any) -> Any:
-        """Every place at or below these nodes where a pattern stands: see :meth:`slapo_core.spec.node.Node.find`."""
+        """Find the matches of a pattern at or below these nodes: see :meth:`slapo_core.spec.node.Node.find`."""
         return self.nodes[0]._tree.owner.find_at(self.nodes, pattern)
 
     def __iter__(self) -> Iterator[TreeNode]:
@@ -186,7 +186,7 @@ class NodeGroup(OnNodes):
     @overload
     def __getitem__(self, key: slice | str) -> NodeGroup: ...
     def __getitem__(self, key: int | slice | str) -> TreeNode | NodeGroup:
-        """A node by position, a sub-group by slice, or by path what lies there below every node."""
+        """Return a node by position, a sub-group by slice, or the nodes at a path below every node."""
         if isinstance(key, int):
             return self.nodes[key]
         if isinstance(key, slice):
@@ -234,7 +234,7 @@ class NodeGroup(OnNodes):
 if TYPE_CHECKING:
 
     class Selection(TreeNode, NodeGroup):
-        """What ``sch[...]`` gives: a node for a path, a group for a glob.
+        """The type of ``sch[...]``: a node for a path, a group for a glob.
 
         A type checker cannot tell which, so this type has the members of both.
         """

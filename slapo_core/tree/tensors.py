@@ -1,6 +1,6 @@
-"""Which tensor of the reference model each live one stands for: the one truth about tensors, by identity.
+"""Layouts of live tensors, by identity: which reference tensor each corresponds to.
 
-A tensor that no step changed stands for itself, wherever the model holds it, so that ties, aliases, moved modules and
+A tensor that no step changed is its own reference, wherever the model holds it, so ties, aliases, moved modules and
 undo need no bookkeeping. A tensor that a step made has the layout that the step recorded. What no tensor stands for any
 more is either recorded as dropped, or as kept on other ranks; nothing is concluded from absence.
 """
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class TensorTable:
-    """Made with the tree; written by journal entries, read by everybody.
+    """Made with the tree; written by journal entries only.
 
     Args:
         tree: whose tensors these are.
@@ -33,16 +33,16 @@ class TensorTable:
 
     def __init__(self, tree: Tree) -> None:
         self._tree = tree
-        self._untouched: dict[int, tuple[torch.Tensor, str]] | None = None  # None: no step yet, all is untouched
+        self._reference: dict[int, tuple[torch.Tensor, str]] | None = None  # None: no step yet
         self._names: dict[str, str] = {}  # every name of the reference model -> the first name of its tensor
         self._layouts: dict[int, tuple[torch.Tensor, Layout]] = {}
         self._shapes: dict[int, tuple[torch.Tensor, tuple[int, ...]]] = {}
         self._modules: dict[int, tuple[nn.Module, str]] = {}  # those that the steps leave in the model, with a path
         self._made: dict[int, tuple[torch.Tensor, tuple[int, ...]]] = {}  # the shapes when a step last looked
         self.dropped: frozenset[str] = frozenset()
-        """First names of reference tensors that a step gave up."""
+        """First names of reference tensors that a step dropped."""
         self.placement: Placement | None = None
-        """Where tensors live along ``pp``, once ``build`` has decided it; other ranks have stand-ins without memory."""
+        """Ranks of tensors along ``pp``, once ``build`` has decided; other ranks have placeholders without memory."""
         self.trained: Mapping[str, bool] = {}
         """Whether a parameter is trained, by first name, only where a step decided it."""
         self.trained_at_first: Mapping[str, bool] = {}
@@ -60,19 +60,19 @@ class TensorTable:
         entry = self._layouts.get(id(tensor))
         if entry is not None:
             return entry[1]
-        if self._untouched is None:
+        if self._reference is None:
             sites = self._tree.sites.of(tensor)
             return Layout(full_name(*sites[0]) if sites else name, self._shape(tensor))
-        untouched = self._untouched.get(id(tensor))
+        untouched = self._reference.get(id(tensor))
         if untouched is not None:
             return Layout(untouched[1], self._shape(tensor))
         return self._adopted(tensor, name)
 
     def is_known(self, tensor: torch.Tensor) -> bool:
-        """Whether it is the reference model's own, or some step said what it is."""
+        """Return whether a tensor is the reference model's own, or a step set its layout."""
         if id(tensor) in self._layouts:
             return True
-        return bool(self._tree.sites.of(tensor)) if self._untouched is None else id(tensor) in self._untouched
+        return bool(self._tree.sites.of(tensor)) if self._reference is None else id(tensor) in self._reference
 
     def changed(self) -> dict[str, Layout]:
         """Full name -> layout of every live tensor for which a step recorded one."""
@@ -87,7 +87,7 @@ class TensorTable:
         found: dict[int, tuple[str, torch.Tensor]] = {}
         for path, name, tensor in _live(self._tree):
             if not self.is_known(tensor):
-                continue  # a wrapper's, such as FullyShardedDataParallel's flat parameter
+                continue  # of a wrapper: FullyShardedDataParallel's flat parameter
             layout = self.layout(tensor, full_name(path, name))
             apart = {one for one, _ in layout.shards()} | set(layout.partials())
             is_persistent = name not in self._tree.index.modules[path]._non_persistent_buffers_set
@@ -98,30 +98,30 @@ class TensorTable:
     # -- writing: for the journal -----------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """The first step is about to be applied: what is there now is the reference model."""
+        """Note the reference model, before the first step is applied."""
         if {p: id(m) for p, m in self._tree.index.modules.items()} != _identities(self._tree.root):
             self._tree.structure_changed()
-        self._untouched, self._names = {}, {}
+        self._reference, self._names = {}, {}
         self._modules, self._made = (
             {id(module): (module, path) for path, module in self._tree.index.modules.items()},
             {},
         )
         for path, name, tensor in _live(self._tree):
             own = full_name(path, name)
-            self._names[own] = self._untouched.setdefault(id(tensor), (tensor, own))[1]
+            self._names[own] = self._reference.setdefault(id(tensor), (tensor, own))[1]
             self._made[id(tensor)] = (tensor, () if is_lazy(tensor) else tuple(tensor.shape))
-        self.trained_at_first = {own: tensor.requires_grad for tensor, own in self._untouched.values()}
+        self.trained_at_first = {own: tensor.requires_grad for tensor, own in self._reference.values()}
 
     def forget(self) -> None:
-        """No step is left: whatever is there is the reference model."""
-        self._untouched = None
+        """Forget the reference model: no step is left."""
+        self._reference = None
         self.trained_at_first = {}
         self._layouts.clear()
         self._modules.clear()
         self._made.clear()
 
     def assign(self, tensor: torch.Tensor, layout: Layout | None) -> Layout | None:
-        """Record a layout, or, with None, that the tensor has none of its own; gives the one before."""
+        """Record a layout, or None for none; return the former one."""
         before = self._layouts.pop(id(tensor), None)
         if layout is not None:
             self._layouts[id(tensor)] = (tensor, layout)
@@ -129,7 +129,7 @@ class TensorTable:
         return before[1] if before is not None else None
 
     def exchange(self, path: str, old: nn.Module | None, new: nn.Module | None) -> None:
-        """Record that a step put the module ``new`` where ``old`` stood; None: nothing."""
+        """Record that a step replaced module ``old`` by ``new``; None: nothing."""
         for module in old.modules() if old is not None else ():
             self._modules.pop(id(module), None)
         for name, module in new.named_modules() if new is not None else ():
@@ -144,7 +144,7 @@ class TensorTable:
             WeightsError: the module is named.
         """
         fresh = ModuleIndex(self._tree.root)
-        if self._untouched is None:
+        if self._reference is None:
             if _identities(self._tree.root) != {path: id(module) for path, module in self._tree.index.modules.items()}:
                 self._tree.structure_changed()
             return
@@ -161,28 +161,28 @@ class TensorTable:
                 raise _changed(path, f"the {type(module).__name__} '{path}' was taken out of the model")
 
     def drop(self, names: Collection[str]) -> frozenset[str]:
-        """Record that reference tensors are given up; gives what was dropped before."""
+        """Record that reference tensors were dropped; return those dropped before."""
         before = self.dropped
         self.dropped = before | frozenset(name for name in names if name)
         return before
 
     def keep_shapes(self, kept: bool) -> None:
-        """Let tensors have the shapes of now, whatever a runtime does to them that partitions them; or no longer."""
+        """Freeze the known shapes while a runtime partitions tensors; or end that."""
         self._shapes = {id(tensor): (tensor, tuple(tensor.shape)) for _, _, tensor in _live(self._tree)} if kept else {}
 
     def seal(self) -> None:
-        """Let go of every tensor that is no longer in the model."""
-        if self._untouched is None:
+        """Drop every tensor that is no longer in the model."""
+        if self._reference is None:
             self.begin()
-        assert self._untouched is not None
+        assert self._reference is not None
         live = {id(tensor) for _, _, tensor in _live(self._tree)}
-        self._untouched = {key: value for key, value in self._untouched.items() if key in live}
+        self._reference = {key: value for key, value in self._reference.items() if key in live}
         self._layouts = {key: value for key, value in self._layouts.items() if key in live}
         self._shapes = {key: value for key, value in self._shapes.items() if key in live}
         self._made = {key: value for key, value in self._made.items() if key in live}
 
     def _adopted(self, tensor: torch.Tensor, name: str) -> Layout:
-        """The layout of a tensor that was put in outside of the schedule: that of the one whose place it took."""
+        """Return the layout of a tensor set outside of the schedule: that of the tensor it replaced."""
         former = self._tree.former_tensor(name)
         if former is not None and former is not tensor and self.is_known(former):
             layout = self.layout(former, name)

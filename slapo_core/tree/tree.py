@@ -1,4 +1,4 @@
-"""The module tree of one model: nodes on demand, layouts, and which place is which."""
+"""The module tree of one model: nodes on demand, layouts, paths."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class Owner(Protocol):
-    """What nodes need of the schedule they belong to."""
+    """The schedule as its nodes use it."""
 
     @property
     def records(self) -> tuple[Record, ...]: ...
@@ -93,7 +93,7 @@ class Tree:
         return self._sites
 
     def structure_changed(self) -> None:
-        """Forget where things are; nodes look again."""
+        """Forget the index of modules; nodes look again."""
         self.generation += 1
         self._former_sites = self._sites or self._former_sites
         self._index = self._sites = None
@@ -104,7 +104,7 @@ class Tree:
         return self.tensors.changed()
 
     def former_tensor(self, name: str) -> torch.Tensor | None:
-        """What stood at a full name when the tree last looked, before it was last told to look again."""
+        """Return the tensor at a full name in the former index."""
         path, _, own_name = name.rpartition(".")
         for sites in (self._sites, self._former_sites):
             tensor = sites.at(path, own_name) if sites is not None else None
@@ -180,7 +180,7 @@ class Tree:
         )
 
     def look_again_if_changed(self, node: Node) -> None:
-        """Notice modules that were put in, or taken out, outside of the schedule: never change one that is gone."""
+        """Notice modules added or removed outside of the schedule: never change one that is gone."""
         if self._walk_to(node.path) is not self.index.modules.get(node.path):
             self.structure_changed()
 
@@ -223,7 +223,7 @@ class Tree:
 
 
 def tree_of_copy(copy: nn.Module, original: Tree, owner: Owner) -> Tree:
-    """A tree to read: its nodes have the copy's modules and tensors, and the original's layouts, hooks and graphs.
+    """Make a read-only tree: the copy's modules and tensors, the original's layouts, hooks and graphs.
 
     Args:
         copy: a deep copy of the original's root.

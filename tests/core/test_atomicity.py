@@ -154,7 +154,7 @@ def test_postcondition_that_yields_something_else_rolls_back() -> None:
 
 def test_primitive_without_effect_is_refused(message: Messages) -> None:
     error = _refused(Call(lambda node, edit: None), PostconditionError, MLP(), "head")
-    message(error, "changed nothing", "edit.note(reason)")
+    message(error, "nothing was changed", "edit.note(reason)")
 
 
 def test_primitive_that_raises_after_a_nested_one_takes_that_back_too() -> None:

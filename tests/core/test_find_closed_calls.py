@@ -25,7 +25,7 @@ class Layer(nn.Module):
         return self.last(self.act(self.fc(x)))
 
 
-SAID = "not looked into: 'act', 'last'; "
+SAID = "not searched: 'act', 'last'; "
 
 
 def added_gelu(x: torch.Tensor) -> torch.Tensor:
@@ -39,7 +39,7 @@ def test_find_and_the_error_name_the_modules_that_were_not_looked_into(message: 
     assert sch.find(added_gelu).closed == ("act", "last")
     with pytest.raises(slapo.PreconditionError) as caught:
         sch.checkpoint(match=added_gelu)
-    message(caught, "nothing there matches", SAID, "trace(flatten=True)")
+    message(caught, "no match for", SAID, "trace(flatten=True)")
     assert SAID not in repr(sch.find("linear"))  # something was found
 
 

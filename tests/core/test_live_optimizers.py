@@ -173,7 +173,7 @@ def test_an_optimizer_that_needs_whole_tensors_warns_once_of_pieces(message: Mes
     trained(model, whole)
     scheduled(model)
     optimizer = torch.optim.Adafactor(model.parameters())
-    with pytest.warns(UserWarning, match="whole tensors") as caught:
+    with pytest.warns(UserWarning, match="full tensors") as caught:
         trained(model, optimizer)
     message(caught[0].message, "Adafactor", "2 of its parameters")
     with warnings.catch_warnings():
@@ -193,7 +193,7 @@ def test_a_step_that_the_user_built_upon_stays_in_force_when_it_cannot_be_taken_
     for use, error, words in zip(
         uses,
         (slapo.WeightsError, slapo.UndoError, slapo.UndoError),
-        ("fc1.* was put into the model outside", *["step #2 .* cannot be taken back"] * 2),
+        ("fc1.* was put into the model outside", *["step #2 .* cannot be undone"] * 2),
         strict=True,
     ):
         with pytest.raises(error, match=words):

@@ -172,7 +172,7 @@ def odd_gradients() -> tuple[list[str], float, list[torch.dtype]]:
             call()
         messages.append(str(error.value))
     assert torch.equal(before, sch.model.fc2.weight.grad)
-    with sch.untouched(), pytest.raises(slapo.SealedError, match="taken back to step 0"):
+    with sch.untouched(), pytest.raises(slapo.SealedError, match="rewound to step 0"):
         slapo.clip_grad_norm_(sch, 1.0)
     return messages, norms[0], [slapo.clip_grad_norm_(sch, 1.0, p).dtype for p in (1.0, 2.0, math.inf)]
 
@@ -295,7 +295,7 @@ def test_torch_s_own_state_dict_of_a_split_model_warns_once(message: Messages) -
     with pytest.warns(UserWarning, match="reference model") as caught:
         pieces = model.state_dict()
     assert len(caught) == 1
-    message(caught[0].message, "3 tensors, such as 'fc1.weight', here (4, 6) of (8, 6)", "slapo_core.state_dict(sch)")
+    message(caught[0].message, "3 tensors, e.g. 'fc1.weight', here (4, 6) of (8, 6)", "slapo_core.state_dict(sch)")
     assert caught[0].filename == __file__
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -310,7 +310,7 @@ def test_whole_weights_for_a_split_model_are_told_where_to_go(message: Messages)
         with pytest.raises(RuntimeError) as error:
             model.load_state_dict(real("mlp").state_dict(), strict=strict)
         told.update(line.strip() for line in str(error.value).splitlines() if "slapo_core" in line)
-    message(*told, "3 tensors, such as 'fc1.weight', here (4, 6) of (8, 6)", "slapo_core.load_state_dict(sch, state)")
+    message(*told, "3 tensors, e.g. 'fc1.weight', here (4, 6) of (8, 6)", "slapo_core.load_state_dict(sch, state)")
 
 
 def test_models_save_pretrained_and_copies_warn_too_and_what_is_whole_does_not(tmp_path: Path) -> None:

@@ -196,7 +196,7 @@ def test_other_refusals(message: Messages) -> None:
     _, _, schedule = stack()
     node = schedule["blocks.0"]
     text = refusal(schedule, lambda: node.replace(bias_gelu, lambda x, bias: F.gelu(x * bias)))
-    message(text, "nothing there matches")
+    message(text, "no match for")
     text = refusal(schedule, lambda: node.replace(bias_gelu, []))
     message(text, "empty list")
     matches = schedule.find(lambda x, bias: F.gelu(x + bias))

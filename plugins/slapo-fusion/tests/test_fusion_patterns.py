@@ -59,7 +59,7 @@ def test_what_is_only_close_to_a_pattern_is_not_found(case: str) -> None:
     sch = traced(function, inputs)
     assert list(sch["op"].find(name)) == []
     before = copy.deepcopy(sch.model)
-    with pytest.raises(slapo.PreconditionError, match="nothing there matches"):
+    with pytest.raises(slapo.PreconditionError, match="no match for"):
         sch["op"].checkpoint(match=name)
     assert torch.equal(sch.model.eval()(*inputs), before.eval()(*inputs))
 

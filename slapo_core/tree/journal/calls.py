@@ -1,4 +1,4 @@
-"""What happens when a module is called: hooks, and wrappers around its forward."""
+"""Journal entries of a module's call: hooks, wrappers around its forward, its graph."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class AddHook(Entry):
 
 
 class TakenHook:
-    """A hook taken out of one of torch's ordered dictionaries, and between which others it stood."""
+    """A hook removed from one of torch's ordered dictionaries, and its neighbors."""
 
     def __init__(self, hooks: dict[int, Any], identity: int) -> None:
         order = list(hooks)
@@ -94,7 +94,7 @@ class TakenHook:
         self.identity, self.value = identity, hooks.pop(identity)
 
     def put_back(self, hooks: dict[int, Any]) -> None:
-        """Behind the last of those that were before it; hooks that came or went since are left as they are."""
+        """Insert it behind the last of those that were before it; others stay as they are."""
         order = list(hooks)
         ahead = [position for position, identity in enumerate(order) if identity in self.before]
         behind = [position for position, identity in enumerate(order) if identity in self.after]
@@ -132,7 +132,7 @@ class WrapForward(Entry):
 
     def redo(self) -> None:
         if self.active:
-            # A forward that the user set while this step was taken back is what the wrapper goes around now.
+            # A forward set while this step was undone is what the wrapper wraps now.
             if self.forward is None or (self.was_in_place and not self.forward.is_in_place):
                 self.forward = ModuleForward.of(self.module)
             self.forward.add(self.wrapping, inside=self.inside)
@@ -153,7 +153,7 @@ class WrapForward(Entry):
 
 
 class SetGraph(Entry):
-    """A static graph in the place of the forward; what is wrapped around that stays around the graph.
+    """A static graph in place of the forward; wrappers stay around the graph.
 
     Args:
         calls: where it is noted.

@@ -21,16 +21,16 @@ class Entry(ABC):
 
     @property
     def changed(self) -> tuple[nn.Module, ...]:
-        """The modules of which a copy, made now, would not be a copy of the reference ones."""
+        """The modules that differ from those of the reference model."""
         return ()
 
     @abstractmethod
     def describe(self) -> str:
-        """What changed, for ``explain``: ``"weight (3072, 768) -> (1536, 768), tp: S(0)"``."""
+        """Describe the change, for ``explain``: ``"weight (3072, 768) -> (1536, 768), tp: S(0)"``."""
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """A function's name for people: ``"checkpointed"``, also of a ``functools.partial``."""
+    """Return a function's readable name: ``"checkpointed"``, also of a ``functools.partial``."""
     function = getattr(function, "func", function)  # functools.partial
     name: str = getattr(function, "__qualname__", None) or type(function).__qualname__
     return name.replace(".<locals>", "")

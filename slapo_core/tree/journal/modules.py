@@ -1,4 +1,4 @@
-"""Another module, and its plain attributes."""
+"""Journal entries of modules: replaced, added, and their plain attributes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class ReplaceModule(Entry):
     """Another module under every path of the old one.
 
-    A tensor of the old module that the new one holds too stays what it is. Any other one of the same name, or of the
+    A tensor that both modules hold keeps its layout. Any other one of the same name, or of the
     name that ``moved`` gives, takes over its layout; the rest of the new module's tensors is added.
     """
 
@@ -37,7 +37,7 @@ class ReplaceModule(Entry):
         table = tree.tensors
         before = {name: (tensor, table.layout(tensor, f"{path}.{name}")) for name, tensor in _named_tensors(self.old)}
         successor = {moved.get(name, name): layout for name, (_, layout) in before.items() if name not in dropped}
-        # Hooks on a tensor go to the one that stands for the same; what is dropped takes its own along.
+        # Hooks on a tensor move to its successor; a dropped tensor keeps its own.
         successors = dict(_named_tensors(new))
         kept = {id(tensor) for tensor in successors.values()}
         self.hooks = {
@@ -72,7 +72,7 @@ class ReplaceModule(Entry):
         self.tree.tensors.dropped = self.dropped_before
 
     def took_out(self, path: str) -> bool:
-        """Whether ``path`` lay below the replaced module."""
+        """Return whether ``path`` was below the replaced module."""
         below = path.removeprefix(f"{self.path}.")
         if below == path:
             return False
@@ -96,7 +96,7 @@ class ReplaceModule(Entry):
 
 
 class AddModule(Entry):
-    """Another child of a module. Tensors of the model in it are tied; the rest is added."""
+    """A new child of a module. The model's tensors in it become tied; the others are added."""
 
     def __init__(self, tree: Tree, parent: nn.Module, name: str, new: nn.Module) -> None:
         self.tree, self.parent, self.name, self.new = tree, parent, name, new

@@ -1,4 +1,4 @@
-"""Another parameter or buffer object, where it lives, what it stands for, its attributes, whether it is trained."""
+"""Journal entries of tensors: replaced, their layouts, attributes, and whether they are trained."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class SetTensor(Entry):
     ) -> None:
         self.tree, self.sites, self.old, self.new = tree, sites, old, new
         self.holders = [Assignment(tree.index.modules[path], name) for path, name in sites]
-        # What the model's author or ``annotate`` set on the old object goes with it, and goes away again with ``undo``.
+        # Attributes that the model's author or ``annotate`` set on the old object move to the new one, until ``undo``.
         self.carried = _attributes_to_carry(old, new)
         self.hooks = GradientHooks(old, new)
         former = tree.tensors.layout(old, full_name(*sites[0])) if old is not None else None
@@ -48,7 +48,7 @@ class SetTensor(Entry):
             self.dropped = (former.origin,) if own != former.origin else ()
         self.before: Layout | None = None
         self.dropped_before: frozenset[str] = frozenset()
-        self.put_over: dict[int, torch.Tensor | None] = {}  # by holder: what the user put over it meanwhile
+        self.put_over: dict[int, torch.Tensor | None] = {}  # by holder: tensors set over it meanwhile
 
     def redo(self) -> None:
         table = self.tree.tensors
@@ -56,7 +56,7 @@ class SetTensor(Entry):
             self.new.__dict__.update(self.carried)
         self.hooks.carry()
         for position, holder in enumerate(self.holders):
-            # By attribute and not into the dictionary: modules such as nn.LSTM keep further references.
+            # By attribute and not into the dictionary: nn.LSTM keeps further references.
             holder.set(self.put_over.get(position, self.new))
         self.tree.sites.move(self.old, self.new, self.sites)
         if self.new is not None and self.layout is not None:
@@ -66,7 +66,9 @@ class SetTensor(Entry):
     def undo(self) -> None:
         for holder, site in zip(self.holders, self.sites, strict=True):
             if not any(holder.name in table for table in (holder.module._parameters, holder.module._buffers)):
-                raise ApplyError(f"'{full_name(*site)}' is no parameter or buffer any more, a parametrization perhaps")
+                raise ApplyError(
+                    f"'{full_name(*site)}' is no longer a parameter or buffer (a parametrization, perhaps)"
+                )
         present = {place: holder.present() for place, holder in enumerate(self.holders)}
         self.put_over = {place: tensor for place, tensor in present.items() if tensor is not self.new}
         for holder in reversed(self.holders):
@@ -93,7 +95,7 @@ class SetTensor(Entry):
 
 
 class SetLayout(Entry):
-    """What a tensor stands for, where the tensor itself stays: a split over a mesh dimension of one rank."""
+    """The layout of a tensor that itself stays: a split over a mesh dimension of one rank."""
 
     def __init__(self, tree: Tree, name: str, tensor: torch.Tensor, layout: Layout) -> None:
         self.tree, self.name, self.tensor, self.layout = tree, name, tensor, layout

@@ -112,7 +112,7 @@ def _nearest(node: Any, name: str) -> str:
         node.checkpoint(match=name)
     except slapo.SlapoError as error:
         text = _line(error)
-        return text.partition("nearest to it comes this: ")[2] or text
+        return text.partition("closest candidate: ")[2] or text
     raise AssertionError(f"{name} was not found, and yet checkpointed")
 
 
