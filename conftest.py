@@ -27,7 +27,7 @@ preload_modules(
     "slapo_core.native.engine",
     "slapo_core.primitives.merging",
     "slapo_core.testing.checks.two_ranks",
-    "slapo_core.verification.dry",
+    "slapo_core.verification.child_processes",
     "slapo_core.weights.checkpoint",
     "slapo_pipeline.partition.hook",
     "slapo_tp.hooks",

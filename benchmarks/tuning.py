@@ -23,10 +23,10 @@ from tuning_grids import MEASURED, Grid, four_knobs, held_out, measured, paper_g
 
 from slapo_core import Sampler
 from slapo_core.spec.sampler import Point, SearchSpace, Trial
-from slapo_tune.samplers.asking import Asking, candidates_of, drawn, exactly, replayed
 from slapo_tune.samplers.coordinate import Coordinate
 from slapo_tune.samplers.frontier import Frontier
 from slapo_tune.samplers.optuna import OptunaTpe
+from slapo_tune.samplers.program import Asking, candidates_of, drawn, exactly, replayed
 from slapo_tune.samplers.random import Random
 from slapo_tune.space import Space
 

@@ -18,7 +18,7 @@ from slapo_core.estimation.training_step import with_waiting
 from slapo_core.ranks.launcher import preload_modules, run_process
 from slapo_core.spec.device import DeviceSpec
 from slapo_core.spec.mesh import Mesh, check_sizes
-from slapo_core.verification.dry import installed_modules
+from slapo_core.verification.child_processes import installed_modules
 
 if TYPE_CHECKING:
     from slapo_core.schedule.schedule import Schedule

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 from slapo_core.errors import ArgumentError, EstimateError, SealedError, SerializationError
 from slapo_core.estimation.values import Following, is_followed
 from slapo_core.schedule.creation import create_schedule
-from slapo_core.verification.dry import Sent, sent
+from slapo_core.verification.child_processes import Sent, sent
 
 if TYPE_CHECKING:
     from slapo_core.schedule.schedule import Schedule

@@ -1,4 +1,4 @@
-"""``verify``: hold a scheduled model against the reference model."""
+"""``verify``: compare a scheduled model with the reference model."""
 
 from __future__ import annotations
 
@@ -66,17 +66,16 @@ def verify(
     the report, as it is loud in training, too); the gradients of floating-point inputs; and after some steps of SGD
     with momentum the parameters, buffers and outputs. (Not of an adaptive optimizer: it divides by the gradient's size,
     and so makes full-sized differences of the rounding noise in a gradient that is zero.) All that with dropout off;
-    who drops how much is compared too, and outputs and gradients with dropout on, unless the schedule draws other
-    random numbers, rightly: for a piece of a tensor, or by a step that promises RANDOM; and with dropout on, ranks that
-    see the same samples must have the same outputs, and gradients of parameters that all of them have whole. The first
-    of these once more in the model's own types, where it is allowed what rounding does to the reference model there;
-    there both choose (``topk``, ``max``, ``argmax``: a token's experts) as in the finer type, where the scores are the
-    same but for rounding.
-    A model that the schedule cuts into stages runs stage by stage, in this process, and each gets only what it is sent.
-    Every rank of the mesh calls it and compares its own pieces; every rank gets the same answer. Where the mesh is only
-    declared, the processes are started on this machine's CPU and repeat the schedule.
+    which modules drop how much is compared, too; and outputs and gradients with dropout on, unless the schedule uses
+    other random numbers on purpose: for a shard, or by a step that promises RANDOM; and with dropout on, ranks with the
+    same samples must have the same outputs, and the same gradients of full parameters. The first of these once more in
+    the model's own types, where it is allowed what rounding does to the reference model there; there both choose
+    (``topk``, ``max``, ``argmax``: a token's experts) as in the finer type, where the scores are the same but for
+    rounding. A model that the schedule cuts into stages runs stage by stage, in this process, and each gets only what
+    it is sent. Every rank of the mesh calls it and compares its own shards; every rank gets the same answer. Where the
+    mesh is only declared, the processes are started on this machine's CPU and repeat the schedule.
 
-    A list of schedules of one model (of several instances of it, alike in structure and values) is compared schedule by
+    A list of schedules of one model (of several instances of it, equal in structure and values) is compared schedule by
     schedule with the reference model, and thereby with each other; the meshes may differ.
 
     A rank that raises is named on every rank, and so is one that leaves out a collective, after ``timeout`` at the
@@ -97,25 +96,25 @@ def verify(
         atol: the absolute difference allowed, in place of the floor that follows from the type.
         optimizer_steps: how many are compared; 0 compares none.
         seed: of the inputs' cotangents and of everything random.
-        blame_seconds: for the search for the steps that do it, once the models were seen to differ; then the best
+        blame_seconds: for the search for the steps to blame, once the models differ; then the best
             three suspects are named, with "search stopped". None: no limit.
         timeout: seconds that a rank waits in a collective for another one; None: the larger of 60 and ten times what
             the reference model took. For an abstract mesh, seconds for its processes; None: 120.
 
     Returns:
-        what was compared, how close it came, and what could not be compared; print it. For a list, one of each.
+        the report: differences by kind, largest share of the tolerance, and notes; print it. For a list, one each.
 
     Raises:
         VerifyError: they differ; the first tensor that does, the numbers, the tolerance and the steps are named. The
-            same on every rank. Of several schedules the first that differs, with what came of the others.
+            same on every rank. Of several schedules the first that differs, with the outcomes of the others.
         RankMismatchError: ranks have other inputs, options, reference weights or steps.
         RankFailedError: a rank ended or left in the middle, e.g. by KeyboardInterrupt; it is named.
-        ArgumentError: there are no inputs, or the reference model does not run on them, or its output depends on no
+        ArgumentError: inputs are missing, or the reference model does not run on them, or its output depends on no
             parameter that is trained; or schedules are of different models.
         SealedError: the schedule was built or sealed, and the originals are gone.
         WeightsError: the model was changed outside of the schedule.
         TraceError: the model cannot be cut where the schedule says; the step is named.
-        HookError: what a plugin answers about the stages cannot be right; it is named.
+        HookError: a plugin's answer about the stages is wrong; the plugin is named.
 
     Source: paper section 3.5, the verifier.
     """
@@ -147,7 +146,7 @@ def verify(
 def _verify_each(
     schedules: Sequence[Schedule], given: Any, options: Options, timeout: float | None
 ) -> tuple[VerifyReport, ...]:
-    from slapo_core.verification.dry import check_in_processes
+    from slapo_core.verification.child_processes import check_in_processes
     from slapo_core.verification.inputs import Inputs
     from slapo_core.verification.report import Outcome, Siblings, conclude
     from slapo_core.verification.session import check_each
@@ -182,7 +181,7 @@ def _verify_each(
 def _schedules(sch: Schedule | Sequence[Schedule], example_inputs: Any) -> tuple[Schedule, ...]:
     """
     Raises:
-        ArgumentError: it is no schedule and no list of schedules, or the second argument is one.
+        ArgumentError: not a schedule or list of schedules, or the second argument is one.
     """
     from slapo_core.schedule.schedule import Schedule
 

@@ -1,9 +1,9 @@
-"""The steps beside approximate ones, held to their own promises: what one step may, hides a mistake of another.
+"""Check exact steps without the approximate ones, whose looser tolerance could hide mistakes of the exact ones.
 
 A step that promises APPROXIMATE loosens the comparison of the whole model. So the schedule is run once more without
 such steps. The rest may depend on them, though: a sync whose shard is inside of a replaced module is wrong without it.
 Where the rest does not agree, ever more of what is around the approximate steps is left out too; and a difference
-counts only if the loose tolerance would have hidden it, and if all that is left out agrees by itself.
+counts only if the loose tolerance would have hidden it, and if the steps that were left out agree on their own.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from slapo_core.spec.record import Record
 
 
-_LEVELS = 4  # so many trials: without the approximate steps; nor what is below them; below their parents; above those
+_LEVELS = 4  # trials: without the approximate steps; those below them; below their parents; above those
 
 
 @dataclass(frozen=True)
 class Hidden:
-    """What came of the rest of a schedule.
+    """The outcome of the other steps.
 
     Args:
         rest: the steps that were run.
@@ -43,7 +43,7 @@ class Hidden:
 
 
 def without_approximate_steps(trials: Trials, reference: ReferenceRun, records: Sequence[Record]) -> Hidden | None:
-    """Hold the steps that promise more to what they promise; None where no step loosens anything for them.
+    """Check the exact steps under their own promises; None if no step loosens the tolerance.
 
     All ranks call it, and get the same answer.
 
@@ -64,7 +64,7 @@ def without_approximate_steps(trials: Trials, reference: ReferenceRun, records: 
         if tried.agrees:
             return Hidden(rest, others, None, untouched, _note(strict, rest, loose))
         if level == 0 or tried.first is None:
-            continue  # a step at a module that was replaced may be meant for what is there now
+            continue  # a step at a replaced module may be meant for the replacement
         if not trials.try_steps(untouched, EARLY, rest, promises=records).agrees:
             continue  # with the approximate steps it agrees, so it needs them
         if trials.try_steps(untouched, EARLY, others).agrees:
@@ -78,7 +78,7 @@ def _is_loose(record: Record) -> bool:
 
 
 def _parts(strict: Sequence[Record], loose: Sequence[Record]) -> Iterator[tuple[Record, ...]]:
-    """The steps without the approximate ones; then also without those at, or below, ever higher modules."""
+    """Yield the steps without the approximate ones; then also without those at or below ever higher modules."""
     places = [record.path for record in loose]
     yield tuple(strict)
     for _ in range(_LEVELS - 1):

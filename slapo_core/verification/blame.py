@@ -1,28 +1,263 @@
-"""Find the steps that broke the model: repeat parts of the schedule on fresh copies, and narrow down."""
+"""Find the steps that broke the model, and a fix that was tried: repeat parts of the schedule on fresh copies."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+from slapo_core.errors import HookError
 from slapo_core.spec.record import Record
-from slapo_core.spec.suggestion import Suggestion
-from slapo_core.verification.cures import Cure, Suggest, applied, as_the_others, find_cure, first_cure, without_one
-from slapo_core.verification.search import SINGLE_STEPS, Failed, Part, Search, Try, alike_path, is_below, nearest
+from slapo_core.spec.suggestion import Change, Suggestion
+from slapo_core.verification.search import SINGLE_STEPS, Failed, Part, Search, Try, block_pattern, is_below, nearest
 
-MAX_CURES = 60  # so many further trials of other steps
-_FEW = 24  # so many steps are tried one by one in the part that is left
-_REPEATED = 8  # so many repeated blocks are tried for the mistake that was found in one
-_NAMED = 3  # so many steps are named at most where it is not known which of them does it
+if TYPE_CHECKING:
+    from slapo_core.schedule.schedule import Schedule
+
+
+def suggestions(schedule: Schedule, gradients: Sequence[str]) -> list[Suggestion]:
+    """Collect the suggestions of the plugins that a schedule names.
+
+    Raises:
+        HookError: a plugin's ``slapo_suggest`` raised, or gave something else than suggestions.
+    """
+    found: list[Suggestion] = []
+    for distribution, answer in schedule.hooks.call_each(
+        "slapo_suggest", schedule=schedule, gradients=tuple(gradients)
+    ):
+        given = list(answer) if isinstance(answer, Iterable) and not isinstance(answer, str) else [answer]
+        for item in given:
+            if not isinstance(item, Suggestion):
+                raise HookError(
+                    f"hook slapo_suggest of {distribution} must yield Suggestion objects (got {item!r})",
+                    plugin=distribution,
+                    hint="yield Suggestion((Change(path, primitive),))",
+                )
+        found += given
+    return found
+
+
+_MOST = 6
+
+
+def as_the_others(records: Sequence[Record], paths: Sequence[str]) -> list[Suggestion]:
+    """Suggest for a module whose steps differ from those at the same place in other blocks: these other steps.
+
+    Args:
+        records: the whole schedule.
+        paths: of all modules.
+
+    Returns:
+        the rarest variants first; empty where all blocks are equal, or all differ.
+    """
+    steps: dict[str, list[Record]] = {}
+    for record in records:
+        steps.setdefault(record.path, []).append(record)
+    places: dict[str, list[str]] = {}
+    for path in paths:
+        places.setdefault(block_pattern(path), []).append(path)
+    found: list[tuple[int, Suggestion]] = []
+    for alike in places.values():
+        if len(alike) < 2 or not any(path in steps for path in alike):
+            continue
+        variants = {path: tuple(steps.get(path, ())) for path in alike}
+        counts = Counter(map(_texts, variants.values()))
+        if len(counts) < 2 or len(counts) > 3:
+            continue
+        for path, own in variants.items():
+            if counts[_texts(own)] == max(counts.values()) and len(set(counts.values())) > 1:
+                continue
+            for other in _unlike(own, variants.values()):
+                changes = tuple(_changes(path, own, other))
+                if changes:
+                    found.append((counts[_texts(own)], Suggestion(changes, likely=True)))
+    found.sort(key=lambda item: item[0])
+    return [suggestion for _, suggestion in found][:_MOST]
+
+
+def _texts(steps: Part) -> tuple[str, ...]:
+    return tuple(sorted(str(record.primitive) for record in steps))
+
+
+def _unlike(own: Part, variants: Iterable[Part]) -> list[Part]:
+    unlike: dict[tuple[str, ...], Part] = {}
+    for other in variants:
+        if _texts(other) != _texts(own):
+            unlike.setdefault(_texts(other), other)
+    return list(unlike.values())
+
+
+def _changes(path: str, own: Part, other: Part) -> Iterator[Change]:
+    """Return the changes that turn the steps at a module into those of another."""
+    wanted = Counter(_texts(other)) - Counter(_texts(own))
+    surplus = Counter(_texts(own)) - Counter(_texts(other))
+    added = [record for record in other if _take(wanted, record)]
+    removed = [record for record in own if _take(surplus, record)]
+    while removed and added and (pair := _pair(removed, added)):
+        old, new = pair
+        removed.remove(old)
+        added.remove(new)
+        yield Change(path, new.primitive, instead_of=old)
+    for record in removed:
+        yield Change(path, instead_of=record)
+    for record in added:
+        yield Change(path, record.primitive, first=record is other[0])
+
+
+def _pair(removed: Sequence[Record], added: Sequence[Record]) -> tuple[Record, Record] | None:
+    return next(((old, new) for old in removed for new in added if old.name == new.name), None)
+
+
+def _take(counter: Counter[str], record: Record) -> bool:
+    text = str(record.primitive)
+    if not counter[text]:
+        return False
+    counter[text] -= 1
+    return True
+
+
+_LIKELY = 12  # trials, before the steps are narrowed down
+_TOGETHER = 3  # at most this many steps are an answer
+
+Suggest = Callable[[], Sequence[Suggestion]]
+
+
+@dataclass(frozen=True)
+class Cure:
+    """Changes that make the schedule agree.
+
+    Args:
+        suggestion: the changes.
+        likewise: paths at which the same is needed besides.
+        of_part: whether only the part that was looked at agrees with them, and the whole schedule has more mistakes.
+    """
+
+    suggestion: Suggestion
+    likewise: tuple[str, ...] = ()
+    of_part: bool = False
+
+
+def applied(records: Sequence[Record], changes: Sequence[Change]) -> Part:
+    """Return the steps with the changes made."""
+    found: list[Record] = []
+    instead = {change.instead_of.index: change.primitive for change in changes if change.instead_of is not None}
+    waiting = [change for change in changes if change.instead_of is None]
+    for record in records:
+        early = [change for change in waiting if change.first and change.path == record.path]
+        waiting = [change for change in waiting if change not in early]
+        found += map(_added, early)
+        primitive = instead.get(record.index, record.primitive)
+        if primitive is not None:
+            found.append(dataclasses.replace(record, primitive=primitive))
+    return (*found, *map(_added, waiting))
+
+
+def _added(change: Change) -> Record:
+    assert change.primitive is not None
+    return Record(0, change.primitive, change.path, "", "")
+
+
+def without_one(search: Search, part: Part) -> Cure | None:
+    """Find a step of ``part`` without which all others agree; several, if only together."""
+    steps = part if len(search.steps) > 1 else ()
+    changes = [Change(record.path, instead_of=record) for record in steps if search.agrees_without(record)]
+    return Cure(Suggestion(tuple(changes))) if 0 < len(changes) <= _TOGETHER else None
+
+
+def first_cure(search: Search, suggestions: Sequence[Suggestion]) -> Cure | None:
+    """Try likely changes before the search; return the first that makes the whole schedule agree."""
+    end, seen = search.trials + _LIKELY, set[object]()
+    for suggestion in suggestions:
+        key = tuple(
+            (block_pattern(each.path), str(each.primitive), each.instead_of is None) for each in suggestion.changes
+        )
+        for variant, likewise in _variants(search, suggestion) if suggestion.likely else ():
+            if variant is not suggestion and key in seen:
+                continue
+            if search.trials < end and search.agrees(applied(search.steps, variant.changes)):
+                return Cure(suggestion, likewise)
+        seen.add(key)
+    return None
+
+
+def find_cure(search: Search, part: Part, suggestions: Sequence[Suggestion]) -> Cure | None:
+    """Find the first suggestion that makes the schedule agree, those near ``part`` first.
+
+    Args:
+        search: what tries.
+        part: the steps that were found to fail.
+        suggestions: what may be changed.
+    """
+    ordered = sorted(suggestions, key=lambda each: _distance(each, part))
+    everywhere_first = bool(search.likewise)
+    for suggestion in ordered:
+        variants = _variants(search, suggestion)
+        for variant, likewise in reversed(variants) if everywhere_first else variants:
+            if search.agrees(applied(search.steps, variant.changes)):
+                return Cure(suggestion, likewise)
+    if len(part) == len(search.steps):
+        return None
+    for suggestion in ordered:
+        if _is_within(suggestion, part) and search.agrees(applied(part, suggestion.changes)):
+            return Cure(suggestion, of_part=True)
+    return None
+
+
+def _variants(search: Search, suggestion: Suggestion) -> list[tuple[Suggestion, tuple[str, ...]]]:
+    """Extend a suggestion to all repeated blocks; with the paths of further changes."""
+    changes = {(str(each), each.first): each for change in suggestion.changes for each in _alike(search, change)}
+    if len(changes) <= len(suggestion.changes):
+        return [(suggestion, ())]
+    own = {change.path for change in suggestion.changes}
+    others = dict.fromkeys(change.path for change in changes.values() if change.path not in own)
+    return [(suggestion, ()), (Suggestion(tuple(changes.values())), tuple(others))]
+
+
+def _alike(search: Search, change: Change) -> Iterator[Change]:
+    if change.instead_of is not None:
+        old, place = str(change.instead_of.primitive), block_pattern(change.path)
+        for record in search.steps:
+            if str(record.primitive) == old and block_pattern(record.path) == place:
+                yield dataclasses.replace(change, path=record.path, instead_of=record)
+        return
+    has = {record.path for record in search.steps if str(record.primitive) == str(change.primitive)}
+    for path in search.paths if "*" in block_pattern(change.path) else (change.path,):
+        if block_pattern(path) == block_pattern(change.path) and path not in has:
+            yield dataclasses.replace(change, path=path)
+
+
+def _is_within(suggestion: Suggestion, part: Part) -> bool:
+    indices = {record.index for record in part}
+    return all(change.instead_of is None or change.instead_of.index in indices for change in suggestion.changes)
+
+
+def _distance(suggestion: Suggestion, part: Part) -> int:
+    """Return how many levels above the part's steps a change is."""
+    return max(min(_up(record.path, change.path) for record in part) for change in suggestion.changes)
+
+
+def _up(path: str, other: str) -> int:
+    levels, others = path.split("."), other.split(".")
+    common = 0
+    while common < min(len(levels), len(others)) and levels[common] == others[common]:
+        common += 1
+    return len(levels) - common
+
+
+MAX_CURES = 60  # further trials of other steps
+_FEW = 24  # steps tried one by one in the remaining part
+_REPEATED = 8  # repeated blocks tried for a mistake found in one
+_NAMED = 3  # steps named at most where the cause among them is not known
 
 
 @dataclass(frozen=True)
 class Blame:
-    """Steps, and how they were found.
+    """The steps to blame, and how they were found.
 
     Args:
-        records: what most likely broke the model, oldest first.
+        records: the steps that most likely broke the model, oldest first.
         proven: whether these steps alone reproduce the failure, or taking them away, or changing them, cures it; False
             means that they are only those nearest to the first tensor that differs.
         likewise: paths of repeated blocks whose steps fail in the same way.
@@ -33,7 +268,7 @@ class Blame:
         among: the number of steps that fail only together, of which the records are the nearest; 0 if they are all.
         ran_out: whether the trials ended before the search did.
         stopped: whether the time for the search was over.
-        placed: whether no trial was needed, because only these steps do what was seen at that place.
+        placed: whether no trial was needed, because only these steps change that place.
     """
 
     records: tuple[Record, ...]
@@ -50,14 +285,14 @@ class Blame:
 
     @classmethod
     def by_place(cls, records: Sequence[Record]) -> Blame:
-        """The first of steps each of which does it where it stands, and the places of the others."""
+        """Blame the first of steps that each cause the failure at their own path; list the other paths."""
         likewise = tuple(dict.fromkeys(record.path for record in records[1:] if record.path != records[0].path))
         return cls(tuple(records[:1]), proven=True, likewise=likewise, placed=True)
 
     def __str__(self) -> str:
         if not self.records and self.proven and self.suggestion is None:
             return (
-                "  no step does it: the same steps on a fresh copy of the reference model agree with it, so the "
+                "  no step causes it: the same steps on a fresh copy of the reference model agree, so the "
                 "scheduled model, or its weights, were changed outside of the schedule"
             )
         shown = [*map(_line, self.records)]
@@ -68,7 +303,7 @@ class Blame:
 
     def _how(self) -> str:
         if self.placed:
-            return "the step that does it, as no other stands around this place:"
+            return "the step that causes it, the only one at or above this module:"
         ended = ", which is as many as there may be" if self.ran_out else ""
         ended = "; search stopped: verify(..., blame_seconds=None) goes on" if self.stopped else ended
         if not self.proven and self.among:
@@ -83,7 +318,7 @@ class Blame:
             return f"{found}; the steps nearest to this tensor are:"
         if self.suggestion is not None and all(change.instead_of is None for change in self.suggestion.changes):
             return f"a step is missing{' at these' if self.records else ''}, tried on fresh copies of the model:"
-        return "the steps that do it, tried on fresh copies of the model:"
+        return "the steps that cause it, tried on fresh copies of the model:"
 
 
 def find_steps(
@@ -97,10 +332,10 @@ def find_steps(
     paths: Sequence[str] = (),
     stop: Callable[[], bool] = lambda: False,
 ) -> Blame:
-    """Find the part of ``records``, which fail together, that fails alone, and in the same way.
+    """Find the part of ``records`` that fails alone in the same way.
 
     A few steps, or those at the first tensor that differs, are tried one by one first: a step that fails alone, and
-    without which the rest agrees, is it. Then what is likely to be missing is tried. Then the steps are narrowed down
+    without which the rest agrees, is the cause. Then steps that are likely missing are tried. Then the search narrows
     by sub-tree, from the top: a group that fails alone with the same numbers is followed, and repeated blocks
     (``layer.0``, ``layer.1``) stand for themselves, so among several that fail the first is followed and the others are
     named. Steps at modules that share a parameter stay together: a tied vocabulary is split in one place and
@@ -138,7 +373,7 @@ def find_steps(
 
 
 def _instead(search: Search, step: Record, suggestions: Sequence[Suggestion]) -> Suggestion | None:
-    """What to write in the place of the step that does it, or beside it."""
+    """Find a suggestion at the step's path that makes the schedule agree."""
     for suggestion in suggestions:
         is_here = all(change.path == step.path and change.instead_of in (None, step) for change in suggestion.changes)
         if is_here and search.agrees(applied(search.steps, suggestion.changes)):
@@ -147,7 +382,7 @@ def _instead(search: Search, step: Record, suggestions: Sequence[Suggestion]) ->
 
 
 def _repeated(search: Search, step: Record) -> tuple[Record, tuple[str, ...]]:
-    """The first of the same steps that fail alone in repeated blocks, and the blocks of the others."""
+    """Find the first of the same steps in repeated blocks that fail alone, and the blocks of the others."""
     same = [record for record in search.steps if _kind(record) == _kind(step)]
     others = len(same) <= _REPEATED and not search.agrees_without(step)
     failing = [other for other in same if other is step or (others and search.is_like((other,)))]
@@ -156,12 +391,12 @@ def _repeated(search: Search, step: Record) -> tuple[Record, tuple[str, ...]]:
 
 
 def _kind(record: Record) -> tuple[str, str]:
-    """What a step has in common with the same ones in repeated blocks."""
-    return alike_path(record.path), str(record.primitive)
+    """Return a key that equal steps in repeated blocks share."""
+    return block_pattern(record.path), str(record.primitive)
 
 
 def _block(path: str, other: str) -> str:
-    """The part of a path up to the number in which it differs from another."""
+    """Return a path up to the number in which it differs from another."""
     levels = path.split(".")
     differing = [place for place, (own, its) in enumerate(zip(levels, other.split("."), strict=True)) if own != its]
     return ".".join(levels[: differing[0] + 1]) if differing else path
@@ -199,12 +434,12 @@ def _find(search: Search, suggest: Suggest) -> Blame:
 
 
 def _tells_by_numbers(search: Search) -> bool:
-    """Whether a part that fails in the same way must have the mistake: many mistakes raise the same exception."""
+    """Return whether an equal failure proves the mistake: many mistakes raise the same exception."""
     return search.target is not None and not search.target.raises
 
 
 def _without_alike(steps: Part, part: Part) -> Part:
-    """The steps without those of ``part``, and without the same ones in all repeated blocks."""
+    """Drop the steps of ``part``, and equal ones in all repeated blocks."""
     alike = set(map(_kind, part))
     return tuple(record for record in steps if _kind(record) not in alike)
 
@@ -212,7 +447,7 @@ def _without_alike(steps: Part, part: Part) -> Part:
 def _in_part(
     search: Search, part: Part, suggestions: Sequence[Suggestion], advice: Sequence[Suggestion]
 ) -> Blame | None:
-    """The cause within the part that is left, if it can be shown."""
+    """Find the cause within the remaining part, if it can be shown."""
     found = part if len(part) == 1 and (len(search.steps) > 1 or isinstance(search.outcome(part), Failed)) else ()
     if _NAMED < len(part) <= _FEW:
         found = next(((record,) for record in part if search.is_same((record,))), ())
@@ -224,9 +459,9 @@ def _in_part(
 
 
 def _cured(search: Search, cure: Cure, advice: Sequence[Suggestion]) -> Blame:
-    """The steps that are changed, or else those nearest to what is added.
+    """Blame the changed steps, or else those nearest to an added one.
 
-    To leave a step out is advice where a plugin suggests it (``advice``); elsewhere it only shows which step does it.
+    Leaving a step out is advice where a plugin suggests it (``advice``); otherwise it only shows the cause.
     """
     changes = cure.suggestion.changes
     wrong = tuple(change.instead_of for change in changes if change.instead_of is not None)
@@ -239,7 +474,7 @@ def _cured(search: Search, cure: Cure, advice: Sequence[Suggestion]) -> Blame:
 
 
 def _beside(search: Search, path: str) -> Part:
-    """The steps at a module, or at one that is tied to it, or in the smallest sub-tree around it."""
+    """Return the steps at a module, or at one tied to it, or in the smallest sub-tree around it."""
     together = frozenset[str]().union(*(paths for paths in search.tied if path in paths))
     at = tuple(record for record in search.steps if record.path == path)
     at = at or tuple(record for record in search.steps if record.path in together)

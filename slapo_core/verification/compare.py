@@ -1,4 +1,4 @@
-"""Compare what two runs gave, tensor by tensor."""
+"""Compare two runs, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from slapo_core.spec.equivalence import Equivalence
 from slapo_core.verification.copies import Counterparts
-from slapo_core.verification.dropout import DrawnAlike, compare_draws
+from slapo_core.verification.dropout import DropoutComparison, compare_draws
 from slapo_core.verification.kinds import KINDS, ORDER, label
 from slapo_core.verification.phases import Observation
 from slapo_core.verification.precision import dtype_name, is_inexact
@@ -26,12 +26,12 @@ class Difference:
     Args:
         kind: of :data:`~slapo_core.verification.kinds.KINDS`.
         name: the tensor's name in the scheduled model, or of the output leaf.
-        problem: what is wrong, in words and numbers.
+        problem: in words and numbers.
         largest: the largest absolute difference; infinite where there is none to measure.
         allowed: the largest allowed.
         hint: what usually causes it.
         rule: from which ``allowed`` follows, in words.
-        by: the indices of the steps that do it, where that needs no trial.
+        by: indices of the steps to blame, where no trial is needed.
     """
 
     kind: str
@@ -45,7 +45,7 @@ class Difference:
 
 
 def _compared(kind: str, before: Any, after: Any, allowed: float) -> tuple[str, float, str | None]:
-    """What is wrong in words, "" if nothing is; the size of the difference in any case; what usually causes it."""
+    """Compare two tensors: the problem in words ("" for none), the difference, and its usual cause."""
     if isinstance(before, float) and isinstance(after, float):
         before, after = torch.tensor(before).double(), torch.tensor(after).double()
     if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor):
@@ -131,13 +131,13 @@ def _shape_hint(before: torch.Size, after: torch.Size) -> str | None:
 
 @dataclass(frozen=True)
 class Largest:
-    """The largest difference seen in one kind, and how close it came to what is allowed.
+    """The largest difference of one kind, and its share of the tolerance.
 
     Args:
-        kind: what was compared, e.g. ``"gradient"``.
+        kind: of the values, e.g. ``"gradient"``.
         compared: how many tensors of that kind.
         difference: the largest absolute difference between two elements.
-        allowed: what was allowed for that tensor.
+        allowed: the tolerance of that tensor.
         name: of that tensor, e.g. ``"fc.weight"``.
     """
 
@@ -149,20 +149,20 @@ class Largest:
 
     @property
     def fraction(self) -> float:
-        """The difference as a share of what is allowed, at most 1 in a report."""
+        """The difference as a share of the tolerance, at most 1 in a report."""
         return self.difference / self.allowed if self.allowed else (math.inf if self.difference else 0.0)
 
 
 @dataclass
 class Comparison:
-    """Everything that a rank found: differences in the order of search, the first one to be blamed first."""
+    """The comparison of a rank: differences in the order of search, the first one decides."""
 
     differences: list[Difference] = field(default_factory=list)
     largest: dict[str, Largest] = field(default_factory=dict)
     not_compared: list[str] = field(default_factory=list)
 
     def add(self, later: Comparison) -> None:
-        """Take in what was found of other kinds, in whatever order they come."""
+        """Merge the comparison of other kinds, in any order."""
         self.differences = sorted([*self.differences, *later.differences], key=lambda found: ORDER.index(found.kind))
         both = self.largest | later.largest
         self.largest = {kind: both[kind] for kind in KINDS if kind in both}
@@ -176,7 +176,7 @@ def compare(
     tolerance: Tolerance,
     finer: Mapping[tuple[str, str], Tolerance] | None = None,
 ) -> Comparison:
-    """Hold this rank's ``candidate`` against the reference model's ``reference``; kinds that one lacks are left out.
+    """Compare this rank's ``candidate`` with the ``reference``; kinds that one lacks are left out.
 
     ``finer`` holds, by kind and name in the reference model, what is allowed less than ``tolerance``.
 
@@ -223,10 +223,10 @@ def compare(
     return result
 
 
-def drawn_alike(
+def compare_dropout(
     kind: str, reference: Observation, candidate: Observation, counterparts: Counterparts, promise: Equivalence
-) -> DrawnAlike:
-    """Whether this rank's candidate drops the same as the reference model."""
+) -> DropoutComparison:
+    """Compare the dropout of this rank's candidate with the reference model's."""
     expected, got = (seen.of(kind).get("forward", []) for seen in (reference, candidate))
     return compare_draws(
         expected,
@@ -242,7 +242,7 @@ def _drawn(
 ) -> list[Difference]:
     if kind == "recomputed dropout":
         return _recomputed(kind, reference, candidate)
-    alike = drawn_alike(kind, reference, candidate, counterparts, tolerance.promise)
+    alike = compare_dropout(kind, reference, candidate, counterparts, tolerance.promise)
     if alike.wrong is None:
         return []
     hint = (
@@ -256,7 +256,7 @@ def _drawn(
 def _recomputed(kind: str, reference: Observation, candidate: Observation) -> list[Difference]:
     problem = "backward runs it again with other random numbers than the forward had, so the gradients are wrong"
     hint = "keep the random state: checkpoint(preserve_rng_state=True), which is the default"
-    rule = "what is recomputed drops what it dropped at first"
+    rule = "recomputation drops the same elements as the forward"
     paths = [path for path in candidate.of(kind) if path not in reference.of(kind)]
     return [Difference(kind, path, problem, math.inf, 0.0, hint, rule) for path in paths]
 

@@ -32,11 +32,11 @@ def copy_model(
     dtype: torch.dtype | None = None,
     shares_memory: bool = False,
 ) -> nn.Module:
-    """A deep copy whose parameters keep the attributes that were set on them.
+    """Copy a model deeply; parameters keep the attributes that were set on them.
 
     Args:
         model: only read.
-        memo: as for ``copy.deepcopy``: what was copied already, and what is copied from now on.
+        memo: as for ``copy.deepcopy``: the copies made so far; extended.
         dtype: that :func:`convert` will be asked for: as far as possible, the copy has it already.
         shares_memory: whether parameters and buffers are other objects over the same memory: for a copy that is to be
             looked at, or copied again, but not run. Not together with ``dtype``.
@@ -63,7 +63,7 @@ def convert(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
 
 
 def _made(tensor: torch.Tensor, dtype: torch.dtype | None, *, shares_memory: bool) -> torch.Tensor | None:
-    """What stands for a tensor in a copy; None: what ``deepcopy`` makes of it."""
+    """Return the copy of a tensor; None to leave it to ``deepcopy``."""
     is_plain = type(tensor) in (nn.Parameter, torch.Tensor) and tensor.layout is torch.strided and tensor.is_leaf
     if not is_plain or tensor.is_meta:
         return None
@@ -86,9 +86,9 @@ Step: TypeAlias = Record | SerializationError
 def copy_with_steps(
     model: nn.Module, steps: Iterable[Step], *, shares_memory: bool = False
 ) -> tuple[nn.Module, tuple[Step, ...]]:
-    """Copies of both; a module that a step holds and the model share what they shared.
+    """Copy model and steps; a module that a step holds shares with the model what it shared before.
 
-    In the place of a step that holds something that cannot be copied stands the error that says so.
+    A step with a value that cannot be copied is replaced by its error.
 
     Args:
         model: only read.
@@ -100,8 +100,8 @@ def copy_with_steps(
     return copied, tuple(_copied(step, memo) for step in steps)
 
 
-def untouched_with_steps(schedule: Schedule, *, shares_memory: bool = False) -> tuple[nn.Module, tuple[Step, ...]]:
-    """Copies of the reference model and of all steps, with a module that a step holds as it was before it was put in.
+def reference_with_steps(schedule: Schedule, *, shares_memory: bool = False) -> tuple[nn.Module, tuple[Step, ...]]:
+    """Copy the reference model and all steps, with modules that steps hold as they were before.
 
     Raises:
         SealedError: the originals were dropped.
@@ -112,7 +112,7 @@ def untouched_with_steps(schedule: Schedule, *, shares_memory: bool = False) -> 
 
 
 def repeated(schedule: Schedule, mesh: Mesh | None) -> Schedule:
-    """The schedule with all of its steps once more, on a copy of the reference model and another mesh.
+    """Repeat all steps on a copy of the reference model and another mesh.
 
     Args:
         schedule: only read.
@@ -122,7 +122,7 @@ def repeated(schedule: Schedule, mesh: Mesh | None) -> Schedule:
         SerializationError: a step cannot be repeated on a copy.
         SlapoError: a step is refused.
     """
-    model, steps = untouched_with_steps(schedule)
+    model, steps = reference_with_steps(schedule)
     frozen = {name for name, is_trained in schedule.tree.tensors.trained_at_first.items() if not is_trained}
     for name, parameter in model.named_parameters():
         if name in frozen:  # a step that trains it, and does not say so, changes the reference model's own too
@@ -142,11 +142,11 @@ def repeated(schedule: Schedule, mesh: Mesh | None) -> Schedule:
 
 
 def changed_outside(schedule: Schedule, copied: Schedule) -> str | None:
-    """The first module or tensor that is not what the steps make: of another type or value, or with other hooks.
+    """Find the first module or tensor that differs from the repeated one: by type, value, or hooks.
 
     Args:
         schedule: only read.
-        copied: what :func:`repeated` gave for it.
+        copied: by :func:`repeated`.
     """
     live, made = ({name: (what, values) for name, what, values in _contents(one)} for one in (schedule, copied))
     for name in dict.fromkeys((*live, *made)):
@@ -159,7 +159,7 @@ def changed_outside(schedule: Schedule, copied: Schedule) -> str | None:
 
 
 def _contents(schedule: Schedule) -> Iterator[tuple[str, Any, torch.Tensor | None]]:
-    """Every module and tensor: what it is, and the values that do not depend on random numbers of a step."""
+    """Yield every module and tensor: a description, and values that do not depend on a step's random numbers."""
     for path, module in schedule.model.named_modules():
         hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
         own = [hook for hook in hooks if not type(hook).__module__.startswith("slapo_core.schedule.")]  # not of a guard
@@ -178,12 +178,12 @@ def _copied(step: Step, memo: dict[int, Any]) -> Step:
     except Exception as error:  # noqa: BLE001 - whatever the class of a user's object raises; told where it is used
         return SerializationError(
             f"{step} cannot be repeated on a copy: {type(error).__name__}: {error}",
-            hint="give the step a function at the top level of a module, which makes what it needs",
+            hint="give the step a function at the top level of a module that makes the value",
         )
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters, then buffers, under every name that they have."""
+    """Yield parameters, then buffers, under all of their names."""
     yield from model.named_parameters(remove_duplicate=False)
     yield from model.named_buffers(remove_duplicate=False)
 
@@ -206,7 +206,7 @@ class Counterparts:
 
     @classmethod
     def of(cls, correspondence: Correspondence, model: nn.Module) -> Counterparts:
-        """Those of the scheduled ``model`` itself."""
+        """Make the counterparts of the scheduled ``model`` itself."""
         tensors = correspondence.by_name(model)
         first: dict[int, int] = {}
         places = {name: first.setdefault(id(live.tensor), place) for place, (name, live) in enumerate(tensors.items())}
@@ -214,17 +214,17 @@ class Counterparts:
         return cls(correspondence, tensors, places, paths)
 
     def explained(self, name: str) -> str | None:
-        """The first name of the reference tensor that a layout says ``name`` is (a piece of); None if none does."""
+        """Return the first name of the reference tensor that ``name`` is (a shard of) by its layout; else None."""
         live = self.tensors.get(name)
         return live.stands_for[0] if live is not None and live.stands_for and live.layout.origin else None
 
     def expected(self, name: str, full: torch.Tensor) -> torch.Tensor:
-        """This rank's piece of the reference tensor ``full`` that ``name`` corresponds to."""
+        """Return this rank's shard of the reference tensor ``full`` that ``name`` corresponds to."""
         assert self.correspondence is not None
         return self.tensors[name].layout.local(full, self.correspondence.mesh)
 
     def translated(self, name: str, tensor: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        """The reference tensors that one without a layout stands for, as a plugin says; empty if it is added."""
+        """Translate a tensor without a layout to reference tensors, by a plugin; empty if it was added."""
         live = self.tensors.get(name)
         if self.correspondence is None or live is None or not live.stands_for:
             return {}
@@ -232,12 +232,12 @@ class Counterparts:
         return self.correspondence.translations.to_reference(live, full)
 
     def stands_for(self, name: str) -> tuple[str, ...]:
-        """The reference tensors that a live one maps to, e.g. those that were merged into it."""
+        """Return the reference tensors of a live one, e.g. those that were merged into it."""
         live = self.tensors.get(name)
         return tuple(live.stands_for) if live is not None else ()
 
-    def is_whole(self, name: str) -> bool:
-        """Whether every rank has the whole of a reference tensor under this name."""
+    def is_full(self, name: str) -> bool:
+        """Return whether every rank holds the full reference tensor under this name."""
         live = self.tensors.get(name)
         return live is not None and self.explained(name) is not None and not live.layout.placements
 
@@ -247,7 +247,7 @@ class Counterparts:
         return live is not None and isinstance(live.tensor, nn.Parameter) and not live.tensor.requires_grad
 
     def full_beside_shards(self, path: str) -> list[str]:
-        """The parameters of a module of which every rank has the full one, if it has shards of others.
+        """List the full parameters of a module that has shards of others.
 
         Empty where the weight is among the shards: of such a layer it is known how its bias is added.
         """
@@ -255,10 +255,10 @@ class Counterparts:
         sharded = {name.rpartition(".")[2] for name, live in own.items() if live.layout.is_sharded}
         if not sharded or "weight" in sharded:
             return []
-        return [name for name, live in own.items() if isinstance(live.tensor, nn.Parameter) and self.is_whole(name)]
+        return [name for name, live in own.items() if isinstance(live.tensor, nn.Parameter) and self.is_full(name)]
 
     def is_split_around(self, path: str) -> bool:
-        """Whether a tensor of a module, or of those beside it, is kept in pieces."""
+        """Return whether a tensor of a module, or of its siblings, is sharded."""
         around = path.rpartition(".")[0]
         return any(
             live.layout.is_sharded for name, live in self.tensors.items() if not around or name.startswith(f"{around}.")
@@ -270,7 +270,7 @@ class Counterparts:
 
 
 def train_as_at_first(model: nn.Module, schedule: Schedule) -> None:
-    """Let a copy of the reference model train what it trained before the first step.
+    """Restore ``requires_grad`` of a copy of the reference model as before the first step.
 
     A step that changes whether a parameter is trained, and does not say so, changes the reference model's own too.
     """
@@ -304,20 +304,20 @@ class Subjects:
         self.correspondence, self._originals = Correspondence.of(schedule)
         self.counterparts = Counterparts.of(self.correspondence, schedule.model)
         self._template = copy_model(schedule.model, shares_memory=True)
-        self.untouched, self._steps = untouched_with_steps(schedule, shares_memory=True)
+        self.untouched, self._steps = reference_with_steps(schedule, shares_memory=True)
         with schedule.untouched() as model:
             self._values = self._initial_values(model)
         self.frozen = self._train_alike(schedule.tree.tensors.trained)
 
     def tied_modules(self) -> list[frozenset[str]]:
-        """For each parameter of the reference model that several modules hold, their paths."""
+        """List the paths of modules that share a parameter of the reference model."""
         holders: dict[int, set[str]] = {}
         for name, parameter in self.untouched.named_parameters(remove_duplicate=False):
             holders.setdefault(id(parameter), set()).add(name.rpartition(".")[0])
         return [frozenset(paths) for paths in holders.values() if len(paths) > 1]
 
     def reference(self, dtype: torch.dtype | None) -> nn.Module:
-        """A fresh copy of the reference model."""
+        """Make a fresh copy of the reference model."""
         model = copy_model(self.untouched, dtype=dtype)
         origins = self.correspondence.survey.origins
         _fill(model, lambda name, tensor: self._values[origins[name]].to(self.device, tensor.dtype, copy=True))
@@ -327,13 +327,13 @@ class Subjects:
         return convert(model, dtype)
 
     def candidate(self, dtype: torch.dtype | None) -> nn.Module:
-        """A fresh copy of the scheduled model."""
+        """Make a fresh copy of the scheduled model."""
         model = copy_model(self._template, dtype=dtype)
         self._fill_scheduled(model, self.schedule, self.counterparts)
         return convert(model, dtype)
 
     def redraw_constants(self) -> list[str]:
-        """Give parameters without a spread of values random ones, in every copy from now on: their names.
+        """Randomize parameters of (nearly) equal values in all further copies; return their names.
 
         Zero biases, norms of ones and small gates (LayerScale, adaLN-zero) multiply the error of a step away. Each
         element is drawn from +-[0.5, 1.5].
@@ -383,7 +383,7 @@ class Subjects:
         return _unfrozen(self.trial(records, lambda model: train_as_at_first(model, self.schedule)))
 
     def trial(self, records: Sequence[Record], prepare: Callable[[nn.Module], None] | None = None) -> Schedule:
-        """A schedule of a fresh copy of the reference model, with only ``records`` applied.
+        """Make a schedule of a fresh copy of the reference model, with only ``records`` applied.
 
         Args:
             records: the steps.
@@ -413,18 +413,18 @@ class Subjects:
         return schedule
 
     def _step(self, record: Record) -> Step:
-        """The copy of a step of the schedule; a step that is only tried is taken as it is."""
+        """Return the copy of a step; a step that is only tried is taken as it is."""
         applied = self.schedule.records
         is_applied = 0 < record.index <= len(applied) and applied[record.index - 1] is record
         return self._steps[record.index - 1] if is_applied else record
 
     def ready(self, trial: Schedule, counterparts: Counterparts, dtype: torch.dtype | None) -> nn.Module:
-        """The model of a trial with its values, to be run once."""
+        """Give the model of a trial its values, to be run once."""
         self._fill_scheduled(trial.model, trial, counterparts)
         return convert(trial.model, dtype)
 
     def _train_alike(self, decided: Mapping[str, bool]) -> tuple[str, ...]:
-        """Freeze in the reference copy what steps froze on purpose, so that all else can be compared."""
+        """Freeze in the reference copy the parameters that steps froze on purpose."""
         parameters = dict(self.untouched.named_parameters(remove_duplicate=False))
         changed = []
         for name, flag in decided.items():
@@ -434,10 +434,10 @@ class Subjects:
                 changed.append(f"{name} ({'trained' if flag else 'frozen'})")
         return tuple(changed)
 
-    # -- values of what is on the meta device -----------------------------------------------------------------
+    # -- values of tensors on the meta device -----------------------------------------------------------------
 
     def _initial_values(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """Full values of the reference tensors that are on the meta device, by first name; the same on every rank."""
+        """Make full values of reference tensors on the meta device, by first name; the same on every rank."""
         on_meta = {name: tensor for name, tensor in self._originals.items() if tensor.is_meta}
         if not on_meta:
             return {}
@@ -471,7 +471,7 @@ class Subjects:
                 _set(parameter, live.layout.local(full, self.schedule.mesh))
 
     def _full(self, live: LiveTensor, correspondence: Correspondence | None) -> torch.Tensor | None:
-        """The whole value of a tensor that stands for reference tensors; None if a step added it."""
+        """Return the full value of a tensor that corresponds to reference tensors; None if a step added it."""
         values = {**self._values, **self._redrawn}
         parts = {name: values[name] if name in values else self._originals[name].detach() for name in live.stands_for}
         if not parts:
@@ -483,7 +483,7 @@ class Subjects:
 
 
 def _has_no_spread(value: torch.Tensor) -> bool:
-    """Whether all elements are equal, or all below 1e-2 in magnitude."""
+    """Return whether all elements are equal, or all below 1e-2 in magnitude."""
     return bool((value == value.reshape(-1)[0]).all()) or bool((value.abs() < 1e-2).all())
 
 
@@ -534,7 +534,7 @@ def _parts(model: nn.Module) -> Iterator[Any]:
 
 
 def _is_data(record: Record) -> bool:
-    """Whether a step holds nothing but numbers and names, so that repeating it touches no object of the user."""
+    """Return whether a step holds only numbers and names, so that repeating it shares no object."""
     try:
         primitive_to_json(record.primitive, where=str(record))
     except SerializationError:

@@ -1,4 +1,4 @@
-"""With dropout on, what all ranks hold whole must stay the same on all of them: outputs, and gradients of copies.
+"""With dropout on, full tensors must stay the same on all ranks: outputs, and gradients of replicas.
 
 A rank cannot see it alone. Each tells the others a few numbers of what it got, and where its generator stood at each
 dropout; ranks that see other samples are not held against one another.
@@ -32,13 +32,13 @@ Place = tuple[str, int]  # a module, and the how manyth of its draws
 
 @dataclass(frozen=True)
 class Told:
-    """What a rank tells of one forward and backward with dropout.
+    """One rank's forward and backward with dropout, in a few numbers.
 
     Args:
         rank: its global rank.
         samples: its place along the mesh dimensions whose ranks see other samples.
         marks: kind and name of outputs, and of the gradients of parameters that it holds whole -> two numbers of each.
-        draws: of each module's draws the shape, and what stands for the random state.
+        draws: of each dropout call the shape, and a hash of the RNG state.
     """
 
     rank: int
@@ -50,7 +50,7 @@ class Told:
 def tell(
     mesh: Mesh, outputs: Mapping[str, Any], gradients: Mapping[str, Any], draws: Sequence[Draw], names: Counterparts
 ) -> Told:
-    """What this rank got.
+    """Summarize this rank's run.
 
     Args:
         mesh: with this rank's place.
@@ -61,7 +61,7 @@ def tell(
     """
     found = {("output with dropout", name): marks(value) for name, value in outputs.items() if _is_number(value)}
     for name, value in gradients.items():
-        if _is_number(value) and names.is_whole(name):
+        if _is_number(value) and names.is_full(name):
             found["gradient with dropout", name] = marks(value)
     samples = tuple(mesh.rank(mesh_dim) for mesh_dim in DATA_DIMS)
     return Told(mesh.global_rank, samples, found, {place: (d.shape, d.state) for place, d in _placed(draws).items()})
@@ -70,11 +70,11 @@ def tell(
 def diverged(
     told: Sequence[Told], untouched: Sequence[Draw], records: Sequence[Record], dtype: torch.dtype
 ) -> list[Difference]:
-    """The first thing that every rank has whole and that is not the same on them; the same answer on every rank.
+    """Find the first full tensor that differs between ranks; the same answer on every rank.
 
     Args:
         told: by all ranks.
-        untouched: what the reference model draws.
+        untouched: dropout of the reference model.
         records: the steps: the one that lets ranks draw differently is named, if it can be said.
         dtype: the coarsest type in which the model computes.
     """
@@ -84,32 +84,34 @@ def diverged(
     (kind, name), one, other, apart, allowed = found
     where = f"{'gradient of ' if kind.startswith('gradient') else ''}{name}"
     result = (
-        f"ranks {one.rank} and {other.rank}, which have it whole, get another {where}: their copies of the parameters "
-        "drift apart"
+        f"ranks {one.rank} and {other.rank} hold the full tensor and get different values of {where}: replicas of "
+        "parameters will diverge"
     )
-    rule = "with dropout on, ranks that are given the same samples have the same outputs and gradients of copies"
+    rule = (
+        "with dropout on, ranks with the same samples have the same outputs and the same gradients of full parameters"
+    )
     shapes = {place: draw.shape for place, draw in _placed(untouched).items()}
     drawn = [path for path in _whole(told, shapes) if not _drawn_alike(told, (path, 0))]
     forking = {path: step for path in drawn if (step := _forking(records, path)) is not None}
     if not forking:
-        problem = f"each rank draws other random numbers: {result}"
+        problem = f"the RNG state differs across ranks: {result}"
         return [Difference("diverged dropout", name, problem, apart, allowed, None, rule)]
     path, step = next(iter(forking.items()))
-    problem = f"each rank drops other elements of {shapes[path, 0]}, which every rank has whole: {result}"
+    problem = f"each rank drops different elements of a full tensor {shapes[path, 0]}: {result}"
     hint = _instead(step, told, shapes)
     by = tuple(dict.fromkeys(step.index for step in forking.values()))
     return [Difference("diverged dropout", path, problem, math.inf, allowed, hint, rule, by)]
 
 
 def advice(told: Sequence[Told], untouched: Sequence[Draw]) -> str | None:
-    """A note where ranks drop the same elements of different pieces; the same on every rank.
+    """Note where ranks drop the same elements of different shards; the same on every rank.
 
     Args:
         told: by all ranks.
-        untouched: what the reference model draws.
+        untouched: dropout of the reference model.
     """
     shapes = {place: draw.shape for place, draw in _placed(untouched).items()}
-    pieces = [place for group in _groups(told) for place in _shared(group) if _is_piece(place, group[0], shapes)]
+    pieces = [place for group in _groups(told) for place in _shared(group) if _is_shard(place, group[0], shapes)]
     alike = [path for path, number in dict.fromkeys(pieces) if _drawn_alike(told, (path, number))]
     paths = list(dict.fromkeys(alike))
     if not paths:
@@ -117,18 +119,18 @@ def advice(told: Sequence[Told], untouched: Sequence[Draw]) -> str | None:
     whole = _whole(told, shapes)
     free = [path for path in paths if not any(is_below(other, path) for other in whole)]
     more = f" (and at {len(paths) - 1} more)" if len(paths) > 1 else ""
-    start = f"the ranks drop the same elements of different pieces at '{paths[0]}'{more}: "
+    start = f"the ranks drop the same elements of different shards at '{paths[0]}'{more}: "
     if free:
         calls = ", ".join(f'sch["{path}"].fork_rng()' for path in free[:_SHOWN])
-        return f"{start}{calls}{' and so on' if len(free) > _SHOWN else ''} lets each draw its own"
+        return f"{start}{calls}{' and so on' if len(free) > _SHOWN else ''} gives each rank its own RNG stream"
     return (
-        f"{start}fork_rng() there would be around a dropout of something whole too; set one of the two probabilities "
-        "to 0, or let the ranks drop alike"
+        f"{start}fork_rng() there would also apply to dropout of a full tensor; set one of the two probabilities "
+        "to 0, or keep the equal dropout"
     )
 
 
 def without_effect(told: Sequence[Told], untouched: Sequence[Draw], records: Sequence[Record]) -> str | None:
-    """A note on steps that promise other random numbers where nothing is dropped; the same on every rank."""
+    """Note steps that promise other random numbers where nothing is dropped; the same on every rank."""
     paths = {path for rank in told for path, _ in rank.draws}
     graphs = {each.path for each in records if getattr(each.primitive, "flatten", False)} & paths
     idle = [
@@ -158,7 +160,7 @@ def _divergences(told: Sequence[Told], share: float) -> Iterator[tuple[tuple[str
             for other in group[1:]:
                 theirs = other.marks.get(place, mine)
                 apart = max((abs(a - b) for a, b in zip(mine, theirs, strict=True) if a != b), default=0.0)
-                if apart > allowed:  # NaN on all of them is no parting
+                if apart > allowed:  # NaN on all of them is not a divergence
                     yield place, first, other, apart, allowed
 
 
@@ -174,12 +176,12 @@ def _drawn_alike(told: Sequence[Told], place: Place) -> bool:
     return all(len({rank.draws[place][1] for rank in group if place in rank.draws}) <= 1 for group in _groups(told))
 
 
-def _is_piece(place: Place, rank: Told, shapes: Mapping[Place, tuple[int, ...]]) -> bool:
+def _is_shard(place: Place, rank: Told, shapes: Mapping[Place, tuple[int, ...]]) -> bool:
     return place in shapes and rank.draws[place][0] != shapes[place]
 
 
 def _groups(told: Sequence[Told]) -> list[list[Told]]:
-    """Ranks that are given the same samples, where there are several."""
+    """Group ranks with the same samples, where there are several."""
     by_samples: dict[tuple[int, ...], list[Told]] = {}
     for rank in told:
         by_samples.setdefault(rank.samples, []).append(rank)
@@ -187,7 +189,7 @@ def _groups(told: Sequence[Told]) -> list[list[Told]]:
 
 
 def _shared(group: Sequence[Told]) -> list[Place]:
-    """Places at which all ranks of a group draw."""
+    """List places where all ranks of a group use dropout."""
     return [place for place in group[0].draws if all(place in rank.draws for rank in group)]
 
 
@@ -209,30 +211,26 @@ def _times(places: Mapping[Place, Any]) -> dict[str, int]:
 
 
 def _forking(records: Sequence[Record], path: str) -> Record | None:
-    """The innermost step at or above a module that promises other random numbers."""
+    """Return the innermost step at or above a module that promises other random numbers."""
     around = [each for each in records if each.primitive.equivalence.is_random and is_below(path, each.path)]
     return max(around, key=lambda each: len(each.path), default=None)
 
 
 def _instead(step: Record, told: Sequence[Told], shapes: Mapping[Place, tuple[int, ...]]) -> str:
-    """Without this step, and with it at the modules below it that drop pieces and nothing else."""
+    """Suggest to move the step to the modules below it that drop only shards."""
     whole = _whole(told, shapes)
     pieces = [
         path
         for group in _groups(told)
         for path, number in _shared(group)
-        if is_below(path, step.path) and _is_piece((path, number), group[0], shapes)
+        if is_below(path, step.path) and _is_shard((path, number), group[0], shapes)
     ]
     places = [path for path in dict.fromkeys(pieces) if not any(is_below(other, path) for other in whole)]
     own = " by a module of its own" if pieces else ""
     calls = ", ".join(f"sch['{path}'].{step.primitive}" for path in places[:_SHOWN])
     place = f"'{step.path}'" if step.path else "the root"
     remove = f"remove {step.primitive} at {place}"
-    return (
-        f"{remove}; where pieces are dropped: {calls}"
-        if calls
-        else f"{remove}: nothing in it is dropped in pieces{own}"
-    )
+    return f"{remove}; where shards are dropped: {calls}" if calls else f"{remove}: no module in it drops shards{own}"
 
 
 # -- numbers --------------------------------------------------------------------------------------------------

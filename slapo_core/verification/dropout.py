@@ -1,4 +1,4 @@
-"""Dropout while verifying: switched off or on, what uses the RNG, and whether both models do alike."""
+"""Dropout while verifying: switched off or on, recorded, and compared."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ _SDPA_DROPOUT_POSITION = 4  # scaled_dot_product_attention(query, key, value, at
 
 @dataclass(frozen=True)
 class Draw:
-    """One dropout of a forward pass, as it would be drawn.
+    """One dropout call of a forward pass.
 
     Args:
         path: the module that calls it; "" if none does.
         function: e.g. ``"dropout"``.
         p: the probability, above 0.
         shape: of the tensor that it is given.
-        order: the axes of that tensor by stride, in which the numbers are drawn.
-        state: stands for the random state that it starts from; 0 while dropout is off.
+        order: the axes of that tensor by stride, in which random numbers are assigned.
+        state: a hash of the RNG state before it; 0 while dropout is off.
     """
 
     path: str
@@ -58,15 +58,15 @@ class Draw:
 
     @property
     def stream(self) -> tuple[Any, ...]:
-        """What decides which random numbers it gets, from the same generator."""
+        """Everything but the RNG state that decides its random numbers."""
         return self.function, self.p, self.shape, self.order
 
 
 class DropoutMode(TorchFunctionMode):
-    """Keeps what dropout draws, whatever module calls it and in whatever way; and switches it off.
+    """Records every dropout call, by whatever function; and switches dropout off.
 
     Args:
-        paths: id of a module -> its path, to say who draws.
+        paths: id of a module -> its path.
         is_on: whether dropout is left as the model has it.
 
     Attributes:
@@ -132,7 +132,7 @@ class DropoutMode(TorchFunctionMode):
         (self.recomputed if self.in_backward else self.draws).append(draw)
 
     def _caller(self) -> str:
-        """The module whose forward is the innermost one in the stack."""
+        """Return the path of the innermost module on the call stack."""
         frame: Any = sys._getframe(2)
         while frame is not None and self._paths:
             names = frame.f_code.co_varnames[:1]  # self, or module where a forward was wrapped
@@ -157,13 +157,13 @@ def _probability(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mappin
 
 
 @dataclass(frozen=True)
-class DrawnAlike:
-    """What two runs have in common in what they draw.
+class DropoutComparison:
+    """The comparison of two runs' dropout.
 
     Args:
-        wrong: what is wrong in the scheduled model; None if nothing is.
+        wrong: the mistake of the scheduled model; None for none.
         path: the module where it is wrong.
-        other_stream: why the two get other random numbers, rightly; None if they get the same.
+        other_stream: why the two rightly use different RNG streams; None if they use the same.
     """
 
     wrong: str | None = None
@@ -178,52 +178,52 @@ def compare_draws(
     is_random: bool,
     is_split: Callable[[str], bool],
     is_here: Callable[[str], bool] = lambda path: True,
-) -> DrawnAlike:
-    """Compare what one forward of each model draws.
+) -> DropoutComparison:
+    """Compare the dropout of one forward of each model.
 
-    How often each module draws, and with which probability, must be as in the reference model whatever the steps
+    How often each module drops, and with which probability, must be as in the reference model whatever the steps
     promise: RANDOM means other numbers, and nothing else.
 
     Args:
         expected: by the reference model.
         got: by the scheduled model.
         is_random: whether a step promises no more than the same distribution.
-        is_split: whether steps split tensors around a module, so that it may draw in other pieces.
+        is_split: whether steps split tensors around a module, so that it may drop shards.
         is_here: whether this rank has a module of that path.
     """
     wrong = _wrong(expected, got, is_split, is_here)
     if wrong is not None:
         return wrong
     if is_random:
-        return DrawnAlike(other_stream="a step promises the same distribution only (RANDOM)")
+        return DropoutComparison(other_stream="a step promises the same distribution only (RANDOM)")
     if Counter(draw.p for draw in expected) != Counter(draw.p for draw in got):
         path = _differing(expected, got)[0]
         theirs, ours = _at(path, expected), _at(path, got)
-        return DrawnAlike(other_stream=f"'{path}' draws {_times(len(ours))}, not {_times(len(theirs))}")
+        return DropoutComparison(other_stream=f"'{path}' drops {_times(len(ours))}, not {_times(len(theirs))}")
     for before, after in zip(expected, got, strict=True):
         if before.stream != after.stream:
-            return DrawnAlike(other_stream=_other_stream(before, after))
-    return DrawnAlike()
+            return DropoutComparison(other_stream=_other_stream(before, after))
+    return DropoutComparison()
 
 
 def _wrong(
     expected: Sequence[Draw], got: Sequence[Draw], is_split: Callable[[str], bool], is_here: Callable[[str], bool]
-) -> DrawnAlike | None:
-    """The first module that draws otherwise, unless it rightly draws for pieces, or the draws only moved."""
+) -> DropoutComparison | None:
+    """Find the first module whose dropout differs, unless it drops shards, or the calls only moved."""
     left: dict[str, tuple[list[float], list[float]]] = {}
     for path in _differing(expected, got):
         theirs, ours = _at(path, expected), _at(path, got)
-        if not (is_split(path) and _is_for_pieces(theirs, ours, is_here=is_here(path))):
+        if not (is_split(path) and _is_for_shards(theirs, ours, is_here=is_here(path))):
             left[path] = [draw.p for draw in theirs], [draw.p for draw in ours]
     missing, added = (Counter(p for both in left.values() for p in both[side]) for side in (0, 1))
     if missing == added:
         return None
     path, (before, after) = next(iter(left.items()))
-    return DrawnAlike(_problem(before, after), path)
+    return DropoutComparison(_problem(before, after), path)
 
 
-def _is_for_pieces(theirs: Sequence[Draw], ours: Sequence[Draw], *, is_here: bool) -> bool:
-    """Whether a module draws another number of times because it has other pieces: fewer heads, or other shapes."""
+def _is_for_shards(theirs: Sequence[Draw], ours: Sequence[Draw], *, is_here: bool) -> bool:
+    """Return whether the number of dropout calls differs because of shards: fewer heads, or other shapes."""
     if not ours or not theirs:
         return not ours and not is_here
     if {draw.p for draw in theirs} != {draw.p for draw in ours}:
@@ -233,16 +233,16 @@ def _is_for_pieces(theirs: Sequence[Draw], ours: Sequence[Draw], *, is_here: boo
 
 def _problem(theirs: list[float], ours: list[float]) -> str:
     if not ours:
-        return f"it drops nothing, where the reference model drops with p={_probabilities(theirs)}"
+        return f"it drops nothing, the reference model drops with p={_probabilities(theirs)}"
     if not theirs:
-        return f"it drops with p={_probabilities(ours)}, where the reference model drops nothing"
+        return f"it drops with p={_probabilities(ours)}, the reference model drops nothing"
     if set(theirs) == set(ours):
         return f"it drops {_times(len(ours))}, not {_times(len(theirs))}, with p={_probabilities(ours)}"
     return f"it drops with p={_probabilities(ours)}, not p={_probabilities(theirs)}"
 
 
 def _differing(expected: Sequence[Draw], got: Sequence[Draw]) -> list[str]:
-    """The modules that draw another number of times, or with other probabilities, in the two models."""
+    """List modules with another number of dropout calls, or other probabilities, in the two models."""
     counts = [Counter((draw.path, draw.p) for draw in draws) for draws in (expected, got)]
     places = dict.fromkeys((draw.path, draw.p) for draw in (*expected, *got))
     return list(dict.fromkeys(place[0] for place in places if counts[0][place] != counts[1][place]))
@@ -251,10 +251,10 @@ def _differing(expected: Sequence[Draw], got: Sequence[Draw]) -> list[str]:
 def _other_stream(before: Draw, after: Draw) -> str:
     where = f"'{after.path}'" if after.path else "the model itself"
     if before.shape != after.shape:
-        return f"{where} draws for {after.shape}, where the reference model draws for {before.shape}"
+        return f"{where} drops {after.shape}, the reference model {before.shape}"
     if before.function != after.function:
-        return f"{where} draws by {after.function}, where the reference model draws by {before.function}"
-    return f"{where} draws in another order than the reference model"
+        return f"{where} calls {after.function}, the reference model {before.function}"
+    return f"{where} drops in another memory order than the reference model"
 
 
 def _at(path: str, draws: Sequence[Draw]) -> list[Draw]:

@@ -1,4 +1,4 @@
-"""One batch in the form that a call of the model takes, copied anew for every run."""
+"""One batch as arguments of the model, copied for every run."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What the model is called with; see :meth:`of`."""
+    """The arguments of a model's call; see :meth:`of`."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
@@ -65,7 +65,7 @@ class Inputs:
         return inputs
 
     def leaves(self) -> list[tuple[str, Any]]:
-        """Every leaf with its name: ``input_ids`` for a keyword argument, ``0`` for the first positional one."""
+        """Yield every leaf with its name: ``input_ids`` for a keyword argument, ``0`` for the first positional one."""
         given = (list(self.args), dict(self.kwargs))
         return [(_name(path[1:]), leaf) for path, leaf in pytree.tree_flatten_with_path(given)[0]]
 
@@ -74,11 +74,11 @@ class Inputs:
 
     @property
     def device(self) -> torch.device:
-        """Where the first tensor lies; the CPU if there is none."""
+        """Device of the first tensor; the CPU if there is none."""
         return next((tensor.device for _, tensor in self.tensors()), torch.device("cpu"))
 
     def on_cpu(self) -> Inputs:
-        """The same batch on the CPU."""
+        """Move the batch to the CPU."""
         move = lambda leaf: leaf.detach().cpu() if isinstance(leaf, torch.Tensor) else leaf  # noqa: E731
         return self._map(move)
 
@@ -86,7 +86,7 @@ class Inputs:
         return Inputs(pytree.tree_map(change, self.args), pytree.tree_map(change, dict(self.kwargs)))
 
     def variants(self, model: nn.Module) -> tuple[list[tuple[str, Inputs]], list[str]]:
-        """Batches of twice the size, the best to try first, each with what to call it; and why there is none.
+        """Make batches of twice the size, the best to try first, each with a label; and why there is none.
 
         The first variant leaves out, too, the tensors that the model can be called without.
         """
@@ -103,7 +103,7 @@ class Inputs:
         return [(f"{called} without {' and '.join(optional)}", fewer), (called, larger)], []
 
     def of_one(self) -> tuple[str, Inputs] | None:
-        """The first sample alone, with what to call it; None where there is no more than that."""
+        """Return the first sample alone, with a label; None for a batch of one."""
         found = self._batch_axis()
         if found is None or found[1] == 1:
             return None
@@ -111,7 +111,7 @@ class Inputs:
         return "a batch of 1", self._along(axis, size, lambda value: value.narrow(axis, 0, 1).clone())
 
     def _batch_axis(self) -> tuple[int, int] | None:
-        """The batch axis and its size.
+        """Return the batch axis and its size.
 
         It is the first axis along which all tensors have one size; if there is none, the first one, of those tensors
         that have as much there as the first tensor.
@@ -128,7 +128,7 @@ class Inputs:
         return axis, tensors[0].shape[axis]
 
     def _along(self, axis: int, size: int, change: Callable[[torch.Tensor], torch.Tensor]) -> Inputs:
-        """The same inputs with those tensors changed that have ``size`` elements along ``axis``."""
+        """Change the tensors that have ``size`` elements along ``axis``."""
 
         def changed(leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor) or leaf.dim() <= axis or leaf.shape[axis] != size:
@@ -138,14 +138,14 @@ class Inputs:
         return self._map(changed)
 
     def _optional(self, model: nn.Module) -> list[str]:
-        """Tensors given by keyword, beside the first argument, that the model's forward has a default for."""
+        """List further tensors given by keyword that the model's forward has a default for."""
         parameters = inspect.signature(model.forward).parameters
         names = [name for name in self.kwargs if name in parameters and isinstance(self.kwargs[name], torch.Tensor)]
         optional = [name for name in names if parameters[name].default is not inspect.Parameter.empty]
         return optional if self.args else [name for name in optional if name != next(iter(self.kwargs))]
 
     def cast(self, dtype: torch.dtype | None) -> Inputs:
-        """The same batch with its floating-point tensors converted; None leaves them."""
+        """Convert the floating-point tensors of the batch; None leaves them."""
 
         def convert(leaf: Any) -> Any:
             if dtype is None or not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point():
@@ -155,7 +155,7 @@ class Inputs:
         return self._map(convert)
 
     def batch(self, dtype: torch.dtype | None, *, watch: bool = False) -> Batch:
-        """A copy that a run may change.
+        """Copy the inputs for a run, which may change them.
 
         Args:
             dtype: what floating-point tensors are converted to; None leaves them.
@@ -182,7 +182,7 @@ class Inputs:
         return Batch(copied.args, dict(copied.kwargs), watched)
 
     def facts(self, called: str = "example input") -> list[RankFact]:
-        """Every leaf, to be compared over the ranks."""
+        """Yield every leaf, to be compared across ranks."""
         return [
             RankFact(
                 f"{called} '{name}'",
@@ -197,4 +197,4 @@ def _name(path: tuple[Any, ...]) -> str:
 
 
 Batches = tuple[tuple[str, Inputs], ...]
-"""Batches, each with what to call it, e.g. ``"a batch of 4"``."""
+"""Batches, each with a label, e.g. ``"a batch of 4"``."""

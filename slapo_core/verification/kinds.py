@@ -1,4 +1,4 @@
-"""The kinds of values that a verification compares, and the phases of a run that they come from."""
+"""The kinds of values that a verification compares, and the phases that produce them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Kind:
     Args:
         name: e.g. ``"gradient"``; of the model's own types ``"own gradient"``.
         phase: that it comes from.
-        of: what its values belong to: they are paired by that.
-        label: what to call one of them, with ``{name}`` and ``{after}``.
+        of: the owner of its values, by which they are paired.
+        label: of one value, with ``{name}`` and ``{after}``.
         title: of its line in a report; "" for none.
     """
 
@@ -86,18 +86,18 @@ EARLY = ("training", "evaluation")
 """The phases that every model can run."""
 
 ON_ONE_COPY = (*EARLY, "updates")
-"""Each goes on with the copy that the one before left: what a call keeps shows in the next ones. The first update
+"""Each continues with the copy of the one before: state that a call keeps shows in the next ones. The first update
 follows the gradients of training. All other phases have a fresh copy each."""
 
 
 def phases_for(kind: str) -> tuple[str, ...]:
-    """The phases in which a difference of this kind shows, and those that must agree before it counts as the first."""
+    """Return the phase of a kind, and those that must agree before its difference counts as the first."""
     phase = KINDS[kind].phase
     return ON_ONE_COPY[: ON_ONE_COPY.index(phase) + 1] if phase in ON_ONE_COPY else (EARLY[0], phase)
 
 
 def label(kind: str, name: str, steps: int) -> str:
-    """``"gradient of fc.weight"``, ``"parameter fc.weight after 3 optimizer steps"``."""
+    """Format ``"gradient of fc.weight"``, ``"parameter fc.weight after 3 optimizer steps"``."""
     after_steps = f"after {steps} optimizer step{'s' if steps != 1 else ''}"
     if KINDS[kind].of in ("draws", "ranks"):
         name = name or "the model"

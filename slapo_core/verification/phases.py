@@ -23,9 +23,9 @@ from slapo_core.verification.precision import Choice, ChoosesAlike, is_inexact, 
 
 
 def output_leaves(output: Any, name: str = "output") -> Iterator[tuple[str, Any]]:
-    """Every leaf of an output: ``output``, ``output[0]``, ``output.logits``, ``output['mask']``.
+    """Yield every leaf of an output: ``output``, ``output[0]``, ``output.logits``, ``output['mask']``.
 
-    What is registered as a pytree is entered, and so are other mappings, sequences and dataclasses.
+    Registered pytrees are entered, and so are other mappings, sequences and dataclasses.
     """
     children = _children(output)
     if children is None:
@@ -36,7 +36,7 @@ def output_leaves(output: Any, name: str = "output") -> Iterator[tuple[str, Any]
 
 
 def _children(value: Any) -> list[tuple[Any, Any]] | None:
-    """One level, with pytree's own keys; None for a leaf."""
+    """Return one level, with pytree's own keys; None for a leaf."""
     if isinstance(value, Mapping):
         attributes = type(value) is not dict  # transformers' ModelOutput and its like
         return [(_attribute(key) if attributes else pytree.MappingKey(key), child) for key, child in value.items()]
@@ -69,7 +69,7 @@ def fixed_conditions(seed: int, dropout: DropoutMode | None = None) -> Iterator[
 
     Args:
         seed: for torch's, Python's and, where it is imported, numpy's global generator.
-        dropout: decides whether it is off, and keeps what it draws; None: off.
+        dropout: switches dropout and records it; None: off.
     """
     python_state = random.getstate()
     numpy_random: Any = sys.modules.get("numpy.random")
@@ -91,10 +91,10 @@ _PATTERN = 65_537  # elements of a cotangent, then repeated: a prime, so that no
 
 
 class Caller:
-    """Calls a model, here in one piece.
+    """Calls a model, here without stages.
 
     Args:
-        model: a copy that nobody else runs.
+        model: a private copy.
 
     Attributes:
         modules: that may run, with their paths.
@@ -108,18 +108,18 @@ class Caller:
         self.add(model)
 
     def add(self, model: nn.Module) -> None:
-        """Count the modules of another copy in."""
+        """Add the modules of another copy."""
         self.modules += model.named_modules()
         self.paths.update((id(module), path) for path, module in model.named_modules())
 
     def __call__(self, batch: Batch) -> Callable[[], Any]:
-        """Make ready for a batch, outside of the fixed conditions; gives what runs the model under them."""
+        """Prepare a batch, outside of the fixed conditions; return the call of the model."""
         return lambda: self.model(*batch.args, **batch.kwargs)
 
 
 @dataclass(frozen=True)
 class Conditions:
-    """What two runs must have in common to be comparable.
+    """The conditions that two runs must share to be comparable.
 
     Args:
         dtype: the type that floating-point inputs are converted to; None leaves them.
@@ -161,7 +161,7 @@ def _cotangent(leaf: torch.Tensor, position: int, seed: int) -> torch.Tensor:
 
 
 def _detached(items: Any) -> dict[str, Any]:
-    """Copies of the tensors among named values."""
+    """Copy the tensors among named values."""
     return {name: _dense(item) if isinstance(item, torch.Tensor) else item for name, item in items}
 
 
@@ -180,7 +180,7 @@ MOMENTUM = 0.9
 
 @dataclass
 class Observation:
-    """Everything seen in a run: kind -> name -> value. None stands for "no gradient"."""
+    """The values of a run: kind -> name -> value. None means "no gradient"."""
 
     values: dict[str, dict[str, Any]] = field(default_factory=dict)
 
@@ -189,11 +189,11 @@ class Observation:
 
 
 class Runner:
-    """One copy of a model on its way through phases, which change it: nobody else uses it.
+    """Runs one private copy of a model through phases, which change it.
 
     Args:
         model: the copy; submodules that are in evaluation mode within a model in training mode stay so.
-        inputs: one batch, copied anew for every forward.
+        inputs: one batch, copied for every forward.
         conditions: the same for both models.
     """
 
@@ -206,7 +206,7 @@ class Runner:
         model.zero_grad(set_to_none=True)
 
     def run(self, phases: Sequence[str]) -> Observation:
-        """What ``phases`` give. Of tensors that are done with then, the observation holds the model's own."""
+        """Run ``phases`` and return their values: the model's own tensors where no phase follows."""
         seen = Observation()
         for phase in phases:
             for module, trains in self._modes:
@@ -215,11 +215,11 @@ class Runner:
         return seen
 
     def make_ready(self) -> None:
-        """Make what is made before the first forward in this mode, such as the stages of a cut model."""
+        """Prepare the first forward in this mode, e.g. the stages of a cut model."""
         self.caller(self.inputs.batch(self.conditions.dtype))
 
     def evaluate(self) -> None:
-        """Into evaluation mode."""
+        """Switch to evaluation mode."""
         for module in self.model.modules():
             module.training = False
 
@@ -296,7 +296,7 @@ class Runner:
     # -- passes -----------------------------------------------------------------------------------------------
 
     def _evaluated(self, dropout: DropoutMode | None = None) -> dict[str, Any]:
-        """The output in evaluation mode, in which the model is left."""
+        """Return the output in evaluation mode, in which the model stays."""
         self.evaluate()
         run = self.caller(self.inputs.batch(self.conditions.dtype))
         with fixed_conditions(self.conditions.seed, dropout), torch.no_grad():
@@ -306,7 +306,7 @@ class Runner:
     def _forward_backward(
         self, inputs: Inputs | Batch | None = None, *, dropout: DropoutMode | None = None
     ) -> dict[str, Any]:
-        """One forward, and backward from every floating-point leaf against a fixed random cotangent; the output.
+        """Run forward, and backward from every floating-point leaf with a fixed random cotangent; return the output.
 
         The gradients are added to the parameters'.
         """
@@ -331,7 +331,7 @@ class Runner:
         return _detached(self.model.named_buffers(remove_duplicate=False))
 
     def _gradients(self) -> dict[str, Any]:
-        """Those of all parameters: the tensors themselves, which the next backward does not add to."""
+        """Take the gradients of all parameters, which the next backward does not add to."""
         return {
             name: None if parameter.grad is None else _strided(parameter.grad)
             for name, parameter in self.model.named_parameters(remove_duplicate=False)
@@ -350,7 +350,7 @@ _PHASES: dict[str, Callable[[Runner], dict[str, Any]]] = {
 
 
 def step_size(model: nn.Module, seen: Observation) -> float:
-    """A learning rate whose first step moves the weights by about one percent; 0 if there is nothing to follow."""
+    """Return a learning rate whose first step moves the weights by about one percent; 0 without gradients."""
     length = _length(grad for grad in seen.of("gradient").values() if grad is not None)
     weights = _length(parameter.detach() for parameter in model.parameters())
     rate = 0.01 * (weights or 1.0) / length if length else 0.0

@@ -1,4 +1,4 @@
-"""In which floating-point types a model computes, and what it chooses by numbers that are rounded."""
+"""The floating-point types of a run, and choices by rounded numbers (top-k, routing)."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _CHOOSE: dict[Any, int] = {torch.ops.aten.topk.default: 2, torch.ops.aten.max.dim: 1, torch.ops.aten.argmax.default: 1}
-"""Operators that choose by the size of numbers, and where their axis stands: the last one, if it is not given."""
+"""Operators that choose by the size of numbers, and the position of their axis argument; default: the last axis."""
 
 _SAME_SCORES = {torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 0.25}
 """How far rounding may take scores, as a share of the span between the largest and the smallest."""
 
 
 def coarsest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
-    """The type with the largest rounding error; float64 if there is none."""
+    """Return the type with the largest rounding error; float64 if there is none."""
     return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float64)
 
 
@@ -40,20 +40,20 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 class DtypeObserver(TorchDispatchMode):
-    """Notes the floating-point types of everything computed from floating-point tensors, and which tensor took which.
+    """Records the floating-point types of all computations, and the coarsest type behind each tensor.
 
     A constant that is only made (a mask of zeros in the default type) rounds nothing and does not count.
 
     Attributes:
         seen: the types.
-        choices: what was chosen by floating-point numbers.
+        choices: made by floating-point numbers.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.choices: list[Choice] = []
         self.seen: set[torch.dtype] = set()
-        self._through: dict[int, torch.dtype] = {}  # storage -> the coarsest type on the way to what is in it
+        self._through: dict[int, torch.dtype] = {}  # storage -> the coarsest type its values went through
         self._scalars = torch.float64  # and to all that became a Python number, from where it cannot be followed
 
     def __torch_dispatch__(
@@ -103,7 +103,7 @@ class Choice:
 
     @classmethod
     def of(cls, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], made: Any) -> Choice | None:
-        """What a call chose; None if it chooses nothing, or among all elements."""
+        """Return the choice of a call; None if it chooses nothing, or among all elements."""
         position = _CHOOSE.get(func)
         if position is None or not is_inexact(args[0]):
             return None
@@ -114,15 +114,15 @@ class Choice:
         return cls((func, *args[1:], kwargs), axis, args[0].detach().clone(), indices.detach().clone())
 
     def apart(self, other: Choice) -> torch.Tensor:
-        """How far each score is from another choice's, in float64; 0 for the same infinite ones."""
+        """Return the distance of each score from another choice's, in float64; 0 for equal infinite ones."""
         one, two = self.scores.double(), other.scores.to(self.scores.device).double()
         return torch.where(one == two, 0.0, (one - two).abs()).nan_to_num(nan=torch.inf)
 
 
 class ChoosesAlike(TorchDispatchMode):
-    """Chooses as another run did, wherever the scores are the same but for rounding.
+    """Repeats the choices of another run wherever scores are equal up to rounding.
 
-    Rounding turns near ties, and one token that goes to another expert is no small difference any more.
+    Rounding decides near ties, and one token that goes to another expert is a large difference.
 
     Args:
         choices: of the other run.
@@ -162,5 +162,5 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def is_inexact(leaf: Any) -> bool:
-    """Whether it is a tensor of floating-point or complex numbers, which are rounded and have gradients."""
+    """Return whether a value is a tensor of floating-point or complex numbers."""
     return isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex())

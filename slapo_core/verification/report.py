@@ -1,4 +1,4 @@
-"""What a verification compared, and how close it came; of several schedules together."""
+"""Reports of verifications, also of several schedules together."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class VerifyReport:
         optimizer_steps: how many were compared.
         largest: per kind, the tensor that came closest to the tolerance, over all ranks.
         not_compared: what could not be compared, and why.
-        notes: what was done otherwise than asked, and why.
+        notes: comparisons that were left out or changed, and why.
     """
 
     model: str
@@ -68,18 +68,18 @@ class VerifyReport:
 
 
 def merge_largest(ranks: Sequence[dict[str, Largest]]) -> tuple[Largest, ...]:
-    """Per kind, the entry of the rank that came closest to the tolerance."""
+    """Merge entries: for each kind, that of the rank closest to the tolerance."""
     kinds = dict.fromkeys(kind for rank in ranks for kind in rank)
     return tuple(max((rank[kind] for rank in ranks if kind in rank), key=lambda e: e.fraction) for kind in kinds)
 
 
 Outcome: TypeAlias = VerifyReport | VerifyError
-"""What came of one schedule."""
+"""The outcome of one schedule."""
 
 
 @dataclass
 class Siblings:
-    """What the schedules of one call have in common.
+    """The schedules of one call, which must share the reference model.
 
     Args:
         schedules: all of them, in the order in which they were given.
@@ -104,12 +104,12 @@ class Siblings:
                 raise ArgumentError(
                     "verify compares schedules of one model, and the reference models differ in "
                     f"{what}:\n  schedule 1: {one}\n  schedule {self._number(schedule)}: {other}",
-                    hint="make the models alike: the same class, arguments and torch.manual_seed(0) before each, or "
+                    hint="make the models equal: the same class, arguments and torch.manual_seed(0) before each, or "
                     "model_b.load_state_dict(model_a.state_dict()) before the schedule; or call verify once for each",
                 )
 
     def facts(self, ranks: Sequence[int]) -> Iterator[RankFact]:
-        """What must be the same on all ranks of a mesh, lest one waits for a comparison that no other makes."""
+        """Yield what must be the same on all ranks of a mesh."""
         number = sum(1 for schedule in self.schedules if _ranks(schedule) == tuple(ranks))
         yield RankFact("the number of schedules given to verify", str(number))
 
@@ -121,7 +121,7 @@ def conclude(outcomes: Sequence[Outcome]) -> tuple[VerifyReport, ...]:
     """The reports of all schedules.
 
     Raises:
-        VerifyError: of the first one that differs; where there are several, it says which, and what came of the others.
+        VerifyError: of the first that differs; of several, the message says which, with the others' outcomes.
     """
     errors = {number: outcome for number, outcome in enumerate(outcomes, 1) if isinstance(outcome, VerifyError)}
     if not errors:

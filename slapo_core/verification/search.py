@@ -1,4 +1,4 @@
-"""Narrow down: the part of a schedule that fails alone, and in the same way as the whole."""
+"""Search for the smallest part of a schedule that fails alone in the same way."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from slapo_core.spec.record import Record
 from slapo_core.verification.compare import Difference
 
 _SAME_SIZE = 1e-4
-_MOST_NOISE = 0.05  # of a difference that is hardly larger than what is allowed
+_MOST_NOISE = 0.05  # of a difference hardly larger than the tolerance
 
 
-def alike_path(path: str) -> str:
-    """A path with the numbers of repeated blocks left open: ``"layer.0.fc"`` gives ``"layer.*.fc"``."""
+def block_pattern(path: str) -> str:
+    """Replace the numbers of repeated blocks in a path: ``"layer.0.fc"`` -> ``"layer.*.fc"``."""
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", path)
 
 
 def is_below(path: str, place: str) -> bool:
-    """Whether a module is another one, or in it."""
+    """Return whether a path equals another, or is below it."""
     return not place or f"{path}.".startswith(f"{place}.")
 
 
 @dataclass(frozen=True)
 class Failed:
-    """In which way a schedule fails.
+    """How a schedule fails.
 
     Args:
         kind: of the first difference, or the type of the exception.
@@ -47,18 +47,18 @@ class Failed:
     @classmethod
     def by(cls, found: Difference) -> Failed:
         size = found.problem if math.isinf(found.largest) else found.largest
-        return cls(found.kind, alike_path(found.name), size, noise=found.allowed)
+        return cls(found.kind, block_pattern(found.name), size, noise=found.allowed)
 
     @classmethod
     def with_exception(cls, failure: Failure) -> Failed:
         return cls(failure.kind, failure.where, failure.text, raises=True)
 
     def is_like(self, other: Failed) -> bool:
-        """Whether the same tensor differs first, or the same line raises the same exception."""
+        """Return whether the same tensor differs first, or the same line raises the same exception."""
         return (self.kind, self.place, self.raises) == (other.kind, other.place, other.raises)
 
     def is_same(self, other: Failed) -> bool:
-        """Whether the numbers are the same too: all other steps keep them, so the same mistake gives the same ones."""
+        """Return whether the numbers are equal, too: the same mistake gives the same numbers."""
         if not self.is_like(other) or self.size is None or other.size is None:
             return False
         if isinstance(self.size, str) or isinstance(other.size, str):
@@ -78,8 +78,8 @@ Try = Callable[[Sequence[Record]], Outcome]
 Part = tuple[Record, ...]
 
 MAX_TRIALS = 40
-SINGLE_STEPS = 6  # so many are tried one by one before anything else
-_MANY = 8  # so many groups are halved, instead of tried one by one
+SINGLE_STEPS = 6  # steps tried one by one before anything else
+_MANY = 8  # more groups than this are halved, not tried one by one
 
 
 class Search:
@@ -91,7 +91,7 @@ class Search:
         tied: the paths of modules that share a parameter, one set for each such parameter.
         near: the module that owns the first tensor that differs; None if there is none.
         paths: of all modules.
-        stop: asked before each trial, on all ranks alike: whether the search ends there.
+        stop: called before each trial, on all ranks: whether the search ends there.
 
     Attributes:
         tied: as given, those that have a path in common joined.
@@ -146,17 +146,17 @@ class Search:
         return self.outcome(part) == "agrees"
 
     def is_same(self, part: Part) -> bool:
-        """Whether it fails with the very numbers that are looked for."""
+        """Return whether a part fails with the same numbers."""
         outcome = self.outcome(part)
         return isinstance(outcome, Failed) and self.target is not None and outcome.is_same(self.target)
 
     def is_like(self, part: Part) -> bool:
-        """Whether it fails at the same place."""
+        """Return whether a part fails at the same place."""
         outcome = self.outcome(part)
         return isinstance(outcome, Failed) and self.target is not None and outcome.is_like(self.target)
 
     def single(self) -> Record | None:
-        """The step that fails alone, and with the same numbers or so that the rest agrees."""
+        """Find a step that fails alone, with the same numbers or so that the rest agrees."""
         at = tuple(record for record in self.steps if record.path == self.near)
         likely = self.steps if len(self.steps) <= SINGLE_STEPS else at[:SINGLE_STEPS]
         return next((record for record in likely if self._does_it_alone(record)), None) if len(self.steps) > 1 else None
@@ -167,11 +167,11 @@ class Search:
         return self.is_like((record,)) and self.agrees_without(record)
 
     def agrees_without(self, record: Record) -> bool:
-        """Whether all other steps agree."""
+        """Return whether all other steps agree."""
         return self.agrees(tuple(other for other in self.steps if other is not record))
 
     def narrow(self, part: Part) -> Part:
-        """The smallest part that is found to fail in the way that is looked for."""
+        """Narrow the steps to the smallest part found that fails in the same way."""
         while len(part) > 1:
             smaller = self._smaller(part)
             if smaller is None:
@@ -202,7 +202,7 @@ class Search:
         return self._cured(part, groups, failing) or self._shrunk(part, groups)
 
     def _half(self, part: Part, groups: dict[str, Part]) -> Part | None:
-        """Half of many groups, if it has the failure and the other half has not."""
+        """Return half of many groups, if it fails and the other half does not."""
         first = {record.index for group in list(groups.values())[: len(groups) // 2] for record in group}
         halves = [tuple(record for record in part if (record.index in first) is is_first) for is_first in (True, False)]
         same = [half for half in halves if self.is_same(half)]
@@ -211,7 +211,7 @@ class Search:
         return found[0] if len(found) == 1 else None
 
     def _cured(self, part: Part, groups: dict[str, Part], failing: Sequence[str]) -> Part | None:
-        """The one group without which the rest agrees."""
+        """Find the one group without which the rest agrees."""
         cures = []
         for path in failing or list(groups):
             rest = tuple(record for record in part if record not in groups[path])
@@ -226,9 +226,9 @@ class Search:
         return group
 
     def _shrunk(self, part: Part, groups: dict[str, Part]) -> Part | None:
-        """Without the sub-trees that the failure does not need."""
+        """Drop the sub-trees that the failure does not need."""
         if len({record.path for record in part}) == 1:
-            return None  # single steps at one module belong together: a shard without its sync fails by itself
+            return None  # single steps at one module belong together: a shard without its sync fails alone
         is_sized = self.target is not None and self.target.size is not None
         whole = part
         for group in groups.values():
@@ -245,7 +245,7 @@ class Search:
 
 
 def nearest(records: Sequence[Record], near: str | None) -> Part:
-    """The steps at a module; or else at the nearest one around it, below it; or else all."""
+    """Return the steps at a module; else at the nearest one around it; else below it; else all."""
     if near is None:
         return tuple(records)
     place = near
@@ -261,7 +261,7 @@ def nearest(records: Sequence[Record], near: str | None) -> Part:
 
 
 def _joined(tied: Sequence[frozenset[str]]) -> list[frozenset[str]]:
-    """Sets that have a path in common, as one set."""
+    """Merge sets that share a path."""
     joined: list[frozenset[str]] = []
     for paths in tied:
         apart = [other for other in joined if not other & paths]
@@ -270,7 +270,7 @@ def _joined(tied: Sequence[frozenset[str]]) -> list[frozenset[str]]:
 
 
 def _levels(part: Part) -> tuple[list[list[str]], int]:
-    """The paths, and how many levels they have in common."""
+    """Split the paths into levels, and count the common ones."""
     paths = [record.path.split(".") if record.path else [] for record in part]
     depth = 0
     while all(len(path) > depth for path in paths) and len({path[depth] for path in paths}) == 1:
@@ -279,7 +279,7 @@ def _levels(part: Part) -> tuple[list[list[str]], int]:
 
 
 def _groups(part: Part, tied: Sequence[frozenset[str]]) -> dict[str, Part]:
-    """The steps of each sub-tree below the deepest module that holds them all; single steps if that is one module.
+    """Group the steps by sub-tree below the deepest common module; single steps if that is one module.
 
     Steps at tied modules that would come into several of these groups make one of their own.
     """
@@ -297,7 +297,7 @@ def _groups(part: Part, tied: Sequence[frozenset[str]]) -> dict[str, Part]:
 
 
 def _across_blocks(part: Part) -> dict[str, Part]:
-    """The steps of alike sub-trees of all repeated blocks, such as every block's attention; empty without blocks."""
+    """Group the steps of equal sub-trees of all repeated blocks, e.g. every block's attention; empty without blocks."""
     paths, depth = _levels(part)
     if not all(len(path) > depth + 1 and path[depth].isdigit() for path in paths):
         return {}

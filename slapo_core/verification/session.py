@@ -1,6 +1,6 @@
 """Verify one schedule on all ranks: both models phase by phase, the comparison, and the verdict.
 
-What was compared is let go of before the next phase. So no more than one phase of each model is in memory: of a model
+Values are released before the next phase, so that no more than one phase of each model is in memory: of a model
 of float32 parameters, no more than 56 bytes a parameter.
 """
 
@@ -20,8 +20,8 @@ from slapo_core.schedule.consistency import SAME_SCRIPT, obligations, schedule_f
 from slapo_core.verification.approximate import without_approximate_steps
 from slapo_core.verification.blame import Blame
 from slapo_core.verification.compare import Comparison, Difference
+from slapo_core.verification.consistency import refuse_unexplained, refuse_unsaid_freezing
 from slapo_core.verification.copies import Subjects, changed_outside, named_tensors, repeated
-from slapo_core.verification.guards import refuse_unexplained, refuse_unsaid_freezing
 from slapo_core.verification.inputs import Batches, Inputs
 from slapo_core.verification.kinds import EARLY, KINDS, OWN_TYPES, label, phases_for
 from slapo_core.verification.phases import Observation, Runner
@@ -91,8 +91,8 @@ def _refuse_changed(by_rank: Mapping[int, str | None]) -> None:
     for rank, name in by_rank.items():
         if name is not None:
             raise VerifyError(
-                f"'{name}' on rank {rank} is not what the steps make of it\n"
-                "  no step does it: it was changed outside of the schedule, after its first step",
+                f"'{name}' on rank {rank} differs from the result of the steps\n"
+                "  no step causes it: it was changed outside of the schedule, after its first step",
                 tensor=name,
                 rank=rank,
                 steps=[],
@@ -102,7 +102,7 @@ def _refuse_changed(by_rank: Mapping[int, str | None]) -> None:
 
 
 def _facts(inputs: Inputs, untouched: nn.Module, options: Options) -> Iterator[RankFact]:
-    """What beside the schedule must be the same on every rank."""
+    """Yield everything besides the schedule that must be the same on every rank."""
     for name in ("rtol", "atol", "optimizer_steps", "seed"):
         yield RankFact(f"{name} given to verify", describe(getattr(options, name)))
     yield from inputs.facts()
@@ -113,14 +113,14 @@ def _facts(inputs: Inputs, untouched: nn.Module, options: Options) -> Iterator[R
 
 
 class ReferenceRunError(Exception):
-    """The reference model does not run in some type, so nothing can be compared there."""
+    """The reference model does not run in a type: nothing can be compared there."""
 
     def __init__(self, attempt: Attempt[Any], *, is_alone: bool) -> None:
         self.failure, self.error, self.is_alone = attempt.failures[0], attempt.error, is_alone
         super().__init__(str(self.failure))
 
     def refuse(self) -> ArgumentError:
-        """What to raise where there is no other type left."""
+        """Return the error where no other type is left."""
         where = "" if self.is_alone else f", on rank {self.failure.rank}"
         return ArgumentError(
             f"the reference model itself fails on the example inputs{where}: {self.failure}",
@@ -129,9 +129,9 @@ class ReferenceRunError(Exception):
 
 
 class BothModels:
-    """Both models in one type, phase by phase: run, compare, and let go of what was compared.
+    """Runs both models in one type, phase by phase: run, compare, release.
 
-    All ranks make it alike, and call the same methods in the same order.
+    All ranks create it, and call the same methods in the same order.
 
     Args:
         trials: runs them.
@@ -160,14 +160,14 @@ class BothModels:
         self._phases: tuple[str, ...] = EARLY
 
     def run(self) -> BothModels:
-        """All phases; those that the model, the batch or the schedule has nothing to show in are left out."""
+        """Run all phases that apply to the model, the batch and the schedule."""
         self._run()
         self.reference.seen.values.clear()
         self.reference.phases = self._phases
         return self
 
     def run_early(self) -> BothModels:
-        """Outputs, buffers and gradients only."""
+        """Run the phases of outputs, buffers and gradients only."""
         self.reference, _, _ = self._reference(lambda: self.trials.start_reference(self.dtype))
         self._start()
         self.reference.seen.values.clear()
@@ -199,7 +199,7 @@ class BothModels:
     # -- phases -----------------------------------------------------------------------------------------------
 
     def _reference_first(self) -> bool:
-        """The phases on one copy, before there is a copy of the scheduled model: nothing else needs as much memory.
+        """Run the reference phases on one copy, before the scheduled model is copied: this phase needs most memory.
 
         Gives whether there are updates among them.
         """
@@ -212,7 +212,7 @@ class BothModels:
         return updates
 
     def _start(self) -> tuple[Runner, str | None] | None:
-        """The first phases of the scheduled model; the copy, and why its dropout has another RNG stream."""
+        """Run the first phases of the scheduled model; return its runner, and why its RNG stream differs."""
         started = self.world.attempt(lambda: self.trials.start(self.trials.candidate, self.reference))
         if started.failures:
             self.raised = started
@@ -222,7 +222,7 @@ class BothModels:
         return runner, self.trials.other_stream(self.trials.candidate, self.reference, seen)
 
     def _compare_phase(self, phase: str, runner: Runner | None = None, *, other_stream: bool = False) -> None:
-        """A phase of the scheduled model, held against the reference model's."""
+        """Run a phase of the scheduled model and compare it."""
         self._phases = (*dict.fromkeys((*self._phases, phase)),)
         candidate = self.trials.candidate
         ran = self.world.attempt(lambda: self.trials.late(candidate, self.reference, phase, runner))
@@ -237,9 +237,9 @@ class BothModels:
         self._release(but="updates" if phase == OWN_TYPES else None)
 
     def _further_batches(self) -> None:
-        """The user's batches, and those made of the given one where both models run: raising is not silent.
+        """Compare your further batches, and variants of the given one where both models run: raising is not silent.
 
-        All run on one copy, as what a call keeps shows in the next one.
+        All run on one copy, because state that a call keeps shows in the next one.
         """
         given = tuple((f"batch {number}", each) for number, each in enumerate(self.trials.options.more_batches, 2))
         variants, notes = self.trials.inputs.variants(self.trials.subjects.untouched)
@@ -258,7 +258,7 @@ class BothModels:
         self.notes += [held] if held and self.raised is None else []
 
     def _compare_batches(self, batches: Batches, *, is_given: bool) -> str:
-        """Compare the batches; why they could not be, if that is no error: one of those is not given by the user."""
+        """Compare the batches; return why not, if that is not an error: a variant was made here."""
         self._set_conditions(more_batches=batches)
         if not batches:
             return ""
@@ -287,7 +287,7 @@ class BothModels:
             self._reference(lambda: self.trials.add_reference(self.reference, "dropout"))
             self._compare_phase("dropout", other_stream=other_stream is not None)
 
-    # -- what they share --------------------------------------------------------------------------------------
+    # -- helpers ----------------------------------------------------------------------------------------------
 
     def _reference(self, function: Callable[[], Any]) -> Any:
         attempt = self.world.attempt(function)
@@ -296,7 +296,7 @@ class BothModels:
         return attempt.value()
 
     def _add(self, what: str, phase: str) -> bool:
-        """A phase that the reference model need not be able to run; a note tells where it cannot."""
+        """Add a phase that the reference model may not be able to run; note where it cannot."""
         attempt = self.world.attempt(lambda: self.trials.add_reference(self.reference, phase))
         for failure in attempt.failures[:1]:
             self.notes.append(f"{what}, because the reference model raises: {failure.kind}: {failure.text}")
@@ -386,7 +386,7 @@ class Session:
         )
 
     def _judge_with_other_values(self, dtype: torch.dtype | None) -> None:
-        """Compare outputs and gradients once more, with random values where the model's own hide mistakes."""
+        """Compare outputs and gradients again, with random values where the model's own hide mistakes."""
         drawn = self.subjects.redraw_constants()
         if not drawn:
             return
@@ -404,7 +404,7 @@ class Session:
         self.notes.remove(note)
 
     def _judge_beside_approximate_steps(self, reference: ReferenceRun) -> None:
-        """Hold the steps that are not approximate to their own promises."""
+        """Check the steps that are not approximate under their own promises."""
         hidden = without_approximate_steps(self.trials, reference, self.schedule.records)
         if hidden is None:
             return
@@ -481,14 +481,14 @@ class Session:
         )
 
     def _phases_of(self, reference: ReferenceRun, tried: Tried) -> tuple[str, ...]:
-        """The fewest phases in which it fails so."""
+        """Find the fewest phases that show the failure."""
         if tried.first is not None:
             return phases_for(tried.first[1].kind)
         early = self.trials.run(self.trials.candidate, reference, EARLY)
         return EARLY if early.failures else reference.phases
 
     def _full_beside_shards(self, found: Difference, blame: Blame | CutFault) -> list[str]:
-        """Parameters that a reduction at a module of an unknown type may add once for each rank."""
+        """List parameters that a reduction at a module of unknown type may add once per rank."""
         if self.world.is_alone or "output" not in found.kind:
             return []
         paths = dict.fromkeys(record.path for record in blame.records)
@@ -497,19 +497,19 @@ class Session:
         return [f"every rank holds the full {names}: added to a partial sum, it counts once for each rank"] * bool(full)
 
     def _is_cut(self) -> bool:
-        """Whether stages were made, or refused, on any rank, and are still asked for."""
+        """Return whether stages were made or refused on any rank."""
         staging = self.trials.staging
         return any(self.world.gather(staging is not None and staging.is_needed))
 
 
 def _most_precise(tried: Sequence[BothModels], last: Failure) -> BothModels:
-    """Of the runs that raise as the last one did, the first: what cures it agrees there with less rounding."""
+    """Return the first run that raises as the last one did: with the least rounding."""
     raised = ((both, both.raised.failures[0]) for both in tried if both.raised is not None)
     return next(both for both, found in raised if (found.kind, found.where) == (last.kind, last.where))
 
 
 def _owner(found: Difference) -> str | None:
-    """The module that a difference lies at; None if it is one of the whole model."""
+    """Return the module of a difference; None for the model itself."""
     if "output" in found.kind or found.kind == "input gradient":
         return None
     return found.name if "dropout" in found.kind and "gradient" not in found.kind else found.name.rpartition(".")[0]

@@ -33,13 +33,12 @@ T = TypeVar("T")
 
 
 class Staging:
-    """How the scheduled models of one verification are called.
+    """Calls the scheduled models of one verification stage by stage.
 
     Attributes:
         last: the stages that were made last; None as long as no plugin has cut a model.
-        refusals: class and text of the errors of plugins that were asked for stages, and of stages that are not as was
-            said.
-        answers: which copies share.
+        refusals: class and text of plugins' errors about stages.
+        answers: of plugins, shared by copies.
     """
 
     def __init__(self) -> None:
@@ -53,10 +52,10 @@ class Staging:
         return self.last is not None or bool(self.refusals)
 
     def caller(self, schedule: Schedule, model: nn.Module, *, apart: bool = False) -> Caller:
-        """What calls a copy of a schedule's model: in one piece where no active plugin can cut it.
+        """Make the caller of a copy of a schedule's model: uncut where no active plugin can cut it.
 
         Args:
-            schedule: says where.
+            schedule: with the cuts.
             model: a copy of its model.
             apart: whether every stage gets modules of its own; that takes as many recordings as there are stages.
         """
@@ -65,7 +64,7 @@ class Staging:
         return _StagedCaller(self, schedule, model, apart=apart)
 
     def noting_refusals(self, function: Callable[[], T]) -> T:
-        """Call a function, and keep what it refuses."""
+        """Call a function, and note its refusals."""
         try:
             return function()
         except (HookError, TraceError) as error:
@@ -106,11 +105,11 @@ Marks = tuple[tuple[float, float], ...]
 
 @dataclass(frozen=True)
 class OtherCall:
-    """A call of a module that is another one in the second run.
+    """A call of a module that differs in the second run.
 
     Args:
         path: of the module.
-        how: in words, e.g. ``"gets other inputs"``.
+        how: in words, e.g. ``"gets different inputs"``.
         in_backward: whether only its gradient is another.
     """
 
@@ -120,16 +119,16 @@ class OtherCall:
 
 
 class SeenCalls:
-    """What every call of a module gets and gives while the block runs; two numbers stand for a tensor.
+    """Records inputs, outputs and gradients of every module call, two numbers for each tensor.
 
     Args:
-        modules: with their paths; of copies that nobody else runs.
-        but: paths of modules that are left alone.
+        modules: with their paths; of private copies.
+        but: paths of modules to skip.
 
     Attributes:
-        given: of each call, which is a path and the how manyth call of it, in order.
-        gave: likewise.
-        gradients: of each call, by the tensor's place in what it gave.
+        given: inputs of each call (path and number), in order.
+        gave: outputs likewise.
+        gradients: of each call's outputs, by position.
     """
 
     def __init__(self, modules: Sequence[tuple[str, nn.Module]], *, but: Collection[str] = ()) -> None:
@@ -169,25 +168,25 @@ class SeenCalls:
 
 
 def first_other_call(one: SeenCalls, other: SeenCalls) -> OtherCall | None:
-    """The first call of ``one`` that is another in ``other``; else the last one whose gradient is another.
+    """Find the first call of ``one`` that differs in ``other``; else the last one whose gradient differs.
 
     Args:
-        one: what was seen of the first run.
-        other: of the second.
+        one: the first run.
+        other: the second run.
     """
     for call, given in one.given.items():
         path, number = call
         if call not in other.given:
             return OtherCall(path, "is not called" + (" again" if number else ""))
         if not _close(given, other.given[call]):
-            return OtherCall(path, "gets other inputs")
+            return OtherCall(path, "gets different inputs")
         if not _close(one.gave[call], other.gave[call]):
-            return OtherCall(path, "gets the same inputs and gives something else")
+            return OtherCall(path, "gets the same inputs and returns something else")
     for call in reversed(one.given):
         theirs = other.gradients.get(call, {})
         for number, seen in one.gradients.get(call, {}).items():
             if not _close(seen, theirs.get(number, ())):
-                how = "gets no gradient" if number not in theirs else "gets another gradient"
+                how = "gets no gradient" if number not in theirs else "gets a different gradient"
                 return OtherCall(call[0], how, in_backward=True)
     return None
 
@@ -204,13 +203,13 @@ def _marks(value: Any) -> Marks:
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
-    """The tensors of a value; the contents of an object of another kind are left out in both runs alike."""
+    """List the tensors of a value; objects that are not pytrees are left out in both runs."""
     plain = dict(value) if isinstance(value, Mapping) else value
     return [leaf for leaf in pytree.tree_leaves(plain) if isinstance(leaf, torch.Tensor)]
 
 
 def without_cuts(trials: Trials, records: Sequence[Record]) -> tuple[Record, ...]:
-    """The steps that may be to blame for what is wrong in one piece: without those that only mark a cut."""
+    """List the steps that may be to blame without the cuts: not those that only mark a cut."""
     staged = trials.staging.last if trials.staging is not None else None
     boundaries = range(len(staged.partition.stages) - 1) if staged is not None else ()
     cuts = {record.index for at in boundaries if staged is not None for record in _cuts(staged, at, records)}
@@ -219,12 +218,12 @@ def without_cuts(trials: Trials, records: Sequence[Record]) -> tuple[Record, ...
 
 @dataclass(frozen=True)
 class CutFault:
-    """What is wrong with the stages, where the schedule agrees without them.
+    """A mistake of the stages, where the schedule agrees without them.
 
     Args:
-        records: the steps that cut at the first place where something else comes; all that cut, if it is not known.
-        lines: what else is known.
-        plugin: who made the stages.
+        records: the steps that cut at the first difference; all that cut, if it is not known.
+        lines: further details.
+        plugin: that made the stages.
     """
 
     records: tuple[Record, ...]
@@ -233,7 +232,7 @@ class CutFault:
 
     def __str__(self) -> str:
         shown = [f"    {record}" + (f"  ({record.location})" if record.location else "") for record in self.records]
-        head = "  the stages do it: in one piece, without the cuts, the same schedule agrees with the reference model"
+        head = "  the stages cause it: without the cuts, the same schedule agrees with the reference model"
         return "\n".join([head, *shown, *(f"  {line}" for line in self.lines)])
 
 
@@ -245,14 +244,14 @@ def find_cut_fault(
     kind: str | None = None,
     error: BaseException | None = None,
 ) -> CutFault:
-    """Where stages go wrong whose schedule agrees in one piece; all ranks call it.
+    """Find the wrong stage of a schedule that agrees without the cuts; all ranks call it.
 
     Args:
-        trials: that found it.
-        reference: says under which conditions it ran.
+        trials: that found the failure.
+        reference: with the conditions of the run.
         records: the steps.
         kind: of the first difference; None if the stages raise.
-        error: what they raise on this rank.
+        error: of the stages on this rank.
     """
     staging = trials.staging
     assert staging is not None
@@ -277,7 +276,9 @@ def find_cut_fault(
         in_stage = "" if index is None else f" in stage {index}"
         lines.append(f"first seen at '{place.path}'{in_stage}: it {place.how}")
     elif kind is not None:
-        lines.append("every module gets and gives what it does in one piece: what differs is made between them")
+        lines.append(
+            "every module has the same inputs and outputs as without the cuts: the difference arises between modules"
+        )
     if place is not None and place.in_backward:
         lines += [line for number in at for line in _without_gradient(staged, number)]
     found = {record.index: record for number in at for record in _cuts(staged, number, records)}
@@ -321,7 +322,7 @@ def _without_gradient(staged: Staged, boundary: int) -> list[str]:
 
 
 def _cuts(staged: Staged, boundary: int, records: Sequence[Record]) -> list[Record]:
-    """The steps that ask for a cut, at its module or around it: of the plugin that cuts, or by their namespace."""
+    """List the steps that ask for a cut, at its module or around it: of the plugin that cuts, or by namespace."""
     end = staged.partition.stages[boundary].last or ""
     around = [record for record in records if f"{end}.".startswith(f"{record.path}." if record.path else "")]
     distribution = staged.partition_by.partition(" ")[0]

@@ -1,4 +1,4 @@
-"""How much a scheduled model may differ from the reference model, and why that much."""
+"""Tolerances: how much a scheduled model may differ from the reference model, and why."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Tolerance:
     def of(
         cls, dtype: torch.dtype, promises: Iterable[Equivalence], *, rtol: float | None, atol: float | None
     ) -> Tolerance:
-        """The tolerance for a type and promises; the user's ``rtol`` and ``atol`` replace what follows from them."""
+        """Return the tolerance for a type and promises; given ``rtol`` and ``atol`` replace the derived ones."""
         promise = Equivalence.weakest(promises)
         reordered = _REORDERED.get(dtype, _COARSER)
         exact = min(_EXACT_ROUNDINGS * torch.finfo(dtype).eps, reordered)
@@ -84,10 +84,10 @@ class Tolerance:
         )
 
     def allowed(self, kind: str, *, largest: float, largest_of_kind: float) -> float:
-        """The largest absolute difference allowed in one tensor.
+        """Return the largest absolute difference allowed in one tensor.
 
         Args:
-            kind: what is compared, e.g. ``"gradient"``.
+            kind: of the values, e.g. ``"gradient"``.
             largest: the largest finite absolute value of the reference tensor.
             largest_of_kind: the same over all tensors of that kind.
         """
@@ -117,7 +117,7 @@ _OF_THE_KIND = 1e-2
 def room_for_rounding(
     fine: Observation, own: Observation, types: Mapping[tuple[str, str], torch.dtype]
 ) -> dict[tuple[str, str], float]:
-    """The absolute difference to be allowed in each tensor beside the tolerance of its type.
+    """Compute the absolute difference allowed in each tensor besides the tolerance of its type.
 
     Args:
         fine: the reference model in a finer type: ``"output"``, ``"gradient"``, ...
@@ -147,8 +147,8 @@ _PIECE = 1 << 20  # elements that are widened at a time, so that comparing takes
 
 
 def gap(before: torch.Tensor, after: torch.Tensor) -> float:
-    """The largest absolute difference of two tensors of one shape; what is infinite or NaN alike in both is no
-    difference, and otherwise an infinite one."""
+    """Return the largest absolute difference of two tensors; equal infinite or NaN elements do not count, others are
+    an infinite difference."""
     wide = torch.complex128 if before.is_complex() else torch.float64
     found = 0.0
     pieces = zip(before.reshape(-1).split(_PIECE), after.reshape(-1).split(_PIECE), strict=True)
@@ -162,7 +162,7 @@ def gap(before: torch.Tensor, after: torch.Tensor) -> float:
 
 
 def is_close_in_norm(before: Any, after: Any, share: float) -> bool:
-    """Whether two tensors differ, as a whole, by no more than ``share`` of the norm of the first."""
+    """Return whether the norm of the difference is at most ``share`` of the norm of the first tensor."""
     if not share or not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor):
         return False
     if before.shape != after.shape or not before.is_floating_point():
@@ -172,12 +172,12 @@ def is_close_in_norm(before: Any, after: Any, share: float) -> bool:
 
 
 def largest(tensor: torch.Tensor) -> float:
-    """The largest absolute value in a tensor of floating-point or complex numbers; NaN if there is one."""
+    """Return the largest absolute value of a floating-point or complex tensor; NaN if there is one."""
     return float(torch.linalg.vector_norm(tensor.detach(), ord=math.inf)) if tensor.numel() else 0.0
 
 
 def marks(tensor: torch.Tensor) -> tuple[float, float]:
-    """The norm, and the sum with alternating weights: two tensors that differ hardly have both in common."""
+    """Return the norm and a weighted sum, which together tell tensors apart."""
     wide = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).detach().reshape(-1).double()
     weights = torch.arange(wide.numel(), device=wide.device, dtype=torch.float64).cos_()
     return float(torch.linalg.vector_norm(wide)), float(torch.dot(wide, weights)) / math.sqrt(wide.numel() or 1)

@@ -16,10 +16,9 @@ from torch import nn
 from slapo_core.errors import HookError, VerifyError
 from slapo_core.ranks.world import Attempt, Failure, World
 from slapo_core.spec.equivalence import Equivalence
-from slapo_core.verification.blame import Blame, find_steps
-from slapo_core.verification.compare import Comparison, Difference, compare, drawn_alike
+from slapo_core.verification.blame import Blame, find_steps, suggestions
+from slapo_core.verification.compare import Comparison, Difference, compare, compare_dropout
 from slapo_core.verification.copies import Counterparts, Subjects
-from slapo_core.verification.cures import suggestions
 from slapo_core.verification.divergence import advice, diverged, tell, without_effect
 from slapo_core.verification.inputs import Inputs
 from slapo_core.verification.kinds import EARLY, ON_ONE_COPY, ORDER, OWN_TYPES
@@ -50,10 +49,10 @@ class Options:
 
 @dataclass
 class ReferenceRun:
-    """What the reference model gave, and in which types it computed.
+    """The run of the reference model: its values, and the types of its computations.
 
     Args:
-        seen: what it gave in those phases that are being compared.
+        seen: its values in the phases being compared.
         conditions: that it ran under.
         phases: that it ran, in their order.
         coarsest: the coarsest type in which it computed anything.
@@ -73,7 +72,7 @@ class ReferenceRun:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A scheduled model to run: its schedule, what its tensors correspond to, and what makes fresh copies of it."""
+    """A scheduled model to run: its schedule, its tensors' counterparts, and a factory of fresh copies."""
 
     schedule: Schedule
     counterparts: Counterparts
@@ -82,7 +81,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Tried:
-    """What came of a scheduled model, or of some steps alone; the same on every rank.
+    """The outcome of a scheduled model, or of some steps alone; the same on every rank.
 
     Args:
         outcome: whether and how it fails.
@@ -107,16 +106,16 @@ class Tried:
 
     @property
     def failures(self) -> Sequence[Failure]:
-        """What it raised, on which ranks."""
+        """The exceptions, with their ranks."""
         return self.raised.failures if self.raised is not None else ()
 
 
 class OtherRankError(VerifyError):
-    """Another rank raises an error of its own, which need not be a VerifyError, and ends with it."""
+    """Another rank raised an error of its own."""
 
 
 def reraise(attempt: Attempt[Any]) -> None:
-    """Raise what a rank raised before anything ran: its own error, or the first one of the others."""
+    """Raise the error of a rank before anything ran: its own, or the first one of the others."""
     if not attempt.failures:
         return
     if attempt.error is not None:
@@ -134,7 +133,7 @@ class Trials:
         inputs: one batch.
         subjects: gives copies.
         options: of the call.
-        staging: calls the scheduled models stage by stage where they are cut; None calls them in one piece.
+        staging: calls the scheduled models stage by stage where they are cut; None ignores the cuts.
     """
 
     world: World
@@ -145,13 +144,13 @@ class Trials:
 
     @property
     def candidate(self) -> Candidate:
-        """The scheduled model itself."""
+        """Return the scheduled model itself."""
         return Candidate(self.subjects.schedule, self.subjects.counterparts, self.subjects.candidate)
 
     # -- the reference model ----------------------------------------------------------------------------------
 
     def start_reference(self, dtype: torch.dtype | None) -> tuple[ReferenceRun, Runner, float]:
-        """The phases that every model can run, the copy that ran them, and a learning rate for the updates."""
+        """Run the phases that every model can run; return values, runner, and a learning rate for the updates."""
         conditions = Conditions(dtype=dtype, seed=self.options.seed, optimizer_steps=self.options.optimizer_steps)
         model = self.subjects.reference(dtype)
         base = self.own_dtype(model) if dtype is None else dtype
@@ -165,7 +164,7 @@ class Trials:
         return ReferenceRun(seen, conditions, EARLY, lowest, finer, base), runner, step_size(model, seen)
 
     def add_reference(self, reference: ReferenceRun, phase: str, runner: Runner | None = None) -> None:
-        """One more phase, on the copy that ran the first ones or on a fresh one: added to what was seen."""
+        """Run one more phase, on the copy that ran the first ones or on a fresh one, and add its values."""
         conditions = reference.conditions
         if phase not in ON_ONE_COPY:
             model = self.subjects.reference(None if phase == OWN_TYPES else conditions.dtype)
@@ -183,7 +182,7 @@ class Trials:
         reference.phases = (*dict.fromkeys((*reference.phases, phase)),)
 
     def again(self, reference: ReferenceRun, phases: Sequence[str]) -> ReferenceRun:
-        """The same run with what ``phases`` give, of those that it ran."""
+        """Repeat the run with those of ``phases`` that it had."""
         repeated, runner, _ = self.start_reference(reference.conditions.dtype)
         again = dataclasses.replace(reference, seen=repeated.seen, phases=EARLY)
         for phase in phases:
@@ -192,7 +191,7 @@ class Trials:
         return again
 
     def own_dtype(self, model: nn.Module) -> torch.dtype:
-        """The coarsest type of a model's parameters and buffers, or else of the inputs."""
+        """Return the coarsest type of a model's parameters and buffers, or else of the inputs."""
         return own_dtype(model, (tensor for _, tensor in self.inputs.tensors()))
 
     # -- scheduled models -------------------------------------------------------------------------------------
@@ -220,7 +219,7 @@ class Trials:
     def start(
         self, candidate: Candidate, reference: ReferenceRun, phases: Sequence[str] = EARLY
     ) -> tuple[Runner, Observation]:
-        """The first phases, and the copy that ran them."""
+        """Run the first phases; return the runner and their values."""
         model = candidate.make(reference.conditions.dtype)
         runner = Runner(model, self.inputs, self.conditions(candidate, reference, apart=True))
         return runner, runner.run(phases)
@@ -228,7 +227,7 @@ class Trials:
     def late(
         self, candidate: Candidate, reference: ReferenceRun, phase: str, runner: Runner | None = None
     ) -> Observation:
-        """A later phase: on the copy that ran the first ones, or on a fresh one."""
+        """Run a later phase, on the copy that ran the first ones or on a fresh one."""
         conditions = self.conditions(candidate, reference)
         if phase not in ON_ONE_COPY:
             model = candidate.make(None if phase == OWN_TYPES else conditions.dtype)
@@ -238,7 +237,7 @@ class Trials:
         return runner.run((phase,))
 
     def conditions(self, candidate: Candidate, reference: ReferenceRun, *, apart: bool = False) -> Conditions:
-        """Those of the reference model's run, for a scheduled one; ``apart`` for its stages, if it is cut."""
+        """Adapt the reference run's conditions to a scheduled model; ``apart``: stages with modules of their own."""
         adapted = dataclasses.replace(reference.conditions, adapt_output=_output_adapter(candidate.schedule))
         if self.staging is None:
             return adapted
@@ -246,10 +245,10 @@ class Trials:
         return dataclasses.replace(adapted, caller=caller)
 
     def share_dropout(self, candidate: Candidate, seen: Observation, *, other_stream: bool) -> None:
-        """Let every rank know what the others got with dropout; no rank may have failed.
+        """Exchange the ranks' dropout; no rank may have failed.
 
         With another RNG stream than the reference model's (``other_stream``), outputs and gradients are not compared
-        with its; but what is recomputed is, with what this model itself drew.
+        with its own; recomputation is, with this model's own forward.
         """
         drawn = seen.values.pop("drawn with dropout")["forward"]
         mesh = candidate.schedule.mesh
@@ -261,37 +260,37 @@ class Trials:
             seen.values.pop(kind)
 
     def advice(self, reference: ReferenceRun, seen: Observation) -> list[str]:
-        """Notes on the ranks' dropout, where nothing is wrong with it."""
+        """Return notes on the ranks' dropout, where it is right."""
         told, untouched = seen.of("diverged dropout").get("ranks", []), reference.seen.of("dropout")["forward"]
         records = self.subjects.schedule.records
         return [*filter(None, (advice(told, untouched), without_effect(told, untouched, records)))]
 
     def other_stream(self, candidate: Candidate, reference: ReferenceRun, seen: Observation) -> str | None:
-        """Why some rank's dropout gets other random numbers than the reference model's."""
+        """Return why some rank's dropout rightly uses another RNG stream than the reference model."""
         promise = Equivalence.weakest(record.primitive.equivalence for record in candidate.schedule.records)
-        alike = drawn_alike("dropout", reference.seen, seen, candidate.counterparts, promise)
+        alike = compare_dropout("dropout", reference.seen, seen, candidate.counterparts, promise)
         return next(filter(None, self.world.gather(alike.other_stream or alike.wrong)), None)
 
     def was_refused(self, attempt: Attempt[Any]) -> bool:
-        """Whether plugins would not cut the model, or what they said of its stages cannot be right."""
+        """Return whether plugins refused to cut the model, or answered wrongly about its stages."""
         refusals = self.staging.refusals if self.staging is not None else set()
         refused = all((failure.kind, failure.text) in refusals for failure in attempt.failures)
         return all(self.world.gather(refused))
 
     def contradicts_itself(self, attempt: Attempt[Any]) -> bool:
-        """Whether what plugins said of stages cannot be right."""
+        """Return whether plugins answered wrongly about stages."""
         return self.was_refused(attempt) and any(failure.kind == HookError.__name__ for failure in attempt.failures)
 
     # -- comparing --------------------------------------------------------------------------------------------
 
     def tolerance(self, reference: ReferenceRun, records: Sequence[Record]) -> Tolerance:
-        """What the promises of ``records`` allow."""
+        """Return the tolerance of the promises of ``records``."""
         return self._tolerance(reference.coarsest, records)
 
     def _tolerance(
         self, dtype: torch.dtype, records: Sequence[Record], room: float | None = None, *, jumps: bool = False
     ) -> Tolerance:
-        """With ``room`` for rounding: what the user allows is meant for finer types, so it can only add to it."""
+        """Return the tolerance with ``room`` for rounding; given tolerances can only widen it."""
         promises = [record.primitive.equivalence for record in records]
         rtol, atol = self.options.rtol, self.options.atol
         if room is None:
@@ -304,7 +303,7 @@ class Trials:
     def compare(
         self, reference: ReferenceRun, seen: Observation, names: Counterparts, records: Sequence[Record]
     ) -> Comparison:
-        """Hold this rank's run against the reference model's; raises where any rank raises."""
+        """Compare this rank's run with the reference model's; raises where any rank raises."""
 
         def run() -> Comparison:
             finer = {
@@ -322,7 +321,7 @@ class Trials:
         return compared.value()
 
     def conclude(self, own: Comparison) -> Tried:
-        """What all ranks found: of the first differences the earliest kind decides, later ones are consequences."""
+        """Merge the ranks' comparisons: of the first differences the earliest kind decides."""
         by_rank = zip(self.world.ranks, self.world.gather(own.differences[:1]), strict=True)
         firsts = [(rank, found[0]) for rank, found in by_rank if found]
         first = min(firsts, key=lambda item: (ORDER.index(item[1].kind), item[0]), default=None)
@@ -352,7 +351,7 @@ class Trials:
         near: str | None,
         records: Sequence[Record],
     ) -> Blame:
-        """The steps that fail as ``records`` do (``tried``)."""
+        """Find the steps that fail as ``records`` do (``tried``)."""
         started, limit = time.monotonic(), self.options.blame_seconds
 
         def is_over() -> bool:
@@ -376,7 +375,7 @@ class Trials:
         part: Sequence[Record],
         promises: Sequence[Record] | None = None,
     ) -> Tried:
-        """What comes of ``part`` alone, held to the promises of its own steps, or of others; the same on every rank."""
+        """Try ``part`` alone, under the promises of its own steps, or of others; the same on every rank."""
         applied = self.world.attempt(lambda: self._applied(part))
         if applied.failures:
             return Tried("refused")
@@ -392,7 +391,7 @@ class Trials:
         )
 
     def in_one_piece(self, reference: ReferenceRun, phases: Sequence[str], records: Sequence[Record]) -> Tried:
-        """What comes of what failed stage by stage, without the cuts: of the whole schedule, or a part of its steps."""
+        """Try the whole schedule, or a part of its steps, without the cuts."""
         plain = dataclasses.replace(self, staging=None)
         if len(records) < len(self.subjects.schedule.records):
             return plain.try_steps(reference, phases, records)
@@ -431,7 +430,7 @@ def _require_gradients(runner: Runner, seen: Observation) -> None:
 def _types(
     seen: Observation, observer: DtypeObserver, base: torch.dtype
 ) -> tuple[torch.dtype, dict[tuple[str, str], torch.dtype]]:
-    """The coarsest type that a run computed in, and that of each tensor that only finer ones led to."""
+    """Return the coarsest type of a run, and the finer types behind single tensors."""
     lowest = coarsest([base, *(found for found in observer.seen if _coarser(found, base))])
     finer = {
         (kind, name): found

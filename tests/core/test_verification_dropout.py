@@ -146,7 +146,7 @@ WRONG: dict[str, tuple[nn.Module, str, str]] = {
     "in evaluation": (
         Function(lambda module, x: F.dropout(x, 0.1)),
         "dropout of layer.1.drop in evaluation mode",
-        "p=0.1, where the reference model drops nothing",
+        "p=0.1, the reference model drops nothing",
     ),
 }
 
@@ -277,8 +277,8 @@ def test_on_several_ranks_dropout_is_compared_unless_a_rank_drops_in_a_piece() -
     assert pieces.notes == (
         "outputs and gradients with dropout were not compared: 'inner' draws for (4, 8), where the reference model "
         "draws for (4, 16)",
-        "the ranks drop the same elements of different pieces at 'inner': "
-        'sch["inner"].fork_rng() lets each draw its own',
+        "the ranks drop the same elements of different shards at 'inner': "
+        'sch["inner"].fork_rng() gives each rank its own RNG stream',
     )
     assert wrong.tensor == "recomputed dropout of after"
     assert wrong.steps == ("#5 checkpoint(preserve_rng_state=False) at 'after'",)
@@ -296,7 +296,7 @@ def test_a_region_that_tensors_are_split_in_may_draw_another_number_of_times_but
     message(compare_draws([draw("b"), draw("b")], [draw("b")], **rules).wrong, "once, not 2 times")
     message(compare_draws([draw("a", 0.2)], [draw("a")], **rules).wrong, "p=0.1, not p=0.2")
     assert compare_draws([draw("a")], [draw("a", shape=(2, 2))], **rules).other_stream == (
-        "'a' draws for (2, 2), where the reference model draws for (2, 4)"
+        "'a' drops (2, 2), the reference model (2, 4)"
     )
     assert compare_draws([draw("b")], [draw("b", order=(1, 0))], **rules).other_stream == (
         "'b' draws in another order than the reference model"

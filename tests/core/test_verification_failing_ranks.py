@@ -99,7 +99,7 @@ def require_named(found: Found, case: str, step: str) -> None:
         first, blamed, named = error.message.splitlines()
         assert f" raises on rank {last} " in first
         assert f": ValueError: out of paint on rank {last} (" in first
-        assert "the steps that do it" in blamed
+        assert "the steps that cause it" in blamed
         assert named.startswith(f"    #5 fail(({last},), {step}  (")
 
 

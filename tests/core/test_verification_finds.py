@@ -140,7 +140,7 @@ def net() -> slapo.Schedule:
 
 def blamed(error: slapo.VerifyError) -> list[str]:
     """The steps in the message, if they are said to do it alone."""
-    _, _, steps = error.message.partition("the steps that do it")
+    _, _, steps = error.message.partition("the steps that cause it")
     return [line.strip().partition("  (")[0] for line in steps.splitlines() if line.startswith("    #")]
 
 
@@ -156,7 +156,7 @@ def test_another_function_is_found_in_the_output_and_its_step_and_line_are_named
     first, allowed, *rest = error.message.splitlines()
     assert ": it differs by up to " in first
     assert allowed == "  allowed: 1e-10 * max|reference| + 1e-12 * scale (float64, REORDERED)"
-    assert "the steps that do it" in rest[0]
+    assert "the steps that cause it" in rest[0]
     assert rest[1].startswith("    #9 replace(ReLU()) at 'layer.2.act'  (")
     assert "test_verification_finds.py:" in rest[1]
     assert len(rest) == 2

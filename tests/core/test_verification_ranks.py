@@ -245,7 +245,7 @@ def test_a_piece_that_is_wrong_on_one_rank_only_is_told_to_all(cases: dict[str, 
     first, second = cases["wrong piece"]
     assert isinstance(first, slapo.VerifyError)
     assert first.message == second.message
-    assert "no step does it" in first.message.splitlines()[-1]
+    assert "no step causes it" in first.message.splitlines()[-1]
 
 
 @pytest.mark.parametrize(

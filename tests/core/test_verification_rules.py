@@ -239,7 +239,7 @@ def test_the_number_of_trials_is_bounded() -> None:
 def test_steps_that_agree_on_a_fresh_copy_are_not_blamed() -> None:
     blame = find_steps(records("a", "b"), lambda part: "agrees", near="a")
     assert blame.records == ()
-    assert str(blame).strip().startswith("no step does it: ")
+    assert str(blame).strip().startswith("no step causes it: ")
 
 
 @pytest.mark.parametrize(("share", "found"), [(0.0, 1), (0.05, 1), (0.2, 0)])

@@ -333,7 +333,7 @@ def test_verify_finds_copies_that_drift_apart_where_the_untouched_model_has_no_s
     forks: dict[str, Any], message: Messages
 ) -> None:
     found, _, steps = forks["moved"]
-    message(found, "each rank draws other random numbers", "ranks 0 and 1")
+    message(found, "the RNG state differs across ranks", "ranks 0 and 1")
     assert [step.partition(" ")[2] for step in steps] == ["fork_rng() at '0.behind'"]
     assert forks["moved, alike"][1:] == (None, ())
 
@@ -345,7 +345,7 @@ def test_where_pieces_are_dropped_a_stream_of_its_own_agrees_and_a_missing_one_i
     notes, _, steps = forks["right"]
     assert steps == ()
     (note,) = notes.splitlines()[1:]
-    message(note, "at '0.attention': ", "something whole")
+    message(note, "at '0.attention': ", "dropout of a full tensor")
     notes, _, steps = forks["none"]
     assert steps == ()
     (note,) = notes.splitlines()[1:]

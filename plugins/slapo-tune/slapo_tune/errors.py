@@ -14,7 +14,7 @@ class LogError(SlapoError):
 
 
 class SpaceError(SlapoError):
-    """A space function does what a space cannot be made of, or allows no point.
+    """A space function uses unsupported candidates or conditions, or allows no point.
 
     What to do: the message names the symbol and the choices that led there; the hint is the call to write.
     """

@@ -66,7 +66,7 @@ def trial_from(record: Mapping[str, Any]) -> Trial:
     """Return the trial of a record.
 
     Raises:
-        ValueError: a field is missing, or is not what a trial has there.
+        ValueError: a field is missing, or has a wrong type.
     """
     for name, kind in (("number", int), ("point", dict), ("reason", str), ("predicted", dict), ("measured", dict)):
         if not isinstance(record.get(name), kind) or isinstance(record[name], bool):
@@ -119,15 +119,15 @@ def _tupled(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Log:
-    """What a log says.
+    """The contents of a log.
 
     Args:
         header: the study's; empty where nothing has been written yet.
         trials: those that have ended, in order; one that the verification refused is ``"wrong"``.
         running: number and point of the trial that was started and has not ended; None if there is none.
         verified: the number of the trial that was verified last and found right; None if there is none.
-        opened: who has written: process, host and time of each ``tune`` in turn.
-        torn: bytes at the end that are no whole line: a process was killed while it wrote them.
+        opened: process, host and time of each ``tune`` that wrote.
+        torn: bytes of an incomplete line at the end: a process was killed while writing it.
         whole: how many bytes are whole lines.
         is_unended: whether the torn bytes are a whole line but for its end.
     """
@@ -185,7 +185,7 @@ def parse(data: bytes, path: Path) -> Log:
                 hint=f"take the line out (sed -i.bak {number}d {path}), and the search tries that point again",
             ) from error
     if torn:
-        with contextlib.suppress(ValueError, KeyError, TypeError):  # half a line: nobody knows what it would have said
+        with contextlib.suppress(ValueError, KeyError, TypeError):  # an incomplete line
             log = replace(_with(log, from_line(torn)), is_unended=True)
     return log
 
@@ -239,16 +239,16 @@ class LogFile:
     """A log that this process alone writes; a context manager.
 
     Every line is on disk before its method returns, and no line is ever changed: a process that is killed leaves at
-    most half a line at the end, which the next one takes away. The kernel lets go of the file when its process ends,
-    however that ends.
+    most an incomplete line at the end, which the next process cuts off. The kernel unlocks the file when its process
+    ends, however that ends.
 
     Args:
         path: of the log; it is made if it is not there.
-        header: what the log is of.
+        header: describes the search.
 
     Attributes:
-        log: what the log said when it was opened.
-        repaired: what was taken away at its end, in words; empty where the last process was not killed in the middle
+        log: contents when it was opened.
+        repaired: description of what was cut off at its end; empty unless the last process was killed in the middle
             of a line.
 
     Raises:
@@ -292,7 +292,7 @@ class LogFile:
         self._append(trial_line(trial))
 
     def verified(self, number: int, *, right: bool | None, reason: str = "") -> None:
-        """Write what the verification of a trial said, None where it could not; one that it refused is ``"wrong"``."""
+        """Write the verification of a trial, None where it could not run; a refused trial is ``"wrong"``."""
         self._append({"event": "verified", "number": number, "right": right, "reason": reason, "at": time.time()})
 
     def _append(self, record: Mapping[str, Any]) -> None:
@@ -311,7 +311,7 @@ class LogFile:
     def _require_file(self) -> None:
         """
         Raises:
-            LogError: what is written would be in no file.
+            LogError: the file was removed or replaced.
         """
         try:
             is_there = os.path.samestat(os.stat(self._path), os.fstat(self._file))
@@ -345,8 +345,8 @@ class LogFile:
         else:
             os.ftruncate(self._file, self.log.whole)
             self.repaired = (
-                f"{len(self.log.torn)} bytes at the end of {self._path} were half a line, and are taken away: a "
-                "process was killed while it wrote them"
+                f"{len(self.log.torn)} bytes at the end of {self._path} were an incomplete line and were cut off: "
+                "a process was killed while writing them"
             )
         os.fsync(self._file)
 
@@ -364,7 +364,7 @@ def _opened(path: Path) -> int:
         return os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
     except FileNotFoundError as error:
         raise LogError(
-            f"the log {path} cannot be written: there is no directory {path.parent}", hint=f"mkdir -p {path.parent}"
+            f"the log {path} cannot be written: missing directory {path.parent}", hint=f"mkdir -p {path.parent}"
         ) from error
     except OSError as error:
         raise LogError(
@@ -381,7 +381,7 @@ def _settle_directory(directory: Path) -> None:
 
 
 _TOLD_ONLY = ("versions", "started", "described", "sources", "timeout")
-"""What a header tells its readers, and what may differ when a search goes on."""
+"""Compare headers: which fields may differ when a search is resumed."""
 
 
 def _compare(old: Mapping[str, Any], new: Mapping[str, Any], path: Path) -> None:
@@ -412,4 +412,4 @@ def _difference(old: str, new: str) -> str:
             return f"there: {was.strip()}\n  here:  {is_now.strip()}"
     more = olds[len(news) :] or news[len(olds) :]
     where = "there" if len(olds) > len(news) else "here"
-    return f"only {where}: {more[0].strip()}" if more else "in what its function does, not in what it shows"
+    return f"only {where}: {more[0].strip()}" if more else "in its function's code, not in its candidates"

@@ -1,4 +1,4 @@
-"""What came of a job: a status and its reason, from what the ranks returned, raised, or died of."""
+"""The outcome of a job: status and reason, from the ranks' results, exceptions and exit codes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 from slapo_core import RankFailedError
 
 _LOSS_APART = 0.02
-"""How far, relatively, the losses of ranks with the same samples may be apart: rounding in half precision is less."""
+"""Largest relative difference of losses between ranks with the same samples: above the rounding of fp16."""
 
 _VALUES_APART = 0.5
 """How far, relatively, the values of ranks may be apart: each has its own clock, and waits for the others."""
@@ -31,7 +31,7 @@ _LENGTH = 2000
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a job.
+    """The outcome of a job.
 
     Args:
         status: one of :data:`slapo_core.spec.sampler.STATUSES`.
@@ -53,12 +53,12 @@ class Outcome:
 
 
 class RaisedError(Exception):
-    """What a task raised on a rank, as plain data that survives the way to the search.
+    """An exception of a task on a rank, as plain data that can be sent to the search.
 
     Args:
         status: of the job, if this is its first cause.
         reason: the exception, and the user's lines that it came from.
-        phase: what the rank did: ``"prepare"``, ``"batch"``, ``"model"``, ``"schedule"``, ``"run"`` or ``"verify"``.
+        phase: of the rank's work: ``"prepare"``, ``"batch"``, ``"model"``, ``"schedule"``, ``"run"`` or ``"verify"``.
         is_lost: whether it only says that another rank is gone.
     """
 
@@ -86,7 +86,7 @@ def outcome_of_failure(error: RankFailedError, printed: str, *, timeout: float, 
 
     Args:
         error: of the launcher.
-        printed: the end of what the ranks printed.
+        printed: the end of the ranks' output.
         timeout: seconds of the job.
         killed_for_memory: whether the kernel has killed a process for want of memory meanwhile.
     """
@@ -104,7 +104,7 @@ def outcome_of_failure(error: RankFailedError, printed: str, *, timeout: float, 
 
 
 def outcome_of_results(said: Sequence[Mapping[str, Any]], data_parts: Sequence[Any]) -> Outcome:
-    """Judge what the ranks returned.
+    """Classify the ranks' results.
 
     Args:
         said: by rank.
@@ -145,7 +145,7 @@ def _standing(rank: int, trace: str) -> str:
 
 
 def _wrong(said: Sequence[Mapping[str, Any]], data_parts: Sequence[Any]) -> str:
-    """Say what is wrong with what the ranks found."""
+    """Describe the mistake in the ranks' results."""
     for rank, one in enumerate(said):
         if one["value"] is None:
             return f"rank {rank}: evaluate gave {one['was']}, and must give a finite number to maximize"

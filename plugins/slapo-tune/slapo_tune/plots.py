@@ -1,4 +1,4 @@
-"""The search as one picture; it needs matplotlib, which the extra ``draw`` installs."""
+"""Plot a search; needs matplotlib, which the extra ``draw`` installs."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Plane:
         others: the symbols that have several candidates and are not on an axis.
 
     Raises:
-        ArgumentError: there is no such symbol, or fewer than two that have several candidates.
+        ArgumentError: an unknown symbol, or fewer than two symbols with several candidates.
     """
 
     def __init__(self, points: Sequence[Point], trials: Sequence[Trial], axes: tuple[str, str] | None = None) -> None:
@@ -111,14 +111,14 @@ class Plane:
             self._place(trial.point).trials.append(trial)
 
     def at(self, point: Point) -> tuple[float, float]:
-        """Return where a point stands: by its numbers if they are evenly spaced, else one after the other."""
+        """Return the coordinates of a candidate: its number if they are evenly spaced, else its position."""
         return tuple(  # type: ignore[return-value]
             spots[_key(point[name]) if name in point else _MISSING][1]
             for name, spots in zip(self.symbols, self._spots, strict=True)
         )
 
     def edge(self) -> list[tuple[float, float]]:
-        """Return the outline of what the space allows, along its lowest places and back along its highest ones."""
+        """Return the outline of the allowed region of the space: its lower edge, then its upper edge back."""
         columns: dict[float, list[float]] = {}
         for (x, y), place in self.places.items():
             if place.points:
@@ -167,7 +167,7 @@ def write_picture(
     unit: str = "samples/s",
     title: str = "",
 ) -> Path:
-    """Draw the space with the path of the search, the best so far, and what was predicted against what was measured.
+    """Plot the space with the path of the search, the best so far, and predicted against measured values.
 
     A space that has fewer than two symbols with several candidates is left out, and predictions where there are none.
 
@@ -180,7 +180,7 @@ def write_picture(
         title: of the search, e.g. its file.
 
     Raises:
-        ArgumentError: matplotlib is not installed; there are no such symbols; the file cannot be written.
+        ArgumentError: matplotlib is not installed; unknown symbols; the file cannot be written.
     """
     panels: list[Callable[[Axes], None]] = []
     if axes is not None or sum(len(candidates(points, name)) > 1 for name in symbols(points)) > 1:
@@ -214,7 +214,7 @@ def write_picture(
 
 
 def _draw_space(plane: Plane, trials: Sequence[Trial], unit: str, axes: Axes) -> None:
-    """Draw each place of two symbols, with the best of its values in color and the order of its trials as numbers."""
+    """Plot each pair of two symbols' candidates, colored by the best value, with the order of trials as numbers."""
     edge = plane.edge()
     axes.fill(*zip(*edge, strict=True), facecolor="#f1f3f6", edgecolor="#b9c0ca", zorder=1)
     for status, (marker, color, words) in _MARKS.items():
@@ -244,7 +244,7 @@ def _draw_space(plane: Plane, trials: Sequence[Trial], unit: str, axes: Axes) ->
 
 
 def _draw_best(steps: Sequence[Step], where: Sequence[float], label: str, unit: str, axes: Axes) -> None:
-    """Draw the best so far as a staircase, each trial with a value as a dot, and each without one as a dash."""
+    """Plot the best so far as a staircase, trials with a value as dots, those without as dashes."""
     known = [(x, step.best) for x, step in zip(where, steps, strict=True) if step.best is not None]
     if known:
         known.append((max(where), known[-1][1]))
@@ -260,7 +260,7 @@ def _draw_best(steps: Sequence[Step], where: Sequence[float], label: str, unit: 
 
 
 def _draw_prediction(trials: Sequence[Trial], what: str, axes: Axes) -> None:
-    """Draw predicted against measured; on the line both are equal."""
+    """Plot predicted against measured values; on the line both are equal."""
     both = pairs(trials, what)
     largest = max(max(pair) for pair in both)
     units = (

@@ -1,4 +1,4 @@
-"""What the estimate says of points; kept beside the log, so that nothing is estimated twice."""
+"""Predictions of points by the estimate; cached in a file next to the log."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from slapo_tune.trials import opened
 
 @dataclass(frozen=True)
 class Prediction:
-    """What the estimate says of a point.
+    """The estimate of a point.
 
     Args:
         memory: bytes of the fullest rank; None where nothing could be estimated.
@@ -40,7 +40,7 @@ class Prediction:
     problem: str = ""
 
     def numbers(self) -> dict[str, float]:
-        """Return what a trial has as its prediction."""
+        """Return the prediction field of a trial."""
         found = {"memory": self.memory, "time": self.time}
         return {name: value for name, value in found.items() if value is not None}
 
@@ -73,7 +73,7 @@ class Predictions:
             ) from error
 
     def of(self, point: Point) -> Prediction:
-        """Return what the estimate says; estimates if that is not known yet."""
+        """Return the estimate of a point; run it if it is not cached."""
         if self._study.batch is None or not self._study.predict:
             return Prediction()
         key = _key(point)
@@ -98,12 +98,12 @@ class Predictions:
                 device=study.device,
                 timeout=max(600.0, study.timeout),
             )
-        except Exception as error:  # noqa: BLE001 - the user's functions run in it: what they raise is told, and no estimate
+        except Exception as error:  # noqa: BLE001 - the user's functions run in it: their exceptions are reported
             return Prediction(problem=f"{type(error).__name__}: {error}"[:2000])
         return Prediction(estimate.memory.total, estimate.time)
 
     def _read(self) -> None:
-        """Take over what is kept; a damaged line is left out."""
+        """Read the cache; skip damaged lines."""
         lines = self._file.read_bytes().split(b"\n") if self._file.exists() else []
         try:
             fits = bool(lines) and from_line(lines[0]) == from_line(as_line(self._header))

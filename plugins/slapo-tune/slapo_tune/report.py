@@ -1,4 +1,4 @@
-"""`Report`: what a search found, as tables and as data."""
+"""`Report`: the results of a search, as tables and as data."""
 
 from __future__ import annotations
 
@@ -166,10 +166,10 @@ class Effect:
 
     Args:
         symbol: its name.
-        candidate: what was chosen.
+        candidate: of the symbol.
         points: of the space that have it.
-        tried: of them, so many were started.
-        ok: of them, so many ended well.
+        tried: number of started trials.
+        ok: number of trials that ended well.
         best: the best trial that has it; None where none ended well.
         share: its value, as a share of the best of all.
     """
@@ -189,7 +189,7 @@ def symbols(points: Sequence[Point]) -> tuple[str, ...]:
 
 
 def candidates(points: Sequence[Point], symbol: str) -> tuple[Any, ...]:
-    """Return what is chosen for a symbol anywhere: numbers from small to large, all else in the order of the space."""
+    """Return all candidates of a symbol: numbers ascending, others in the order of the space."""
     found: dict[str, Any] = {}
     for point in points:
         if symbol in point:
@@ -200,7 +200,7 @@ def candidates(points: Sequence[Point], symbol: str) -> tuple[Any, ...]:
 
 
 def effects(points: Sequence[Point], trials: Sequence[Trial]) -> tuple[Effect, ...]:
-    """Return how often each candidate of a symbol that has several was tried, and the best that came of it.
+    """Return for each candidate of a symbol with several the number of trials and the best value.
 
     Args:
         points: of the space.
@@ -305,12 +305,12 @@ def _ranks(values: Sequence[float]) -> list[float]:
 
 @dataclass(frozen=True)
 class Report:
-    """What a search found.
+    """The results of a search.
 
     Args:
         points: that the space allows.
         trials: of the search, oldest first.
-        refused: points that the space refuses by itself, and why.
+        refused: points that the space itself refuses, with reasons.
         unit: of the value.
     """
 
@@ -347,13 +347,13 @@ class Report:
 
     @property
     def agreements(self) -> tuple[Agreement, ...]:
-        """Compare what was predicted with what was measured."""
+        """Compare predicted with measured values."""
         found = [agreement(self.trials, what) for what in ("memory", "time")]
         return tuple(one for one in found if one is not None)
 
     @property
     def effects(self) -> tuple[Effect, ...]:
-        """Return what came of every candidate."""
+        """Return the results of every candidate."""
         return effects(self.points, self.trials)
 
     def as_json(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`tune`: the loop, what it tells, and which points are not started."""
+"""`tune`: the search loop, its events, and pruning by predictions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from slapo_tune.errors import LogError, StudyError
 from slapo_tune.log import LogFile, parse
 from slapo_tune.predictions import Prediction, Predictions, sources
 from slapo_tune.report import best_trial
-from slapo_tune.samplers.asking import margin
+from slapo_tune.samplers.program import margin
 from slapo_tune.space import Space, describe
 from slapo_tune.study import Study
 from slapo_tune.trials import Trials, accelerator_of, output_file
@@ -32,7 +32,7 @@ class Started:
 
     Args:
         number: of the trial.
-        point: what is tried.
+        point: of the trial.
         predicted: as in :class:`slapo_core.Trial`.
     """
 
@@ -58,7 +58,7 @@ class Verified:
 
     Args:
         trial: as it was before.
-        right: whether the schedule computes what the reference model does; None where that could not be found out.
+        right: whether the schedule agrees with the reference model; None if not known.
         reason: why not, or why that could not be found out.
     """
 
@@ -72,7 +72,7 @@ class Note:
     """Something that the user should know, and that ends nothing.
 
     Args:
-        text: one sentence, e.g. that half a line at the end of the log was taken away.
+        text: one sentence, e.g. that an incomplete line at the end of the log was cut off.
     """
 
     text: str
@@ -102,7 +102,7 @@ def sampler_of(study: Study) -> Sampler:
 
 
 def header_of(study: Study, space: Space, sampler: Sampler) -> dict[str, Any]:
-    """Return what the log is of: a search with another one is another search."""
+    """Return the header that identifies a search in its log."""
     functions = {name: _named(function) for name, function in study.functions().items() if callable(function)}
     return {
         "fingerprint": space.fingerprint(),
@@ -129,7 +129,7 @@ def _named(function: Any) -> str:
 
 
 def require_trials(log: Path, resume: bool | None) -> None:
-    """Hold the log against what was asked for.
+    """Compare the log with the arguments.
 
     Args:
         log: its path.
@@ -170,7 +170,7 @@ class _View:
 
 @dataclass(frozen=True)
 class Result:
-    """What a search found.
+    """The result of a search.
 
     Args:
         trials: all of them, oldest first.
@@ -208,7 +208,7 @@ def tune(
         make_model: see :class:`slapo_tune.Study`, as of all the others.
         space: what may be chosen.
         schedule: applies the steps of a point.
-        evaluate: what is maximized.
+        evaluate: returns the value to maximize.
         tell: called with what happens, in order; see :mod:`slapo_tune.search`.
         settings: the other arguments of :class:`slapo_tune.Study`.
 
@@ -344,7 +344,7 @@ class _Search:
         factor = margin(self.history, memory)
         if prediction.memory * factor <= memory:
             return "", ""
-        learned = f", times {factor:.3g} by what was measured so far," if factor != 1.0 else ""
+        learned = f", times {factor:.3g} by the measurements so far," if factor != 1.0 else ""
         return "over_memory", f"{format_bytes(prediction.memory)}{learned} of {format_bytes(memory)}"
 
     def _measured(self, number: int, point: Point, prediction: Prediction) -> Trial:
@@ -397,4 +397,4 @@ class _Search:
 
 
 def _nobody(event: Event) -> None:
-    """Nobody is told."""
+    """Ignore the event."""

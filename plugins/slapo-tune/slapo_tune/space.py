@@ -35,7 +35,7 @@ def shown(point: Mapping[str, Any]) -> str:
 
 
 def plain_candidates(name: str, candidates: Iterable[Any]) -> tuple[Any, ...]:
-    """Hold the candidates of a symbol to what a space can be made of.
+    """Check the candidates of a symbol.
 
     Raises:
         SpaceError: with the call to write instead.
@@ -82,7 +82,7 @@ def _problem(value: Any) -> tuple[str, str] | None:
     if value is None or type(value) in (bool, int, str):
         return None
     if type(value) is float:
-        return None if math.isfinite(value) else ("is no number that JSON has", "None")
+        return None if math.isfinite(value) else ("is not a number that JSON can store", "None")
     if type(value) is tuple:
         return next((problem for item in value if (problem := _problem(item))), None)
     name = type(value).__name__
@@ -186,7 +186,7 @@ class Replay:
         """Run the function to its end, or until the point is refused.
 
         Raises:
-            SpaceError: the function does what a space cannot be made of, or raised.
+            SpaceError: the function uses unsupported candidates or conditions, or raised.
         """
         try:
             result = function(self)
@@ -237,7 +237,7 @@ class Replay:
                 "choose and require belong to the space function, which has ended",
                 hint="the schedule gets its values from the point: p['batch']",
             )
-        if self.reason:  # the function caught the refusal; what it says first stays
+        if self.reason:  # the function caught the refusal; the first one stays
             raise RefusedError(self.reason)
 
     def _refuse(self, reason: str) -> NoReturn:
@@ -253,7 +253,7 @@ def picked(pick: Callable[[str, tuple[Any, ...]], int], name: str, candidates: t
     """Return the index that ``pick`` gives.
 
     Raises:
-        SpaceError: there is no such candidate.
+        SpaceError: the candidate does not exist.
     """
     index = pick(name, candidates)
     if not isinstance(index, int) or not 0 <= index < len(candidates):
@@ -286,7 +286,7 @@ class Leaf:
     """The end of one run.
 
     Args:
-        point: what was chosen.
+        point: the choices.
         reason: why it is refused; empty for a point of the space.
         indices: of the candidates chosen.
         candidates: what each symbol was chosen from.
@@ -307,7 +307,7 @@ class Space:
         function: the user's, see :class:`~slapo_tune.space.Symbols`.
 
     Raises:
-        SpaceError: it is no function.
+        SpaceError: it is not a function.
     """
 
     def __init__(self, function: Callable[[Any], Any]) -> None:
@@ -397,7 +397,7 @@ class Space:
             prefix = _next(leaf)
 
     def leaf(self, pick: Callable[[str, tuple[Any, ...]], int]) -> Leaf:
-        """Run once, from what is known of the tree as far as that goes.
+        """Run once, following the known part of the tree.
 
         Raises:
             SpaceError: see `Replay`; the function did something else than before.
@@ -496,7 +496,7 @@ def describe(space: Space, limit: int = COUNTED) -> str:
     """Return how many points a space has, what each symbol is chosen from, and why points are refused, line by line.
 
     Args:
-        space: what is described.
+        space: to describe.
         limit: runs of the function that are looked at.
     """
     points, refused, candidates = 0, Counter[str](), dict[str, dict[Any, None]]()

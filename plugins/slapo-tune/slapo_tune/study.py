@@ -38,7 +38,7 @@ class Study:
         make_model: gives the model; called under ``torch.device("meta")``.
         space: is given :class:`~slapo_tune.space.Symbols`; its choices are the points.
         schedule: ``schedule(sch, p)`` applies the primitives of point ``p`` to the default schedule.
-        evaluate: ``evaluate(run)`` on every rank of a trial; gives what is maximized, e.g. samples per second; of the
+        evaluate: ``evaluate(run)`` on every rank of a trial; returns the value to maximize (samples per second); of the
             ranks' values the smallest counts. None trains on ``batch`` with ``optimizer`` by ``target``, and maximizes
             samples per second of all replicas.
         world_size: ranks of a trial.
@@ -48,15 +48,15 @@ class Study:
         optimizer: as for ``slapo_core.build``.
         loss: as for ``slapo_core.build``.
         target: the dialect of the default ``evaluate``.
-        options: what the default ``evaluate`` gives ``slapo_core.build`` beside these, e.g. ``{"max_grad_norm": 1.0}``.
+        options: further arguments of ``slapo_core.build`` in the default ``evaluate``, e.g. ``{"max_grad_norm": 1.0}``.
         memory: of a rank: bytes, or as in ``"70GiB"``; points that need more by the estimate are not started. None for
             no limit.
         process_memory: what a trial's process on the CPU may take beyond what it has before the model is made, kept by
             the kernel; more is ``"oom"``. Bytes, or as in ``"4GiB"``; None for no limit.
-        accelerator: ``"cpu"`` or ``"cuda"``; None for CUDA where there is a GPU for each rank, and the CPU elsewhere.
-        device: what the predicted time goes by; None predicts none.
+        accelerator: ``"cpu"`` or ``"cuda"``; None for CUDA where there is a GPU for each rank, else the CPU.
+        device: for predicting time; None predicts none.
         sampler: the name of an installed one, or a :class:`slapo_core.Sampler`.
-        log: one line a trial is written there; predictions, outputs and the best schedule beside it.
+        log: one line a trial is written there; predictions, outputs and the best schedule next to it.
         timeout: seconds of a trial.
         warmup: steps of the default ``evaluate`` before those that are measured; two at least are run, in the second
             of which the optimizer has its state.
@@ -64,7 +64,7 @@ class Study:
         trials: at most as many are started; None for as many as the sampler proposes.
         budget: seconds after which no further trial is started, those of earlier runs of the search included; None for
             no end.
-        seed: of the sampler, and of what ranks draw.
+        seed: of the sampler, and of the ranks' RNG state.
         verify: whether the best schedule is verified.
         predict: whether points are estimated before they are tried.
 
@@ -134,7 +134,7 @@ class Study:
         if self.memory is not None and self.target != "torch":
             raise StudyError(
                 f"memory={self.memory!r} is held against estimates, which are of target 'torch', and the target is "
-                f"{self.target!r}, which may partition or offload what a rank holds",
+                f"{self.target!r}, which may partition or offload a rank's tensors",
                 hint='process_memory=, which the kernel keeps, or no limit: points that do not fit end as "oom"',
             )
         if self.mesh is None and self.world_size > 1:
@@ -192,16 +192,16 @@ def load_study(path: str | os.PathLike[str], name: str = "study") -> Study:
     """Load the study that a Python file has at its top level; the file is imported.
 
     Args:
-        path: of the file. In a package, i.e. beside an ``__init__.py``, it is imported as a part of it; elsewhere its
-            directory is searched for what it imports, as with ``python STUDY.py``.
+        path: of the file. In a package (with an ``__init__.py``) it is imported as a part of it; otherwise its
+            directory is added to the import path, as with ``python STUDY.py``.
         name: of the study.
 
     Raises:
-        StudyError: there is no such file, it has no such study, or it raises.
+        StudyError: the file does not exist, has no such study, or raises.
     """
     file = Path(path).absolute()
     if not file.is_file():
-        raise StudyError(f"there is no file {path}", hint="slapo tune run STUDY.py")
+        raise StudyError(f"missing file {path}", hint="slapo tune run STUDY.py")
     if file.suffix != ".py":
         raise StudyError(f"{path} is not a Python file", hint="slapo tune run STUDY.py")
     module = _imported(file)

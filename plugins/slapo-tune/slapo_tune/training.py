@@ -35,13 +35,13 @@ class Run:
     """One rank of one trial.
 
     Args:
-        study: what is searched; without its ``space``, and with the point's mesh as ``mesh``.
-        point: what is tried.
+        study: of the search; without its ``space``, and with the point's mesh as ``mesh``.
+        point: of the trial.
         schedule: of the study's model, with the point's steps applied; on the meta device until it is built.
         rank: the global rank.
         batch: the study's at this point, on ``device``; None where the study has none.
         device: where to train: ``"cpu"``, or ``"cuda:1"``.
-        measured: what the log is told beside the value: names and numbers, e.g. ``{"memory": bytes}``.
+        measured: further numbers for the log, by name, e.g. ``{"memory": bytes}``.
     """
 
     study: Study
@@ -140,8 +140,8 @@ def on(batch: Any, device: str) -> Any:
 class MemoryMeter:
     """Measures from the making of the model to the end of its first steps.
 
-    On CUDA it is what the caching allocator says, ``torch.cuda.max_memory_allocated``; on the CPU what torch's profiler
-    hears from the allocator of tensors. Neither counts the process itself, its libraries, or what the allocator keeps.
+    On CUDA by the caching allocator, ``torch.cuda.max_memory_allocated``; on the CPU by torch's profiler, which sees
+    the allocator of tensors. Neither counts the process itself, its libraries, or the allocator's cache.
 
     Args:
         device: e.g. ``"cpu"`` or ``"cuda:0"``.

@@ -40,15 +40,15 @@ if TYPE_CHECKING:
     from slapo_core.spec.sampler import Point
 
 KEPT = 256 * 1024
-"""Bytes that are kept from the beginning and from the end of what a trial prints."""
+"""Bytes that are kept from the beginning and from the end of a trial's output."""
 
 _MAIN = ("__main__", "__mp_main__")
 _PLAIN = ("world_size", "target", "memory", "timeout", "warmup", "steps", "seed", "accelerator")
-"""What ranks are told of a study beside its functions."""
+"""Fields of a study that ranks get besides its functions."""
 
 
 def output_file(log: str | Path, number: int) -> Path:
-    """Return where the output of a trial is: ``run.output/0003.txt`` beside ``run.jsonl``."""
+    """Return the path of a trial's output: ``run.output/0003.txt`` next to ``run.jsonl``."""
     return Path(log).with_suffix(".output") / f"{number:04d}.txt"
 
 
@@ -96,9 +96,9 @@ class Trials:
 
         Args:
             task: ``"check"`` makes the schedule, without a process group; ``"try"`` measures; ``"verify"`` compares.
-            point: what is tried.
+            point: of the trial.
             mesh: of the point.
-            output: the file for what the ranks print.
+            output: the file of the ranks' output.
             timeout: seconds.
             ranks: how many processes.
             verify: whether ``"verify"`` does so, or only gives the schedule's document.
@@ -261,7 +261,7 @@ def _kills_for_memory() -> int:
 
 
 def _end_processes(directory: str) -> None:
-    """Kill what the ranks started in sessions of their own: it has the trial's directory for temporary files."""
+    """Kill processes that ranks started in sessions of their own, found by the trial's temporary directory."""
     killed = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
@@ -351,7 +351,7 @@ def _limit_memory(limit: int) -> None:
 
 @dataclass(frozen=True)
 class _Task:
-    """A job on one rank; the first item of ``phase`` says what is being done, for the message of a failure."""
+    """Run a job on one rank; the first item of ``phase`` names the present phase, for the message of a failure."""
 
     job: _Job
     functions: Mapping[str, Any]
@@ -381,7 +381,7 @@ def _check(task: _Task) -> dict[str, Any]:
 
 
 def _measure(task: _Task) -> dict[str, Any]:
-    """Train, or do what the study does instead."""
+    """Train, or call the study's own ``evaluate``."""
     mesh = task.job.mesh
     study = Study(
         **task.functions, space=_no_space, mesh=None if mesh is None else partial(_given, mesh), **task.job.study
@@ -416,7 +416,7 @@ _TASKS: Mapping[str, Callable[[_Task], dict[str, Any]]] = {"check": _check, "try
 
 
 def _plain(value: Any) -> dict[str, Any]:
-    """Return a finite number as it is; of anything else what it was."""
+    """Return a finite number as it is; describe anything else."""
     try:
         number = None if isinstance(value, (str, bytes, bool)) else float(value)
     except (TypeError, ValueError, RuntimeError):  # a tensor of several elements raises the last

@@ -31,13 +31,13 @@ class Winner:
 
     Args:
         number: of its trial.
-        point: what was chosen.
-        value: what was maximized.
+        point: the choices.
+        value: of the maximized function.
         mesh: its sizes; None for one rank.
         document: what ``sch.document()`` gave; None where a step holds what JSON cannot carry.
-        right: whether it was verified on real ranks, and computes what the reference model does; None where that could
+        right: whether it was verified on real ranks and agrees with the reference model; None where that could
             not be found out.
-        reason: why it is not right, or that is not known; or why there is no document.
+        reason: why it is wrong, not known, or without a document.
         text: the report of the verification.
         predicted: as in :class:`slapo_core.Trial`.
         measured: as in :class:`slapo_core.Trial`.
@@ -65,7 +65,7 @@ class Winner:
             example_inputs: as for :func:`slapo_core.create_schedule`.
 
         Raises:
-            StudyError: there is no document.
+            StudyError: the document is missing.
             ReplayError: a step is refused.
         """
         if self.document is None:
@@ -139,12 +139,12 @@ def apply(study: Study, trial: Trial, *, rank: int = 0) -> slapo.Schedule:
 
 
 def best_file(log: str | os.PathLike[str]) -> Path:
-    """Return where the best schedule of a search is: ``run.best.json`` beside ``run.jsonl``."""
+    """Return the path of a search's best schedule: ``run.best.json`` next to ``run.jsonl``."""
     return Path(log).with_suffix(".best.json")
 
 
 def save(winner: Winner, log: str | os.PathLike[str]) -> Path:
-    """Keep the best schedule beside the log; another one is replaced as a whole."""
+    """Write the best schedule next to the log, replacing the former one atomically."""
     path = best_file(log)
     data = {"slapo_tune_best": _FORMAT, "saved": time.time(), **vars(winner), "point": encode(winner.point)}
     replace_file(path, data)
@@ -165,7 +165,7 @@ def best(log: str | os.PathLike[str]) -> Winner:
     """Read the best schedule of a search that has ended.
 
     Args:
-        log: of the search, e.g. ``"run.jsonl"``, or the file beside it, ``"run.best.json"``.
+        log: of the search, e.g. ``"run.jsonl"``, or of its best schedule, ``"run.best.json"``.
 
     Raises:
         LogError: there is none yet, or the file is something else.

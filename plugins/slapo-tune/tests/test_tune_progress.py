@@ -69,12 +69,12 @@ def test_progress_on_a_terminal_shows_the_best_and_the_running_trial() -> None:
 def test_notes_and_the_verification_are_told() -> None:
     file = io.StringIO()
     shown = progress(file, [0.0])
-    shown.tell(Note("half a line was taken away"))
+    shown.tell(Note("an incomplete line was cut off"))
     shown.tell(Started(0, POINTS[0], {}))
     shown.tell(Verified(TRIALS[1], True))
     shown.tell(Verified(TRIALS[1], False, "output differs"))
     assert file.getvalue().splitlines() == [
-        "note: half a line was taken away",
+        "note: an incomplete line was cut off",
         "trial 1 verified",
         "trial 1 WRONG, the next best follows: output differs",
     ]

@@ -14,11 +14,11 @@ from slapo_core import Sampler
 from slapo_core.plugins import current_registry
 from slapo_core.spec.sampler import STATUSES, Point, Trial
 from slapo_core.testing.samplers import ListedSpace
-from slapo_tune.samplers.asking import Asking, moved
 from slapo_tune.samplers.coordinate import Coordinate
 from slapo_tune.samplers.exhaustive import Exhaustive
 from slapo_tune.samplers.frontier import Frontier
 from slapo_tune.samplers.optuna import OptunaMissingError, OptunaRandom, OptunaTpe
+from slapo_tune.samplers.program import Asking, moved
 from slapo_tune.samplers.random import Random
 from slapo_tune.space import Space
 from tests.messages import Messages

@@ -14,7 +14,7 @@ from torch import nn
 import slapo_core
 from slapo_core import Trial
 from slapo_tune import Study, StudyError, best, load_study, read_log
-from slapo_tune.samplers.asking import margin
+from slapo_tune.samplers.program import margin
 from slapo_tune.search import Finished, Note, Started, Verified, search
 from tests.messages import Messages
 

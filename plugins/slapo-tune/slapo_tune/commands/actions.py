@@ -1,4 +1,4 @@
-"""What the commands do."""
+"""The actions of the commands."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from slapo_tune.winner import Winner, apply, best, prove, replace_file
 
 
 def load(file: Path, *, log: Path | None = None, trials: int | None = None, sampler: str | None = None) -> Study:
-    """Load the study of a file, with what the command line changes.
+    """Load the study of a file, with the changes of the command line.
 
     Args:
         file: Python, with a :class:`slapo_tune.Study` named ``study`` at its top level.
@@ -51,7 +51,7 @@ def load(file: Path, *, log: Path | None = None, trials: int | None = None, samp
         sampler: replaces the study's own.
 
     Raises:
-        StudyError: there is no such file, it cannot be imported, or it has no such study.
+        StudyError: the file does not exist, cannot be imported, or has no such study.
     """
     changes: dict[str, Any] = {"log": log, "trials": trials, "sampler": sampler}
     return replace(load_study(file), **{name: value for name, value in changes.items() if value is not None})
@@ -89,7 +89,7 @@ def read(study: Study, file: Path) -> Log:
     """
     log = Path(study.log)
     if not log.exists():
-        raise ArgumentError(f"there is no log {log} yet (in {Path.cwd()})", hint=f"slapo tune run {file}")
+        raise ArgumentError(f"no log exists {log} yet (in {Path.cwd()})", hint=f"slapo tune run {file}")
     found = read_log(log)
     if found.header.get("fingerprint") != Space.of(study.space).fingerprint():
         raise ArgumentError(
@@ -107,7 +107,7 @@ def trial_of(trials: Iterable[Trial], number: int) -> Trial:
     known = {trial.number: trial for trial in trials}
     if number not in known:
         has = f"trials {min(known)} to {max(known)}" if known else "no trials yet"
-        raise ArgumentError(f"there is no trial {number}: the log has {has}")
+        raise ArgumentError(f"no trial exists {number}: the log has {has}")
     return known[number]
 
 
@@ -156,7 +156,7 @@ def run_study(
 
 
 def _past(study: Study, file: Path, option: str, *, resume: bool) -> tuple[Trial, ...]:
-    """What the log has already.
+    """Read the trials in the log.
 
     Raises:
         ArgumentError: it has trials, and a search is to begin; or the other way round.
@@ -165,14 +165,14 @@ def _past(study: Study, file: Path, option: str, *, resume: bool) -> tuple[Trial
     try:
         trials = read_log(log).trials if log.exists() else ()
     except LogError:
-        trials = ()  # the search says what is wrong with it
+        trials = ()  # the search reports its errors
     if trials and not resume:
         raise ArgumentError(
             f"the log {log} has {len(trials)} trials already",
             hint=f"slapo tune resume {file}{option}, or slapo tune run {file} --log ANOTHER.jsonl",
         )
     if resume and not log.exists():
-        raise ArgumentError(f"there is no log {log} to go on with", hint=f"slapo tune run {file}{option}")
+        raise ArgumentError(f"no log exists {log} to go on with", hint=f"slapo tune run {file}{option}")
     return trials if resume else ()
 
 
@@ -198,14 +198,14 @@ _ENDS = {
 
 
 def report_study(file: Path, *, log: Path | None, plot: Path | None, axes: str | None, top: int, as_json: bool) -> None:
-    """Print what a search found, and draw it.
+    """Print the results of a search, and plot it.
 
     Args:
         file: of the study.
         log: replaces the study's own.
         plot: the picture to write; None for none.
         axes: two symbols, with a comma between them; None takes the two with the most candidates.
-        top: so many of the best trials.
+        top: number of best trials to print.
         as_json: everything as JSON.
 
     Raises:
@@ -236,7 +236,7 @@ def _axes(text: str | None) -> tuple[str, str] | None:
     return (names[0], names[1])
 
 
-_LINES = 20  # of what a trial printed
+_LINES = 20  # of a trial's output
 
 
 def show_study(file: Path, which: int | None, *, log: Path | None, as_json: bool) -> None:
@@ -249,7 +249,7 @@ def show_study(file: Path, which: int | None, *, log: Path | None, as_json: bool
         as_json: as JSON.
 
     Raises:
-        ArgumentError: there is no such trial.
+        ArgumentError: the trial does not exist.
     """
     study = load(file, log=log)
     if which is None:
@@ -325,11 +325,11 @@ def best_of_study(
         log: replaces the study's own.
         out: of the schedule document; None for none.
         trial: number of a trial in place of the best one.
-        again: verify also what the search has verified.
+        again: verify also a trial that the search has verified.
         as_json: as JSON, the document with it.
 
     Raises:
-        ArgumentError: no trial was ok, or not this one; there is no document, or it cannot be written.
+        ArgumentError: no trial was ok, or not this one; its document is missing, or cannot be written.
     """
     study = replace(load(file, log=log), verify=True)
     known = read(study, file)
@@ -364,7 +364,7 @@ def _chosen(study: Study, file: Path, trials: Sequence[Trial], which: int | None
 
 
 def _kept(study: Study, chosen: Trial) -> Winner | None:
-    """What the search itself has verified, if that is this trial."""
+    """Return the search's own verification, if it was of this trial."""
     try:
         found = best(study.log)
     except LogError:

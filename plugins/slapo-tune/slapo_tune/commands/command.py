@@ -38,7 +38,7 @@ def run(
 ) -> None:
     """Search a study from its beginning.
 
-    One that has a log already goes on by `slapo tune resume`. Progress goes to stderr, what was found to stdout. Ctrl-C
+    A study with a log is continued by `slapo tune resume`. Progress goes to stderr, results to stdout. Ctrl-C
     ends the running trial and keeps all finished ones (exit status 130). Exits with status 1 if no trial was ok.
     """
     from slapo_tune.commands.actions import run_study
@@ -65,12 +65,12 @@ def resume(
 def report(
     study: StudyFile,
     log: LogFile = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw the search, e.g. into search.png; needs matplotlib.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Plot the search, e.g. into search.png; needs matplotlib.")] = None,
     axes: Annotated[str | None, typer.Option(help="Symbols on their axes, e.g. batch,checkpoint.")] = None,
-    top: Annotated[int, typer.Option(min=1, help="So many of the best trials.")] = 10,
+    top: Annotated[int, typer.Option(min=1, help="Number of best trials to print.")] = 10,
     as_json: AsJson = False,
 ) -> None:
-    """Say what a search found.
+    """Print the results of a search.
 
     The best, how trials ended and why, predicted against measured, what each symbol does; works while the search runs,
     too.
@@ -100,7 +100,7 @@ def best(
     log: LogFile = None,
     out: Annotated[Path | None, typer.Option(help="Write the winner's schedule document, e.g. schedule.json.")] = None,
     trial: Annotated[int | None, typer.Option(min=0, help="This trial in place of the best one.")] = None,
-    again: Annotated[bool, typer.Option("--again", help="Verify once more what the search has verified.")] = False,
+    again: Annotated[bool, typer.Option("--again", help="Verify also a trial that the search has verified.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Verify, apply and save the best schedule.

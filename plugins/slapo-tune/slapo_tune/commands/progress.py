@@ -1,4 +1,4 @@
-"""How a search goes, while it goes: a few lines that change on a terminal, one line a trial elsewhere."""
+"""Progress of a running search: live lines on a terminal, one line a trial in other outputs."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from slapo_core import Sampler
 from slapo_core.spec.sampler import Point, SearchSpace, Trial
-from slapo_tune.samplers.asking import FAILED, FEW, Asking, candidates_of, drawn, moved, replayed
+from slapo_tune.samplers.program import FAILED, FEW, Asking, candidates_of, drawn, moved, replayed
 
 Lift = Callable[[Asking, Point], Point]
 
@@ -17,7 +17,7 @@ def as_it_is(ask: Asking, point: Point) -> Point:
 
 
 def started(ask: Asking, count: int, lift: Lift = as_it_is) -> list[Point]:
-    """Ask for points spread over the space until so many gave a value; the best first.
+    """Ask for points spread over the space until ``count`` have a value; the best first.
 
     Args:
         ask: of the search.
@@ -46,7 +46,7 @@ def ascend(ask: Asking, start: Point, steps: Iterable[int] = (1,), *, few: int =
         ask: of the search.
         start: where from; its value is asked for.
         steps: by how many candidates a symbol is moved at first; each one is tried until none of its moves helps.
-        few: symbols with at most so many candidates are tried at each of them.
+        few: symbols with at most this number of candidates are tried at each of them.
         lift: done to each point first.
 
     Returns:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from slapo_core import Sampler
 from slapo_core.spec.sampler import Point, SearchSpace, Trial
-from slapo_tune.samplers.asking import key
+from slapo_tune.samplers.program import key
 
 
 class Exhaustive(Sampler):

@@ -12,8 +12,8 @@ import torch
 
 from slapo_core import Sampler
 from slapo_core.spec.sampler import Point, SearchSpace, Trial
-from slapo_tune.samplers.asking import FAILED, Asking, candidates_of, exactly, key, neighbors, replayed
 from slapo_tune.samplers.coordinate import ascend, started
+from slapo_tune.samplers.program import FAILED, Asking, candidates_of, exactly, key, neighbors, replayed
 
 LINE = 3
 """Candidates that a symbol must have to be told whether memory rises along it."""
@@ -23,14 +23,14 @@ def lifted(ask: Asking, point: Point) -> Point:
     """Return the point that fits with the most memory, among those that differ in one symbol alone.
 
     The symbol is the last one of a point along which the predicted memory rises or falls all the way: candidates that
-    are made from earlier choices, such as the checkpoint ratios of a batch size, are chosen after them.
+    depend on earlier choices (checkpoint ratios of a batch size) are chosen after them.
 
     Args:
         ask: of the search.
         point: which is lifted.
 
     Returns:
-        the point itself where there is no such symbol, or nothing is predicted.
+        the point itself where the symbol does not exist, or nothing is predicted.
     """
     if ask.space.memory is None:
         return point

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from slapo_core import Sampler, SlapoError
 from slapo_core.spec.sampler import Point, SearchSpace, Trial
-from slapo_tune.samplers.asking import Asking, candidates_of, drawn
+from slapo_tune.samplers.program import Asking, candidates_of, drawn
 from slapo_tune.space import canonical
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ def _distribution(optuna: Any, candidates: tuple[Any, ...]) -> Any:
 
 
 def _is_told(ask: Asking, trial: Trial) -> bool:
-    """A trial of what is no point of the space is left out."""
+    """A trial of a point outside of the space is left out."""
     found = candidates_of(ask.space, trial.point)
     return found.keys() == trial.point.keys()
 

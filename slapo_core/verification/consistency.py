@@ -1,4 +1,4 @@
-"""Refuse what cannot be compared: tensors without a correspondence, and unannounced freezing."""
+"""Refuse schedules that cannot be compared: tensors without a correspondence, unannounced freezing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 def refuse_unexplained(world: World, subjects: Subjects) -> None:
-    """Look at what each tensor corresponds to, on every rank.
+    """Check the correspondence of every tensor, on every rank.
 
     Raises:
         VerifyError: on every rank, naming the first tensor without a correspondence and the steps that made it.
@@ -33,7 +33,7 @@ def refuse_unexplained(world: World, subjects: Subjects) -> None:
 
 
 def refuse_unsaid_freezing(world: World, subjects: Subjects) -> list[str]:
-    """Repeat the steps on a copy, and look at what they froze or unfroze; on every rank.
+    """Repeat the steps on a copy, and check which parameters they froze or unfroze; on every rank.
 
     The reference model cannot tell: a step that changed its own parameter object changed it there too. So what is
     frozen is looked for on a copy with everything trained; what is unfrozen, on one as it was before the first step.
@@ -56,7 +56,7 @@ def refuse_unsaid_freezing(world: World, subjects: Subjects) -> list[str]:
         tried = world.attempt(functools.partial(names_by, subjects.schedule.records))
         if tried.failures:
             why = f"because they cannot be repeated: {tried.failures[0]}"
-            notes.append(f"what the steps {verb} was not compared, {why}")
+            notes.append(f"parameters that steps {verb} were not compared, {why}")
             continue
         rank, name = _first(world, tried.value())
         if name is not None:
@@ -72,7 +72,7 @@ def _is_among(name: str, names_by: Callable[[Sequence[Record]], list[str]], part
 
 
 def _first(world: World, found: Sequence[T]) -> tuple[int, T] | tuple[int, None]:
-    """The rank and the first of what any rank found."""
+    """Return the first finding of any rank, and the rank."""
     by_rank = zip(world.ranks, world.gather(list(found[:1])), strict=True)
     return next(((rank, items[0]) for rank, items in by_rank if items), (0, None))
 
@@ -87,7 +87,7 @@ def _refuse(
     name: str,
     hint: str | None,
 ) -> NoReturn:
-    """Find the steps that do it, and raise."""
+    """Find the steps that cause it, and raise."""
 
     def try_steps(part: Sequence[Record]) -> Outcome:
         tried = world.attempt(lambda: is_wrong(part))

@@ -50,7 +50,7 @@ class _Unknown(Exception):  # noqa: N818 - carries the proposal out of the progr
 
 
 class Asking:
-    """What a program is given.
+    """The search as a sampler's program sees it.
 
     Args:
         space: of the search.
@@ -76,7 +76,7 @@ class Asking:
         self._margin = 1.0
 
     def value(self, point: Point) -> float:
-        """Return what a trial of the point gave; `FAILED` if nothing. Ends the program if there is no trial yet."""
+        """Return the value of a point's trial; `FAILED` if it has none. Ends the program if there is no trial yet."""
         trial = self._history.get(key(point))
         if trial is None:
             raise _Unknown(point)
@@ -89,7 +89,7 @@ class Asking:
         return value
 
     def points(self) -> list[tuple[Point, float]]:
-        """Return what was asked for, in that order, with its value."""
+        """Return the points asked for, in order, with their values."""
         return [(self._history[each].point, value) for each, value in self.asked.items()]
 
     def others(self) -> list[Trial]:
@@ -158,7 +158,7 @@ def exactly(space: SearchSpace, wanted: Mapping[str, Any]) -> Point | None:
 
 
 def drawn(ask: Asking, number: int | None = None) -> Point | None:
-    """Draw a point that fits and was not asked for, at random; None if there is none.
+    """Sample an allowed point that was not asked for; None if there is none.
 
     Args:
         ask: of the search.
@@ -214,7 +214,7 @@ def moved(ask: Asking, point: Point, symbol: str, step: int) -> Point | None:
 
 
 def nearest(ask: Asking, wanted: Mapping[str, Any], fixed: str) -> Iterator[Point]:
-    """Yield points that fit, by how much they differ from what is wanted; ``fixed`` has the value that is wanted.
+    """Yield allowed points by their distance from the wanted one; ``fixed`` has the wanted value.
 
     Args:
         ask: of the search.
@@ -234,7 +234,7 @@ def nearest(ask: Asking, wanted: Mapping[str, Any], fixed: str) -> Iterator[Poin
 
 
 def _splits(total: int, parts: int, *, together: bool) -> Iterator[tuple[int, ...]]:
-    """All ways to write ``total`` as a sum of so many parts, in a fixed order; or those with one part alone."""
+    """Yield all ways to write ``total`` as a sum of numbers, in a fixed order; or those with one nonzero part."""
     if not together:
         yield from (tuple(total * (place == part) for place in range(parts)) for part in reversed(range(parts)))
         return
@@ -247,7 +247,7 @@ def _splits(total: int, parts: int, *, together: bool) -> Iterator[tuple[int, ..
 
 
 def _ranked(space: SearchSpace, wanted: Mapping[str, Any], ranks: Mapping[str, int], fixed: str) -> Point | None:
-    """The point whose symbols take the candidate of that rank, counted by the distance from what is wanted."""
+    """Return the point whose symbols take the candidates of the given distances from the wanted ones."""
     is_there = True
 
     def pick(name: str, candidates: tuple[Any, ...]) -> int:

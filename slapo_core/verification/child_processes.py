@@ -1,4 +1,4 @@
-"""Verify schedules whose mesh is only declared: start its processes, repeat the steps there, and verify."""
+"""Verify schedules of an abstract mesh: start its processes, repeat the steps there, and compare."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from slapo_core.errors import (
 from slapo_core.ranks.launcher import preload_modules, run_ranks
 from slapo_core.ranks.trial_mesh import SECONDS
 from slapo_core.schedule.creation import create_schedule
-from slapo_core.verification.copies import train_as_at_first, untouched_with_steps
+from slapo_core.verification.copies import reference_with_steps, train_as_at_first
 from slapo_core.verification.inputs import Inputs
 from slapo_core.verification.report import Outcome
 from slapo_core.verification.session import check_each
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sent:
-    """A schedule on its way: the reference model, and the steps as values; one pickle keeps what they share."""
+    """A schedule to be sent: the reference model and the steps as values; one pickle keeps shared objects."""
 
     model: nn.Module
     steps: tuple[Record, ...]
@@ -48,7 +48,7 @@ class Sent:
     example_inputs: Any = None
 
     def schedule(self, mesh: Mapping[str, int] | None, example_inputs: Any) -> Schedule:
-        """The schedule once more, for the rank that torch.distributed says this process is."""
+        """Make the schedule for this process's rank."""
         return _repeated(self, mesh)
 
 
@@ -58,13 +58,13 @@ def check_in_processes(
     """Start as many processes as the declared mesh needs, on this machine's CPU, and verify there.
 
     Args:
-        schedules: dry, with one mesh; each process repeats their steps on copies of the reference models.
+        schedules: of one abstract mesh; each process repeats their steps on copies of the reference models.
         inputs: one batch, on the CPU.
         options: as for :func:`slapo_core.verify`.
         timeout: seconds for the whole run.
 
     Returns:
-        per schedule what the processes found: a report or the error.
+        for each schedule its report or its error.
 
     Raises:
         SerializationError: a step cannot be sent to another process.
@@ -109,7 +109,7 @@ def _on_cpu(modules: Iterable[nn.Module]) -> None:
 
 
 def sent(schedule: Schedule, *, strip: Callable[[Iterable[nn.Module]], None] = _on_cpu) -> Sent:
-    """What another process needs to repeat a schedule.
+    """Prepare a schedule to be sent to another process.
 
     Args:
         schedule: not sealed; it is only read.
@@ -119,7 +119,7 @@ def sent(schedule: Schedule, *, strip: Callable[[Iterable[nn.Module]], None] = _
         SealedError: the originals were dropped.
         SerializationError: a step cannot be sent to another process.
     """
-    model, steps = untouched_with_steps(schedule, shares_memory=True)
+    model, steps = reference_with_steps(schedule, shares_memory=True)
     train_as_at_first(model, schedule)
     whole = []
     for step in steps:
@@ -147,12 +147,12 @@ def _require_sendable(step: Record, name: str, value: Any) -> None:
         raise SerializationError(
             f"argument '{name}' of {step} cannot be sent to another process: {error}",
             hint=f"define {called} at the top level of a module, by its own name (no lambda, nothing inside of a "
-            "function), and give what it needs as arguments (functools.partial)",
+            "function), and pass its values as arguments (functools.partial)",
         ) from error
 
 
 def installed_modules(model: nn.Module) -> list[str]:
-    """The modules of installed packages that define the model, which each process would import by itself.
+    """List the modules of installed packages that define the model, to preload them for all processes.
 
     Those of the user's own are not among them: they may change while the server of the processes lives.
     """
@@ -195,7 +195,7 @@ def _repeated(sent: Sent, sizes: Mapping[str, int] | None) -> Schedule:
 
 
 def _register(primitives: Mapping[type[Primitive], None]) -> None:
-    """Those that a script registered, or applied as values, are in no installed distribution."""
+    """Register primitives that a script registered or applied as values."""
     from slapo_core.plugins import current_registry
 
     registry = current_registry()
