@@ -64,7 +64,8 @@ class _Processes:
         original = getattr(owner, name)
 
         def refusing(*args: Any, **kwargs: Any) -> Any:
-            if self._unit is not None:
+            is_matplotlib = "fc-list" in next(iter(args[1:]), ())  # lists the fonts, once on each machine
+            if self._unit is not None and not is_matplotlib:
                 pytest.fail(f"a unit test starts no process: mark {self._unit} with pytest.mark.ranks or .slow")
             return original(*args, **kwargs)
 

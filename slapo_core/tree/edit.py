@@ -157,7 +157,8 @@ class TreeEdit:
             name in registered for registered in (module._parameters, module._buffers, module._modules)
         ):
             raise ApplyError(
-                f"'{name}' of '{node.path}' is not a plain attribute, or {type(value).__name__} no plain value",
+                f"set_attribute takes plain values: '{name}' of '{node.path}' is a parameter, buffer or child, "
+                f"or would be one (got {type(value).__name__})",
                 path=node.path,
                 hint="use edit.set_parameter, edit.set_buffer or edit.replace_module",
             )
@@ -289,8 +290,8 @@ class TreeEdit:
                     ) from error
                 if is_call and any(f"{below}.".startswith(f"{each}.") for each in uncalled):
                     raise ApplyError(
-                        f"'{path}' is called no more since the graph of {where} was rewritten, and what is put around "
-                        "its calls would have no effect",
+                        f"'{path}' is no longer called: the graph of {where} was rewritten; hooks and wrappers there "
+                        "would have no effect",
                         path=path,
                         hint="change the module first, and rewrite then",
                     )

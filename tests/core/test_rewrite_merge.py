@@ -167,7 +167,7 @@ def test_what_cannot_be_merged_is_refused(message: Messages) -> None:
 
 def test_a_merged_projection_is_changed_no_more_under_its_old_name() -> None:
     model, schedule = merged()
-    with pytest.raises(slapo.ApplyError, match=r"'layers\.0\.q' is called no more"):
+    with pytest.raises(slapo.ApplyError, match=r"'layers\.0\.q' is no longer called"):
         schedule["layers.0.q"].checkpoint()
     model(X)
     model.layers[0].q.register_forward_hook(lambda *_: None)  # type: ignore[index, union-attr]

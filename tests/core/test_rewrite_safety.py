@@ -256,9 +256,9 @@ def test_a_swallowed_module_is_changed_no_more(message: Messages) -> None:
     schedule.checkpoint(lambda x, w, b: torch.relu(F.linear(x, w, b)))
     schedule.model(X)
     text = refusal(schedule, lambda: schedule["fc"].checkpoint())
-    message(text, "'fc' is called no more", "the root")
+    message(text, "'fc' is no longer called", "the root")
     text = refusal(schedule, lambda: schedule["fc"].replace(nn.Linear(4, 4)))
-    message(text, "'fc' is called no more")
+    message(text, "'fc' is no longer called")
     schedule.model.fc.register_forward_hook(lambda *_: None)  # type: ignore[union-attr, operator]
     with pytest.raises(slapo.GuardError) as caught:
         schedule.model(X)

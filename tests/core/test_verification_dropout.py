@@ -200,8 +200,7 @@ def test_dropout_of_another_shape_is_not_compared_and_the_report_says_where() ->
     sch["layer.1.drop"].replace(axes)
     report = slapo.verify(sch, torch.randn(4, 6))
     assert report.notes == (
-        "outputs and gradients with dropout were not compared: 'layer.1.drop' draws for (6, 4), where the reference "
-        "model draws for (4, 6)",
+        "outputs and gradients with dropout were not compared: 'layer.1.drop' drops (6, 4), the reference model (4, 6)",
     )
 
 
@@ -275,8 +274,7 @@ def test_on_several_ranks_dropout_is_compared_unless_a_rank_drops_in_a_piece() -
     assert {entry.kind: entry.compared for entry in whole.largest}["gradient with dropout"] == 3
     assert whole.notes == ()
     assert pieces.notes == (
-        "outputs and gradients with dropout were not compared: 'inner' draws for (4, 8), where the reference model "
-        "draws for (4, 16)",
+        "outputs and gradients with dropout were not compared: 'inner' drops (4, 8), the reference model (4, 16)",
         "the ranks drop the same elements of different shards at 'inner': "
         'sch["inner"].fork_rng() gives each rank its own RNG stream',
     )
@@ -292,14 +290,14 @@ def test_a_region_that_tensors_are_split_in_may_draw_another_number_of_times_but
     message: Messages,
 ) -> None:
     rules: dict[str, Any] = {"is_random": False, "is_split": lambda path: path == "a"}
-    assert compare_draws([draw("a"), draw("a")], [draw("a")], **rules).other_stream == "'a' draws once, not 2 times"
+    assert compare_draws([draw("a"), draw("a")], [draw("a")], **rules).other_stream == "'a' drops once, not 2 times"
     message(compare_draws([draw("b"), draw("b")], [draw("b")], **rules).wrong, "once, not 2 times")
     message(compare_draws([draw("a", 0.2)], [draw("a")], **rules).wrong, "p=0.1, not p=0.2")
     assert compare_draws([draw("a")], [draw("a", shape=(2, 2))], **rules).other_stream == (
         "'a' drops (2, 2), the reference model (2, 4)"
     )
     assert compare_draws([draw("b")], [draw("b", order=(1, 0))], **rules).other_stream == (
-        "'b' draws in another order than the reference model"
+        "'b' drops in another memory order than the reference model"
     )
 
 
@@ -315,7 +313,7 @@ def test_dropout_beside_split_layers_may_not_be_gone_or_grow_unless_it_draws_for
     whole = compare_draws([draw("a")], [draw("a"), draw("a")], **rules)
     message(whole.wrong, "2 times, not once")
     pieces = compare_draws([draw("a")], [draw("a", shape=(2, 2)), draw("a", shape=(2, 2))], **rules)
-    assert pieces.other_stream == "'a' draws 2 times, not once"
+    assert pieces.other_stream == "'a' drops 2 times, not once"
     # What is right at one module excuses nothing at another one.
     both = compare_draws([draw("a"), draw("a"), draw("b")], [draw("a")], **rules)
     assert both.path == "b"

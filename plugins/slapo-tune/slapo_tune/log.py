@@ -364,7 +364,7 @@ def _opened(path: Path) -> int:
         return os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
     except FileNotFoundError as error:
         raise LogError(
-            f"the log {path} cannot be written: missing directory {path.parent}", hint=f"mkdir -p {path.parent}"
+            f"the log {path} cannot be written: directory not found: {path.parent}", hint=f"mkdir -p {path.parent}"
         ) from error
     except OSError as error:
         raise LogError(

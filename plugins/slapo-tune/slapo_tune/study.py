@@ -201,7 +201,7 @@ def load_study(path: str | os.PathLike[str], name: str = "study") -> Study:
     """
     file = Path(path).absolute()
     if not file.is_file():
-        raise StudyError(f"missing file {path}", hint="slapo tune run STUDY.py")
+        raise StudyError(f"file not found: {path}", hint="slapo tune run STUDY.py")
     if file.suffix != ".py":
         raise StudyError(f"{path} is not a Python file", hint="slapo tune run STUDY.py")
     module = _imported(file)

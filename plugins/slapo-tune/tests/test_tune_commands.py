@@ -93,7 +93,7 @@ def test_study_files_that_cannot_be_used_are_named_with_the_reason(
             file.write_text(text)
         return refusal("report", file)
 
-    message(said("none_study.py", None), "no file TMP/none_study.py")
+    message(said("none_study.py", None), "file not found: TMP/none_study.py")
     message(said("study.txt", "study"), "TMP/study.txt", "not a Python file")
     message(said("empty_study.py", ""), "TMP/empty_study.py", "no 'study'")
     message(said("odd_study.py", "study = 3"), "'study' of TMP/odd_study.py", "got int")
@@ -116,7 +116,7 @@ def test_a_missing_file_and_a_wrong_option_end_with_1_and_2(tmp_path: Path, stud
     for command in ("report", "best"):
         text = refusal(command, study)
         assert text.endswith(f"\n  hint: slapo tune run {study}")
-        message(text.replace(str(Path.cwd()), "HERE"), "no log TMP/run.jsonl")
+        message(text.replace(str(Path.cwd()), "HERE"), "log not found: TMP/run.jsonl")
 
 
 def test_the_report_says_what_the_log_says(searched: Path, message: Messages) -> None:
@@ -158,7 +158,7 @@ def test_a_trial_is_shown_with_the_end_of_its_output(searched: Path, message: Me
     assert re.search(r"memory +2.93KiB +1.95KiB\ntime +75 ms +100 ms\n", numbers)
     answer = json.loads(slapo_tune("show", searched, 4, "--json").output)
     assert (answer["status"], answer["output"], answer["point"]) == ("oom", str(output), POINTS[4])
-    message(refusal("show", searched, 99), "no trial 99", "0 to 10")
+    message(refusal("show", searched, 99), "trial 99 not found", "0 to 10")
 
 
 def test_the_space_is_shown_without_a_log(study: Path) -> None:
@@ -197,7 +197,9 @@ def test_a_search_begins_once_and_goes_on_from_what_is_there(searched: Path, stu
     before = log.read_bytes()
     message(refusal("run", searched), "TMP/run.jsonl", "11 trials", f"slapo tune resume TMP/{searched.name}")
     message(
-        refusal("resume", searched, "--log", "none.jsonl"), "no log none.jsonl", f"tune run TMP/{searched.name} --log"
+        refusal("resume", searched, "--log", "none.jsonl"),
+        "log not found: none.jsonl",
+        f"tune run TMP/{searched.name} --log",
     )
     assert "log of another study" in refusal("resume", searched)
     assert log.read_bytes() == before

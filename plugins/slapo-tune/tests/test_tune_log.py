@@ -153,7 +153,7 @@ def test_a_trial_that_the_verification_refuses_is_wrong(path: Path) -> None:
 def test_what_cannot_be_written_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, message: Messages) -> None:
     for path, word in (
         (tmp_path, "is a directory"),
-        (tmp_path / "no" / "run.jsonl", "there is no directory"),
+        (tmp_path / "no" / "run.jsonl", "directory not found"),
         (Path("/proc/run.jsonl"), "cannot be written"),
         (Path("/dev/null"), "is not an ordinary file"),
     ):

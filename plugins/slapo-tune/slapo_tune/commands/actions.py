@@ -89,7 +89,7 @@ def read(study: Study, file: Path) -> Log:
     """
     log = Path(study.log)
     if not log.exists():
-        raise ArgumentError(f"no log exists {log} yet (in {Path.cwd()})", hint=f"slapo tune run {file}")
+        raise ArgumentError(f"log not found: {log} (in {Path.cwd()})", hint=f"slapo tune run {file}")
     found = read_log(log)
     if found.header.get("fingerprint") != Space.of(study.space).fingerprint():
         raise ArgumentError(
@@ -107,7 +107,7 @@ def trial_of(trials: Iterable[Trial], number: int) -> Trial:
     known = {trial.number: trial for trial in trials}
     if number not in known:
         has = f"trials {min(known)} to {max(known)}" if known else "no trials yet"
-        raise ArgumentError(f"no trial exists {number}: the log has {has}")
+        raise ArgumentError(f"trial {number} not found: the log has {has}")
     return known[number]
 
 
@@ -172,7 +172,7 @@ def _past(study: Study, file: Path, option: str, *, resume: bool) -> tuple[Trial
             hint=f"slapo tune resume {file}{option}, or slapo tune run {file} --log ANOTHER.jsonl",
         )
     if resume and not log.exists():
-        raise ArgumentError(f"no log exists {log} to go on with", hint=f"slapo tune run {file}{option}")
+        raise ArgumentError(f"log not found: {log}", hint=f"slapo tune run {file}{option}")
     return trials if resume else ()
 
 
