@@ -52,6 +52,11 @@ def _file(nodeid: str) -> str:
     return nodeid.partition("::")[0]
 
 
+def _lists_fonts(command: object = None) -> bool:
+    """Return whether matplotlib starts it, once on each machine."""
+    return isinstance(command, list) and command[:1] == ["fc-list"]
+
+
 class _Processes:
     """Refuses processes in a test that is not marked as one that starts some."""
 
@@ -64,8 +69,7 @@ class _Processes:
         original = getattr(owner, name)
 
         def refusing(*args: Any, **kwargs: Any) -> Any:
-            is_matplotlib = "fc-list" in next(iter(args[1:]), ())  # lists the fonts, once on each machine
-            if self._unit is not None and not is_matplotlib:
+            if self._unit is not None and not _lists_fonts(*args[1:2]):
                 pytest.fail(f"a unit test starts no process: mark {self._unit} with pytest.mark.ranks or .slow")
             return original(*args, **kwargs)
 
