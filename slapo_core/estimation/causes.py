@@ -18,7 +18,7 @@ from slapo_core.tree.journal import AddHook, AddModule, ReplaceModule, WrapForwa
 if TYPE_CHECKING:
     from slapo_core.schedule.schedule import Schedule
     from slapo_core.spec.edit import Forward
-    from slapo_core.spec.record import Record
+    from slapo_core.spec.primitive import Record
     from slapo_core.tree.journal import Entry
 
 __all__ = ["name_causes"]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from slapo_core.building.micro_batches import micro_batches
+from slapo_core.building.batches import micro_batches
 from slapo_core.errors import SlapoError
 from slapo_core.estimation.assumptions import Assumptions
 from slapo_core.estimation.causes import name_causes

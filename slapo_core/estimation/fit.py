@@ -25,9 +25,8 @@ from slapo_core.estimation.sending import require_sendable, sendable_batch
 from slapo_core.estimation.source import Source, of_schedule
 from slapo_core.primitives.checkpoint import Checkpoint
 from slapo_core.schedule.location import caller_location
-from slapo_core.spec.device import DeviceSpec
+from slapo_core.spec.device import DeviceSpec, format_bytes, parse_bytes
 from slapo_core.spec.mesh import Mesh
-from slapo_core.spec.sizes import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from slapo_core.estimation.child import Trackers

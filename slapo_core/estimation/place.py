@@ -12,7 +12,7 @@ from torch import nn
 
 from slapo_core.estimation.private import current_autograd_node, next_sequence_number
 from slapo_core.graph.patching import PATCHING
-from slapo_core.spec.watching import Origin, attributed
+from slapo_core.spec.observers import Origin, attributed
 
 __all__ = ["At", "Place"]
 

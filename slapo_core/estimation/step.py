@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from slapo_core.building.loss import LossCall
+from slapo_core.building.batches import LossCall
 from slapo_core.errors import ArgumentError, EstimateError
 from slapo_core.estimation.private import FakeTensorMode
 from slapo_core.estimation.replicas import Replicas, replicas_of

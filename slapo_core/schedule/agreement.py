@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from slapo_core.ranks.facts import RankFact, describe
+from slapo_core.ranks.rank_consistency import RankFact, describe
 
 if TYPE_CHECKING:
     from slapo_core.schedule.schedule import Schedule

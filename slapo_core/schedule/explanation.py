@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from slapo_core.spec.record import Record
+from slapo_core.spec.primitive import Record
 from slapo_core.tree.render import fold_numbers
 
 __all__ = ["explain_records"]

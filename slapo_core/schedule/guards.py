@@ -24,9 +24,8 @@ from torch.utils import _pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
 from slapo_core.errors import MeshError, OptimizerError, RankMismatchError, WeightsError
-from slapo_core.ranks.checksum import checksum
-from slapo_core.ranks.facts import RankFact, describe_tensor
-from slapo_core.ranks.random_states import draw_alike
+from slapo_core.ranks.rank_consistency import RankFact, checksum, describe_tensor
+from slapo_core.ranks.rng_state import draw_alike
 from slapo_core.ranks.world import World
 from slapo_core.tree.index import full_name
 from slapo_core.tree.journal import AddHook, Entry, ReplaceModule, SetLayout, SetTensor, WrapForward

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from slapo_core.errors import BuildError, HookError
-from slapo_core.spec.violation import Violation
+from slapo_core.spec.primitive import Violation
 
 if TYPE_CHECKING:
     from slapo_core.schedule.schedule import Schedule

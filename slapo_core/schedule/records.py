@@ -16,8 +16,7 @@ from slapo_core.schedule.coverage import count_blocks
 from slapo_core.schedule.functions import find_function, is_function_name, name_of_function
 from slapo_core.schedule.saved_matches import matches_from_json, matches_to_json
 from slapo_core.schedule.saved_patterns import SavedPatterns, pattern_to_json
-from slapo_core.spec.primitive import Primitive
-from slapo_core.spec.record import Record
+from slapo_core.spec.primitive import Primitive, Record
 
 if TYPE_CHECKING:
     from torch import nn

@@ -27,8 +27,7 @@ from slapo_core.schedule.settling import each_its_own, found_out, settled
 from slapo_core.schedule.sugar import bound_primitive
 from slapo_core.schedule.transaction import Transaction
 from slapo_core.spec.mesh import Mesh
-from slapo_core.spec.primitive import Primitive, check_primitive
-from slapo_core.spec.record import Record
+from slapo_core.spec.primitive import Primitive, Record, check_primitive
 from slapo_core.tree.group import NodeGroup
 from slapo_core.tree.node import TreeNode
 from slapo_core.tree.render import render_tree

@@ -10,7 +10,7 @@ from slapo_core.errors import ApplyError, PreconditionError, SlapoError, StaleMa
 from slapo_core.schedule.closed_calls import how_to_open
 from slapo_core.schedule.finding import find_in, first_graph, how_to_search, load_pattern, matches_at
 from slapo_core.spec.graph import Match
-from slapo_core.spec.violation import Violation
+from slapo_core.spec.primitive import Violation
 
 if TYPE_CHECKING:
     from slapo_core.graph.patterns.pattern import GraphPattern

@@ -12,7 +12,7 @@ from slapo_core.tree.index import full_name, shape_of
 if TYPE_CHECKING:
     import torch
 
-    from slapo_core.spec.record import Record
+    from slapo_core.spec.primitive import Record
     from slapo_core.tree.tree import Tree
 
 __all__ = ["fold_numbers", "render_tree"]

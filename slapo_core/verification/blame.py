@@ -6,8 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from slapo_core.spec.record import Record
-from slapo_core.spec.suggestion import Suggestion
+from slapo_core.spec.primitive import Record, Suggestion
 from slapo_core.verification.cures import Cure, Suggest, applied, as_the_others, find_cure, first_cure, without_one
 from slapo_core.verification.search import SINGLE_STEPS, Failed, Part, Search, Try, alike_path, is_below, nearest
 

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import slapo_core as slapo
 from slapo_core.ranks.launcher import run_ranks
-from slapo_core.weights.optimizer_parts import Held, Part, unite
+from slapo_core.weights.optimizer_state import Held, Part, unite
 from tests.core.staged_support import Sizes, batch, build, in_turn, scheduled
 from tests.messages import Messages
 

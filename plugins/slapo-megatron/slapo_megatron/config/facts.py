@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 import slapo_core
 from slapo_core import SlapoError
-from slapo_core.spec.planning import device_of, parameter_types
+from slapo_core.spec.dialect import device_of, parameter_types
 
 if TYPE_CHECKING:
     from slapo_core import Schedule
-    from slapo_core.spec.planning import Boundaries
-    from slapo_core.spec.record import Record
+    from slapo_core.spec.dialect import Boundaries
+    from slapo_core.spec.primitive import Record
     from slapo_core.spec.request import ScheduledModel
 
 __all__ = ["Facts", "StagesOf", "trains"]

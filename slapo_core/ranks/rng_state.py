@@ -1,0 +1,92 @@
+"""Compare and synchronize RNG states across ranks."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from slapo_core.spec.accelerators import accelerator
+
+if TYPE_CHECKING:
+    from slapo_core.ranks.world import World
+
+
+OTHER = ("Python's random module", "NumPy's global generator")
+
+
+def torch_states() -> dict[str, bytes]:
+    """The states of torch's generators, of the CPU and, once it is used, of the current GPU."""
+    states = {"the CPU": torch.get_rng_state()}
+    device = accelerator()
+    if device is not None:
+        states["the GPU"] = torch.get_device_module(device).get_rng_state()
+    return {device: bytes(state.tolist()) for device, state in states.items()}
+
+
+def restore(states: Mapping[str, bytes]) -> None:
+    """Put torch's generators where :func:`torch_states` found them."""
+    for device, content in states.items():
+        state = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        if device == "the CPU":
+            torch.set_rng_state(state)
+        elif torch.accelerator.is_available():
+            torch.get_device_module().set_rng_state(state)
+
+
+def first_of(by_rank: Mapping[int, Mapping[str, bytes]], ranks: Sequence[int]) -> tuple[dict[str, bytes], list[str]]:
+    """The states that all of ``ranks`` shall have, and the devices on which some of them have another one.
+
+    Args:
+        by_rank: global rank -> what :func:`torch_states` gave there.
+        ranks: those that must draw alike, ascending.
+
+    Returns:
+        the first rank's states, and names of devices; one that is not in use on every rank is left alone.
+    """
+    wanted = {
+        device: state for device, state in by_rank[ranks[0]].items() if all(device in by_rank[rank] for rank in ranks)
+    }
+    return wanted, [device for device in wanted if any(by_rank[rank][device] != wanted[device] for rank in ranks)]
+
+
+def foreign_states() -> dict[str, str]:
+    """A digest of the random states that are not torch's; NumPy's where something has imported it."""
+    found = {OTHER[0]: repr(random.getstate())}
+    numpy_random = getattr(sys.modules.get("numpy"), "random", None)
+    if numpy_random is not None:
+        name, keys, *rest = numpy_random.get_state()
+        found[OTHER[1]] = f"{name} {keys.tobytes()!r} {rest}"
+    return {source: hashlib.sha256(state.encode()).hexdigest() for source, state in found.items()}
+
+
+def draw_alike(world: World, problem: str, *, stacklevel: int) -> list[str]:
+    """Give all ranks the first one's state of torch's generators, with a warning where they differ: a collective.
+
+    Args:
+        world: the tensor-parallel ranks of a replica.
+        problem: for the warning, e.g. ``"is another one"``.
+        stacklevel: of the warning.
+
+    Returns:
+        the other generators, of :data:`OTHER`, whose states differ.
+    """
+    gathered = world.gather((torch_states(), foreign_states()))
+    by_rank = {rank: states for rank, (states, _) in zip(world.ranks, gathered, strict=True)}
+    states, differing = first_of(by_rank, world.ranks)
+    if differing:
+        restore(states)
+        warnings.warn(
+            f"torch's random state on {' and '.join(differing)} {problem} on each of the ranks "
+            f"{', '.join(map(str, world.ranks))}, which must drop the same elements of what they all hold: "
+            f"it is rank {world.ranks[0]}'s on all of them now; call torch.manual_seed(seed) with the same seed on "
+            "all ranks of a replica, now and later",
+            stacklevel=stacklevel + 1,
+        )
+    others = [foreign for _, foreign in gathered]
+    return [source for source in OTHER if len({foreign.get(source) for foreign in others} - {None}) > 1]
