@@ -23,7 +23,6 @@ from slapo_core.estimation.flops import FlopTracker
 from slapo_core.estimation.kinds import kinds_of_ranks
 from slapo_core.estimation.memory import MemoryTracker
 from slapo_core.estimation.place import Place
-from slapo_core.estimation.private import FakeStore, FakeTensorMode, attention_of_cuda
 from slapo_core.estimation.results import RankEstimate
 from slapo_core.estimation.roofline import TimeTracker
 from slapo_core.estimation.source import Source
@@ -32,6 +31,7 @@ from slapo_core.estimation.step import train
 from slapo_core.estimation.tensors import fake_batch, without_memory
 from slapo_core.estimation.values import Values
 from slapo_core.estimation.watch import Observer
+from slapo_core.private import FakeStore, FakeTensorMode, attention_of_cuda
 from slapo_core.spec.device import DeviceSpec
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from slapo_core.estimation.place import Place
-from slapo_core.estimation.private import ranks_of_group
 from slapo_core.estimation.results import Collective
+from slapo_core.private import ranks_of_group
 
 __all__ = ["CollectiveTracker", "MeshGroups", "collective_operations", "wait_operations"]
 

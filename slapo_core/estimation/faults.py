@@ -11,8 +11,8 @@ from torch import nn
 
 import slapo_core
 from slapo_core.errors import EstimateError, SlapoError
-from slapo_core.estimation.private import UnsupportedOperatorException
 from slapo_core.estimation.values import Unknown
+from slapo_core.private import UnsupportedOperatorException
 
 __all__ = ["explained"]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from slapo_core.estimation.private import flop_formulas
+from slapo_core.private import flop_formulas
 
 __all__ = ["FlopTracker"]
 

@@ -12,9 +12,9 @@ from torch.utils._pytree import tree_leaves
 
 from slapo_core.errors import EstimateError
 from slapo_core.estimation.place import Place
-from slapo_core.estimation.private import FakeTensor, is_traceable_wrapper_subclass
 from slapo_core.estimation.results import Memory
 from slapo_core.graph.patching import PATCHING
+from slapo_core.private import FakeTensor, is_traceable_wrapper_subclass
 
 __all__ = ["MemoryTracker"]
 

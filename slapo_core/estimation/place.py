@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from slapo_core.estimation.private import current_autograd_node, next_sequence_number
 from slapo_core.graph.patching import PATCHING
+from slapo_core.private import current_autograd_node, next_sequence_number
 from slapo_core.spec.observers import Origin, attributed
 
 __all__ = ["At", "Place"]

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slapo_core.estimation.private import bucket_assignment
+from slapo_core.private import bucket_assignment
 
 __all__ = ["Replicas", "replicas_of"]
 

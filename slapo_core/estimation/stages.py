@@ -19,12 +19,12 @@ from torch.utils._pytree import tree_leaves
 from slapo_core.building.batches import LossCall, micro_batches
 from slapo_core.building.target import Arguments, Target, stages_of_build
 from slapo_core.errors import ArgumentError, BuildError
-from slapo_core.estimation.private import FakeTensorMode
 from slapo_core.estimation.step import optimizer_of, state_of
 from slapo_core.estimation.values import Values
 from slapo_core.estimation.watch import Watch
 from slapo_core.pipeline.binding import bound_batch
 from slapo_core.pipeline.staged import Staged, needing
+from slapo_core.private import FakeTensorMode
 from slapo_core.weights.correspondence import Correspondence, placed
 from slapo_core.weights.gradients import TiedGradients
 

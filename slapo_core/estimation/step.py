@@ -9,10 +9,10 @@ from torch.utils._pytree import tree_leaves
 
 from slapo_core.building.batches import LossCall
 from slapo_core.errors import ArgumentError, EstimateError
-from slapo_core.estimation.private import FakeTensorMode
 from slapo_core.estimation.replicas import Replicas, replicas_of
 from slapo_core.estimation.values import Values, seen_as_plain
 from slapo_core.estimation.watch import Watch
+from slapo_core.private import FakeTensorMode
 
 if TYPE_CHECKING:
     from slapo_core.estimation.child import Request, Trackers

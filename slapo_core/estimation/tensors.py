@@ -8,8 +8,8 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from slapo_core.estimation.assumptions import Assumptions
-from slapo_core.estimation.private import FakeTensor, FakeTensorMode
 from slapo_core.estimation.values import Values, is_followed
+from slapo_core.private import FakeTensor, FakeTensorMode
 from slapo_core.tree.edit import TreeEdit
 from slapo_core.weights.correspondence import Correspondence
 

@@ -24,6 +24,7 @@ from torch.utils import _pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
 from slapo_core.errors import MeshError, OptimizerError, RankMismatchError, WeightsError
+from slapo_core.private import is_functorch_wrapped
 from slapo_core.ranks.rank_consistency import RankFact, checksum, describe_tensor
 from slapo_core.ranks.rng_state import draw_alike
 from slapo_core.ranks.world import World
@@ -337,8 +338,7 @@ def _tensors(inputs: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     """Whether it holds values that can be read here: it is not fake, batched or of a subclass."""
-    functorch: Any = torch._C._functorch  # type: ignore[attr-defined]
-    return type(tensor) in (torch.Tensor, nn.Parameter) and not functorch.is_functorch_wrapped_tensor(tensor)
+    return type(tensor) in (torch.Tensor, nn.Parameter) and not is_functorch_wrapped(tensor)
 
 
 # -- wrappers -------------------------------------------------------------------------------------------------

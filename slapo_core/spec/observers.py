@@ -48,9 +48,6 @@ def dropout_is_off() -> bool:
     It does so by a torch-function mode, which sees what Python calls. Code that calls nothing, such as a kernel that
     drops elements itself, has to leave that out while this is true.
     """
-    import torch
+    from slapo_core.private import active_function_modes
 
-    if not torch._C._len_torch_function_stack():
-        return False
-    modes = torch.overrides._get_current_function_mode_stack()
-    return any(getattr(mode, "slapo_switches_dropout_off", False) for mode in modes)
+    return any(getattr(mode, "slapo_switches_dropout_off", False) for mode in active_function_modes())

@@ -111,10 +111,11 @@ class GradientClipper:
         return dtype
 
 
+@torch.no_grad()
 def _gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
-    """Those that there are, as plain tensors: of what ``fully_shard`` partitions this rank's shard."""
-    found = (parameter.grad for parameter in parameters)
-    return [getattr(gradient, "_local_tensor", gradient) for gradient in found if gradient is not None]
+    """Return the gradients as plain tensors: of parameters under ``fully_shard``, this rank's shards."""
+    found: Iterator[Any] = (parameter.grad for parameter in parameters)
+    return [one.to_local() if hasattr(one, "to_local") else one for one in found if one is not None]
 
 
 _BUCKET = 32 << 20  # bytes that are sent at once; a larger gradient is sent by itself, and not copied before

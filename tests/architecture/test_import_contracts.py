@@ -48,7 +48,7 @@ def test_each_contract_is_broken_by_an_import_against_it(tmp_path: Path, contrac
     """The project's own contracts, on a small project of the same shape with one wrong import (or none)."""
     files = {"slapo_core/__init__.py": "", "slapo_tp/__init__.py": "import slapo_core", "slapo_tp/shard.py": ""}
     files["slapo_pipeline/__init__.py"] = ""
-    single = ("cli", "errors", "plugins", "primitives", "spec", "testing", "tree", "verification", "weights")
+    single = ("cli", "errors", "plugins", "primitives", "private", "spec", "testing", "tree", "verification", "weights")
     files |= {f"slapo_core/{name}.py": "" for name in single}
     files |= {f"slapo_core/{name}/__init__.py": "" for name in ("building", "native", "pipeline", "ranks", "schedule")}
     files |= {"slapo_core/building/phases.py": "import slapo_core.weights", "slapo_core/ranks/process.py": ""}

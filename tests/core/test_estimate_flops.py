@@ -16,11 +16,11 @@ import slapo_core as slapo
 from slapo_core.errors import ArgumentError
 from slapo_core.estimation.child import Played, Request, play
 from slapo_core.estimation.flops import FlopTracker
-from slapo_core.estimation.private import FakeTensorMode
 from slapo_core.estimation.roofline import collective_seconds, link_of
 from slapo_core.estimation.source import Functions
 from slapo_core.estimation.values import Values
 from slapo_core.estimation.watch import Watch
+from slapo_core.private import FakeTensorMode
 from slapo_core.spec.device import DeviceSpec, Link
 from tests.messages import Messages
 

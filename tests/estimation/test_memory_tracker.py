@@ -17,9 +17,9 @@ from slapo_core.estimation.communication import wait_operations
 from slapo_core.estimation.kinds import kinds_of_ranks
 from slapo_core.estimation.memory import MemoryTracker
 from slapo_core.estimation.place import Place
-from slapo_core.estimation.private import FakeTensorMode
 from slapo_core.estimation.values import Values
 from slapo_core.estimation.watch import Watch
+from slapo_core.private import FakeTensorMode
 
 KIB = 1024
 

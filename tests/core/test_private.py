@@ -1,6 +1,8 @@
-"""The names of torch that are not public mean what estimates take them for."""
+"""The private names of torch exist, and behave as slapo_core expects."""
 
 from __future__ import annotations
+
+from datetime import timedelta
 
 import pytest
 import torch
@@ -8,22 +10,32 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from slapo_core.estimation.child import Request, estimate_rank
-from slapo_core.estimation.private import (
+from slapo_core.estimation.source import Functions
+from slapo_core.private import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeStore,
     FakeTensor,
     FakeTensorMode,
     UnsupportedOperatorException,
+    active_function_modes,
     attention_of_cuda,
+    bucket_assignment,
     current_autograd_node,
+    default_store,
+    flop_formulas,
+    is_functorch_wrapped,
+    is_traceable_wrapper_subclass,
+    new_group_among,
     next_sequence_number,
+    ranks_of_group,
+    set_timeout,
     unset_fake_temporarily,
 )
-from slapo_core.estimation.source import Functions
-from slapo_core.ranks.launcher import run_process
+from slapo_core.ranks.launcher import run_process, run_ranks
 from tests.estimation.models import adam, make_net, split
 
 
@@ -122,3 +134,91 @@ def test_the_peak_of_a_step_is_this_number() -> None:
 def _net_on_two_ranks() -> dict[str, object]:
     request = Request(Functions(make_net, split), {"tp": 2}, 1, (0, 1), torch.empty(16, 64), adam)
     return dict(vars(estimate_rank(request).memory))
+
+
+def test_functorch_s_wrappers_are_recognized() -> None:
+    seen: list[bool] = []
+
+    def square(x: torch.Tensor) -> torch.Tensor:
+        seen.append(is_functorch_wrapped(x))
+        return x * x
+
+    torch.func.vmap(square)(torch.ones(2))
+    square(torch.ones(2))
+    assert seen == [True, False]
+
+
+def test_active_function_modes_are_those_entered_the_outermost_first() -> None:
+    class Mode(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            return func(*args, **(kwargs or {}))
+
+    assert active_function_modes() == []
+    with Mode() as outer, Mode() as inner:
+        assert active_function_modes() == [outer, inner]
+    assert active_function_modes() == []
+
+
+def test_operators_have_formulas_of_their_operations() -> None:
+    a, b = torch.empty(3, 4, device="meta"), torch.empty(4, 5, device="meta")
+    assert flop_formulas()[torch.ops.aten.mm](a, b, out_val=a @ b) == 2 * 3 * 4 * 5
+    assert not is_traceable_wrapper_subclass(a)
+
+
+def test_buckets_of_gradients_get_full_at_the_limit() -> None:
+    tensors = [torch.empty(4) for _ in range(3)]
+    assert bucket_assignment(tensors, 32) == [[0, 1], [2]]
+
+
+@pytest.mark.ranks
+def test_a_group_is_made_by_its_members_alone() -> None:
+    """Rank 2 does not call; the others reduce over their group, with another timeout, and under a reused name."""
+    assert run_ranks(_group_of_two, world_size=3, timeout=60.0) == [(0, 1, 3.0), (0, 1, 3.0), None]
+
+
+def _group_of_two() -> tuple[int, int, float] | None:
+    pair = dist.new_group([0, 1])
+    if dist.get_rank() == 2:
+        return None
+    for number in range(2):
+        store = dist.PrefixStore(f"test {number}", default_store())
+        group = new_group_among(pair, store, "again", timedelta(seconds=30))
+        set_timeout(group, timedelta(seconds=20))
+        x = torch.full((1,), dist.get_rank() + 1.0)
+        dist.all_reduce(x, group=group)
+        first, second = ranks_of_group(group)
+        dist.destroy_process_group(group)
+    return first, second, x.item()
+
+
+def test_modules_keep_their_tensors_and_hooks_in_these_tables() -> None:
+    """What the tree, the journal and the weights read and write directly."""
+    module = nn.BatchNorm1d(2)
+    module.register_buffer("scratch", torch.zeros(1), persistent=False)
+    module.add_module("child", nn.Identity())
+    assert [*module._parameters] == ["weight", "bias"]
+    assert {*module._buffers} == {"running_mean", "running_var", "num_batches_tracked", "scratch"}
+    assert [*module._modules] == ["child"]
+    assert module._non_persistent_buffers_set == {"scratch"}
+    assert module._compiled_call_impl is None
+    tables = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
+    module.register_forward_pre_hook(len, with_kwargs=True)
+    module.register_forward_hook(len, with_kwargs=True)
+    module.register_full_backward_pre_hook(len)
+    assert not module._is_full_backward_hook
+    module.register_full_backward_hook(len)
+    assert module._is_full_backward_hook
+    assert [[*table.values()] for table in tables] == [[len]] * 4
+    assert {*module._forward_pre_hooks_with_kwargs} == {*module._forward_pre_hooks}
+    assert {*module._forward_hooks_with_kwargs} == {*module._forward_hooks}
+    weight = nn.Parameter(torch.ones(2))
+    module._parameters["weight"] = weight
+    assert module.weight is weight
+
+
+def test_tensors_count_their_writes_and_name_their_storage() -> None:
+    x = torch.zeros(4)
+    version = x._version
+    x.add_(1)
+    assert x._version == version + 1
+    assert x[1:].untyped_storage()._cdata == x.untyped_storage()._cdata != torch.zeros(4).untyped_storage()._cdata

@@ -1,42 +1,26 @@
-"""Names of torch that are not public; a test holds them against the installed version."""
+"""Wrap the private names of torch; tests/core/test_private.py checks them against the installed version."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-    UnsupportedOperatorException,
-    unset_fake_temporarily,
+    DataDependentOutputException as DataDependentOutputException,
+    DynamicOutputShapeException as DynamicOutputShapeException,
+    FakeTensor as FakeTensor,
+    FakeTensorMode as FakeTensorMode,
+    UnsupportedOperatorException as UnsupportedOperatorException,
+    unset_fake_temporarily as unset_fake_temporarily,
 )
-from torch.distributed.distributed_c10d import _resolve_process_group
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.distributed import distributed_c10d
+from torch.testing._internal.distributed.fake_pg import FakeStore as FakeStore
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
 from torch.utils.flop_counter import flop_registry
-
-__all__ = [
-    "DataDependentOutputException",
-    "DynamicOutputShapeException",
-    "FakeStore",
-    "FakeTensor",
-    "FakeTensorMode",
-    "UnsupportedOperatorException",
-    "attention_of_cuda",
-    "bucket_assignment",
-    "current_autograd_node",
-    "flop_formulas",
-    "is_traceable_wrapper_subclass",
-    "next_sequence_number",
-    "ranks_of_group",
-    "unset_fake_temporarily",
-]
 
 
 @contextmanager
@@ -99,7 +83,7 @@ def ranks_of_group(group: Any) -> tuple[int, ...]:
         group: as operations are given it: its name, the group itself, or the group boxed for an operator.
     """
     if isinstance(group, str):
-        group = _resolve_process_group(group)  # type: ignore[arg-type]
+        group = distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
     elif not isinstance(group, dist.ProcessGroup):
         group = dist.ProcessGroup.unbox(group)
     return tuple(dist.get_process_group_ranks(group))
@@ -123,3 +107,46 @@ def bucket_assignment(tensors: Sequence[torch.Tensor], limit: int) -> list[list[
 def flop_formulas() -> dict[Any, Callable[..., int]]:
     """Operator, with all its overloads -> floating-point operations, by its arguments and ``out_val``, its result."""
     return dict(flop_registry)
+
+
+def is_functorch_wrapped(tensor: torch.Tensor) -> bool:
+    """Return whether functorch wraps a tensor (vmap, grad), so that its values cannot be read."""
+    functorch: Any = torch._C._functorch  # type: ignore[attr-defined]
+    return bool(functorch.is_functorch_wrapped_tensor(tensor))
+
+
+def active_function_modes() -> list[Any]:
+    """Return the active torch-function modes, the outermost first."""
+    if not torch._C._len_torch_function_stack():
+        return []
+    return torch.overrides._get_current_function_mode_stack()  # type: ignore[no-any-return]
+
+
+def default_store() -> Any:
+    """Return the store of the default process group."""
+    return distributed_c10d._get_default_store()
+
+
+def new_group_among(original: Any, store: Any, name: str, timeout: timedelta) -> Any:
+    """Make a process group with the ranks and backend of another one, called by its members only.
+
+    All processes must call ``torch.distributed.new_group``, or it derives the group's name from the number of groups of
+    each process. Such a name returns with a later group, which then finds the addresses of the closed one.
+    """
+    ranks = dist.get_process_group_ranks(original)
+    group, _ = distributed_c10d._new_process_group_helper(  # type: ignore[attr-defined]
+        len(ranks),
+        ranks.index(dist.get_rank()),
+        ranks,
+        distributed_c10d._world.pg_map[original][0],
+        store,
+        name,  # type: ignore[arg-type]
+        timeout=timeout,
+    )
+    distributed_c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
+    return group
+
+
+def set_timeout(group: Any, timeout: timedelta) -> None:
+    """Set the timeout of a group's collectives."""
+    distributed_c10d._set_pg_timeout(timeout, group)  # type: ignore[attr-defined]
