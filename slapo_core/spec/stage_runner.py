@@ -72,7 +72,7 @@ class Form:
         bare: Collection[int] = (),
         joined: bool = False,
     ) -> None:
-        self.staged = staged  # kept, so that its identity is its own
+        self.staged = staged
         self.partition: Partition = staged.partition
         self.device = device
         loss = self.partition.values.get(self.partition.output.loss or "")
@@ -202,7 +202,7 @@ def _touched(link: torch.Tensor | None, parameter: nn.Parameter) -> torch.Tensor
 
 _KEPT = 16
 
-F = TypeVar("F", bound=Form)
+F = TypeVar("F")
 
 
 class Forms(Generic[F]):
@@ -228,7 +228,7 @@ class Forms(Generic[F]):
     ) -> None:
         self._request, self._count, self._axes, self._option, self._make = request, count, axes, option, make
         self._prepare = prepare
-        self._kept: OrderedDict[tuple[int, bool], F] = OrderedDict()
+        self._kept: OrderedDict[tuple[int, bool], tuple[StagedModel, F]] = OrderedDict()  # the model keeps its id
 
     def of(self, batch: Any, *, training: bool) -> tuple[StagedBatch, F]:
         """The micro-batches of a batch, and their form.
@@ -242,11 +242,11 @@ class Forms(Generic[F]):
         )
         key = (id(cut.staged), training)
         if key not in self._kept:
-            self._kept[key] = self._make(cut.staged, training)
+            self._kept[key] = cut.staged, self._make(cut.staged, training)
             while len(self._kept) > _KEPT:
                 self._kept.popitem(last=False)
         self._kept.move_to_end(key)
-        return cut, self._kept[key]
+        return cut, self._kept[key][1]
 
     def close(self) -> None:
         """Let go of everything."""

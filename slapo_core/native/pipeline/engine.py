@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,10 +10,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from slapo_core import BuildError, StepResult
-from slapo_core.native.pipeline.runner import Forms
+from slapo_core.native.pipeline.runner import Runner
 from slapo_core.native.pipeline.schedules import schedule_of
 from slapo_core.spec.engine import StatefulEngine
 from slapo_core.spec.rng_streams import move_on, own_random_state
+from slapo_core.spec.stage_runner import Forms
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from slapo_core import Plan
     from slapo_core.native.pipeline.stage import Work
     from slapo_core.spec.pipeline import Partition
-    from slapo_core.spec.request import BuildRequest
+    from slapo_core.spec.request import BuildRequest, StagedModel
 
 
 @torch.no_grad()
@@ -91,15 +92,15 @@ class PipelineRuntime:
         self,
         forward_backward: Callable[[Any], torch.Tensor],
         clip_gradients: Callable[[], torch.Tensor | None],
-        forms: Forms,
+        sent: Mapping[int, Sequence[int]],
     ) -> None:
         self.forward_backward = forward_backward
         self.clip_gradients = clip_gradients
-        self._forms = forms
+        self._sent = sent
 
     def sent_bytes(self) -> dict[int, tuple[int, int]]:
-        """What the stages of this rank have sent to other ranks: by stage, to the next one and to the one before it."""
-        return self._forms.sent_bytes()
+        """Return the bytes sent to other ranks, by stage of this rank: to the next stage, and to the one before it."""
+        return {stage: (forward, back) for stage, (forward, back) in self._sent.items()}
 
 
 def gather_output(
@@ -203,8 +204,10 @@ class PipelineEngine(StatefulEngine):
         here = [live for live in self._state.tensors() if live.is_here]
         self._parameters = [live.tensor for live in here if live.is_parameter]
         self._device = request.device or next((live.tensor.device for live in here), torch.device("cpu"))
-        schedule = schedule_of(plan.config, len(self._ranks), mesh.size("pp"))
-        self._forms = Forms(request, schedule, mesh.group("pp"), self._device, plan.config)
+        self._schedule = schedule_of(plan.config, len(self._ranks), mesh.size("pp"))
+        self._axes: Mapping[str, int | None] = plan.config["batch_axes"]
+        self._forms = Forms(request, self._count, self._axes, "", self._runner)
+        self._sent: dict[int, list[int]] = {}  # bytes, by stage
         self._part: nn.Module | None = None
         self._at = "nothing"  # of a step, for the message of an error
 
@@ -212,7 +215,8 @@ class PipelineEngine(StatefulEngine):
     def module(self) -> nn.Module:
         """This rank's part of the scheduled model; made when it is first asked for."""
         if self._part is None:
-            self._part = self._request.part(self._forms.any_partition())
+            example = self._request.staged_example(self._count, axes=self._axes)
+            self._part = self._request.part(example.staged.partition)
         return self._part
 
     @property
@@ -223,7 +227,7 @@ class PipelineEngine(StatefulEngine):
             BuildError: the engine is closed.
         """
         self._require_open()
-        return PipelineRuntime(self._passes, self._request.clip_gradients, self._forms)
+        return PipelineRuntime(self._passes, self._request.clip_gradients, self._sent)
 
     # -- steps; documented in spec/engine.py ------------------------------------------------------------------
 
@@ -248,15 +252,15 @@ class PipelineEngine(StatefulEngine):
         """
         self._require_open()
         with self._request.evaluating(batch):
-            cut, form = self._forms.of(batch, training=False)
-            whole = self._forms.whole(batch, form) if gather_outputs else form.staged.partition
+            cut, runner = self._forms.of(batch, training=False)
+            whole = self._whole(batch, runner.partition) if gather_outputs else runner.partition
             with self._closing(lambda: self._at):
-                work = form.run(cut, backward=False, keep_outputs=gather_outputs, at=self._stand)
+                work = runner.run(cut.inputs, cut.loss, backward=False, keep_outputs=gather_outputs, at=self._stand)
                 loss, output, problem = self._loss(work), None, ""
                 if gather_outputs:
                     self._at = "gathering the output"
                     output, problem = gather_output(
-                        form.staged.partition,
+                        runner.partition,
                         whole,
                         work,
                         self._ranks,
@@ -274,7 +278,7 @@ class PipelineEngine(StatefulEngine):
         self._require_open()
         self._refuse_without_gradients()
         with self._request.training(batch):
-            cut, form = self._forms.of(batch, training=True)
+            cut, runner = self._forms.of(batch, training=True)
             with self._closing(lambda: self._at):
                 if zero is not None:
                     zero.zero_grad(set_to_none=True)
@@ -282,7 +286,7 @@ class PipelineEngine(StatefulEngine):
                 for parameter, _ in earlier:
                     parameter.grad = None  # which is exchanged already
                 with own_random_state(self._device) as seed:
-                    work = form.run(cut, backward=True, seed=seed, at=self._stand)
+                    work = runner.run(cut.inputs, cut.loss, backward=True, seed=seed, at=self._stand)
                 loss = self._loss(work)
                 self._at = "summing gradients"
                 replicas = self._mesh.group("dp")
@@ -292,6 +296,33 @@ class PipelineEngine(StatefulEngine):
                 for parameter, gradient in earlier:
                     parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
         return loss
+
+    def _runner(self, staged: StagedModel, training: bool) -> Runner:
+        """Make the runner of this rank's stages for one input signature."""
+        runner = Runner(
+            staged.partition,
+            staged.liveness,
+            self._schedule,
+            self._ranks,
+            self._rank,
+            group=self._mesh.group("pp"),
+            device=self._device,
+            count=self._count,
+        )
+        for stage in runner.stages:
+            stage.sent_bytes = self._sent.setdefault(stage.stage_index, [0, 0])
+        return runner
+
+    def _whole(self, batch: Any, partition: Partition) -> Partition:
+        """Return the stages for the uncut batch, which say the shapes of the whole output."""
+        whole = self._request.staged(batch, 1, training=False, axes=self._axes).staged.partition
+        if whole.output.pieces != partition.output.pieces:
+            raise BuildError(
+                "the output for the whole batch has other pieces than that for a micro-batch, so it cannot be put "
+                "together of those",
+                hint="eval_step(batch) without gather_outputs",
+            )
+        return whole
 
     def _trained(self) -> list[Tensor]:
         return [parameter for parameter in self._parameters if parameter.requires_grad]
