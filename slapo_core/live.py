@@ -6,13 +6,13 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from slapo_core.errors import ArgumentError, ReplicaError, SealedError
 from slapo_core.ranks.world import together
 from slapo_core.schedule.schedule import Schedule
 from slapo_core.weights.checkpoint import as_written, writing
-from slapo_core.weights.checkpoint_files import export_plain, export_with, write_configurations
+from slapo_core.weights.checkpoint_files import export_plain, write_configurations
 from slapo_core.weights.gradients import GradientClipper
 from slapo_core.weights.state import TensorState
 
@@ -191,7 +191,9 @@ def _write(
         export_plain(weights, directory, max_shard_size)
         write_configurations(sch.model, Path(directory))
     elif callable(getattr(sch.model, "save_pretrained", None)):
+        options = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
         with sch.untouched() as model:
-            export_with(model, weights, directory, max_shard_size)
+            own: Any = model
+            own.save_pretrained(directory, state_dict=dict(weights), **options)
     else:
         export_plain(weights, directory, max_shard_size)

@@ -48,17 +48,11 @@ def _mixed(words: torch.Tensor, position: int) -> int:
 
 
 def _dense_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    if tensor.layout is torch.strided or tensor.is_meta:
-        yield tensor
-    elif tensor.layout is torch.sparse_coo:
+    if tensor.layout is torch.sparse_coo:
         tensor = tensor.coalesce()
         yield from (tensor.indices(), tensor.values())
-    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        yield from (tensor.crow_indices(), tensor.col_indices(), tensor.values())
-    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        yield from (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
     else:
-        yield tensor.to_dense()
+        yield tensor if tensor.layout is torch.strided or tensor.is_meta else tensor.to_dense()
 
 
 def _words(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = ["Place", "gathered", "is_rounding", "send_buffers"]
+__all__ = ["Place", "buckets", "gathered", "is_rounding", "send_buffers"]
 
 
 @dataclass(frozen=True)
@@ -105,3 +105,23 @@ def send_buffers(model: nn.Module, group: Any) -> None:
         for buffer, piece in zip(buffers, flat.split([piece.numel() for piece in pieces]), strict=True):
             # The bytes of one may start where its type may not be read: a copy starts where memory does.
             buffer.copy_(piece.clone().view(buffer.dtype).view(buffer.shape))
+
+
+def buckets(tensors: Iterable[torch.Tensor], limit: int) -> Iterator[list[torch.Tensor]]:
+    """Group tensors of one type and device, in their order, for one collective each.
+
+    Args:
+        tensors: the same on every rank, in the same order.
+        limit: bytes of a bucket; a larger tensor has a bucket for itself.
+    """
+    by_kind: dict[tuple[str, str], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        by_kind.setdefault((str(tensor.dtype), tensor.device.type), []).append(tensor)
+    for _, own in sorted(by_kind.items()):
+        bucket: list[torch.Tensor] = []
+        for tensor in own:
+            if bucket and sum(one.nbytes for one in (*bucket, tensor)) > limit:
+                yield bucket
+                bucket = []
+            bucket.append(tensor)
+        yield bucket

@@ -19,7 +19,7 @@ from slapo_core.errors import BuildError
 if TYPE_CHECKING:
     from slapo_core.spec.pipeline import Value
 
-__all__ = ["Parcel", "attached", "common_dtype"]
+__all__ = ["Parcel", "attached", "check_sent", "common_dtype"]
 
 
 _ALIGNMENT = 16  # bytes: of the largest element, complex128
@@ -93,7 +93,7 @@ class Parcel:
             BuildError: a value is not what was said, and what waits for it would take it for something else.
         """
         for value in (*self._with, *self._without):
-            _check(value, there[value.name], sender)
+            check_sent(value, there[value.name], sender)
         found = []
         message = self._attachment(there, device)
         if self.carries_gradient:
@@ -238,7 +238,17 @@ def _as_real(tensor: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
-def _check(value: Value, tensor: torch.Tensor, sender: str) -> None:
+def check_sent(value: Value, tensor: torch.Tensor, sender: str) -> None:
+    """Refuse a tensor that a stage sends as another one than its receiver expects.
+
+    Args:
+        value: the expected shape and type.
+        tensor: that the stage made.
+        sender: for messages, e.g. ``"stage 1"``.
+
+    Raises:
+        BuildError: another shape or type, or a gradient that would be lost.
+    """
     if tuple(tensor.shape) != value.shape or tensor.dtype != value.dtype:
         raise BuildError(
             f"{sender} made '{value.name}' as {tuple(tensor.shape)} of {tensor.dtype}, and the next stage waits for "

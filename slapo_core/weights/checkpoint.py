@@ -76,8 +76,7 @@ def save_checkpoint(
         refuse_not_json(runtime)
     moments = collected(state, optimizer)
     if moments is not None:
-        with together(mesh, "uniting the optimizers' state"):
-            moments.unite()
+        moments.unite()
     writes = mesh is None or mesh.is_first_rank
     with contextlib.ExitStack() as stack:
         writer: Writer | None = None

@@ -200,14 +200,6 @@ def _unshared(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 _SHARDS = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 
 
-def export_with(
-    model: Any, weights: Mapping[str, torch.Tensor], directory: str | os.PathLike[str], max_shard_size: int | str | None
-) -> None:
-    """Have a model with a ``save_pretrained`` of its own write ``weights``, and its configuration."""
-    options = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
-    model.save_pretrained(directory, state_dict=dict(weights), **options)
-
-
 def export_plain(
     weights: Mapping[str, torch.Tensor], directory: str | os.PathLike[str], max_shard_size: int | str | None
 ) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -13,11 +12,13 @@ import torch.distributed as dist
 from torch import nn
 
 from slapo_core.errors import BuildError
+from slapo_core.spec.flat_shards import buckets
 from slapo_core.weights.exchange import collect, exchange_device, sum_among
 from slapo_core.weights.optimizer_storage import sharded_over
 
 if TYPE_CHECKING:
     from slapo_core.spec.mesh import Mesh
+    from slapo_core.spec.state import LiveTensor
     from slapo_core.weights.correspondence import Correspondence
 
 
@@ -122,12 +123,6 @@ _BUCKET = 32 << 20  # bytes that are sent at once; a larger gradient is sent by 
 _NONE, _DENSE, _SPARSE = 0, 1, 2
 
 
-@dataclass(frozen=True)
-class _Tie:
-    name: str
-    parameter: nn.Parameter
-
-
 class TiedGradients:
     """Sums them over exactly the ranks along ``pp`` that hold the parameter; of a sharded one, piece by piece.
 
@@ -139,7 +134,7 @@ class TiedGradients:
 
     def __init__(self, correspondence: Correspondence) -> None:
         self._mesh: Mesh | None = correspondence.mesh
-        self._ties: dict[tuple[int, ...], list[_Tie]] = {}
+        self._ties: dict[tuple[int, ...], list[LiveTensor]] = {}
         if correspondence.placement is None or self._mesh is None:
             return
         anywhere = False
@@ -149,7 +144,7 @@ class TiedGradients:
                 continue
             anywhere = True
             if live.is_here:
-                self._ties.setdefault(places, []).append(_Tie(live.name, live.tensor))
+                self._ties.setdefault(places, []).append(live)
         if anywhere and exchange_device(self._mesh).type != "cpu":
             import torch.distributed as dist
 
@@ -169,7 +164,7 @@ class TiedGradients:
             BuildError: on all of these ranks: a gradient is sparse.
         """
         for places in sorted(self._ties):
-            ties = [tie for tie in self._ties[places] if tie.parameter.requires_grad]
+            ties = [tie for tie in self._ties[places] if tie.tensor.requires_grad]
             if ties:
                 self._sum(ties, places, attribute)
 
@@ -178,15 +173,15 @@ class TiedGradients:
         """Sum those of all of them, as if every rank had one: without asking, where no rank is there to answer."""
         for places in sorted(self._ties):
             for tie in self._ties[places]:
-                if tie.parameter.requires_grad and tie.parameter.grad is None:
-                    tie.parameter.grad = torch.zeros_like(tie.parameter)
-            gradients = [tie.parameter.grad for tie in self._ties[places] if tie.parameter.grad is not None]
-            for bucket in _buckets(gradients):
+                if tie.tensor.requires_grad and tie.tensor.grad is None:
+                    tie.tensor.grad = torch.zeros_like(tie.tensor)
+            gradients = [tie.tensor.grad for tie in self._ties[places] if tie.tensor.grad is not None]
+            for bucket in buckets(gradients, _BUCKET):
                 self._sum_bucket(bucket, places)
 
-    def _sum(self, ties: list[_Tie], places: tuple[int, ...], attribute: str) -> None:
+    def _sum(self, ties: list[LiveTensor], places: tuple[int, ...], attribute: str) -> None:
         assert self._mesh is not None
-        gradients = [getattr(tie.parameter, attribute, None) for tie in ties]
+        gradients = [getattr(tie.tensor, attribute, None) for tie in ties]
         own = torch.tensor(
             [_state(gradient) for gradient in gradients], dtype=torch.uint8, device=exchange_device(self._mesh)
         )
@@ -203,10 +198,10 @@ class TiedGradients:
             if state != _DENSE:
                 continue
             if gradient is None:
-                gradient = torch.zeros_like(tie.parameter)
-                setattr(tie.parameter, attribute, gradient)
+                gradient = torch.zeros_like(tie.tensor)
+                setattr(tie.tensor, attribute, gradient)
             there.append(gradient)
-        for bucket in _buckets(there):
+        for bucket in buckets(there, _BUCKET):
             self._sum_bucket(bucket, places)
 
     def _sum_bucket(self, bucket: list[torch.Tensor], places: tuple[int, ...]) -> None:
@@ -223,19 +218,3 @@ def _state(gradient: torch.Tensor | None) -> int:
     if gradient is None:
         return _NONE
     return _DENSE if gradient.layout == torch.strided else _SPARSE
-
-
-def _buckets(gradients: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Gradients of one type together, in their order, as the other ranks have it."""
-    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-    for gradient in gradients:
-        by_dtype.setdefault(gradient.dtype, []).append(gradient)
-    for _, alike in sorted(by_dtype.items(), key=lambda item: str(item[0])):
-        bucket: list[torch.Tensor] = []
-        for gradient in alike:
-            if bucket and sum(one.nbytes for one in (*bucket, gradient)) > _BUCKET:
-                yield bucket
-                bucket = []
-            bucket.append(gradient)
-        if bucket:
-            yield bucket

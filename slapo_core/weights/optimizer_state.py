@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -137,14 +136,12 @@ class Part:
     """What one rank along ``pp`` has, as :class:`~slapo_core.weights.optimizer_state.OptimizerState` collects it.
 
     Args:
-        kind: the optimizer's class.
         groups: its parameters by name, and its settings, of each group.
         scalars: by parameter and key.
         tensors: by full key.
         empty_ones_count: whether the settings of a group without parameters here are those of the group elsewhere.
     """
 
-    kind: str
     groups: Sequence[Mapping[str, Any]]
     scalars: Mapping[str, dict[str, Any]]
     tensors: Mapping[str, Held]
@@ -161,24 +158,15 @@ class United:
 
 
 def unite(parts: Sequence[Part], order: Sequence[str]) -> United:
-    """Put the parts together: groups by their position, what several ranks hold once.
+    """Merge the optimizer states of pipeline ranks: groups by their number, shared tensors once.
+
+    `make_optimizer` and the comparison of replicas ensure that the groups correspond.
 
     Args:
         parts: in the order of the ranks along ``pp``.
         order: the names of all parameters, in that of the model.
-
-    Raises:
-        BuildError: the groups do not correspond.
     """
     first = parts[0]
-    for here, there in itertools.combinations(range(len(parts)), 2):
-        different = _difference(parts[here], parts[there])
-        if different is not None:
-            raise BuildError(
-                "the optimizers of the pipeline stages have no common groups of parameters: "
-                f"{different[0]} on rank {here} of 'pp', and {different[1]} on rank {there}",
-                hint="let the factory make the same groups with the same settings on every rank, empty ones too",
-            )
     position = {name: number for number, name in enumerate(order)}
     groups = []
     for number, group in enumerate(first.groups):
@@ -198,21 +186,6 @@ def unite(parts: Sequence[Part], order: Sequence[str]) -> United:
 
 def _counts(part: Part, number: int) -> bool:
     return part.empty_ones_count or bool(part.groups[number]["params"])
-
-
-def _difference(one: Part, other: Part) -> tuple[str, str] | None:
-    if one.kind != other.kind:
-        return one.kind, other.kind
-    if len(one.groups) != len(other.groups):
-        return f"{len(one.groups)} groups", f"{len(other.groups)} groups"
-    for number, (here, there) in enumerate(zip(one.groups, other.groups, strict=True)):
-        own, others = here["hyperparameters"], there["hyperparameters"]
-        if not _counts(one, number) or not _counts(other, number):
-            continue
-        for key in sorted({*own, *others}):
-            if own.get(key) != others.get(key):
-                return tuple(f"'{key}' of group {number} = {values.get(key)!r}" for values in (own, others))  # type: ignore[return-value]
-    return None
 
 
 _SEPARATOR = "::"  # between a parameter's name and the key of its state: "fc.weight::exp_avg"
@@ -274,15 +247,11 @@ class OptimizerState:
         states = {key: Held((), tuple(one.layout.shape), one.dtype) for key, one in self._tensors.items()}
         is_torch = isinstance(self._storage, TorchOptimizer)
         assert self._mesh is not None
-        own = Part(self._kind, self._groups, self._scalars, states, is_torch)
+        own = Part(self._groups, self._scalars, states, is_torch)
         self._parts = gather_along(self._mesh, "pp", own)
 
     def unite(self) -> None:
-        """Make one state of what these ranks have.
-
-        Raises:
-            BuildError: their optimizers have other groups of parameters.
-        """
+        """Make one state of what these ranks have."""
         if self._parts:
             united = unite(self._parts, self._order)
             self._groups, self._scalars, self._held = united.groups, united.scalars, united.held

@@ -39,8 +39,7 @@ def pieces_of(
         refuse_not_json(runtime)
     moments = collected(state, optimizer)
     if moments is not None:
-        with together(state.mesh, "uniting the optimizers' state"):
-            moments.unite()
+        moments.unite()
     writer = _Writer(state.mesh)
     weights = {spec.keys[0]: list(spec.shape) for spec in state.correspondence.survey.specs.values() if spec.keys}
     added = state.correspondence.added()

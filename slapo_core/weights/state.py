@@ -331,18 +331,6 @@ def _key(live: LiveTensor) -> str:
     return live.stands_for[0] if live.stands_for else f"added {live.name}"
 
 
-def reference_state_dict(
-    schedule: Schedule, *, rank0_only: bool = False, include_added: bool = False
-) -> dict[str, torch.Tensor]:
-    """The reference model's state dict of a scheduled model; see :meth:`TensorState.state_dict`."""
-    return TensorState.of(schedule).state_dict(rank0_only=rank0_only, include_added=include_added)
-
-
-def load_reference_state_dict(schedule: Schedule, state: Mapping[str, torch.Tensor] | Source) -> None:
-    """The reverse of :func:`reference_state_dict`; what the schedule dropped is checked, but not kept."""
-    TensorState.of(schedule).load_state_dict(state)
-
-
 @dataclass
 class Loading:
     """Values that were read, to be assigned when every rank has its own.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +13,7 @@ from slapo_core import BuildError, StepResult
 from slapo_core.native.pipeline.runner import Runner
 from slapo_core.native.pipeline.schedules import schedule_of
 from slapo_core.spec.engine import StatefulEngine
+from slapo_core.spec.flat_shards import buckets
 from slapo_core.spec.rng_streams import move_on, own_random_state
 from slapo_core.spec.stage_runner import Forms
 
@@ -40,7 +41,7 @@ def average_gradients(parameters: Sequence[torch.Tensor], group: Any, *, bucket_
         BuildError: a gradient is sparse.
     """
     size = group.size()
-    for bucket in _buckets(parameters, bucket_bytes):
+    for bucket in buckets(parameters, bucket_bytes):
         gradients = [torch.zeros_like(one) if one.grad is None else one.grad for one in bucket]
         there = torch.tensor([one.grad is not None for one in bucket]).to(gradients[0])
         if any(gradient.layout != torch.strided for gradient in gradients):
@@ -54,21 +55,6 @@ def average_gradients(parameters: Sequence[torch.Tensor], group: Any, *, bucket_
                     continue
                 parameter.grad = gradient
             gradient.copy_(mean.view(gradient.shape)).div_(size)
-
-
-def _buckets(parameters: Sequence[torch.Tensor], bucket_bytes: int) -> Iterator[list[torch.Tensor]]:
-    by_kind: dict[tuple[str, str], list[torch.Tensor]] = {}
-    for parameter in parameters:
-        by_kind.setdefault((str(parameter.dtype), parameter.device.type), []).append(parameter)
-    for _, alike in sorted(by_kind.items()):
-        bucket: list[torch.Tensor] = []
-        for parameter in alike:
-            if bucket and sum(one.nbytes for one in (*bucket, parameter)) > bucket_bytes:
-                yield bucket
-                bucket = []
-            bucket.append(parameter)
-        if bucket:
-            yield bucket
 
 
 class PipelineRuntime:

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slapo_core import BuildError
 from slapo_core.native.pipeline.split_backward import Watch, backward_of_inputs
 from slapo_core.native.pipeline.torch_pipelining import StageBase
+from slapo_core.spec.p2p_packing import check_sent
 from slapo_core.spec.rng_streams import has_drawn, start_stream
 
 if TYPE_CHECKING:
@@ -250,7 +250,9 @@ class RunningStage(StageBase):
             if not self.has_backward:
                 del self._flights[fwd_chunk_id]
             return flight.loss
-        flight.sent = [self._checked(value, there[value.name]) for value in self._going]
+        for value in self._going:
+            check_sent(value, there[value.name], f"stage {self.stage_index}")
+        flight.sent = [there[value.name] for value in self._going]
         if not self.has_backward and self._ranks[self.stage_index + 1] == self._ranks[self.stage_index]:
             return tuple(self._flights.pop(fwd_chunk_id).sent)
         return tuple(flight.sent)
@@ -270,22 +272,6 @@ class RunningStage(StageBase):
         if stream is not None and not self.work.drew:
             self.work.drew = has_drawn(stream, self.device)
         return made
-
-    def _checked(self, value: Value, tensor: torch.Tensor) -> torch.Tensor:
-        if tuple(tensor.shape) != value.shape or tensor.dtype != value.dtype:
-            raise BuildError(
-                f"stage {self.stage_index} made '{value.name}' as {tuple(tensor.shape)} of {tensor.dtype}, and the "
-                f"next stage waits for {value.shape} of {value.dtype}: its shape depends on what is in the batch, "
-                "beyond shapes",
-                hint="cut the model elsewhere",
-            )
-        if tensor.requires_grad and self.has_backward and not value.requires_grad:
-            raise BuildError(
-                f"'{value.name}', which stage {self.stage_index} sends, has a gradient now, and had none when the "
-                "stages were made: it would be lost",
-                hint="set requires_grad of parameters before build()",
-            )
-        return tensor
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
