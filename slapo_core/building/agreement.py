@@ -14,10 +14,9 @@ from torch import nn
 
 from slapo_core.errors import RankMismatchError
 from slapo_core.ranks.rank_consistency import RankFact, describe, describe_tensor, first_difference
-from slapo_core.ranks.rng_state import OTHER, draw_alike, first_of, foreign_states, restore, torch_states
+from slapo_core.ranks.rng_state import OTHER, draw_alike, foreign_states, restore, synchronize, torch_states
 from slapo_core.ranks.world import World
 from slapo_core.schedule.agreement import SAME_SCRIPT, schedule_facts
-from slapo_core.weights.replicas import ranks_along
 
 if TYPE_CHECKING:
     from slapo_core.building.target import Arguments
@@ -118,11 +117,9 @@ def drawing_alike(world: World, mesh: Mesh | None) -> Iterator[None]:
         yield
         return
     own = torch_states()
-    by_rank = dict(zip(world.ranks, world.gather(own), strict=True))
-    row = next(ranks for ranks in ranks_along(mesh, ("tp",)) if world.rank in ranks)
-    states, differing = first_of(by_rank, row)
+    with World(mesh, over="tp") as replica:
+        differing, row = synchronize(replica), replica.ranks
     if differing:
-        restore(states)
         _LOG.info(
             "torch's random state on %s was another one on each of the ranks %s; it is rank %d's on all of them now",
             " and ".join(differing),

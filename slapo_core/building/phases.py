@@ -24,7 +24,7 @@ from slapo_core.schedule.agreement import SAME_SCRIPT
 from slapo_core.schedule.schedule import Schedule
 from slapo_core.weights.correspondence import placed, placement_facts
 from slapo_core.weights.materialize import Materialization
-from slapo_core.weights.replicas import parted, replicas_of
+from slapo_core.weights.replicas import divergence, replicas_of
 from slapo_core.weights.sources import Source, open_source
 
 if TYPE_CHECKING:
@@ -172,9 +172,9 @@ class _Build:
             return
         added = {live.name for live in values.correspondence.added()}
         copies = replicas_of(values.correspondence, values.state.kept)
-        differing = parted(self.world, mesh, [one for one in copies if one.name in added])
-        if differing is not None:
-            raise RankMismatchError(differing.message, hint=_SAME_ADDED)
+        error = divergence(self.world, mesh, [one for one in copies if one.name in added], hint=_SAME_ADDED)
+        if error is not None:
+            raise RankMismatchError(error.message, hint=_SAME_ADDED)
 
     def _seal(self, values: Materialization) -> None:
         values.keep()

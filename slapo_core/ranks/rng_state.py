@@ -6,7 +6,7 @@ import hashlib
 import random
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -39,22 +39,6 @@ def restore(states: Mapping[str, bytes]) -> None:
             torch.get_device_module().set_rng_state(state)
 
 
-def first_of(by_rank: Mapping[int, Mapping[str, bytes]], ranks: Sequence[int]) -> tuple[dict[str, bytes], list[str]]:
-    """The states that all of ``ranks`` shall have, and the devices on which some of them have another one.
-
-    Args:
-        by_rank: global rank -> what :func:`torch_states` gave there.
-        ranks: those that must draw alike, ascending.
-
-    Returns:
-        the first rank's states, and names of devices; one that is not in use on every rank is left alone.
-    """
-    wanted = {
-        device: state for device, state in by_rank[ranks[0]].items() if all(device in by_rank[rank] for rank in ranks)
-    }
-    return wanted, [device for device in wanted if any(by_rank[rank][device] != wanted[device] for rank in ranks)]
-
-
 def foreign_states() -> dict[str, str]:
     """A digest of the random states that are not torch's; NumPy's where something has imported it."""
     found = {OTHER[0]: repr(random.getstate())}
@@ -65,22 +49,34 @@ def foreign_states() -> dict[str, str]:
     return {source: hashlib.sha256(state.encode()).hexdigest() for source, state in found.items()}
 
 
+def synchronize(world: World) -> list[str]:
+    """Give all ranks the first rank's RNG states of torch, of the devices in use on every rank: a collective.
+
+    Returns:
+        the devices on which the states differed.
+    """
+    own = torch_states()
+    by_rank = world.gather(own)
+    first = {device: state for device, state in by_rank[0].items() if all(device in states for states in by_rank)}
+    differing = [device for device in first if any(states[device] != first[device] for states in by_rank)]
+    if differing:
+        restore(first)
+    return differing
+
+
 def draw_alike(world: World, problem: str, *, stacklevel: int) -> list[str]:
-    """Give all ranks the first one's state of torch's generators, with a warning where they differ: a collective.
+    """Synchronize torch's RNG states, with a warning where they differed: a collective.
 
     Args:
         world: the tensor-parallel ranks of a replica.
-        problem: for the warning, e.g. ``"is another one"``.
+        problem: for the warning, e.g. ``"differs"``.
         stacklevel: of the warning.
 
     Returns:
         the other generators, of :data:`OTHER`, whose states differ.
     """
-    gathered = world.gather((torch_states(), foreign_states()))
-    by_rank = {rank: states for rank, (states, _) in zip(world.ranks, gathered, strict=True)}
-    states, differing = first_of(by_rank, world.ranks)
+    differing = synchronize(world)
     if differing:
-        restore(states)
         warnings.warn(
             f"torch's random state on {' and '.join(differing)} {problem} on each of the ranks "
             f"{', '.join(map(str, world.ranks))}, which must drop the same elements of what they all hold: "
@@ -88,5 +84,5 @@ def draw_alike(world: World, problem: str, *, stacklevel: int) -> list[str]:
             "all ranks of a replica, now and later",
             stacklevel=stacklevel + 1,
         )
-    others = [foreign for _, foreign in gathered]
+    others = world.gather(foreign_states())
     return [source for source in OTHER if len({foreign.get(source) for foreign in others} - {None}) > 1]

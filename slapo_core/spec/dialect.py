@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from slapo_core.errors import ArgumentError, BuildError, HookError, TraceError
 from slapo_core.spec.mesh import Mesh
@@ -14,12 +14,11 @@ if TYPE_CHECKING:
     import torch
 
     from slapo_core.spec.engine import Engine
-    from slapo_core.spec.pipeline import Liveness, Partition, Value
+    from slapo_core.spec.pipeline import Value
     from slapo_core.spec.primitive import Violation
-    from slapo_core.spec.request import BuildRequest, ScheduledModel
+    from slapo_core.spec.request import BuildRequest, ScheduledModel, StagedModel
 
 __all__ = [
-    "Boundaries",
     "BuildArguments",
     "Dialect",
     "Plan",
@@ -149,16 +148,6 @@ class Dialect(ABC):
         """
 
 
-class Boundaries(Protocol):
-    """What ``slapo_core.stages`` gives, as far as it is asked here."""
-
-    @property
-    def partition(self) -> Partition: ...
-
-    @property
-    def liveness(self) -> Liveness: ...
-
-
 def arguments_as_options(arguments: BuildArguments) -> dict[str, Any]:
     """What the user gave to ``build``, as plain values that every rank can compare."""
     return {
@@ -265,7 +254,7 @@ def samples_of(inputs: Any, axes: Mapping[str, int | None]) -> int | None:
     return found.pop() if len(found) == 1 else None
 
 
-def boundaries(schedule: ScheduledModel, ask: Callable[[], Boundaries]) -> Iterator[str]:
+def boundaries(schedule: ScheduledModel, ask: Callable[[], StagedModel]) -> Iterator[str]:
     """What each stage sends to the next, line by line, where example inputs say it.
 
     Args:

@@ -200,11 +200,9 @@ def check_replicas(mesh: Mesh | None, replicas: Iterable[Replica], *, hint: str)
     if mesh is None or mesh.world_size == 1 or mesh.is_dry:
         return
     with World(mesh) as world:
-        found = parted(world, mesh, replicas)
-    if found is not None:
-        raise ReplicaError(
-            found.message, tensor=found.tensor, ranks=found.ranks, within_rounding=found.within_rounding, hint=hint
-        )
+        error = divergence(world, mesh, replicas, hint=hint)
+    if error is not None:
+        raise error
 
 
 def compare_all(
@@ -282,18 +280,8 @@ def renew(correspondence: Correspondence, storage: TensorStorage) -> None:
             storage.loading(live, storage.read(live).clone())()
 
 
-@dataclass(frozen=True)
-class Parted:
-    """Replicas that differ; the same on every rank. Arguments as of :class:`slapo_core.errors.ReplicaError`."""
-
-    message: str
-    tensor: str
-    ranks: tuple[int, ...]
-    within_rounding: bool
-
-
-def parted(world: World, mesh: Mesh, replicas: Iterable[Replica]) -> Parted | None:
-    """Compare replicas as :func:`check_replicas` does; None where all agree."""
+def divergence(world: World, mesh: Mesh, replicas: Iterable[Replica], *, hint: str) -> ReplicaError | None:
+    """Compare replicas as :func:`check_replicas` does; return its error, or None where all agree."""
     own: dict[str, Replica] = {}
     with world.together("comparing what several ranks hold"):
         own.update((replica.name, replica) for replica in replicas)
@@ -330,7 +318,7 @@ def parted(world: World, mesh: Mesh, replicas: Iterable[Replica]) -> Parted | No
         lines.append(
             f"neither {'is' if len(others) == 1 else 'are'} {named}" + (f" and {rest} more" if rest > 0 else "")
         )
-    return Parted("\n".join(lines), first, tuple(differing[first]), close)
+    return ReplicaError("\n".join(lines), tensor=first, ranks=differing[first], within_rounding=close, hint=hint)
 
 
 _ROUNDINGS = 8  # of the largest element: what kernels that add in another order part replicas by

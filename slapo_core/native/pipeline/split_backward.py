@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,39 +18,28 @@ from slapo_core.native.pipeline.torch_pipelining import recomputes
 _LEAF = "torch::autograd::AccumulateGrad"
 
 
-class Later:
-    """What is left for the second pass: places, what arrived there, and the parameters behind."""
+Arrived = tuple[torch.Tensor | None, ...]
 
-    def __init__(self) -> None:
-        self._places: list[tuple[Any, list[torch.Tensor], tuple[torch.Tensor | None, ...]]] = []
 
-    def add(self, node: Any, parameters: list[torch.Tensor], arrived: tuple[torch.Tensor | None, ...]) -> None:
-        self._places.append((node, parameters, arrived))
-
-    def run(self) -> None:
-        """Accumulate the gradients of the parameters."""
-        for node, parameters, arrived in self._places:
-            given = [(GradientEdge(node, slot), one) for slot, one in enumerate(arrived) if one is not None]
-            if not given:
-                continue
-            # A hook of the tensor there has had its turn, and runs again: what it gives now is not taken.
-            handle = node.register_prehook(lambda _, arrived=arrived: arrived)
-            try:
-                torch.autograd.backward(
-                    [edge for edge, _ in given],
-                    [gradient for _, gradient in given],
-                    inputs=parameters,
-                    retain_graph=True,
-                )
-            finally:
-                handle.remove()
-        self._places.clear()
+def _accumulate(node: Any, parameters: list[torch.Tensor], arrived: Arrived) -> None:
+    """Accumulate the gradients of parameters behind a node, from the gradients that arrived there."""
+    given = [(GradientEdge(node, slot), one) for slot, one in enumerate(arrived) if one is not None]
+    if not given:
+        return
+    # A hook of the tensor there has had its turn, and runs again: what it gives now is not taken.
+    handle = node.register_prehook(lambda _: arrived)
+    try:
+        torch.autograd.backward(
+            [edge for edge, _ in given], [gradient for _, gradient in given], inputs=parameters, retain_graph=True
+        )
+    finally:
+        handle.remove()
 
 
 def backward_of_inputs(
     roots: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], starts: Sequence[torch.Tensor]
-) -> Later:
-    """The first pass.
+) -> Callable[[], None]:
+    """Run the first part of a backward pass: the gradients of the received values.
 
     Args:
         roots: what the backward begins with, each with a history.
@@ -58,7 +47,7 @@ def backward_of_inputs(
         starts: leaves at which received values begin, at least one.
 
     Returns:
-        the second pass.
+        the second part, which accumulates the gradients of the other parameters.
     """
     graph = _Graph([root.grad_fn for root in roots])
     ends = {node for node, leaf in graph.leaves.items() if any(leaf is start for start in starts)}
@@ -71,17 +60,19 @@ def backward_of_inputs(
             now.append(leaf)
         else:
             behind.setdefault(place, []).append(leaf)
-    arrived: dict[Any, tuple[torch.Tensor | None, ...]] = {}
+    arrived: dict[Any, Arrived] = {}
     handles = [node.register_prehook(_keep(arrived, node)) for node in behind]
     try:
         torch.autograd.backward(list(roots), list(gradients), inputs=[*starts, *now], retain_graph=True)
     finally:
         for handle in handles:
             handle.remove()
-    later = Later()
-    for node, theirs in behind.items():
-        if node in arrived:
-            later.add(node, theirs, arrived[node])
+
+    def later() -> None:
+        for node, parameters in behind.items():
+            if node in arrived:
+                _accumulate(node, parameters, arrived[node])
+
     return later
 
 
@@ -139,8 +130,8 @@ class _Graph:
         return found
 
 
-def _keep(arrived: dict[Any, tuple[torch.Tensor | None, ...]], node: Any) -> Any:
-    def keep(gradients: tuple[torch.Tensor | None, ...]) -> None:
+def _keep(arrived: dict[Any, Arrived], node: Any) -> Any:
+    def keep(gradients: Arrived) -> None:
         arrived[node] = tuple(gradients)
 
     return keep

@@ -291,7 +291,7 @@ class RunningStage(StageBase):
         elif not starts:  # no stage waits for anything
             self._later[bwd_chunk_id] = lambda: torch.autograd.backward(roots, gradients)
         else:
-            self._later[bwd_chunk_id] = backward_of_inputs(roots, gradients, starts).run
+            self._later[bwd_chunk_id] = backward_of_inputs(roots, gradients, starts)
         if not self.is_first:
             self._back[bwd_chunk_id] = [
                 flight.received[value.name].give_back() for value in self._coming if value.requires_grad
