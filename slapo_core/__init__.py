@@ -24,10 +24,8 @@ if TYPE_CHECKING:
     from slapo_core.estimation.fit import (
         fit as fit,
     )
-    from slapo_core.live.gradients import (
+    from slapo_core.live import (
         clip_grad_norm_ as clip_grad_norm_,
-    )
-    from slapo_core.live.weights import (
         load_state_dict as load_state_dict,
         save_pretrained as save_pretrained,
         state_dict as state_dict,
@@ -45,12 +43,6 @@ if TYPE_CHECKING:
     from slapo_core.schedule.schedule import (
         Schedule as Schedule,
     )
-    from slapo_core.spec.command import (
-        Command as Command,
-    )
-    from slapo_core.spec.compiler import (
-        Compiler as Compiler,
-    )
     from slapo_core.spec.device import (
         DeviceSpec as DeviceSpec,
         Link as Link,
@@ -59,10 +51,6 @@ if TYPE_CHECKING:
         Dialect as Dialect,
         Plan as Plan,
     )
-    from slapo_core.spec.doctor import (
-        Fact as Fact,
-        Problem as Problem,
-    )
     from slapo_core.spec.edit import (
         Edit as Edit,
     )
@@ -70,13 +58,19 @@ if TYPE_CHECKING:
         Engine as Engine,
         StepResult as StepResult,
     )
-    from slapo_core.spec.equivalence import (
-        Equivalence as Equivalence,
+    from slapo_core.spec.extensions import (
+        Command as Command,
+        Compiler as Compiler,
+        Pattern as Pattern,
+        Sampler as Sampler,
+        Trial as Trial,
     )
     from slapo_core.spec.graph import (
         Match as Match,
     )
     from slapo_core.spec.hookspecs import (
+        Fact as Fact,
+        Problem as Problem,
         hookimpl as hookimpl,
     )
     from slapo_core.spec.layout import (
@@ -88,73 +82,61 @@ if TYPE_CHECKING:
     from slapo_core.spec.node import (
         Node as Node,
     )
-    from slapo_core.spec.pattern import (
-        Pattern as Pattern,
-    )
     from slapo_core.spec.primitive import (
-        Primitive as Primitive,
-    )
-    from slapo_core.spec.record import (
-        Record as Record,
-    )
-    from slapo_core.spec.sampler import (
-        Sampler as Sampler,
-        Trial as Trial,
-    )
-    from slapo_core.spec.suggestion import (
         Change as Change,
+        Equivalence as Equivalence,
+        Primitive as Primitive,
+        Record as Record,
         Suggestion as Suggestion,
+        Violation as Violation,
     )
     from slapo_core.spec.tracer import (
         Tracer as Tracer,
-    )
-    from slapo_core.spec.violation import (
-        Violation as Violation,
     )
     from slapo_core.verification import (
         verify as verify,
     )
 
 _PUBLIC = {
-    "Change": "slapo_core.spec.suggestion",
-    "Command": "slapo_core.spec.command",
-    "Compiler": "slapo_core.spec.compiler",
+    "Change": "slapo_core.spec.primitive",
+    "Command": "slapo_core.spec.extensions",
+    "Compiler": "slapo_core.spec.extensions",
     "DeviceSpec": "slapo_core.spec.device",
     "Dialect": "slapo_core.spec.dialect",
     "Edit": "slapo_core.spec.edit",
     "Engine": "slapo_core.spec.engine",
-    "Equivalence": "slapo_core.spec.equivalence",
-    "Fact": "slapo_core.spec.doctor",
+    "Equivalence": "slapo_core.spec.primitive",
+    "Fact": "slapo_core.spec.hookspecs",
     "Layout": "slapo_core.spec.layout",
     "Link": "slapo_core.spec.device",
     "Match": "slapo_core.spec.graph",
     "Mesh": "slapo_core.spec.mesh",
     "Node": "slapo_core.spec.node",
-    "Pattern": "slapo_core.spec.pattern",
+    "Pattern": "slapo_core.spec.extensions",
     "Plan": "slapo_core.spec.dialect",
     "Primitive": "slapo_core.spec.primitive",
-    "Problem": "slapo_core.spec.doctor",
-    "Record": "slapo_core.spec.record",
-    "Sampler": "slapo_core.spec.sampler",
+    "Problem": "slapo_core.spec.hookspecs",
+    "Record": "slapo_core.spec.primitive",
+    "Sampler": "slapo_core.spec.extensions",
     "Schedule": "slapo_core.schedule.schedule",
     "StepResult": "slapo_core.spec.engine",
-    "Suggestion": "slapo_core.spec.suggestion",
+    "Suggestion": "slapo_core.spec.primitive",
     "Tracer": "slapo_core.spec.tracer",
-    "Trial": "slapo_core.spec.sampler",
-    "Violation": "slapo_core.spec.violation",
+    "Trial": "slapo_core.spec.extensions",
+    "Violation": "slapo_core.spec.primitive",
     "build": "slapo_core.building.phases",
-    "clip_grad_norm_": "slapo_core.live.gradients",
+    "clip_grad_norm_": "slapo_core.live",
     "create_schedule": "slapo_core.schedule.creation",
     "estimate": "slapo_core.estimation.estimates",
     "estimate_functions": "slapo_core.estimation.estimates",
     "fit": "slapo_core.estimation.fit",
     "hookimpl": "slapo_core.spec.hookspecs",
-    "load_state_dict": "slapo_core.live.weights",
+    "load_state_dict": "slapo_core.live",
     "register_primitive": "slapo_core.plugins.registry",
-    "replay": "slapo_core.schedule.creation",
-    "save_pretrained": "slapo_core.live.weights",
+    "replay": "slapo_core.schedule.replaying",
+    "save_pretrained": "slapo_core.live",
     "stages": "slapo_core.pipeline.asking",
-    "state_dict": "slapo_core.live.weights",
+    "state_dict": "slapo_core.live",
     "verify": "slapo_core.verification",
 }
 

@@ -13,7 +13,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import slapo_core as slapo
-from slapo_core.building.micro_batches import micro_batches
+from slapo_core.building.batches import micro_batches
 from slapo_core.estimation.rank_process import Request, estimate_rank
 from slapo_core.estimation.results import Memory
 from slapo_core.estimation.source import Functions

@@ -12,13 +12,13 @@ from torch.distributed.tensor import Partial, Shard
 
 import slapo_core as slapo
 from slapo_core.spec.layout import Layout
-from slapo_core.spec.pieces import Piece
+from slapo_core.spec.state import Piece
 
 __all__ = ["InMemory", "Odd", "laid_out"]
 
 
 class InMemory:
-    """The implementation of :class:`slapo_core.spec.pieces.PieceSource` by the pieces of all ranks.
+    """The implementation of :class:`slapo_core.spec.state.PieceSource` by the pieces of all ranks.
 
     Args:
         pieces: of all ranks; every element must be in exactly one.

@@ -18,9 +18,9 @@ from slapo_core import errors, patterns, testing
 from slapo_core.native.dialect import TorchDialect
 from slapo_core.native.engine import TorchEngine
 from slapo_core.plugins import current_registry
+from slapo_core.spec.extensions import SearchSpace
 from slapo_core.spec.preconditions import After, Distributed, Divisible
 from slapo_core.spec.request import BuildRequest, ScheduledModel
-from slapo_core.spec.sampler import SearchSpace
 from slapo_core.spec.state import LiveTensor, ModelState
 from slapo_core.spec.tracer import Flag, Guard, Recorded, Untraceable, check
 from slapo_core.tree.node import TreeNode

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from slapo_core.errors import OptimizerError
-from slapo_core.ranks.facts import RankFact, describe
+from slapo_core.ranks.rank_consistency import RankFact, describe
 from slapo_core.ranks.world import World
 
 if TYPE_CHECKING:

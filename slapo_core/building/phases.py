@@ -16,17 +16,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from slapo_core.building.agreement import agree, drawing_alike
-from slapo_core.building.arguments import Arguments
 from slapo_core.building.request import Request
-from slapo_core.building.stages import stages_of_build
-from slapo_core.building.target import Target
+from slapo_core.building.target import Arguments, Target, stages_of_build
 from slapo_core.errors import ArgumentError, BuildError, RankMismatchError
 from slapo_core.ranks.world import World
 from slapo_core.schedule.consistency import SAME_SCRIPT
 from slapo_core.schedule.schedule import Schedule
+from slapo_core.weights.correspondence import placed, placement_facts
 from slapo_core.weights.materialize import Materialization
-from slapo_core.weights.placement import placed, placement_facts
-from slapo_core.weights.replicas import parted, replicas_of
+from slapo_core.weights.replicas import divergence, replicas_of
 from slapo_core.weights.sources import Source, open_source
 
 if TYPE_CHECKING:
@@ -174,9 +172,9 @@ class _Build:
             return
         added = {live.name for live in values.correspondence.added()}
         copies = replicas_of(values.correspondence, values.state.kept)
-        differing = parted(self.world, mesh, [one for one in copies if one.name in added])
-        if differing is not None:
-            raise RankMismatchError(differing.message, hint=_SAME_ADDED)
+        error = divergence(self.world, mesh, [one for one in copies if one.name in added], hint=_SAME_ADDED)
+        if error is not None:
+            raise RankMismatchError(error.message, hint=_SAME_ADDED)
 
     def _seal(self, values: Materialization) -> None:
         values.keep()

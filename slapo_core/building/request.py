@@ -7,34 +7,103 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
 
-from slapo_core.building.first_steps import FirstSteps
-from slapo_core.building.loss import LossCall, trained
-from slapo_core.building.micro_batches import labels_left_out, micro_batches
-from slapo_core.building.modes import switch_to_training
+from slapo_core.building.agreement import FirstSteps
+from slapo_core.building.batches import LossCall, labels_left_out, micro_batches, trained
 from slapo_core.building.optimizer import make_optimizer, same_groups
-from slapo_core.building.staged_batch import StagedBatch, staged_pieces
-from slapo_core.building.stages import Stages
+from slapo_core.building.target import Stages
 from slapo_core.errors import BuildError
 from slapo_core.pipeline.binding import bound_batch
 from slapo_core.pipeline.part import Part
 from slapo_core.ranks.world import together
-from slapo_core.weights.clipping import GradientClipper
-from slapo_core.weights.tied import TiedGradients
+from slapo_core.weights.gradients import GradientClipper, TiedGradients
 
 if TYPE_CHECKING:
-    from slapo_core.building.arguments import Arguments
+    from slapo_core.building.target import Arguments
     from slapo_core.schedule.schedule import Schedule
     from slapo_core.spec.pipeline import Output, Partition
-    from slapo_core.spec.placement import Placement
-    from slapo_core.spec.request import StagedModel
-    from slapo_core.spec.state import LiveTensor, ModelState
+    from slapo_core.spec.request import BuildRequest, StagedModel
+    from slapo_core.spec.state import LiveTensor, ModelState, Placement
     from slapo_core.weights.materialize import Materialization
 
-__all__ = ["Request"]
+
+def switch_to_training(model: nn.Module) -> None:
+    """Put a model into training mode that is in evaluation mode as a whole, and say so.
+
+    ``from_pretrained`` gives such models, and ``model.eval()`` between two steps leaves one: without dropout, and with
+    the running statistics of batch norms, it would train something else. Where some module is in training mode, the
+    modes are somebody's choice (a frozen batch norm), and stay.
+    """
+    if model.training or any(module.training for module in model.modules()):
+        return
+    model.train()
+    warnings.warn(
+        f"{type(model).__name__} was in evaluation mode as a whole (as from_pretrained() gives it, or after .eval()): "
+        "a training step puts it into training mode, with dropout; to keep modules as they are in evaluation, call "
+        "model.train() and then .eval() on those",
+        stacklevel=4,
+    )
+
+
+@dataclass(frozen=True)
+class StagedBatch:
+    """Documented in spec/request.py.
+
+    Args:
+        staged: the stages of each micro-batch.
+        pieces: the micro-batches as the batch is given.
+        inputs: of each, the arguments of the model's forward by parameter.
+        request: finds the loss.
+    """
+
+    staged: StagedModel
+    pieces: Sequence[Any]
+    inputs: Sequence[Mapping[str, Any]]
+    request: BuildRequest
+
+    def loss(self, number: int, pieces: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return self.request.loss_of(self.staged.partition.output.assemble(pieces), self.pieces[number])
+
+
+def staged_pieces(
+    request: BuildRequest,
+    pieces: Sequence[Any],
+    *,
+    training: bool,
+    axes: Mapping[str, int | None] | None,
+    prepare: Callable[[dict[str, Any]], Mapping[str, Any]] | None = None,
+) -> StagedBatch:
+    """As :meth:`slapo_core.spec.request.BuildRequest.staged` says, of micro-batches."""
+    inputs: list[Mapping[str, Any]] = [request.inputs_of(piece) for piece in pieces]
+    if prepare is not None:
+        inputs = [prepare(dict(one)) for one in inputs]
+    pick = _loss if request.loss is None else None  # one object, by which stages are looked up
+    staged = request.stages(inputs[0], training=training, outputs=pick, batch_axes=axes)
+    built_with = len(request.stage_ranks)
+    if staged is None or len(staged.partition.stages) != built_with:
+        found = 1 if staged is None else len(staged.partition.stages)
+        raise BuildError(
+            f"the model was built with {built_with} stages, and has {found} for this batch",
+            hint="give batches of the form of example_inputs",
+        )
+    if pick is not None and not pick(staged.partition.output):
+        request.loss_of(staged.partition.output.assemble({}), None)  # says that there is none
+    return StagedBatch(staged, pieces, [tree_map_only(torch.Tensor, _apart, one) for one in inputs], request)
+
+
+def _loss(output: Output) -> tuple[str, ...]:
+    return (output.loss,) if output.loss is not None else ()
+
+
+def _apart(tensor: torch.Tensor) -> torch.Tensor:
+    """A micro-batch's tensor with a count of writes of its own: as a view it would share that of the whole batch."""
+    return tensor if tensor.requires_grad else tensor.data
 
 
 class Request:

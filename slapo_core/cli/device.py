@@ -121,7 +121,7 @@ def progress(total: int | None, what: str) -> Iterator[Callable[[str], None]]:
 
 def _print(device: DeviceSpec) -> None:
     from slapo_core.cli.output import print_table
-    from slapo_core.spec.sizes import format_bytes
+    from slapo_core.spec.device import format_bytes
 
     rows = [(f"products in {dtype}", f"{value / 1e12:.4g} TFLOP/s") for dtype, value in sorted(device.flops.items())]
     rows.append(("memory", "not known" if device.memory is None else format_bytes(device.memory)))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from slapo_core.spec.doctor import Fact, Problem
+from slapo_core.spec.hookspecs import Fact, Problem
 
 if TYPE_CHECKING:
     from slapo_core.plugins.metadata import Plugin

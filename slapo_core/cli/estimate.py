@@ -76,7 +76,7 @@ def estimate(
     from slapo_core.cli.estimate_tables import as_plain, print_estimate
     from slapo_core.cli.output import print_json
     from slapo_core.errors import ArgumentError
-    from slapo_core.spec.sizes import format_bytes, parse_bytes
+    from slapo_core.spec.device import format_bytes, parse_bytes
 
     sizes = mesh_of(mesh)
     try:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from slapo_core.cli.output import print_table
-from slapo_core.spec.sizes import format_bytes
+from slapo_core.spec.device import format_bytes
 
 if TYPE_CHECKING:
     from slapo_core.estimation.results import Collective, Estimate, RankEstimate

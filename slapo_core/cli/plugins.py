@@ -27,7 +27,7 @@ def list_plugins(
     """List the installed plugins with their state, and what to do about those that are not ok. Imports none."""
     from slapo_core.cli.output import print_json, print_table
     from slapo_core.plugins import current_registry
-    from slapo_core.spec.kinds import KINDS
+    from slapo_core.spec.entry_point_groups import KINDS
 
     if kind is not None and kind not in KINDS:
         raise typer.BadParameter(f"no kind '{kind}'; the kinds are {', '.join(KINDS)}", param_hint="--kind")
@@ -73,7 +73,7 @@ def show(
 
 def as_json(registry: Registry, plugins: list[Plugin]) -> dict[str, Any]:
     """What ``slapo plugins list --json`` prints."""
-    from slapo_core.spec.reserved import CORE_DISTRIBUTION
+    from slapo_core.spec.entry_point_groups import CORE_DISTRIBUTION
 
     error = registry.settings_error
     return {
@@ -84,7 +84,7 @@ def as_json(registry: Registry, plugins: list[Plugin]) -> dict[str, Any]:
 
 
 def _plugin_json(plugin: Plugin) -> dict[str, Any]:
-    from slapo_core.spec.kinds import KINDS
+    from slapo_core.spec.entry_point_groups import KINDS
 
     kinds = sorted({*KINDS, *(entry.kind for entry in plugin.entries)})
     return {

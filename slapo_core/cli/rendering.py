@@ -15,7 +15,7 @@ from packaging.utils import canonicalize_name
 
 from slapo_core.errors import ArgumentError
 from slapo_core.plugins.metadata import Entry, core_version, name_violation
-from slapo_core.spec.reserved import CORE_DISTRIBUTION, FIRST_PARTY, is_identifier
+from slapo_core.spec.entry_point_groups import CORE_DISTRIBUTION, FIRST_PARTY, is_identifier
 
 __all__ = ["Project", "render"]
 

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
-from slapo_core.estimation.private import current_autograd_node, next_sequence_number
 from slapo_core.graph.leaves import is_inlined
 from slapo_core.graph.patching import PATCHING
 from slapo_core.graph.recorder import is_recording
-from slapo_core.spec.watching import Origin, attributed
+from slapo_core.private import current_autograd_node, next_sequence_number
+from slapo_core.spec.observers import Origin, attributed
 from slapo_core.tree.forward import ModuleForward
 from slapo_core.tree.journal import AddHook, AddModule, ReplaceModule, WrapForward
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from slapo_core.schedule.schedule import Schedule
     from slapo_core.spec.edit import Forward
-    from slapo_core.spec.record import Record
+    from slapo_core.spec.primitive import Record
     from slapo_core.tree.journal import Entry
 
 _NO_SEQUENCE = 2**64 - 1  # of the nodes that add to a parameter's gradient

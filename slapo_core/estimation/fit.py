@@ -19,8 +19,8 @@ from slapo_core.estimation.estimates import estimate_source
 from slapo_core.estimation.source import Source, of_schedule, require_sendable, sendable_batch
 from slapo_core.primitives.checkpoint import Checkpoint, checkpoints
 from slapo_core.schedule.records import caller_location
+from slapo_core.spec.device import format_bytes, parse_bytes
 from slapo_core.spec.mesh import Mesh
-from slapo_core.spec.sizes import format_bytes, parse_bytes
 from slapo_core.tree.index import full_name
 from slapo_core.tree.selection import NodeGroup
 

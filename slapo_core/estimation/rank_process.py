@@ -19,22 +19,16 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 import slapo_core
-from slapo_core.building.micro_batches import micro_batches
+from slapo_core.building.batches import micro_batches
 from slapo_core.errors import EstimateError, SlapoError
 from slapo_core.estimation.assumptions import Assumptions
 from slapo_core.estimation.attribution import Place, name_causes
-from slapo_core.estimation.private import (
-    FakeStore,
-    FakeTensor,
-    FakeTensorMode,
-    UnsupportedOperatorException,
-    attention_of_cuda,
-)
 from slapo_core.estimation.results import RankEstimate
 from slapo_core.estimation.roofline import TimeTracker
 from slapo_core.estimation.trackers import CollectiveTracker, FlopTracker, MemoryTracker, MeshGroups, Observer
 from slapo_core.estimation.training_step import pipeline_of, train, train_stages
 from slapo_core.estimation.values import Unknown, Values, is_followed
+from slapo_core.private import FakeStore, FakeTensor, FakeTensorMode, UnsupportedOperatorException, attention_of_cuda
 from slapo_core.tree.edit import TreeEdit
 from slapo_core.weights.correspondence import Correspondence
 

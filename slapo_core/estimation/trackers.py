@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from slapo_core.errors import EstimateError
-from slapo_core.estimation.private import FakeTensor, flop_formulas, is_traceable_wrapper_subclass, ranks_of_group
 from slapo_core.estimation.results import Collective, Memory
 from slapo_core.graph.patching import PATCHING
+from slapo_core.private import FakeTensor, flop_formulas, is_traceable_wrapper_subclass, ranks_of_group
 
 if TYPE_CHECKING:
     from slapo_core.estimation.attribution import Place

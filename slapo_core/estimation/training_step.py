@@ -11,20 +11,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from slapo_core.building.arguments import Arguments
-from slapo_core.building.loss import LossCall
-from slapo_core.building.micro_batches import micro_batches
-from slapo_core.building.stages import stages_of_build
-from slapo_core.building.target import Target
+from slapo_core.building.batches import LossCall, micro_batches
+from slapo_core.building.target import Arguments, Target, stages_of_build
 from slapo_core.errors import ArgumentError, BuildError, EstimateError
-from slapo_core.estimation.private import FakeTensorMode, bucket_assignment
 from slapo_core.estimation.trackers import Watch
 from slapo_core.estimation.values import Values, seen_as_plain
 from slapo_core.pipeline.binding import bound_batch
 from slapo_core.pipeline.staged import Staged, needing
-from slapo_core.weights.correspondence import Correspondence
-from slapo_core.weights.placement import placed
-from slapo_core.weights.tied import TiedGradients
+from slapo_core.private import FakeTensorMode, bucket_assignment
+from slapo_core.weights.correspondence import Correspondence, placed
+from slapo_core.weights.gradients import TiedGradients
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence

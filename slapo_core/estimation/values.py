@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from slapo_core.estimation.private import (
+from slapo_core.private import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,

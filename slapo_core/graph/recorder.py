@@ -29,8 +29,8 @@ from slapo_core.graph.regions import Regions
 from slapo_core.graph.session import drawn_back
 from slapo_core.graph.structure import concrete
 from slapo_core.graph.targets import query_of, writes_to_first
+from slapo_core.spec.observers import Origin
 from slapo_core.spec.tracer import Untraceable
-from slapo_core.spec.watching import Origin
 
 __all__ = ["NeedsValues", "Recorder", "is_recording"]
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from slapo_core import BuildError, Dialect, Plan
 from slapo_core.native.pipeline.schedules import schedule_named, schedule_of
-from slapo_core.spec.planning import checked_axes
+from slapo_core.spec.dialect import checked_axes
 
 if TYPE_CHECKING:
     import torch
@@ -119,7 +119,7 @@ class TorchDialect(Dialect):
 
     def average_gradients(self, plan: Plan, parameters: Sequence[torch.Tensor], group: Any) -> None:
         """Give replicas the mean of the gradients of a pipeline, after its schedule; a collective."""
-        from slapo_core.native.pipeline.replicas import average_gradients
+        from slapo_core.native.pipeline.engine import average_gradients
 
         average_gradients(parameters, group, bucket_bytes=plan.config["bucket_cap_mb"] << 20)
 

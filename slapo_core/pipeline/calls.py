@@ -18,7 +18,7 @@ from slapo_core.spec.pipeline import Extent, Value
 if TYPE_CHECKING:
     from slapo_core.schedule.read_only import ScheduledCopy
     from slapo_core.schedule.schedule import Schedule
-    from slapo_core.spec.record import Record
+    from slapo_core.spec.primitive import Record
 
 __all__ = ["Answers", "StagedCalls"]
 

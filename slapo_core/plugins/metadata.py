@@ -14,8 +14,16 @@ from typing import TYPE_CHECKING, Literal
 from packaging.utils import canonicalize_name
 
 from slapo_core.errors import UnusablePluginError
-from slapo_core.spec.kinds import GROUP_PREFIX, KINDS, noun
-from slapo_core.spec.reserved import CORE_COMMANDS, CORE_DISTRIBUTION, FIRST_PARTY, is_identifier, owner_of
+from slapo_core.spec.entry_point_groups import (
+    CORE_COMMANDS,
+    CORE_DISTRIBUTION,
+    FIRST_PARTY,
+    GROUP_PREFIX,
+    KINDS,
+    is_identifier,
+    noun,
+    owner_of,
+)
 
 if TYPE_CHECKING:
     from importlib.metadata import Distribution

@@ -28,8 +28,7 @@ from slapo_core.plugins.metadata import (
     name_violation,
     read_plugins,
 )
-from slapo_core.spec.kinds import KINDS, noun
-from slapo_core.spec.reserved import CORE_DISTRIBUTION, FIRST_PARTY, owner_of
+from slapo_core.spec.entry_point_groups import CORE_DISTRIBUTION, FIRST_PARTY, KINDS, noun, owner_of
 
 if TYPE_CHECKING:
     from slapo_core.spec.primitive import Primitive
@@ -373,7 +372,7 @@ def class_violations(loaded: Any, entry: Entry) -> list[str]:
 
 
 def _primitive_violations(cls: type) -> Iterator[str]:
-    from slapo_core.spec.equivalence import Equivalence
+    from slapo_core.spec.primitive import Equivalence
 
     parameters = vars(cls).get("__dataclass_params__")
     if parameters is None or not parameters.frozen:

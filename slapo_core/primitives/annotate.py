@@ -8,10 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from slapo_core.spec.edit import Edit
-from slapo_core.spec.equivalence import Equivalence
 from slapo_core.spec.node import Node
-from slapo_core.spec.primitive import Primitive
-from slapo_core.spec.violation import Violation
+from slapo_core.spec.primitive import Equivalence, Primitive, Violation
 
 __all__ = ["Annotate"]
 

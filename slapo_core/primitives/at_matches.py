@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from slapo_core.spec.graph import Match
 from slapo_core.spec.node import Node
-from slapo_core.spec.violation import Violation
+from slapo_core.spec.primitive import Violation
 
 if TYPE_CHECKING:
     from torch import fx

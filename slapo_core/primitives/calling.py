@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slapo_core.spec.graph import Match
-from slapo_core.spec.violation import Violation
+from slapo_core.spec.primitive import Violation
 
 __all__ = ["Arguments", "arguments_for", "has_signature", "names_given"]
 

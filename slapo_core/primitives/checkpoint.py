@@ -9,11 +9,9 @@ from typing import Any
 
 from slapo_core.errors import ApplyError
 from slapo_core.spec.edit import Edit, Forward
-from slapo_core.spec.equivalence import Equivalence
 from slapo_core.spec.graph import Region, by_place
 from slapo_core.spec.node import Node
-from slapo_core.spec.primitive import Primitive
-from slapo_core.spec.violation import Violation
+from slapo_core.spec.primitive import Equivalence, Primitive, Violation
 
 __all__ = ["Checkpoint", "checkpoints"]
 

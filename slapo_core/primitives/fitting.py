@@ -6,9 +6,9 @@ import inspect
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from slapo_core.spec.carrying import HOOK_TABLES, runs_own_forward, without
+from slapo_core.spec.edit import HOOK_TABLES, runs_own_forward, without
 from slapo_core.spec.node import Node
-from slapo_core.spec.violation import Violation
+from slapo_core.spec.primitive import Violation
 
 if TYPE_CHECKING:
     from torch import nn

@@ -10,11 +10,9 @@ from typing import TYPE_CHECKING, Any
 from slapo_core.primitives.at_matches import changes_swallowed
 from slapo_core.primitives.merging import MergedFrom, Parts, PartsBack, tensor_violations
 from slapo_core.spec.edit import Edit
-from slapo_core.spec.equivalence import Equivalence
 from slapo_core.spec.graph import Match
 from slapo_core.spec.node import Node
-from slapo_core.spec.primitive import Primitive
-from slapo_core.spec.violation import Violation
+from slapo_core.spec.primitive import Equivalence, Primitive, Violation
 
 if TYPE_CHECKING:
     from torch import nn

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from slapo_core.spec.hookspecs import hookimpl
 from slapo_core.spec.node import Node
-from slapo_core.spec.violation import Violation
+from slapo_core.spec.primitive import Violation
 
 if TYPE_CHECKING:
     import torch

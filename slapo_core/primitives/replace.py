@@ -10,12 +10,9 @@ from slapo_core.errors import ApplyError
 from slapo_core.primitives.fitting import TensorPlan, lost_changes, signature_mismatches
 from slapo_core.primitives.modes import set_mode
 from slapo_core.primitives.replacing import MatchReplacement
-from slapo_core.spec.carrying import Carried
-from slapo_core.spec.edit import Edit
-from slapo_core.spec.equivalence import Equivalence
+from slapo_core.spec.edit import Carried, Edit
 from slapo_core.spec.node import Node
-from slapo_core.spec.primitive import Primitive
-from slapo_core.spec.violation import Violation
+from slapo_core.spec.primitive import Equivalence, Primitive, Violation
 
 if TYPE_CHECKING:
     from torch import nn

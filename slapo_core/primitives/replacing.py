@@ -13,7 +13,7 @@ from slapo_core.primitives.modes import set_mode
 from slapo_core.spec.edit import Edit
 from slapo_core.spec.graph import Match, by_place
 from slapo_core.spec.node import Node
-from slapo_core.spec.violation import Violation
+from slapo_core.spec.primitive import Violation
 
 if TYPE_CHECKING:
     from torch import nn

@@ -9,12 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from slapo_core.errors import PathError, SlapoError, TraceError
 from slapo_core.spec.edit import Edit, goes_around
-from slapo_core.spec.equivalence import Equivalence
 from slapo_core.spec.node import Node
-from slapo_core.spec.primitive import Primitive
-from slapo_core.spec.record import Record
+from slapo_core.spec.primitive import Equivalence, Primitive, Record, Violation
 from slapo_core.spec.tracer import Untraceable
-from slapo_core.spec.violation import Violation
 
 if TYPE_CHECKING:
     from slapo_core.graph.traced import TracedForward

@@ -26,9 +26,6 @@ from typing import Any, TypeVar
 
 from slapo_core.errors import LaunchError, RankFailedError, RankTimeoutError
 from slapo_core.ranks.process import Job, describe, origin, run_rank, trace_file
-from slapo_core.ranks.script import MAIN_HINT, import_error, is_importing_script, require_importable_script
-
-__all__ = ["preload_modules", "run_process", "run_ranks"]
 
 T = TypeVar("T")
 
@@ -340,3 +337,38 @@ class _Run:
             causes=self.causes,
             codes=self.codes,
         )
+
+
+MAIN_HINT = (
+    "write `if __name__ == '__main__':` above the call and indent the call, because every rank imports the script"
+)
+
+
+def is_importing_script() -> bool:
+    """Whether this process is a rank that has not got further than the import of the script."""
+    return bool(getattr(multiprocessing.current_process(), "_inheriting", False))
+
+
+def require_importable_script() -> None:
+    """Refuse a script from standard input: its ``__file__`` is ``<stdin>``, which no rank can import.
+
+    Raises:
+        LaunchError: there is no such file.
+    """
+    main = sys.modules["__main__"]
+    file = getattr(main, "__file__", None)
+    if file is not None and getattr(main, "__spec__", None) is None and not os.path.exists(file):
+        raise LaunchError(
+            f"every rank imports the script, and there is no file {os.path.basename(file)!r}",
+            hint="save the script as a file, e.g. train.py, with the call under `if __name__ == '__main__':`, "
+            "and run `python train.py`",
+        )
+
+
+def import_error() -> LaunchError:
+    """What to raise when a rank has ended before it could read what it is to call."""
+    script = getattr(sys.modules["__main__"], "__file__", None) or "of this process"
+    return LaunchError(
+        f"a rank ended while it imported the script {script}, as every rank does before the function is called",
+        hint=MAIN_HINT,
+    )

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
-from slapo_core.ranks.private import new_group_among, set_timeout
+from slapo_core.private import new_group_among, set_timeout
 from slapo_core.spec.mesh import Mesh
 
 SECONDS = 60.0

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from slapo_core.errors import BuildError, HookError
-from slapo_core.ranks.facts import RankFact, describe
-from slapo_core.spec.violation import Violation
+from slapo_core.ranks.rank_consistency import RankFact, describe
+from slapo_core.spec.primitive import Violation
 
 if TYPE_CHECKING:
     from slapo_core.schedule.schedule import Schedule

@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from slapo_core.errors import ArgumentError, TraceError
+from slapo_core.spec.entry_point_groups import CORE_DISTRIBUTION, FIRST_PARTY, owner_of, split_name
 from slapo_core.spec.graph import Match
-from slapo_core.spec.reserved import CORE_DISTRIBUTION, FIRST_PARTY, owner_of, split_name
 from slapo_core.tree.selection import is_regular_expression
 
 if TYPE_CHECKING:

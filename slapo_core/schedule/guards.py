@@ -24,9 +24,9 @@ from torch.utils import _pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
 from slapo_core.errors import MeshError, OptimizerError, RankMismatchError, WeightsError
-from slapo_core.ranks.checksum import checksum
-from slapo_core.ranks.facts import RankFact, describe_tensor
-from slapo_core.ranks.random_states import draw_alike
+from slapo_core.private import is_functorch_wrapped
+from slapo_core.ranks.rank_consistency import RankFact, checksum, describe_tensor
+from slapo_core.ranks.rng_state import draw_alike
 from slapo_core.ranks.world import World
 from slapo_core.tree.index import full_name
 from slapo_core.tree.journal import AddHook, Entry, ReplaceModule, SetLayout, SetTensor, WrapForward
@@ -338,8 +338,7 @@ def _tensors(inputs: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     """Return whether the values of a tensor can be read: not fake, batched or of a subclass."""
-    functorch: Any = torch._C._functorch  # type: ignore[attr-defined]
-    return type(tensor) in (torch.Tensor, nn.Parameter) and not functorch.is_functorch_wrapped_tensor(tensor)
+    return type(tensor) in (torch.Tensor, nn.Parameter) and not is_functorch_wrapped(tensor)
 
 
 # -- wrappers -------------------------------------------------------------------------------------------------

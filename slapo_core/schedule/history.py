@@ -12,7 +12,7 @@ from slapo_core.errors import SealedError, UndoError
 from slapo_core.schedule.guards import Guards
 from slapo_core.schedule.scheduled_models import Claim, refuse_if_scheduled
 from slapo_core.schedule.transaction import Step
-from slapo_core.spec.record import Record
+from slapo_core.spec.primitive import Record
 from slapo_core.tree.journal import Entry, ReplaceModule, SetGraph
 
 

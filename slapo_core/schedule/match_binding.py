@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from slapo_core.errors import ApplyError, PreconditionError, SlapoError, StaleMatchError, TraceError
 from slapo_core.schedule.finding import find_in, first_graph, how_to_open, how_to_search, load_pattern, matches_at
 from slapo_core.spec.graph import Match
-from slapo_core.spec.violation import Violation
+from slapo_core.spec.primitive import Violation
 
 if TYPE_CHECKING:
     from slapo_core.graph.patterns.pattern import GraphPattern

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from slapo_core.schedule.schedule import Schedule
     from slapo_core.spec.mesh import Mesh
     from slapo_core.spec.node import Node
-    from slapo_core.spec.primitive import Primitive
-    from slapo_core.spec.record import Record
+    from slapo_core.spec.primitive import Primitive, Record
 
 
 class ScheduledCopy:

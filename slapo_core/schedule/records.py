@@ -19,8 +19,7 @@ from torch import nn
 from slapo_core.errors import ReplayError, SerializationError, SlapoError
 from slapo_core.schedule.finding import load_pattern
 from slapo_core.spec.graph import Match
-from slapo_core.spec.primitive import Primitive
-from slapo_core.spec.record import Record
+from slapo_core.spec.primitive import Primitive, Record
 
 if TYPE_CHECKING:
     from torch import nn

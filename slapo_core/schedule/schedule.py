@@ -25,8 +25,7 @@ from slapo_core.schedule.records import caller_location, dump_records, fingerpri
 from slapo_core.schedule.sugar import bound_primitive
 from slapo_core.schedule.transaction import Transaction
 from slapo_core.spec.mesh import Mesh
-from slapo_core.spec.primitive import Primitive, check_primitive
-from slapo_core.spec.record import Record
+from slapo_core.spec.primitive import Primitive, Record, check_primitive
 from slapo_core.tree.node import TreeNode
 from slapo_core.tree.render import explain_records, render_tree
 from slapo_core.tree.selection import NodeGroup

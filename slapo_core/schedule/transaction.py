@@ -14,9 +14,7 @@ from slapo_core.errors import (
     SlapoError,
 )
 from slapo_core.schedule.scheduled_models import mark, unmark
-from slapo_core.spec.primitive import Primitive, check_primitive
-from slapo_core.spec.record import Record
-from slapo_core.spec.violation import Violation
+from slapo_core.spec.primitive import Primitive, Record, Violation, check_primitive
 from slapo_core.tree.edit import TreeEdit
 from slapo_core.tree.journal import Entry
 

@@ -1,20 +1,36 @@
-"""The base class of runtimes that train a scheduled model."""
+"""The base class of runtimes that train a scheduled model, and helpers for their plans."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
+
+from slapo_core.errors import ArgumentError, BuildError, HookError, TraceError
+from slapo_core.spec.mesh import Mesh
 
 if TYPE_CHECKING:
     import torch
 
     from slapo_core.spec.engine import Engine
-    from slapo_core.spec.request import BuildRequest, ScheduledModel
-    from slapo_core.spec.violation import Violation
+    from slapo_core.spec.pipeline import Value
+    from slapo_core.spec.primitive import Violation
+    from slapo_core.spec.request import BuildRequest, ScheduledModel, StagedModel
 
-__all__ = ["BuildArguments", "Dialect", "Plan"]
+__all__ = [
+    "BuildArguments",
+    "Dialect",
+    "Plan",
+    "arguments_as_options",
+    "boundaries",
+    "checked_axes",
+    "device_of",
+    "parameter_types",
+    "plan_of",
+    "samples_of",
+    "topology",
+]
 
 
 @dataclass(frozen=True)
@@ -130,3 +146,146 @@ class Dialect(ABC):
             plan: what :meth:`plan` gave; all ranks have the same.
             request: the model, its state, and what the user gave to ``build``.
         """
+
+
+def arguments_as_options(arguments: BuildArguments) -> dict[str, Any]:
+    """What the user gave to ``build``, as plain values that every rank can compare."""
+    return {
+        "accumulate": arguments.accumulate,
+        "device": None if arguments.device is None else arguments.device.type,
+        "has_loss": arguments.has_loss,
+        "has_optimizer": arguments.has_optimizer,
+        "max_grad_norm": arguments.max_grad_norm,
+    }
+
+
+def plan_of(dialect: Dialect, schedule: ScheduledModel, options: Mapping[str, Any], **given: Any) -> Plan:
+    """What ``build`` would do with a dialect; nothing is built, and no other rank has to run.
+
+    Args:
+        dialect: whose plan it is.
+        schedule: with a mesh that may be only declared.
+        options: of the dialect, as the user gave them.
+        given: ``optimizer``, ``loss``, ``max_grad_norm``, ``device`` and ``accumulate``, as for ``build``; of the first
+            two, whether they are there is all that is asked.
+
+    Raises:
+        BuildError: the options contradict the schedule or one of the arguments, or the runtime refuses them.
+    """
+    import torch
+
+    for mesh_dim, size in schedule.mesh.sizes.items() if schedule.mesh is not None else ():
+        if size > 1 and mesh_dim not in dialect.supports:
+            raise BuildError(
+                f"target '{dialect.name}' cannot run this schedule: it does not run mesh_dim '{mesh_dim}' "
+                f"(size {size}); it runs {', '.join(sorted(dialect.supports)) or 'none'}"
+            )
+    device = given.pop("device", None)
+    arguments = BuildArguments(
+        has_optimizer=given.pop("optimizer", None) is not None,
+        has_loss=given.pop("loss", None) is not None,
+        device=None if device is None else torch.device(device),
+        **given,
+    )
+    return dialect.plan(schedule, dialect.options(options, arguments))
+
+
+def checked_axes(axes: Any) -> dict[str, int | None]:
+    """The option ``batch_axes`` of dialects.
+
+    Args:
+        axes: as the user gave it; None for none.
+
+    Raises:
+        BuildError: it is something else than an axis, or None, for names of arguments.
+    """
+    axes = axes if axes is not None else {}
+    is_right = isinstance(axes, Mapping) and all(
+        isinstance(key, str) and (axis is None or type(axis) is int) for key, axis in axes.items()
+    )
+    if not is_right:
+        raise BuildError(
+            f"batch_axes must be an axis, or None, for arguments of the forward (got {axes!r})",
+            hint='batch_axes={"bias": None, "x": 1}',
+        )
+    return dict(axes)
+
+
+def device_of(schedule: ScheduledModel, asked: str | None) -> str:
+    """The type of the device that a model is going to train on, e.g. ``"cpu"``.
+
+    Args:
+        schedule: what is built.
+        asked: what the user says; None where nothing is said.
+    """
+    if asked is not None:
+        return asked
+    mesh = schedule.mesh
+    if mesh is not None and mesh.device_mesh is not None:
+        return str(mesh.device_mesh.device_type)
+    found = {tensor.device.type for tensor in schedule.model.parameters()} - {"meta"}
+    return sorted(found)[-1] if found else "cpu"
+
+
+def parameter_types(schedule: ScheduledModel) -> frozenset[str]:
+    """The types of the parameters that are floating-point numbers, e.g. ``{"float32"}``."""
+    return frozenset(
+        str(one.dtype).removeprefix("torch.") for one in schedule.model.parameters() if one.dtype.is_floating_point
+    )
+
+
+def samples_of(inputs: Any, axes: Mapping[str, int | None]) -> int | None:
+    """How many samples a batch holds; None where its tensors do not agree.
+
+    Args:
+        inputs: a batch in any form of ``train_step``.
+        axes: as :func:`checked_axes` gives them.
+    """
+    import torch
+    from torch.utils._pytree import tree_leaves
+
+    items = inputs.items() if isinstance(inputs, Mapping) else [("", inputs)]
+    found = set()
+    for name, value in items:
+        axis = axes.get(name, 0) if isinstance(name, str) else 0
+        for leaf in tree_leaves(value):
+            if isinstance(leaf, torch.Tensor) and axis is not None and leaf.dim() > axis:
+                found.add(leaf.shape[axis])
+    return found.pop() if len(found) == 1 else None
+
+
+def boundaries(schedule: ScheduledModel, ask: Callable[[], StagedModel]) -> Iterator[str]:
+    """What each stage sends to the next, line by line, where example inputs say it.
+
+    Args:
+        schedule: what is planned, with several ranks along ``pp``.
+        ask: for its stages, e.g. ``lambda: slapo_core.stages(schedule)``.
+    """
+    if schedule.example_inputs is None:
+        yield "what crosses stages is known with the first batch: there are no example inputs"
+        return
+    try:
+        asked = ask()
+    except (ArgumentError, HookError, TraceError) as error:  # build says it, and ends there
+        yield f"what crosses stages is not known: {error.message}"
+        return
+    values = asked.partition.values
+    for number, names in enumerate(asked.liveness.boundaries):
+        sent = ", ".join(_shown(values[name]) for name in names)
+        yield f"stage {number} sends stage {number + 1}: {sent or 'nothing'}"
+
+
+def topology(mesh: Mesh) -> str:
+    """``0: pp 0, dp 0; 1: pp 0, dp 1; ...``: which rank is which stage's, replica's and shard's."""
+    lines = []
+    for rank in range(mesh.world_size):
+        place = Mesh(mesh.sizes, rank=rank)
+        where = ", ".join(f"{name} {place.rank(name)}" for name, size in mesh.sizes.items() if size > 1)
+        lines.append(f"{rank}: {where}")
+    return "; ".join(lines)
+
+
+def _shown(value: Value) -> str:
+    """``transformer_h_3 (batch, 16, 32) float32``."""
+    shape = ", ".join(map(str, value.symbolic_shape if value.symbolic_shape is not None else value.shape))
+    return f"{value.name} ({shape}) {str(value.dtype).removeprefix('torch.')}"

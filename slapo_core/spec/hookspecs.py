@@ -19,6 +19,7 @@ asked only if no other plugin answers.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pluggy
@@ -26,15 +27,39 @@ import pluggy
 if TYPE_CHECKING:
     import torch
 
-    from slapo_core.spec.doctor import Fact, Problem
     from slapo_core.spec.node import Node
     from slapo_core.spec.pipeline import Liveness, Partition
-    from slapo_core.spec.primitive import Primitive
+    from slapo_core.spec.primitive import Primitive, Suggestion, Violation
     from slapo_core.spec.request import ScheduledModel
-    from slapo_core.spec.suggestion import Suggestion
-    from slapo_core.spec.violation import Violation
 
-__all__ = ["PROJECT", "hookimpl", "hookspec"]
+__all__ = ["PROJECT", "Fact", "Problem", "hookimpl", "hookspec"]
+
+
+@dataclass(frozen=True)
+class Fact:
+    """Something that is so, neither good nor bad.
+
+    Args:
+        what: e.g. ``"nccl"``.
+        value: e.g. ``"2.27.5"``.
+    """
+
+    what: str
+    value: str
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something that is wrong.
+
+    Args:
+        message: what, with where it was found; e.g. ``"nccl was not found"``.
+        hint: the command or edit that mends it, e.g. ``"pip install nvidia-nccl-cu12"``; None where there is none.
+    """
+
+    message: str
+    hint: str | None = None
+
 
 PROJECT = "slapo"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -12,7 +13,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["DATA_DIMS", "MESH_DIMS", "Mesh", "check_sizes", "declare_mesh"]
+__all__ = ["DATA_DIMS", "MESH_DIMS", "Mesh", "check_sizes", "declare_mesh", "start_alone"]
+
 
 MESH_DIMS = ("dp", "pp", "cp", "ep", "tp")
 """Names a mesh dimension may have: data, pipeline, context, expert and tensor parallelism."""
@@ -201,3 +203,25 @@ def _realize(sizes: dict[str, int], rank: int) -> Mesh:
 
     device_mesh = init_device_mesh(type_of_ranks(), tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     return Mesh(sizes, rank=dist.get_rank(), device_mesh=device_mesh)
+
+
+def start_alone(device_type: str, backend: str | None = None) -> None:
+    """Make a process group of one; it stays until the process ends.
+
+    Args:
+        device_type: of the model, e.g. ``"cpu"``.
+        backend: None: gloo for CPUs, and torch's own choice for other devices.
+    """
+    import torch.distributed as dist
+
+    if backend is None:
+        backend = "gloo" if device_type == "cpu" else dist.get_default_backend_for_device(device_type)
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    atexit.register(_end_alone)
+
+
+def _end_alone() -> None:
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     from slapo_core.spec.graph import Graph, Match
     from slapo_core.spec.layout import Layout
     from slapo_core.spec.mesh import Mesh
-    from slapo_core.spec.primitive import Primitive
-    from slapo_core.spec.record import Record
+    from slapo_core.spec.primitive import Primitive, Record
 
 __all__ = ["Node", "only_looks"]
 

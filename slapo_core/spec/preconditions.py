@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from slapo_core.spec.violation import Violation
+from slapo_core.spec.primitive import Violation
 
 if TYPE_CHECKING:
     from slapo_core.spec.node import Node

@@ -1,4 +1,4 @@
-"""The base class of every primitive, ours and anybody's."""
+"""The base class of primitives, and the values around it: promises, violations, records, suggestions."""
 
 from __future__ import annotations
 
@@ -7,19 +7,122 @@ import difflib
 import inspect
 import typing
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from enum import IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from slapo_core.errors import ArgumentError
-from slapo_core.spec.equivalence import Equivalence
 from slapo_core.spec.graph import Match
 
 if TYPE_CHECKING:
     from slapo_core.spec.edit import Edit
     from slapo_core.spec.node import Node
-    from slapo_core.spec.violation import Violation
 
-__all__ = ["Primitive", "check_primitive", "public_signature"]
+__all__ = ["Change", "Equivalence", "Primitive", "Record", "Suggestion", "check_primitive", "public_signature"]
+
+
+@dataclass(frozen=True)
+class Violation:
+    """A broken rule, with the call that would keep it.
+
+    Args:
+        message: what, where, required, got; e.g. ``"axis 0 of 'weight' has 770 elements, not divisible by tp size 4"``.
+        hint: the corrected argument or call, e.g. ``"axis=1 (768)"``.
+        gradients_only: of ``slapo_check``: only gradients are wrong, so that an engine can evaluate nevertheless.
+    """
+
+    message: str
+    hint: str | None = None
+    gradients_only: bool = False
+
+    def __str__(self) -> str:
+        return self.message if self.hint is None else f"{self.message}; {self.hint}"
+
+
+class _Level(IntEnum):
+    EXACT = 0
+    REORDERED = 1
+    APPROXIMATE = 2
+    RANDOM = 3
+
+
+@dataclass(frozen=True)
+class Equivalence:
+    """What a primitive promises about the numbers of the model it changes.
+
+    ``Equivalence.EXACT``
+        The same operations in the same order: the same bits.
+    ``Equivalence.REORDERED``
+        The same real-number function; floating-point sums are associated differently.
+    ``Equivalence.RANDOM``
+        The same distribution; random numbers (dropout) come from another stream, so that ``verify`` compares numbers
+        without dropout only. Every module still drops as often, and with the same probability, as in the reference
+        model, and nothing in evaluation; within a step forward and backward still use the same numbers.
+    ``Equivalence.APPROXIMATE(rtol, atol)``
+        Another function, within the stated tolerances (quantization, a fast kernel).
+
+    A promise that holds only under a condition says so: ``Equivalence.EXACT.provided("the module draws no random
+    numbers")``. ``verify`` holds the step to it all the same, and so finds a model for which the condition fails.
+
+    Args:
+        level: one of the four, ordered from the strictest to the loosest.
+        rtol: for APPROXIMATE, the difference allowed relative to the largest element of the reference tensor.
+        atol: for APPROXIMATE, the absolute difference allowed.
+        conditions: what must be so for the promise to hold, e.g. ``("the module draws no random numbers",)``.
+    """
+
+    level: _Level
+    rtol: float = 0.0
+    atol: float = 0.0
+    conditions: tuple[str, ...] = ()
+
+    EXACT: ClassVar[Equivalence]
+    REORDERED: ClassVar[Equivalence]
+    RANDOM: ClassVar[Equivalence]
+
+    @classmethod
+    def APPROXIMATE(cls, rtol: float, atol: float = 0.0) -> Equivalence:
+        """Another function that stays within ``rtol`` (relative) and ``atol`` (absolute)."""
+        if rtol < 0 or atol < 0:
+            raise ValueError(f"rtol and atol must not be negative (got rtol={rtol}, atol={atol})")
+        return cls(_Level.APPROXIMATE, rtol, atol)
+
+    @classmethod
+    def weakest(cls, promises: Iterable[Equivalence]) -> Equivalence:
+        """The promise that remains after all of ``promises`` were made one after another."""
+        level, rtol, atol = _Level.EXACT, 0.0, 0.0
+        conditions: list[str] = []
+        for promise in promises:
+            level = max(level, promise.level)
+            rtol += promise.rtol
+            atol += promise.atol
+            conditions += promise.conditions
+        return cls(level, rtol, atol, tuple(dict.fromkeys(conditions)))
+
+    def provided(self, condition: str) -> Equivalence:
+        """The same promise, made only under one more condition."""
+        return replace(self, conditions=(*self.conditions, condition))
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the same bits are promised."""
+        return self.level is _Level.EXACT
+
+    @property
+    def is_random(self) -> bool:
+        """Whether random numbers may come from another stream."""
+        return self.level is _Level.RANDOM
+
+    def __str__(self) -> str:
+        name = self.level.name
+        name += f"(rtol={self.rtol:g}, atol={self.atol:g})" if self.rtol or self.atol else ""
+        return f"{name} provided {' and '.join(self.conditions)}" if self.conditions else name
+
+
+Equivalence.EXACT = Equivalence(_Level.EXACT)
+Equivalence.REORDERED = Equivalence(_Level.REORDERED)
+Equivalence.RANDOM = Equivalence(_Level.RANDOM)
 
 
 class Primitive(ABC):
@@ -228,3 +331,76 @@ def _shown(value: Any) -> str:
 
 def _type_name(expected: Any) -> str:
     return expected.__name__ if inspect.isclass(expected) else str(expected).replace("typing.", "")
+
+
+@dataclass(frozen=True)
+class Record:
+    """A primitive that was applied.
+
+    Args:
+        index: its number in the schedule, from 1.
+        primitive: the value that was applied.
+        path: where, e.g. ``"encoder.layer.0.output.dense"``.
+        distribution: the distribution that provides the primitive, e.g. ``"slapo-tp"``.
+        version: that distribution's version, e.g. ``"0.1.0"``.
+        location: the user's ``file:line`` that applied it, e.g. ``"bert_tp.py:41"``.
+        effects: what it changed, one line an edit; different on every rank, so no part of equality.
+    """
+
+    index: int
+    primitive: Primitive
+    path: str
+    distribution: str
+    version: str
+    location: str = dataclasses.field(default="", compare=False)
+    effects: tuple[str, ...] = dataclasses.field(default=(), compare=False, repr=False)
+
+    @property
+    def name(self) -> str:
+        """The primitive's full name, e.g. ``"tp.shard"``."""
+        return self.primitive.name
+
+    def __str__(self) -> str:
+        where = f"'{self.path}'" if self.path else "the root"
+        return f"#{self.index} {self.primitive} at {where}"
+
+
+@dataclass(frozen=True)
+class Change:
+    """One step more, another one in the place of a step, or a step less.
+
+    Args:
+        path: where, e.g. ``"encoder.layer.0.output.dense"``.
+        primitive: what is applied there; None leaves ``instead_of`` out.
+        instead_of: the step whose place it takes; None adds a step.
+        first: of an added step: whether it goes before the other steps at this module, and not behind all steps.
+    """
+
+    path: str
+    primitive: Primitive | None = None
+    instead_of: Record | None = None
+    first: bool = False
+
+    def __str__(self) -> str:
+        where = f"sch['{self.path}']" if self.path else "sch.root"
+        if self.instead_of is None:
+            return f"add {where}.{self.primitive}"
+        if self.primitive is None:
+            return f"leave {self.instead_of} out"
+        return f"write {where}.{self.primitive} in place of #{self.instead_of.index}"
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """Changes that belong together.
+
+    Args:
+        changes: all of them are tried at once.
+        likely: whether it is worth a trial before anything is known about the place of the mistake.
+    """
+
+    changes: tuple[Change, ...]
+    likely: bool = False
+
+    def __str__(self) -> str:
+        return "; ".join(map(str, self.changes))

@@ -13,9 +13,8 @@ if TYPE_CHECKING:
     from slapo_core.spec.mesh import Mesh
     from slapo_core.spec.node import Node
     from slapo_core.spec.pipeline import Liveness, Output, Partition
-    from slapo_core.spec.placement import Placement
-    from slapo_core.spec.record import Record
-    from slapo_core.spec.state import LiveTensor, ModelState
+    from slapo_core.spec.primitive import Record
+    from slapo_core.spec.state import LiveTensor, ModelState, Placement
 
 __all__ = [
     "BuildRequest",

@@ -1,20 +1,221 @@
-"""What the tensors of a scheduled model stand for, and the way to and from the reference model's layout."""
+"""A model's state in the reference layout: live tensors, runtime storages, sharded checkpoints."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     import torch
 
     from slapo_core.spec.layout import Layout
-    from slapo_core.spec.pieces import Pieces, PieceSource
-    from slapo_core.spec.storage import OptimizerStorage, TensorStorage
 
-__all__ = ["LiveTensor", "ModelState"]
+__all__ = [
+    "LiveTensor",
+    "ModelState",
+    "OptimizerStorage",
+    "Piece",
+    "PieceSource",
+    "Pieces",
+    "Placement",
+    "TensorStorage",
+]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the tensors of a model that is cut into stages live.
+
+    A rank that does not hold a tensor has a stand-in of the same shape in its place, on the meta device, so that the
+    model keeps its structure and its names. A tensor of which ranks along ``tp`` hold pieces does so in each place
+    along ``pp`` that is named here.
+
+    Args:
+        untouched: first name of each tensor of the reference model -> the ranks along ``pp`` that hold what stands for
+            it, ascending; several for a parameter that several stages use. E.g. ``{"wte.weight": (0, 1)}``.
+        added: the same of what steps made that no single reference tensor explains, by its name in the scheduled model.
+    """
+
+    untouched: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    added: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+    def holders(self, live: LiveTensor) -> tuple[int, ...]:
+        """The ranks along ``pp`` that hold a tensor of the scheduled model; none where it came after the build."""
+        if live.stands_for:
+            return self.untouched.get(live.stands_for[0], ())
+        return self.added.get(live.name, ())
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A rectangle of a whole tensor, in the reference model's layout: no padding, no order of packed matrices.
+
+    Args:
+        kind: ``"weight"``; ``"added"`` for what a step added; ``"optimizer"`` for its state.
+        name: of the whole tensor: a name of the reference model; for the optimizer's state with its key, e.g.
+            ``"fc.weight::exp_avg"``.
+        shape: of the whole tensor, in elements.
+        offset: of the rectangle's first element, along each axis.
+        value: its elements, contiguous, on the CPU, in the precision that is trained.
+    """
+
+    kind: Literal["weight", "added", "optimizer"]
+    name: str
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    value: torch.Tensor = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """What one rank writes of a checkpoint.
+
+    Args:
+        description: everything that is no tensor, as JSON; the same on every rank.
+        own: every element of every tensor is in a piece of exactly one rank.
+    """
+
+    description: Mapping[str, Any]
+    own: Sequence[Piece]
+
+
+class PieceSource(Protocol):
+    """Where pieces are read from."""
+
+    @property
+    def label(self) -> str:
+        """What to call it in a message, e.g. ``"the sharded checkpoint 'runs/1'"``."""
+        ...
+
+    def like(self, kind: str, name: str) -> torch.Tensor:
+        """A tensor of its shape and type on the meta device: no collective.
+
+        Raises:
+            KeyError: there is none.
+        """
+        ...
+
+    def read(self, wanted: Sequence[Piece]) -> None:
+        """Fill the values of these pieces, of any shape: a collective, also of ranks that want none."""
+        ...
+
+
+class TensorStorage(Protocol):
+    """The parameters and buffers of a runtime.
+
+    It is asked about tensors of which ``live.is_here``, in the same order on all ranks that share one. A tensor with
+    which the runtime did nothing is ``live.tensor``, in every answer.
+    """
+
+    def partitioned(self, live: LiveTensor) -> tuple[str, ...]:
+        """The mesh dimensions along which ranks hold parts of what the schedule has whole, e.g. ``("dp",)``."""
+        ...
+
+    def dtype(self, live: LiveTensor) -> torch.dtype:
+        """In which :meth:`read` gives it: the precision that is trained."""
+        ...
+
+    def read(self, live: LiveTensor) -> torch.Tensor:
+        """This rank's piece, of ``live.layout``'s local shape, in the precision that is trained.
+
+        A collective over the dimensions that partition it. The caller neither changes nor keeps it.
+        """
+        ...
+
+    def loading(self, live: LiveTensor, value: torch.Tensor) -> Callable[[], None]:
+        """Make ready to take a piece of that shape, given on every rank: no collective, and nothing changes yet.
+
+        Args:
+            live: the tensor.
+            value: in any precision; its own memory, which may be kept.
+
+        Returns:
+            what puts it into its place, in every precision that the runtime keeps. It holds no more of ``value`` than
+            this rank keeps of the tensor.
+        """
+        ...
+
+    def working(self, live: LiveTensor) -> torch.Tensor | None:
+        """What the forward computes with, whole on this rank, where it is another tensor than what is trained.
+
+        None where it is the same one, or is put together anew for each use.
+        """
+        ...
+
+    def is_current(self, live: LiveTensor) -> bool:
+        """Whether what the forward computes with is what is trained, as far as this rank alone can see.
+
+        It is not where somebody wrote into ``engine.module``: the next step takes that back.
+        """
+        ...
+
+
+@runtime_checkable
+class OptimizerStorage(Protocol):
+    """An optimizer of a runtime, by the model's parameters.
+
+    Attributes:
+        kind: the class of the optimizer that computes, e.g. ``"AdamW"``: checkpoints of one load into another of it.
+    """
+
+    kind: str
+
+    @property
+    def scheduled(self) -> Collection[str]:
+        """The settings that the runtime sets anew before each step whatever is loaded, e.g. ``("lr",)``.
+
+        It then says what becomes of those of a checkpoint.
+        """
+        ...
+
+    @property
+    def param_groups(self) -> Sequence[Mapping[str, Any]]:
+        """As of ``torch.optim.Optimizer``, with the model's own parameters under ``"params"``; not to be changed.
+
+        The groups are those of the user's factory on every rank, also where a rank along ``pp`` has no parameters of
+        one: its settings do not count there.
+        """
+        ...
+
+    def partitioned(self, parameter: torch.Tensor) -> tuple[str, ...]:
+        """The mesh dimensions along which ranks hold parts of its state, e.g. ``("dp",)``."""
+        ...
+
+    def state(self, parameter: torch.Tensor) -> Mapping[str, Any]:
+        """Its state by key: numbers and scalar tensors as they are; for a tensor of the parameter's shape one of that
+        shape, which may be without values, on the meta device: :meth:`read` gives them.
+
+        The same keys on every rank that shares the parameter; empty before the first step.
+        """
+        ...
+
+    def read(self, parameter: torch.Tensor, key: str) -> torch.Tensor:
+        """One tensor of its state, of the parameter's local shape: a collective over what partitions it."""
+        ...
+
+    def write(self, parameter: torch.Tensor, key: str, value: torch.Tensor) -> None:
+        """The reverse, for one that is there already; given on every rank, no collective."""
+        ...
+
+    def loading(
+        self, groups: Sequence[Mapping[str, Any]], states: Mapping[torch.Tensor, Mapping[str, Any]]
+    ) -> Callable[[], None]:
+        """Make ready to take settings and states: no collective, and nothing changes yet.
+
+        Args:
+            groups: settings, in the order of :attr:`param_groups`, without ``"params"``.
+            states: of the parameters that shall have one, whole pieces in the memory of the CPU; the others shall have
+                none. Each is read when it is asked for: take one, keep this rank's part, and go on.
+
+        Returns:
+            what puts it into its place, and does not fail.
+
+        Raises:
+            BuildError: this optimizer cannot hold it.
+        """
+        ...
 
 
 @dataclass(frozen=True)
@@ -24,7 +225,7 @@ class LiveTensor:
     Args:
         path: of the module that holds it, e.g. ``"encoder.layer.0.output.dense"``; the first place of a tied one.
         own_name: its name there, e.g. ``"weight"``.
-        tensor: the local tensor. Where the runtime keeps values elsewhere (:mod:`slapo_core.spec.storage`) it may be
+        tensor: the local tensor. Where the runtime keeps values elsewhere (:mod:`slapo_core.spec.state`) it may be
             without its values and its shape; ``layout.local_shape(mesh)`` always says that.
         layout: how it lies in the reference tensor; ``layout.origin`` is ``""`` where no single one explains it.
         is_parameter: False for a buffer.

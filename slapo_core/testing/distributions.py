@@ -135,7 +135,7 @@ def primitive_source(name: str, *, cls: str = "Thing", before: Iterable[str] = (
     """
     lines = [
         "from dataclasses import dataclass",
-        "from slapo_core.spec.equivalence import Equivalence",
+        "from slapo_core.spec.primitive import Equivalence",
         "from slapo_core.spec.primitive import Primitive",
         *before,
         "@dataclass(frozen=True)",

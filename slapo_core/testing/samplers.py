@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from slapo_core.spec.sampler import Point, Sampler, Trial
+from slapo_core.spec.extensions import Point, Sampler, Trial
 from slapo_core.testing.check import CheckError, NotApplicable
 
 __all__ = ["ListedSpace", "sampler_checks"]

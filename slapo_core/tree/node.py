@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from slapo_core.spec.edit import Forward, HookKind
     from slapo_core.spec.graph import Graph
     from slapo_core.spec.mesh import Mesh
-    from slapo_core.spec.primitive import Primitive
-    from slapo_core.spec.record import Record
+    from slapo_core.spec.primitive import Primitive, Record
     from slapo_core.tree.selection import Selection
     from slapo_core.tree.tree import Tree
 

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from slapo_core.spec.layout import Layout
-from slapo_core.spec.record import Record
+from slapo_core.spec.primitive import Record
 from slapo_core.tree.index import full_name, shape_of
 
 if TYPE_CHECKING:
     import torch
 
-    from slapo_core.spec.record import Record
+    from slapo_core.spec.primitive import Record
     from slapo_core.tree.tree import Tree
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from slapo_core.spec.placement import Placement
+    from slapo_core.spec.state import Placement
     from slapo_core.tree.tree import Tree
 
 

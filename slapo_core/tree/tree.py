@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from slapo_core.spec.layout import Layout
     from slapo_core.spec.mesh import Mesh
     from slapo_core.spec.node import Node
-    from slapo_core.spec.primitive import Primitive
-    from slapo_core.spec.record import Record
+    from slapo_core.spec.primitive import Primitive, Record
     from slapo_core.tree.edit import TreeEdit
 
 

@@ -17,7 +17,7 @@ from slapo_core.verification.search import is_below
 from slapo_core.verification.trials import ReferenceRun, Trials, Tried
 
 if TYPE_CHECKING:
-    from slapo_core.spec.record import Record
+    from slapo_core.spec.primitive import Record
 
 
 _LEVELS = 4  # trials: without the approximate steps; those below them; below their parents; above those

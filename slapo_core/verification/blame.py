@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from slapo_core.errors import HookError
-from slapo_core.spec.record import Record
-from slapo_core.spec.suggestion import Change, Suggestion
+from slapo_core.spec.primitive import Change, Record, Suggestion
 from slapo_core.verification.search import SINGLE_STEPS, Failed, Part, Search, Try, block_pattern, is_below, nearest
 
 if TYPE_CHECKING:

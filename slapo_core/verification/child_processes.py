@@ -34,8 +34,7 @@ from slapo_core.verification.trials import Options
 
 if TYPE_CHECKING:
     from slapo_core.schedule.schedule import Schedule
-    from slapo_core.spec.primitive import Primitive
-    from slapo_core.spec.record import Record
+    from slapo_core.spec.primitive import Primitive, Record
 
 
 @dataclass(frozen=True)

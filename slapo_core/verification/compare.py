@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from slapo_core.spec.equivalence import Equivalence
+from slapo_core.spec.primitive import Equivalence
 from slapo_core.verification.copies import Counterparts
 from slapo_core.verification.dropout import DropoutComparison, compare_draws
 from slapo_core.verification.kinds import KINDS, ORDER, label

@@ -13,7 +13,7 @@ from slapo_core.weights.correspondence import Correspondence
 
 if TYPE_CHECKING:
     from slapo_core.ranks.world import World
-    from slapo_core.spec.record import Record
+    from slapo_core.spec.primitive import Record
     from slapo_core.verification.copies import Subjects
 
 T = TypeVar("T")

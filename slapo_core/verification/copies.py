@@ -15,10 +15,10 @@ from slapo_core.errors import ApplyError, SerializationError
 from slapo_core.graph.examples import made_beforehand
 from slapo_core.schedule.records import primitive_to_json
 from slapo_core.schedule.schedule import Schedule
-from slapo_core.spec.record import Record
+from slapo_core.spec.primitive import Record
 from slapo_core.verification.precision import is_inexact
 from slapo_core.weights.correspondence import Correspondence
-from slapo_core.weights.initialize import Initializer, cannot_initialize
+from slapo_core.weights.initialization import Initializer, cannot_initialize
 
 if TYPE_CHECKING:
     from slapo_core.spec.mesh import Mesh

@@ -23,7 +23,7 @@ from slapo_core.verification.tolerance import marks
 
 if TYPE_CHECKING:
     from slapo_core.spec.mesh import Mesh
-    from slapo_core.spec.record import Record
+    from slapo_core.spec.primitive import Record
 
 
 _SHOWN = 3  # paths in a message

@@ -82,7 +82,7 @@ class DropoutMode(TorchFunctionMode):
         self.draws: list[Draw] = []
         self.recomputed: list[Draw] = []
         self.in_backward = False
-        self.slapo_switches_dropout_off = not is_on  # for slapo_core.spec.watching
+        self.slapo_switches_dropout_off = not is_on  # for slapo_core.spec.observers
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

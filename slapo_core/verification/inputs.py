@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from slapo_core.errors import ArgumentError
-from slapo_core.ranks.facts import RankFact, describe, describe_tensor
+from slapo_core.ranks.rank_consistency import RankFact, describe, describe_tensor
 from slapo_core.verification.precision import is_inexact
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from torch import nn
 
 from slapo_core.errors import ArgumentError, VerifyError
-from slapo_core.ranks.facts import RankFact, describe_tensor
+from slapo_core.ranks.rank_consistency import RankFact, describe_tensor
 from slapo_core.verification.compare import Largest
 from slapo_core.verification.copies import named_tensors
 from slapo_core.verification.kinds import KINDS

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from slapo_core.ranks.world import Failure
-from slapo_core.spec.record import Record
+from slapo_core.spec.primitive import Record
 from slapo_core.verification.compare import Difference
 
 _SAME_SIZE = 1e-4

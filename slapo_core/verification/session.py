@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from slapo_core.errors import ArgumentError, VerifyError
-from slapo_core.ranks.facts import RankFact, describe, describe_tensor
+from slapo_core.ranks.rank_consistency import RankFact, describe, describe_tensor
 from slapo_core.ranks.world import Attempt, Failure, World
 from slapo_core.schedule.consistency import SAME_SCRIPT, obligations, schedule_facts
 from slapo_core.verification.approximate import without_approximate_steps
@@ -32,7 +32,7 @@ from slapo_core.verification.trials import Options, OtherRankError, ReferenceRun
 
 if TYPE_CHECKING:
     from slapo_core.schedule.schedule import Schedule
-    from slapo_core.spec.record import Record
+    from slapo_core.spec.primitive import Record
 
 _SAME_CALL = "make every rank build the same model (torch.manual_seed), and call verify with the same arguments"
 

@@ -25,7 +25,7 @@ from slapo_core.verification.tolerance import marks
 
 if TYPE_CHECKING:
     from slapo_core.schedule.schedule import Schedule
-    from slapo_core.spec.record import Record
+    from slapo_core.spec.primitive import Record
     from slapo_core.verification.trials import ReferenceRun, Trials
 
 

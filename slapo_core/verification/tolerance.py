@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from slapo_core.spec.equivalence import Equivalence
+from slapo_core.spec.primitive import Equivalence
 from slapo_core.verification.phases import Observation
 from slapo_core.verification.precision import dtype_name, is_inexact
 

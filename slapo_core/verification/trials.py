@@ -15,7 +15,7 @@ from torch import nn
 
 from slapo_core.errors import HookError, VerifyError
 from slapo_core.ranks.world import Attempt, Failure, World
-from slapo_core.spec.equivalence import Equivalence
+from slapo_core.spec.primitive import Equivalence
 from slapo_core.verification.blame import Blame, find_steps, suggestions
 from slapo_core.verification.compare import Comparison, Difference, compare, compare_dropout
 from slapo_core.verification.copies import Counterparts, Subjects
@@ -31,7 +31,7 @@ from slapo_core.weights.correspondence import Correspondence
 
 if TYPE_CHECKING:
     from slapo_core.schedule.schedule import Schedule
-    from slapo_core.spec.record import Record
+    from slapo_core.spec.primitive import Record
 
 
 @dataclass(frozen=True)

@@ -22,20 +22,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from slapo_core.errors import ArgumentError, BuildError, ReplicaError, WeightsError
-from slapo_core.ranks.random_states import restore, torch_states
+from slapo_core.ranks.rng_state import restore, torch_states
 from slapo_core.ranks.world import World, together
-from slapo_core.weights.in_place import optimizer_storage
+from slapo_core.weights.checkpoint_files import Writer, checksums, located
 from slapo_core.weights.optimizer_state import OptimizerState
+from slapo_core.weights.optimizer_storage import optimizer_storage
 from slapo_core.weights.sources import SafetensorsSource, Source, Wider
-from slapo_core.weights.swap import located
-from slapo_core.weights.writer import Writer, checksums
 
 if TYPE_CHECKING:
     from slapo_core.spec.mesh import Mesh
-    from slapo_core.spec.state import LiveTensor
-    from slapo_core.spec.storage import OptimizerStorage
-    from slapo_core.weights.loading import Loading
-    from slapo_core.weights.state import TensorState
+    from slapo_core.spec.state import LiveTensor, OptimizerStorage
+    from slapo_core.weights.state import Loading, TensorState
 
 __all__ = [
     "as_written",
@@ -79,8 +76,7 @@ def save_checkpoint(
         refuse_not_json(runtime)
     moments = collected(state, optimizer)
     if moments is not None:
-        with together(mesh, "uniting the optimizers' state"):
-            moments.unite()
+        moments.unite()
     writes = mesh is None or mesh.is_first_rank
     with contextlib.ExitStack() as stack:
         writer: Writer | None = None

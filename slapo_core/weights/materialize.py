@@ -12,13 +12,13 @@ from slapo_core.spec.state import LiveTensor
 from slapo_core.tree.edit import TreeEdit
 from slapo_core.weights.correspondence import Correspondence
 from slapo_core.weights.exchange import exchange_device
-from slapo_core.weights.initialize import Initializer, cannot_initialize
+from slapo_core.weights.initialization import Initializer, cannot_initialize
 from slapo_core.weights.sources import Source, check_names, read_tensor
 from slapo_core.weights.state import TensorState
 
 if TYPE_CHECKING:
     from slapo_core.schedule.schedule import Schedule
-    from slapo_core.spec.placement import Placement
+    from slapo_core.spec.state import Placement
 
 __all__ = ["Materialization"]
 

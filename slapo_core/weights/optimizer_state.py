@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -11,18 +11,182 @@ import torch
 
 from slapo_core.errors import BuildError
 from slapo_core.spec.layout import Layout
-from slapo_core.weights.group_settings import matched_settings
-from slapo_core.weights.in_place import TorchOptimizer
-from slapo_core.weights.optimizer_parts import Held, Part, unite
+from slapo_core.weights.optimizer_storage import TorchOptimizer
 from slapo_core.weights.replicas import gather_along
 from slapo_core.weights.sources import Source
 
 if TYPE_CHECKING:
-    from slapo_core.spec.state import LiveTensor
-    from slapo_core.spec.storage import OptimizerStorage
+    from slapo_core.spec.state import LiveTensor, OptimizerStorage
     from slapo_core.weights.state import TensorState
 
-__all__ = ["OptimizerState"]
+
+_SHOWN = 4  # names in a message
+_HINT = "make groups in the factory that have one value each, as the checkpoint has it; or load the weights only"
+_NOTHING = object()
+
+_Group = Mapping[str, Any]  # "params": names; "hyperparameters": settings, as JSON
+
+
+def matched_settings(
+    saved: Sequence[_Group],
+    present: Sequence[_Group],
+    *,
+    states: Collection[str],
+    frozen: Collection[str],
+    scheduled: Collection[str],
+) -> list[dict[str, Any]]:
+    """What each group of an optimizer is to have, in their order.
+
+    Args:
+        saved: the groups of the checkpoint.
+        present: those of the optimizer.
+        states: the parameters of which the checkpoint holds state.
+        frozen: those of the optimizer that are not trained.
+        scheduled: settings that the runtime sets anew whatever is loaded.
+
+    Raises:
+        BuildError: other parameters; or settings that these groups cannot have.
+    """
+    group_of = {name: number for number, group in enumerate(saved) for name in group["params"]}
+    own = {name for group in present for name in group["params"]}
+    gone = sorted(name for name in group_of if name not in own and name in states)
+    more = sorted(own - set(group_of) - set(frozen))
+    if gone or more:
+        raise BuildError(_others(gone, more), hint="make the optimizer of the parameters of the checkpoint")
+    found, feeding = [], []
+    for number, group in enumerate(present):
+        names = [name for name in group["params"] if name in group_of]
+        feeding.append(list(dict.fromkeys(group_of[name] for name in names)))
+        if names:
+            found.append(_united(saved, group_of, number, names))
+        else:
+            same_place = saved[number] if number < len(saved) and not saved[number]["params"] else group
+            found.append(dict(same_place["hyperparameters"]))
+    _refuse_levelled(saved, present, feeding, scheduled)
+    return found
+
+
+def _united(saved: Sequence[_Group], group_of: Mapping[str, int], number: int, names: Sequence[str]) -> dict[str, Any]:
+    """The one value of each setting that the parameters of a group had."""
+    first = saved[group_of[names[0]]]["hyperparameters"]
+    for name in names:
+        other = saved[group_of[name]]["hyperparameters"]
+        for key in sorted({*first, *other}):
+            one, two = first.get(key, _NOTHING), other.get(key, _NOTHING)
+            if one != two:
+                raise BuildError(
+                    f"group {number} of this optimizer holds '{names[0]}' and '{name}', and the checkpoint has '{key}' "
+                    f"= {_shown(one)} for the one and {_shown(two)} for the other",
+                    hint=_HINT,
+                )
+    return dict(first)
+
+
+def _refuse_levelled(
+    saved: Sequence[_Group], present: Sequence[_Group], feeding: Sequence[Sequence[int]], scheduled: Collection[str]
+) -> None:
+    """Refuse where two groups that differ now would have the same after it."""
+    first_of: dict[int, int] = {}
+    for number, sources in enumerate(feeding):
+        for source in sources:
+            before = first_of.setdefault(source, number)
+            here, there = present[before]["hyperparameters"], present[number]["hyperparameters"]
+            for key in sorted({*here, *there} - set(scheduled)):
+                one, two = here.get(key, _NOTHING), there.get(key, _NOTHING)
+                if one != two:
+                    value = saved[source]["hyperparameters"].get(key, _NOTHING)
+                    raise BuildError(
+                        f"groups {before} and {number} of this optimizer have '{key}' = {_shown(one)} and "
+                        f"{_shown(two)}, and the checkpoint has {_shown(value)} for the parameters of both",
+                        hint=_HINT,
+                    )
+
+
+def _others(gone: list[str], more: list[str]) -> str:
+    parts = [f"only in the checkpoint: {_listed(gone)}"] if gone else []
+    parts += [f"only in this optimizer: {_listed(more)}"] if more else []
+    return f"the optimizer holds other parameters than that of the checkpoint: {'; '.join(parts)}"
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+
+
+def _shown(value: Any) -> str:
+    return "nothing" if value is _NOTHING else repr(value)
+
+
+@dataclass(frozen=True)
+class Held:
+    """A tensor of an optimizer's state.
+
+    Args:
+        places: of the ranks along ``pp`` that hold it, ascending.
+        shape: whole.
+        dtype: its element type.
+    """
+
+    places: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one rank along ``pp`` has, as :class:`~slapo_core.weights.optimizer_state.OptimizerState` collects it.
+
+    Args:
+        groups: its parameters by name, and its settings, of each group.
+        scalars: by parameter and key.
+        tensors: by full key.
+        empty_ones_count: whether the settings of a group without parameters here are those of the group elsewhere.
+    """
+
+    groups: Sequence[Mapping[str, Any]]
+    scalars: Mapping[str, dict[str, Any]]
+    tensors: Mapping[str, Held]
+    empty_ones_count: bool = True
+
+
+@dataclass(frozen=True)
+class United:
+    """All parts as one: the same on all ranks along ``pp``; ``held`` in the order of its names."""
+
+    groups: list[dict[str, Any]]
+    scalars: dict[str, dict[str, Any]]
+    held: dict[str, Held]
+
+
+def unite(parts: Sequence[Part], order: Sequence[str]) -> United:
+    """Merge the optimizer states of pipeline ranks: groups by their number, shared tensors once.
+
+    `make_optimizer` and the comparison of replicas ensure that the groups correspond.
+
+    Args:
+        parts: in the order of the ranks along ``pp``.
+        order: the names of all parameters, in that of the model.
+    """
+    first = parts[0]
+    position = {name: number for number, name in enumerate(order)}
+    groups = []
+    for number, group in enumerate(first.groups):
+        names = dict.fromkeys(name for part in parts for name in part.groups[number]["params"])
+        counting = next((part.groups[number] for part in parts if _counts(part, number)), group)
+        groups.append({**counting, "params": sorted(names, key=lambda name: position[name])})
+    scalars: dict[str, dict[str, Any]] = {}
+    held: dict[str, Held] = {}
+    for place, part in enumerate(parts):
+        for name, values in part.scalars.items():
+            scalars.setdefault(name, values)
+        for key, one in part.tensors.items():
+            before = held[key].places if key in held else ()
+            held[key] = replace(one, places=(*before, place))
+    return United(groups, scalars, {key: held[key] for key in sorted(held)})
+
+
+def _counts(part: Part, number: int) -> bool:
+    return part.empty_ones_count or bool(part.groups[number]["params"])
+
 
 _SEPARATOR = "::"  # between a parameter's name and the key of its state: "fc.weight::exp_avg"
 
@@ -83,15 +247,11 @@ class OptimizerState:
         states = {key: Held((), tuple(one.layout.shape), one.dtype) for key, one in self._tensors.items()}
         is_torch = isinstance(self._storage, TorchOptimizer)
         assert self._mesh is not None
-        own = Part(self._kind, self._groups, self._scalars, states, is_torch)
+        own = Part(self._groups, self._scalars, states, is_torch)
         self._parts = gather_along(self._mesh, "pp", own)
 
     def unite(self) -> None:
-        """Make one state of what these ranks have.
-
-        Raises:
-            BuildError: their optimizers have other groups of parameters.
-        """
+        """Make one state of what these ranks have."""
         if self._parts:
             united = unite(self._parts, self._order)
             self._groups, self._scalars, self._held = united.groups, united.scalars, united.held

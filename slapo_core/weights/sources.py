@@ -14,11 +14,11 @@ import torch
 
 from slapo_core.errors import WeightsError
 from slapo_core.spec.layout import Layout
-from slapo_core.weights.swap import COMPLETE
+from slapo_core.weights.checkpoint_files import COMPLETE, INDEX_FILE, SINGLE_FILE
 
 if TYPE_CHECKING:
     from slapo_core.spec.mesh import Mesh
-    from slapo_core.weights.survey import Survey, TensorSpec
+    from slapo_core.weights.mapping import Survey, TensorSpec
 
 __all__ = [
     "MappingSource",
@@ -30,9 +30,6 @@ __all__ = [
     "placed",
     "read_tensor",
 ]
-
-INDEX_FILE = "model.safetensors.index.json"
-SINGLE_FILE = "model.safetensors"
 
 
 class Source(ABC):

@@ -16,20 +16,17 @@ from slapo_core.spec.state import LiveTensor
 from slapo_core.weights.checkpoint import load_checkpoint, save_checkpoint
 from slapo_core.weights.correspondence import Correspondence
 from slapo_core.weights.exchange import exchange_device
-from slapo_core.weights.in_place import InPlace
-from slapo_core.weights.loading import Loading
-from slapo_core.weights.pieces import load_pieces, pieces_of
+from slapo_core.weights.mapping import TensorSpec
+from slapo_core.weights.optimizer_storage import InPlace
 from slapo_core.weights.replicas import PARTED, PARTED_LIVE, compare_all, gather_along
+from slapo_core.weights.sharded_checkpoint import load_pieces, pieces_of
 from slapo_core.weights.sources import Source, check_names, open_source, read_tensor
-from slapo_core.weights.survey import TensorSpec
 
 if TYPE_CHECKING:
     from slapo_core.schedule.schedule import Schedule
     from slapo_core.spec.mesh import Mesh
-    from slapo_core.spec.pieces import Pieces, PieceSource
-    from slapo_core.spec.storage import OptimizerStorage, TensorStorage
+    from slapo_core.spec.state import OptimizerStorage, Pieces, PieceSource, TensorStorage
 
-__all__ = ["TensorState", "load_reference_state_dict", "reference_state_dict"]
 
 _Copied = Callable[[torch.Tensor, torch.dtype], torch.Tensor]
 
@@ -334,13 +331,25 @@ def _key(live: LiveTensor) -> str:
     return live.stands_for[0] if live.stands_for else f"added {live.name}"
 
 
-def reference_state_dict(
-    schedule: Schedule, *, rank0_only: bool = False, include_added: bool = False
-) -> dict[str, torch.Tensor]:
-    """The reference model's state dict of a scheduled model; see :meth:`TensorState.state_dict`."""
-    return TensorState.of(schedule).state_dict(rank0_only=rank0_only, include_added=include_added)
+@dataclass
+class Loading:
+    """Values that were read, to be assigned when every rank has its own.
 
+    Args:
+        state: whose values they are.
+        assignments: what puts this rank's pieces into their places.
+        dropped: as in :class:`TensorState`.
+    """
 
-def load_reference_state_dict(schedule: Schedule, state: Mapping[str, torch.Tensor] | Source) -> None:
-    """The reverse of :func:`reference_state_dict`; what the schedule dropped is checked, but not kept."""
-    TensorState.of(schedule).load_state_dict(state)
+    state: TensorState
+    assignments: list[Callable[[], None]] = field(default_factory=list)
+    dropped: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def take(self, live: LiveTensor, piece: torch.Tensor) -> None:
+        """Assign this rank's piece of a tensor, in the end."""
+        self.assignments.append(self.state.storage.loading(live, piece))
+
+    def assign(self) -> None:
+        for assign in self.assignments:
+            assign()
+        self.state.dropped.update(self.dropped)

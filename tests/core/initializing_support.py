@@ -9,10 +9,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from slapo_core.spec.layout import Layout
-from slapo_core.weights.copies import copy_on_meta
-from slapo_core.weights.programs import blocks, seed_of
-from slapo_core.weights.recording import record
-from slapo_core.weights.rerun import Rerun
+from slapo_core.weights.initialization import blocks, record, seed_of
+from slapo_core.weights.initializers import Rerun, copy_on_meta
 
 _DRAWS = (torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default)
 

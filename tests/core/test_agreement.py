@@ -18,9 +18,8 @@ import slapo_core as slapo
 from slapo_core.building.agreement import weights_facts
 from slapo_core.plugins import use_registry
 from slapo_core.primitives.replace import Replace
-from slapo_core.ranks.checksum import checksum
-from slapo_core.ranks.facts import RankFact
 from slapo_core.ranks.launcher import run_ranks
+from slapo_core.ranks.rank_consistency import RankFact, checksum
 from slapo_core.schedule.consistency import schedule_facts
 from slapo_core.testing import FakeDistribution, FakeEnvironment
 from slapo_core.weights.sources import SafetensorsSource, open_source

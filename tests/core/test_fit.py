@@ -90,7 +90,7 @@ def test_no_target_is_exceeded_and_more_memory_never_costs_more() -> None:
 
 
 def slapo_size(size: int) -> str:
-    from slapo_core.spec.sizes import format_bytes
+    from slapo_core.spec.device import format_bytes
 
     return format_bytes(size)
 

@@ -17,10 +17,8 @@ from torch.utils._pytree import tree_leaves
 import slapo_core as slapo
 from slapo_core.ranks.launcher import run_ranks
 from slapo_core.spec.layout import Layout
-from slapo_core.weights import programs
-from slapo_core.weights.initialize import Initializer
-from slapo_core.weights.programs import blocks
-from slapo_core.weights.recording import record
+from slapo_core.weights import initialization
+from slapo_core.weights.initialization import Initializer, blocks, record
 from tests.core.building_support import Split, on_meta
 from tests.core.initializing_support import differences
 from tests.integration.zoo.subjects import subject
@@ -62,7 +60,7 @@ def odd(dtype: torch.dtype = torch.float32) -> nn.Module:
 
 
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(programs, "_BLOCK", 40)
+    monkeypatch.setattr(initialization, "_BLOCK", 40)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -70,7 +68,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_made_by_piece_is_what_the_initializers_write(
     dtype: torch.dtype, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(programs, "_BLOCK", block)
+    monkeypatch.setattr(initialization, "_BLOCK", block)
     model = odd(dtype)
     understood, wrong = differences(model)
     assert not wrong

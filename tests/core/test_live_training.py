@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import nn
 
 import slapo_core as slapo
-from slapo_core.live import gradients
+from slapo_core import live
 from slapo_core.ranks.launcher import run_ranks
-from slapo_core.weights.clipping import GradientClipper
+from slapo_core.weights.gradients import GradientClipper
 from tests.core.building_support import Split, SumOutput, bert, gpt2, llama, real, split
 from tests.messages import Messages
 
@@ -536,7 +536,7 @@ def test_clipping_looks_a_model_up_once_and_again_after_its_parameters_were_exch
             made.append(self)
             super().__init__(*args, **kwargs)
 
-    monkeypatch.setattr(gradients, "GradientClipper", Counted)
+    monkeypatch.setattr(live, "GradientClipper", Counted)
     model = real("mlp")
     sch = slapo.create_schedule(model)
     sch["fc1"].checkpoint()

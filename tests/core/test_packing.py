@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import slapo_core as slapo
-from slapo_core.spec.packing import Parcel, attached
+from slapo_core.spec.p2p_packing import Parcel, attached
 from slapo_core.spec.pipeline import Value
 from tests.messages import Messages
 

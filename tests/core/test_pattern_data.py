@@ -18,7 +18,7 @@ from slapo_core.errors import ReplayError, SerializationError
 from slapo_core.graph.patterns.making import pattern_of
 from slapo_core.graph.patterns.pattern import GraphPattern
 from slapo_core.patterns import any_constant, any_of, any_op, call_module, capture, optional, where
-from slapo_core.ranks.facts import describe
+from slapo_core.ranks.rank_consistency import describe
 from slapo_core.schedule.records import find_function
 from tests.core.finding import Block
 from tests.core.oracle.cases import random_case

@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from slapo_core.native.pipeline.received import Received
-from slapo_core.native.pipeline.splitting import backward_of_inputs
-from slapo_core.native.pipeline.whole import Watch
+from slapo_core.native.pipeline.split_backward import Watch, backward_of_inputs
+from slapo_core.native.pipeline.stage import Received
 from tests.core.hand_stages import Double
 from tests.messages import Messages
 
@@ -54,7 +53,7 @@ def test_a_backward_in_two_parts_gives_every_gradient_and_runs_custom_functions_
     before = Double.passes
     later = backward_of_inputs(roots, gradients, [one.start for one in received if one.start is not None])
     first_part = set(fired)
-    later.run()
+    later()
     assert Double.passes == before + 1
     assert first_part == {"twice.weight", "twice.bias", "never", "custom"}  # what cannot wait
     assert sorted(fired) == sorted({*first_part, "once.weight", "once.bias", "through"})  # each once

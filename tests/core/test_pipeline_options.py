@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import slapo_core as slapo
-from slapo_core.building.micro_batches import micro_batches
+from slapo_core.building.batches import micro_batches
 from slapo_core.native.dialect import TorchDialect
 from slapo_core.native.pipeline.runner import Runner
 from slapo_core.native.pipeline.schedules import SCHEDULES, schedule_named, schedule_of

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import slapo_core as slapo
-from slapo_core.weights.state import load_reference_state_dict, reference_state_dict
 from tests.core.building_support import adam, bert
+from tests.core.reference_weights import load_reference_state_dict, reference_state_dict
 from tests.messages import Messages
 
 

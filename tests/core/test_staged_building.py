@@ -15,7 +15,7 @@ import slapo_core as slapo
 from slapo_core.ranks.launcher import run_ranks
 from slapo_core.spec.layout import Layout
 from slapo_core.testing import ModelSnapshot, assert_bit_identical
-from slapo_core.weights.initialize import Initializer
+from slapo_core.weights.initialization import Initializer
 from slapo_core.weights.sources import MappingSource
 from tests.core.staged_support import Chain, InTurn, Sparse, batch, build, chain, grouped, in_turn, scheduled
 from tests.messages import Messages

@@ -15,9 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import slapo_core as slapo
 from slapo_core.ranks.launcher import run_ranks
-from slapo_core.weights.optimizer_parts import Held, Part, unite
+from slapo_core.weights.optimizer_state import Held, Part, unite
 from tests.core.staged_support import Sizes, batch, build, in_turn, scheduled
-from tests.messages import Messages
 
 MESHES: dict[str, Sizes | None] = {
     "plain": None,
@@ -109,19 +108,11 @@ def test_a_stage_that_is_left_out_is_missed(tmp_path: Path) -> None:
         engine.state.load_state_dict(lost)
 
 
-def test_optimizers_of_stages_are_united_group_by_group(message: Messages) -> None:
+def test_optimizers_of_stages_are_united_group_by_group() -> None:
     held = {"a::m": Held((), (3,), torch.float32)}
-    one = Part("Adam", [{"params": ["b", "a"], "hyperparameters": {"lr": 0.1}}], {"a": {"t": 1}}, held)
-    other = Part("Adam", [{"params": ["c", "a"], "hyperparameters": {"lr": 0.1}}], {}, held)
+    one = Part([{"params": ["b", "a"], "hyperparameters": {"lr": 0.1}}], {"a": {"t": 1}}, held)
+    other = Part([{"params": ["c", "a"], "hyperparameters": {"lr": 0.1}}], {}, held)
     united = unite([one, other], ["a", "b", "c"])
     assert united.groups == [{"params": ["a", "b", "c"], "hyperparameters": {"lr": 0.1}}]
     assert united.scalars == {"a": {"t": 1}}
     assert united.held == {"a::m": Held((0, 1), (3,), torch.float32)}
-    for wrong, word in (
-        (Part("SGD", one.groups, {}, {}), "SGD on rank 1"),
-        (Part("Adam", [], {}, {}), "0 groups on rank 1"),
-        (Part("Adam", [{"params": [], "hyperparameters": {"lr": 0.2}}], {}, {}), "'lr' of group 0 = 0.2 on rank 1"),
-    ):
-        with pytest.raises(slapo.BuildError) as error:
-            unite([one, wrong], ["a", "b", "c"])
-        message(error, word)

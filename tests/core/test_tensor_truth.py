@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import slapo_core as slapo
-from slapo_core.weights.state import reference_state_dict
+from tests.core.reference_weights import reference_state_dict
 from tests.messages import Messages
 
 

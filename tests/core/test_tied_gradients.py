@@ -11,11 +11,10 @@ from torch import nn
 
 import slapo_core as slapo
 from slapo_core.ranks.launcher import run_ranks
-from slapo_core.spec.placement import Placement
-from slapo_core.weights.clipping import GradientClipper
+from slapo_core.spec.state import Placement
+from slapo_core.weights.gradients import GradientClipper, TiedGradients
 from slapo_core.weights.replicas import compare_all
 from slapo_core.weights.state import TensorState
-from slapo_core.weights.tied import TiedGradients
 from tests.core.building_support import Split
 from tests.messages import Messages
 

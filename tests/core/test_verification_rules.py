@@ -12,7 +12,7 @@ import torch
 import slapo_core as slapo
 from slapo_core.spec.edit import Edit
 from slapo_core.spec.node import Node
-from slapo_core.spec.suggestion import Change, Suggestion
+from slapo_core.spec.primitive import Change, Suggestion
 from slapo_core.verification.blame import find_steps
 from slapo_core.verification.compare import compare
 from slapo_core.verification.copies import Counterparts

@@ -12,8 +12,8 @@ from torch import nn
 import slapo_core as slapo
 from slapo_core.primitives.replace import Replace
 from slapo_core.ranks.launcher import run_ranks
-from slapo_core.weights.state import load_reference_state_dict, reference_state_dict
 from tests.core.building_support import on_meta, real, split
+from tests.core.reference_weights import load_reference_state_dict, reference_state_dict
 from tests.messages import Messages
 
 NAMES = ["gpt2", "bert", "t5", "llama", "cnn"]

@@ -16,8 +16,8 @@ from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
 
 import slapo_core as slapo
-from slapo_core.ranks.facts import RankFact
 from slapo_core.ranks.launcher import run_ranks
+from slapo_core.ranks.rank_consistency import RankFact
 from slapo_core.ranks.world import World, _new_store as new_store, together
 from slapo_core.schedule.consistency import schedule_facts
 from slapo_core.spec import accelerators

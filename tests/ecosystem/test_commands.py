@@ -7,7 +7,7 @@ import json
 import pytest
 
 from slapo_core.cli.main import make_app
-from slapo_core.spec.reserved import CORE_COMMANDS
+from slapo_core.spec.entry_point_groups import CORE_COMMANDS
 from slapo_core.testing.distributions import FakeDistribution, FakeEnvironment
 from tests.messages import Messages
 

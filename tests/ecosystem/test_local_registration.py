@@ -10,8 +10,7 @@ import pytest
 
 from slapo_core.errors import UnknownNameError, UnusablePluginError
 from slapo_core.plugins import Registry, current_registry, register_primitive, use_registry
-from slapo_core.spec.equivalence import Equivalence
-from slapo_core.spec.primitive import Primitive
+from slapo_core.spec.primitive import Equivalence, Primitive
 from slapo_core.testing.distributions import FakeEnvironment
 from tests.dists.healthy import acme
 from tests.messages import Messages

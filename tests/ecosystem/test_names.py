@@ -12,7 +12,7 @@ import slapo_core as slapo
 from slapo_core.errors import UnknownNameError, UnusablePluginError
 from slapo_core.plugins import use_registry
 from slapo_core.schedule.sugar import bound_primitive
-from slapo_core.spec.reserved import FIRST_PARTY
+from slapo_core.spec.entry_point_groups import FIRST_PARTY
 from slapo_core.testing.distributions import FakeDistribution, FakeEnvironment
 from tests.dists.healthy import acme
 from tests.messages import Messages

@@ -12,15 +12,15 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from slapo_core.estimation.attribution import Place
-from slapo_core.estimation.private import (
+from slapo_core.estimation.trackers import CollectiveTracker, MeshGroups, Watch, collective_operations, wait_operations
+from slapo_core.estimation.values import Values
+from slapo_core.private import (
     FakeStore,
     FakeTensorMode,
     bucket_assignment,
     flop_formulas,
     ranks_of_group,
 )
-from slapo_core.estimation.trackers import CollectiveTracker, MeshGroups, Watch, collective_operations, wait_operations
-from slapo_core.estimation.values import Values
 from slapo_core.ranks.launcher import run_process
 
 MESH = {"dp": 2, "cp": 2, "tp": 4}

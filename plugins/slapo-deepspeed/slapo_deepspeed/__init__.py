@@ -46,7 +46,7 @@ def plan(
     Raises:
         BuildError: the configuration contradicts the schedule or one of the arguments, or DeepSpeed refuses it.
     """
-    from slapo_core.spec.planning import plan_of
+    from slapo_core.spec.dialect import plan_of
     from slapo_deepspeed.dialect import DeepSpeedDialect
 
     return plan_of(

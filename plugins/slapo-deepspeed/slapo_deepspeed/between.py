@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from slapo_core import BuildError
-from slapo_core.spec.between import BetweenSteps
+from slapo_core.spec.step_invariants import BetweenSteps
 
 if TYPE_CHECKING:
     from slapo_core.spec.request import BuildRequest

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from slapo_core import Dialect, Plan
-from slapo_core.spec.planning import arguments_as_options
+from slapo_core.spec.dialect import arguments_as_options
 from slapo_deepspeed.config.filling import NOTES, filled
 from slapo_deepspeed.config.planning import steps_of
 from slapo_deepspeed.starting import check_device

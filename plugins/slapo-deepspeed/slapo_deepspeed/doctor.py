@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from slapo_core.spec.doctor import Fact, Problem
+from slapo_core.spec.hookspecs import Fact, Problem
 from slapo_deepspeed.installed import found_version, window
 
 __all__ = ["examine"]

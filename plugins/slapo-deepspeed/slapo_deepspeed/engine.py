@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from slapo_core import Plan
-from slapo_core.spec.stateful import StatefulEngine
+from slapo_core.spec.engine import StatefulEngine
 from slapo_deepspeed.between import BetweenDeepSpeedSteps
 from slapo_deepspeed.state.groups import Groups
 
@@ -87,7 +87,7 @@ class DeepSpeedEngine(StatefulEngine):
         if self._is_closed:
             raise self._closed()
 
-    # -- state; documented in slapo_core/spec/stateful.py -------------------------------------------------------
+    # -- state; documented in slapo_core/spec/engine.py -------------------------------------------------------
 
     def _kept_optimizer(self) -> DeepSpeedOptimizer | None:
         return None if self._is_closed else self._storage

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from slapo_core import BuildError
-from slapo_core.spec.starting import start_alone
+from slapo_core.spec.mesh import start_alone
 from slapo_deepspeed.installed import require_deepspeed
 
 if TYPE_CHECKING:

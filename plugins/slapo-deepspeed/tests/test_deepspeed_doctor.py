@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from slapo_core.spec.doctor import Fact, Problem
+from slapo_core.spec.hookspecs import Fact, Problem
 from slapo_deepspeed import doctor
 from tests.messages import Messages
 

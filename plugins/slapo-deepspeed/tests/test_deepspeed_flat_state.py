@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from slapo_core.spec.places import Place
+from slapo_core.spec.flat_shards import Place
 from slapo_deepspeed.state.flat_state import flat_states
 
 

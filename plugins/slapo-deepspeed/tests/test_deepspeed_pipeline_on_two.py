@@ -99,7 +99,7 @@ def counting_copies() -> list[str]:
 def sending_as_it_is() -> None:
     """Every value goes as it is."""
     torch.set_num_threads(1)
-    from slapo_core.spec import stage_work as work
+    from slapo_core.spec import stage_runner as work
 
     class Naive(work.Parcel):
         def __init__(self, values: list[Value], *, backward: bool, **_: Any) -> None:

@@ -14,7 +14,7 @@ import torch.utils.checkpoint
 from torch import fx
 
 from slapo_core import ApplyError
-from slapo_core.spec.watching import dropout_is_off
+from slapo_core.spec.observers import dropout_is_off
 from slapo_fusion.watching import Watchable, aside, draws, drops, is_fake, is_watched, put_back_on_error, shown
 
 __all__ = ["Backend", "Compiled", "backend_problem", "reason"]

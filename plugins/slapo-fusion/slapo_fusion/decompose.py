@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from slapo_core import Edit, Equivalence, Node, Primitive, Violation
-from slapo_core.spec.carrying import Carried
+from slapo_core.spec.edit import Carried
 from slapo_fusion.bind import is_bound
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from slapo_core import Edit, Equivalence, Node, Primitive, Violation
-from slapo_core.spec.carrying import Carried, runs_own_forward
+from slapo_core.spec.edit import Carried, runs_own_forward
 
 if TYPE_CHECKING:
     from torch import nn

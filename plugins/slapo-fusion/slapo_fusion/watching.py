@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_map_only
 
 from slapo_core.spec.accelerators import accelerator, fork_rng
-from slapo_core.spec.watching import dropout_is_off
+from slapo_core.spec.observers import dropout_is_off
 
 __all__ = ["Watchable", "aside", "draws", "drops", "is_fake", "is_watched", "shown"]
 

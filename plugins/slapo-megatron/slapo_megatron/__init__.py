@@ -53,7 +53,7 @@ def plan(
     Raises:
         BuildError: the options contradict the schedule or one of the arguments, or Megatron refuses them.
     """
-    from slapo_core.spec.planning import plan_of
+    from slapo_core.spec.dialect import plan_of
     from slapo_megatron.dialect import MegatronDialect
 
     options: dict[str, Any] = {

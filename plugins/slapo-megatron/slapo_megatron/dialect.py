@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from slapo_core import Dialect, Plan
-from slapo_core.spec.planning import arguments_as_options
+from slapo_core.spec.dialect import arguments_as_options
 from slapo_megatron.checking import violations
 from slapo_megatron.groups.device import check_device, require_device
 from slapo_megatron.installed import require_megatron

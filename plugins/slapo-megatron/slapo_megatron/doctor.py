@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
-from slapo_core.spec.doctor import Fact, Problem
+from slapo_core.spec.hookspecs import Fact, Problem
 from slapo_megatron.installed import found_version, window
 
 __all__ = ["examine"]

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from slapo_core import Plan
-from slapo_core.spec.stateful import StatefulEngine
+from slapo_core.spec.engine import StatefulEngine
 from slapo_megatron.runtime import Megatron
 from slapo_megatron.state.between import BetweenMegatronSteps
 from slapo_megatron.state.optimizer import StoredOptimizer
@@ -105,7 +105,7 @@ class MegatronEngine(StatefulEngine):
         """At the end of a training step."""
         self._between.note()
 
-    # -- state; documented in slapo_core/spec/stateful.py -------------------------------------------------------
+    # -- state; documented in slapo_core/spec/engine.py -------------------------------------------------------
 
     def state_dict(self, *, rank0_only: bool = False, include_added: bool = False) -> dict[str, torch.Tensor]:
         self._settle()

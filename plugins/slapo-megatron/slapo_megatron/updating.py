@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from slapo_core.spec.replicas import send_buffers
-from slapo_core.spec.unused import UnusedParameters
+from slapo_core.spec.flat_shards import send_buffers
+from slapo_core.spec.step_invariants import UnusedParameters
 from slapo_megatron.model.buckets import drop_started
 
 if TYPE_CHECKING:

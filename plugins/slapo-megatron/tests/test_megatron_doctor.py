@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from slapo_core.spec.doctor import Fact, Problem
+from slapo_core.spec.hookspecs import Fact, Problem
 from slapo_megatron import doctor
 from tests.messages import Messages
 

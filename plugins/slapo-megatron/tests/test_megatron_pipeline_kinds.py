@@ -172,14 +172,14 @@ def without_guards() -> dict[str, Any]:
 
 
 def sending_views() -> None:
-    from slapo_core.spec import stage_work
+    from slapo_core.spec import stage_runner
     from tests.cpu_megatron import install
 
     def viewed(self: Any, *args: Any, **kwargs: Any) -> Any:
         return tuple(one.view(-1) for one in pack(self, *args, **kwargs))
 
     install()
-    pack, stage_work.Parcel.pack = stage_work.Parcel.pack, viewed  # type: ignore[method-assign]
+    pack, stage_runner.Parcel.pack = stage_runner.Parcel.pack, viewed  # type: ignore[method-assign]
     freed = {"model_parallel_config": {"deallocate_pipeline_outputs": True}}
     differences(Run(TWO, ("b",), tied=True, target="megatron", options=freed, forms=((1, 5),)))
 

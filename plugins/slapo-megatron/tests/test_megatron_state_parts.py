@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from slapo_core import BuildError
-from slapo_core.spec.places import Place
+from slapo_core.spec.flat_shards import Place
 from slapo_megatron.state.optimizer import StoredOptimizer
 from slapo_megatron.state.settings import settings_of
 from tests.messages import Messages

@@ -34,7 +34,7 @@ from torch.compiler import is_compiling
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from slapo_core import Mesh, MeshError
-from slapo_core.spec.watching import Origin, run_from
+from slapo_core.spec.observers import Origin, run_from
 
 __all__ = ["Collective", "RankGroup", "all_gather", "all_reduce", "copy", "gather_sum", "reduce_scatter", "split"]
 

@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from slapo_core import Node, Violation
-from slapo_core.spec.carrying import runs_own_forward
+from slapo_core.spec.edit import runs_own_forward
 from slapo_core.spec.preconditions import Divisible
 from slapo_tp.layers import EMBEDDING, LINEAR, LayerType, layer_type_of, reads_weights_itself
 from slapo_tp.splits import as_tuple, mesh_size, own_tensor, sites, split_axis, split_together, tensor_axis, weight_name

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from slapo_core.spec.sampler import STATUSES, Point, Trial
+from slapo_core.spec.extensions import STATUSES, Point, Trial
 from slapo_tune.errors import LogError
 
 FORMAT = 1

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slapo_core import ArgumentError
-from slapo_core.spec.sampler import Point, Trial
+from slapo_core.spec.extensions import Point, Trial
 from slapo_tune.report import (
     STARTED,
     Step,

@@ -13,8 +13,8 @@ from typing import Any
 from torch import nn
 
 import slapo_core
-from slapo_core.spec.sampler import Point, Sampler, Trial
-from slapo_core.spec.sizes import format_bytes
+from slapo_core.spec.device import format_bytes
+from slapo_core.spec.extensions import Point, Sampler, Trial
 from slapo_tune.errors import LogError, StudyError
 from slapo_tune.log import LogFile, parse
 from slapo_tune.predictions import Prediction, Predictions, sources

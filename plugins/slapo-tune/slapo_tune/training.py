@@ -20,7 +20,7 @@ from slapo_core.spec.mesh import DATA_DIMS
 
 if TYPE_CHECKING:
     from slapo_core import Schedule
-    from slapo_core.spec.sampler import Point
+    from slapo_core.spec.extensions import Point
     from slapo_tune.study import Study
 
 _STEPS = "slapo_tune: steps"

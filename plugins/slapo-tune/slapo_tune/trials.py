@@ -26,9 +26,8 @@ import torch
 
 import slapo_core as slapo
 from slapo_core import LaunchError, RankFailedError
-from slapo_core.ranks.launcher import preload_modules, run_ranks
+from slapo_core.ranks.launcher import MAIN_HINT, is_importing_script, preload_modules, run_ranks
 from slapo_core.ranks.process import make_importable
-from slapo_core.ranks.script import MAIN_HINT, is_importing_script
 from slapo_core.spec.mesh import DATA_DIMS, Mesh
 from slapo_tune.errors import StudyError
 from slapo_tune.outcomes import Outcome, RaisedError, outcome_of_failure, outcome_of_results
@@ -37,11 +36,12 @@ from slapo_tune.training import Run, on
 
 if TYPE_CHECKING:
     from slapo_core import Schedule
-    from slapo_core.spec.sampler import Point
+    from slapo_core.spec.extensions import Point
 
 KEPT = 256 * 1024
 """Bytes that are kept from the beginning and from the end of a trial's output."""
 
+_LAUNCHES = 5  # attempts to start the ranks of a trial
 _MAIN = ("__main__", "__mp_main__")
 _PLAIN = ("world_size", "target", "memory", "timeout", "warmup", "steps", "seed", "accelerator")
 """Fields of a study that ranks get besides its functions."""
@@ -145,13 +145,10 @@ class Trials:
 
 
 def _launched(job: _Job, ranks: int, timeout: float, backend: str) -> list[dict[str, Any]]:
-    for is_last in (False, True):  # twice: what ranks are forked from may have been killed
-        try:
+    for _ in range(_LAUNCHES - 1):
+        with contextlib.suppress(LaunchError):  # the server that ranks are forked from may have been killed
             return run_ranks(run_job, job, world_size=ranks, timeout=timeout, backend=backend)
-        except LaunchError:
-            if is_last:
-                raise
-    raise AssertionError
+    return run_ranks(run_job, job, world_size=ranks, timeout=timeout, backend=backend)
 
 
 # -- in the search ------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import slapo_core as slapo
-from slapo_core.spec.sampler import Trial
+from slapo_core.spec.extensions import Trial
 from slapo_tune.errors import LogError, StudyError
 from slapo_tune.space import decode, encode
 from slapo_tune.study import Study

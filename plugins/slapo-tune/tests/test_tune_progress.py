@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from typing import Any
 
-from slapo_core.spec.sampler import Trial
+from slapo_core.spec.extensions import Trial
 from slapo_tune.commands.progress import Progress
 from slapo_tune.search import Note, Started, Verified
 

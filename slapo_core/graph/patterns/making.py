@@ -22,7 +22,7 @@ from slapo_core.graph.patterns.operations import operation_of
 from slapo_core.graph.patterns.pattern import GraphPattern
 from slapo_core.graph.patterns.schemas import required_parameters
 from slapo_core.graph.patterns.tracing import Tracer
-from slapo_core.spec.pattern import Pattern
+from slapo_core.spec.extensions import Pattern
 
 __all__ = ["pattern_of"]
 

@@ -15,7 +15,7 @@ from slapo_core.graph.patterns.data import Constant, Form, Wildcard
 from slapo_core.graph.patterns.index import Indexed
 from slapo_core.graph.patterns.matching import Embedding
 from slapo_core.graph.patterns.searching import embeddings
-from slapo_core.ranks.facts import describe
+from slapo_core.ranks.rank_consistency import describe
 
 __all__ = ["Found", "GraphPattern"]
 

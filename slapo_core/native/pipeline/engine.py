@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,22 +10,155 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from slapo_core import BuildError, StepResult
-from slapo_core.native.pipeline.forms import Forms
-from slapo_core.native.pipeline.outputs import gather_output
-from slapo_core.native.pipeline.replicas import average_gradients
-from slapo_core.native.pipeline.runtime import PipelineRuntime
+from slapo_core.native.pipeline.runner import Runner
 from slapo_core.native.pipeline.schedules import schedule_of
-from slapo_core.spec.drawing import move_on, own_random_state
-from slapo_core.spec.stateful import StatefulEngine
+from slapo_core.spec.engine import StatefulEngine
+from slapo_core.spec.flat_shards import buckets
+from slapo_core.spec.rng_streams import move_on, own_random_state
+from slapo_core.spec.stage_runner import Forms
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from slapo_core import Plan
     from slapo_core.native.pipeline.stage import Work
-    from slapo_core.spec.request import BuildRequest
+    from slapo_core.spec.pipeline import Partition
+    from slapo_core.spec.request import BuildRequest, StagedModel
 
-__all__ = ["PipelineEngine"]
+
+@torch.no_grad()
+def average_gradients(parameters: Sequence[torch.Tensor], group: Any, *, bucket_bytes: int) -> None:
+    """Give every replica the mean of the gradients: a collective.
+
+    A replica without a gradient of some parameter adds nothing to it; where none has one there is none after it.
+
+    Args:
+        parameters: the same on every replica, in the same order.
+        group: of the replicas.
+        bucket_bytes: that are sent at once; a larger gradient by itself.
+
+    Raises:
+        BuildError: a gradient is sparse.
+    """
+    size = group.size()
+    for bucket in buckets(parameters, bucket_bytes):
+        gradients = [torch.zeros_like(one) if one.grad is None else one.grad for one in bucket]
+        there = torch.tensor([one.grad is not None for one in bucket]).to(gradients[0])
+        if any(gradient.layout != torch.strided for gradient in gradients):
+            raise BuildError("sparse gradients are not averaged over replicas", hint="nn.Embedding(..., sparse=False)")
+        flat = torch.cat([*[gradient.reshape(-1) for gradient in gradients], there])
+        dist.all_reduce(flat, group=group)
+        *means, there = flat.split([*[one.numel() for one in bucket], len(bucket)])
+        for number, (parameter, gradient, mean) in enumerate(zip(bucket, gradients, means, strict=True)):
+            if parameter.grad is None:
+                if not there[number]:
+                    continue
+                parameter.grad = gradient
+            gradient.copy_(mean.view(gradient.shape)).div_(size)
+
+
+class PipelineRuntime:
+    """The runtime of a pipeline of target ``"torch"``.
+
+    A step by hand, with the gradients of several batches::
+
+        for batch in batches:
+            loss = engine.torch.forward_backward(batch)
+        engine.torch.clip_gradients()
+        engine.optimizer.step()
+        engine.optimizer.zero_grad()
+
+    Attributes:
+        forward_backward: all micro-batches of a batch forward and backward: gives their mean loss, and adds its
+            gradients, averaged over replicas and summed over ties, to those that are there. A collective.
+        clip_gradients: scales all gradients to ``max_grad_norm``, a collective; gives the norm, or None without one.
+    """
+
+    def __init__(
+        self,
+        forward_backward: Callable[[Any], torch.Tensor],
+        clip_gradients: Callable[[], torch.Tensor | None],
+        sent: Mapping[int, Sequence[int]],
+    ) -> None:
+        self.forward_backward = forward_backward
+        self.clip_gradients = clip_gradients
+        self._sent = sent
+
+    def sent_bytes(self) -> dict[int, tuple[int, int]]:
+        """Return the bytes sent to other ranks, by stage of this rank: to the next stage, and to the one before it."""
+        return {stage: (forward, back) for stage, (forward, back) in self._sent.items()}
+
+
+def gather_output(
+    partition: Partition,
+    whole: Partition,
+    work: Work,
+    ranks: Sequence[int],
+    rank: int,
+    group: Any,
+    *,
+    device: torch.device,
+    count: int,
+) -> tuple[Any, str]:
+    """The output for the whole batch, on every rank: a collective over the stages.
+
+    Args:
+        partition: for a micro-batch.
+        whole: for the whole batch, which says what shapes the pieces have to get.
+        work: what the stages of this rank kept.
+        ranks: which rank along ``pp`` runs each stage.
+        rank: this one.
+        group: of these ranks.
+        device: where stages compute.
+        count: of micro-batches.
+
+    Returns:
+        the output, and on every rank alike why it cannot be put together; "" where it can.
+    """
+    pieces, problem = {}, ""
+    for name in partition.output.pieces:
+        value, owner = partition.values[name], ranks[partition.values[name].producer]
+        shape = whole.values[name].shape
+        axis = _axis(value.shape, shape, count)
+        parts = [work.outputs[name][number] for number in range(count)] if rank == owner else []
+        fits = axis is not None or shape == value.shape
+        if fits and axis is None and value.shape and count > 1:  # what each micro-batch has as a whole
+            alike = torch.tensor([all(torch.equal(part, parts[0]) for part in parts)], device=device)
+            _broadcast(alike, owner, group)
+            fits = bool(alike)
+        if not fits:
+            problem = problem or (
+                f"the piece '{name}' of the output is {value.shape} for a micro-batch and {shape} for the whole batch, "
+                "so it cannot be put together of the micro-batches'"
+            )
+            continue
+        joined = _together(parts, axis).contiguous() if parts else torch.empty(shape, dtype=value.dtype, device=device)
+        _broadcast(joined, owner, group)
+        pieces[name] = joined
+    return (None, problem) if problem else (partition.output.assemble(pieces), "")
+
+
+def _together(parts: list[torch.Tensor], axis: int | None) -> torch.Tensor:
+    if axis is not None:
+        return torch.cat(parts, axis)
+    if parts[0].dim() == 0 and parts[0].is_floating_point():
+        return torch.stack(parts).mean(0)  # a loss
+    return parts[0]
+
+
+def _axis(shape: tuple[int, ...], whole: tuple[int, ...], count: int) -> int | None:
+    """The one axis along which micro-batches make the whole batch; None where there is none."""
+    if len(shape) != len(whole):
+        return None
+    axes = [axis for axis, sizes in enumerate(zip(shape, whole, strict=True)) if sizes[0] != sizes[1]]
+    return axes[0] if len(axes) == 1 and shape[axes[0]] * count == whole[axes[0]] else None
+
+
+def _broadcast(tensor: torch.Tensor, root: int, group: Any) -> None:
+    """Of any type: as bytes."""
+    if tensor.numel():
+        dist.broadcast(tensor.reshape(-1).view(torch.uint8), group=group, group_src=root)
+
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -56,8 +190,10 @@ class PipelineEngine(StatefulEngine):
         here = [live for live in self._state.tensors() if live.is_here]
         self._parameters = [live.tensor for live in here if live.is_parameter]
         self._device = request.device or next((live.tensor.device for live in here), torch.device("cpu"))
-        schedule = schedule_of(plan.config, len(self._ranks), mesh.size("pp"))
-        self._forms = Forms(request, schedule, mesh.group("pp"), self._device, plan.config)
+        self._schedule = schedule_of(plan.config, len(self._ranks), mesh.size("pp"))
+        self._axes: Mapping[str, int | None] = plan.config["batch_axes"]
+        self._forms = Forms(request, self._count, self._axes, "", self._runner)
+        self._sent: dict[int, list[int]] = {}  # bytes, by stage
         self._part: nn.Module | None = None
         self._at = "nothing"  # of a step, for the message of an error
 
@@ -65,7 +201,8 @@ class PipelineEngine(StatefulEngine):
     def module(self) -> nn.Module:
         """This rank's part of the scheduled model; made when it is first asked for."""
         if self._part is None:
-            self._part = self._request.part(self._forms.any_partition())
+            example = self._request.staged_example(self._count, axes=self._axes)
+            self._part = self._request.part(example.staged.partition)
         return self._part
 
     @property
@@ -76,7 +213,7 @@ class PipelineEngine(StatefulEngine):
             BuildError: the engine is closed.
         """
         self._require_open()
-        return PipelineRuntime(self._passes, self._request.clip_gradients, self._forms)
+        return PipelineRuntime(self._passes, self._request.clip_gradients, self._sent)
 
     # -- steps; documented in spec/engine.py ------------------------------------------------------------------
 
@@ -101,15 +238,15 @@ class PipelineEngine(StatefulEngine):
         """
         self._require_open()
         with self._request.evaluating(batch):
-            cut, form = self._forms.of(batch, training=False)
-            whole = self._forms.whole(batch, form) if gather_outputs else form.staged.partition
+            cut, runner = self._forms.of(batch, training=False)
+            whole = self._whole(batch, runner.partition) if gather_outputs else runner.partition
             with self._closing(lambda: self._at):
-                work = form.run(cut, backward=False, keep_outputs=gather_outputs, at=self._stand)
+                work = runner.run(cut.inputs, cut.loss, backward=False, keep_outputs=gather_outputs, at=self._stand)
                 loss, output, problem = self._loss(work), None, ""
                 if gather_outputs:
                     self._at = "gathering the output"
                     output, problem = gather_output(
-                        form.staged.partition,
+                        runner.partition,
                         whole,
                         work,
                         self._ranks,
@@ -127,7 +264,7 @@ class PipelineEngine(StatefulEngine):
         self._require_open()
         self._refuse_without_gradients()
         with self._request.training(batch):
-            cut, form = self._forms.of(batch, training=True)
+            cut, runner = self._forms.of(batch, training=True)
             with self._closing(lambda: self._at):
                 if zero is not None:
                     zero.zero_grad(set_to_none=True)
@@ -135,7 +272,7 @@ class PipelineEngine(StatefulEngine):
                 for parameter, _ in earlier:
                     parameter.grad = None  # which is exchanged already
                 with own_random_state(self._device) as seed:
-                    work = form.run(cut, backward=True, seed=seed, at=self._stand)
+                    work = runner.run(cut.inputs, cut.loss, backward=True, seed=seed, at=self._stand)
                 loss = self._loss(work)
                 self._at = "summing gradients"
                 replicas = self._mesh.group("dp")
@@ -145,6 +282,33 @@ class PipelineEngine(StatefulEngine):
                 for parameter, gradient in earlier:
                     parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
         return loss
+
+    def _runner(self, staged: StagedModel, training: bool) -> Runner:
+        """Make the runner of this rank's stages for one input signature."""
+        runner = Runner(
+            staged.partition,
+            staged.liveness,
+            self._schedule,
+            self._ranks,
+            self._rank,
+            group=self._mesh.group("pp"),
+            device=self._device,
+            count=self._count,
+        )
+        for stage in runner.stages:
+            stage.sent_bytes = self._sent.setdefault(stage.stage_index, [0, 0])
+        return runner
+
+    def _whole(self, batch: Any, partition: Partition) -> Partition:
+        """Return the stages for the uncut batch, which say the shapes of the whole output."""
+        whole = self._request.staged(batch, 1, training=False, axes=self._axes).staged.partition
+        if whole.output.pieces != partition.output.pieces:
+            raise BuildError(
+                "the output for the whole batch has other pieces than that for a micro-batch, so it cannot be put "
+                "together of those",
+                hint="eval_step(batch) without gather_outputs",
+            )
+        return whole
 
     def _trained(self) -> list[Tensor]:
         return [parameter for parameter in self._parameters if parameter.requires_grad]

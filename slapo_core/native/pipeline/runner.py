@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from slapo_core.native.pipeline.schedules import Schedule
     from slapo_core.spec.pipeline import Liveness, Partition
 
-__all__ = ["Runner"]
-
 
 class Runner:
     """Runs a step's forwards and backwards; every rank along ``pp`` has one, with the same arguments but ``rank``.

@@ -11,17 +11,64 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slapo_core import BuildError
-from slapo_core.native.pipeline.received import Received
-from slapo_core.native.pipeline.splitting import backward_of_inputs
+from slapo_core.native.pipeline.split_backward import Watch, backward_of_inputs
 from slapo_core.native.pipeline.torch_pipelining import StageBase
-from slapo_core.native.pipeline.whole import Watch
-from slapo_core.spec.drawing import has_drawn, start_stream
+from slapo_core.spec.p2p_packing import check_sent
+from slapo_core.spec.rng_streams import has_drawn, start_stream
 
 if TYPE_CHECKING:
     from slapo_core.spec.pipeline import Liveness, Partition, Value
 
-__all__ = ["RunningStage", "Work"]
+
+class Received:
+    """One value of one micro-batch.
+
+    What the stage's module reads is no leaf, so it may write to it; and no copy. Its gradient, of all that uses it, is
+    kept here instead of going into a leaf: of the stage's own uses, of later writes to it, and of what comes back for
+    it from behind where it is relayed.
+
+    Args:
+        buffer: what came; nobody else uses it.
+        carries_gradient: whether one is wanted.
+    """
+
+    def __init__(self, buffer: torch.Tensor, *, carries_gradient: bool) -> None:
+        self.gradient: torch.Tensor | None = None
+        self._like = (buffer.shape, buffer.dtype, buffer.device)
+        self.start: torch.Tensor | None = None
+        if carries_gradient and torch.is_grad_enabled():
+            self.start = torch.empty(0, device=buffer.device, requires_grad=True)
+            buffer = _Arrival.apply(self.start, [buffer], self)  # type: ignore[no-untyped-call]
+        self._tensor: torch.Tensor | None = buffer
+
+    def take(self) -> torch.Tensor:
+        """What the stage reads; once: its history leads here, and would keep itself alive."""
+        tensor, self._tensor = self._tensor, None
+        assert tensor is not None
+        return tensor
+
+    def give_back(self) -> torch.Tensor:
+        """The gradient, contiguous; zeros where nothing used the value."""
+        gradient, self.gradient = self.gradient, None
+        if gradient is None:
+            shape, dtype, device = self._like
+            return torch.zeros(shape, dtype=dtype, device=device)
+        return gradient.contiguous()
+
+
+class _Arrival(torch.autograd.Function):
+    """Makes of a buffer a tensor with a history, which begins here."""
+
+    @staticmethod
+    def forward(ctx: Any, start: torch.Tensor, buffer: list[torch.Tensor], received: Received) -> torch.Tensor:
+        ctx.received = received
+        return buffer.pop()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None, None]:  # type: ignore[override]
+        received = ctx.received
+        received.gradient = gradient if received.gradient is None else received.gradient + gradient
+        return None, None, None
 
 
 @dataclass
@@ -203,7 +250,9 @@ class RunningStage(StageBase):
             if not self.has_backward:
                 del self._flights[fwd_chunk_id]
             return flight.loss
-        flight.sent = [self._checked(value, there[value.name]) for value in self._going]
+        for value in self._going:
+            check_sent(value, there[value.name], f"stage {self.stage_index}")
+        flight.sent = [there[value.name] for value in self._going]
         if not self.has_backward and self._ranks[self.stage_index + 1] == self._ranks[self.stage_index]:
             return tuple(self._flights.pop(fwd_chunk_id).sent)
         return tuple(flight.sent)
@@ -224,22 +273,6 @@ class RunningStage(StageBase):
             self.work.drew = has_drawn(stream, self.device)
         return made
 
-    def _checked(self, value: Value, tensor: torch.Tensor) -> torch.Tensor:
-        if tuple(tensor.shape) != value.shape or tensor.dtype != value.dtype:
-            raise BuildError(
-                f"stage {self.stage_index} made '{value.name}' as {tuple(tensor.shape)} of {tensor.dtype}, and the "
-                f"next stage waits for {value.shape} of {value.dtype}: its shape depends on what is in the batch, "
-                "beyond shapes",
-                hint="cut the model elsewhere",
-            )
-        if tensor.requires_grad and self.has_backward and not value.requires_grad:
-            raise BuildError(
-                f"'{value.name}', which stage {self.stage_index} sends, has a gradient now, and had none when the "
-                "stages were made: it would be lost",
-                hint="set requires_grad of parameters before build()",
-            )
-        return tensor
-
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
@@ -258,7 +291,7 @@ class RunningStage(StageBase):
         elif not starts:  # no stage waits for anything
             self._later[bwd_chunk_id] = lambda: torch.autograd.backward(roots, gradients)
         else:
-            self._later[bwd_chunk_id] = backward_of_inputs(roots, gradients, starts).run
+            self._later[bwd_chunk_id] = backward_of_inputs(roots, gradients, starts)
         if not self.is_first:
             self._back[bwd_chunk_id] = [
                 flight.received[value.name].give_back() for value in self._coming if value.requires_grad

@@ -8,7 +8,7 @@ from slapo_core.errors import PluginError
 from slapo_core.plugins import current_registry
 from slapo_core.plugins.metadata import LOCAL_VERSION, Entry
 from slapo_core.plugins.registry import class_violations
-from slapo_core.spec.kinds import GROUP_PREFIX
+from slapo_core.spec.entry_point_groups import GROUP_PREFIX
 from slapo_core.testing.case import Case
 from slapo_core.testing.check import CheckError, NotApplicable
 

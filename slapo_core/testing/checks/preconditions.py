@@ -6,8 +6,7 @@ import torch
 
 from slapo_core.errors import PreconditionError
 from slapo_core.spec.node import Node
-from slapo_core.spec.primitive import Primitive
-from slapo_core.spec.violation import Violation
+from slapo_core.spec.primitive import Primitive, Violation
 from slapo_core.testing.bench import Bench, prepare
 from slapo_core.testing.case import Case
 from slapo_core.testing.check import CheckError

@@ -22,8 +22,8 @@ from slapo_core.testing.dialects.bench import DialectBench, open_bench
 from slapo_core.testing.dialects.case import DialectCase
 from slapo_core.testing.dialects.training import Training, train
 from slapo_core.testing.sending import Parcel
-from slapo_core.weights.copies import copy_on_meta
 from slapo_core.weights.correspondence import Correspondence
+from slapo_core.weights.initializers import copy_on_meta
 from slapo_core.weights.replicas import replicas_of
 
 __all__ = ["MeshTraining", "Part", "Refusal", "clipping_norm", "run_parts"]

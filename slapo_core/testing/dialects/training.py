@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from slapo_core.building.loss import LossCall
-from slapo_core.building.micro_batches import micro_batches
+from slapo_core.building.batches import LossCall, micro_batches
 from slapo_core.testing.bench import SEED, seeded
 
 if TYPE_CHECKING:

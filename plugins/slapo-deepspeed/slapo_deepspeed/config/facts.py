@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from slapo_core.spec.planning import device_of, parameter_types, samples_of
+from slapo_core.spec.dialect import device_of, parameter_types, samples_of
 
 if TYPE_CHECKING:
-    from slapo_core.spec.record import Record
+    from slapo_core.spec.primitive import Record
     from slapo_core.spec.request import ScheduledModel
 
 __all__ = ["Facts"]

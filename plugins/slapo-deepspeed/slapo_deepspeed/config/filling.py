@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from slapo_core import BuildError
-from slapo_core.spec.planning import checked_axes
+from slapo_core.spec.dialect import checked_axes
 from slapo_deepspeed.config.batch import fill_batch
 from slapo_deepspeed.config.draft import Draft
 from slapo_deepspeed.config.facts import Facts

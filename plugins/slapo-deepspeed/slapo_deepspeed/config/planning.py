@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 import slapo_core
-from slapo_core.spec.planning import boundaries, topology
+from slapo_core.spec.dialect import boundaries, topology
 
 if TYPE_CHECKING:
     from slapo_core import Schedule

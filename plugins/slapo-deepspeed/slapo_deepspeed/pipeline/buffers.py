@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
-from slapo_core.spec.stage_work import Form, Leg
+from slapo_core.spec.stage_runner import Form, Leg
 
 if TYPE_CHECKING:
     import torch

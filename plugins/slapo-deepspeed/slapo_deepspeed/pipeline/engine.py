@@ -10,9 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 from slapo_core import BuildError, StepResult
-from slapo_core.spec.batch_forms import Forms
-from slapo_core.spec.drawing import move_on, own_random_state
-from slapo_core.spec.stage_work import Work
+from slapo_core.spec.rng_streams import move_on, own_random_state
+from slapo_core.spec.stage_runner import Forms, Work
 from slapo_deepspeed.engine import DeepSpeedEngine
 from slapo_deepspeed.initializing import has_optimizer, initialize
 from slapo_deepspeed.marks import mark, marks_taken_back

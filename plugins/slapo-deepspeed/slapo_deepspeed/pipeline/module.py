@@ -14,7 +14,7 @@ from torch import nn
 
 if TYPE_CHECKING:
     from slapo_core.spec.mesh import Mesh
-    from slapo_core.spec.stage_work import Work
+    from slapo_core.spec.stage_runner import Work
 
 __all__ = ["StagesModule", "topology_of"]
 

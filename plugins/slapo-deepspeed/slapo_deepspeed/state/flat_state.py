@@ -11,7 +11,7 @@ import torch
 from slapo_core import BuildError
 
 if TYPE_CHECKING:
-    from slapo_core.spec.places import Place
+    from slapo_core.spec.flat_shards import Place
 
 __all__ = ["flat_states"]
 

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from slapo_core.spec.places import gathered
+from slapo_core.spec.flat_shards import gathered
 from slapo_deepspeed.state.flat_state import flat_states
 
 if TYPE_CHECKING:
+    from slapo_core.spec.flat_shards import Place
     from slapo_core.spec.mesh import Mesh
-    from slapo_core.spec.places import Place
     from slapo_deepspeed.state.groups import Groups
     from slapo_deepspeed.state.places import Places
 
@@ -20,7 +20,7 @@ __all__ = ["DeepSpeedOptimizer"]
 
 
 class DeepSpeedOptimizer:
-    """The implementation of :class:`slapo_core.spec.storage.OptimizerStorage`.
+    """The implementation of :class:`slapo_core.spec.state.OptimizerStorage`.
 
     Args:
         places: of the engine, which has an optimizer.

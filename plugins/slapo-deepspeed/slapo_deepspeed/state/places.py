@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from slapo_core import BuildError
-from slapo_core.spec.places import Place
+from slapo_core.spec.flat_shards import Place
 
 __all__ = ["Places", "partition_of", "places_of", "shape_of"]
 

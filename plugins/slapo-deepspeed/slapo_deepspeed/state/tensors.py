@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from slapo_core.spec.places import gathered, is_rounding
+from slapo_core.spec.flat_shards import gathered, is_rounding
 from slapo_deepspeed.state.places import partition_of, shape_of
 
 if TYPE_CHECKING:
+    from slapo_core.spec.flat_shards import Place
     from slapo_core.spec.mesh import Mesh
-    from slapo_core.spec.places import Place
     from slapo_core.spec.state import LiveTensor
     from slapo_deepspeed.state.places import Places
 
@@ -20,7 +20,7 @@ __all__ = ["DeepSpeedTensors"]
 
 
 class DeepSpeedTensors:
-    """The implementation of :class:`slapo_core.spec.storage.TensorStorage`.
+    """The implementation of :class:`slapo_core.spec.state.TensorStorage`.
 
     Masters are read and written where ZeRO partitions them, or beside the model; the parameters of the model follow.
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from slapo_core import StepResult
-from slapo_core.spec.replicas import send_buffers
+from slapo_core.spec.flat_shards import send_buffers
 from slapo_deepspeed.engine import DeepSpeedEngine
 from slapo_deepspeed.initializing import has_optimizer, initialize
 from slapo_deepspeed.marks import mark, marks_taken_back

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from slapo_core.spec.unused import UnusedParameters
+from slapo_core.spec.step_invariants import UnusedParameters
 
 if TYPE_CHECKING:
     from slapo_core.spec.request import BuildRequest

@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 import slapo_core
 from slapo_core import SlapoError
-from slapo_core.spec.planning import device_of, parameter_types
+from slapo_core.spec.dialect import device_of, parameter_types
 
 if TYPE_CHECKING:
     from slapo_core import Schedule
-    from slapo_core.spec.planning import Boundaries
-    from slapo_core.spec.record import Record
-    from slapo_core.spec.request import ScheduledModel
+    from slapo_core.spec.primitive import Record
+    from slapo_core.spec.request import ScheduledModel, StagedModel
 
 __all__ = ["Facts", "StagesOf", "trains"]
 
@@ -30,9 +29,9 @@ class StagesOf:
     def __init__(self, schedule: ScheduledModel, options: Mapping[str, Any]) -> None:
         self._schedule = schedule
         self._has_loss = bool((options.get("arguments") or {}).get("has_loss"))
-        self._found: Boundaries | SlapoError | None = None
+        self._found: StagedModel | SlapoError | None = None
 
-    def ask(self) -> Boundaries:
+    def ask(self) -> StagedModel:
         """
         Raises:
             SlapoError: there are none, or no example inputs.

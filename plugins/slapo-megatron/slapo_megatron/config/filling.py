@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from slapo_core import BuildError
-from slapo_core.spec.planning import checked_axes
+from slapo_core.spec.dialect import checked_axes
 from slapo_megatron.config.draft import Draft
 from slapo_megatron.config.facts import Facts, StagesOf
 from slapo_megatron.config.fields import FIELDS

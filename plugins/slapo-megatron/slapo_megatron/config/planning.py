@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from slapo_core.spec.planning import boundaries, topology
+from slapo_core.spec.dialect import boundaries, topology
 from slapo_megatron.config.facts import trains
 from slapo_megatron.config.fields import FIELDS
 from slapo_megatron.groups.order import order_of

@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slapo_core import BuildError
-from slapo_core.spec.mesh import Mesh
-from slapo_core.spec.starting import start_alone
+from slapo_core.spec.mesh import Mesh, start_alone
 from slapo_megatron.groups.order import order_of
 from slapo_megatron.installed import require_megatron
 

@@ -12,7 +12,7 @@ from slapo_megatron.model.chunk import Chunk
 from slapo_megatron.model.precision import raised, working_dtype
 
 if TYPE_CHECKING:
-    from slapo_core.spec.stage_work import Work
+    from slapo_core.spec.stage_runner import Work
 
 __all__ = ["StageChunk", "chunks_of"]
 

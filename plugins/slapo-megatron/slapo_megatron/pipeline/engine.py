@@ -11,9 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from slapo_core import BuildError, StepResult
-from slapo_core.spec.batch_forms import Forms
-from slapo_core.spec.drawing import move_on, own_random_state
-from slapo_core.spec.stage_work import Form, Work
+from slapo_core.spec.rng_streams import move_on, own_random_state
+from slapo_core.spec.stage_runner import Form, Forms, Work
 from slapo_megatron.engine import MegatronEngine
 from slapo_megatron.groups.starting import start
 from slapo_megatron.marks import mark

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from slapo_core.spec.stage_work import Form
+    from slapo_core.spec.stage_runner import Form
 
 __all__ = ["Messages", "messages_of", "order_of"]
 

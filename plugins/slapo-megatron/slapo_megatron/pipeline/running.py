@@ -18,7 +18,7 @@ from slapo_megatron.pipeline.communicator import Communicator
 from slapo_megatron.pipeline.messages import messages_of, order_of
 
 if TYPE_CHECKING:
-    from slapo_core.spec.stage_work import Form, Work
+    from slapo_core.spec.stage_runner import Form, Work
     from slapo_megatron.runtime import Megatron
 
 __all__ = ["Schedule"]

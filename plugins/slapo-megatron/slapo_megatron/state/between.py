@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from slapo_core import BuildError
-from slapo_core.spec.between import AFRESH, BetweenSteps
+from slapo_core.spec.step_invariants import AFRESH, BetweenSteps
 
 if TYPE_CHECKING:
     from slapo_core.spec.request import BuildRequest

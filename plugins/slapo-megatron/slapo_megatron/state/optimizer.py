@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from slapo_core import BuildError
-from slapo_core.spec.places import gathered
+from slapo_core.spec.flat_shards import gathered
 from slapo_megatron.state.settings import counts_in_groups, kind_of, settings_of
 from slapo_megatron.state.tensors import shared_dims, united
 
@@ -22,7 +22,7 @@ _STEP = "step"
 
 
 class StoredOptimizer:
-    """The implementation of :class:`slapo_core.spec.storage.OptimizerStorage`, as the optimizer is now.
+    """The implementation of :class:`slapo_core.spec.state.OptimizerStorage`, as the optimizer is now.
 
     Args:
         places: of the engine, which has an optimizer.

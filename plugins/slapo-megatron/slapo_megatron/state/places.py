@@ -16,7 +16,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer
 
 from slapo_core import BuildError
-from slapo_core.spec.places import Place
+from slapo_core.spec.flat_shards import Place
 from slapo_megatron.state.tensors import united
 
 if TYPE_CHECKING:

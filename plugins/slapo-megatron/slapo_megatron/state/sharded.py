@@ -21,8 +21,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from slapo_core import BuildError, WeightsError
 
 if TYPE_CHECKING:
-    from slapo_core.spec.pieces import Piece, Pieces
     from slapo_core.spec.request import BuildRequest
+    from slapo_core.spec.state import Piece, Pieces
 
 __all__ = ["ShardedDirectory"]
 
@@ -90,7 +90,7 @@ class ShardedDirectory:
         found: dict[str, Any] = json.loads(description)
         return found
 
-    # -- as slapo_core.spec.pieces.PieceSource ------------------------------------------------------------------
+    # -- as slapo_core.spec.state.PieceSource ------------------------------------------------------------------
 
     def like(self, kind: str, name: str) -> torch.Tensor:
         found = self._tensors[_key(kind, name)]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from slapo_core.spec.places import gathered, is_rounding
+from slapo_core.spec.flat_shards import gathered, is_rounding
 
 if TYPE_CHECKING:
     from slapo_core.spec.mesh import Mesh
@@ -18,7 +18,7 @@ __all__ = ["MegatronTensors", "shared_dims", "united"]
 
 
 class MegatronTensors:
-    """The implementation of :class:`slapo_core.spec.storage.TensorStorage`.
+    """The implementation of :class:`slapo_core.spec.state.TensorStorage`.
 
     Main parameters are read and written where Megatron's optimizers have them; the parameters of the model follow.
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from slapo_core import StepResult
-from slapo_core.spec.planning import device_of
+from slapo_core.spec.dialect import device_of
 from slapo_megatron.engine import MegatronEngine
 from slapo_megatron.groups.starting import start
 from slapo_megatron.marks import mark

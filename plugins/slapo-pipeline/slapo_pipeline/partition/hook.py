@@ -18,7 +18,7 @@ from slapo_pipeline.rules import above_violations
 from slapo_pipeline.split import PipelineSplit
 
 if TYPE_CHECKING:
-    from slapo_core.spec.record import Record
+    from slapo_core.spec.primitive import Record
     from slapo_core.spec.request import ScheduledModel
 
 

@@ -15,8 +15,8 @@ import torch
 import typer
 
 from slapo_core import ArgumentError, Schedule
-from slapo_core.spec.sampler import Trial
-from slapo_core.spec.sizes import format_bytes
+from slapo_core.spec.device import format_bytes
+from slapo_core.spec.extensions import Trial
 from slapo_tune.commands.progress import Progress
 from slapo_tune.errors import LogError
 from slapo_tune.log import Log, read_log

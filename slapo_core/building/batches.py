@@ -1,0 +1,254 @@
+"""Batches of a training step: micro-batches and loss."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from slapo_core.errors import BuildError
+
+_AXIS = ("first axis", "first axis, or the one that batch_axes names")
+_LEFT_OUT = -100  # the label that torch's and transformers' losses leave out
+
+
+def micro_batches(
+    batch: Any,
+    count: int,
+    *,
+    option: str = "accumulate",
+    axes: Mapping[str | int, int | None] | None = None,
+) -> list[Any]:
+    """Cut every tensor of a batch along its first axis, or the one that is said, into ``count`` pieces of one size.
+
+    Args:
+        batch: a mapping, a tuple or list, or one tensor. Tensors without axes and plain values go to every piece.
+        count: 1 gives the batch itself.
+        option: that gives the number, for messages.
+        axes: for a key or a place in the batch (0 for one tensor): the axis of its tensors that counts the samples;
+            None: they go to every piece.
+
+    Raises:
+        BuildError: the samples do not divide, tensors differ in their number, or something else than a tensor holds
+            one value for each sample.
+    """
+    if count == 1:
+        return [batch]
+    axes = axes or {}
+    leaves = list(_leaves("batch", batch))
+    for place, value in leaves:
+        if not (value is None or isinstance(value, (torch.Tensor, bool, int, float, str))):
+            raise BuildError(
+                f"{option}={count} cannot cut {place}, a {type(value).__name__}: only tensors are cut into "
+                "micro-batches",
+                hint="give it as a tensor whose first axis counts the samples",
+            )
+    lengths = dict(_lengths(batch, axes))
+    if not lengths:
+        raise BuildError(f"{option}={count} finds no tensor to cut in the batch", hint=f"{option}=1")
+    if len(set(lengths.values())) > 1:
+        shown = ", ".join(f"{place}: {length}" for place, length in lengths.items())
+        raise BuildError(
+            f"{option}={count} cuts every tensor of the batch along its {_AXIS[bool(axes)]}, which must count the "
+            f"samples in all of them (got {shown})",
+            hint="expand() what all samples share, or make it a buffer of the model"
+            if option == "accumulate"
+            else 'batch_axes={"bias": None, "x": 1}: no tensor of "bias" is cut, those of "x" along their second axis',
+        )
+    samples = next(iter(lengths.values()))
+    if samples % count or not samples:
+        raise BuildError(
+            f"{samples} samples do not divide into {option}={count} micro-batches of one size, whose losses would "
+            "weigh alike",
+            hint="DataLoader(..., drop_last=True), with a batch_size that is a multiple of it",
+        )
+    size = samples // count
+    return [_cut(batch, number * size, size, axes) for number in range(count)]
+
+
+def labels_left_out(pieces: list[Any], *, option: str = "accumulate") -> str | None:
+    """Why the mean of the pieces' losses may not be that of the batch; None where nothing speaks against it.
+
+    A mean over labels weighs a piece by the labels that count in it; the gradients of pieces weigh alike.
+    """
+    for place, value in _leaves("batch", pieces[0]):
+        if isinstance(value, torch.Tensor) and value.dim() and not value.is_floating_point() and not value.is_complex():
+            others = [dict(_leaves("batch", piece))[place] for piece in pieces]
+            counts = [int((other != _LEFT_OUT).sum()) for other in others]
+            if len(set(counts)) > 1:
+                return (
+                    f"{place} has {', '.join(map(str, counts))} labels other than {_LEFT_OUT} in the micro-batches, "
+                    "which weigh alike: the mean of their losses is not the mean over the labels of the batch; for "
+                    "that, let loss= divide the sum over labels by a number that the batch gives as a tensor without "
+                    f"axes, divided by {option}"
+                )
+    return None
+
+
+def _leaves(place: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _leaves(f"{place}[{key!r}]", item)
+    elif isinstance(value, (tuple, list)):
+        for number, item in enumerate(value):
+            # Plain values further inside may be one for each sample; arguments are not.
+            if place != "batch" and not isinstance(item, (torch.Tensor, Mapping, tuple, list)):
+                yield place, value
+                return
+            yield from _leaves(f"{place}[{number}]", item)
+    else:
+        yield place, value
+
+
+def _parts(batch: Any) -> Iterator[tuple[Any, str, Any]]:
+    """The arguments in a batch: key or place, how messages name it, and the value."""
+    if isinstance(batch, Mapping):
+        yield from ((key, f"batch[{key!r}]", value) for key, value in batch.items())
+    elif isinstance(batch, (tuple, list)):
+        yield from ((number, f"batch[{number}]", value) for number, value in enumerate(batch))
+    else:
+        yield 0, "batch", batch
+
+
+def _lengths(batch: Any, axes: Mapping[Any, int | None]) -> Iterator[tuple[str, int]]:
+    for key, name, part in _parts(batch):
+        axis = axes.get(key, 0)
+        for place, value in _leaves(name, part):
+            if isinstance(value, torch.Tensor) and value.dim() and axis is not None:
+                if not -value.dim() <= axis < value.dim():
+                    raise BuildError(
+                        f"batch_axes names axis {axis} of {place}, which has {value.dim()} axes {tuple(value.shape)}",
+                        hint=f"batch_axes={{{key!r}: {value.dim() - 1}}}",
+                    )
+                yield place, value.shape[axis]
+
+
+def _cut(batch: Any, start: int, size: int, axes: Mapping[Any, int | None]) -> Any:
+    """One piece of a batch."""
+    pieces = {key: _piece(value, start, size, axes.get(key, 0)) for key, _, value in _parts(batch)}
+    if isinstance(batch, Mapping):
+        return pieces
+    return _like(batch, list(pieces.values())) if isinstance(batch, (tuple, list)) else pieces[0]
+
+
+def _piece(value: Any, start: int, size: int, axis: int | None) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.narrow(axis, start, size) if value.dim() and axis is not None else value
+    if isinstance(value, Mapping):
+        return {key: _piece(item, start, size, axis) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return _like(value, [_piece(item, start, size, axis) for item in value])
+    return value
+
+
+def _like(value: tuple[Any, ...] | list[Any], items: list[Any]) -> Any:
+    if hasattr(value, "_fields"):  # a named tuple takes them one by one
+        return type(value)(*items)
+    return tuple(items) if isinstance(value, tuple) else items
+
+
+class LossCall:
+    """Calls a model and finds the loss.
+
+    Args:
+        module: the scheduled model.
+        loss: ``loss(output, batch)``; what a batch holds beyond the arguments of the forward is then left to it. None
+            takes the loss that the output holds.
+    """
+
+    def __init__(self, module: nn.Module, loss: Callable[[Any, Any], Any] | None) -> None:
+        self._module, self._loss = module, loss
+        self._takes = _Signature(module) if loss is not None else None
+
+    def __call__(self, batch: Any, forward: Callable[..., Any] | None = None) -> tuple[torch.Tensor, Any]:
+        """The loss, a scalar tensor, and the output of ``forward`` (None: the model) on a batch."""
+        output = self._call(self._module if forward is None else forward, batch)
+        return self.loss_of(output, batch), output
+
+    def _call(self, forward: Callable[..., Any], batch: Any) -> Any:
+        if self._takes is not None:
+            batch = self._takes.of(batch)
+        if isinstance(batch, Mapping):
+            return forward(**batch)
+        if isinstance(batch, (tuple, list)):
+            return forward(*batch)
+        return forward(batch)
+
+    def loss_of(self, output: Any, batch: Any) -> torch.Tensor:
+        """The loss of an output on a batch, a scalar tensor.
+
+        Raises:
+            BuildError: there is none in the output, or the user's function gives no scalar.
+        """
+        loss: Any
+        if self._loss is not None:
+            loss = self._loss(output, batch)
+        elif isinstance(output, torch.Tensor):
+            loss = output
+        else:
+            loss = getattr(output, "loss", None)
+            if loss is None and isinstance(output, Mapping):
+                loss = output.get("loss")
+        if not isinstance(loss, torch.Tensor) or loss.dim():
+            raise self._no_loss(output, loss)
+        return loss
+
+    def _no_loss(self, output: Any, loss: Any) -> BuildError:
+        if self._loss is not None:
+            return BuildError(
+                f"loss(output, batch) must return a scalar tensor (got {_described(loss)})",
+                hint="reduce it, for instance with .mean()",
+            )
+        return BuildError(
+            f"the output of {type(self._module).__name__} holds no loss: it is {_described(output)}",
+            hint="build(sch, ..., loss=lambda output, batch: "
+            'torch.nn.functional.cross_entropy(output, batch["labels"])), or give the labels to the model',
+        )
+
+
+def trained(loss: torch.Tensor) -> torch.Tensor:
+    """The same loss, from which a training step goes back.
+
+    Without a gradient, torch would raise in other words in the backward pass of a whole model; a runtime may leave that
+    pass out, and one of stages gives what it was sent a gradient of zeros: both step, with zeros.
+
+    Raises:
+        BuildError: gradients are enabled, and it has none.
+    """
+    if torch.is_grad_enabled() and not loss.requires_grad:
+        raise BuildError(
+            "the loss depends on nothing that is trained, so that there is no gradient",
+            hint="unfreeze parameters before build; give loss= a function that does not detach the output",
+        )
+    return loss
+
+
+class _Signature:
+    """What a forward takes of a batch whose rest is for the loss."""
+
+    def __init__(self, module: nn.Module) -> None:
+        parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
+        kinds = {parameter.kind for parameter in parameters}
+        positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        self._count = None if inspect.Parameter.VAR_POSITIONAL in kinds else len(positional)
+        self._names = (
+            None
+            if inspect.Parameter.VAR_KEYWORD in kinds
+            else frozenset(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
+        )
+
+    def of(self, batch: Any) -> Any:
+        if isinstance(batch, Mapping) and self._names is not None:
+            return {name: value for name, value in batch.items() if name in self._names}
+        if isinstance(batch, (tuple, list)) and self._count is not None:
+            return batch[: self._count]
+        return batch
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    return f"a {type(value).__name__}" if value is not None else "None"

@@ -1,0 +1,127 @@
+"""Shards of parameters in flat tensors, for runtimes that partition them; broadcast of buffers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+__all__ = ["Place", "buckets", "gathered", "is_rounding", "send_buffers"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """What this rank holds of one parameter's trained values.
+
+    Args:
+        flat: the tensor that the optimizer steps; it keeps its state for it.
+        start: of the first element, in ``flat``.
+        offset: of the first element, in the parameter.
+        length: in elements; 0 where other replicas hold them all.
+        shape: of the parameter, whole.
+    """
+
+    flat: torch.Tensor
+    start: int
+    offset: int
+    length: int
+    shape: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, flat: torch.Tensor, shape: tuple[int, ...]) -> Place:
+        """That of a parameter that a tensor of the same number of elements stands for."""
+        return cls(flat, 0, 0, flat.numel(), shape)
+
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        """This rank's elements in ``flat``, or in a tensor of the same shape."""
+        return flat.detach().view(-1).narrow(0, self.start, self.length)
+
+    def part(self, value: torch.Tensor) -> torch.Tensor:
+        """The same elements of a whole tensor."""
+        return value.detach().reshape(-1).narrow(0, self.offset, self.length)
+
+
+def gathered(
+    piece: torch.Tensor, offset: int, shape: tuple[int, ...], groups: Iterable[Any], *, device: torch.device
+) -> torch.Tensor:
+    """The whole tensor, put together of what replicas hold of it to the last bit, on every one of them.
+
+    A collective. The pieces are added as integers, each among zeros: that keeps zeros with a sign, and whatever is no
+    number.
+
+    Args:
+        piece: this rank's elements, flat; of one type on all ranks. Nobody else has the same ones.
+        offset: of its first element, in row-major order.
+        shape: of the whole one.
+        groups: the replicas are the product of these; none for one alone.
+        device: that the groups send from.
+    """
+    import torch
+
+    count = math.prod(shape)
+    size = count * piece.element_size()
+    memory = torch.zeros(-(-size // 4), dtype=torch.int32, device=device)
+    whole = memory.view(torch.uint8)[:size].view(piece.dtype)
+    whole[offset : offset + piece.numel()].copy_(piece.detach())
+    for group in groups:
+        import torch.distributed as dist
+
+        dist.all_reduce(memory, group=group)
+    return whole.view(shape)
+
+
+def is_rounding(copy: torch.Tensor, trained: torch.Tensor) -> bool:
+    """Whether a copy is the rounding of what is trained; what is no number is the same as that."""
+    rounded = trained.to(copy.device, copy.dtype)
+    return bool(((copy == rounded) | (copy.isnan() & rounded.isnan())).all())
+
+
+def send_buffers(model: nn.Module, group: Any) -> None:
+    """Give every replica the buffers of the first one: a collective over ``group``, one for all of them.
+
+    To be called before every training step.
+
+    Args:
+        model: whose buffers, persistent or not.
+        group: of the replicas; None where there is one.
+    """
+    import torch
+    import torch.distributed as dist
+
+    buffers = [buffer for buffer in model.buffers() if buffer.numel() and not buffer.is_meta]
+    if group is None or not buffers:
+        return
+    with torch.no_grad():
+        pieces = [buffer.detach().contiguous().reshape(-1).view(torch.uint8) for buffer in buffers]
+        flat = torch.cat(pieces)
+        dist.broadcast(flat, group=group, group_src=0)
+        if dist.get_rank(group) == 0:
+            return
+        for buffer, piece in zip(buffers, flat.split([piece.numel() for piece in pieces]), strict=True):
+            # The bytes of one may start where its type may not be read: a copy starts where memory does.
+            buffer.copy_(piece.clone().view(buffer.dtype).view(buffer.shape))
+
+
+def buckets(tensors: Iterable[torch.Tensor], limit: int) -> Iterator[list[torch.Tensor]]:
+    """Group tensors of one type and device, in their order, for one collective each.
+
+    Args:
+        tensors: the same on every rank, in the same order.
+        limit: bytes of a bucket; a larger tensor has a bucket for itself.
+    """
+    by_kind: dict[tuple[str, str], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        by_kind.setdefault((str(tensor.dtype), tensor.device.type), []).append(tensor)
+    for _, own in sorted(by_kind.items()):
+        bucket: list[torch.Tensor] = []
+        for tensor in own:
+            if bucket and sum(one.nbytes for one in (*bucket, tensor)) > limit:
+                yield bucket
+                bucket = []
+            bucket.append(tensor)
+        yield bucket

@@ -1,0 +1,253 @@
+"""Run the stages of a pipeline rank, micro-batch by micro-batch."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import torch
+from torch import nn
+
+from slapo_core.spec.p2p_packing import Parcel, attached, common_dtype
+from slapo_core.spec.rng_streams import has_drawn, start_stream
+
+if TYPE_CHECKING:
+    from slapo_core.spec.pipeline import Partition, Stage
+    from slapo_core.spec.request import BuildRequest, StagedBatch, StagedModel
+
+__all__ = ["Form", "Forms", "Leg", "Work"]
+
+
+@dataclass(frozen=True)
+class Leg:
+    """Neighboring stages of one rank, between what it is sent and what it sends.
+
+    Args:
+        stages: in their order.
+        coming: what the rank before sends; None on the first leg.
+        going: what is sent to the next rank; None on the last leg.
+    """
+
+    stages: tuple[Stage, ...]
+    coming: Parcel | None
+    going: Parcel | None
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the loss is found here."""
+        return self.going is None
+
+
+class Form:
+    """The stages of this rank for one form of a micro-batch, and what it is sent and sends.
+
+    Args:
+        staged: of all ranks.
+        stage_ranks: the rank along ``pp`` of each stage.
+        rank: this one.
+        device: where stages compute.
+        training: whether gradients go back.
+        bare: the ranks along ``pp`` that train nothing, and yet want a gradient for what they send.
+        joined: whether everything that crosses goes in one floating tensor, of one type on all boundaries; a gradient
+            comes back for each of them then.
+
+    Attributes:
+        staged: of all ranks.
+        partition: of the model.
+        legs: of this rank, in the order of the stages.
+        parcels: by the stage before each boundary between ranks; all ranks have the same.
+        loss_dtype: of the loss.
+    """
+
+    def __init__(
+        self,
+        staged: StagedModel,
+        stage_ranks: Sequence[int],
+        rank: int,
+        device: torch.device,
+        *,
+        training: bool,
+        bare: Collection[int] = (),
+        joined: bool = False,
+    ) -> None:
+        self.staged = staged
+        self.partition: Partition = staged.partition
+        self.device = device
+        loss = self.partition.values.get(self.partition.output.loss or "")
+        self.loss_dtype = torch.float32 if loss is None else loss.dtype
+        sent = {
+            index: [self.partition.values[name] for name in staged.liveness.sent(index)]
+            for index, other in enumerate(stage_ranks[:-1])
+            if stage_ranks[index + 1] != other
+        }
+        dtype = common_dtype(value for values in sent.values() for value in values) if joined else None
+        self.parcels: dict[int, Parcel] = {}
+        back = False
+        for index, values in sent.items():
+            parcel = Parcel(
+                values, backward=training and (stage_ranks[index] in bare or back), joined=joined, dtype=dtype
+            )
+            back, self.parcels[index] = parcel.carries_gradient, parcel
+        self.legs = list(self._legs(stage_ranks, rank))
+
+    def _legs(self, stage_ranks: Sequence[int], rank: int) -> list[Leg]:
+        found: list[Leg] = []
+        stages: list[Stage] = []
+        for stage in self.partition.stages:
+            if stage_ranks[stage.index] == rank:
+                stages.append(stage)
+            if stages and (stage.index in self.parcels or stage.index == len(stage_ranks) - 1):
+                coming, going = self.parcels.get(stages[0].index - 1), self.parcels.get(stages[-1].index)
+                found.append(Leg(tuple(stages), coming, going))
+                stages = []
+        return found
+
+
+class Work:
+    """One step: the micro-batches of one batch through one leg of this rank.
+
+    Args:
+        form: of its micro-batches.
+        leg: of the form.
+        batch: cut.
+        at: is told what runs, for the message of an error.
+        stand_in: a parameter that gets a gradient of zeros in every backward pass, on a rank where nothing else does.
+
+    Attributes:
+        form: of its micro-batches.
+        leg: of the form.
+        seed: of the random numbers that stages draw; None leaves torch's streams as they are.
+        drew: whether a stage drew some.
+    """
+
+    def __init__(
+        self,
+        form: Form,
+        leg: Leg,
+        batch: StagedBatch,
+        at: Callable[[str], None],
+        stand_in: nn.Parameter | None = None,
+    ) -> None:
+        self.form, self.leg, self._batch, self._at, self._stand_in = form, leg, batch, at, stand_in
+        self.seed: int | None = None
+        self.drew = False
+        self._names: list[str] = []  # pieces of the output that the last rank has
+
+    def forward(self, received: tuple[torch.Tensor, ...], number: int) -> tuple[torch.Tensor, ...]:
+        """The passes of the leg's stages.
+
+        Args:
+            received: of the rank before; empty on the first leg.
+            number: of the micro-batch.
+
+        Returns:
+            what is sent to the next rank; on the last leg what :meth:`loss` takes.
+        """
+        leg = self.leg
+        there, link = leg.coming.unpack(received) if leg.coming is not None else ({}, None)
+        if self._stand_in is not None and torch.is_grad_enabled():
+            link = _touched(link, self._stand_in)
+        inputs = self._batch.inputs[number]
+        for stage in leg.stages:
+            self._at(f"stage {stage.index} in the forward of micro-batch {number}")
+            there.update(self._made(stage, inputs, there, number))
+        if leg.going is not None:
+            last = f"stage {leg.stages[-1].index}"
+            return leg.going.pack(
+                there,
+                link,
+                sender=last,
+                device=self.form.device,
+                backward_begins=lambda: self._at(f"{last} in the backward of micro-batch {number}"),
+            )
+        self._names = [name for name in self.form.partition.output.pieces if name in there]
+        pieces = tuple(there[name] for name in self._names)
+        return pieces if link is None else (link, *pieces)
+
+    def _made(
+        self, stage: Stage, inputs: Mapping[str, Any], there: Mapping[str, torch.Tensor], number: int
+    ) -> Mapping[str, torch.Tensor]:
+        """What a stage makes, with a stream of random numbers of its own: the same one when it is computed again."""
+        own = {name: inputs[name] for name in stage.inputs if name in inputs}
+        values = {name: there[name] for name in stage.uses}
+        stream = None if self.seed is None else start_stream(self.seed, stage.index, number, self.form.device)
+        made: Mapping[str, torch.Tensor] = stage.module(own, values)
+        if stream is not None and not self.drew:
+            self.drew = has_drawn(stream, self.form.device)
+        return made
+
+    def loss(self, outputs: tuple[torch.Tensor, ...], number: int) -> torch.Tensor:
+        """Of a micro-batch, right after its forward.
+
+        Args:
+            outputs: what :meth:`forward` gave on the last leg.
+            number: of the micro-batch.
+        """
+        last = f"stage {self.leg.stages[-1].index}"
+        self._at(f"{last} in the loss of micro-batch {number}")
+        link = outputs[0] if len(outputs) > len(self._names) else None
+        pieces = outputs if link is None else outputs[1:]
+        loss = attached(self._batch.loss(number, dict(zip(self._names, pieces, strict=True))), link)
+        self._at(f"{last} in the backward of micro-batch {number}")
+        return loss
+
+
+def _touched(link: torch.Tensor | None, parameter: nn.Parameter) -> torch.Tensor:
+    """The link of a message (see packing.py), whose backward pass gives the parameter its gradient, too."""
+    own = parameter[:0]
+    return own if link is None else torch.cat([link, own.to(link)])
+
+
+_KEPT = 16
+
+F = TypeVar("F")
+
+
+class Forms(Generic[F]):
+    """Cuts batches, and keeps the forms of micro-batches that came last.
+
+    Args:
+        request: from ``build``.
+        count: of micro-batches.
+        axes: of the batch, as the hook `slapo_partition` says.
+        option: of the runtime that gives the count, for messages.
+        make: the form of stages, for training or not.
+        prepare: as for :meth:`slapo_core.spec.request.BuildRequest.staged`.
+    """
+
+    def __init__(
+        self,
+        request: BuildRequest,
+        count: int,
+        axes: Mapping[str, int | None] | None,
+        option: str,
+        make: Callable[[StagedModel, bool], F],
+        prepare: Callable[[dict[str, Any]], Mapping[str, Any]] | None = None,
+    ) -> None:
+        self._request, self._count, self._axes, self._option, self._make = request, count, axes, option, make
+        self._prepare = prepare
+        self._kept: OrderedDict[tuple[int, bool], tuple[StagedModel, F]] = OrderedDict()  # the model keeps its id
+
+    def of(self, batch: Any, *, training: bool) -> tuple[StagedBatch, F]:
+        """The micro-batches of a batch, and their form.
+
+        Raises:
+            BuildError: it cannot be cut into micro-batches; the model has other stages for it; or there is no loss.
+            TraceError: the model cannot be cut for it.
+        """
+        cut = self._request.staged(
+            batch, self._count, training=training, axes=self._axes, option=self._option, prepare=self._prepare
+        )
+        key = (id(cut.staged), training)
+        if key not in self._kept:
+            self._kept[key] = cut.staged, self._make(cut.staged, training)
+            while len(self._kept) > _KEPT:
+                self._kept.popitem(last=False)
+        self._kept.move_to_end(key)
+        return cut, self._kept[key][1]
+
+    def close(self) -> None:
+        """Let go of everything."""
+        self._kept.clear()
