@@ -53,7 +53,7 @@ class SumOutput(slapo.Primitive):
         edit.wrap_forward(node, _summed(node.mesh.group("tp")))
 
 
-class _Sum(torch.autograd.Function):
+class AllReduce(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, tensor: torch.Tensor, group: Any) -> torch.Tensor:
         total = tensor.clone()
@@ -68,7 +68,7 @@ class _Sum(torch.autograd.Function):
 def _summed(group: Any) -> Callable[[Any], Any]:
     def wrapper(forward: Any) -> Any:
         def summed(module: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-            return _Sum.apply(forward(module, *args, **kwargs), group)
+            return AllReduce.apply(forward(module, *args, **kwargs), group)
 
         return summed
 

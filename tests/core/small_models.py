@@ -190,3 +190,17 @@ def run(model: nn.Module, name: str) -> torch.Tensor:
     inputs = {key: value.to(dtype) if value.is_floating_point() else value for key, value in INPUTS[name]().items()}
     output = model(**inputs)
     return output.loss if hasattr(output, "loss") else output.square().mean()
+
+
+class Whole(nn.Module):
+    def __init__(self, below: nn.Module) -> None:
+        super().__init__()
+        self.below = below
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.below(*args, **kwargs)
+
+
+class Doubled(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)

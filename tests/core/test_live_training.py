@@ -18,7 +18,7 @@ import slapo_core as slapo
 from slapo_core import live
 from slapo_core.ranks.launcher import run_ranks
 from slapo_core.weights.gradients import GradientClipper
-from tests.core.building_support import Split, SumOutput, bert, gpt2, llama, real, split
+from tests.core.building_support import AllReduce, Split, SumOutput, bert, gpt2, llama, real, split
 from tests.messages import Messages
 
 NORMS = (2.0, 1.0, 3.0, math.inf)
@@ -78,24 +78,12 @@ def scheduled(mesh: dict[str, int]) -> slapo.Schedule:
 
         def forward(x: torch.Tensor) -> torch.Tensor:
             y = nn.functional.linear(x, sch.model.fc2.weight)
-            y = _Sum.apply(y, group)
+            y = AllReduce.apply(y, group)
             return y + bias
 
         sch.model.fc2.forward = forward  # type: ignore[method-assign]
         sch.model.fc1.register_forward_pre_hook(lambda module, args: (_Copy.apply(args[0], group),))
     return sch
-
-
-class _Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(context: Any, tensor: torch.Tensor, group: Any) -> torch.Tensor:
-        total = tensor.clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(context: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradients[0], None
 
 
 def token_batches() -> list[torch.Tensor]:

@@ -17,7 +17,7 @@ import slapo_core as slapo
 from slapo_core.errors import MeshError, ReplayError
 from slapo_core.schedule.records import fingerprint
 from slapo_core.testing import ModelSnapshot, assert_bit_identical
-from tests.core.small_models import MLP, MODELS, run
+from tests.core.small_models import MLP, MODELS, Doubled, run
 from tests.messages import Messages
 
 
@@ -133,11 +133,6 @@ def test_a_successful_verify_is_kept_for_these_steps_and_lost_with_any_change() 
     again = slapo.replay(MLP(), text)
     again["layers.1"].checkpoint()
     assert not again.is_verified
-
-
-class Doubled(nn.Linear):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return 2 * super().forward(x)
 
 
 def test_a_schedule_that_verify_refuses_is_not_marked() -> None:

@@ -14,18 +14,10 @@ from torch import nn
 
 import slapo_core as slapo
 from tests.core import hostile_models as hostile
+from tests.core.small_models import Whole
 
 HERE = sys.modules[hostile.__name__]
 X = torch.arange(24.0).reshape(3, 2, 4) / 24
-
-
-class Whole(nn.Module):
-    def __init__(self, below: nn.Module) -> None:
-        super().__init__()
-        self.below = below
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.below(*args, **kwargs)
 
 
 def pair(forward: Callable[..., Any], *args: Any, **options: Any) -> tuple[nn.Module, nn.Module, slapo.Schedule]:

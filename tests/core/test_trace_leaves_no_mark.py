@@ -19,17 +19,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import slapo_core as slapo
+from tests.core.small_models import Whole
 
 X, Y = torch.randn(2, 6, 8), torch.randn(3, 4, 8)
-
-
-class Whole(nn.Module):
-    def __init__(self, below: nn.Module) -> None:
-        super().__init__()
-        self.below = below
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.below(*args, **kwargs)
 
 
 def pair(below: nn.Module, **options: Any) -> tuple[nn.Module, nn.Module]:

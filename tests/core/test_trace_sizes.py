@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 import slapo_core as slapo
 from tests.core.hostile_models import model
+from tests.core.small_models import Whole
 
 X, Y = torch.randn(2, 6, 8), torch.randn(3, 4, 8)
 
@@ -21,15 +22,6 @@ X, Y = torch.randn(2, 6, 8), torch.randn(3, 4, 8)
 class Mode(enum.Enum):
     DOUBLE = 1
     SAME = 2
-
-
-class Whole(nn.Module):
-    def __init__(self, below: nn.Module) -> None:
-        super().__init__()
-        self.below = below
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.below(*args, **kwargs)
 
 
 def unbinds(self: Any, x: Tensor) -> Tensor:

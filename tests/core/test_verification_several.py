@@ -14,6 +14,7 @@ from torch import nn
 import slapo_core as slapo
 from slapo_core.ranks.launcher import run_ranks
 from tests.core.failing_ranks import INPUTS, Fail, Net, net, outcome, scheduled
+from tests.core.small_models import Doubled
 from tests.messages import Messages
 
 
@@ -30,11 +31,6 @@ class Freeze(slapo.Primitive):
 
     def apply(self, node: slapo.Node, edit: slapo.Edit) -> None:
         edit.set_requires_grad(node, "weight", False)
-
-
-class Doubled(nn.Linear):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return 2 * super().forward(x)
 
 
 def doubled(mesh: Any = None) -> slapo.Schedule:

@@ -7,26 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import slapo_core as slapo
 import slapo_deepspeed
 from slapo_core.spec.dialect import BuildArguments
+from tests.dialect_models import Masked
 from tests.messages import Messages
 
 from .planned import ADAM, plan, refusal, schedule_of
-
-
-class Masked(nn.Module):
-    """Two layers, and a mask that both of them read."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        mask = x > 0
-        return self.second(self.first(x) * mask) * mask
 
 
 def cut() -> slapo.Schedule:

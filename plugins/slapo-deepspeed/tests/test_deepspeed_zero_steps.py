@@ -16,6 +16,7 @@ from torch import nn
 
 import slapo_core as slapo
 from slapo_core.testing import preload_modules, run_ranks
+from tests.dialect_models import Normed
 from tests.messages import Messages
 from tests.processor import Outcome, run_case
 
@@ -104,19 +105,6 @@ def first_step() -> dict[str, Outcome[tuple[str, str]]]:
         return refused, later
 
     return {name: run_case(way[0], steps, *way) for name, way in FIRST_STEPS.items()}
-
-
-class Normed(nn.Module):
-    """Running statistics, and a buffer that every call counts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.product, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
-        self.register_buffer("odd", torch.zeros(3, dtype=torch.uint8))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.odd += 1
-        return self.norm(self.product(x)).square().mean()
 
 
 def buffers() -> dict[str, Any]:

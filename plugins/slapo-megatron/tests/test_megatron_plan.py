@@ -17,21 +17,10 @@ from slapo_core.spec.dialect import BuildArguments
 from slapo_megatron import installed
 from slapo_megatron.checking import violations
 from slapo_megatron.dialect import MegatronDialect
+from tests.dialect_models import Masked
 from tests.messages import Messages
 
 from .planned import plan, refusal, schedule_of
-
-
-class Masked(nn.Module):
-    """Two layers, and a mask that both of them read."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        mask = x > 0
-        return self.second(self.first(x) * mask) * mask
 
 
 def cut() -> slapo.Schedule:

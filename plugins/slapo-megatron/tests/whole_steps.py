@@ -13,6 +13,7 @@ from torch import nn
 
 import slapo_core as slapo
 from tests import tied_model
+from tests.dialect_models import Normed
 
 __all__ = ["half", "on_rank"]
 
@@ -49,19 +50,6 @@ def first_step() -> dict[str, Any]:
         found[name] = refused.split(":")[0], said(lambda engine=engine, own=own: engine.train_step(own))
         engine.close()
     return found
-
-
-class Normed(nn.Module):
-    """Running statistics, and a buffer that every call counts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.product, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
-        self.register_buffer("odd", torch.zeros(3, dtype=torch.uint8))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.odd += 1
-        return self.norm(self.product(x)).square().mean()
 
 
 def buffers() -> dict[str, Any]:
