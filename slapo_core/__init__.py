@@ -32,7 +32,7 @@ if TYPE_CHECKING:
         save_pretrained as save_pretrained,
         state_dict as state_dict,
     )
-    from slapo_core.pipeline.asking import (
+    from slapo_core.pipeline.stages import (
         stages as stages,
     )
     from slapo_core.plugins.registry import (
@@ -155,7 +155,7 @@ _PUBLIC = {
     "register_primitive": "slapo_core.plugins.registry",
     "replay": "slapo_core.schedule.replaying",
     "save_pretrained": "slapo_core.live.weights",
-    "stages": "slapo_core.pipeline.asking",
+    "stages": "slapo_core.pipeline.stages",
     "state_dict": "slapo_core.live.weights",
     "verify": "slapo_core.verification",
 }

@@ -17,18 +17,17 @@ import torch
 from torch import fx, nn
 
 from slapo_core.errors import GuardError
-from slapo_core.graph.code import compiled
+from slapo_core.graph.diagnostics import refusal
 from slapo_core.graph.examples import copied_model
 from slapo_core.graph.fake import FakeMode, with_own_values
 from slapo_core.graph.guards import Checks, describe, fingerprint
 from slapo_core.graph.leaves import inlined_modules, walk
-from slapo_core.graph.notes import Notes, left
-from slapo_core.graph.patching import PATCHING
 from slapo_core.graph.reads import GlobalNames
 from slapo_core.graph.recorder import NeedsValues
-from slapo_core.graph.refusals import refusal
+from slapo_core.graph.recording import Notes, left
 from slapo_core.graph.regions import set_state, state
-from slapo_core.graph.session import buffers_kept, refusing_changes
+from slapo_core.graph.session import PATCHING, buffers_kept, refusing_changes
+from slapo_core.graph.specialization import compiled
 from slapo_core.graph.structure import Opaque, children, concrete, is_plain, rebuild
 from slapo_core.graph.traced import TracedForward
 from slapo_core.graph.tracer import RecordTracer, after_first_call, record

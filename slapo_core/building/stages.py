@@ -7,10 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from slapo_core.errors import ArgumentError, BuildError, HookError, TraceError
-from slapo_core.pipeline.batch_form import BatchForm
-from slapo_core.pipeline.binding import bound_batch
-from slapo_core.pipeline.modes import in_mode
-from slapo_core.pipeline.staged import Staged, needing, staged
+from slapo_core.pipeline.batches import BatchForm, bound_batch, in_mode
+from slapo_core.pipeline.stages import Staged, needing, staged
 from slapo_core.tracing import state
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from slapo_core.errors import EstimateError
 from slapo_core.estimation.place import Place
 from slapo_core.estimation.private import FakeTensor, is_traceable_wrapper_subclass
 from slapo_core.estimation.results import Memory
-from slapo_core.graph.patching import PATCHING
+from slapo_core.graph.session import PATCHING
 
 __all__ = ["MemoryTracker"]
 

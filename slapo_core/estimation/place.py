@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from slapo_core.estimation.private import current_autograd_node, next_sequence_number
-from slapo_core.graph.patching import PATCHING
+from slapo_core.graph.session import PATCHING
 from slapo_core.spec.watching import Origin, attributed
 
 __all__ = ["At", "Place"]

@@ -26,8 +26,8 @@ from slapo_core.estimation.private import FakeTensorMode
 from slapo_core.estimation.step import optimizer_of, state_of
 from slapo_core.estimation.values import Values
 from slapo_core.estimation.watch import Watch
-from slapo_core.pipeline.binding import bound_batch
-from slapo_core.pipeline.staged import Staged, needing
+from slapo_core.pipeline.batches import bound_batch
+from slapo_core.pipeline.stages import Staged, needing
 from slapo_core.weights.correspondence import Correspondence
 from slapo_core.weights.placement import placed
 from slapo_core.weights.tied import TiedGradients

@@ -19,8 +19,6 @@ from slapo_core.graph.traced import TracedForward
 from slapo_core.spec.accelerators import fork_rng
 from slapo_core.tree.forward import ModuleForward
 
-__all__ = ["Call", "call_with", "copied_model", "example_calls", "made_beforehand", "scheduled_calls"]
-
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 _CONTAINERS = (dict, list, set, OrderedDict)
 

@@ -10,12 +10,10 @@ import torch
 from torch import fx
 from torch.nn import functional
 
-from slapo_core.graph.expressions import SIGNS
+from slapo_core.graph.diagnostics import SIGNS
 from slapo_core.graph.private import OpOverload
 from slapo_core.graph.regions import DEVICES, set_state
 from slapo_core.spec.tracer import Guard, Recorded, check
-
-__all__ = ["printed"]
 
 _IN_PLACE = {getattr(operator, f"i{name}"): sign for name, sign in (
     ("add", "+="), ("sub", "-="), ("mul", "*="), ("truediv", "/="), ("and", "&="), ("or", "|="), ("pow", "**="),

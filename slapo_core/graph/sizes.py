@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
     from slapo_core.graph.recording import Recording
 
-__all__ = ["SizeNode", "constant", "hint_of", "is_symbolic", "symbolic"]
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "abs": operator.abs,

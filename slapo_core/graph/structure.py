@@ -11,8 +11,6 @@ import torch
 
 from slapo_core.graph.sizes import hint_of, is_symbolic
 
-__all__ = ["PLAIN", "Opaque", "children", "concrete", "is_plain", "rebuild"]
-
 PLAIN = (
     bool,
     int,

@@ -16,7 +16,6 @@ from slapo_core.graph.structure import concrete
 if TYPE_CHECKING:
     from slapo_core.graph.recording import Recording
 
-__all__ = ["query_of", "target_of", "writes_to_first"]
 
 Query = Callable[["Recording", Any, tuple[Any, ...], dict[str, Any]], Any]
 

@@ -5,28 +5,53 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import inspect
+import math
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import fx, nn
 
-from slapo_core.graph.alike import AlikeCalls
 from slapo_core.graph.arguments import call_of
+from slapo_core.graph.diagnostics import first_line
 from slapo_core.graph.fake import FakeMode, home_of, with_own_values, without_values
-from slapo_core.graph.functions import autograd_functions, checkpointing_refused
-from slapo_core.graph.location import first_line
-from slapo_core.graph.notes import Notes
-from slapo_core.graph.pruning import drop_unused
 from slapo_core.graph.reads import AttributeReads
-from slapo_core.graph.recorder import NeedsValues, Recorder
-from slapo_core.graph.recording import Recording
+from slapo_core.graph.recorder import NeedsValues, Recorder, autograd_functions, checkpointing_refused, module_calls
+from slapo_core.graph.recording import Notes, Recording
 from slapo_core.graph.session import alone, caches_kept, drawn_back, generators
-from slapo_core.graph.submodules import module_calls
+from slapo_core.graph.sharing import AlikeCalls
 from slapo_core.spec.accelerators import fork_rng
 from slapo_core.spec.tracer import Recorded, Tracer, Untraceable
 
-__all__ = ["RecordTracer"]
+# Take out of a recorded graph what nothing uses; only what certainly has no effect.
+
+_READS = (operator.getitem, getattr, len)
+
+
+def drop_unused(graph: fx.Graph) -> None:
+    """Remove unused reads of sizes, parts and parameters, and unused arithmetic on sizes.
+
+    Torch calls stay, used or not: the recorded code made them, and one may draw random numbers or write to a tensor.
+    """
+    for node in reversed(list(graph.nodes)):
+        if not node.users and _is_pure(node):
+            graph.erase_node(node)
+
+
+def _is_pure(node: fx.Node) -> bool:
+    if node.op == "get_attr":
+        return True
+    if node.op == "call_method":
+        return node.target in ("size", "stride", "numel", "dim")
+    if node.op != "call_function":
+        return False
+    return (
+        node.target in _READS
+        or node.meta.get("is_size", False)
+        or getattr(node.target, "__module__", "") == math.__name__
+    )
+
 
 T = TypeVar("T")
 

@@ -13,9 +13,9 @@ from torch import fx, nn
 
 from slapo_core.errors import ArgumentError
 from slapo_core.graph.patterns import matching
+from slapo_core.graph.patterns.definition import pattern_of
 from slapo_core.graph.patterns.index import Indexed
-from slapo_core.graph.patterns.making import pattern_of
-from slapo_core.graph.patterns.searching import embeddings
+from slapo_core.graph.patterns.matcher import embeddings
 from tests.messages import Messages
 
 NODES = 300

@@ -15,7 +15,7 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 from slapo_core.errors import ReplayError, SerializationError
-from slapo_core.graph.patterns.making import pattern_of
+from slapo_core.graph.patterns.definition import pattern_of
 from slapo_core.graph.patterns.pattern import GraphPattern
 from slapo_core.patterns import any_constant, any_of, any_op, call_module, capture, optional, where
 from slapo_core.ranks.facts import describe

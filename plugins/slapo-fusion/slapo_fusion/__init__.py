@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from slapo_fusion.bind import Bind
-    from slapo_fusion.building import build_kernels
     from slapo_fusion.compile import Compile
     from slapo_fusion.cudagraphify import Cudagraphify
     from slapo_fusion.decompose import Decompose
     from slapo_fusion.fuse import Fuse
+    from slapo_fusion.kernels import build_kernels
     from slapo_fusion.quantize import Quantize
 
 __all__ = ["Bind", "Compile", "Cudagraphify", "Decompose", "Fuse", "Quantize", "build_kernels"]
@@ -31,7 +31,7 @@ _HOMES = {
     "Decompose": "slapo_fusion.decompose",
     "Fuse": "slapo_fusion.fuse",
     "Quantize": "slapo_fusion.quantize",
-    "build_kernels": "slapo_fusion.building",
+    "build_kernels": "slapo_fusion.kernels",
 }
 
 

@@ -15,9 +15,7 @@ from slapo_core.spec.graph import Region, by_place
 
 if TYPE_CHECKING:
     from slapo_core.testing import Case
-    from slapo_fusion.bound import Kernel
-
-__all__ = ["Bind", "slapo_cases"]
+    from slapo_fusion.kernels import Kernel
 
 
 @dataclass(frozen=True)
@@ -134,7 +132,7 @@ class Bind(Primitive):
         return own if own.isidentifier() else "bound"
 
     def _kernel(self, node: Node) -> Kernel:
-        from slapo_fusion.bound import Kernel
+        from slapo_fusion.kernels import Kernel
 
         shown = repr(self.kernel) if isinstance(self.kernel, str) else getattr(self.kernel, "__qualname__", "a kernel")
         return Kernel(self.kernel, self.backward, f"bind({shown}) at '{node.path}'")
@@ -181,9 +179,7 @@ class Bind(Primitive):
         """Where the model's example inputs are known, an operator's wrong shape is an error now; else the first call
         tells."""
         from slapo_core import ArgumentError, TraceError
-        from slapo_fusion.bound import named_inputs
-        from slapo_fusion.kernels import found, is_operator
-        from slapo_fusion.shapes import differs, without_values
+        from slapo_fusion.kernels import differs, found, is_operator, named_inputs, without_values
 
         call = found(self.kernel)
         if not is_operator(call):
@@ -201,14 +197,14 @@ class Bind(Primitive):
 
 def bound(forward: Forward, *, kernel: Kernel, arguments: tuple[str, ...]) -> Forward:
     """A kernel in the place of ``forward``; both take the module first."""
-    from slapo_fusion.bound import Bound
+    from slapo_fusion.kernels import Bound
 
     return Bound(forward, kernel, arguments)
 
 
 def bound_region(region: Region, *, kernel: Kernel) -> Region:
     """A kernel in the place of a region."""
-    from slapo_fusion.bound import Bound
+    from slapo_fusion.kernels import Bound
 
     return Bound(region, kernel)
 

@@ -10,12 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from slapo_core import Edit, Equivalence, Node, Primitive, Violation
 from slapo_core.spec.edit import Forward
-from slapo_fusion.compiled import Backend, Compiled, backend_problem
+from slapo_fusion.compilers import Backend, Compiled, backend_problem
 
 if TYPE_CHECKING:
     from slapo_core.testing import Case
-
-__all__ = ["Compile", "slapo_cases"]
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,6 @@ from torch.utils._pytree import tree_map_only
 from slapo_core.spec.accelerators import accelerator, fork_rng
 from slapo_core.spec.watching import dropout_is_off
 
-__all__ = ["Watchable", "aside", "draws", "drops", "is_fake", "is_watched", "shown"]
-
 _DROPOUT = (
     "alpha_dropout",
     "dropout",

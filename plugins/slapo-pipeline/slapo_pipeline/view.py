@@ -19,7 +19,7 @@ from slapo_core import Schedule
 from slapo_core.spec.accelerators import fork_rng
 from slapo_core.spec.pipeline import Liveness, Partition, Stage, Value
 from slapo_core.tracing import FakeMode, copied_model
-from slapo_pipeline.flops import FlopCount
+from slapo_pipeline.balance import FlopCount
 from slapo_pipeline.partition.symbolic import with_symbolic_shapes
 
 

@@ -8,13 +8,10 @@ from typing import Any
 
 from torch import fx, nn
 
-from slapo_core.graph.patterns.calls import Attribute, Call, Items, Slice, parts
-from slapo_core.graph.patterns.modules import module_call, settings
-from slapo_core.graph.patterns.operations import constant_kind, function_call, method_call
+from slapo_core.graph.patterns.data import Attribute, Call, Items, Slice, parts
+from slapo_core.graph.patterns.operations import constant_kind, function_call, method_call, module_call, settings
 from slapo_core.graph.regions import set_state
 from slapo_core.spec.tracer import check
-
-__all__ = ["Indexed", "IndexedCall", "values_in"]
 
 _KEPT = "_slapo_calls"
 

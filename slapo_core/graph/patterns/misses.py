@@ -9,13 +9,9 @@ from typing import Any
 
 from torch import fx
 
-from slapo_core.graph.patterns.aligning import aligned, has_target
-from slapo_core.graph.patterns.calls import Attribute
-from slapo_core.graph.patterns.comparing import MISSING, could_be, is_constant, pairs_of
-from slapo_core.graph.patterns.data import Constant, Form, Result, Step, Wildcard
+from slapo_core.graph.patterns.data import Attribute, Constant, Form, Result, Step, Wildcard
 from slapo_core.graph.patterns.index import Indexed, IndexedCall
-
-__all__ = ["nearest_miss"]
+from slapo_core.graph.patterns.matcher import MISSING, aligned, could_be, has_target, is_constant, pairs_of
 
 
 @dataclass(frozen=True)

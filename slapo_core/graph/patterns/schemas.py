@@ -12,8 +12,6 @@ from torch.nn import functional
 
 from slapo_core.graph.private import schemas_for_operator
 
-__all__ = ["Parameter", "bind_function", "bind_schema", "defaults_of", "parameter_name", "required_parameters"]
-
 _NO_DEFAULT = inspect.Parameter.empty
 _RENAMED = {
     "axis": "dim",

@@ -14,15 +14,12 @@ from torch import fx, nn
 from slapo_core.graph import regions
 from slapo_core.graph.effects import Effects, is_inert
 from slapo_core.graph.private import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
-from slapo_core.graph.rewriting.placing import CannotPlace
-from slapo_core.graph.rewriting.region import Read, take_out
+from slapo_core.graph.rewriting.region import CannotPlace, Read, take_out
 from slapo_core.graph.rewriting.rewrite import only_given_out
 from slapo_core.graph.session import buffers_kept
 from slapo_core.spec.accelerators import fork_rng
 from slapo_core.spec.graph import Match
 from slapo_core.spec.tracer import Recorded
-
-__all__ = ["fitting_orders", "mismatch"]
 
 MOST_OPERANDS = 5
 """A match with more is not tried: each order is a run."""

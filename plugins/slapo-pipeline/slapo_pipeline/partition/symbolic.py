@@ -12,8 +12,6 @@ from slapo_core import TraceError
 from slapo_core.spec.pipeline import Extent, Partition
 from slapo_core.tracing import children, is_plain, rebuild
 
-__all__ = ["with_symbolic_shapes"]
-
 
 def with_symbolic_shapes(
     partition: Partition,

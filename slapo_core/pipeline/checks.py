@@ -1,0 +1,333 @@
+"""Checks of the answers about stages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from slapo_core.errors import HookError
+from slapo_core.graph.leaves import walk
+from slapo_core.spec.pipeline import Extent, Liveness, Output, Partition, Stage, StageModule, Tie, Value
+
+# Whether what a plugin answered about stages has the types that `slapo_core.spec.pipeline` says.
+
+
+def partition_forms(partition: Any) -> Iterator[str]:
+    """What in an answer to `slapo_partition` is of another type than it must be, or says nothing; in words."""
+    if not isinstance(partition, Partition):
+        yield f"it is a {type(partition).__name__}, not a Partition"
+        return
+    if not _all(partition.stages, Stage) or not _all(partition.ties, Tie):
+        yield "stages and ties must be tuples of Stage and of Tie"
+        return
+    if len(partition.stages) < 2:
+        yield "it has fewer than two stages: None is the answer for a model that is not cut"
+    for stage in partition.stages:
+        yield from _of_stage(stage)
+    if len({id(stage.module) for stage in partition.stages}) < len(partition.stages):
+        yield "two stages have one module"
+    if not isinstance(partition.values, Mapping):
+        yield f"values must be a mapping (got a {type(partition.values).__name__})"
+        return
+    for name, value in partition.values.items():
+        yield from _of_value(name, value)
+    for tie in partition.ties:
+        if not isinstance(tie.name, str) or not _all(tie.stages, int) or len(tie.stages) < 2:
+            yield f"a tie must have a name and the numbers of two stages or more (got {tie})"
+    output = partition.output
+    if not isinstance(output, Output) or not _names(output.pieces) or not callable(output.assemble):
+        yield "the output must be an Output with names of its pieces and a function that puts them together"
+
+
+def liveness_forms(liveness: Any) -> Iterator[str]:
+    """As :func:`partition_forms`, of an answer to `slapo_liveness`."""
+    if not isinstance(liveness, Liveness):
+        yield f"it is a {type(liveness).__name__}, not a Liveness"
+    elif not isinstance(liveness.boundaries, tuple) or not all(
+        isinstance(boundary, tuple) and all(isinstance(name, str) for name in boundary)
+        for boundary in liveness.boundaries
+    ):
+        yield "boundaries must be a tuple of tuples of names"
+
+
+def _of_stage(stage: Stage) -> Iterator[str]:
+    if not isinstance(stage.module, StageModule):
+        yield f"the module of stage {stage.index} is a {type(stage.module).__name__}, not a StageModule"
+    for what in ("inputs", "uses", "makes"):
+        if not _names(getattr(stage, what)):
+            yield f"{what} of stage {stage.index} must be a tuple of different names (got {getattr(stage, what)!r})"
+
+
+def _of_value(name: Any, value: Any) -> Iterator[str]:
+    if not isinstance(value, Value) or value.name != name:
+        yield f"what is said about '{name}' must be a Value of that name"
+        return
+    if not isinstance(value.dtype, torch.dtype) or not _all(value.shape, int) or not _all(value.consumers, int):
+        yield f"shape, dtype and consumers of '{name}' must be two tuples of numbers and a torch.dtype"
+        return
+    if value.requires_grad and not (value.dtype.is_floating_point or value.dtype.is_complex):
+        yield f"'{name}' of {value.dtype} is said to carry a gradient"
+    if value.symbolic_shape is not None:
+        yield from _of_symbolic_shape(value, value.symbolic_shape)
+
+
+def _of_symbolic_shape(value: Value, symbolic: Any) -> Iterator[str]:
+    """Whether there is a number of samples for which it is the shape."""
+    if not isinstance(symbolic, tuple) or len(symbolic) != len(value.shape):
+        yield f"'{value.name}' has the shape {value.shape}, and another number of axes with the batch left open"
+        return
+    samples: set[int] = set()
+    for size, extent in zip(value.shape, symbolic, strict=True):
+        if not isinstance(extent, Extent):
+            fits = extent == size
+        elif extent.per_sample:
+            number, rest = divmod(size - extent.constant, extent.per_sample)
+            samples.add(number)
+            fits = rest == 0 and number >= 0
+        else:
+            fits = extent.constant == size
+        if not fits:
+            yield f"an axis of '{value.name}' has {size} elements, which is not {extent}"
+    if len(samples) > 1:
+        numbers = " and ".join(map(str, sorted(samples)))
+        yield f"the axes of '{value.name}' {value.shape} stand for {numbers} samples at once"
+
+
+def _all(items: Any, kind: type) -> bool:
+    return isinstance(items, tuple) and all(isinstance(item, kind) for item in items)
+
+
+def _names(items: Any) -> bool:
+    return _all(items, str) and len(set(items)) == len(items)
+
+
+# Tensors that several stages hold: in processes of their own each has another copy, so none may write to it.
+
+
+def held_by(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every parameter and buffer of a model, or of a stage's module, under each of its names."""
+    for path, module in walk(model):
+        prefix = f"{path}." if path else ""
+        for table in (module._parameters, module._buffers):
+            yield from ((f"{prefix}{name}", tensor) for name, tensor in table.items() if tensor is not None)
+
+
+def holders(stages: Sequence[Stage]) -> dict[int, tuple[str, torch.Tensor, tuple[int, ...]]]:
+    """Tensors that more than one stage holds: id -> first name, tensor, and the stages."""
+    found: dict[int, tuple[str, torch.Tensor, dict[int, None]]] = {}
+    for stage in stages:
+        for name, tensor in held_by(stage.module):
+            found.setdefault(id(tensor), (name, tensor, {}))[2][stage.index] = None
+    return {key: (name, tensor, tuple(where)) for key, (name, tensor, where) in found.items() if len(where) > 1}
+
+
+class SharedState:
+    """Notices when one stage changes what others hold too; made before the first one runs.
+
+    Args:
+        stages: of the model.
+    """
+
+    def __init__(self, stages: Sequence[Stage]) -> None:
+        self._shared = list(holders(stages).values())
+        self._stages = stages
+        self._before = [StateMark(tensor) for _, tensor, _ in self._shared]
+
+    def changed(self) -> list[str]:
+        """What a stage has written to since, in words."""
+        return [
+            f"it changes '{name}', which the stages {', '.join(map(str, where))} hold: each has a copy of its own, and "
+            "the others would not see it"
+            for (name, _, where), before in zip(self._shared, self._before, strict=True)
+            if not before.holds(self._at(name, where[0]))
+        ]
+
+    def _at(self, name: str, index: int) -> torch.Tensor | None:
+        """What a stage has under a name now."""
+        path, _, own = name.rpartition(".")
+        return getattr(self._stages[index].module.get_submodule(path), own, None)
+
+
+class StateMark:
+    """What shows whether a tensor was written to: the version of a parameter; of a buffer its values, if it has any.
+
+    Norms write to buffers without telling, and whoever records a forward puts values back.
+
+    Args:
+        tensor: as it is now.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        has_values = not isinstance(tensor, nn.Parameter) and not tensor.is_meta
+        self._tensor, self._version = tensor, tensor._version
+        self._values = tensor.detach().clone() if has_values else None
+
+    def holds(self, tensor: torch.Tensor | None) -> bool:
+        """Whether ``tensor`` is the same object, with the same values."""
+        if tensor is not self._tensor:
+            return False
+        if self._values is None:
+            is_empty = tensor.is_meta and not isinstance(tensor, nn.Parameter)  # a buffer of another stage
+            return is_empty or tensor._version == self._version
+        return torch.equal(torch.nan_to_num(tensor), torch.nan_to_num(self._values))
+
+
+# Whether what two plugins answered about stages fits together.
+
+
+def check_partition(
+    partition: Partition, plugin: str, *, model: nn.Module | None = None, inputs: Mapping[str, Any] | None = None
+) -> None:
+    """Refuse an answer to `slapo_partition` that contradicts itself, or the model that it was asked about.
+
+    Args:
+        partition: the answer.
+        plugin: whose it is, e.g. ``"slapo-pipeline 0.1.0"``.
+        model: that it was asked about; None does not look at the modules of the stages.
+        inputs: the arguments that it was asked about; None does not look at what the stages read of them.
+
+    Raises:
+        HookError: every contradiction.
+    """
+    problems = list(partition_forms(partition)) or list(_of_partition(partition))
+    if not problems and inputs is not None:
+        problems += _of_inputs(partition, inputs)
+    if not problems and model is not None:
+        problems += _of_modules(partition, model)
+    _refuse("slapo_partition", plugin, problems)
+
+
+def check_liveness(liveness: Liveness, partition: Partition, outputs: Sequence[str], plugin: str) -> None:
+    """Refuse an answer to `slapo_liveness` that leaves a stage without what it reads, or sends what is not there.
+
+    Args:
+        liveness: the answer.
+        partition: what it was asked about.
+        outputs: pieces of the output that the last stage needs.
+        plugin: whose answer it is.
+
+    Raises:
+        HookError: every contradiction.
+    """
+    problems = list(liveness_forms(liveness)) or list(_of_liveness(liveness, partition, outputs))
+    _refuse("slapo_liveness", plugin, problems)
+
+
+def made_problems(made: Any, stage: Stage, partition: Partition) -> list[str]:
+    """What is wrong with what a stage gave, held against what was said about it; in words."""
+    if not isinstance(made, dict):
+        return [f"it gives a {type(made).__name__}, not a dictionary"]
+    missing = [f"it does not make '{name}'" for name in stage.makes if name not in made]
+    more = [f"it makes '{name}' too" for name in made if name not in stage.makes]
+    return (
+        missing + more + [text for name in stage.makes if name in made for text in _made(made[name], name, partition)]
+    )
+
+
+def _made(tensor: Any, name: str, partition: Partition) -> Iterator[str]:
+    value = partition.values[name]
+    if not isinstance(tensor, torch.Tensor):
+        yield f"'{name}' is a {type(tensor).__name__}, not a tensor"
+    elif (tuple(tensor.shape), tensor.dtype) != (tuple(value.shape), value.dtype):
+        yield f"'{name}' is {tuple(tensor.shape)} of {tensor.dtype}, not {tuple(value.shape)} of {value.dtype}"
+
+
+def _refuse(hook: str, plugin: str, problems: list[str]) -> None:
+    if problems:
+        raise HookError(f"the answer of {plugin} to {hook} cannot be right: {'; '.join(problems)}", plugin=plugin)
+
+
+def _of_partition(partition: Partition) -> Iterator[str]:
+    if [stage.index for stage in partition.stages] != list(range(len(partition.stages))):
+        yield "the stages are not numbered from 0 in their order"
+        return
+    for stage in partition.stages:
+        if (stage.last is None) != (stage.index == len(partition.stages) - 1):
+            yield f"stage {stage.index} of {len(partition.stages)} is said to end after {stage.last!r}"
+    makers: dict[str, int] = {}
+    for stage in partition.stages:
+        for name in stage.makes:
+            if name in makers:
+                yield f"stages {makers[name]} and {stage.index} both make '{name}'"
+            makers[name] = stage.index
+    for name, value in partition.values.items():
+        readers = tuple(stage.index for stage in partition.stages if name in stage.uses)
+        if makers.get(name) != value.producer:
+            yield f"'{name}' is said to be made by stage {value.producer}, which does not make it"
+        if readers != value.consumers:
+            yield f"'{name}' is said to be read by the stages {value.consumers}, and {readers} read it"
+        if any(reader <= value.producer for reader in readers):
+            yield f"'{name}' is read before stage {value.producer} has made it"
+    known = set(partition.values)
+    for stage in partition.stages:
+        for name in (*stage.uses, *stage.makes):
+            if name not in known:
+                yield f"nothing is said about '{name}' of stage {stage.index}"
+    for name in partition.output.pieces:
+        if name not in known:
+            yield f"nothing is said about the piece '{name}' of the output"
+
+
+def _of_inputs(partition: Partition, inputs: Mapping[str, Any]) -> Iterator[str]:
+    for stage in partition.stages:
+        for name in stage.inputs:
+            if name not in inputs:
+                yield f"stage {stage.index} reads the argument '{name}', which this batch does not give"
+
+
+def _of_modules(partition: Partition, model: nn.Module) -> Iterator[str]:
+    """Whether the stages hold the model's own tensors, at the reference paths, and what several hold is a tie."""
+    tensors = dict(held_by(model))
+    first: dict[int, str] = {}
+    for name, tensor in tensors.items():
+        first.setdefault(id(tensor), name)
+    for stage in partition.stages:
+        if stage.last is not None and stage.last not in dict(stage.module.named_modules(remove_duplicate=False)):
+            yield f"stage {stage.index} is said to end after '{stage.last}', which it does not hold"
+        for name, tensor in held_by(stage.module):
+            if tensors.get(name, None if isinstance(tensor, nn.Parameter) else tensor) is not tensor:
+                which = "is not the model's" if name in tensors else "is none of the model's"
+                yield f"'{name}' of stage {stage.index} {which}"
+    said = {tie.name: tie.stages for tie in partition.ties}
+    found = {
+        first[key]: where
+        for key, (_, tensor, where) in holders(partition.stages).items()
+        if isinstance(tensor, nn.Parameter) and key in first
+    }
+    for name in dict.fromkeys((*found, *said)):
+        if name not in said:
+            yield f"'{name}' is held by the stages {_numbers(found[name])}, and no tie says so"
+        elif name not in found:
+            yield f"'{name}' is said to be tied over the stages {_numbers(said[name])}, and is not held by several"
+        elif said[name] != found[name]:
+            yield (
+                f"'{name}' is said to be tied over the stages {_numbers(said[name])}, and is held by "
+                f"{_numbers(found[name])}"
+            )
+
+
+def _of_liveness(liveness: Liveness, partition: Partition, outputs: Sequence[str]) -> Iterator[str]:
+    last = len(partition.stages) - 1
+    if len(liveness.boundaries) != last:
+        yield f"{len(partition.stages)} stages have {last} boundaries, and it names {len(liveness.boundaries)}"
+        return
+    for stage in partition.stages:
+        there = {*liveness.received(stage.index), *stage.makes}
+        for name in stage.uses:
+            if name not in liveness.received(stage.index):
+                yield f"stage {stage.index} reads '{name}', which it is not sent"
+        for name in liveness.sent(stage.index):
+            if name not in there:
+                yield f"stage {stage.index} is to send '{name}', which it has not"
+        if len(set(liveness.sent(stage.index))) != len(liveness.sent(stage.index)):
+            yield f"stage {stage.index} sends a value twice"
+    for name in outputs:
+        if name not in {*liveness.received(last), *partition.stages[last].makes}:
+            yield f"the last stage needs '{name}' for the loss, and it is not sent"
+
+
+def _numbers(stages: Sequence[int]) -> str:
+    return ", ".join(map(str, stages))
