@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.graph import magic_methods
 
 from slapo_core.errors import SlapoError, TraceError
 from slapo_core.spec.tracer import Location, Tracer, Untraceable
@@ -47,21 +48,9 @@ def first_line(function: Callable[..., Any]) -> Location | None:
 # What a node of a graph computes, as the model's author might have written it; for messages.
 
 SIGNS = {
-    operator.add: "+",
-    operator.and_: "and",
-    operator.eq: "==",
-    operator.floordiv: "//",
-    operator.ge: ">=",
-    operator.gt: ">",
-    operator.le: "<=",
-    operator.lt: "<",
-    operator.mod: "%",
-    operator.mul: "*",
-    operator.ne: "!=",
-    operator.or_: "or",
-    operator.pow: "**",
-    operator.sub: "-",
-    operator.truediv: "/",
+    getattr(operator, name): template.split()[1]
+    for name, template in magic_methods.items()
+    if hasattr(operator, name) and template.startswith("{} ")
 }
 
 

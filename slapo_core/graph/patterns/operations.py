@@ -20,42 +20,25 @@ from slapo_core.graph.patterns.schemas import bind_function, bind_schema, defaul
 from slapo_core.graph.private import NN, VF, OpOverload, OpOverloadPacket
 from slapo_core.graph.structure import is_plain
 
+_IN_TORCH = {
+    "truediv": "div",
+    "floordiv": "floor_divide",
+    "mod": "remainder",
+    "pos": "positive",
+    "invert": "bitwise_not",
+    "and": "bitwise_and",
+    "or": "bitwise_or",
+    "xor": "bitwise_xor",
+    "lshift": "bitwise_left_shift",
+    "rshift": "bitwise_right_shift",
+}
+"""Names of Python's operators that torch has others for."""
+
 _OPERATORS: dict[Any, str] = {
-    operator.add: "add",
-    operator.sub: "sub",
-    operator.mul: "mul",
-    operator.truediv: "div",
-    operator.floordiv: "floor_divide",
-    operator.mod: "remainder",
-    operator.pow: "pow",
-    operator.matmul: "matmul",
-    operator.neg: "neg",
-    operator.pos: "positive",
-    operator.abs: "abs",
-    operator.invert: "bitwise_not",
-    operator.and_: "bitwise_and",
-    operator.or_: "bitwise_or",
-    operator.xor: "bitwise_xor",
-    operator.lshift: "bitwise_left_shift",
-    operator.rshift: "bitwise_right_shift",
-    operator.eq: "eq",
-    operator.ne: "ne",
-    operator.lt: "lt",
-    operator.le: "le",
-    operator.gt: "gt",
-    operator.ge: "ge",
-    operator.iadd: "add_",
-    operator.isub: "sub_",
-    operator.imul: "mul_",
-    operator.itruediv: "div_",
-    operator.ifloordiv: "floor_divide_",
-    operator.imod: "remainder_",
-    operator.ipow: "pow_",
-    operator.iand: "bitwise_and_",
-    operator.ior: "bitwise_or_",
-    operator.ixor: "bitwise_xor_",
-    operator.ilshift: "bitwise_left_shift_",
-    operator.irshift: "bitwise_right_shift_",
+    getattr(operator, f"__{place}{name}__"): _IN_TORCH.get(name, name) + suffix
+    for place, suffix in (("", ""), ("i", "_"))
+    for name in ("add", "sub", "mul", "matmul", "pow", "neg", "abs", "eq", "ne", "lt", "le", "gt", "ge", *_IN_TORCH)
+    if hasattr(operator, f"__{place}{name}__")
 }
 _SYNONYMS = {
     "absolute": "abs",
@@ -78,13 +61,8 @@ _SYNONYMS = {
     "true_divide": "div",
 }
 _CASTS = {
-    "bfloat16": torch.bfloat16,
-    "bool": torch.bool,
-    "double": torch.float64,
-    "float": torch.float32,
-    "half": torch.float16,
-    "int": torch.int32,
-    "long": torch.int64,
+    name: getattr(torch.empty(0), name)().dtype
+    for name in ("bfloat16", "bool", "double", "float", "half", "int", "long")
 }
 _COMMUTATIVE = {
     "add",
