@@ -160,16 +160,18 @@ def _device(recording: Recording, func: Any, args: Any, kwargs: Any) -> Any:
     return recording.know(torch.device(str(device)), recording.call(func, args, kwargs))
 
 
+_PROPERTIES = (
+    "dtype", "requires_grad", "is_cuda", "is_sparse", "is_leaf", "is_quantized", "is_mkldnn", "is_mps", "is_xpu",
+    "is_cpu", "layout", "itemsize", "nbytes", "is_contiguous", "is_floating_point", "is_complex",
+    "get_device", "element_size",
+)  # fmt: skip
+
 _ATTRIBUTES: dict[str, Query] = {
     "shape": _shape,
     "ndim": _rank,
     "device": _device,
     **dict.fromkeys(("is_meta", "is_nested", "name"), _constant),
-    **dict.fromkeys(
-        ("dtype", "requires_grad", "is_cuda", "is_sparse", "is_leaf", "is_quantized", "is_mkldnn", "is_mps", "is_xpu")
-        + ("is_cpu", "layout", "itemsize", "nbytes"),
-        _guarded,
-    ),
+    **dict.fromkeys(_PROPERTIES, _guarded),
 }
 
 _METHODS: dict[str, Query] = {
@@ -180,10 +182,7 @@ _METHODS: dict[str, Query] = {
     "nelement": _number,
     "stride": _number,
     "__len__": _length,
-    **dict.fromkeys(
-        ("is_contiguous", "is_floating_point", "is_complex", "get_device", "element_size"),
-        _guarded,
-    ),
+    **dict.fromkeys(_PROPERTIES, _guarded),
     **dict.fromkeys(("__hash__", "__format__", "__repr__"), _constant),
     **dict.fromkeys(_VALUES, _value),
 }

@@ -92,17 +92,6 @@ class BatchForm:
         """Whether all arguments are tensors and plain values: others may be changed and still be the same object."""
         return all(type(leaf) in _PLAIN for leaf in self._leaves)
 
-    def is_like(self, other: BatchForm) -> bool:
-        """Whether they differ in the number of samples at most: in the first axis of tensors."""
-        if (self._structure, self._modes) != (other._structure, other._modes):
-            return False
-        return all(
-            _is_same((one[0][1:], *one[1:]), (two[0][1:], *two[1:]))
-            if type(one) is type(two) is tuple
-            else _is_same(one, two)
-            for one, two in zip(self._leaves, other._leaves, strict=True)
-        )
-
     __hash__ = None  # type: ignore[assignment]
 
 

@@ -16,7 +16,7 @@ from slapo_core.graph.sharing import structure
 from slapo_core.pipeline.batches import BatchForm
 from slapo_core.pipeline.stages import Staged, staged
 from slapo_core.schedule.copied import ScheduledCopy
-from slapo_core.spec.pipeline import Extent, Partition, Value
+from slapo_core.spec.pipeline import Partition
 
 if TYPE_CHECKING:
     from slapo_core.schedule.schedule import Schedule
@@ -98,34 +98,12 @@ class Answers:
         return None
 
     def add(self, schedule: Schedule | ScheduledCopy, form: BatchForm, made: Staged) -> None:
-        """Keep an answer, held against those for other numbers of samples.
-
-        Raises:
-            HookError: a value is said to have another shape with the number of samples left open.
-        """
-        for _, _, known, before in self._known:
-            if known.is_like(form):
-                for name, value in before.partition.values.items():
-                    again = made.partition.values.get(name)
-                    if again is not None and not _agree(value.symbolic_shape, again.symbolic_shape):
-                        raise HookError(
-                            f"the answer of {made.partition_by} to slapo_partition cannot be right: with the batch "
-                            f"left open '{name}' is {_shown(value)}, and {_shown(again)}",
-                            plugin=made.partition_by,
-                        )
+        """Keep an answer."""
         self._known.append((schedule.records, structure(schedule.model), form, made))
 
 
 def _are_same(some: Sequence[Record], others: Sequence[Record]) -> bool:
     return len(some) == len(others) and all(map(operator.is_, some, others))
-
-
-def _agree(one: tuple[int | Extent, ...] | None, other: tuple[int | Extent, ...] | None) -> bool:
-    return one is None or other is None or one == other
-
-
-def _shown(value: Value) -> str:
-    return f"({', '.join(map(str, value.symbolic_shape or ()))}) where it is {value.shape}"
 
 
 # The stages of one model, each with modules of its own: like processes they share parameters and buffers at most.

@@ -10,99 +10,7 @@ from torch import nn
 
 from slapo_core.errors import HookError
 from slapo_core.graph.leaves import walk
-from slapo_core.spec.pipeline import Extent, Liveness, Output, Partition, Stage, StageModule, Tie, Value
-
-# Whether what a plugin answered about stages has the types that `slapo_core.spec.pipeline` says.
-
-
-def partition_forms(partition: Any) -> Iterator[str]:
-    """What in an answer to `slapo_partition` is of another type than it must be, or says nothing; in words."""
-    if not isinstance(partition, Partition):
-        yield f"it is a {type(partition).__name__}, not a Partition"
-        return
-    if not _all(partition.stages, Stage) or not _all(partition.ties, Tie):
-        yield "stages and ties must be tuples of Stage and of Tie"
-        return
-    if len(partition.stages) < 2:
-        yield "it has fewer than two stages: None is the answer for a model that is not cut"
-    for stage in partition.stages:
-        yield from _of_stage(stage)
-    if len({id(stage.module) for stage in partition.stages}) < len(partition.stages):
-        yield "two stages have one module"
-    if not isinstance(partition.values, Mapping):
-        yield f"values must be a mapping (got a {type(partition.values).__name__})"
-        return
-    for name, value in partition.values.items():
-        yield from _of_value(name, value)
-    for tie in partition.ties:
-        if not isinstance(tie.name, str) or not _all(tie.stages, int) or len(tie.stages) < 2:
-            yield f"a tie must have a name and the numbers of two stages or more (got {tie})"
-    output = partition.output
-    if not isinstance(output, Output) or not _names(output.pieces) or not callable(output.assemble):
-        yield "the output must be an Output with names of its pieces and a function that puts them together"
-
-
-def liveness_forms(liveness: Any) -> Iterator[str]:
-    """As :func:`partition_forms`, of an answer to `slapo_liveness`."""
-    if not isinstance(liveness, Liveness):
-        yield f"it is a {type(liveness).__name__}, not a Liveness"
-    elif not isinstance(liveness.boundaries, tuple) or not all(
-        isinstance(boundary, tuple) and all(isinstance(name, str) for name in boundary)
-        for boundary in liveness.boundaries
-    ):
-        yield "boundaries must be a tuple of tuples of names"
-
-
-def _of_stage(stage: Stage) -> Iterator[str]:
-    if not isinstance(stage.module, StageModule):
-        yield f"the module of stage {stage.index} is a {type(stage.module).__name__}, not a StageModule"
-    for what in ("inputs", "uses", "makes"):
-        if not _names(getattr(stage, what)):
-            yield f"{what} of stage {stage.index} must be a tuple of different names (got {getattr(stage, what)!r})"
-
-
-def _of_value(name: Any, value: Any) -> Iterator[str]:
-    if not isinstance(value, Value) or value.name != name:
-        yield f"what is said about '{name}' must be a Value of that name"
-        return
-    if not isinstance(value.dtype, torch.dtype) or not _all(value.shape, int) or not _all(value.consumers, int):
-        yield f"shape, dtype and consumers of '{name}' must be two tuples of numbers and a torch.dtype"
-        return
-    if value.requires_grad and not (value.dtype.is_floating_point or value.dtype.is_complex):
-        yield f"'{name}' of {value.dtype} is said to carry a gradient"
-    if value.symbolic_shape is not None:
-        yield from _of_symbolic_shape(value, value.symbolic_shape)
-
-
-def _of_symbolic_shape(value: Value, symbolic: Any) -> Iterator[str]:
-    """Whether there is a number of samples for which it is the shape."""
-    if not isinstance(symbolic, tuple) or len(symbolic) != len(value.shape):
-        yield f"'{value.name}' has the shape {value.shape}, and another number of axes with the batch left open"
-        return
-    samples: set[int] = set()
-    for size, extent in zip(value.shape, symbolic, strict=True):
-        if not isinstance(extent, Extent):
-            fits = extent == size
-        elif extent.per_sample:
-            number, rest = divmod(size - extent.constant, extent.per_sample)
-            samples.add(number)
-            fits = rest == 0 and number >= 0
-        else:
-            fits = extent.constant == size
-        if not fits:
-            yield f"an axis of '{value.name}' has {size} elements, which is not {extent}"
-    if len(samples) > 1:
-        numbers = " and ".join(map(str, sorted(samples)))
-        yield f"the axes of '{value.name}' {value.shape} stand for {numbers} samples at once"
-
-
-def _all(items: Any, kind: type) -> bool:
-    return isinstance(items, tuple) and all(isinstance(item, kind) for item in items)
-
-
-def _names(items: Any) -> bool:
-    return _all(items, str) and len(set(items)) == len(items)
-
+from slapo_core.spec.pipeline import Liveness, Partition, Stage
 
 # Tensors that several stages hold: in processes of their own each has another copy, so none may write to it.
 
@@ -192,7 +100,8 @@ def check_partition(
     Raises:
         HookError: every contradiction.
     """
-    problems = list(partition_forms(partition)) or list(_of_partition(partition))
+    _require_type("slapo_partition", plugin, partition, Partition)
+    problems = list(_of_partition(partition))
     if not problems and inputs is not None:
         problems += _of_inputs(partition, inputs)
     if not problems and model is not None:
@@ -212,8 +121,8 @@ def check_liveness(liveness: Liveness, partition: Partition, outputs: Sequence[s
     Raises:
         HookError: every contradiction.
     """
-    problems = list(liveness_forms(liveness)) or list(_of_liveness(liveness, partition, outputs))
-    _refuse("slapo_liveness", plugin, problems)
+    _require_type("slapo_liveness", plugin, liveness, Liveness)
+    _refuse("slapo_liveness", plugin, list(_of_liveness(liveness, partition, outputs)))
 
 
 def made_problems(made: Any, stage: Stage, partition: Partition) -> list[str]:
@@ -233,6 +142,11 @@ def _made(tensor: Any, name: str, partition: Partition) -> Iterator[str]:
         yield f"'{name}' is a {type(tensor).__name__}, not a tensor"
     elif (tuple(tensor.shape), tensor.dtype) != (tuple(value.shape), value.dtype):
         yield f"'{name}' is {tuple(tensor.shape)} of {tensor.dtype}, not {tuple(value.shape)} of {value.dtype}"
+
+
+def _require_type(hook: str, plugin: str, answer: Any, kind: type) -> None:
+    if not isinstance(answer, kind):
+        _refuse(hook, plugin, [f"it is a {type(answer).__name__}, not a {kind.__name__}"])
 
 
 def _refuse(hook: str, plugin: str, problems: list[str]) -> None:

@@ -20,7 +20,6 @@ from slapo_core.spec.accelerators import fork_rng
 from slapo_core.spec.pipeline import Liveness, Partition, Stage, Value
 from slapo_core.tracing import FakeMode, copied_model
 from slapo_pipeline.balance import FlopCount
-from slapo_pipeline.partition.symbolic import with_symbolic_shapes
 
 
 def stages(schedule: Schedule, batch: Any = None, *, whole_output: bool = False) -> Stages:
@@ -39,8 +38,7 @@ def stages(schedule: Schedule, batch: Any = None, *, whole_output: bool = False)
         TraceError: it cannot be cut there.
     """
     found = slapo_core.stages(schedule, batch, whole_output=whole_output)
-    liveness, inputs = found.liveness, found.inputs
-    partition = with_symbolic_shapes(found.partition, inputs, {}, lambda other: _asked(schedule, other))
+    partition, liveness, inputs = found.partition, found.liveness, found.inputs
     flops, notes = _flops(schedule.model, inputs, partition)
     tied = {tie.name: tie.stages for tie in partition.ties}
     return Stages(
@@ -65,11 +63,6 @@ def stages(schedule: Schedule, batch: Any = None, *, whole_output: bool = False)
         outputs=dict(_pieces(partition)),
         notes=notes,
     )
-
-
-def _asked(schedule: Schedule, inputs: Mapping[str, Any]) -> Partition | None:
-    answer = schedule.hooks.single("slapo_partition", schedule=schedule, inputs=inputs, batch_axes={})
-    return None if answer is None else answer[1]
 
 
 def _flops(model: nn.Module, inputs: Mapping[str, Any], partition: Partition) -> tuple[list[Any], tuple[str, ...]]:
@@ -112,10 +105,9 @@ def _crossings(partition: Partition, liveness: Liveness, boundary: int) -> tuple
 
 
 def _crossing(value: Value, boundary: int) -> Crossing:
-    shape = value.symbolic_shape if value.symbolic_shape is not None else value.shape
     return Crossing(
         value.name,
-        tuple(map(str, shape)),
+        value.shape,
         str(value.dtype).removeprefix("torch."),
         value.nbytes,
         value.requires_grad,
@@ -163,7 +155,7 @@ class Crossing:
 
     Args:
         name: of the value.
-        shape: the number of samples left open where that is known, e.g. ``("batch", "128", "768")``.
+        shape: for the batch that the stages were made for.
         dtype: e.g. ``"float32"``.
         nbytes: for the batch that the stages were made for.
         requires_grad: whether a gradient comes back.
@@ -173,7 +165,7 @@ class Crossing:
     """
 
     name: str
-    shape: tuple[str, ...]
+    shape: tuple[int, ...]
     dtype: str
     nbytes: int
     requires_grad: bool
@@ -335,8 +327,7 @@ def _passing(crossing: Crossing) -> tuple[str, ...]:
         about.append(f"for stage{'s' if len(crossing.consumers) > 1 else ''} {_listed(crossing.consumers)}")
     else:
         about.append("for the output")
-    shape = f"({', '.join(crossing.shape)}{',' if len(crossing.shape) == 1 else ''})"
-    return crossing.name, f"{shape} {crossing.dtype}", _size(crossing.nbytes), ", ".join(about)
+    return crossing.name, f"{crossing.shape} {crossing.dtype}", _size(crossing.nbytes), ", ".join(about)
 
 
 def _table(rows: Sequence[Sequence[str]], *, right: Sequence[int]) -> Iterator[str]:
