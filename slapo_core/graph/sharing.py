@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.fx.node import map_aggregate
 
 from slapo_core.graph import regions
 from slapo_core.graph.arguments import MISSING
@@ -109,17 +110,10 @@ def is_pure(recorded: Recorded) -> bool:
     """Whether the graph holds nothing of the module that it was recorded from."""
     if recorded.captured:
         return False
-    return all(_is_constant(part) for node in recorded.graph.nodes for part in (*node.args, *node.kwargs.values()))
-
-
-def _is_constant(part: Any) -> bool:
-    if isinstance(part, fx.Node) or is_plain(part):
-        return True
-    if isinstance(part, tuple | list):
-        return all(map(_is_constant, part))
-    if isinstance(part, dict):
-        return all(map(_is_constant, part.values()))
-    return isinstance(part, slice) and all(map(_is_constant, (part.start, part.stop, part.step)))
+    constants: list[Any] = []
+    for node in recorded.graph.nodes:
+        map_aggregate((node.args, node.kwargs), constants.append)
+    return all(isinstance(constant, fx.Node) or is_plain(constant) for constant in constants)
 
 
 # Calls of modules that are the same run as an earlier one in the same recording: they are not run again.

@@ -39,6 +39,11 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
 }
 """What SymInt, SymFloat and SymBool ask their node to compute, where Python's ``operator`` has another name."""
 
+
+def _function_of(name: str) -> Callable[..., Any] | None:
+    return None if name.startswith("_") else _FUNCTIONS.get(name) or getattr(operator, name, None)
+
+
 _ANSWERS = ("bool_", "expect_true", "guard_bool", "guard_float", "guard_int", "guard_or_false", "guard_or_true")
 _ANSWERS_ON_SIZES = ("guard_size_oblivious", "int_", "statically_known_true")
 
@@ -105,8 +110,8 @@ class SizeNode:
     def __getattr__(self, name: str) -> Any:  # type: ignore[valid-type]
         if name in _ANSWERS or name in _ANSWERS_ON_SIZES:
             return self._decide
-        function = _FUNCTIONS.get(name) or getattr(operator, name, None)
-        if function is None or name.startswith("_"):
+        function = _function_of(name)
+        if function is None:
             raise AttributeError(name)
         return lambda *others: self._compute(function, *others)
 

@@ -87,18 +87,14 @@ def rebuild(value: Any, parts: list[Any]) -> Any:
     if isinstance(value, torch.Size):
         return torch.Size(parts)
     if isinstance(value, tuple):
-        return type(value)(*parts) if hasattr(value, "_fields") else _sequence(type(value), parts)
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     if isinstance(value, list):
-        return _sequence(type(value), parts)
+        return type(value)(parts)
     if isinstance(value, Mapping):
         keyed = dict(zip(value, parts, strict=True))
         return keyed if type(value) is dict else type(value)(**keyed)
     names = [field.name for field in dataclasses.fields(value)]
     return type(value)(**dict(zip(names, parts, strict=True)))
-
-
-def _sequence(cls: type, parts: list[Any]) -> Any:
-    return cls(parts)
 
 
 def concrete(value: Any) -> Any:

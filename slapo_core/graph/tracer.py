@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import inspect
-import math
 import operator
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -15,6 +14,7 @@ from torch import fx, nn
 
 from slapo_core.graph.arguments import call_of
 from slapo_core.graph.diagnostics import first_line
+from slapo_core.graph.effects import is_inert
 from slapo_core.graph.fake import FakeMode, home_of, with_own_values, without_values
 from slapo_core.graph.reads import AttributeReads
 from slapo_core.graph.recorder import NeedsValues, Recorder, autograd_functions, checkpointing_refused, module_calls
@@ -22,11 +22,9 @@ from slapo_core.graph.recording import Notes, Recording
 from slapo_core.graph.session import alone, caches_kept, drawn_back, generators
 from slapo_core.graph.sharing import AlikeCalls
 from slapo_core.spec.accelerators import fork_rng
-from slapo_core.spec.tracer import Recorded, Tracer, Untraceable
+from slapo_core.spec.tracer import Recorded, Tracer, Untraceable, check
 
 # Take out of a recorded graph what nothing uses; only what certainly has no effect.
-
-_READS = (operator.getitem, getattr, len)
 
 
 def drop_unused(graph: fx.Graph) -> None:
@@ -35,22 +33,9 @@ def drop_unused(graph: fx.Graph) -> None:
     Torch calls stay, used or not: the recorded code made them, and one may draw random numbers or write to a tensor.
     """
     for node in reversed(list(graph.nodes)):
-        if not node.users and _is_pure(node):
+        is_read = is_inert(node) and node.op not in ("placeholder", "output") and node.target is not check
+        if not node.users and (is_read or node.target is operator.getitem):
             graph.erase_node(node)
-
-
-def _is_pure(node: fx.Node) -> bool:
-    if node.op == "get_attr":
-        return True
-    if node.op == "call_method":
-        return node.target in ("size", "stride", "numel", "dim")
-    if node.op != "call_function":
-        return False
-    return (
-        node.target in _READS
-        or node.meta.get("is_size", False)
-        or getattr(node.target, "__module__", "") == math.__name__
-    )
 
 
 T = TypeVar("T")

@@ -105,10 +105,6 @@ def test_a_predicate_that_has_no_name_cannot_be_saved(message: Messages) -> None
         lambda data: data["forms"].__setitem__(0, {"Unknown": {}}),
         lambda data: data["forms"].__setitem__(0, {"constant": {"dtype": "save"}}),
         lambda data: data["forms"].__setitem__(0, {"function": "os:system"}),
-        lambda data: data["forms"][0]["Form"].update(outputs=[7]),
-        lambda data: data["forms"][0]["Form"]["steps"][0]["Step"].update(
-            arguments=[["input", {"Result": {"step": 0}}]]
-        ),
     ],
 )
 def test_what_is_no_saved_pattern_is_an_error(change: Any) -> None:

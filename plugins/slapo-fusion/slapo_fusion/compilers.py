@@ -87,6 +87,8 @@ class Compiled:
         dynamic: whether sizes are symbolic; None: those that are seen to change.
     """
 
+    slapo_goes_around = True
+
     def __init__(
         self,
         function: Callable[..., Any],

@@ -32,6 +32,8 @@ class Captured:
         most_shapes: that many are captured.
     """
 
+    slapo_goes_around = True
+
     def __init__(self, forward: Forward, *, path: str, warmup: int, most_shapes: int) -> None:
         functools.update_wrapper(self, forward)
         self.forward, self.path, self.warmup, self.most_shapes = forward, path, warmup, most_shapes
@@ -181,7 +183,7 @@ class Cudagraphify(Primitive):
         active = torch.cuda.is_available()
         if not active:
             edit.note("there is no CUDA device: the forward runs as it is")
-        wrapper = functools.partial(captured, path=node.path, warmup=self.warmup, most_shapes=self.most_shapes)
+        wrapper = functools.partial(Captured, path=node.path, warmup=self.warmup, most_shapes=self.most_shapes)
         edit.wrap_forward(node, wrapper, active=active)
 
     def postconditions(self, node: Node) -> Iterator[Violation]:
@@ -189,18 +191,8 @@ class Cudagraphify(Primitive):
             yield Violation("the module's forward is not captured")
 
 
-def captured(forward: Forward, *, path: str, warmup: int, most_shapes: int) -> Forward:
-    """``forward`` as CUDA graphs, captured when they are first needed; both take the module first."""
-    from slapo_fusion.cudagraphify import Captured
-
-    return Captured(forward, path=path, warmup=warmup, most_shapes=most_shapes)
-
-
-captured.slapo_goes_around = True  # type: ignore[attr-defined]
-
-
 def _is_captured(wrapper: Callable[..., object]) -> bool:
-    return isinstance(wrapper, functools.partial) and wrapper.func is captured
+    return isinstance(wrapper, functools.partial) and wrapper.func is Captured
 
 
 def slapo_cases() -> list[Case]:

@@ -159,13 +159,13 @@ class _Looking(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        self.has_dropped |= _drops(func, args, kwargs) or _drops_attention(func, args, kwargs)
+        self.has_dropped |= _drops(func, args, kwargs)
         return func(*args, **kwargs)
 
 
 def draws(graph: fx.GraphModule) -> bool:
     """Whether it calls dropout that drops anything."""
-    return any(_is_dropout(node) or _is_dropping_attention(node) for part in _parts(graph) for node in part.graph.nodes)
+    return any(_is_dropping(node) for part in _parts(graph) for node in part.graph.nodes)
 
 
 def without_dropout(graph: fx.GraphModule) -> fx.GraphModule:
@@ -173,12 +173,14 @@ def without_dropout(graph: fx.GraphModule) -> fx.GraphModule:
     still = copy.deepcopy(graph)
     for part in _parts(still):
         for node in list(part.graph.nodes):
-            if _is_dropout(node):
+            if not _is_dropping(node):
+                continue
+            if node.target.__name__ != _ATTENTION:
                 node.replace_all_uses_with(node.args[0] if node.args else node.kwargs["input"])
                 part.graph.erase_node(node)
-            elif _is_dropping_attention(node) and "dropout_p" in node.kwargs:
+            elif "dropout_p" in node.kwargs:
                 node.update_kwarg("dropout_p", 0.0)
-            elif _is_dropping_attention(node):
+            else:
                 node.update_arg(_ATTENTION_DROPOUT, 0.0)
         part.recompile()
     return still
@@ -189,24 +191,15 @@ def _parts(graph: fx.GraphModule) -> list[fx.GraphModule]:
     return [module for module in graph.modules() if isinstance(module, fx.GraphModule)]
 
 
-def _is_dropout(node: fx.Node) -> bool:
+def _is_dropping(node: fx.Node) -> bool:
     return node.op == "call_function" and _drops(node.target, node.args, node.kwargs)
 
 
-def _is_dropping_attention(node: fx.Node) -> bool:
-    return node.op == "call_function" and _drops_attention(node.target, node.args, node.kwargs)
-
-
 def _drops(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    if getattr(function, "__name__", "").rstrip("_") not in _DROPOUT:
-        return False
+    name = getattr(function, "__name__", "").rstrip("_")
+    if name == _ATTENTION:
+        position = _ATTENTION_DROPOUT
+        return bool(args[position] if len(args) > position else kwargs.get("dropout_p", 0.0))
     p = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
     training = args[2] if len(args) > 2 else kwargs.get("training", kwargs.get("train", True))
-    return bool(p) and bool(training)
-
-
-def _drops_attention(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    if getattr(function, "__name__", "") != _ATTENTION:
-        return False
-    position = _ATTENTION_DROPOUT
-    return bool(args[position] if len(args) > position else kwargs.get("dropout_p", 0.0))
+    return name in _DROPOUT and bool(p) and bool(training)

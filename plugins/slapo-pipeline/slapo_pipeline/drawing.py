@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 from collections.abc import Iterator, Sequence
@@ -62,14 +63,7 @@ def draw(
 def _as_json(timeline: Timeline, schedule: str, stages: int, microbatches: int) -> dict[str, object]:
     return {
         "actions": [
-            {
-                "end": box.end,
-                "kind": box.work.kind,
-                "microbatch": box.work.microbatch,
-                "rank": box.rank,
-                "stage": box.work.stage,
-                "start": box.start,
-            }
+            {"rank": box.rank, "start": box.start, "end": box.end, **dataclasses.asdict(box.work)}
             for box in timeline.boxes
         ],
         "bubble": timeline.bubble,

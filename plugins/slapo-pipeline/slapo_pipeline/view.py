@@ -233,21 +233,12 @@ class Stages:
 
     def to_json(self) -> dict[str, Any]:
         """All of it as plain data, without the partition's modules."""
-        shown = [field.name for field in dataclasses.fields(self) if field.name not in ("partition", "liveness")]
-        return {name: _plain(getattr(self, name)) for name in shown}
+        stages = [dataclasses.asdict(stage) for stage in self.stages]
+        plain = {name: getattr(self, name) for name in ("model", "batch", "ties", "outputs", "notes")}
+        return {**plain, "stages": stages}
 
     def __str__(self) -> str:
         return text_of(self)
-
-
-def _plain(value: Any) -> Any:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {each.name: _plain(getattr(value, each.name)) for each in dataclasses.fields(value)}
-    if isinstance(value, tuple):
-        return [_plain(each) for each in value]
-    if isinstance(value, dict):
-        return {key: _plain(each) for key, each in value.items()}
-    return value
 
 
 def flops_by_stage(model: nn.Module, inputs: Mapping[str, Any], cuts: Sequence[str]) -> list[int]:

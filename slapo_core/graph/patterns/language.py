@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.fx.graph import inplace_methods, reflectable_magic_methods
 from torch.overrides import TorchFunctionMode
 
 from slapo_core.errors import ArgumentError
@@ -262,26 +263,13 @@ def _unary(function: Callable[..., Any]) -> Callable[[Proxy], Any]:
     return lambda self: self._tracer.call(function, (self,), {})
 
 
-for _name in (
-    "add",
-    "sub",
-    "mul",
-    "truediv",
-    "floordiv",
-    "mod",
-    "pow",
-    "matmul",
-    "and",
-    "or",
-    "xor",
-    "lshift",
-    "rshift",
-):
-    _function = getattr(operator, _name if hasattr(operator, _name) else f"{_name}_")
-    setattr(Proxy, f"__{_name}__", _binary(_function))
-    setattr(Proxy, f"__r{_name}__", _binary(_function, reflected=True))
-    if hasattr(operator, f"i{_name}"):
-        setattr(Proxy, f"__i{_name}__", _binary(getattr(operator, f"i{_name}")))
+for _name in reflectable_magic_methods:
+    _function, _dunder = getattr(operator, _name, operator.truediv), _name.strip("_")
+    if _name != "getitem":
+        setattr(Proxy, f"__{_dunder}__", _binary(_function))
+        setattr(Proxy, f"__r{_dunder}__", _binary(_function, reflected=True))
+for _name in inplace_methods.keys() - {"setitem"}:
+    setattr(Proxy, f"__{_name}__", _binary(getattr(operator, _name)))
 for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
     setattr(Proxy, f"__{_name}__", _binary(getattr(operator, _name)))
 for _name in ("neg", "pos", "abs", "invert"):

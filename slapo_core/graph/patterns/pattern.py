@@ -6,7 +6,7 @@ import hashlib
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from functools import cached_property
+from functools import cached_property, partial
 from types import FunctionType
 from typing import Any
 
@@ -22,7 +22,30 @@ from slapo_core.ranks.facts import describe
 # Patterns as what JSON can hold, and back.
 
 _CLASSES: dict[str, type[Any]] = {cls.__name__: cls for cls in (Form, Items, Result, Slice, Step, Target, Wildcard)}
-_NAMED = {torch.dtype: "dtype", torch.layout: "layout", torch.memory_format: "memory_format"}
+
+
+def _named(kind: type, name: str) -> Any:
+    found = getattr(torch, name)
+    if type(found) is not kind:
+        raise ValueError(f"torch.{name} is not a {kind.__name__}")
+    return found
+
+
+_KINDS = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
+_CONSTANTS: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "float": (float, float.hex, float.fromhex),
+    "complex": (complex, repr, complex),
+    "bytes": (bytes, bytes.hex, bytes.fromhex),
+    "ellipsis": (type(Ellipsis), bool, lambda _: Ellipsis),
+    "device": (torch.device, str, torch.device),
+    "set": (set, lambda value: _elements(value), lambda parts: set(map(_constant_from, parts))),
+    "frozenset": (frozenset, lambda value: _elements(value), lambda parts: frozenset(map(_constant_from, parts))),
+    **{
+        name: (kind, lambda value: str(value).removeprefix("torch."), partial(_named, kind))
+        for name, kind in _KINDS.items()
+    },
+}
+"""Constants that JSON has no form for: their class, and how they become text and back."""
 
 
 def to_data(value: Any) -> Any:
@@ -49,17 +72,14 @@ def to_data(value: Any) -> Any:
 def _constant(value: Any) -> Any:
     if value is None or type(value) in (bool, int, str):
         return value
-    if type(value) in (float, complex, bytes):
-        return {type(value).__name__: value.hex() if isinstance(value, float | bytes) else repr(value)}
-    if value is Ellipsis:
-        return {"ellipsis": True}
-    if type(value) in _NAMED:
-        return {_NAMED[type(value)]: str(value).removeprefix("torch.")}
-    if isinstance(value, torch.device):
-        return {"device": str(value)}
-    if type(value) in (set, frozenset):
-        return {type(value).__name__: [_constant(part) for part in sorted(value, key=repr)]}
+    for name, (kind, encode, _) in _CONSTANTS.items():
+        if type(value) is kind:
+            return {name: encode(value)}
     raise SerializationError(f"a pattern holds {value!r}, which JSON cannot carry", hint="use numbers, text and dtypes")
+
+
+def _elements(value: Any) -> list[Any]:
+    return [_constant(part) for part in sorted(value, key=repr)]
 
 
 def _function(predicate: Callable[..., Any]) -> str:
@@ -81,34 +101,13 @@ def pattern_from_data(data: Any, find_function: Callable[[str], Any] | None) -> 
     """
     try:
         forms = tuple(_from(form, find_function) for form in data["forms"])
-        if not forms:
-            raise TypeError("it has no forms")
-        for form in forms:
-            _check(form)
+        if not forms or not all(isinstance(form, Form) and form.steps for form in forms):
+            raise TypeError("it has no forms, or one of them no steps")
         return forms, str(data["text"])
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise ReplayError(
             f"this is no saved pattern ({error}): {data!r}", hint="save the schedule again with this version of slapo"
         ) from error
-
-
-def _check(form: Any) -> None:
-    """Whether a form holds together, whoever wrote it."""
-    if not isinstance(form, Form) or not form.steps or not all(isinstance(step, Step) for step in form.steps):
-        raise TypeError("a form without steps")
-    if not all(0 <= output < len(form.steps) for output in form.outputs):
-        raise ValueError("an output that no step gives")
-    names: set[str] = set()
-    for number, step in enumerate(form.steps):
-        for _, argument in step.arguments:
-            for operand, _ in pairs_of(argument, argument):
-                if isinstance(operand, Result) and not 0 <= operand.step < number:
-                    raise ValueError("a step that uses a later one")
-                if isinstance(operand, Wildcard):
-                    names.add(operand.name)
-    used = {each.name for _, each in form.captures if isinstance(each, Wildcard)}
-    if not names >= used | set(form.inputs):
-        raise ValueError("a wildcard that no step has")
 
 
 def _from(data: Any, find_function: Callable[[str], Any] | None) -> Any:
@@ -134,23 +133,7 @@ def _constant_from(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     ((name, inner),) = value.items()
-    if name == "float":
-        return float.fromhex(inner)
-    if name == "bytes":
-        return bytes.fromhex(inner)
-    if name == "complex":
-        return complex(inner)
-    if name == "ellipsis":
-        return Ellipsis
-    if name == "device":
-        return torch.device(inner)
-    if name in ("set", "frozenset"):
-        return (set if name == "set" else frozenset)(_constant_from(part) for part in inner)
-    if name in _NAMED.values():
-        found = getattr(torch, inner)
-        if type(found) in _NAMED:
-            return found
-    raise ValueError(f"an unknown constant {value!r}")
+    return _CONSTANTS[name][2](inner)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import FunctionType
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import fx, nn
@@ -167,35 +167,6 @@ class NewCall:
     swallowed: tuple[str, ...] = ()
 
 
-class Action(Protocol):
-    """Says what comes in the place of a match."""
-
-    @property
-    def name(self) -> str:
-        """Of the call in the printed graph."""
-        ...
-
-    @property
-    def results_only(self) -> bool:
-        """Whether values of a match that the graph only gives out become None, all but the last."""
-        ...
-
-    def call(
-        self,
-        place: Place,
-        nodes: Sequence[fx.Node],
-        outputs: Sequence[fx.Node],
-        module: nn.Module,
-        effects: Effects,
-    ) -> NewCall:
-        """The call that stands for ``nodes``, those of ``place`` that compute.
-
-        Raises:
-            CannotPlace: there is none.
-        """
-        ...
-
-
 @dataclass(frozen=True)
 class Outline:
     """A call of what ``transform`` makes of the match's region.
@@ -219,6 +190,11 @@ class Outline:
         module: nn.Module,
         effects: Effects,
     ) -> NewCall:
+        """The call that stands for ``nodes``, those of ``place`` that compute.
+
+        Raises:
+            CannotPlace: there is none.
+        """
         copied = _written_operands(nodes, module, effects)
         taken = take_out(nodes, place.inputs, outputs, module, effects, copied=copied)
         target = self.made.get(taken.region)
@@ -295,11 +271,14 @@ class Replacement:
         return NewCall(op, target, args, kwargs, then, results, flags=flags, swallowed=swallowed)
 
 
+Action = Outline | Replacement
+"""Says what comes in the place of a match."""
+
+
 @contextlib.contextmanager
 def as_before(action: Action, module: nn.Module) -> Iterator[None]:
     """The traced module as it was before ``action``, for recording another variant of what it rewrites."""
-    undone = getattr(action, "undone", None)
-    new = getattr(action, "new", None)
+    undone, new = (action.undone, action.new) if isinstance(action, Replacement) else (None, None)
     with undone(module) if undone is not None else contextlib.nullcontext():
         if not isinstance(new, str) or new not in module._modules:
             yield

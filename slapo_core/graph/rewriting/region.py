@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import fx, nn
 from torch.fx.graph import CodeGen
+from torch.fx.node import map_aggregate
 
 from slapo_core.graph.effects import Effects
 from slapo_core.graph.functional import INPUT, Own, functional_form, input_of
@@ -292,10 +293,10 @@ def _function(
             return given[value.operand]
         if isinstance(value, _Position):
             return made[value.index]
-        return _rebuilt(value, real)
+        return value
 
     for step in writer.steps:
-        made.append(graph.create_node(step.op, step.target, real(step.args), real(step.kwargs)))
+        made.append(graph.create_node(step.op, step.target, *map_aggregate((step.args, step.kwargs), real)))
     values = tuple(made[position.index] for position in results)
     graph.output(values[0] if len(values) == 1 else values)
     graph.set_codegen(_PureCode())
@@ -311,19 +312,6 @@ class _PureCode(CodeGen):
 
 def _label(operand: fx.Node | Read) -> str:
     return operand.name if isinstance(operand, fx.Node) else operand.path.replace(".", "_")
-
-
-def _rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
-    if isinstance(value, tuple):
-        parts = [change(part) for part in value]
-        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
-    if isinstance(value, list):
-        return [change(part) for part in value]
-    if isinstance(value, dict):
-        return {key: change(part) for key, part in value.items()}
-    if isinstance(value, slice):
-        return slice(change(value.start), change(value.stop), change(value.step))
-    return value
 
 
 def _frozen(value: Any, order: dict[Any, int]) -> Any:
