@@ -14,7 +14,7 @@ from slapo_core.graph.diagnostics import expression, model_location
 from slapo_core.graph.leaves import walk
 from slapo_core.graph.private import FakeTensor
 from slapo_core.graph.sizes import is_symbolic, symbolic
-from slapo_core.graph.structure import Opaque, children, is_plain, rebuild
+from slapo_core.graph.structure import Opaque, children, is_plain, rebuild, tensors_in
 from slapo_core.graph.targets import target_of
 from slapo_core.spec.tracer import Guard, Untraceable, check
 
@@ -46,9 +46,7 @@ class Notes:
 
     def versions(self, given: Any) -> list[tuple[torch.Tensor, int]]:
         """The tensors among the arguments of a call, each with how often it was written to."""
-        found: list[tuple[torch.Tensor, int]] = []
-        _collect(given, found)
-        return found
+        return [(tensor, tensor._version) for tensor in tensors_in(given)]
 
     def note_writes(self, node: fx.Node, written: list[Any]) -> None:
         """After a call: the arguments that it wrote to."""
@@ -61,21 +59,6 @@ class Notes:
             if isinstance(value, torch.Tensor):
                 own = value if mode is None else mode.fake(value)
                 self.storages[node] = own.untyped_storage()._cdata
-
-
-def _collect(value: Any, found: list[tuple[torch.Tensor, int]]) -> None:
-    if isinstance(value, torch.Tensor):
-        found.append((value, value._version))
-        return
-    if type(value) is dict:
-        value = value.values()
-    elif not isinstance(value, tuple | list):
-        parts = None if isinstance(value, str | int | float) else children(value)
-        if parts is None:
-            return
-        value = [part for _, _, part in parts]
-    for part in value:
-        _collect(part, found)
 
 
 Modules = Sequence[tuple[str, nn.Module]]

@@ -18,7 +18,7 @@ from slapo_core.graph.private import FakeTensor
 from slapo_core.graph.reads import AttributeReads, Place
 from slapo_core.graph.recording import Notes
 from slapo_core.graph.specialization import Variant
-from slapo_core.graph.structure import children, is_plain, rebuild
+from slapo_core.graph.structure import children, is_plain, rebuild, tensors_in
 from slapo_core.spec.tracer import Flag, Recorded
 
 # Recordings that serve several modules: those that are proved to be recorded alike.
@@ -149,7 +149,7 @@ class AlikeCalls:
         for read, result in self._known.get(key, ()):
             if all(_is_same(_at(module, where, name), value) for where, name, value in read):
                 return _like(result)
-        given = [tensor for tensor in _tensors((args, kwargs)) if tensor is not None]
+        given = list(tensors_in((args, kwargs)))
         before = [(tensor, tensor._version) for tensor in (*given, *module.buffers())]
         values_read = self._notes.value_reads
         with self._reads.logged() as log:
@@ -181,13 +181,6 @@ def _form(value: Any, memory: dict[int, int]) -> Any:
     parts = children(value)
     inner = None if parts is None else [(repr(key), _form(part, memory)) for _, key, part in parts]
     return None if inner is None or any(part is None for _, part in inner) else (type(value), tuple(inner))
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    parts = None if is_plain(value) else children(value)
-    return [tensor for _, _, part in parts or () for tensor in _tensors(part)]
 
 
 def _is_new(result: Any, given: list[torch.Tensor]) -> bool:

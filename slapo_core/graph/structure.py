@@ -82,6 +82,15 @@ def children(value: Any) -> Iterator[tuple[str, Any, Any]] | None:
     return None
 
 
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in a value, in containers too."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif not is_plain(value):
+        for _, _, part in children(value) or ():
+            yield from tensors_in(part)
+
+
 def rebuild(value: Any, parts: list[Any]) -> Any:
     """A container like ``value`` with other parts, in the order of :func:`children`."""
     if isinstance(value, torch.Size):

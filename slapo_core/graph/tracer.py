@@ -60,24 +60,45 @@ class RecordTracer(Tracer):
         arguments: Mapping[str, Any],
         leaves: Callable[[nn.Module, str], bool],
     ) -> Recorded:
-        def recorded() -> Recorded:
-            # In an empty context: what collects outputs of modules there must not collect those of a recording.
-            try:
-                return contextvars.Context().run(record, module, forward, arguments, leaves)
-            except (NeedsValues, RuntimeError, NotImplementedError) as fake_error:
-                if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
-                    raise
-                # What needs values: on the tensors themselves, as the forward would run.
-                real = with_own_values(dict(arguments))
-                try:
-                    with fork_rng():
-                        return contextvars.Context().run(record, module, forward, real, leaves, fake=False)
-                except Untraceable:
-                    raise
-                except Exception:  # noqa: BLE001 - whatever it is: a compiler's own, where it is asked to run in a recording
-                    raise fake_error from None
+        return after_first_call(lambda: recorded(module, forward, arguments, leaves)[0])
 
-        return after_first_call(recorded)
+
+def recorded(
+    module: nn.Module,
+    forward: Callable[..., Any],
+    arguments: Mapping[str, Any],
+    leaves: Callable[[nn.Module, str], bool],
+    *,
+    noted: bool = False,
+    home: torch.device | None = None,
+) -> tuple[Recorded, Notes]:
+    """Record on fake tensors; where shapes or modules below depend on values, on the tensors themselves.
+
+    Args:
+        module: as of :func:`record`, like the others.
+        noted: whether the notes are filled.
+        home: as of :func:`record`.
+
+    Raises:
+        Untraceable: it cannot be recorded.
+    """
+    notes = Notes()
+    # In an empty context: what collects outputs of modules there must not collect those of a recording.
+    run = contextvars.Context().run
+    try:
+        return run(record, module, forward, arguments, leaves, notes=notes if noted else None, home=home), notes
+    except (NeedsValues, RuntimeError, NotImplementedError) as fake_error:
+        if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
+            raise
+        notes, real = Notes(), with_own_values(dict(arguments))
+        notes.is_real = True
+        try:
+            with fork_rng():
+                return run(record, module, forward, real, leaves, fake=False, notes=notes if noted else None), notes
+        except Untraceable:
+            raise
+        except Exception:  # noqa: BLE001 - whatever it is: a compiler's own, where it is asked to run in a recording
+            raise fake_error from None
 
 
 def after_first_call(recording: Callable[[], T]) -> T:

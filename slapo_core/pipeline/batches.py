@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from slapo_core.errors import ArgumentError
+from slapo_core.graph.private import pytree
 
 # From a batch to the arguments of the model's forward, by parameter: what the stages of a pipeline read.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -86,27 +86,19 @@ class StateMark:
 # Whether what two plugins answered about stages fits together.
 
 
-def check_partition(
-    partition: Partition, plugin: str, *, model: nn.Module | None = None, inputs: Mapping[str, Any] | None = None
-) -> None:
-    """Refuse an answer to `slapo_partition` that contradicts itself, or the model that it was asked about.
+def check_partition(partition: Partition, plugin: str, model: nn.Module) -> None:
+    """Refuse an answer to `slapo_partition` that contradicts the model.
 
     Args:
         partition: the answer.
         plugin: whose it is, e.g. ``"slapo-pipeline 0.1.0"``.
-        model: that it was asked about; None does not look at the modules of the stages.
-        inputs: the arguments that it was asked about; None does not look at what the stages read of them.
+        model: that it was asked about.
 
     Raises:
         HookError: every contradiction.
     """
     _require_type("slapo_partition", plugin, partition, Partition)
-    problems = list(_of_partition(partition))
-    if not problems and inputs is not None:
-        problems += _of_inputs(partition, inputs)
-    if not problems and model is not None:
-        problems += _of_modules(partition, model)
-    _refuse("slapo_partition", plugin, problems)
+    _refuse("slapo_partition", plugin, list(_of_modules(partition, model)))
 
 
 def check_liveness(liveness: Liveness, partition: Partition, outputs: Sequence[str], plugin: str) -> None:
@@ -152,44 +144,6 @@ def _require_type(hook: str, plugin: str, answer: Any, kind: type) -> None:
 def _refuse(hook: str, plugin: str, problems: list[str]) -> None:
     if problems:
         raise HookError(f"the answer of {plugin} to {hook} cannot be right: {'; '.join(problems)}", plugin=plugin)
-
-
-def _of_partition(partition: Partition) -> Iterator[str]:
-    if [stage.index for stage in partition.stages] != list(range(len(partition.stages))):
-        yield "the stages are not numbered from 0 in their order"
-        return
-    for stage in partition.stages:
-        if (stage.last is None) != (stage.index == len(partition.stages) - 1):
-            yield f"stage {stage.index} of {len(partition.stages)} is said to end after {stage.last!r}"
-    makers: dict[str, int] = {}
-    for stage in partition.stages:
-        for name in stage.makes:
-            if name in makers:
-                yield f"stages {makers[name]} and {stage.index} both make '{name}'"
-            makers[name] = stage.index
-    for name, value in partition.values.items():
-        readers = tuple(stage.index for stage in partition.stages if name in stage.uses)
-        if makers.get(name) != value.producer:
-            yield f"'{name}' is said to be made by stage {value.producer}, which does not make it"
-        if readers != value.consumers:
-            yield f"'{name}' is said to be read by the stages {value.consumers}, and {readers} read it"
-        if any(reader <= value.producer for reader in readers):
-            yield f"'{name}' is read before stage {value.producer} has made it"
-    known = set(partition.values)
-    for stage in partition.stages:
-        for name in (*stage.uses, *stage.makes):
-            if name not in known:
-                yield f"nothing is said about '{name}' of stage {stage.index}"
-    for name in partition.output.pieces:
-        if name not in known:
-            yield f"nothing is said about the piece '{name}' of the output"
-
-
-def _of_inputs(partition: Partition, inputs: Mapping[str, Any]) -> Iterator[str]:
-    for stage in partition.stages:
-        for name in stage.inputs:
-            if name not in inputs:
-                yield f"stage {stage.index} reads the argument '{name}', which this batch does not give"
 
 
 def _of_modules(partition: Partition, model: nn.Module) -> Iterator[str]:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from slapo_core.errors import ArgumentError, HookError
+from slapo_core.graph.private import pytree
 from slapo_core.pipeline.batches import bound_batch, in_mode
 from slapo_core.pipeline.checks import SharedState, StateMark, check_liveness, check_partition, held_by, made_problems
 from slapo_core.spec.pipeline import Liveness, Partition, Stage
@@ -123,7 +123,7 @@ def staged(
         raise HookError(
             f"{plugin} changes {', '.join(changed[:3])} while it makes the stages (slapo_partition)", plugin=plugin
         )
-    check_partition(partition, plugin, model=schedule.model, inputs=inputs)
+    check_partition(partition, plugin, schedule.model)
     needed = tuple(partition.output.pieces if outputs is None else outputs)
     return _with_liveness(schedule, Staged(partition, Liveness(()), plugin), needed)
 

@@ -18,6 +18,16 @@ from slapo_core import ApplyError, ArgumentError, Compiler
 from slapo_core.spec.accelerators import fork_rng
 from slapo_core.spec.graph import Region
 from slapo_core.spec.watching import dropout_is_off
+from slapo_fusion.private import (
+    backend_names,
+    compile_errors,
+    compile_with_inductor,
+    inductor_modes,
+    inductor_options,
+    lookup_backend,
+    recompile_limit,
+    top_saved_tensors_hooks,
+)
 from slapo_fusion.watching import Watchable, aside, draws, drops, is_fake, is_watched, put_back_on_error, shown
 
 # `Compiled`: a function that ``torch.compile`` compiles when it is first called.
@@ -53,18 +63,14 @@ class Backend:
 
     def _compile(self, graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         if self.backend == "inductor":
-            from torch._inductor import list_mode_options
-            from torch._inductor.compile_fx import compile_fx
-
-            of_mode = list_mode_options(self.mode) if self.mode is not None else {}
+            of_mode = inductor_modes(self.mode) if self.mode is not None else {}
             settings = {"fallback_random": True, **of_mode, **dict(self.options)}
-            made: Any = compile_fx(graph, inputs, config_patches=settings)
-            return made  # type: ignore[no-any-return]
+            return compile_with_inductor(graph, inputs, settings)  # type: ignore[no-any-return]
         if callable(self.backend):
             return self.backend(graph, inputs, **({"options": dict(self.options)} if self.options else {}))
         if self.backend == "eager":
             _keep_random_states(graph)
-        return torch._dynamo.lookup_backend(self.backend)(graph, inputs, **dict(self.options))
+        return lookup_backend(self.backend)(graph, inputs, **dict(self.options))
 
     @property
     def is_random(self) -> bool:
@@ -108,7 +114,7 @@ class Compiled:
             return self.function(*args, **kwargs)
         try:
             return self._watched(args, kwargs) if is_watched() else self._run(self.fullgraph, args, kwargs)
-        except torch._dynamo.exc.TorchDynamoException as error:
+        except compile_errors() as error:
             raise ApplyError(
                 f"{self.where} failed: {reason(error)}",
                 hint="undo that step, choose another backend, or take a smaller part of the model; the model itself "
@@ -140,21 +146,16 @@ class Compiled:
         with aside(shown=False):
             return self._run(False, args, kwargs)
 
-    def __getstate__(self) -> Mapping[str, Any]:
-        kept = ("function", "backend", "where", "fullgraph", "dynamic")
-        return {name: getattr(self, name) for name in kept}
-
-    def __setstate__(self, state: Mapping[str, Any]) -> None:
-        values = dict(state)
-        self.__init__(values.pop("function"), values.pop("backend"), **values)  # type: ignore[misc]
+    def __reduce__(self) -> Any:
+        options: dict[str, Any] = {"where": self.where, "fullgraph": self.fullgraph, "dynamic": self.dynamic}
+        return functools.partial(Compiled, **options), (self.function, self.backend)
 
 
 def _limited() -> contextlib.AbstractContextManager[Any]:
     """Set the limit for a call, where ``torch.compile`` takes none; torch's own is 8."""
     if _LIMIT:
         return contextlib.nullcontext()
-    patch: contextlib.AbstractContextManager[Any] = torch._dynamo.config.patch(recompile_limit=_MOST_VARIANTS)
-    return patch
+    return recompile_limit(_MOST_VARIANTS)  # type: ignore[no-any-return]
 
 
 def backend_problem(backend: Backend) -> tuple[str, str] | None:
@@ -164,18 +165,16 @@ def backend_problem(backend: Backend) -> tuple[str, str] | None:
             return f"mode='{backend.mode}' is one of inductor's", "leave it out"
         return None
     if backend.backend != "inductor":
-        known = torch._dynamo.list_backends(exclude_tags=None)
+        known = backend_names()
         if backend.backend not in known:
             return f"torch knows no backend '{backend.backend}'", f"it knows {', '.join(known)}"
         if backend.mode is not None:
             return f"mode='{backend.mode}' is one of inductor's", f"leave it out with backend='{backend.backend}'"
         return None
-    from torch._inductor import config, list_mode_options
-
-    modes = list_mode_options()
+    modes = inductor_modes()
     if backend.mode is not None and backend.mode not in modes:
         return f"inductor has no mode '{backend.mode}'", f"it has {', '.join(modes)}"
-    names = config.get_config_copy()
+    names = inductor_options()
     for name, _ in backend.options:
         if name not in names:
             return f"inductor has no option '{name}'", "torch._inductor.list_options() lists them"
@@ -214,7 +213,7 @@ def _copied(graph: fx.Graph) -> fx.Graph:
 def reason(error: BaseException) -> str:
     """What went wrong, in one line: what torch.compile and we wrap, not the wrapping."""
     cause = error
-    while isinstance(cause, (ApplyError, torch._dynamo.exc.TorchDynamoException)):
+    while isinstance(cause, (ApplyError, compile_errors())):
         inner = cause.__cause__ or getattr(cause, "inner_exception", None)
         if inner is None:
             break
@@ -284,7 +283,7 @@ class _Scripted:
         self._traced: dict[Any, Callable[..., Any]] = {}
 
     def __call__(self, *args: Any) -> Any:
-        if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+        if top_saved_tensors_hooks(False) is not None:
             warnings.warn(
                 "a region fused by TorchScript runs uncompiled, as it is under activation checkpointing: take "
                 "compiler='inductor'",

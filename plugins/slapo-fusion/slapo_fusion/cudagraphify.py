@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from slapo_core import ApplyError, Edit, Equivalence, Node, Primitive, Violation
 from slapo_core.spec.edit import Forward
+from slapo_fusion.private import tree_leaves
 from slapo_fusion.watching import is_fake, is_watched
 
 if TYPE_CHECKING:
@@ -79,11 +80,9 @@ class Captured:
         )
         return _Graph(graphed, self.path)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("forward", "path", "warmup", "most_shapes")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state.pop("forward"), **state)  # type: ignore[misc]
+    def __reduce__(self) -> Any:
+        options: dict[str, Any] = {"path": self.path, "warmup": self.warmup, "most_shapes": self.most_shapes}
+        return functools.partial(Captured, **options), (self.forward,)
 
 
 class _Held(nn.Module):
@@ -114,7 +113,7 @@ class _Graph:
                 hint="call backward after each forward, or leave this module out",
             )
         output = self._graphed(*values)
-        leaves = [leaf for leaf in torch.utils._pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+        leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
         for leaf in leaves:
             if leaf.requires_grad and leaf.grad_fn is not None:
                 self._in_use = True

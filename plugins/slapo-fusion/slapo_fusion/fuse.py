@@ -12,13 +12,12 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
-from torch.utils.checkpoint import _StopRecomputationError
 
 from slapo_core import ApplyError, Compiler, Edit, Equivalence, Node, PluginError, Primitive, Violation
 from slapo_core.spec.accelerators import fork_rng
 from slapo_core.spec.graph import Region, by_place
 from slapo_fusion.compilers import Compiled, reason
+from slapo_fusion.private import StopRecomputation, tree_map_only
 from slapo_fusion.watching import aside, drops, is_fake, is_watched
 
 if TYPE_CHECKING:
@@ -60,7 +59,7 @@ class Fused:
                 return self.region(*args)
             with aside(shown=False):
                 return self._compiled(*args)
-        except _StopRecomputationError:  # by which a checkpoint around ends its second run: no error
+        except StopRecomputation:  # by which a checkpoint around ends its second run: no error
             raise
         except Exception as error:
             self._raise_own(args)
@@ -93,11 +92,8 @@ class Fused:
             hint="take another compiler, or undo that step: the model itself is as it was",
         )
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("region", "compiler", "options", "where")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state.pop("region"), **state)  # type: ignore[misc]
+    def __reduce__(self) -> Any:
+        return Fusing(self.compiler, self.options, self.where), (self.region,)
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from slapo_core import ApplyError, ArgumentError
+from slapo_fusion.private import (
+    OPDEFS,
+    FakeTensorMode,
+    OpOverload,
+    OpOverloadPacket,
+    has_kernel_for,
+    tree_leaves,
+    tree_map_only,
+)
 from slapo_fusion.watching import is_fake
 
 # What a function gives, asked on tensors without values.
@@ -99,24 +106,22 @@ def found(kernel: str | Callable[..., Any]) -> Callable[..., Any]:
 
 def is_operator(kernel: Callable[..., Any]) -> bool:
     """Whether a kernel is registered with torch, which then knows what it gives on tensors without values."""
-    return isinstance(kernel, (torch._ops.OpOverload, torch._ops.OpOverloadPacket, torch.library.CustomOpDef))
+    return isinstance(kernel, (OpOverload, OpOverloadPacket, torch.library.CustomOpDef))
 
 
 def has_backward(kernel: Callable[..., Any]) -> bool | None:
     """Whether a gradient is known for an operator; None for a function, of which only a call tells."""
     if not is_operator(kernel):
         return None
-    from torch._library.custom_ops import OPDEFS
-
     if isinstance(kernel, torch.library.CustomOpDef):
         return kernel._backward_fn is not None
-    if isinstance(kernel, torch._ops.OpOverloadPacket):
+    if isinstance(kernel, OpOverloadPacket):
         return any(has_backward(getattr(kernel, overload)) for overload in kernel.overloads())
     name: str = kernel.name()  # type: ignore[attr-defined]
     if name in OPDEFS:  # always differentiable for the dispatcher, be it by raising
         return OPDEFS[name]._backward_fn is not None
     keys = ("Autograd", "AutogradCPU", "AutogradCUDA", "CompositeImplicitAutograd")
-    return any(torch._C._dispatch_has_kernel_for_dispatch_key(name, key) for key in keys)
+    return any(has_kernel_for(name, key) for key in keys)
 
 
 def missing_gradient(inputs: Any, output: Any) -> bool:
@@ -287,11 +292,8 @@ class Bound:
                 hint="the kernel must give what the code gives whose place it takes; undo this step",
             )
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"function": self.function, "kernel": self.kernel, "arguments": self.arguments}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(**state)  # type: ignore[misc]
+    def __reduce__(self) -> Any:
+        return Bound, (self.function, self.kernel, self.arguments)
 
 
 def named_inputs(

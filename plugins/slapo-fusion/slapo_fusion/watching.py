@@ -20,12 +20,20 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._device import DeviceContext
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-from torch.utils._pytree import tree_map_only
 
 from slapo_core.spec.accelerators import accelerator, fork_rng
 from slapo_core.spec.watching import dropout_is_off
+from slapo_fusion.private import (
+    DeviceContext,
+    FakeTensorMode,
+    dispatch_modes,
+    function_modes,
+    number_of_dispatch_modes,
+    number_of_function_modes,
+    pop_function_mode,
+    push_function_mode,
+    tree_map_only,
+)
 
 _DROPOUT = (
     "alpha_dropout",
@@ -42,18 +50,16 @@ _ATTENTION_DROPOUT = 4  # scaled_dot_product_attention(query, key, value, attn_m
 
 def is_watched() -> bool:
     """Whether a torch-function mode other than torch's own default device is active."""
-    if not torch._C._len_torch_function_stack():
+    if not number_of_function_modes():
         return False
-    return any(not isinstance(mode, DeviceContext) for mode in torch.overrides._get_current_function_mode_stack())
+    return any(not isinstance(mode, DeviceContext) for mode in function_modes())
 
 
 def is_fake() -> bool:
     """Whether tensors have no values now: somebody asks for shapes, and compiled code would be made in vain."""
-    if not torch._C._len_torch_dispatch_stack():
+    if not number_of_dispatch_modes():
         return False
-    from torch._subclasses import FakeTensorMode
-
-    return any(isinstance(mode, FakeTensorMode) for mode in _get_current_dispatch_mode_stack())
+    return any(isinstance(mode, FakeTensorMode) for mode in dispatch_modes())
 
 
 @contextlib.contextmanager
@@ -63,14 +69,14 @@ def aside(*, shown: bool = True) -> Iterator[None]:
     Args:
         shown: whether compiled graphs show them what they draw.
     """
-    modes = [torch.overrides._pop_mode() for _ in range(torch._C._len_torch_function_stack())][::-1]
+    modes = [pop_function_mode() for _ in range(number_of_function_modes())][::-1]
     before = _WATCHING.set(modes if shown else ())
     try:
         yield
     finally:
         _WATCHING.reset(before)
         for mode in modes:
-            torch.overrides._push_mode(mode)
+            push_function_mode(mode)
 
 
 _WATCHING: ContextVar[Sequence[Any]] = ContextVar("the modes that compiled graphs show what they draw", default=())

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from slapo_core import ArgumentError, Command
+from slapo_pipeline.private import schedule_actions
 
 
 class PipelineCommands(Command):
@@ -307,10 +308,8 @@ def orders(schedule: str, *, stages: int, microbatches: int, pp: int | None = No
             f"{schedule} runs {what}, and {stages} stages on {pp} ranks are something else",
             hint=f"--stages {wanted * pp} --pp {pp}",
         )
-    from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
-
     try:
-        actions = get_schedule_ops(SCHEDULES[schedule], pp, microbatches, per_rank)
+        actions = schedule_actions(SCHEDULES[schedule], pp, microbatches, per_rank)
     except (AssertionError, ValueError) as error:  # what torch says about numbers that it does not take
         raise ArgumentError(
             f"torch refuses {schedule} on {pp} ranks: {error}", hint=f"--microbatches {2 * pp}"

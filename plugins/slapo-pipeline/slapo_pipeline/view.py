@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
+import inspect
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,14 +12,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 import slapo_core
-from slapo_core import Schedule
-from slapo_core.spec.accelerators import fork_rng
+from slapo_core import Schedule, TraceError
 from slapo_core.spec.pipeline import Liveness, Partition, Stage, Value
-from slapo_core.tracing import FakeMode, copied_model
-from slapo_pipeline.balance import FlopCount
+from slapo_core.tracing import FakeMode
+from slapo_pipeline.balance import run_in_sections
+from slapo_pipeline.private import pytree
 
 
 def stages(schedule: Schedule, batch: Any = None, *, whole_output: bool = False) -> Stages:
@@ -69,9 +68,9 @@ def _flops(model: nn.Module, inputs: Mapping[str, Any], partition: Partition) ->
     cuts = [stage.last for stage in partition.stages if stage.last is not None]
     try:
         return list(flops_by_stage(model, inputs, cuts)), ()
-    except Exception as error:  # noqa: BLE001 - shown: the stages are what they are without it
+    except TraceError as error:
         unknown: list[Any] = [None] * len(partition.stages)
-        return unknown, (f"operations are not counted: without values, {type(error).__name__}: {error}",)
+        return unknown, (f"operations are not counted: {error.message}",)
 
 
 def _ends(model: nn.Module, stage: Stage) -> tuple[str, str]:
@@ -250,9 +249,8 @@ def flops_by_stage(model: nn.Module, inputs: Mapping[str, Any], cuts: Sequence[s
         cuts: paths, in the order in which the model calls them.
 
     Raises:
-        Exception: whatever the model raises without values.
+        TraceError: the model raises without values.
     """
-    copied = copied_model(model)
     device = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
     mode = FakeMode() if device.type != "meta" else None
 
@@ -261,23 +259,10 @@ def flops_by_stage(model: nn.Module, inputs: Mapping[str, Any], cuts: Sequence[s
             return copy.deepcopy(leaf)
         return mode.from_tensor(leaf.detach()) if mode is not None else leaf.detach().to("meta")
 
-    count = FlopCount()
-    ends: list[int] = []
-    for path in cuts:
-        copied.get_submodule(path).register_forward_hook(lambda *_: ends.append(count.total))
-    given = pytree.tree_map(without_values, dict(inputs))
-    with mode or contextlib.nullcontext(), fork_rng(), torch.no_grad(), count:
-        _call(copied, given)
-    ends.append(count.total)
-    return [end - start for start, end in zip([0, *ends[:-1]], ends, strict=True)]
-
-
-def _call(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
-    import inspect
-
     bound = inspect.signature(model.forward).bind_partial()
-    bound.arguments.update(inputs)
-    return model(*bound.args, **bound.kwargs)
+    bound.arguments.update(pytree.tree_map(without_values, dict(inputs)))
+    before, first, *others = run_in_sections(model, (bound.args, bound.kwargs), cuts)
+    return [before.flops + first.flops, *(section.flops for section in others)]
 
 
 def text_of(stages: Stages) -> str:

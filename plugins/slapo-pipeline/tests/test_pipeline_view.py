@@ -139,7 +139,7 @@ def test_operations_that_cannot_be_counted_are_said_to_be_unknown():
     sch["0"].pipeline_split()
     stages = slapo_pipeline.stages(sch)
     assert stages.stages[0].flops is None
-    assert stages.notes[0].startswith("operations are not counted: without values, ")
+    assert stages.notes[0].startswith("operations are not counted: without values ")
     assert "note: operations are not counted" in str(stages)
 
 

@@ -13,9 +13,9 @@ from typing import Any, ClassVar
 
 import torch
 from torch import fx, nn
-from torch.utils._pytree import tree_map_only
 
 from slapo_core.graph.effects import Effects, is_inert
+from slapo_core.graph.private import tree_map_only
 from slapo_core.graph.rewriting.region import CannotPlace, refuse_changed, settings_of, take_out
 from slapo_core.spec.tracer import Flag
 
