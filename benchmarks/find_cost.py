@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from transformers import BertConfig, BertModel
 
 import slapo_core as slapo
-from slapo_core.graph.patterns.making import pattern_of
+from slapo_core.graph.patterns.definition import pattern_of
 from slapo_core.patterns import any_constant, any_op, optional
 from slapo_core.schedule.finding import first_graph
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
         save_pretrained as save_pretrained,
         state_dict as state_dict,
     )
-    from slapo_core.pipeline.asking import (
+    from slapo_core.pipeline.stages import (
         stages as stages,
     )
     from slapo_core.plugins.registry import (

@@ -8,7 +8,6 @@ for granted is in it as calls of ``check``, and in :meth:`FlatGraph.require`, wh
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -17,22 +16,19 @@ import torch
 from torch import fx, nn
 
 from slapo_core.errors import GuardError
-from slapo_core.graph.code import compiled
+from slapo_core.graph.diagnostics import refusal
 from slapo_core.graph.examples import copied_model
-from slapo_core.graph.fake import FakeMode, with_own_values
+from slapo_core.graph.fake import FakeMode
 from slapo_core.graph.guards import Checks, describe, fingerprint
 from slapo_core.graph.leaves import inlined_modules, walk
-from slapo_core.graph.notes import Notes, left
-from slapo_core.graph.patching import PATCHING
 from slapo_core.graph.reads import GlobalNames
-from slapo_core.graph.recorder import NeedsValues
-from slapo_core.graph.refusals import refusal
+from slapo_core.graph.recording import Notes, left
 from slapo_core.graph.regions import set_state, state
-from slapo_core.graph.session import buffers_kept, refusing_changes
-from slapo_core.graph.structure import Opaque, children, concrete, is_plain, rebuild
+from slapo_core.graph.session import PATCHING, buffers_kept, refusing_changes
+from slapo_core.graph.specialization import compiled
+from slapo_core.graph.structure import Opaque, children, concrete, is_plain, rebuild, tensors_in
 from slapo_core.graph.traced import TracedForward
-from slapo_core.graph.tracer import RecordTracer, after_first_call, record
-from slapo_core.spec.accelerators import fork_rng
+from slapo_core.graph.tracer import RecordTracer, after_first_call, recorded
 from slapo_core.spec.graph import Graph
 from slapo_core.spec.tracer import Flag, Guard, GuardViolation, Location, Recorded, check
 from slapo_core.tree.forward import ModuleForward
@@ -212,54 +208,28 @@ def flat(
         names = GlobalNames(forward, inlined.values())
         try:
             with names.kept(), buffers_kept(module), _by_own_forwards(inlined.values()):
-                recorded, notes = after_first_call(
-                    lambda: _recorded(module, refusing_changes(forward), arguments, leaves)
-                )
+                own, home = refusing_changes(forward), _device(module, arguments)
+                graph, notes = after_first_call(lambda: recorded(module, own, arguments, leaves, noted=True, home=home))
                 written = frozenset(name for name, buffer, version in versions if buffer._version != version)
         except Exception as error:
             raise refusal(error, RecordTracer(), path) from error
     return FlatGraph(
         module,
-        recorded,
+        graph,
         notes,
         surroundings=names.flags,
         written=written,
         inlined=inlined,
-        stand_in_for=_device(module, arguments),
+        stand_in_for=home,
     )
-
-
-def _recorded(module: nn.Module, forward: Any, arguments: Any, leaves: Any) -> tuple[Recorded, Notes]:
-    notes, device = Notes(), _device(module, arguments)
-    try:
-        run = contextvars.Context().run
-        return run(record, module, forward, arguments, leaves, notes=notes, home=device), notes
-    except (NeedsValues, RuntimeError, NotImplementedError) as error:
-        if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
-            raise
-        notes, real = Notes(), with_own_values(dict(arguments))
-        notes.is_real = True
-        try:
-            with fork_rng():
-                return run(record, module, forward, real, leaves, fake=False, notes=notes), notes
-        except (NeedsValues, RuntimeError, NotImplementedError):
-            raise error from None
 
 
 def _device(module: nn.Module, arguments: Mapping[str, Any]) -> torch.device | None:
     """Where tensors are that the meta device has stand-ins of; None if it has none. All of them stand for the CPU."""
-    tensors = [*_tensors(list(arguments.values())), *module.parameters(), *module.buffers()]
+    tensors = [*tensors_in(dict(arguments)), *module.parameters(), *module.buffers()]
     if not any(tensor.is_meta for tensor in tensors):
         return None
     return next((tensor.device for tensor in tensors if not tensor.is_meta), torch.device("cpu"))
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif not is_plain(value):
-        for _, _, part in children(value) or ():
-            yield from _tensors(part)
 
 
 def is_rewritten(graph: Graph) -> bool:

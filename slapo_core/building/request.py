@@ -19,8 +19,8 @@ from slapo_core.building.batches import LossCall, labels_left_out, micro_batches
 from slapo_core.building.optimizer import make_optimizer, same_groups
 from slapo_core.building.target import Stages
 from slapo_core.errors import BuildError
-from slapo_core.pipeline.binding import bound_batch
-from slapo_core.pipeline.part import Part
+from slapo_core.pipeline.batches import bound_batch
+from slapo_core.pipeline.stages import Part
 from slapo_core.ranks.world import together
 from slapo_core.weights.gradients import GradientClipper, TiedGradients
 

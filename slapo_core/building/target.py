@@ -11,10 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from slapo_core.errors import ArgumentError, BuildError, HookError, OptimizerError, SealedError, SlapoError, TraceError
-from slapo_core.pipeline.batch_form import BatchForm
-from slapo_core.pipeline.binding import bound_batch
-from slapo_core.pipeline.modes import in_mode
-from slapo_core.pipeline.staged import Staged, needing, staged
+from slapo_core.pipeline.batches import BatchForm, bound_batch, in_mode
+from slapo_core.pipeline.stages import Staged, needing, staged
 from slapo_core.schedule.consistency import refuse_if_incomplete, sharded_mesh_dims, unused_mesh_dims
 from slapo_core.spec.accelerators import device_of
 from slapo_core.spec.dialect import BuildArguments

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from slapo_core.graph.leaves import is_inlined
-from slapo_core.graph.patching import PATCHING
 from slapo_core.graph.recorder import is_recording
+from slapo_core.graph.session import PATCHING
 from slapo_core.private import current_autograd_node, next_sequence_number
 from slapo_core.spec.observers import Origin, attributed
 from slapo_core.tree.forward import ModuleForward

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from slapo_core.errors import EstimateError
 from slapo_core.estimation.results import Collective, Memory
-from slapo_core.graph.patching import PATCHING
+from slapo_core.graph.session import PATCHING
 from slapo_core.private import FakeTensor, flop_formulas, is_traceable_wrapper_subclass, ranks_of_group
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from slapo_core.building.target import Arguments, Target, stages_of_build
 from slapo_core.errors import ArgumentError, BuildError, EstimateError
 from slapo_core.estimation.trackers import Watch
 from slapo_core.estimation.values import Values, seen_as_plain
-from slapo_core.pipeline.binding import bound_batch
-from slapo_core.pipeline.staged import Staged, needing
+from slapo_core.pipeline.batches import bound_batch
+from slapo_core.pipeline.stages import Staged, needing
 from slapo_core.private import FakeTensorMode, bucket_assignment
 from slapo_core.weights.correspondence import Correspondence, placed
 from slapo_core.weights.gradients import TiedGradients

@@ -10,8 +10,6 @@ import torch
 
 from slapo_core.graph.structure import children, is_plain
 
-__all__ = ["MISSING", "Parameters", "call_of", "form", "forms"]
-
 
 class MISSING:
     """In place of an argument that was not given."""

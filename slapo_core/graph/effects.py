@@ -21,8 +21,6 @@ from slapo_core.graph.private import Dropout, FakeTensorMode, OpOverload, TorchD
 from slapo_core.graph.regions import set_state
 from slapo_core.spec.tracer import check
 
-__all__ = ["Effects", "Observer", "Seen", "is_inert"]
-
 _TAGGED = ("aten", "prims", "_c10d_functional")
 """Namespaces whose operators have the tag of random numbers if they draw some; that of others may be missing."""
 

@@ -19,8 +19,6 @@ from slapo_core.graph.traced import TracedForward
 from slapo_core.spec.accelerators import fork_rng
 from slapo_core.tree.forward import ModuleForward
 
-__all__ = ["Call", "call_with", "copied_model", "example_calls", "made_beforehand", "scheduled_calls"]
-
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 _CONTAINERS = (dict, list, set, OrderedDict)
 
@@ -124,22 +122,13 @@ class _Placed(dict[str, Call]):
 
 
 def _run_on_meta(model: nn.Module, args: Any, kwargs: Any) -> tuple[dict[str, Call], Exception | None]:
-    calls: dict[str, Call] = {}
     memo: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         made = tensor.detach().to("meta")
         is_parameter = isinstance(tensor, nn.Parameter)
         memo[id(tensor)] = nn.Parameter(made, requires_grad=tensor.requires_grad) if is_parameter else made
-    copied = copied_model(model, memo)
-    with torch.no_grad(), caches_kept(model), drawn_back(), _noting(copied, calls):
-        given, named = with_tensors((args, kwargs), lambda tensor: tensor.to("meta"))
-        try:
-            copied(*given, **named)
-        except Exception as error:  # noqa: BLE001 - tried on fake tensors then
-            return calls, error
-        finally:
-            torch.clear_autocast_cache()
-    return calls, None
+    with torch.no_grad():
+        return _run(copied_model(model, memo), args, kwargs, None, own=lambda tensor: tensor.to("meta"))
 
 
 def _run_with_values(
@@ -156,19 +145,24 @@ def _run_with_values(
 
 
 def _run(
-    copied: nn.Module, args: Any, kwargs: Any, mode: FakeMode | None, unseen: Collection[nn.Module] = ()
+    copied: nn.Module,
+    args: Any,
+    kwargs: Any,
+    mode: FakeMode | None,
+    unseen: Collection[nn.Module] = (),
+    own: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> tuple[dict[str, Call], Exception | None]:
     """Run a copy, on which stays what the forward sets; on fake tensors of ``mode``, or on the tensors themselves."""
     on_meta = any(tensor.is_meta for tensor in copied.parameters())
     calls: dict[str, Call] = {}
 
-    def own(tensor: torch.Tensor) -> torch.Tensor:
+    def copy_of(tensor: torch.Tensor) -> torch.Tensor:
         if mode is None:
             return tensor.detach().clone()
         return mode.from_tensor(tensor.to("meta") if on_meta else tensor, static_shapes=True)
 
     with mode or contextlib.nullcontext(), caches_kept(copied), drawn_back(), _noting(copied, calls, unseen):
-        given, named = with_tensors((args, kwargs), own)
+        given, named = with_tensors((args, kwargs), own or copy_of)
         try:
             copied(*given, **named)
         except Exception as error:  # noqa: BLE001 - whoever needs a call that was not reached is told

@@ -16,8 +16,6 @@ from slapo_core.graph.structure import children, is_plain, rebuild
 
 _LOG = logging.getLogger("torch._subclasses.fake_tensor")
 
-__all__ = ["FakeMode", "home_of", "with_own_values", "with_tensors", "without_values"]
-
 
 class FakeMode(FakeTensorMode):
     """Computes shapes and types only; real tensors that it meets (parameters) are taken as if they were fake.

@@ -14,8 +14,6 @@ from torch.overrides import TorchFunctionMode
 from slapo_core.graph.leaves import is_changed, is_predefined
 from slapo_core.graph.private import DisableTorchFunction
 
-__all__ = ["INPUT", "FunctionalForm", "Own", "functional_form", "input_of"]
-
 
 class INPUT:
     """Stands for what the module is called with."""

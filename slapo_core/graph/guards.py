@@ -15,8 +15,6 @@ from torch import nn
 
 from slapo_core.spec.tracer import Flag
 
-__all__ = ["ABSENT", "Checks", "Same", "describe", "fingerprint", "is_setting", "is_told"]
-
 _SCALARS = (bool, int, complex, str, bytes, type(None), type(Ellipsis), torch.dtype, torch.device, torch.layout)
 _BY_IDENTITY = (FunctionType, BuiltinFunctionType, ModuleType, type, Enum)
 

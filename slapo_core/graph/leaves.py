@@ -12,18 +12,6 @@ from torch import nn
 
 from slapo_core.tree.forward import ModuleForward
 
-__all__ = [
-    "HOOKS",
-    "LeafRule",
-    "Leaves",
-    "around",
-    "inlined_modules",
-    "is_changed",
-    "is_inlined",
-    "is_predefined",
-    "walk",
-]
-
 LeafRule = Callable[[nn.Module, str], bool]
 """Whether a module, at a path relative to the traced one, stays a call."""
 

@@ -8,19 +8,15 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.graph import inplace_methods
 from torch.nn import functional
 
-from slapo_core.graph.expressions import SIGNS
+from slapo_core.graph.diagnostics import SIGNS
 from slapo_core.graph.private import OpOverload
 from slapo_core.graph.regions import DEVICES, set_state
 from slapo_core.spec.tracer import Guard, Recorded, check
 
-__all__ = ["printed"]
-
-_IN_PLACE = {getattr(operator, f"i{name}"): sign for name, sign in (
-    ("add", "+="), ("sub", "-="), ("mul", "*="), ("truediv", "/="), ("and", "&="), ("or", "|="), ("pow", "**="),
-)}  # fmt: skip
-_BITS = {operator.and_: "&", operator.or_: "|", operator.xor: "^", operator.matmul: "@", operator.lshift: "<<"}
+_IN_PLACE = {getattr(operator, name): template.split()[1] for name, template in inplace_methods.items()}
 _FUNCTIONAL = {id(value): f"F.{name}" for name, value in vars(functional).items() if callable(value)}
 _TRIVIAL = (operator.ge, operator.gt, operator.ne)
 
@@ -113,7 +109,7 @@ def _call(node: fx.Node) -> str:
         return f"{_operand(node.args[0])}.{node.args[1]}"
     if target is operator.getitem:
         return f"{_operand(node.args[0])}[{_key(node.args[1])}]"
-    sign = _BITS.get(target) or SIGNS.get(target)
+    sign = SIGNS.get(target)
     if sign and len(node.args) == 2:
         return f"{_operand(node.args[0])} {sign} {_operand(node.args[1])}"
     if target is operator.neg:

@@ -20,9 +20,10 @@ from torch.overrides import (
     _pop_mode as pop_function_mode,
     _push_mode as push_function_mode,
 )
+from torch.utils import _pytree as pytree
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes as disable_current_modes
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 __all__ = [
     "GROUPED_MM",
@@ -45,9 +46,11 @@ __all__ = [
     "number_of_function_modes",
     "pop_function_mode",
     "push_function_mode",
+    "pytree",
     "schemas_for_operator",
     "set_grad_enabled",
     "tree_leaves",
+    "tree_map_only",
 ]
 
 NN = torch._C._nn

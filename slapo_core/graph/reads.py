@@ -15,16 +15,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from slapo_core.graph.diagnostics import is_of_the_model
 from slapo_core.graph.guards import ABSENT, Same, fingerprint, is_setting, is_told
 from slapo_core.graph.leaves import LeafRule, inlined_modules, walk
-from slapo_core.graph.location import is_of_the_model
 from slapo_core.graph.private import FakeTensor
 from slapo_core.graph.session import attributes_kept, put_back
 from slapo_core.graph.sizes import is_symbolic
 from slapo_core.graph.structure import Opaque
 from slapo_core.spec.tracer import Flag, Location, Untraceable
-
-__all__ = ["AttributeReads", "GlobalNames", "Place"]
 
 Place = tuple[str, ...]
 _DEPTH = 4

@@ -6,17 +6,17 @@ import contextlib
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointFunction
 
-from slapo_core.graph.alike import AlikeCalls
 from slapo_core.graph.effects import Observer
-from slapo_core.graph.leaves import is_predefined
-from slapo_core.graph.pieces import guard_pieces, guard_structure
+from slapo_core.graph.leaves import LeafRule, is_predefined
 from slapo_core.graph.private import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -24,15 +24,180 @@ from slapo_core.graph.private import (
     function_modes,
     set_grad_enabled,
 )
-from slapo_core.graph.recording import Recording
+from slapo_core.graph.recording import Recording, left
 from slapo_core.graph.regions import Regions
 from slapo_core.graph.session import drawn_back
+from slapo_core.graph.sharing import AlikeCalls
 from slapo_core.graph.structure import concrete
 from slapo_core.graph.targets import query_of, writes_to_first
 from slapo_core.spec.observers import Origin
 from slapo_core.spec.tracer import Untraceable
 
-__all__ = ["NeedsValues", "Recorder", "is_recording"]
+if TYPE_CHECKING:
+    from torch import fx
+
+
+# Into how many parts a value is taken apart: a decision of the recorded code, held by a guard.
+
+_CUT = {"split": "split_size", "chunk": "chunks", "unsafe_split": "split_size", "unsafe_chunk": "chunks", "unbind": ""}
+
+
+def guard_pieces(recording: Recording, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Where ``func`` cuts a tensor into as many parts as its size makes, keep their number.
+
+    The guard asks the tensor that is cut, and not the parts, which only the code that was recorded uses.
+    """
+    name = getattr(func, "__name__", "")
+    if name not in _CUT:
+        return
+    given = dict(zip(("tensor", *filter(None, (_CUT[name],)), "dim"), args, strict=False)) | dict(kwargs)
+    tensor = given.get("tensor", given.get("input", given.get("self")))
+    if not isinstance(tensor, torch.Tensor):
+        return
+    by = given.get(_CUT[name], given.get("split_size_or_sections"))
+    if isinstance(by, tuple | list):
+        return  # given one by one
+    dim = int(concrete(given.get("dim", 0)))
+    length = recording.length(tensor, dim)
+    if name.endswith("chunk"):
+        by = -(-length // by)
+        if int(concrete(length)) == 0:
+            by = 1
+    pieces = length if name == "unbind" else -(-length // by)
+    recording.guard(getattr(pieces.node, "node", None), int(concrete(pieces)))
+
+
+def structure_of(value: Any) -> Any:
+    """The kind of a result of several parts, and which: ``("tuple", 2)``, ``("dict", ("hidden", "weights"))``."""
+    if isinstance(value, Mapping):
+        return type(value).__name__, tuple(value)
+    return type(value).__name__, len(value) if isinstance(value, tuple | list) else None
+
+
+def guard_structure(recording: Recording, value: Any, node: fx.Node) -> None:
+    """Keep the structure of a result that a module may give otherwise at another call."""
+    if isinstance(value, tuple | list | Mapping):
+        recording.guard(recording.compute(structure_of, (node,)), structure_of(value))
+
+
+# What autograd does that torch-function modes do not see: custom functions, and hooks on what is saved.
+
+_CHECKPOINTING = (
+    "checkpoints activations (torch.utils.checkpoint), which its graph would not do",
+    "take it out of the model's code (transformers: model.gradient_checkpointing_disable()) and call "
+    "sch['a.b'].checkpoint() of what it is to cover; or trace and cut where it lies inside of a module that stays a "
+    "call",
+)
+
+
+class ApplyFunction:
+    """``function.apply`` as a target of a graph: one call, with the backward that its author wrote.
+
+    Args:
+        function: the custom autograd function.
+    """
+
+    def __init__(self, function: type[torch.autograd.Function]) -> None:
+        self.function = function
+        self.__name__ = self.__qualname__ = f"{function.__name__}_apply"
+        self.__module__ = function.__module__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function.apply(*args, **kwargs)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ApplyFunction) and other.function is self.function
+
+    def __hash__(self) -> int:
+        return hash(self.function)
+
+
+@contextlib.contextmanager
+def autograd_functions(recorder: Recorder) -> Iterator[None]:
+    """While this lasts, a call of a custom ``torch.autograd.Function`` is one call in the graph.
+
+    What its forward computes would be seen, but without its backward.
+    """
+    original = torch.autograd.Function.__dict__["apply"]
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        call = original.__get__(None, cls)
+        if recorder.is_paused:
+            return call(*args, **kwargs)
+        if cls is CheckpointFunction:  # use_reentrant=True
+            raise recorder.recording.refusal(*_CHECKPOINTING)
+        return recorder.record_call(call, ApplyFunction(cls), args, kwargs)
+
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign, assignment, unused-ignore]
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = original  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def checkpointing_refused(recorder: Recorder) -> Iterator[None]:
+    """While this lasts, recorded code that checkpoints activations is refused: the graph would keep them.
+
+    Raises:
+        Untraceable: it entered ``saved_tensors_hooks``, as ``torch.utils.checkpoint`` and ``save_on_cpu`` do.
+    """
+    enter = saved_tensors_hooks.__enter__
+
+    def entered(hooks: saved_tensors_hooks) -> None:
+        if not recorder.is_paused and torch.is_grad_enabled():
+            raise recorder.recording.refusal(*_CHECKPOINTING)
+        enter(hooks)
+
+    saved_tensors_hooks.__enter__ = entered  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        saved_tensors_hooks.__enter__ = enter  # type: ignore[method-assign]
+
+
+# Calls of modules below the recorded one: one call in the graph, or looked into.
+
+
+@contextlib.contextmanager
+def module_calls(recorder: Recorder, leaves: LeafRule) -> Iterator[None]:
+    """While this lasts, a call of a leaf below the recorded module is written down, and not what it does."""
+    called, thread = nn.Module.__call__, threading.get_ident()
+    recording = recorder.recording
+
+    def original(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Call it; one under ``module.compile()`` as it would be without: compilers want tensors with values."""
+        if module._compiled_call_impl is not None and threading.get_ident() == thread:
+            return module._call_impl(*args, **kwargs)
+        return called(module, *args, **kwargs)
+
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if recorder.is_paused:
+            return original(module, *args, **kwargs)
+        path = recording.modules.get(id(module))
+        if path == "":
+            raise recording.refusal("calls itself")
+        if path is None and any(True for _ in module.parameters()):
+            raise recording.refusal(
+                f"calls a {type(module).__name__} that lies outside of the traced module",
+                "trace the module that holds both",
+            )
+        if path is None:
+            return original(module, *args, **kwargs)
+        if not leaves(module, path):
+            with recorder.inside(path):
+                out = original(module, *args, **kwargs)
+            if recording.notes is not None:
+                recording.compute(left, (path,))
+            return out
+        return recorder.record_module(path, original, module, args, kwargs)
+
+    nn.Module.__call__ = call  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.__call__ = called  # type: ignore[method-assign]
+
 
 _SWITCHES = (set_grad_enabled,)
 """Seen through the state that they change."""

@@ -11,7 +11,6 @@ from slapo_core.graph.private import set_grad_enabled
 if TYPE_CHECKING:
     from slapo_core.graph.recording import Recording
 
-__all__ = ["DEVICES", "Regions", "set_state", "state"]
 
 DEVICES = ("cpu", "cuda", "xpu", "mps", "hpu")
 State = tuple[bool, tuple[tuple[bool, torch.dtype], ...], bool]

@@ -11,6 +11,7 @@ import inspect
 import operator
 import random
 import sys
+import threading
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
@@ -18,23 +19,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from slapo_core.graph.diagnostics import first_line
 from slapo_core.graph.leaves import HOOKS, walk
-from slapo_core.graph.location import first_line
 from slapo_core.graph.private import DeviceContext, number_of_function_modes, pop_function_mode, push_function_mode
 from slapo_core.graph.structure import Opaque, children
 from slapo_core.spec.tracer import Untraceable
 
-__all__ = [
-    "alone",
-    "attributes_kept",
-    "buffers_kept",
-    "caches_kept",
-    "drawn_back",
-    "generators",
-    "is_unchanged",
-    "put_back",
-    "refusing_changes",
-]
+# The lock that everything takes which patches torch, or the objects of a model, while it runs.
+
+PATCHING = threading.RLock()
+"""Held while classes of torch, classes of modules or global names are replaced for a run, and until they are back."""
+
 
 _CONTAINERS = (list, dict, set)
 _NO_HOLDERS = (

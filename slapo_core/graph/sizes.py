@@ -14,40 +14,20 @@ if TYPE_CHECKING:
 
     from slapo_core.graph.recording import Recording
 
-__all__ = ["SizeNode", "constant", "hint_of", "is_symbolic", "symbolic"]
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "abs": operator.abs,
-    "add": operator.add,
-    "and_": operator.and_,
     "bitwise_and": operator.and_,
     "bitwise_or": operator.or_,
     "bitwise_xor": operator.xor,
     "ceil": math.ceil,
-    "eq": operator.eq,
     "float_pow": operator.pow,
     "float_truediv": operator.truediv,
     "floor": math.floor,
-    "floordiv": operator.floordiv,
-    "ge": operator.ge,
-    "gt": operator.gt,
     "int_floordiv": operator.floordiv,
     "int_truediv": operator.truediv,
     "is_integer": float.is_integer,
-    "le": operator.le,
-    "lshift": operator.lshift,
-    "lt": operator.lt,
-    "mod": operator.mod,
-    "mul": operator.mul,
-    "ne": operator.ne,
-    "neg": operator.neg,
-    "or_": operator.or_,
-    "pos": operator.pos,
-    "pow": operator.pow,
     "pow_by_natural": operator.pow,
     "round": round,
-    "rshift": operator.rshift,
-    "sub": operator.sub,
     "sym_and": operator.and_,
     "sym_float": float,
     "sym_int": int,
@@ -55,10 +35,14 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "sym_min": min,
     "sym_not": operator.not_,
     "sym_or": operator.or_,
-    "truediv": operator.truediv,
     "trunc": math.trunc,
 }
-"""What torch's SymInt, SymFloat and SymBool ask their node to compute, and the Python function that does it."""
+"""What SymInt, SymFloat and SymBool ask their node to compute, where Python's ``operator`` has another name."""
+
+
+def _function_of(name: str) -> Callable[..., Any] | None:
+    return None if name.startswith("_") else _FUNCTIONS.get(name) or getattr(operator, name, None)
+
 
 _ANSWERS = ("bool_", "expect_true", "guard_bool", "guard_float", "guard_int", "guard_or_false", "guard_or_true")
 _ANSWERS_ON_SIZES = ("guard_size_oblivious", "int_", "statically_known_true")
@@ -126,7 +110,7 @@ class SizeNode:
     def __getattr__(self, name: str) -> Any:  # type: ignore[valid-type]
         if name in _ANSWERS or name in _ANSWERS_ON_SIZES:
             return self._decide
-        function = _FUNCTIONS.get(name)
+        function = _function_of(name)
         if function is None:
             raise AttributeError(name)
         return lambda *others: self._compute(function, *others)

@@ -11,8 +11,6 @@ import torch
 
 from slapo_core.graph.sizes import hint_of, is_symbolic
 
-__all__ = ["PLAIN", "Opaque", "children", "concrete", "is_plain", "rebuild"]
-
 PLAIN = (
     bool,
     int,
@@ -84,23 +82,28 @@ def children(value: Any) -> Iterator[tuple[str, Any, Any]] | None:
     return None
 
 
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in a value, in containers too."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif not is_plain(value):
+        for _, _, part in children(value) or ():
+            yield from tensors_in(part)
+
+
 def rebuild(value: Any, parts: list[Any]) -> Any:
     """A container like ``value`` with other parts, in the order of :func:`children`."""
     if isinstance(value, torch.Size):
         return torch.Size(parts)
     if isinstance(value, tuple):
-        return type(value)(*parts) if hasattr(value, "_fields") else _sequence(type(value), parts)
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     if isinstance(value, list):
-        return _sequence(type(value), parts)
+        return type(value)(parts)
     if isinstance(value, Mapping):
         keyed = dict(zip(value, parts, strict=True))
         return keyed if type(value) is dict else type(value)(**keyed)
     names = [field.name for field in dataclasses.fields(value)]
     return type(value)(**dict(zip(names, parts, strict=True)))
-
-
-def _sequence(cls: type, parts: list[Any]) -> Any:
-    return cls(parts)
 
 
 def concrete(value: Any) -> Any:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.fx.graph import inplace_methods, magic_methods, reflectable_magic_methods
 
 from slapo_core.graph.private import TensorBase
 from slapo_core.graph.sizes import symbolic
@@ -16,67 +17,19 @@ from slapo_core.graph.structure import concrete
 if TYPE_CHECKING:
     from slapo_core.graph.recording import Recording
 
-__all__ = ["query_of", "target_of", "writes_to_first"]
 
 Query = Callable[["Recording", Any, tuple[Any, ...], dict[str, Any]], Any]
 
-_OPERATORS = {
-    "__add__": operator.add,
-    "__radd__": operator.add,
-    "__sub__": operator.sub,
-    "__rsub__": operator.sub,
-    "__mul__": operator.mul,
-    "__rmul__": operator.mul,
-    "__truediv__": operator.truediv,
-    "__rtruediv__": operator.truediv,
-    "__div__": operator.truediv,
-    "__rdiv__": operator.truediv,
-    "__floordiv__": operator.floordiv,
-    "__rfloordiv__": operator.floordiv,
-    "__mod__": operator.mod,
-    "__rmod__": operator.mod,
-    "__pow__": operator.pow,
-    "__rpow__": operator.pow,
-    "__matmul__": operator.matmul,
-    "__rmatmul__": operator.matmul,
-    "__neg__": operator.neg,
-    "__pos__": operator.pos,
-    "__abs__": operator.abs,
-    "__invert__": operator.invert,
-    "__and__": operator.and_,
-    "__rand__": operator.and_,
-    "__or__": operator.or_,
-    "__ror__": operator.or_,
-    "__xor__": operator.xor,
-    "__rxor__": operator.xor,
-    "__lshift__": operator.lshift,
-    "__rlshift__": operator.lshift,
-    "__rshift__": operator.rshift,
-    "__rrshift__": operator.rshift,
-    "__eq__": operator.eq,
-    "__ne__": operator.ne,
-    "__lt__": operator.lt,
-    "__le__": operator.le,
-    "__gt__": operator.gt,
-    "__ge__": operator.ge,
-    "__getitem__": operator.getitem,
-    "__setitem__": operator.setitem,
-    "__iadd__": operator.iadd,
-    "__isub__": operator.isub,
-    "__imul__": operator.imul,
-    "__itruediv__": operator.itruediv,
-    "__idiv__": operator.itruediv,
-    "__ifloordiv__": operator.ifloordiv,
-    "__imod__": operator.imod,
-    "__ipow__": operator.ipow,
-    "__iand__": operator.iand,
-    "__ior__": operator.ior,
-    "__ixor__": operator.ixor,
-    "__ilshift__": operator.ilshift,
-    "__irshift__": operator.irshift,
+_REFLECTED = {
+    f"__r{name.strip('_')}__": getattr(operator, name, operator.truediv) for name in reflectable_magic_methods
 }
+_OPERATORS: dict[str, Any] = {
+    f"__{name.strip('_')}__": getattr(operator, name, operator.truediv)
+    for name in (*magic_methods, *inplace_methods, "abs", "setitem")
+}
+_OPERATORS.update(_REFLECTED, __idiv__=operator.itruediv)
+"""Python's operators by the names of tensors' methods."""
 
-_REFLECTED = {name for name in _OPERATORS if name.startswith("__r") and name != "__rshift__"}
 _WRAPPED = {
     func: name for name in _OPERATORS if isinstance(func := getattr(torch.Tensor, name, None), types.FunctionType)
 }
@@ -207,26 +160,18 @@ def _device(recording: Recording, func: Any, args: Any, kwargs: Any) -> Any:
     return recording.know(torch.device(str(device)), recording.call(func, args, kwargs))
 
 
+_PROPERTIES = (
+    "dtype", "requires_grad", "is_cuda", "is_sparse", "is_leaf", "is_quantized", "is_mkldnn", "is_mps", "is_xpu",
+    "is_cpu", "layout", "itemsize", "nbytes", "is_contiguous", "is_floating_point", "is_complex",
+    "get_device", "element_size",
+)  # fmt: skip
+
 _ATTRIBUTES: dict[str, Query] = {
     "shape": _shape,
     "ndim": _rank,
     "device": _device,
-    "dtype": _guarded,
-    "requires_grad": _guarded,
-    "is_cuda": _guarded,
-    "is_meta": _constant,
-    "is_sparse": _guarded,
-    "is_leaf": _guarded,
-    "is_nested": _constant,
-    "is_quantized": _guarded,
-    "is_mkldnn": _guarded,
-    "is_mps": _guarded,
-    "is_xpu": _guarded,
-    "is_cpu": _guarded,
-    "layout": _guarded,
-    "itemsize": _guarded,
-    "nbytes": _guarded,
-    "name": _constant,
+    **dict.fromkeys(("is_meta", "is_nested", "name"), _constant),
+    **dict.fromkeys(_PROPERTIES, _guarded),
 }
 
 _METHODS: dict[str, Query] = {
@@ -237,13 +182,7 @@ _METHODS: dict[str, Query] = {
     "nelement": _number,
     "stride": _number,
     "__len__": _length,
-    "is_contiguous": _guarded,
-    "is_floating_point": _guarded,
-    "is_complex": _guarded,
-    "get_device": _guarded,
-    "element_size": _guarded,
-    "__hash__": _constant,
-    "__format__": _constant,
-    "__repr__": _constant,
+    **dict.fromkeys(_PROPERTIES, _guarded),
+    **dict.fromkeys(("__hash__", "__format__", "__repr__"), _constant),
     **dict.fromkeys(_VALUES, _value),
 }

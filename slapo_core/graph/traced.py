@@ -16,28 +16,24 @@ from torch import nn
 from slapo_core.errors import ApplyError, ArgumentError, GuardError, TraceError
 from slapo_core.graph import regions
 from slapo_core.graph.arguments import MISSING, Parameters, forms
+from slapo_core.graph.diagnostics import refusal
 from slapo_core.graph.fake import FakeMode, without_values
 from slapo_core.graph.guards import describe, fingerprint
 from slapo_core.graph.leaves import Leaves, is_changed, is_predefined
-from slapo_core.graph.patching import PATCHING
-from slapo_core.graph.plan import Plan
 from slapo_core.graph.printing import printed
 from slapo_core.graph.private import disable_dynamo
 from slapo_core.graph.reads import GlobalNames
-from slapo_core.graph.refusals import refusal
 from slapo_core.graph.rewriting.actions import Action, Outline, Replacement, as_before
-from slapo_core.graph.rewriting.matching import applied, by_pattern, places_of, rewrite_of
-from slapo_core.graph.rewriting.rewrite import Rewrite
-from slapo_core.graph.session import buffers_kept, refusing_changes
+from slapo_core.graph.rewriting.rewrite import Rewrite, applied, by_pattern, places_of, rewrite_of
+from slapo_core.graph.session import PATCHING, buffers_kept, refusing_changes
 from slapo_core.graph.sharing import Pool, exact_form, structure
-from slapo_core.graph.variant import Variant
+from slapo_core.graph.specialization import Plan, Variant
 from slapo_core.spec.tracer import Flag, GuardViolation, Tracer
 from slapo_core.tree.forward import ModuleForward
 
 if TYPE_CHECKING:
     from slapo_core.spec.graph import Match, Region
 
-__all__ = ["TracedForward"]
 
 MOST_VARIANTS = 16
 MOST_FOR_ATTRIBUTES = 8

@@ -5,28 +5,38 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import inspect
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import fx, nn
 
-from slapo_core.graph.alike import AlikeCalls
 from slapo_core.graph.arguments import call_of
+from slapo_core.graph.diagnostics import first_line
+from slapo_core.graph.effects import is_inert
 from slapo_core.graph.fake import FakeMode, home_of, with_own_values, without_values
-from slapo_core.graph.functions import autograd_functions, checkpointing_refused
-from slapo_core.graph.location import first_line
-from slapo_core.graph.notes import Notes
-from slapo_core.graph.pruning import drop_unused
 from slapo_core.graph.reads import AttributeReads
-from slapo_core.graph.recorder import NeedsValues, Recorder
-from slapo_core.graph.recording import Recording
+from slapo_core.graph.recorder import NeedsValues, Recorder, autograd_functions, checkpointing_refused, module_calls
+from slapo_core.graph.recording import Notes, Recording
 from slapo_core.graph.session import alone, caches_kept, drawn_back, generators
-from slapo_core.graph.submodules import module_calls
+from slapo_core.graph.sharing import AlikeCalls
 from slapo_core.spec.accelerators import fork_rng
-from slapo_core.spec.tracer import Recorded, Tracer, Untraceable
+from slapo_core.spec.tracer import Recorded, Tracer, Untraceable, check
 
-__all__ = ["RecordTracer"]
+# Take out of a recorded graph what nothing uses; only what certainly has no effect.
+
+
+def drop_unused(graph: fx.Graph) -> None:
+    """Remove unused reads of sizes, parts and parameters, and unused arithmetic on sizes.
+
+    Torch calls stay, used or not: the recorded code made them, and one may draw random numbers or write to a tensor.
+    """
+    for node in reversed(list(graph.nodes)):
+        is_read = is_inert(node) and node.op not in ("placeholder", "output") and node.target is not check
+        if not node.users and (is_read or node.target is operator.getitem):
+            graph.erase_node(node)
+
 
 T = TypeVar("T")
 
@@ -50,24 +60,45 @@ class RecordTracer(Tracer):
         arguments: Mapping[str, Any],
         leaves: Callable[[nn.Module, str], bool],
     ) -> Recorded:
-        def recorded() -> Recorded:
-            # In an empty context: what collects outputs of modules there must not collect those of a recording.
-            try:
-                return contextvars.Context().run(record, module, forward, arguments, leaves)
-            except (NeedsValues, RuntimeError, NotImplementedError) as fake_error:
-                if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
-                    raise
-                # What needs values: on the tensors themselves, as the forward would run.
-                real = with_own_values(dict(arguments))
-                try:
-                    with fork_rng():
-                        return contextvars.Context().run(record, module, forward, real, leaves, fake=False)
-                except Untraceable:
-                    raise
-                except Exception:  # noqa: BLE001 - whatever it is: a compiler's own, where it is asked to run in a recording
-                    raise fake_error from None
+        return after_first_call(lambda: recorded(module, forward, arguments, leaves)[0])
 
-        return after_first_call(recorded)
+
+def recorded(
+    module: nn.Module,
+    forward: Callable[..., Any],
+    arguments: Mapping[str, Any],
+    leaves: Callable[[nn.Module, str], bool],
+    *,
+    noted: bool = False,
+    home: torch.device | None = None,
+) -> tuple[Recorded, Notes]:
+    """Record on fake tensors; where shapes or modules below depend on values, on the tensors themselves.
+
+    Args:
+        module: as of :func:`record`, like the others.
+        noted: whether the notes are filled.
+        home: as of :func:`record`.
+
+    Raises:
+        Untraceable: it cannot be recorded.
+    """
+    notes = Notes()
+    # In an empty context: what collects outputs of modules there must not collect those of a recording.
+    run = contextvars.Context().run
+    try:
+        return run(record, module, forward, arguments, leaves, notes=notes if noted else None, home=home), notes
+    except (NeedsValues, RuntimeError, NotImplementedError) as fake_error:
+        if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
+            raise
+        notes, real = Notes(), with_own_values(dict(arguments))
+        notes.is_real = True
+        try:
+            with fork_rng():
+                return run(record, module, forward, real, leaves, fake=False, notes=notes if noted else None), notes
+        except Untraceable:
+            raise
+        except Exception:  # noqa: BLE001 - whatever it is: a compiler's own, where it is asked to run in a recording
+            raise fake_error from None
 
 
 def after_first_call(recording: Callable[[], T]) -> T:

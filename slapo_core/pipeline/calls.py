@@ -1,7 +1,8 @@
-"""`StagedCalls`: the stages of one scheduled model, made once for every form of a batch and every mode."""
+"""The stages of one scheduled model, made once for every input signature."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import operator
 from collections.abc import Mapping, Sequence
@@ -10,17 +11,19 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from slapo_core.errors import HookError
+from slapo_core.graph.examples import made_beforehand
 from slapo_core.graph.sharing import structure
-from slapo_core.pipeline.batch_form import BatchForm
-from slapo_core.pipeline.staged import Staged, staged
-from slapo_core.spec.pipeline import Extent, Value
+from slapo_core.pipeline.batches import BatchForm
+from slapo_core.pipeline.stages import Staged, staged
+from slapo_core.schedule.read_only import ScheduledCopy
+from slapo_core.spec.pipeline import Partition
 
 if TYPE_CHECKING:
-    from slapo_core.schedule.read_only import ScheduledCopy
     from slapo_core.schedule.schedule import Schedule
     from slapo_core.spec.primitive import Record
 
-__all__ = ["Answers", "StagedCalls"]
+
+# `StagedCalls`: the stages of one scheduled model, made once for every form of a batch and every mode.
 
 
 class StagedCalls:
@@ -28,7 +31,7 @@ class StagedCalls:
 
     Args:
         schedule: its model is in the mode in which it is to run whenever stages are asked for.
-        outputs: see :func:`~slapo_core.pipeline.staged.staged`.
+        outputs: see :func:`~slapo_core.pipeline.stages.staged`.
         batch_axes: likewise.
         answers: shared by the copies of one model; None: its own.
     """
@@ -95,21 +98,7 @@ class Answers:
         return None
 
     def add(self, schedule: Schedule | ScheduledCopy, form: BatchForm, made: Staged) -> None:
-        """Keep an answer, held against those for other numbers of samples.
-
-        Raises:
-            HookError: a value is said to have another shape with the number of samples left open.
-        """
-        for _, _, known, before in self._known:
-            if known.is_like(form):
-                for name, value in before.partition.values.items():
-                    again = made.partition.values.get(name)
-                    if again is not None and not _agree(value.symbolic_shape, again.symbolic_shape):
-                        raise HookError(
-                            f"the answer of {made.partition_by} to slapo_partition cannot be right: with the batch "
-                            f"left open '{name}' is {_shown(value)}, and {_shown(again)}",
-                            plugin=made.partition_by,
-                        )
+        """Keep an answer."""
         self._known.append((schedule.records, structure(schedule.model), form, made))
 
 
@@ -117,9 +106,81 @@ def _are_same(some: Sequence[Record], others: Sequence[Record]) -> bool:
     return len(some) == len(others) and all(map(operator.is_, some, others))
 
 
-def _agree(one: tuple[int | Extent, ...] | None, other: tuple[int | Extent, ...] | None) -> bool:
-    return one is None or other is None or one == other
+# The stages of one model, each with modules of its own: like processes they share parameters and buffers at most.
 
 
-def _shown(value: Value) -> str:
-    return f"({', '.join(map(str, value.symbolic_shape or ()))}) where it is {value.shape}"
+class ApartCalls:
+    """Makes every stage of another copy of the modules, around the same parameters and buffers.
+
+    What modules leave to each other in attributes of theirs does not pass from one stage to the next then, as it would
+    not between processes; gradients and the optimizer's steps are those of the one model. The plugins are asked about
+    every copy, as they are on every rank, and must say the same.
+
+    Args:
+        schedule: says where to cut.
+        model: a copy of its model that nobody else runs; the first stage is made of it.
+        answers: see :class:`~slapo_core.pipeline.calls.StagedCalls`.
+    """
+
+    def __init__(self, schedule: Schedule, model: nn.Module, *, answers: Answers | None = None) -> None:
+        self._schedule, self._model = schedule, model
+        self._answers = answers if answers is not None else Answers()
+        self._calls = [StagedCalls(ScheduledCopy(schedule, model), answers=self._answers)]
+        self.copies: list[nn.Module] = []
+        self._pairs: list[tuple[nn.Module, nn.Module]] = []  # what stands in a copy for a module of the model
+
+    def of(self, inputs: Mapping[str, Any]) -> Staged | None:
+        """As :meth:`slapo_core.pipeline.calls.StagedCalls.of`.
+
+        Raises:
+            HookError: a plugin says something else about another copy, too.
+        """
+        first = self._calls[0].of(inputs)
+        if first is None:
+            return None
+        while len(self._calls) < len(first.partition.stages):
+            made = _around_the_same_tensors(self._model)
+            self.copies.append(made)
+            self._pairs += zip(self._model.modules(), made.modules(), strict=True)
+            self._calls.append(StagedCalls(ScheduledCopy(self._schedule, made), answers=self._answers))
+        for ours, theirs in self._pairs:
+            theirs.training = ours.training
+        models = [self._model, *self.copies[: len(first.partition.stages) - 1]]
+        bound = first.partition.bind(models) if first.partition.bind is not None else None
+        if bound is not None:
+            return dataclasses.replace(first, partition=bound)
+        found = [first, *(calls.of(inputs) for calls in self._calls[1 : len(first.partition.stages)])]
+        for other in found:
+            if other is None or _as_data(other) != _as_data(first):
+                raise HookError(
+                    f"{first.partition_by} and {first.liveness_by} make other stages of another copy of the same "
+                    "model, and so would on another rank",
+                    plugin=first.partition_by,
+                    hint="let names and their order follow from the model and the schedule alone",
+                )
+        stages = tuple(each.partition.stages[number] for number, each in enumerate(found) if each is not None)
+        return dataclasses.replace(first, partition=dataclasses.replace(first.partition, stages=stages))
+
+    def take_back(self, staged: Staged) -> None:
+        """Give the model the buffers that its stages have put in the places of others."""
+        for stage in staged.partition.stages[1:]:
+            for name, buffer in stage.module.named_buffers():
+                path, _, own = name.rpartition(".")
+                try:
+                    owner = self._model.get_submodule(path)
+                except AttributeError:  # a constant of the stage's own
+                    continue
+                if own in owner._buffers:
+                    owner._buffers[own] = buffer
+
+
+def _around_the_same_tensors(model: nn.Module) -> nn.Module:
+    memo: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    return copy.deepcopy(model, {**made_beforehand(model), **memo})
+
+
+def _as_data(staged: Staged) -> Any:
+    """What is said about the stages, without their modules."""
+    partition: Partition = staged.partition
+    stages = [(each.index, each.inputs, each.uses, each.makes, each.last) for each in partition.stages]
+    return stages, list(partition.values.items()), partition.ties, partition.output.pieces, staged.liveness

@@ -120,8 +120,8 @@ class Merge(Primitive):
         return [Match(node.path, pattern, index, count) for index in range(count)]
 
     def _pattern(self) -> GraphPattern:
+        from slapo_core.graph.patterns.definition import pattern_of
         from slapo_core.graph.patterns.language import call_module, capture
-        from slapo_core.graph.patterns.making import pattern_of
 
         def parallel(x: nn.Module) -> Any:
             return tuple(

@@ -183,9 +183,7 @@ class Replace(Primitive):
         yield from self._plan(node, new).violations
 
     def _at_matches(self, node: Node) -> MatchReplacement:
-        return MatchReplacement(
-            node, self.new_module, self.match, dict(self.params), self.name_, rtol=self.rtol, atol=self.atol
-        )
+        return MatchReplacement(node, self.new_module, self.match, dict(self.params), self.name_)
 
     def _plan(self, node: Node, new: nn.Module) -> TensorPlan:
         return TensorPlan(node, new, dict(self.params), tuple(self.drop))

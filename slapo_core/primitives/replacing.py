@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from slapo_core.primitives.at_matches import changes_swallowed
@@ -30,8 +30,6 @@ class MatchReplacement:
         matches: where it comes.
         params: ``{"old.name": "new.name"}``: tensors below the traced module that become the new module's.
         name: of the call, or of the new child; None takes one from ``new``.
-        rtol: how far the numbers of ``new`` may be off, relative to the largest.
-        atol: the absolute difference allowed.
     """
 
     def __init__(
@@ -41,9 +39,6 @@ class MatchReplacement:
         matches: tuple[Match, ...],
         params: dict[str, str],
         name: str | None,
-        *,
-        rtol: float | None = None,
-        atol: float | None = None,
     ):
         pattern: Any = node.plugin("patterns", new) if isinstance(new, str) else None
         self.new: Any = new if pattern is None else getattr(pattern.replacement, "__func__", pattern.replacement)
@@ -51,8 +46,6 @@ class MatchReplacement:
         self.shown = new if isinstance(new, str) else _shown(new)
         self.places = by_place(node, matches)
         self.params, self.name = params, name
-        self.rtol, self.atol = rtol or 0.0, atol or 0.0
-        self._orders: dict[Any, Any] = {}
 
     def violations(self) -> Iterator[Violation]:
         """Everything that speaks against it."""
@@ -113,51 +106,21 @@ class MatchReplacement:
         function = self.new.forward if _is_module(self.new) else self.new
         if has_signature(function):
             return arguments_for(function, match, shown=self.shown)
-        return self._in_some_order(place, match)
+        return self._in_order(match)
 
-    def _in_some_order(self, place: Node, match: Match) -> Arguments | Violation:
-        """What a function without a signature gets: the inputs, in the one order in which it computes the same."""
-        from slapo_core.graph.rewriting.trial import fitting_orders
-
+    def _in_order(self, match: Match) -> Arguments | Violation:
+        """The one input of a match, for a function without a signature; the order of several is not known."""
+        constants = [name for name in names_given(match) if isinstance(match.captures[name], tuple)]
+        if len(match.inputs) < 2 and not constants:
+            return Arguments(tuple(range(len(match.inputs))))
         named = {value: name for name, value in match.captures.items() if isinstance(value, str)}
         inputs = [named.get(value, f"input_{number}") for number, value in enumerate(match.inputs)]
-        constants = [name for name in names_given(match) if isinstance(match.captures[name], tuple)]
-
-        def written(arguments: Sequence[str] = ("...",)) -> str:
-            call = f"write lambda {', '.join((*inputs, *constants))}: {self.shown}({', '.join(arguments)})"
-            name = match.pattern.name
-            return call if name is None else f"replace(match={name!r}), with what the pattern brings along; or {call}"
-
-        if constants:
-            listed = ", ".join(f"'{name}'" for name in constants)
-            return Violation(
-                f"{self.shown} is called with the match's inputs alone, and the match captured {listed} too",
-                written(),
-            )
-        if len(inputs) < 2:
-            return Arguments(tuple(range(len(inputs))))
-        graph: Any = place.graph
-        orders = fitting_orders(
-            graph.first.recorded, place.module, match, self.new, rtol=self.rtol, atol=self.atol, known=self._orders
+        call = f"write lambda {', '.join((*inputs, *constants))}: {self.shown}(...)"
+        name = match.pattern.name
+        return Violation(
+            f"{self.shown} has no signature, and the match has several inputs: {', '.join((*inputs, *constants))}",
+            call if name is None else f"replace(match={name!r}), with what the pattern brings along; or {call}",
         )
-        if isinstance(orders, str):
-            return Violation(
-                f"the order in which {self.shown} takes {', '.join(inputs)} cannot be found out: {orders}",
-                written(),
-            )
-        if not orders:
-            return Violation(
-                f"{self.shown} computes something else than {match}, with {', '.join(inputs)} in any order (tried in "
-                "float64)",
-                written(),
-            )
-        if len(orders) > 1:
-            shown = " and ".join(f"({', '.join(inputs[which] for which in order)})" for order in orders[:3])
-            return Violation(
-                f"{self.shown} computes the same as {match} with its inputs in {len(orders)} orders: {shown}",
-                written([inputs[which] for which in orders[0]]),
-            )
-        return Arguments(orders[0])
 
     def _groups(self, place: Node, matches: list[Match]) -> list[tuple[Arguments, list[Match]]]:
         groups: dict[Arguments, list[Match]] = {}

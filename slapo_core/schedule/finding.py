@@ -133,7 +133,7 @@ def find_in(schedule: Schedule, nodes: Sequence[TreeNode], pattern: Any) -> Matc
         TraceError: nothing at or below them is traced.
         ArgumentError: it is not a pattern.
     """
-    from slapo_core.graph.patterns.making import pattern_of
+    from slapo_core.graph.patterns.definition import pattern_of
 
     made = pattern_of(pattern, lambda name: load_pattern(schedule.registry, name))
     traced: dict[str, TreeNode] = {}
@@ -248,6 +248,6 @@ def _name(value: Any) -> str:
 def _captured(value: Any) -> Any:
     from torch import fx
 
-    from slapo_core.graph.patterns.calls import Attribute
+    from slapo_core.graph.patterns.data import Attribute
 
     return _name(value) if isinstance(value, fx.Node | Attribute) else ("constant", value)

@@ -101,7 +101,7 @@ def each_its_own(primitive: Primitive, nodes: Sequence[Node]) -> list[tuple[Node
 def _found(
     primitive: Primitive, name: str, value: Any, node: TreeNode, schedule: Schedule, history: History
 ) -> Iterable[Match]:
-    from slapo_core.graph.patterns.making import pattern_of
+    from slapo_core.graph.patterns.definition import pattern_of
 
     matches = _as_matches(value)
     if matches is None:

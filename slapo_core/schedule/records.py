@@ -183,7 +183,7 @@ class SavedPatterns:
 
 def _of_plugin(name: str, registry: Registry | None) -> GraphPattern | None:
     """Return the pattern that a plugin provides by this name; None if there is none."""
-    from slapo_core.graph.patterns.making import pattern_of
+    from slapo_core.graph.patterns.definition import pattern_of
 
     if registry is None or load_pattern(registry, name) is None:
         return None

@@ -287,5 +287,4 @@ def topology(mesh: Mesh) -> str:
 
 def _shown(value: Value) -> str:
     """``transformer_h_3 (batch, 16, 32) float32``."""
-    shape = ", ".join(map(str, value.symbolic_shape if value.symbolic_shape is not None else value.shape))
-    return f"{value.name} ({shape}) {str(value.dtype).removeprefix('torch.')}"
+    return f"{value.name} {tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"

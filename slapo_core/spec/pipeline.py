@@ -16,28 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["Extent", "Liveness", "Output", "Partition", "Stage", "StageModule", "Tie", "Value"]
-
-
-@dataclass(frozen=True)
-class Extent:
-    """A size that depends on the number of samples: ``per_sample * samples + constant``.
-
-    Args:
-        per_sample: e.g. 12 for a tensor of ``batch * heads`` rows.
-        constant: what is there without any sample.
-    """
-
-    per_sample: int
-    constant: int = 0
-
-    def at(self, samples: int) -> int:
-        """The size for a micro-batch of so many samples."""
-        return self.per_sample * samples + self.constant
-
-    def __str__(self) -> str:
-        times = "batch" if self.per_sample == 1 else f"{self.per_sample}*batch"
-        return f"{times}+{self.constant}" if self.constant else times
+__all__ = ["Liveness", "Output", "Partition", "Stage", "StageModule", "Tie", "Value"]
 
 
 @dataclass(frozen=True)
@@ -52,7 +31,6 @@ class Value:
         shape: for the batch that the stages were made for.
         dtype: of its elements.
         requires_grad: whether a gradient flows back through it.
-        symbolic_shape: with the number of samples left open; None where it is not known how a size depends on it.
     """
 
     name: str
@@ -61,7 +39,6 @@ class Value:
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
-    symbolic_shape: tuple[int | Extent, ...] | None = None
 
     @property
     def nbytes(self) -> int:

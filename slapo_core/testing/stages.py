@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import nn
 
-from slapo_core.pipeline.checking import check_liveness
+from slapo_core.pipeline.checks import check_liveness
 from slapo_core.plugins.manager import HookManager
 from slapo_core.plugins.registry import Registry
 from slapo_core.schedule.creation import create_schedule

@@ -13,10 +13,9 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from slapo_core.errors import HookError, TraceError
-from slapo_core.pipeline.apart import ApartCalls
-from slapo_core.pipeline.binding import bound_call
-from slapo_core.pipeline.calls import Answers, StagedCalls
-from slapo_core.pipeline.staged import Staged
+from slapo_core.pipeline.batches import bound_call
+from slapo_core.pipeline.calls import Answers, ApartCalls, StagedCalls
+from slapo_core.pipeline.stages import Staged
 from slapo_core.schedule.read_only import ScheduledCopy
 from slapo_core.verification.inputs import Batch
 from slapo_core.verification.kinds import KINDS

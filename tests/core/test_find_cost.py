@@ -12,10 +12,10 @@ import torch
 from torch import fx, nn
 
 from slapo_core.errors import ArgumentError
-from slapo_core.graph.patterns import matching
+from slapo_core.graph.patterns import matcher
+from slapo_core.graph.patterns.definition import pattern_of
 from slapo_core.graph.patterns.index import Indexed
-from slapo_core.graph.patterns.making import pattern_of
-from slapo_core.graph.patterns.searching import embeddings
+from slapo_core.graph.patterns.matcher import embeddings
 from tests.messages import Messages
 
 NODES = 300
@@ -158,7 +158,7 @@ def test_random_near_misses_are_cheap() -> None:
 
 
 def test_what_takes_too_long_is_an_error_and_no_hang(monkeypatch: pytest.MonkeyPatch, message: Messages) -> None:
-    monkeypatch.setattr(matching, "MOST_STEPS", 100)
+    monkeypatch.setattr(matcher, "MOST_STEPS", 100)
     with pytest.raises(ArgumentError) as error:
         tried(twelve_sums, built(chain))
     message(error, "too many ways", "\n  hint: ")
@@ -170,13 +170,13 @@ def test_the_count_sees_a_search_that_forgets_what_failed(monkeypatch: pytest.Mo
             pass
 
     before = tried(far_apart, built(braid))[1]
-    init = matching.FormMatcher.__init__
+    init = matcher.FormMatcher.__init__
 
     def forgetful(self: Any, *args: Any) -> None:
         init(self, *args)
         self._failed = Forgetful()
 
-    monkeypatch.setattr(matching.FormMatcher, "__init__", forgetful)
-    monkeypatch.setattr(matching, "MOST_STEPS", 4 * before)
+    monkeypatch.setattr(matcher.FormMatcher, "__init__", forgetful)
+    monkeypatch.setattr(matcher, "MOST_STEPS", 4 * before)
     with pytest.raises(ArgumentError):
         tried(far_apart, built(braid))

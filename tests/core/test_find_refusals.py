@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import slapo_core as slapo
 from slapo_core import patterns
 from slapo_core.errors import ArgumentError, TraceError
-from slapo_core.graph.patterns.making import pattern_of
+from slapo_core.graph.patterns.definition import pattern_of
 from tests.core.finding import Block, nearest_miss, traced
 from tests.messages import Messages
 

@@ -15,7 +15,7 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 from slapo_core.errors import ReplayError, SerializationError
-from slapo_core.graph.patterns.making import pattern_of
+from slapo_core.graph.patterns.definition import pattern_of
 from slapo_core.graph.patterns.pattern import GraphPattern
 from slapo_core.patterns import any_constant, any_of, any_op, call_module, capture, optional, where
 from slapo_core.ranks.rank_consistency import describe
@@ -105,10 +105,6 @@ def test_a_predicate_that_has_no_name_cannot_be_saved(message: Messages) -> None
         lambda data: data["forms"].__setitem__(0, {"Unknown": {}}),
         lambda data: data["forms"].__setitem__(0, {"constant": {"dtype": "save"}}),
         lambda data: data["forms"].__setitem__(0, {"function": "os:system"}),
-        lambda data: data["forms"][0]["Form"].update(outputs=[7]),
-        lambda data: data["forms"][0]["Form"]["steps"][0]["Step"].update(
-            arguments=[["input", {"Result": {"step": 0}}]]
-        ),
     ],
 )
 def test_what_is_no_saved_pattern_is_an_error(change: Any) -> None:

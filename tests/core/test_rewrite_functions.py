@@ -244,39 +244,35 @@ def test_a_replacement_must_use_the_p_and_the_mode_that_a_pattern_leaves_open(me
 SDPA = F.scaled_dot_product_attention
 
 
-def another_scale(value: Any, mask: Any, key: Any, query: Any) -> Any:
+def attention(value: Any, mask: Any, key: Any, query: Any) -> Any:
     return F.softmax((query / 2.0) @ key.mT + mask, dim=-1) @ value
 
 
-def attention(forward: Any) -> slapo.Schedule:
+def with_dropout(value: Any, mask: Any, key: Any, query: Any, p: Any = CONSTANT) -> Any:
+    return F.dropout(attention(value, mask, key, query), p)
+
+
+def test_a_function_in_c_takes_one_input_and_no_order_of_several_is_guessed(message: Messages) -> None:
     class Written(nn.Module):
         def forward(self, q: torch.Tensor, mask: torch.Tensor) -> Any:
-            return forward(q * 3, mask, q + 1, q)
+            return torch.relu(F.dropout(attention(q * 3, mask, q + 1, q), 0.1))
 
-    schedule = slapo.create_schedule(Written(), example_inputs=(torch.randn(2, 5, 4), torch.randn(5, 5)))
+    inputs = torch.randn(2, 5, 4), torch.randn(5, 5)
+    schedule = slapo.create_schedule(Written(), example_inputs=inputs)
     schedule.trace()
-    return schedule
-
-
-def test_a_function_in_c_gets_the_inputs_in_the_one_order_that_computes_the_same() -> None:
-    schedule = attention(another_scale)
-    schedule.replace(SDPA, another_scale)
-    assert "F.scaled_dot_product_attention(q, add, mul, mask)" in str(schedule.root.graph)
-    q, mask = torch.randn(3, 7, 4), torch.randn(7, 7)
-    torch.testing.assert_close(schedule.model(q, mask), another_scale(q * 3, mask, q + 1, q))
-
-
-def test_a_function_in_c_that_fits_in_no_order_or_in_several_is_refused(message: Messages) -> None:
-    doubled = lambda value, mask, key, query: another_scale(value, mask, key, query * 2)  # noqa: E731
-    constant = lambda value, mask, key, query, p=CONSTANT: F.dropout(  # noqa: E731
-        another_scale(value, mask, key, query), p
-    )
-    for forward, new, pattern, words in (
-        (doubled, SDPA, doubled, "something else"),
-        (lambda *each: F.dropout(another_scale(*each), 0.1), SDPA, constant, "lambda value, mask, key, query, p:"),
-        (another_scale, torch.add, lambda x, y: x + y, "add(x, y)"),
+    for new, pattern, words in (
+        (SDPA, attention, "lambda value, mask, key, query:"),
+        (SDPA, with_dropout, "lambda value, mask, key, query, p:"),
+        (torch.add, lambda x, y: x + y, "lambda x, y:"),
     ):
-        schedule = attention(forward)
         with pytest.raises(slapo.PreconditionError) as refused:
             schedule.replace(new, pattern)
         message(refused, words)
+    schedule.replace(lambda value, mask, key, query: SDPA(query, key, value, mask), attention)
+    results = []
+    for model in (schedule.model, Written()):
+        torch.manual_seed(0)
+        results.append(model(*inputs))
+    torch.testing.assert_close(*results)
+    schedule.replace(torch.sigmoid, lambda x: torch.relu(x))
+    assert "torch.sigmoid(" in str(schedule.root.graph)

@@ -94,7 +94,7 @@ import torch
 from torch import nn
 from slapo_core import hookimpl
 from slapo_core.errors import TraceError
-from slapo_core.spec.pipeline import Extent, Output, Partition, Stage, StageModule, Tie, Value
+from slapo_core.spec.pipeline import Output, Partition, Stage, StageModule, Tie, Value
 
 FAULT = {fault!r}
 CALLS = []
@@ -207,10 +207,7 @@ def slapo_partition(schedule, inputs):
             needs = name != "keep" and not (FAULT == "no gradient" and name.startswith("hidden"))
             if FAULT == "wrong shape" and name == "keep":
                 shape = (samples, length, 1)
-            open_shape = (Extent(1), *shape[1:])
-            if FAULT == "guesses":
-                open_shape = tuple(Extent(1) if size == samples else size for size in shape)
-            values[name] = Value(name, stage.index, readers, shape, kind, needs, open_shape)
+            values[name] = Value(name, stage.index, readers, shape, kind, needs)
     ties = () if FAULT == "no tie" else (Tie("embed.weight", (0, len(stages) - 1)),)
     if FAULT == "shared norm":
         ties += tuple(Tie(f"norm.{{name}}", (0, len(stages) - 1)) for name in ("weight", "bias"))

@@ -99,7 +99,6 @@ WRONG_LIVENESS = {
         ("wrong shape", None, ("stage 0 (up to 'blocks.0')", "'keep' is (4, 5) ")),
         ("runs", None, ("'norm.running_mean', 'norm.running_var', 'norm.num_batches_tracked'",)),
         ("draws", None, ("random state", "slapo_partition")),
-        ("guesses", None, ("'hidden0' is (batch, 5, batch)", "(batch, 5, 4)")),
         ("", "too little", ("slapo_liveness", "stage 2 reads 'keep'")),
         ("", "later", ("slapo_liveness", "stage 0 is to send 'hidden1'")),
         ("", "a list", ("slapo_liveness", "a list")),

@@ -9,15 +9,23 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from slapo_core import ApplyError, Edit, Equivalence, Node, Primitive, Violation
-from slapo_core.spec.edit import Forward, goes_around
-from slapo_core.spec.graph import Region, by_place
+from slapo_core import ApplyError, ArgumentError, Edit, Equivalence, Node, Primitive, TraceError, Violation
+from slapo_core.spec.edit import goes_around
+from slapo_core.spec.graph import by_place
+from slapo_fusion.kernels import (
+    Bound,
+    Kernel,
+    Unavailable,
+    differs,
+    found,
+    has_backward,
+    is_operator,
+    named_inputs,
+    without_values,
+)
 
 if TYPE_CHECKING:
     from slapo_core.testing import Case
-    from slapo_fusion.bound import Kernel
-
-__all__ = ["Bind", "slapo_cases"]
 
 
 @dataclass(frozen=True)
@@ -114,13 +122,13 @@ class Bind(Primitive):
         if self.match is not None:
             for place, matches in by_place(node, self.match) if reason is None else ():
                 graph: Any = place.graph
-                transform = functools.partial(bound_region, kernel=self._kernel(place))
+                transform = functools.partial(Bound, kernel=self._kernel(place))
                 edit.set_graph(place, graph.outlined(place.module, matches, transform, name=self._call_name))
             return
         kernel, arguments = self._kernel(node), self._names(node)
         if reason is None:
             self._compare_shapes(node, kernel, arguments)
-        wrapper = functools.partial(bound, kernel=kernel, arguments=arguments)
+        wrapper = functools.partial(Bound, kernel=kernel, arguments=arguments)
         edit.wrap_forward(node, wrapper, active=reason is None, inside=True)
 
     def postconditions(self, node: Node) -> Iterator[Violation]:
@@ -134,8 +142,6 @@ class Bind(Primitive):
         return own if own.isidentifier() else "bound"
 
     def _kernel(self, node: Node) -> Kernel:
-        from slapo_fusion.bound import Kernel
-
         shown = repr(self.kernel) if isinstance(self.kernel, str) else getattr(self.kernel, "__qualname__", "a kernel")
         return Kernel(self.kernel, self.backward, f"bind({shown}) at '{node.path}'")
 
@@ -145,8 +151,6 @@ class Bind(Primitive):
         return (*_parameters(node), *(name for name, value in node.parameters.items() if value is not None))
 
     def _missing(self, node: Node) -> str | None:
-        from slapo_fusion.kernels import Unavailable
-
         try:
             self._kernel(node).load()
         except Unavailable as error:
@@ -154,8 +158,6 @@ class Bind(Primitive):
         return None
 
     def _unusable(self, node: Node) -> Iterator[Violation]:
-        from slapo_fusion.kernels import Unavailable, has_backward
-
         try:
             kernel = self._kernel(node).load()
         except Unavailable as error:
@@ -180,11 +182,6 @@ class Bind(Primitive):
     def _compare_shapes(self, node: Node, kernel: Kernel, arguments: tuple[str, ...]) -> None:
         """Where the model's example inputs are known, an operator's wrong shape is an error now; else the first call
         tells."""
-        from slapo_core import ArgumentError, TraceError
-        from slapo_fusion.bound import named_inputs
-        from slapo_fusion.kernels import found, is_operator
-        from slapo_fusion.shapes import differs, without_values
-
         call = found(self.kernel)
         if not is_operator(call):
             return  # a function may look at the memory of its tensors, and these have none
@@ -199,23 +196,9 @@ class Bind(Primitive):
             raise ApplyError(f"{kernel.where}: {problem}", path=node.path, hint="mend the kernel")
 
 
-def bound(forward: Forward, *, kernel: Kernel, arguments: tuple[str, ...]) -> Forward:
-    """A kernel in the place of ``forward``; both take the module first."""
-    from slapo_fusion.bound import Bound
-
-    return Bound(forward, kernel, arguments)
-
-
-def bound_region(region: Region, *, kernel: Kernel) -> Region:
-    """A kernel in the place of a region."""
-    from slapo_fusion.bound import Bound
-
-    return Bound(region, kernel)
-
-
 def is_bound(wrapper: Callable[..., Any]) -> bool:
     """Whether a wrapper is of a step that bound a kernel to the forward."""
-    return isinstance(wrapper, functools.partial) and wrapper.func is bound
+    return isinstance(wrapper, functools.partial) and wrapper.func is Bound
 
 
 def _parameters(node: Node) -> tuple[str, ...]:

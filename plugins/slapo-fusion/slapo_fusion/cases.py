@@ -11,8 +11,6 @@ from torch import Tensor, nn
 import slapo_core as slapo
 from slapo_core import Primitive
 
-__all__ = ["COMMON", "Feed", "batch", "gelu_of_a_linear", "traced"]
-
 
 class Feed(nn.Module):
     """A feed-forward layer with everything that the primitives are about."""

@@ -9,13 +9,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from slapo_core import Edit, Equivalence, Node, Primitive, Violation
-from slapo_core.spec.edit import Forward
-from slapo_fusion.compiled import Backend, Compiled, backend_problem
+from slapo_fusion.compilers import Backend, Compiled, backend_problem
 
 if TYPE_CHECKING:
     from slapo_core.testing import Case
-
-__all__ = ["Compile", "slapo_cases"]
 
 
 @dataclass(frozen=True)
@@ -84,7 +81,7 @@ class Compile(Primitive):
         edit.wrap_forward(
             node,
             functools.partial(
-                compiled,
+                Compiled,
                 backend=self._backend,
                 where=f"{self} at '{node.path}'",
                 fullgraph=self.fullgraph,
@@ -101,16 +98,8 @@ class Compile(Primitive):
         return Backend(self.backend, self.mode, tuple(dict(self.options).items()))
 
 
-def compiled(forward: Forward, *, backend: Backend, where: str, fullgraph: bool, dynamic: bool | None) -> Forward:
-    """``forward``, compiled at its first call; both take the module first."""
-    return Compiled(forward, backend, where=where, fullgraph=fullgraph, dynamic=dynamic)
-
-
-compiled.slapo_goes_around = True  # type: ignore[attr-defined]
-
-
 def _is_compiling(wrapper: Callable[..., Any]) -> bool:
-    return isinstance(wrapper, functools.partial) and wrapper.func is compiled
+    return isinstance(wrapper, functools.partial) and wrapper.func is Compiled
 
 
 def slapo_cases() -> list[Case]:

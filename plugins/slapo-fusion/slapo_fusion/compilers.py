@@ -2,19 +2,224 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import inspect
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.utils.checkpoint
+from torch import Tensor, fx
 
-from slapo_core import ArgumentError, Compiler
+from slapo_core import ApplyError, ArgumentError, Compiler
 from slapo_core.spec.accelerators import fork_rng
 from slapo_core.spec.graph import Region
-from slapo_fusion.compiled import Backend, Compiled, backend_problem
+from slapo_core.spec.observers import dropout_is_off
+from slapo_fusion.private import (
+    backend_names,
+    compile_errors,
+    compile_with_inductor,
+    inductor_modes,
+    inductor_options,
+    lookup_backend,
+    recompile_limit,
+    top_saved_tensors_hooks,
+)
+from slapo_fusion.watching import Watchable, aside, draws, drops, is_fake, is_watched, put_back_on_error, shown
 
-__all__ = ["AotEager", "Eager", "Inductor", "TorchScript"]
+# `Compiled`: a function that ``torch.compile`` compiles when it is first called.
+
+_MOST_VARIANTS = 64
+"""Of one function: training and not, types, with gradients and without, and each watched by verify or not."""
+
+_LIMIT: dict[str, Any] = (
+    {"recompile_limit": _MOST_VARIANTS} if "recompile_limit" in inspect.signature(torch.compile).parameters else {}
+)
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A backend of ``torch.compile`` with its options: equal ones share what they compiled of the same code.
+
+    Args:
+        backend: a name that torch knows, e.g. ``"inductor"``, or a function of a graph and example inputs.
+        mode: of inductor: ``"reduce-overhead"``, ``"max-autotune"``, ``"max-autotune-no-cudagraphs"``.
+        options: of inductor, as sorted pairs. Unless they say otherwise, random numbers come from torch's own
+            generators (``fallback_random``), so that dropout drops what it would drop uncompiled.
+    """
+
+    backend: str | Callable[..., Any] = "inductor"
+    mode: str | None = None
+    options: tuple[tuple[str, Any], ...] = field(default=())
+
+    def __call__(self, graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        if not draws(graph):
+            return self._compile(graph, inputs)
+        captured = _kept(graph)
+        return Watchable(captured, self._compile(graph, inputs), functools.partial(torch.compile, backend=self))
+
+    def _compile(self, graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        if self.backend == "inductor":
+            of_mode = inductor_modes(self.mode) if self.mode is not None else {}
+            settings = {"fallback_random": True, **of_mode, **dict(self.options)}
+            return compile_with_inductor(graph, inputs, settings)  # type: ignore[no-any-return]
+        if callable(self.backend):
+            return self.backend(graph, inputs, **({"options": dict(self.options)} if self.options else {}))
+        if self.backend == "eager":
+            _keep_random_states(graph)
+        return lookup_backend(self.backend)(graph, inputs, **dict(self.options))
+
+    @property
+    def is_random(self) -> bool:
+        """Whether random numbers come from another stream than uncompiled."""
+        return self.backend == "inductor" and dict(self.options).get("fallback_random") is False
+
+
+_IN_PIECES: set[Any] = set()
+"""Code in which the compiler leaves something to Python: found out once, and not for each of many equal layers."""
+
+
+class Compiled:
+    """A function, compiled when it is first called; pickled as the function, and compiled again where it is loaded.
+
+    Args:
+        function: what is compiled.
+        backend: by what.
+        where: for messages, e.g. ``"compile(...) at 'encoder.layer.0'"``.
+        fullgraph: whether code that cannot be compiled is an error.
+        dynamic: whether sizes are symbolic; None: those that are seen to change.
+    """
+
+    slapo_goes_around = True
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        backend: Backend,
+        *,
+        where: str,
+        fullgraph: bool = False,
+        dynamic: bool | None = None,
+    ) -> None:
+        functools.update_wrapper(self, function, updated=())  # what another object of a class holds is its own
+        self.function, self.backend, self.where = function, backend, where
+        self.fullgraph, self.dynamic = fullgraph, dynamic
+        self._compiled: dict[bool, Callable[..., Any]] = {}  # by whether a graph break is an error
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or is_fake():
+            return self.function(*args, **kwargs)
+        try:
+            return self._watched(args, kwargs) if is_watched() else self._run(self.fullgraph, args, kwargs)
+        except compile_errors() as error:
+            raise ApplyError(
+                f"{self.where} failed: {reason(error)}",
+                hint="undo that step, choose another backend, or take a smaller part of the model; the model itself "
+                "is as it was",
+            ) from error
+
+    def _run(self, fullgraph: bool, args: Any, kwargs: Any) -> Any:
+        if fullgraph not in self._compiled:
+            self._compiled[fullgraph] = torch.compile(
+                self.function, backend=self.backend, fullgraph=fullgraph, dynamic=self.dynamic, **_LIMIT
+            )
+        with _limited():
+            return self._compiled[fullgraph](*args, **kwargs)
+
+    def _watched(self, args: Any, kwargs: Any) -> Any:
+        code = getattr(inspect.unwrap(self.function), "__code__", None)
+        if self.fullgraph or code not in _IN_PIECES:
+            try:
+                with aside(), put_back_on_error(args):
+                    return self._run(True, args, kwargs)
+            except RuntimeError:  # a graph break; or nothing was compiled, and it ran as it is
+                if self.fullgraph:
+                    raise
+                _IN_PIECES.add(code)
+        if drops(self.function, args, kwargs):
+            if dropout_is_off():
+                return self.function(*args, **kwargs)
+            shown(self.function, args, kwargs)
+        with aside(shown=False):
+            return self._run(False, args, kwargs)
+
+    def __reduce__(self) -> Any:
+        options: dict[str, Any] = {"where": self.where, "fullgraph": self.fullgraph, "dynamic": self.dynamic}
+        return functools.partial(Compiled, **options), (self.function, self.backend)
+
+
+def _limited() -> contextlib.AbstractContextManager[Any]:
+    """Set the limit for a call, where ``torch.compile`` takes none; torch's own is 8."""
+    if _LIMIT:
+        return contextlib.nullcontext()
+    return recompile_limit(_MOST_VARIANTS)  # type: ignore[no-any-return]
+
+
+def backend_problem(backend: Backend) -> tuple[str, str] | None:
+    """What is wrong with a backend's name, mode or options, and what to write instead; None if nothing is."""
+    if not isinstance(backend.backend, str):
+        if backend.mode is not None:
+            return f"mode='{backend.mode}' is one of inductor's", "leave it out"
+        return None
+    if backend.backend != "inductor":
+        known = backend_names()
+        if backend.backend not in known:
+            return f"torch knows no backend '{backend.backend}'", f"it knows {', '.join(known)}"
+        if backend.mode is not None:
+            return f"mode='{backend.mode}' is one of inductor's", f"leave it out with backend='{backend.backend}'"
+        return None
+    modes = inductor_modes()
+    if backend.mode is not None and backend.mode not in modes:
+        return f"inductor has no mode '{backend.mode}'", f"it has {', '.join(modes)}"
+    names = inductor_options()
+    for name, _ in backend.options:
+        if name not in names:
+            return f"inductor has no option '{name}'", "torch._inductor.list_options() lists them"
+    return None
+
+
+def _keep_random_states(graph: fx.GraphModule) -> None:
+    """Draw the same numbers again in what is checkpointed: torch leaves that to AOTAutograd, which is not run here."""
+    tagged = torch.ops.higher_order.tag_activation_checkpoint
+    for below in graph.modules():
+        if isinstance(below, fx.GraphModule):
+            for node in below.graph.nodes:
+                if node.target is tagged:
+                    node.target = _checkpointed
+            below.recompile()
+
+
+def _checkpointed(region: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    tagged: Any = torch.ops.higher_order.tag_activation_checkpoint
+    options, own = tagged.divide_kwargs(kwargs)
+    options["use_reentrant"] = False
+    return torch.utils.checkpoint.checkpoint(region, *args, **options, **own)
+
+
+def _kept(graph: fx.GraphModule) -> fx.GraphModule:
+    """The graph as it is now: backends change what they are given."""
+    return fx.GraphModule(graph, _copied(graph.graph))
+
+
+def _copied(graph: fx.Graph) -> fx.Graph:
+    copied = fx.Graph()
+    copied.output(copied.graph_copy(graph, {}))
+    return copied
+
+
+def reason(error: BaseException) -> str:
+    """What went wrong, in one line: what torch.compile and we wrap, not the wrapping."""
+    cause = error
+    while isinstance(cause, (ApplyError, compile_errors())):
+        inner = cause.__cause__ or getattr(cause, "inner_exception", None)
+        if inner is None:
+            break
+        cause = inner
+    text = str(cause).strip()
+    return f"{type(cause).__name__}: {text.splitlines()[0] if text else 'no message'}"
 
 
 class Inductor(Compiler):
@@ -78,7 +283,7 @@ class _Scripted:
         self._traced: dict[Any, Callable[..., Any]] = {}
 
     def __call__(self, *args: Any) -> Any:
-        if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+        if top_saved_tensors_hooks(False) is not None:
             warnings.warn(
                 "a region fused by TorchScript runs uncompiled, as it is under activation checkpointing: take "
                 "compiler='inductor'",

@@ -1,18 +1,68 @@
-"""Kernels: where they come from, and what calling one must keep to."""
+"""Kernels that replace matches: found, built, checked and called."""
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import importlib.util
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch import Tensor, nn
 
-from slapo_core import ApplyError
+from slapo_core import ApplyError, ArgumentError
+from slapo_fusion.private import (
+    OPDEFS,
+    FakeTensorMode,
+    OpOverload,
+    OpOverloadPacket,
+    has_kernel_for,
+    tree_leaves,
+    tree_map_only,
+)
+from slapo_fusion.watching import is_fake
 
-__all__ = ["Unavailable", "WithBackward", "found", "has_backward", "is_operator", "missing_gradient"]
+# What a function gives, asked on tensors without values.
+
+Shapes = list[tuple[tuple[int, ...], torch.dtype]]
+
+
+def without_values(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Shapes | None:
+    """Shapes and types of what a function gives; None if it does not run on tensors without values."""
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+            args, kwargs = tree_map_only(Tensor, _like, (args, dict(kwargs)))
+            return of_output(function(*args, **kwargs))
+    except (RuntimeError, NotImplementedError):
+        return None
+
+
+def of_output(output: Any) -> Shapes:
+    """Shape and type of each tensor in an output."""
+    return [(tuple(map(int, leaf.shape)), leaf.dtype) for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+
+
+def differs(expected: Shapes | None, got: Shapes | None) -> str | None:
+    """How two outputs differ; None if they do not, or one of them is not known."""
+    if expected is None or got is None or got == expected:
+        return None
+    return f"the kernel gives {_shown(got)}, where the replaced code gives {_shown(expected)}"
+
+
+def _like(tensor: Tensor) -> Tensor:
+    strides = tuple(map(int, tensor.stride()))
+    return torch.empty_strided(tuple(map(int, tensor.shape)), strides, dtype=tensor.dtype, device=tensor.device)
+
+
+def _shown(found: Shapes) -> str:
+    return " and ".join(f"{shape} {str(dtype).removeprefix('torch.')}" for shape, dtype in found) or "no tensor"
+
+
+# Kernels: where they come from, and what calling one must keep to.
 
 
 class Unavailable(Exception):  # noqa: N818 - the reason why a kernel is not there, told or fallen back from
@@ -56,24 +106,22 @@ def found(kernel: str | Callable[..., Any]) -> Callable[..., Any]:
 
 def is_operator(kernel: Callable[..., Any]) -> bool:
     """Whether a kernel is registered with torch, which then knows what it gives on tensors without values."""
-    return isinstance(kernel, (torch._ops.OpOverload, torch._ops.OpOverloadPacket, torch.library.CustomOpDef))
+    return isinstance(kernel, (OpOverload, OpOverloadPacket, torch.library.CustomOpDef))
 
 
 def has_backward(kernel: Callable[..., Any]) -> bool | None:
     """Whether a gradient is known for an operator; None for a function, of which only a call tells."""
     if not is_operator(kernel):
         return None
-    from torch._library.custom_ops import OPDEFS
-
     if isinstance(kernel, torch.library.CustomOpDef):
         return kernel._backward_fn is not None
-    if isinstance(kernel, torch._ops.OpOverloadPacket):
+    if isinstance(kernel, OpOverloadPacket):
         return any(has_backward(getattr(kernel, overload)) for overload in kernel.overloads())
     name: str = kernel.name()  # type: ignore[attr-defined]
     if name in OPDEFS:  # always differentiable for the dispatcher, be it by raising
         return OPDEFS[name]._backward_fn is not None
     keys = ("Autograd", "AutogradCPU", "AutogradCUDA", "CompositeImplicitAutograd")
-    return any(torch._C._dispatch_has_kernel_for_dispatch_key(name, key) for key in keys)
+    return any(has_kernel_for(name, key) for key in keys)
 
 
 def missing_gradient(inputs: Any, output: Any) -> bool:
@@ -131,3 +179,131 @@ class _Kernel(torch.autograd.Function):
                     hint="a gradient has the shape of its input",
                 )
         return None, *found
+
+
+# `build_kernels`: operators of C++ or CUDA sources, built by torch.
+
+
+def build_kernels(*sources: str | Path, flags: tuple[str, ...] = ("-O3",)) -> None:
+    """Build C++ or CUDA sources and register their operators; what was built before is only loaded.
+
+    The sources register them with ``TORCH_LIBRARY(namespace, m) { m.def("name", &function); }``, and
+    ``bind("namespace::name")`` finds them. Call it in the program, before the schedule runs, and before it is replayed.
+
+    Args:
+        sources: files, ``.cpp`` or ``.cu``.
+        flags: for the compiler.
+
+    Raises:
+        ArgumentError: a file is not there, or ninja is not, with which torch builds.
+        RuntimeError: the compiler refuses the sources; its messages are in the text.
+    """
+    from torch.utils.cpp_extension import is_ninja_available, load
+
+    paths = [Path(source) for source in sources]
+    for path in paths:
+        if not path.is_file():
+            raise ArgumentError(f"build_kernels: there is no file '{path}'", hint="build_kernels('kernels/gelu.cpp')")
+    if not is_ninja_available():
+        raise ArgumentError(
+            "build_kernels: ninja is not installed, with which torch builds extensions",
+            hint="pip install 'slapo-fusion[build]'",
+        )
+    content = b"\0".join([*(path.read_bytes() for path in paths), *(flag.encode() for flag in flags)])
+    name = f"slapo_fusion_{hashlib.blake2b(content, digest_size=8).hexdigest()}"
+    load(name, [str(path) for path in paths], extra_cflags=list(flags), is_python_module=False)
+
+
+# `Bound`: a kernel that runs in the place of a function, and is held to what that function gives.
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """Where a kernel comes from, as data: it is found again where a model is unpickled.
+
+    Args:
+        kernel: an operator's name, or a function.
+        backward: gives the gradients, as :class:`~slapo_fusion.kernels.WithBackward` takes it; None: autograd knows.
+        where: for messages, e.g. ``"bind('acme::gelu') at 'act'"``.
+    """
+
+    kernel: str | Callable[..., Any]
+    backward: str | Callable[..., Any] | None
+    where: str
+
+    def load(self) -> Callable[..., Any]:
+        """What to call.
+
+        Raises:
+            Unavailable: it cannot be had here.
+        """
+        forward = found(self.kernel)
+        return forward if self.backward is None else WithBackward(forward, found(self.backward), self.where)
+
+
+class Bound:
+    """Calls a kernel in the place of a function.
+
+    What the kernel gives has the shapes and types of what the function gives: held at the first call, if the function
+    runs on tensors without values. A gradient that gets lost is an error at every call.
+
+    Args:
+        function: what it stands for: a forward that takes the module first, or a region.
+        kernel: what runs.
+        arguments: of a forward: the names of its parameters, or of the module's own tensors and attributes, in the
+            kernel's order. None passes on what it is called with.
+    """
+
+    def __init__(self, function: Callable[..., Any], kernel: Kernel, arguments: tuple[str, ...] | None = None) -> None:
+        functools.update_wrapper(self, function)
+        self.function, self.kernel, self.arguments = function, kernel, arguments
+        self._call = kernel.load()
+        self._is_checked = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return self._call(*self.inputs(*args, **kwargs))
+        if is_fake():
+            return self.function(*args, **kwargs)
+        inputs = self.inputs(*args, **kwargs)
+        output = self._call(*inputs)
+        if missing_gradient(inputs, output):
+            raise ApplyError(
+                f"{self.kernel.where}: an input requires a gradient, and the kernel's output has none",
+                hint="register its gradient (torch.library.register_autograd), or give bind(..., backward=...); "
+                "freeze what leads to it, or call the model under torch.no_grad()",
+            )
+        if not self._is_checked:
+            self._check(args, kwargs, output)
+            self._is_checked = True
+        return output
+
+    def inputs(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """What the kernel is called with."""
+        if self.arguments is None:
+            return (*args, *kwargs.values())
+        return named_inputs(self.function, self.arguments, args[0], args[1:], kwargs)
+
+    def _check(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        problem = differs(without_values(self.function, args, kwargs), of_output(output))
+        if problem is not None:
+            raise ApplyError(
+                f"{self.kernel.where}: {problem}",
+                hint="the kernel must give what the code gives whose place it takes; undo this step",
+            )
+
+    def __reduce__(self) -> Any:
+        return Bound, (self.function, self.kernel, self.arguments)
+
+
+def named_inputs(
+    forward: Callable[..., Any],
+    names: tuple[str, ...],
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> tuple[Any, ...]:
+    """The values of a forward's parameters, or of the module's own tensors and attributes, in the order given."""
+    call = inspect.signature(forward).bind(module, *args, **kwargs)
+    call.apply_defaults()
+    return tuple(call.arguments[name] if name in call.arguments else getattr(module, name) for name in names)

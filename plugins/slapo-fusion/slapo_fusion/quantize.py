@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
     from slapo_core.testing import Case
 
-__all__ = ["Quantize", "slapo_cases"]
 
 # torchao gives no gradient to what it clips, e.g. the largest weight of a row: there the whole gradient is missing.
 _ROUNDING = {"int8": 1.0, "int4": 1.5}

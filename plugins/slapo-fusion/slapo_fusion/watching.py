@@ -20,14 +20,20 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._device import DeviceContext
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-from torch.utils._pytree import tree_map_only
 
 from slapo_core.spec.accelerators import accelerator, fork_rng
 from slapo_core.spec.observers import dropout_is_off
-
-__all__ = ["Watchable", "aside", "draws", "drops", "is_fake", "is_watched", "shown"]
+from slapo_fusion.private import (
+    DeviceContext,
+    FakeTensorMode,
+    dispatch_modes,
+    function_modes,
+    number_of_dispatch_modes,
+    number_of_function_modes,
+    pop_function_mode,
+    push_function_mode,
+    tree_map_only,
+)
 
 _DROPOUT = (
     "alpha_dropout",
@@ -44,18 +50,16 @@ _ATTENTION_DROPOUT = 4  # scaled_dot_product_attention(query, key, value, attn_m
 
 def is_watched() -> bool:
     """Whether a torch-function mode other than torch's own default device is active."""
-    if not torch._C._len_torch_function_stack():
+    if not number_of_function_modes():
         return False
-    return any(not isinstance(mode, DeviceContext) for mode in torch.overrides._get_current_function_mode_stack())
+    return any(not isinstance(mode, DeviceContext) for mode in function_modes())
 
 
 def is_fake() -> bool:
     """Whether tensors have no values now: somebody asks for shapes, and compiled code would be made in vain."""
-    if not torch._C._len_torch_dispatch_stack():
+    if not number_of_dispatch_modes():
         return False
-    from torch._subclasses import FakeTensorMode
-
-    return any(isinstance(mode, FakeTensorMode) for mode in _get_current_dispatch_mode_stack())
+    return any(isinstance(mode, FakeTensorMode) for mode in dispatch_modes())
 
 
 @contextlib.contextmanager
@@ -65,14 +69,14 @@ def aside(*, shown: bool = True) -> Iterator[None]:
     Args:
         shown: whether compiled graphs show them what they draw.
     """
-    modes = [torch.overrides._pop_mode() for _ in range(torch._C._len_torch_function_stack())][::-1]
+    modes = [pop_function_mode() for _ in range(number_of_function_modes())][::-1]
     before = _WATCHING.set(modes if shown else ())
     try:
         yield
     finally:
         _WATCHING.reset(before)
         for mode in modes:
-            torch.overrides._push_mode(mode)
+            push_function_mode(mode)
 
 
 _WATCHING: ContextVar[Sequence[Any]] = ContextVar("the modes that compiled graphs show what they draw", default=())
@@ -161,13 +165,13 @@ class _Looking(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        self.has_dropped |= _drops(func, args, kwargs) or _drops_attention(func, args, kwargs)
+        self.has_dropped |= _drops(func, args, kwargs)
         return func(*args, **kwargs)
 
 
 def draws(graph: fx.GraphModule) -> bool:
     """Whether it calls dropout that drops anything."""
-    return any(_is_dropout(node) or _is_dropping_attention(node) for part in _parts(graph) for node in part.graph.nodes)
+    return any(_is_dropping(node) for part in _parts(graph) for node in part.graph.nodes)
 
 
 def without_dropout(graph: fx.GraphModule) -> fx.GraphModule:
@@ -175,12 +179,14 @@ def without_dropout(graph: fx.GraphModule) -> fx.GraphModule:
     still = copy.deepcopy(graph)
     for part in _parts(still):
         for node in list(part.graph.nodes):
-            if _is_dropout(node):
+            if not _is_dropping(node):
+                continue
+            if node.target.__name__ != _ATTENTION:
                 node.replace_all_uses_with(node.args[0] if node.args else node.kwargs["input"])
                 part.graph.erase_node(node)
-            elif _is_dropping_attention(node) and "dropout_p" in node.kwargs:
+            elif "dropout_p" in node.kwargs:
                 node.update_kwarg("dropout_p", 0.0)
-            elif _is_dropping_attention(node):
+            else:
                 node.update_arg(_ATTENTION_DROPOUT, 0.0)
         part.recompile()
     return still
@@ -191,24 +197,15 @@ def _parts(graph: fx.GraphModule) -> list[fx.GraphModule]:
     return [module for module in graph.modules() if isinstance(module, fx.GraphModule)]
 
 
-def _is_dropout(node: fx.Node) -> bool:
+def _is_dropping(node: fx.Node) -> bool:
     return node.op == "call_function" and _drops(node.target, node.args, node.kwargs)
 
 
-def _is_dropping_attention(node: fx.Node) -> bool:
-    return node.op == "call_function" and _drops_attention(node.target, node.args, node.kwargs)
-
-
 def _drops(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    if getattr(function, "__name__", "").rstrip("_") not in _DROPOUT:
-        return False
+    name = getattr(function, "__name__", "").rstrip("_")
+    if name == _ATTENTION:
+        position = _ATTENTION_DROPOUT
+        return bool(args[position] if len(args) > position else kwargs.get("dropout_p", 0.0))
     p = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
     training = args[2] if len(args) > 2 else kwargs.get("training", kwargs.get("train", True))
-    return bool(p) and bool(training)
-
-
-def _drops_attention(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    if getattr(function, "__name__", "") != _ATTENTION:
-        return False
-    position = _ATTENTION_DROPOUT
-    return bool(args[position] if len(args) > position else kwargs.get("dropout_p", 0.0))
+    return name in _DROPOUT and bool(p) and bool(training)

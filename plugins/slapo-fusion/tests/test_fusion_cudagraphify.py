@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import slapo_core as slapo
 from slapo_fusion import Cudagraphify
 from slapo_fusion.cases import Feed
-from slapo_fusion.cuda_graphs import Captured
+from slapo_fusion.cudagraphify import Captured
 from tests.messages import Messages
 
 

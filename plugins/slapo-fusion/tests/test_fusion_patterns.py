@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import slapo_core as slapo
-from slapo_fusion.patterns.rms_norm import rms_norm
-from slapo_fusion.patterns.sdpa import attention
+from slapo_fusion.patterns import attention, rms_norm
 
 from .written_out import FOUND, NOT_FOUND, PADDING, K, Q, V, Written
 

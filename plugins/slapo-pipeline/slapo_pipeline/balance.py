@@ -9,13 +9,38 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from slapo_core import ArgumentError, Node, PreconditionError, TraceError, Violation
 from slapo_core.spec.accelerators import fork_rng
 from slapo_core.tracing import copied_model
-from slapo_pipeline.flops import flops_of
+from slapo_pipeline.private import TorchDispatchMode, pytree
+
+# Floating-point operations of torch's calls, counted as they are dispatched.
+
+aten = torch.ops.aten
+
+
+def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> int:
+    """Of one dispatched call."""
+    packet = getattr(func, "_overloadpacket", None)
+    if packet is aten._scaled_dot_product_flash_attention_for_cpu:
+        query, key, value = args[:3]
+        return int(sdpa_flop_count(query.shape, key.shape, value.shape))
+    if packet is aten._grouped_mm:
+        return _grouped_product(args[0], args[1])
+    if packet is aten.mv or packet is aten.addmv:
+        matrix = args[0] if packet is aten.mv else args[1]
+        return 2 * int(matrix.numel())
+    formula = flop_registry.get(packet)
+    return int(formula(*args, **kwargs, out_val=out)) if formula is not None else 0
+
+
+def _grouped_product(a: torch.Tensor, b: torch.Tensor) -> int:
+    """Each row, or each column, goes through one of the groups."""
+    if a.dim() == 2:  # (rows, k) by (groups, k, columns), or (rows, k) by (k, columns) in groups along k
+        return 2 * a.shape[0] * a.shape[1] * b.shape[-1]
+    return 2 * a.shape[0] * a.shape[1] * a.shape[2] * b.shape[-1] // (1 if b.dim() == 3 else a.shape[0])
 
 
 def container_violations(node: Node, stages: int, other_cuts: Sequence[str]) -> Iterator[Violation]:
@@ -78,11 +103,13 @@ def balanced(node: Node, stages: int, balance: str, other_cuts: Sequence[str]) -
             violations=[violation],
             path=node.path,
         ) from error
-    cuts = best_cuts(piece_costs(costs.before, costs.blocks, costs.after), stages)
+    before, *inside, after = costs
+    cuts = best_cuts(piece_costs(before, inside, after), stages)
     return tuple(blocks[cut - 1] for cut in cuts)
 
 
-def _costs_of(root: Node, node: Node, blocks: Sequence[str], balance: str, cuts: Sequence[str]) -> Costs:
+def _costs_of(root: Node, node: Node, blocks: Sequence[str], balance: str, cuts: Sequence[str]) -> Sequence[Share]:
+    """What each part costs, by what it is of: before the blocks, each block, after the blocks."""
     try:
         call = root.example_call()
     except ArgumentError:
@@ -177,28 +204,12 @@ Share = Mapping[Hashable, float]
 """What a block costs, by what it is of: a key that several blocks of one piece have counts once in it."""
 
 
-@dataclass(frozen=True)
-class Costs:
-    """Each part's cost by what it is of; what has the same key counts once in a stage.
-
-    Attributes:
-        before: goes to the stage of the first block.
-        blocks: in their order.
-        after: goes to the stage of the last block.
-    """
-
-    before: Share
-    blocks: tuple[Share, ...]
-    after: Share
-
-
-def flops(sections: Sections) -> Costs:
+def flops(sections: Sequence[Section]) -> list[Share]:
     """Of the forward; the backward has twice as many, everywhere alike."""
-    shares: list[Share] = [{position: section.flops} for position, section in enumerate(_in_order(sections))]
-    return _costs(shares)
+    return [{position: section.flops} for position, section in enumerate(sections)]
 
 
-def parameters_in_use(model: nn.Module, call: Call, blocks: Sequence[str], cuts: Sequence[str] = ()) -> Costs:
+def parameters_in_use(model: nn.Module, call: Call, blocks: Sequence[str], cuts: Sequence[str] = ()) -> list[Share]:
     """Elements of the parameters: of a block, its own and those that it uses; elsewhere, those that are used there.
 
     Those that are not used at all go to the first stage, where their tensors live.
@@ -206,16 +217,15 @@ def parameters_in_use(model: nn.Module, call: Call, blocks: Sequence[str], cuts:
     sections = run_in_sections(model, call, blocks, cuts)
     sizes = {id(parameter): parameter.numel() for parameter in model.parameters()}
     of_blocks = [{id(parameter) for parameter in model.get_submodule(path).parameters()} for path in blocks]
-    used = [set(section.parameters) for section in _in_order(sections)]
+    used = [set(section.parameters) for section in sections]
     for position, own in enumerate(of_blocks, start=1):
         used[position] |= own
     if not cuts:  # with others, they are on the first stage of all
         used[0] |= sizes.keys() - set().union(*used)
-    shares: list[Share] = [{key: sizes[key] for key in section} for section in used]
-    return _costs(shares)
+    return [{key: sizes[key] for key in section} for section in used]
 
 
-def parameters_as_registered(model: nn.Module, blocks: Sequence[str]) -> Costs:
+def parameters_as_registered(model: nn.Module, blocks: Sequence[str]) -> Sequence[Share]:
     """The same by the order of the modules, where it is not known what the model is called with.
 
     What is registered before the blocks is taken to come before them, and what is registered later to come after.
@@ -230,22 +240,13 @@ def parameters_as_registered(model: nn.Module, blocks: Sequence[str]) -> Costs:
             shares[inside][id(parameter)] = parameter.numel()
         else:
             shares[position][id(parameter)] = parameter.numel()
-    return _costs(shares)
+    return shares
 
 
 def _above(name: str) -> list[str]:
     """Paths of the modules that a parameter lies in, the nearest first."""
     parts = name.split(".")[:-1]
     return [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
-
-
-def _in_order(sections: Sections) -> tuple[Section, ...]:
-    return (sections.before, *sections.blocks, sections.after)
-
-
-def _costs(shares: Sequence[Share]) -> Costs:
-    before, *blocks, after = shares
-    return Costs(before, tuple(blocks), after)
 
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -264,23 +265,11 @@ class Section:
     parameters: set[int] = field(default_factory=set)
 
 
-@dataclass(frozen=True)
-class Sections:
-    """A run.
-
-    Attributes:
-        before: up to the first block, from the last cut before it.
-        blocks: each with what runs between the block before and itself.
-        after: from the last block to the next cut, or to the end.
-    """
-
-    before: Section
-    blocks: tuple[Section, ...]
-    after: Section
-
-
-def run_in_sections(model: nn.Module, call: Call, blocks: Sequence[str], cuts: Sequence[str] = ()) -> Sections:
+def run_in_sections(model: nn.Module, call: Call, blocks: Sequence[str], cuts: Sequence[str] = ()) -> list[Section]:
     """Run a copy of ``model`` and say what each part of it took.
+
+    The first section is up to the first block, from the last cut before it; then each block with what runs between the
+    block before and itself; the last section is from the last block to the next cut, or to the end.
 
     Args:
         model: untouched; it shares its parameters with the copy, and nothing happens to them.
@@ -331,11 +320,10 @@ class _Clock(TorchDispatchMode):
             section.parameters.update(self._ids.intersection(id(each) for each in leaves))
         return out
 
-    def sections(self) -> Sections:
+    def sections(self) -> list[Section]:
         if self._done != len(self._blocks):
             raise TraceError(f"the model does not call '{self._blocks[self._done]}'", path=self._blocks[self._done])
-        before, *blocks, after = self._sections
-        return Sections(before, tuple(blocks), after)
+        return self._sections
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:

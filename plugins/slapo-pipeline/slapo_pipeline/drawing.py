@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 from collections.abc import Iterator, Sequence
@@ -12,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from slapo_core import ArgumentError, Command
+from slapo_pipeline.private import schedule_actions
 
 
 class PipelineCommands(Command):
@@ -62,14 +64,7 @@ def draw(
 def _as_json(timeline: Timeline, schedule: str, stages: int, microbatches: int) -> dict[str, object]:
     return {
         "actions": [
-            {
-                "end": box.end,
-                "kind": box.work.kind,
-                "microbatch": box.work.microbatch,
-                "rank": box.rank,
-                "stage": box.work.stage,
-                "start": box.start,
-            }
+            {"rank": box.rank, "start": box.start, "end": box.end, **dataclasses.asdict(box.work)}
             for box in timeline.boxes
         ],
         "bubble": timeline.bubble,
@@ -313,10 +308,8 @@ def orders(schedule: str, *, stages: int, microbatches: int, pp: int | None = No
             f"{schedule} runs {what}, and {stages} stages on {pp} ranks are something else",
             hint=f"--stages {wanted * pp} --pp {pp}",
         )
-    from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
-
     try:
-        actions = get_schedule_ops(SCHEDULES[schedule], pp, microbatches, per_rank)
+        actions = schedule_actions(SCHEDULES[schedule], pp, microbatches, per_rank)
     except (AssertionError, ValueError) as error:  # what torch says about numbers that it does not take
         raise ArgumentError(
             f"torch refuses {schedule} on {pp} ranks: {error}", hint=f"--microbatches {2 * pp}"

@@ -2,15 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from slapo_core import Node, Primitive, Violation, hookimpl
-from slapo_pipeline.liveness import slapo_liveness
+from slapo_core.spec.pipeline import Liveness, Partition
 from slapo_pipeline.partition.hook import slapo_partition
 from slapo_pipeline.rules import step_violations
 from slapo_pipeline.split import PipelineSplit
 
 __all__ = ["slapo_liveness", "slapo_partition", "slapo_preconditions"]
+
+
+@hookimpl(trylast=True)  # a plugin that names its own liveness replaces this one
+def slapo_liveness(partition: Partition, outputs: Sequence[str]) -> Liveness:
+    """A value is live from its producer to the last stage that reads it, or to the last one for a loss.
+
+    Source: paper section 4, liveness analysis.
+    """
+    last = len(partition.stages) - 1
+    until = {
+        name: last if name in outputs else max(value.consumers, default=value.producer)
+        for name, value in partition.values.items()
+    }
+    return Liveness(
+        tuple(
+            tuple(name for name, value in partition.values.items() if value.producer <= boundary < until[name])
+            for boundary in range(last)
+        )
+    )
 
 
 @hookimpl

@@ -8,8 +8,6 @@ from typing import Any
 from slapo_core import Node, Primitive, Violation
 from slapo_core.spec.node import only_looks
 
-__all__ = ["above_violations", "place_violations", "step_violations"]
-
 _AROUND_CALLS = {
     "core.checkpoint": "recomputes its whole forward",
     "fusion.bind": "runs a kernel in place of its forward",

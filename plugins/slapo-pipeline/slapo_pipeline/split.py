@@ -13,8 +13,6 @@ from slapo_pipeline.rules import above_violations, place_violations
 if TYPE_CHECKING:
     from slapo_core.testing import Case
 
-__all__ = ["PipelineSplit", "slapo_cases"]
-
 
 @dataclass(frozen=True)
 class PipelineSplit(Primitive):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
+import inspect
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,15 +12,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 import slapo_core
-from slapo_core import Schedule
-from slapo_core.spec.accelerators import fork_rng
+from slapo_core import Schedule, TraceError
 from slapo_core.spec.pipeline import Liveness, Partition, Stage, Value
-from slapo_core.tracing import FakeMode, copied_model
-from slapo_pipeline.flops import FlopCount
-from slapo_pipeline.partition.symbolic import with_symbolic_shapes
+from slapo_core.tracing import FakeMode
+from slapo_pipeline.balance import run_in_sections
+from slapo_pipeline.private import pytree
 
 
 def stages(schedule: Schedule, batch: Any = None, *, whole_output: bool = False) -> Stages:
@@ -39,8 +37,7 @@ def stages(schedule: Schedule, batch: Any = None, *, whole_output: bool = False)
         TraceError: it cannot be cut there.
     """
     found = slapo_core.stages(schedule, batch, whole_output=whole_output)
-    liveness, inputs = found.liveness, found.inputs
-    partition = with_symbolic_shapes(found.partition, inputs, {}, lambda other: _asked(schedule, other))
+    partition, liveness, inputs = found.partition, found.liveness, found.inputs
     flops, notes = _flops(schedule.model, inputs, partition)
     tied = {tie.name: tie.stages for tie in partition.ties}
     return Stages(
@@ -67,18 +64,13 @@ def stages(schedule: Schedule, batch: Any = None, *, whole_output: bool = False)
     )
 
 
-def _asked(schedule: Schedule, inputs: Mapping[str, Any]) -> Partition | None:
-    answer = schedule.hooks.single("slapo_partition", schedule=schedule, inputs=inputs, batch_axes={})
-    return None if answer is None else answer[1]
-
-
 def _flops(model: nn.Module, inputs: Mapping[str, Any], partition: Partition) -> tuple[list[Any], tuple[str, ...]]:
     cuts = [stage.last for stage in partition.stages if stage.last is not None]
     try:
         return list(flops_by_stage(model, inputs, cuts)), ()
-    except Exception as error:  # noqa: BLE001 - shown: the stages are what they are without it
+    except TraceError as error:
         unknown: list[Any] = [None] * len(partition.stages)
-        return unknown, (f"operations are not counted: without values, {type(error).__name__}: {error}",)
+        return unknown, (f"operations are not counted: {error.message}",)
 
 
 def _ends(model: nn.Module, stage: Stage) -> tuple[str, str]:
@@ -112,10 +104,9 @@ def _crossings(partition: Partition, liveness: Liveness, boundary: int) -> tuple
 
 
 def _crossing(value: Value, boundary: int) -> Crossing:
-    shape = value.symbolic_shape if value.symbolic_shape is not None else value.shape
     return Crossing(
         value.name,
-        tuple(map(str, shape)),
+        value.shape,
         str(value.dtype).removeprefix("torch."),
         value.nbytes,
         value.requires_grad,
@@ -163,7 +154,7 @@ class Crossing:
 
     Args:
         name: of the value.
-        shape: the number of samples left open where that is known, e.g. ``("batch", "128", "768")``.
+        shape: for the batch that the stages were made for.
         dtype: e.g. ``"float32"``.
         nbytes: for the batch that the stages were made for.
         requires_grad: whether a gradient comes back.
@@ -173,7 +164,7 @@ class Crossing:
     """
 
     name: str
-    shape: tuple[str, ...]
+    shape: tuple[int, ...]
     dtype: str
     nbytes: int
     requires_grad: bool
@@ -241,21 +232,12 @@ class Stages:
 
     def to_json(self) -> dict[str, Any]:
         """All of it as plain data, without the partition's modules."""
-        shown = [field.name for field in dataclasses.fields(self) if field.name not in ("partition", "liveness")]
-        return {name: _plain(getattr(self, name)) for name in shown}
+        stages = [dataclasses.asdict(stage) for stage in self.stages]
+        plain = {name: getattr(self, name) for name in ("model", "batch", "ties", "outputs", "notes")}
+        return {**plain, "stages": stages}
 
     def __str__(self) -> str:
         return text_of(self)
-
-
-def _plain(value: Any) -> Any:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {each.name: _plain(getattr(value, each.name)) for each in dataclasses.fields(value)}
-    if isinstance(value, tuple):
-        return [_plain(each) for each in value]
-    if isinstance(value, dict):
-        return {key: _plain(each) for key, each in value.items()}
-    return value
 
 
 def flops_by_stage(model: nn.Module, inputs: Mapping[str, Any], cuts: Sequence[str]) -> list[int]:
@@ -267,9 +249,8 @@ def flops_by_stage(model: nn.Module, inputs: Mapping[str, Any], cuts: Sequence[s
         cuts: paths, in the order in which the model calls them.
 
     Raises:
-        Exception: whatever the model raises without values.
+        TraceError: the model raises without values.
     """
-    copied = copied_model(model)
     device = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
     mode = FakeMode() if device.type != "meta" else None
 
@@ -278,23 +259,10 @@ def flops_by_stage(model: nn.Module, inputs: Mapping[str, Any], cuts: Sequence[s
             return copy.deepcopy(leaf)
         return mode.from_tensor(leaf.detach()) if mode is not None else leaf.detach().to("meta")
 
-    count = FlopCount()
-    ends: list[int] = []
-    for path in cuts:
-        copied.get_submodule(path).register_forward_hook(lambda *_: ends.append(count.total))
-    given = pytree.tree_map(without_values, dict(inputs))
-    with mode or contextlib.nullcontext(), fork_rng(), torch.no_grad(), count:
-        _call(copied, given)
-    ends.append(count.total)
-    return [end - start for start, end in zip([0, *ends[:-1]], ends, strict=True)]
-
-
-def _call(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
-    import inspect
-
     bound = inspect.signature(model.forward).bind_partial()
-    bound.arguments.update(inputs)
-    return model(*bound.args, **bound.kwargs)
+    bound.arguments.update(pytree.tree_map(without_values, dict(inputs)))
+    before, first, *others = run_in_sections(model, (bound.args, bound.kwargs), cuts)
+    return [before.flops + first.flops, *(section.flops for section in others)]
 
 
 def text_of(stages: Stages) -> str:
@@ -335,8 +303,7 @@ def _passing(crossing: Crossing) -> tuple[str, ...]:
         about.append(f"for stage{'s' if len(crossing.consumers) > 1 else ''} {_listed(crossing.consumers)}")
     else:
         about.append("for the output")
-    shape = f"({', '.join(crossing.shape)}{',' if len(crossing.shape) == 1 else ''})"
-    return crossing.name, f"{shape} {crossing.dtype}", _size(crossing.nbytes), ", ".join(about)
+    return crossing.name, f"{crossing.shape} {crossing.dtype}", _size(crossing.nbytes), ", ".join(about)
 
 
 def _table(rows: Sequence[Sequence[str]], *, right: Sequence[int]) -> Iterator[str]:

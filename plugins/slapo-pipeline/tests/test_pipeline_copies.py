@@ -70,13 +70,13 @@ CALL = {"x": torch.rand(3, 4, generator=torch.Generator().manual_seed(0))}
 def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The models that were recorded."""
     made: list[Any] = []
-    record = tracing._recorded
+    record = tracing.recorded
 
-    def noted(module: nn.Module, *rest: Any) -> Any:
+    def noted(module: nn.Module, *rest: Any, **options: Any) -> Any:
         made.append(module)
-        return record(module, *rest)
+        return record(module, *rest, **options)
 
-    monkeypatch.setattr(tracing, "_recorded", noted)
+    monkeypatch.setattr(tracing, "recorded", noted)
     return made
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import slapo_core as slapo
-from slapo_core.graph.patterns.matching import FormMatcher
+from slapo_core.graph.patterns.matcher import FormMatcher
 from slapo_core.graph.tracer import RecordTracer
 from slapo_core.testing import run_ranks
 

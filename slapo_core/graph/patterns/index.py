@@ -7,14 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import fx, nn
+from torch.fx.node import map_aggregate
 
-from slapo_core.graph.patterns.calls import Attribute, Call, Items, Slice, parts
-from slapo_core.graph.patterns.modules import module_call, settings
-from slapo_core.graph.patterns.operations import constant_kind, function_call, method_call
+from slapo_core.graph.patterns.data import Attribute, Call, Items, Slice, parts
+from slapo_core.graph.patterns.operations import constant_kind, function_call, method_call, module_call, settings
 from slapo_core.graph.regions import set_state
 from slapo_core.spec.tracer import check
-
-__all__ = ["Indexed", "IndexedCall", "values_in"]
 
 _KEPT = "_slapo_calls"
 
@@ -83,13 +81,13 @@ class Tables:
 
     def _call(self, node: fx.Node, position: int) -> IndexedCall:
         make: Any = function_call if node.op == "call_function" else method_call
-        call = make(node.target, self._value(node.args), self._value(node.kwargs), self._kind)
+        call = make(node.target, *_given(node), self._kind)
         return IndexedCall(node, position, call, tuple(values_in(call.arguments.values())))
 
     def _module(self, node: fx.Node, position: int, module: nn.Module) -> IndexedCall:
         path = str(node.target)
         below = _module_at(module, path)
-        call, parameters, given = module_call(below, path, self._value(node.args), self._value(node.kwargs))
+        call, parameters, given = module_call(below, path, *_given(node))
         values = tuple(values_in(given.values() if call is None else call.arguments.values()))
         return IndexedCall(node, position, call, values, type(below).__name__, path, parameters, given)
 
@@ -101,17 +99,6 @@ class Tables:
                 return "tensor"
             return "value" if self._tells_tensors else "unknown"
         return "sequence" if isinstance(value, tuple | Slice | Items) else constant_kind(value)
-
-    def _value(self, value: Any) -> Any:
-        if isinstance(value, fx.Node):
-            return Attribute(str(value.target)) if value.op == "get_attr" else value
-        if isinstance(value, tuple | list):
-            return tuple([self._value(part) for part in value])
-        if isinstance(value, dict):
-            return {key: self._value(part) for key, part in value.items()}
-        if isinstance(value, slice):
-            return slice(self._value(value.start), self._value(value.stop), self._value(value.step))
-        return value
 
 
 class Indexed:
@@ -156,6 +143,15 @@ def _module_at(module: nn.Module, path: Any) -> nn.Module:
     for name in path.split("."):
         found = found._modules[name]
     return found  # type: ignore[no-any-return]
+
+
+def _given(node: fx.Node) -> Any:
+    """The arguments of a call, with attributes for the nodes that read them."""
+
+    def known(part: Any) -> Any:
+        return Attribute(str(part.target)) if isinstance(part, fx.Node) and part.op == "get_attr" else part
+
+    return map_aggregate((node.args, node.kwargs), known)
 
 
 def values_in(operands: Any) -> Iterator[Any]:

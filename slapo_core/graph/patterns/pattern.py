@@ -3,21 +3,137 @@
 from __future__ import annotations
 
 import hashlib
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from functools import cached_property
+from functools import cached_property, partial
+from types import FunctionType
 from typing import Any
 
+import torch
 from torch import fx, nn
 
-from slapo_core.graph.patterns.calls import Attribute
-from slapo_core.graph.patterns.comparing import pairs_of
-from slapo_core.graph.patterns.data import Constant, Form, Wildcard
+from slapo_core.errors import ReplayError, SerializationError
+from slapo_core.graph.patterns.data import Attribute, Constant, Form, Items, Result, Slice, Step, Target, Wildcard
 from slapo_core.graph.patterns.index import Indexed
-from slapo_core.graph.patterns.matching import Embedding
-from slapo_core.graph.patterns.searching import embeddings
+from slapo_core.graph.patterns.matcher import Embedding, embeddings, pairs_of
 from slapo_core.ranks.rank_consistency import describe
 
-__all__ = ["Found", "GraphPattern"]
+# Patterns as what JSON can hold, and back.
+
+_CLASSES: dict[str, type[Any]] = {cls.__name__: cls for cls in (Form, Items, Result, Slice, Step, Target, Wildcard)}
+
+
+def _named(kind: type, name: str) -> Any:
+    found = getattr(torch, name)
+    if type(found) is not kind:
+        raise ValueError(f"torch.{name} is not a {kind.__name__}")
+    return found
+
+
+_KINDS = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
+_CONSTANTS: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "float": (float, float.hex, float.fromhex),
+    "complex": (complex, repr, complex),
+    "bytes": (bytes, bytes.hex, bytes.fromhex),
+    "ellipsis": (type(Ellipsis), bool, lambda _: Ellipsis),
+    "device": (torch.device, str, torch.device),
+    "set": (set, lambda value: _elements(value), lambda parts: set(map(_constant_from, parts))),
+    "frozenset": (frozenset, lambda value: _elements(value), lambda parts: frozenset(map(_constant_from, parts))),
+    **{
+        name: (kind, lambda value: str(value).removeprefix("torch."), partial(_named, kind))
+        for name, kind in _KINDS.items()
+    },
+}
+"""Constants that JSON has no form for: their class, and how they become text and back."""
+
+
+def to_data(value: Any) -> Any:
+    """Dictionaries, lists, text and numbers for a form, or for a part of one.
+
+    Raises:
+        SerializationError: it holds what cannot be named.
+    """
+    if isinstance(value, Constant):
+        return {"constant": _constant(value.value)}
+    if type(value).__name__ in _CLASSES and type(value) is _CLASSES[type(value).__name__]:
+        parts = {field.name: getattr(value, field.name) for field in fields(value)}
+        if isinstance(value, Target) and value.predicate is not None:
+            parts["predicate"] = {"function": _function(value.predicate)}
+            return {"Target": {name: part if name == "predicate" else to_data(part) for name, part in parts.items()}}
+        return {type(value).__name__: {name: to_data(part) for name, part in parts.items()}}
+    if isinstance(value, tuple):
+        return [to_data(part) for part in value]
+    if value is None or isinstance(value, str | int | bool):
+        return value
+    return {"constant": _constant(value)}  # keys of dictionaries
+
+
+def _constant(value: Any) -> Any:
+    if value is None or type(value) in (bool, int, str):
+        return value
+    for name, (kind, encode, _) in _CONSTANTS.items():
+        if type(value) is kind:
+            return {name: encode(value)}
+    raise SerializationError(f"a pattern holds {value!r}, which JSON cannot carry", hint="use numbers, text and dtypes")
+
+
+def _elements(value: Any) -> list[Any]:
+    return [_constant(part) for part in sorted(value, key=repr)]
+
+
+def _function(predicate: Callable[..., Any]) -> str:
+    if isinstance(predicate, FunctionType):
+        module = sys.modules.get(predicate.__module__)
+        if module is not None and vars(module).get(predicate.__qualname__) is predicate:
+            return f"{predicate.__module__}:{predicate.__qualname__}"
+    raise SerializationError(
+        f"where({predicate!r}) cannot be saved: only a function at the top level of a module can be named",
+        hint="def is_wanted(node): ...  at the top level, and where(is_wanted)",
+    )
+
+
+def pattern_from_data(data: Any, find_function: Callable[[str], Any] | None) -> tuple[tuple[Form, ...], str]:
+    """Forms and text of a saved pattern.
+
+    Raises:
+        ReplayError: it is none.
+    """
+    try:
+        forms = tuple(_from(form, find_function) for form in data["forms"])
+        if not forms or not all(isinstance(form, Form) and form.steps for form in forms):
+            raise TypeError("it has no forms, or one of them no steps")
+        return forms, str(data["text"])
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise ReplayError(
+            f"this is no saved pattern ({error}): {data!r}", hint="save the schedule again with this version of slapo"
+        ) from error
+
+
+def _from(data: Any, find_function: Callable[[str], Any] | None) -> Any:
+    if isinstance(data, list):
+        return tuple(_from(part, find_function) for part in data)
+    if not isinstance(data, dict):
+        return data
+    ((name, value),) = data.items()
+    if name == "constant":
+        made = _constant_from(value)
+        return Constant(made)
+    if name == "function":
+        if find_function is None:
+            raise TypeError(f"it needs the function {value}")
+        return find_function(value)
+    parts = {key: _from(part, find_function) for key, part in value.items()}
+    if name == "Items":
+        parts["keys"] = tuple(key.value if isinstance(key, Constant) else key for key in parts["keys"])
+    return _CLASSES[name](**parts)
+
+
+def _constant_from(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    ((name, inner),) = value.items()
+    return _CONSTANTS[name][2](inner)
 
 
 @dataclass(frozen=True)
@@ -28,7 +144,7 @@ class Found:
         nodes: that belong to it, in the graph's order.
         inputs: the values it reads, in the order of the pattern's arguments. A parameter or buffer of the traced module
             that no earlier node of the graph reads (a module of torch.nn reads it) is an
-            :class:`~slapo_core.graph.patterns.calls.Attribute`.
+            :class:`~slapo_core.graph.patterns.data.Attribute`.
         outputs: those of its nodes whose values are used outside of it, in the graph's order.
         captures: by name: a value as in ``inputs``, or a plain constant.
         form: which of the pattern's forms it is.
@@ -86,7 +202,7 @@ class GraphPattern:
         Raises:
             SerializationError: it has a predicate that is no function at the top level of a module.
         """
-        from slapo_core.graph.patterns.saving import to_data
+        from slapo_core.graph.patterns.pattern import to_data
 
         return {"forms": [to_data(form) for form in self.forms], "text": self.text}
 
@@ -101,7 +217,7 @@ class GraphPattern:
         Raises:
             ReplayError: it is no pattern.
         """
-        from slapo_core.graph.patterns.saving import pattern_from_data
+        from slapo_core.graph.patterns.pattern import pattern_from_data
 
         forms, text = pattern_from_data(data, find_function)
         return cls(forms, text)

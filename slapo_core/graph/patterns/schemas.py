@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from torch.nn import functional
 
 from slapo_core.graph.private import schemas_for_operator
-
-__all__ = ["Parameter", "bind_function", "bind_schema", "defaults_of", "parameter_name", "required_parameters"]
 
 _NO_DEFAULT = inspect.Parameter.empty
 _RENAMED = {
@@ -30,25 +28,6 @@ _RENAMED = {
 _MEANINGLESS = ("_stacklevel", "cudnn_enable", "cudnn_enabled")
 
 
-@dataclass(frozen=True)
-class Parameter:
-    """One parameter of a schema.
-
-    Args:
-        name: canonical.
-        kind: of values it takes, e.g. ``"Tensor"``, ``"int[]"``.
-        default: ``inspect.Parameter.empty`` without one.
-        is_keyword_only: whether it must be named.
-        is_receiver: whether a method's tensor goes here.
-    """
-
-    name: str
-    kind: str
-    default: Any
-    is_keyword_only: bool
-    is_receiver: bool
-
-
 def parameter_name(operation: str, name: str) -> str:
     """The canonical name of a parameter: ``input`` for what aten calls ``self``."""
     if (name == "indices" and operation != "embedding") or (name == "tensor" and operation != "split"):
@@ -57,7 +36,8 @@ def parameter_name(operation: str, name: str) -> str:
 
 
 @functools.cache
-def _schemas(operation: str) -> tuple[tuple[Parameter, ...], ...]:
+def _schemas(operation: str) -> tuple[inspect.Signature, ...]:
+    """The schemas of an operation as signatures; annotations are types, e.g. ``"Tensor"``, ``"List[int]"``."""
     found = []
     for schema in schemas_for_operator(operation if "::" in operation else f"aten::{operation}"):
         types = [str(argument.type) for argument in schema.arguments]
@@ -65,27 +45,25 @@ def _schemas(operation: str) -> tuple[tuple[Parameter, ...], ...]:
             continue
         if any(argument.name == "out" for argument in schema.arguments):
             continue
-        names = [argument.name for argument in schema.arguments]
-        receiver = names.index("self") if "self" in names else 0
-        found.append(
-            tuple(
-                Parameter(
-                    parameter_name(operation, argument.name),
-                    str(argument.type).removeprefix("Optional[").removesuffix("]")
-                    if str(argument.type).startswith("Optional[")
-                    else str(argument.type),
-                    _frozen(argument.default_value) if argument.has_default_value() else _NO_DEFAULT,
-                    bool(argument.kwarg_only),
-                    position == receiver,
-                )
-                for position, argument in enumerate(schema.arguments)
-            )
-        )
-    return tuple(sorted(found, key=lambda each: not each or each[0].kind not in ("Tensor", "List[Tensor]")))
+        parameters = [_parameter(operation, argument) for argument in schema.arguments]
+        found.append(inspect.Signature(parameters, __validate_parameters__=False))
+    return tuple(sorted(found, key=lambda each: bool(each.parameters) and not _takes_tensor_first(each)))
 
 
-def _frozen(default: Any) -> Any:
-    return tuple(default) if isinstance(default, list) else default
+def _parameter(operation: str, argument: Any) -> inspect.Parameter:
+    kind = inspect.Parameter.KEYWORD_ONLY if argument.kwarg_only else inspect.Parameter.POSITIONAL_OR_KEYWORD
+    default = argument.default_value if argument.has_default_value() else _NO_DEFAULT
+    return inspect.Parameter(
+        parameter_name(operation, argument.name),
+        kind,
+        default=tuple(default) if isinstance(default, list) else default,
+        annotation=re.sub(r"^Optional\[(.*)\]$", r"\1", str(argument.type)),
+    )
+
+
+def _takes_tensor_first(schema: inspect.Signature) -> bool:
+    first = next(iter(schema.parameters.values()), None)
+    return first is not None and first.annotation in ("Tensor", "List[Tensor]")
 
 
 @functools.cache
@@ -94,7 +72,7 @@ def defaults_of(operation: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     unclear: set[str] = set()
     for schema in _schemas(operation):
-        for each in schema:
+        for each in schema.parameters.values():
             if each.default is _NO_DEFAULT:
                 continue
             if each.name in found and not _is_same(found[each.name], each.default):
@@ -103,7 +81,7 @@ def defaults_of(operation: str) -> dict[str, Any]:
     for name in unclear:
         del found[name]
     public = getattr(functional, operation, None)
-    for name, parameter in _signature(public).items() if public is not None else ():
+    for name, parameter in _signature(public).parameters.items() if public is not None else ():
         if parameter.default is not _NO_DEFAULT:
             found[parameter_name(operation, name)] = parameter.default
     return found
@@ -112,9 +90,9 @@ def defaults_of(operation: str) -> dict[str, Any]:
 def required_parameters(operation: str) -> tuple[str, ...]:
     """The names of the arguments without which an operation cannot be called; empty if it is not known."""
     needed = [
-        tuple(each.name for each in schema if each.default is _NO_DEFAULT)
+        tuple(each.name for each in schema.parameters.values() if each.default is _NO_DEFAULT)
         for schema in _schemas(operation)
-        if schema and schema[0].kind in ("Tensor", "List[Tensor]")
+        if _takes_tensor_first(schema)
     ]
     return min(needed, key=len, default=())
 
@@ -124,42 +102,32 @@ def _is_same(left: Any, right: Any) -> bool:
 
 
 @functools.lru_cache(maxsize=1024)
-def _signature(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
     try:
-        return dict(inspect.signature(function).parameters)
+        return inspect.signature(function)
     except (TypeError, ValueError):  # builtins have none
-        return {}
+        return inspect.Signature()
 
 
 def bind_function(
     operation: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[str, Any] | None:
     """The arguments of a call of a Python function by canonical name; None if its signature is not known."""
-    signature = _signature(function) if inspect.isfunction(function) else {}
-    if not signature or list(signature) == ["args", "kwargs"]:  # what it takes, the schema says
+    signature = _signature(function) if inspect.isfunction(function) else inspect.Signature()
+    if not signature.parameters or list(signature.parameters) == ["args", "kwargs"]:  # what it takes, the schema says
         return None
-    given: dict[str, Any] = {}
-    position = 0
-    for name, parameter in signature.items():
+    try:
+        bound = signature.bind(*args, **kwargs)
+    except TypeError:
+        return None
+    bound.apply_defaults()
+    given = dict(bound.arguments)
+    for name, parameter in signature.parameters.items():
         if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
-            rest = args[position:]
-            position = len(args)
-            if len(rest) == 1 and isinstance(rest[0], tuple):
-                rest = rest[0]
-            given[name] = tuple(rest)
+            rest = given[name]
+            given[name] = rest[0] if len(rest) == 1 and isinstance(rest[0], tuple) else rest
         elif parameter.kind is inspect.Parameter.VAR_KEYWORD:
-            given.update({key: value for key, value in kwargs.items() if key not in signature})
-        elif position < len(args) and parameter.kind is not inspect.Parameter.KEYWORD_ONLY:
-            given[name] = args[position]
-            position += 1
-        elif name in kwargs:
-            given[name] = kwargs[name]
-        elif parameter.default is not _NO_DEFAULT:
-            given[name] = parameter.default
-        else:
-            return None
-    if position < len(args):
-        return None
+            given.update(given.pop(name))
     return {parameter_name(operation, name): value for name, value in given.items() if name not in _MEANINGLESS}
 
 
@@ -213,58 +181,49 @@ def _choose(
 
 
 def _fit(
-    schema: tuple[Parameter, ...], kinds: tuple[str, ...], named: tuple[tuple[str, str], ...], is_method: bool
+    schema: inspect.Signature, kinds: tuple[str, ...], named: tuple[tuple[str, str], ...], is_method: bool
 ) -> _Chosen | None:
-    positional = [each for each in schema if not each.is_keyword_only]
-    if is_method:
-        positional.sort(key=lambda each: not each.is_receiver)
+    parameters = list(schema.parameters.values())
+    if is_method:  # x.where(condition, other)
+        parameters.sort(key=lambda each: each.name != "input")
+    positional = [each for each in parameters if each.kind is not inspect.Parameter.KEYWORD_ONLY]
     packed = None
-    at = next((i for i, each in enumerate(positional) if each.kind == "List[int]"), None)
-    if at is not None and len(kinds) > at and kinds[at] in _NUMBERS:
-        rest = kinds[at:]
-        if len(positional) == at + 1 and all(kind in _NUMBERS for kind in rest):
-            packed = at  # x.view(2, 3), x.permute(0, 2, 1); not x.mean(1, True)
-            kinds = (*kinds[:at], "sequence")
-    if len(kinds) > len(positional):
+    at = next((i for i, each in enumerate(positional) if each.annotation == "List[int]"), None)
+    if at is not None and len(positional) == at + 1 < len(kinds) + 1 and all(kind in _NUMBERS for kind in kinds[at:]):
+        packed = at  # x.view(2, 3), x.permute(0, 2, 1); not x.mean(1, True)
+        kinds = (*kinds[:at], "sequence")
+    try:
+        bound = inspect.Signature(parameters, __validate_parameters__=False).bind(*kinds, **dict(named)).arguments
+    except TypeError:
         return None
-    order = tuple(each.name for each in positional[: len(kinds)])
-    by_name = {each.name: each for each in schema}
-    if any(name not in by_name or name in order for name, _ in named):
+    if not all(_takes(schema.parameters[name], kind) for name, kind in bound.items()):
         return None
-    pairs = [*zip(positional, kinds, strict=False), *((by_name[name], kind) for name, kind in named)]
-    if not all(_takes(parameter, kind) for parameter, kind in pairs):
-        return None
-    given = {parameter.name for parameter, _ in pairs}
-    if any(each.default is _NO_DEFAULT for each in schema if each.name not in given):
-        return None
-    defaults = tuple((each.name, each.default) for each in schema if each.name not in given)
-    return order, packed, tuple((name, value) for name, value in defaults if name not in _MEANINGLESS)
+    defaults = tuple((each.name, each.default) for each in parameters if each.name not in (*bound, *_MEANINGLESS))
+    return tuple(each.name for each in positional[: len(kinds)]), packed, defaults
 
 
 _NUMBERS = ("int", "value", "unknown", "constant")
 
 
-def _takes(parameter: Parameter, kind: str) -> bool:
+_TAKEN = {
+    "Tensor": ("tensor", "int", "float", "bool"),
+    "List[Tensor]": ("sequence", "tensors"),
+    **dict.fromkeys(("List[int]", "List[float]", "List[bool]"), ("sequence", "value", "int")),
+    **dict.fromkeys(("number", "Scalar", "float"), ("int", "float", "bool", "value", "complex")),
+    "bool": ("bool", "value"),
+    "int": ("int", "bool", "value", "dtype", "layout", "memory_format"),
+    "Device": ("device", "str", "value"),
+    "str": ("str",),
+}
+"""The kinds of arguments that a parameter of a type takes."""
+
+
+def _takes(parameter: inspect.Parameter, kind: str) -> bool:
+    type_name = parameter.annotation
     if kind == "unknown":
         return True
     if kind == "constant":
-        return parameter.kind not in ("Tensor", "List[Tensor]")
+        return type_name not in ("Tensor", "List[Tensor]")
     if kind == "none":
-        return parameter.default is None or parameter.kind in ("Tensor", "Generator", "int", "List[int]", "float")
-    if parameter.kind == "Tensor":
-        return kind in ("tensor", "int", "float", "bool")
-    if parameter.kind == "List[Tensor]":
-        return kind in ("sequence", "tensors")
-    if parameter.kind in ("List[int]", "List[float]", "List[bool]"):
-        return kind in ("sequence", "value", "int")
-    if parameter.kind in ("number", "Scalar", "float"):
-        return kind in ("int", "float", "bool", "value", "complex")
-    if parameter.kind == "bool":
-        return kind in ("bool", "value")
-    if parameter.kind == "int":
-        return kind in ("int", "bool", "value", "dtype", "layout", "memory_format")
-    if parameter.kind == "Device":
-        return kind in ("device", "str", "value")
-    if parameter.kind == "str":
-        return kind == "str"
-    return kind not in ("tensor", "tensors")
+        return parameter.default is None or type_name in ("Tensor", "Generator", "int", "List[int]", "float")
+    return kind in _TAKEN[type_name] if type_name in _TAKEN else kind not in ("tensor", "tensors")

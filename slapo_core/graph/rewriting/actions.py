@@ -4,24 +4,125 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+import inspect
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from types import FunctionType
+from typing import Any, ClassVar
 
 import torch
 from torch import fx, nn
-from torch.utils._pytree import tree_map_only
 
 from slapo_core.graph.effects import Effects, is_inert
-from slapo_core.graph.rewriting.adapting import adapted
-from slapo_core.graph.rewriting.calls import NamedCall, target_for
-from slapo_core.graph.rewriting.placing import CannotPlace
-from slapo_core.graph.rewriting.region import take_out
-from slapo_core.graph.rewriting.swallowing import refuse_changed, settings_of
+from slapo_core.graph.private import tree_map_only
+from slapo_core.graph.rewriting.region import CannotPlace, refuse_changed, settings_of, take_out
 from slapo_core.spec.tracer import Flag
 
-__all__ = ["Action", "NewCall", "Outline", "Place", "Replacement", "as_before"]
+# Functions that a rewritten graph calls, under a name that the printed graph shows.
+
+
+class NamedCall:
+    """A function under another name, as the target of a call.
+
+    Args:
+        function: what is called.
+        name: what the printed graph shows: ``slapo_bias_gelu(x, bias)`` for ``"bias_gelu"``.
+        draws: whether it may draw random numbers; None where that is not known, and neither what it writes to.
+    """
+
+    def __init__(self, function: Callable[..., Any], name: str, *, draws: bool | None = None) -> None:
+        self.function = function
+        self.__name__ = self.__qualname__ = name
+        self.__module__ = "slapo"
+        if draws is not None:
+            self.slapo_draws = draws
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, NamedCall) and (other.function, other.__name__) == (self.function, self.__name__)
+
+    def __hash__(self) -> int:
+        return hash((self.function, self.__name__))
+
+
+def target_for(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """``function`` as the target of a call: itself where code can name it, else under ``name``."""
+    module = getattr(function, "__module__", None) or ""
+    own = getattr(function, "__name__", "")
+    if module.partition(".")[0] in ("torch", "_operator"):
+        return function
+    is_named = isinstance(function, FunctionType) and "<" not in function.__qualname__ and own.isidentifier()
+    return function if is_named else NamedCall(function, name)
+
+
+# A replacement in another variant, whose match captured other things: a mask that is there now, one that is absent.
+
+Positional = tuple[str | int, ...]
+Keywords = tuple[tuple[str, str | int], ...]
+_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+def given_by(place: Place) -> frozenset[str]:
+    """The names of what a match captured and does not compute itself."""
+    inside = set(place.nodes)
+    return frozenset(
+        name for name, value in place.captures.items() if not (isinstance(value, fx.Node) and value in inside)
+    )
+
+
+def adapted(
+    new: Callable[..., Any] | str, module: nn.Module, arguments: Positional, keywords: Keywords, place: Place
+) -> tuple[Positional, Keywords]:
+    """The arguments of a call of ``new`` in ``place``, by position and by name.
+
+    What is captured there and was not where the replacement was made is passed too, under its own name; what was, and
+    is not now, is left out where ``new`` has a default. For the alternatives of a pattern differ in what they compute
+    only by what they capture.
+
+    Args:
+        new: what is called: a function, or the path of a module.
+        module: the traced one.
+        arguments: what was passed by position.
+        keywords: what was passed by name.
+        place: where, with the names that were captured where the replacement was made.
+
+    Raises:
+        CannotPlace: ``new`` cannot be called so.
+    """
+    if place.captured_first is None:
+        return arguments, keywords
+    given = given_by(place)
+    gained, lost = given - place.captured_first, place.captured_first - given
+    if not gained and not lost:
+        return arguments, keywords
+    parameters = _parameters(module.get_submodule(new).forward if isinstance(new, str) else new)
+    optional = {name for name, each in parameters.items() if each.default is not inspect.Parameter.empty}
+    while arguments and arguments[-1] in lost and arguments[-1] in optional:
+        arguments = arguments[:-1]
+    kept = tuple((parameter, which) for parameter, which in keywords if which not in lost or parameter not in optional)
+    passed = (*arguments, *(which for _, which in kept))
+    if gained - parameters.keys() or any(which in lost or isinstance(which, int) for which in passed):
+        raise CannotPlace(
+            f"the match captured {_listed(place.captured_first)} where the replacement was made, and {_listed(given)} "
+            f"there, which what replaces it cannot take",
+            "a function with parameters of these names, and defaults for those that may be absent",
+        )
+    return arguments, (*kept, *((name, name) for name in sorted(gained)))
+
+
+def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    try:
+        found = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # a function in C
+        return {}
+    return {name: each for name, each in found.items() if each.kind in _BY_NAME}
+
+
+def _listed(names: Collection[str]) -> str:
+    return ", ".join(map(repr, sorted(names))) or "nothing"
 
 
 @dataclass(frozen=True)
@@ -66,35 +167,6 @@ class NewCall:
     swallowed: tuple[str, ...] = ()
 
 
-class Action(Protocol):
-    """Says what comes in the place of a match."""
-
-    @property
-    def name(self) -> str:
-        """Of the call in the printed graph."""
-        ...
-
-    @property
-    def results_only(self) -> bool:
-        """Whether values of a match that the graph only gives out become None, all but the last."""
-        ...
-
-    def call(
-        self,
-        place: Place,
-        nodes: Sequence[fx.Node],
-        outputs: Sequence[fx.Node],
-        module: nn.Module,
-        effects: Effects,
-    ) -> NewCall:
-        """The call that stands for ``nodes``, those of ``place`` that compute.
-
-        Raises:
-            CannotPlace: there is none.
-        """
-        ...
-
-
 @dataclass(frozen=True)
 class Outline:
     """A call of what ``transform`` makes of the match's region.
@@ -118,6 +190,11 @@ class Outline:
         module: nn.Module,
         effects: Effects,
     ) -> NewCall:
+        """The call that stands for ``nodes``, those of ``place`` that compute.
+
+        Raises:
+            CannotPlace: there is none.
+        """
         copied = _written_operands(nodes, module, effects)
         taken = take_out(nodes, place.inputs, outputs, module, effects, copied=copied)
         target = self.made.get(taken.region)
@@ -194,11 +271,14 @@ class Replacement:
         return NewCall(op, target, args, kwargs, then, results, flags=flags, swallowed=swallowed)
 
 
+Action = Outline | Replacement
+"""Says what comes in the place of a match."""
+
+
 @contextlib.contextmanager
 def as_before(action: Action, module: nn.Module) -> Iterator[None]:
     """The traced module as it was before ``action``, for recording another variant of what it rewrites."""
-    undone = getattr(action, "undone", None)
-    new = getattr(action, "new", None)
+    undone, new = (action.undone, action.new) if isinstance(action, Replacement) else (None, None)
     with undone(module) if undone is not None else contextlib.nullcontext():
         if not isinstance(new, str) or new not in module._modules:
             yield

@@ -3,20 +3,129 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import fx, nn
 from torch.fx.graph import CodeGen
+from torch.fx.node import map_aggregate
 
-from slapo_core.graph.code import compiled
 from slapo_core.graph.effects import Effects
 from slapo_core.graph.functional import INPUT, Own, functional_form, input_of
-from slapo_core.graph.rewriting.swallowing import settings_of
+from slapo_core.graph.guards import fingerprint
+from slapo_core.graph.leaves import is_changed, is_predefined
+from slapo_core.graph.specialization import compiled
+from slapo_core.graph.structure import is_plain
 from slapo_core.spec.tracer import Flag
 
-__all__ = ["Read", "TakenOut", "take_out"]
+# Where one call can stand for several nodes: what runs before it, and what after it.
+
+
+class CannotPlace(Exception):  # noqa: N818 - becomes an ApplyError
+    """A match that cannot become one call."""
+
+    def __init__(self, problem: str, hint: str | None = None) -> None:
+        super().__init__(problem)
+        self.problem, self.hint = problem, hint
+
+
+def nodes_after(matched: Collection[fx.Node], effects: Effects) -> list[fx.Node]:
+    """Which nodes between the matched ones must run after a call that stands for all of these, in their order.
+
+    The others between them run before it. Both keep their order.
+
+    Args:
+        matched: of one graph, in its order.
+        effects: of that graph.
+
+    Raises:
+        CannotPlace: a matched node needs what is computed from another one outside of the match; or two nodes would
+            change places that must not.
+    """
+    first, last = matched[0], matched[-1]  # type: ignore[index]
+    inside = set(matched)
+    earlier: list[fx.Node] = []  # of the match, so far
+    after: list[fx.Node] = []
+    reasons: dict[fx.Node, str] = {}  # why a node that needs nothing of the match comes after it all the same
+    node = first
+    while True:
+        if node in inside:
+            back = next((value for value in node.all_input_nodes if value in reasons or value in after), None)
+            if back is not None:
+                raise CannotPlace(_why(node, back, reasons, earlier))
+            for moved in after:
+                problem = effects.conflict(moved, node)
+                if problem is not None:
+                    raise CannotPlace(problem)
+            earlier.append(node)
+        elif any(value in inside or value in after for value in node.all_input_nodes):
+            after.append(node)
+        else:
+            problem = next(filter(None, (effects.conflict(one, node) for one in (*earlier, *after))), None)
+            if problem is not None:
+                reasons[node] = problem
+                after.append(node)
+        if node is last:
+            return after
+        node = node.next
+
+
+def _why(node: fx.Node, back: fx.Node, reasons: dict[fx.Node, str], earlier: list[fx.Node]) -> str:
+    """Of what ``node`` needs, ``back`` cannot run before the match."""
+    stack, seen = [back], set()
+    while stack:
+        present = stack.pop()
+        if present in reasons:
+            return reasons[present]
+        leaving = next((value for value in present.all_input_nodes if value in earlier), None)
+        if leaving is not None:
+            return f"the value of '{leaving}' leaves the match, and comes back by '{back}', which '{node}' reads"
+        seen.add(present)
+        stack.extend(value for value in present.all_input_nodes if value not in seen)
+    raise AssertionError(f"'{back}' needs nothing of the match")
+
+
+# Modules whose calls a rewrite took out of a graph: what happened around those calls must not get lost.
+
+
+def refuse_changed(nodes: Sequence[fx.Node], module: nn.Module) -> Iterator[str]:
+    """The paths of the modules that ``nodes`` call.
+
+    Raises:
+        CannotPlace: one of them, or one below it, has hooks or another forward than its class's.
+    """
+    for node in nodes:
+        if node.op != "call_module":
+            continue
+        path = str(node.target)
+        called = module.get_submodule(path)
+        for name, below in called.named_modules():
+            if is_changed(below):
+                place = f"{path}.{name}" if name else path
+                raise CannotPlace(
+                    f"'{node}' calls '{place}', which has hooks or a forward of its own, and would be called no more",
+                    "rewrite first, change the module then; or match what lies around it",
+                )
+        yield path
+
+
+def settings_of(nodes: Sequence[fx.Node], module: nn.Module) -> tuple[Flag, ...]:
+    """The plain attributes of modules of torch.nn that ``nodes`` call: what comes in their place was made for these.
+
+    Not the mode: it decides between variants.
+    """
+    found: list[Flag] = []
+    for node in nodes:
+        if node.op != "call_module":
+            continue
+        path = str(node.target)
+        called = module.get_submodule(path)
+        if is_predefined(called):
+            for name, value in vars(called).items():
+                if not name.startswith("_") and name != "training" and is_plain(value):
+                    found.append(Flag(tuple(path.split(".")), name, fingerprint(value)))
+    return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -184,10 +293,10 @@ def _function(
             return given[value.operand]
         if isinstance(value, _Position):
             return made[value.index]
-        return _rebuilt(value, real)
+        return value
 
     for step in writer.steps:
-        made.append(graph.create_node(step.op, step.target, real(step.args), real(step.kwargs)))
+        made.append(graph.create_node(step.op, step.target, *map_aggregate((step.args, step.kwargs), real)))
     values = tuple(made[position.index] for position in results)
     graph.output(values[0] if len(values) == 1 else values)
     graph.set_codegen(_PureCode())
@@ -203,19 +312,6 @@ class _PureCode(CodeGen):
 
 def _label(operand: fx.Node | Read) -> str:
     return operand.name if isinstance(operand, fx.Node) else operand.path.replace(".", "_")
-
-
-def _rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
-    if isinstance(value, tuple):
-        parts = [change(part) for part in value]
-        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
-    if isinstance(value, list):
-        return [change(part) for part in value]
-    if isinstance(value, dict):
-        return {key: change(part) for key, part in value.items()}
-    if isinstance(value, slice):
-        return slice(change(value.start), change(value.stop), change(value.step))
-    return value
 
 
 def _frozen(value: Any, order: dict[Any, int]) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -12,20 +11,11 @@ import torch
 from torch import fx, nn
 
 from slapo_core.graph import regions
-from slapo_core.graph.effects import Effects, is_inert
 from slapo_core.graph.private import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
-from slapo_core.graph.rewriting.placing import CannotPlace
-from slapo_core.graph.rewriting.region import Read, take_out
 from slapo_core.graph.rewriting.rewrite import only_given_out
 from slapo_core.graph.session import buffers_kept
-from slapo_core.spec.accelerators import fork_rng
 from slapo_core.spec.graph import Match
 from slapo_core.spec.tracer import Recorded
-
-__all__ = ["fitting_orders", "mismatch"]
-
-MOST_OPERANDS = 5
-"""A match with more is not tried: each order is a run."""
 
 _TOLD: weakref.WeakKeyDictionary[Any, dict[Any, str | None]] = weakref.WeakKeyDictionary()
 """Answers by function and by what it was given: a cache, not a registry."""
@@ -70,146 +60,6 @@ def mismatch(
         device = next((tensor.device.type for tensor in (*module.parameters(), *module.buffers())), "cpu")
         told[key] = _compare(new, args, kwargs, expected, state, device)
     return told[key]
-
-
-def fitting_orders(
-    recorded: Recorded,
-    module: nn.Module,
-    match: Match,
-    new: Callable[..., Any],
-    *,
-    rtol: float,
-    atol: float,
-    known: dict[Any, Any],
-) -> list[tuple[int, ...]] | str:
-    """The orders of a match's inputs in which ``new`` computes what the match does, on random values in float64.
-
-    Args:
-        recorded: the graph that the match lies in.
-        module: the traced one.
-        match: in the place of which ``new`` is called.
-        new: a function.
-        rtol: how far its numbers may be off, relative to the largest.
-        atol: the absolute difference allowed.
-        known: answers by region and by what it was given; filled.
-
-    Returns:
-        the orders; or why they are not known.
-    """
-    count = len(match.inputs)
-    if count > MOST_OPERANDS:
-        return f"{count} inputs are too many to try"
-    inside = {node.name: node for node in recorded.graph.nodes if node.name in set(match.nodes)}
-    nodes = [node for node in inside.values() if node.op not in ("get_attr", "placeholder", "output")]
-    outputs = [node for node in nodes if any(user.name not in inside for user in node.users)] or nodes[-1:]
-    try:
-        taken = take_out(nodes, (), outputs, module, Effects(recorded.graph, module))
-        values = _Values(recorded.graph, module)
-        with fork_rng():
-            torch.manual_seed(0)
-            given = [values.of(operand) for operand in taken.operands]
-            inputs = [values.named(name) for name in match.inputs]
-            key = (taken.region, *map(_example_of, (*given, *inputs)))
-            if key not in known:
-                known[key] = _orders(taken.region, given, new, inputs, rtol, atol)
-    except (CannotPlace, _NoValueError) as error:
-        return str(error)
-    return known[key]  # type: ignore[no-any-return]
-
-
-def _orders(
-    region: Callable[..., Any], given: list[Any], new: Callable[..., Any], inputs: list[Any], rtol: float, atol: float
-) -> list[tuple[int, ...]]:
-    with torch.no_grad():
-        try:
-            expected = region(*_copied(given))
-        except Exception as error:
-            raise _NoValueError(f"the match itself raises {type(error).__name__}: {error}") from error
-        found = []
-        for order in itertools.permutations(range(len(inputs))):
-            torch.manual_seed(1)
-            try:
-                out = new(*_copied([inputs[which] for which in order]))
-            except Exception:  # noqa: BLE001 - not in this order
-                continue
-            if _is_close(out, expected, rtol, atol):
-                found.append(order)
-    return found
-
-
-def _copied(values: Sequence[Any]) -> list[Any]:
-    return [value.clone() if isinstance(value, torch.Tensor) else value for value in values]
-
-
-def _is_close(out: Any, expected: Any, rtol: float, atol: float) -> bool:
-    if isinstance(expected, tuple):
-        return (
-            isinstance(out, tuple)
-            and len(out) == len(expected)
-            and all(_is_close(*pair, rtol, atol) for pair in zip(out, expected, strict=True))
-        )
-    if not isinstance(out, torch.Tensor) or out.shape != expected.shape:
-        return False
-    rounding = 1e-9 if out.dtype == expected.dtype == torch.float64 else 1e-4  # a match may cast
-    largest = float(expected.abs().max()) if expected.numel() else 0.0
-    return torch.allclose(out.double(), expected.double(), rtol=0.0, atol=atol + (rtol + rounding) * largest)
-
-
-class _NoValueError(Exception):
-    """What a match is given is not known."""
-
-
-class _Values:
-    """Random values, one for each value of a graph, in float64."""
-
-    def __init__(self, graph: fx.Graph, module: nn.Module) -> None:
-        self._nodes = {node.name: node for node in graph.nodes}
-        self._module = module
-        self._made: dict[str, Any] = {}
-
-    def named(self, name: str) -> Any:
-        """That of an input of a match."""
-        node = self._nodes.get(name)
-        return self.of(Read(name.removeprefix("self.")) if node is None else node)
-
-    def of(self, value: fx.Node | Read) -> Any:
-        """That of a node, or of an attribute."""
-        if isinstance(value, fx.Node) and value.op != "get_attr":
-            key = value.name
-            if key not in self._made:
-                self._made[key] = self._of_node(value)
-        else:
-            path = value.path if isinstance(value, Read) else str(value.target)
-            key = f"self.{path}"
-            if key not in self._made:
-                self._made[key] = self._of_attribute(path)
-        return self._made[key]
-
-    def _of_node(self, node: fx.Node) -> Any:
-        if "example" in node.meta:
-            return _random(*node.meta["example"])
-        if node.op != "call_function" or not is_inert(node):
-            raise _NoValueError(f"nothing is known of the value '{node}'")
-        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), self.of)
-        return node.target(*args, **kwargs)  # type: ignore[operator]
-
-    def _of_attribute(self, path: str) -> Any:
-        found: Any = self._module
-        for name in path.split("."):
-            found = getattr(found, name)
-        if isinstance(found, nn.Module):
-            raise _NoValueError(f"the match calls '{path}'")
-        return _random(tuple(found.shape), found.dtype) if isinstance(found, torch.Tensor) else found
-
-
-def _random(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    if dtype.is_floating_point or dtype.is_complex:
-        return torch.randn(shape, dtype=torch.float64 if dtype.is_floating_point else torch.complex128)
-    return torch.randint(0, 2, shape, dtype=dtype)
-
-
-def _example_of(value: Any) -> Any:
-    return (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else (type(value), repr(value))
 
 
 class _UNKNOWN:

@@ -1,24 +1,27 @@
-"""`Staged`: the stages of a model with what passes between them, and the run of one after the other."""
+"""The stages of a schedule: asked of the plugins, checked, and run one after another."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils import _pytree as pytree
+from torch import nn
 
-from slapo_core.errors import HookError
-from slapo_core.pipeline.checking import check_liveness, check_partition, made_problems
-from slapo_core.pipeline.sharing import SharedState, StateMark, held_by
+from slapo_core.errors import ArgumentError, HookError
+from slapo_core.graph.private import pytree
+from slapo_core.pipeline.batches import bound_batch, in_mode
+from slapo_core.pipeline.checks import SharedState, StateMark, check_liveness, check_partition, held_by, made_problems
 from slapo_core.spec.pipeline import Liveness, Partition, Stage
 
 if TYPE_CHECKING:
     from slapo_core.schedule.read_only import ScheduledCopy
     from slapo_core.schedule.schedule import Schedule
+    from slapo_core.spec.pipeline import Liveness, Partition
 
-__all__ = ["Staged", "needing", "staged"]
+
+# `Staged`: the stages of a model with what passes between them, and the run of one after the other.
 
 
 @dataclass(frozen=True)
@@ -120,7 +123,7 @@ def staged(
         raise HookError(
             f"{plugin} changes {', '.join(changed[:3])} while it makes the stages (slapo_partition)", plugin=plugin
         )
-    check_partition(partition, plugin, model=schedule.model, inputs=inputs)
+    check_partition(partition, plugin, schedule.model)
     needed = tuple(partition.output.pieces if outputs is None else outputs)
     return _with_liveness(schedule, Staged(partition, Liveness(()), plugin), needed)
 
@@ -167,3 +170,113 @@ def _copied(inputs: dict[str, Any]) -> dict[str, Any]:
         return known.setdefault(id(leaf), leaf) if id(leaf) in known else known.setdefault(id(leaf), leaf.clone())
 
     return pytree.tree_map(own, inputs)  # type: ignore[no-any-return]
+
+
+# This rank's part of the model: the modules of its stages, at the reference paths.
+
+
+class Part(nn.Module):
+    """Holds the modules and tensors of several stages; it has no forward, because the model runs on several ranks.
+
+    ``part.get_submodule("encoder.layer.3")`` is the module of the scheduled model, the same object, where it runs on
+    this rank. What stands at the path of a module that lies above a cut only holds what is below.
+
+    Args:
+        model: the scheduled one.
+        stages: modules of the stages.
+    """
+
+    def __init__(self, model: nn.Module, stages: Iterable[nn.Module]) -> None:
+        super().__init__()
+        self.__dict__["_model"] = model  # no module of this one
+        own = set(model.modules())
+        for stage in stages:
+            _merge(self, stage, own)
+
+    def train(self, mode: bool = True) -> Part:
+        """Put the whole model into a mode, of which other ranks have the rest: the same call on all of them."""
+        if "_model" in self.__dict__:
+            self.__dict__["_model"].train(mode)
+        return super().train(mode)  # type: ignore[return-value]
+
+    def forward(self, *args: object, **kwargs: object) -> None:
+        raise NotImplementedError("this is one rank's part of the model: call engine.train_step(batch) or eval_step")
+
+
+class _Above(nn.Module):
+    """Above a cut."""
+
+
+def _merge(into: nn.Module, stage: nn.Module, own: set[nn.Module]) -> None:
+    for name, parameter in stage._parameters.items():
+        if name not in into._parameters:
+            into.register_parameter(name, parameter)
+    for name, buffer in stage._buffers.items():
+        if name not in into._buffers:
+            into.register_buffer(name, buffer, persistent=name not in stage._non_persistent_buffers_set)
+    for name, child in stage._modules.items():
+        there = into._modules.get(name)
+        if child is None or there in own:
+            continue
+        if child in own:
+            into.add_module(name, child)
+            continue
+        if there is None:  # what is above several stages is another object in each of them
+            there = _Above()
+            into.add_module(name, there)
+        _merge(there, child, own)
+
+
+# The stages of a schedule, for scripts and plugins that look at them: as ``build`` asks for them.
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the plugins answered.
+
+    Args:
+        partition: the stages.
+        liveness: what each of them sends to the next.
+        inputs: the batch that they were made for: the arguments of the model's forward, by parameter.
+    """
+
+    partition: Partition
+    liveness: Liveness
+    inputs: Mapping[str, Any]
+
+
+def stages(schedule: Schedule, batch: Any = None, *, whole_output: bool = False) -> Asked:
+    """The stages into which the steps of a schedule cut its model, and what passes between them.
+
+    They are those of a training step: where every module is in evaluation mode, they are asked for in training mode.
+
+    Args:
+        schedule: with cuts.
+        batch: what they are made for, as ``train_step`` takes it; None takes the schedule's example inputs.
+        whole_output: whether the last stage needs the whole output, as for ``build(loss=...)``. Without it, it needs
+            the loss, where the model computes one.
+
+    Returns:
+        an object with ``partition``, ``liveness`` and ``inputs``; see `slapo_core.spec.pipeline`.
+
+    Raises:
+        ArgumentError: there is no batch, or no step cuts the model.
+        TraceError: it cannot be cut there.
+        HookError: the answer of a plugin cannot be right.
+    """
+    batch = schedule.example_inputs if batch is None else batch
+    if batch is None:
+        raise ArgumentError(
+            "stages are made for one form of a batch: none was given, and the schedule has no example inputs",
+            hint="stages(sch, {'input_ids': ids}), or create_schedule(model, example_inputs={'input_ids': ids})",
+        )
+    inputs = bound_batch(schedule.model, batch, for_loss=whole_output)
+    with in_mode(list(schedule.model.modules()), training=True):
+        found = staged(schedule, inputs)
+        if found is not None and not whole_output and found.partition.output.loss is not None:
+            found = needing(schedule, found, (found.partition.output.loss,))
+    if found is None:
+        raise ArgumentError(
+            "no step cuts this model into stages", hint='sch["encoder.layer.5"].pipeline_split() cuts after that module'
+        )
+    return Asked(found.partition, found.liveness, inputs)

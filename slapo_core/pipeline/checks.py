@@ -1,41 +1,104 @@
-"""Whether what two plugins answered about stages fits together."""
+"""Checks of the answers about stages."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from slapo_core.errors import HookError
-from slapo_core.pipeline.forms import liveness_forms, partition_forms
-from slapo_core.pipeline.sharing import held_by, holders
+from slapo_core.graph.leaves import walk
 from slapo_core.spec.pipeline import Liveness, Partition, Stage
 
-__all__ = ["check_liveness", "check_partition", "made_problems"]
+# Tensors that several stages hold: in processes of their own each has another copy, so none may write to it.
 
 
-def check_partition(
-    partition: Partition, plugin: str, *, model: nn.Module | None = None, inputs: Mapping[str, Any] | None = None
-) -> None:
-    """Refuse an answer to `slapo_partition` that contradicts itself, or the model that it was asked about.
+def held_by(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every parameter and buffer of a model, or of a stage's module, under each of its names."""
+    for path, module in walk(model):
+        prefix = f"{path}." if path else ""
+        for table in (module._parameters, module._buffers):
+            yield from ((f"{prefix}{name}", tensor) for name, tensor in table.items() if tensor is not None)
+
+
+def holders(stages: Sequence[Stage]) -> dict[int, tuple[str, torch.Tensor, tuple[int, ...]]]:
+    """Tensors that more than one stage holds: id -> first name, tensor, and the stages."""
+    found: dict[int, tuple[str, torch.Tensor, dict[int, None]]] = {}
+    for stage in stages:
+        for name, tensor in held_by(stage.module):
+            found.setdefault(id(tensor), (name, tensor, {}))[2][stage.index] = None
+    return {key: (name, tensor, tuple(where)) for key, (name, tensor, where) in found.items() if len(where) > 1}
+
+
+class SharedState:
+    """Notices when one stage changes what others hold too; made before the first one runs.
+
+    Args:
+        stages: of the model.
+    """
+
+    def __init__(self, stages: Sequence[Stage]) -> None:
+        self._shared = list(holders(stages).values())
+        self._stages = stages
+        self._before = [StateMark(tensor) for _, tensor, _ in self._shared]
+
+    def changed(self) -> list[str]:
+        """What a stage has written to since, in words."""
+        return [
+            f"it changes '{name}', which the stages {', '.join(map(str, where))} hold: each has a copy of its own, and "
+            "the others would not see it"
+            for (name, _, where), before in zip(self._shared, self._before, strict=True)
+            if not before.holds(self._at(name, where[0]))
+        ]
+
+    def _at(self, name: str, index: int) -> torch.Tensor | None:
+        """What a stage has under a name now."""
+        path, _, own = name.rpartition(".")
+        return getattr(self._stages[index].module.get_submodule(path), own, None)
+
+
+class StateMark:
+    """What shows whether a tensor was written to: the version of a parameter; of a buffer its values, if it has any.
+
+    Norms write to buffers without telling, and whoever records a forward puts values back.
+
+    Args:
+        tensor: as it is now.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        has_values = not isinstance(tensor, nn.Parameter) and not tensor.is_meta
+        self._tensor, self._version = tensor, tensor._version
+        self._values = tensor.detach().clone() if has_values else None
+
+    def holds(self, tensor: torch.Tensor | None) -> bool:
+        """Whether ``tensor`` is the same object, with the same values."""
+        if tensor is not self._tensor:
+            return False
+        if self._values is None:
+            is_empty = tensor.is_meta and not isinstance(tensor, nn.Parameter)  # a buffer of another stage
+            return is_empty or tensor._version == self._version
+        return torch.equal(torch.nan_to_num(tensor), torch.nan_to_num(self._values))
+
+
+# Whether what two plugins answered about stages fits together.
+
+
+def check_partition(partition: Partition, plugin: str, model: nn.Module) -> None:
+    """Refuse an answer to `slapo_partition` that contradicts the model.
 
     Args:
         partition: the answer.
         plugin: whose it is, e.g. ``"slapo-pipeline 0.1.0"``.
-        model: that it was asked about; None does not look at the modules of the stages.
-        inputs: the arguments that it was asked about; None does not look at what the stages read of them.
+        model: that it was asked about.
 
     Raises:
         HookError: every contradiction.
     """
-    problems = list(partition_forms(partition)) or list(_of_partition(partition))
-    if not problems and inputs is not None:
-        problems += _of_inputs(partition, inputs)
-    if not problems and model is not None:
-        problems += _of_modules(partition, model)
-    _refuse("slapo_partition", plugin, problems)
+    _require_type("slapo_partition", plugin, partition, Partition)
+    _refuse("slapo_partition", plugin, list(_of_modules(partition, model)))
 
 
 def check_liveness(liveness: Liveness, partition: Partition, outputs: Sequence[str], plugin: str) -> None:
@@ -50,8 +113,8 @@ def check_liveness(liveness: Liveness, partition: Partition, outputs: Sequence[s
     Raises:
         HookError: every contradiction.
     """
-    problems = list(liveness_forms(liveness)) or list(_of_liveness(liveness, partition, outputs))
-    _refuse("slapo_liveness", plugin, problems)
+    _require_type("slapo_liveness", plugin, liveness, Liveness)
+    _refuse("slapo_liveness", plugin, list(_of_liveness(liveness, partition, outputs)))
 
 
 def made_problems(made: Any, stage: Stage, partition: Partition) -> list[str]:
@@ -73,47 +136,14 @@ def _made(tensor: Any, name: str, partition: Partition) -> Iterator[str]:
         yield f"'{name}' is {tuple(tensor.shape)} of {tensor.dtype}, not {tuple(value.shape)} of {value.dtype}"
 
 
+def _require_type(hook: str, plugin: str, answer: Any, kind: type) -> None:
+    if not isinstance(answer, kind):
+        _refuse(hook, plugin, [f"it is a {type(answer).__name__}, not a {kind.__name__}"])
+
+
 def _refuse(hook: str, plugin: str, problems: list[str]) -> None:
     if problems:
         raise HookError(f"the answer of {plugin} to {hook} cannot be right: {'; '.join(problems)}", plugin=plugin)
-
-
-def _of_partition(partition: Partition) -> Iterator[str]:
-    if [stage.index for stage in partition.stages] != list(range(len(partition.stages))):
-        yield "the stages are not numbered from 0 in their order"
-        return
-    for stage in partition.stages:
-        if (stage.last is None) != (stage.index == len(partition.stages) - 1):
-            yield f"stage {stage.index} of {len(partition.stages)} is said to end after {stage.last!r}"
-    makers: dict[str, int] = {}
-    for stage in partition.stages:
-        for name in stage.makes:
-            if name in makers:
-                yield f"stages {makers[name]} and {stage.index} both make '{name}'"
-            makers[name] = stage.index
-    for name, value in partition.values.items():
-        readers = tuple(stage.index for stage in partition.stages if name in stage.uses)
-        if makers.get(name) != value.producer:
-            yield f"'{name}' is said to be made by stage {value.producer}, which does not make it"
-        if readers != value.consumers:
-            yield f"'{name}' is said to be read by the stages {value.consumers}, and {readers} read it"
-        if any(reader <= value.producer for reader in readers):
-            yield f"'{name}' is read before stage {value.producer} has made it"
-    known = set(partition.values)
-    for stage in partition.stages:
-        for name in (*stage.uses, *stage.makes):
-            if name not in known:
-                yield f"nothing is said about '{name}' of stage {stage.index}"
-    for name in partition.output.pieces:
-        if name not in known:
-            yield f"nothing is said about the piece '{name}' of the output"
-
-
-def _of_inputs(partition: Partition, inputs: Mapping[str, Any]) -> Iterator[str]:
-    for stage in partition.stages:
-        for name in stage.inputs:
-            if name not in inputs:
-                yield f"stage {stage.index} reads the argument '{name}', which this batch does not give"
 
 
 def _of_modules(partition: Partition, model: nn.Module) -> Iterator[str]:

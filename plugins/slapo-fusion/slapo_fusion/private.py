@@ -1,0 +1,96 @@
+"""Names of torch that are not public and that this plugin needs: what a new version of torch may change is here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._C import (
+    _dispatch_has_kernel_for_dispatch_key as has_kernel_for,
+    _len_torch_dispatch_stack as number_of_dispatch_modes,
+    _len_torch_function_stack as number_of_function_modes,
+)
+from torch._C._autograd import _top_saved_tensors_default_hooks as top_saved_tensors_hooks
+from torch._library.custom_ops import OPDEFS
+from torch._ops import OpOverload, OpOverloadPacket
+from torch._subclasses import FakeTensorMode
+from torch.overrides import (
+    _get_current_function_mode_stack as function_modes,
+    _pop_mode as pop_function_mode,
+    _push_mode as push_function_mode,
+)
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as dispatch_modes
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.checkpoint import _StopRecomputationError as StopRecomputation
+
+__all__ = [
+    "OPDEFS",
+    "DeviceContext",
+    "FakeTensorMode",
+    "OpOverload",
+    "OpOverloadPacket",
+    "StopRecomputation",
+    "backend_names",
+    "compile_errors",
+    "compile_with_inductor",
+    "dispatch_modes",
+    "function_modes",
+    "has_kernel_for",
+    "inductor_modes",
+    "inductor_options",
+    "lookup_backend",
+    "number_of_dispatch_modes",
+    "number_of_function_modes",
+    "pop_function_mode",
+    "push_function_mode",
+    "recompile_limit",
+    "top_saved_tensors_hooks",
+    "tree_leaves",
+    "tree_map_only",
+]
+
+# The compiler is imported when something is compiled: it takes seconds.
+
+
+def compile_with_inductor(graph: fx.GraphModule, inputs: Sequence[Any], settings: Mapping[str, Any]) -> Any:
+    """Compile a captured graph."""
+    from torch._inductor.compile_fx import compile_fx
+
+    return compile_fx(graph, inputs, config_patches=dict(settings))  # type: ignore[arg-type]
+
+
+def inductor_modes(mode: str | None = None) -> dict[str, Any]:
+    """The options of one mode of inductor; without a mode, the options of each, by name."""
+    from torch._inductor import list_mode_options
+
+    return list_mode_options(mode)
+
+
+def inductor_options() -> Mapping[str, Any]:
+    """The options of inductor, by name."""
+    from torch._inductor import config
+
+    return config.get_config_copy()
+
+
+def backend_names() -> list[str]:
+    """The backends that ``torch.compile`` knows by name."""
+    return list(torch._dynamo.list_backends(exclude_tags=None))
+
+
+def lookup_backend(name: str) -> Callable[..., Any]:
+    """The backend of a name."""
+    return torch._dynamo.lookup_backend(name)
+
+
+def compile_errors() -> type[Exception]:
+    """The class of the errors of ``torch.compile``."""
+    return torch._dynamo.exc.TorchDynamoException
+
+
+def recompile_limit(limit: int) -> Any:
+    """A context in which ``torch.compile`` compiles one function so many times."""
+    return torch._dynamo.config.patch(recompile_limit=limit)

@@ -1,0 +1,83 @@
+"""The names of torch that are not public mean what this plugin takes them for, and stand in one module."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
+
+from slapo_fusion import private
+from tests.private_names import private_names
+
+
+class Mode(TorchFunctionMode):
+    pass
+
+
+def test_no_other_module_uses_a_private_name_of_torch() -> None:
+    assert private_names(Path(private.__file__).parent) == []
+
+
+def test_modes_can_be_counted_popped_and_pushed() -> None:
+    before = private.number_of_function_modes()
+    with Mode() as mode:
+        assert private.number_of_function_modes() == before + 1
+        assert private.pop_function_mode() is mode
+        private.push_function_mode(mode)
+        assert private.function_modes()[-1] is mode
+    with torch.device("meta"):
+        assert isinstance(private.function_modes()[-1], private.DeviceContext)
+    with private.FakeTensorMode() as fake:
+        assert private.number_of_dispatch_modes() == 1
+        assert private.dispatch_modes()[-1] is fake
+
+
+def test_operators_say_whether_they_have_a_gradient() -> None:
+    assert isinstance(torch.ops.aten.relu, private.OpOverloadPacket)
+    assert isinstance(torch.ops.aten.relu.default, private.OpOverload)
+    assert private.has_kernel_for("aten::relu", "Autograd")
+    assert not private.has_kernel_for("aten::relu", "CompositeImplicitAutograd")
+
+    @torch.library.custom_op("slapo_fusion_tests::without_gradient", mutates_args=())
+    def without_gradient(x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    assert private.OPDEFS["slapo_fusion_tests::without_gradient"]._backward_fn is None
+
+
+def test_checkpoints_are_seen_and_end_their_second_run_by_an_exception() -> None:
+    assert private.top_saved_tensors_hooks(False) is None
+    with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+        assert private.top_saved_tensors_hooks(False) is not None
+    ended = []
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        try:
+            return x.exp().sin()
+        except private.StopRecomputation:
+            ended.append(True)
+            raise
+
+    checkpoint(run, torch.ones(2, requires_grad=True), use_reentrant=False).sum().backward()
+    assert ended == [True]
+
+
+def test_the_compiler_says_what_it_knows() -> None:
+    assert {"eager", "aot_eager", "inductor"} <= set(private.backend_names())
+    assert callable(private.lookup_backend("eager"))
+    assert "max-autotune" in private.inductor_modes()
+    assert private.inductor_modes("max-autotune")["max_autotune"] is True
+    assert "fallback_random" in private.inductor_options()
+    with pytest.raises(private.compile_errors()):
+        private.lookup_backend("no-such-backend")
+    with private.recompile_limit(3):
+        assert torch._dynamo.config.recompile_limit == 3
+
+
+def test_trees() -> None:
+    assert private.tree_leaves({"a": [1, (2,)]}) == [1, 2]
+    assert private.tree_map_only(int, lambda value: value + 1, [1, "x"]) == [2, "x"]

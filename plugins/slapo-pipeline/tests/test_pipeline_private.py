@@ -1,0 +1,45 @@
+"""The names of torch that are not public mean what this plugin takes them for, and stand in one module."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from slapo_pipeline import private
+from tests.private_names import private_names
+
+
+def test_no_other_module_uses_a_private_name_of_torch() -> None:
+    assert private_names(Path(private.__file__).parent) == []
+
+
+def test_a_dispatch_mode_sees_operators() -> None:
+    seen = []
+
+    class Mode(private.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func._overloadpacket)
+            return func(*args, **(kwargs or {}))
+
+    with Mode():
+        torch.ones(2, 2) @ torch.ones(2, 2)
+    assert torch.ops.aten.mm in seen
+
+
+def test_trees_are_flattened_and_mapped() -> None:
+    assert private.pytree.tree_leaves({"a": [1, (2,)]}) == [1, 2]
+    assert private.pytree.tree_map(lambda value: value + 1, {"a": [1, (2,)]}) == {"a": [2, (3,)]}
+
+
+def test_actions_of_a_schedule() -> None:
+    ranks = private.schedule_actions("1F1B", 2, 4, 1)
+    work = [action for rank in ranks for action in rank if action is not None]
+    assert len(ranks) == 2
+    assert {action.computation_type.value for action in work} == {"F", "B", "REDUCE_GRAD"}
+    assert {action.stage_index for action in work} == {0, 1}
+    assert all(action.sub_actions is None for action in work)
+    with pytest.raises(ValueError, match="NoSuchSchedule"):
+        private.schedule_actions("NoSuchSchedule", 2, 4, 1)
