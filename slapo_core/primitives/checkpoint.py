@@ -37,7 +37,7 @@ class Checkpoint(Primitive):
     Raises:
         PreconditionError: the module is checkpointed already, or has no forward of its own; nothing matches.
         ApplyError: a match cannot be taken out of the graph.
-        StaleMatchError: an earlier step changed the place of a match.
+        StaleError: an earlier step changed the place of a match.
 
     rewrite:
         ``y = module(x)`` keeping every activation inside -> ``y = checkpoint(module, x)`` keeping only ``x``

@@ -58,7 +58,7 @@ class Replace(Primitive):
             what the match gives (a function in C: in no order, or in several), or gives another number of values, shape
             or type; hooks or steps of a swallowed module would be lost.
         ApplyError: the function raised or returned no module; the match cannot be taken out of the graph.
-        StaleMatchError: an earlier step changed the place of the match.
+        StaleError: an earlier step changed the place of the match.
 
     rewrite:
         ``parent.child: Old(weight (m, n))`` -> ``parent.child: New(weight (m, n))``, ``weight`` the same object
