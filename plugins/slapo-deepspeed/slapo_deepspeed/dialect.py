@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from slapo_core import Dialect, Plan
 from slapo_core.spec.planning import arguments_as_options
-from slapo_deepspeed.config.filling import NOTES, filled
-from slapo_deepspeed.config.planning import steps_of
-from slapo_deepspeed.starting import check_device
+from slapo_deepspeed.config.resolution import NOTES, filled, steps_of
+from slapo_deepspeed.process_groups import check_device
 
 if TYPE_CHECKING:
     from slapo_core import Engine

@@ -10,8 +10,8 @@ from torch import nn
 
 from slapo_core import Plan
 from slapo_core.spec.stateful import StatefulEngine
-from slapo_deepspeed.between import BetweenDeepSpeedSteps
-from slapo_deepspeed.state.groups import Groups
+from slapo_deepspeed.external_changes import BetweenDeepSpeedSteps
+from slapo_deepspeed.state.parameter_groups import Groups
 
 if TYPE_CHECKING:
     from slapo_core.spec.request import BuildRequest
@@ -35,8 +35,8 @@ class DeepSpeedEngine(StatefulEngine):
     """
 
     def __init__(self, plan: Plan, request: BuildRequest, engine: Any, groups: Groups | None = None) -> None:
+        from slapo_deepspeed.state.flat_layout import places_of
         from slapo_deepspeed.state.optimizer import DeepSpeedOptimizer
-        from slapo_deepspeed.state.places import places_of
         from slapo_deepspeed.state.tensors import DeepSpeedTensors
         from slapo_deepspeed.state.universal import describe
 
@@ -93,17 +93,17 @@ class DeepSpeedEngine(StatefulEngine):
         return None if self._is_closed else self._storage
 
     def _beside(self) -> Mapping[str, Any]:
-        from slapo_deepspeed.state.beside import read_beside
+        from slapo_deepspeed.state.extra_state import read_beside
 
         return read_beside(self.deepspeed) if self._kept_optimizer() is not None else {}
 
     def _uses(self) -> Collection[str]:
-        from slapo_deepspeed.state.beside import used_beside
+        from slapo_deepspeed.state.extra_state import used_beside
 
         return used_beside(self.deepspeed) if self._kept_optimizer() is not None else ()
 
     def _resume(self, runtime: Mapping[str, Any]) -> None:
-        from slapo_deepspeed.state.beside import write_beside
+        from slapo_deepspeed.state.extra_state import write_beside
 
         if self._kept_optimizer() is not None:
             write_beside(self.deepspeed, runtime)

@@ -12,6 +12,6 @@ __all__ = ["slapo_doctor"]
 
 @hookimpl
 def slapo_doctor() -> Iterator[Fact | Problem]:
-    from slapo_deepspeed.doctor import examine
+    from slapo_deepspeed.installation import examine
 
     return examine()

@@ -10,7 +10,7 @@ import pytest
 
 import slapo_core as slapo
 from slapo_core.spec.dialect import BuildArguments
-from slapo_deepspeed.config.keys import KEYS
+from slapo_deepspeed.config.refusals import KEYS
 from tests.messages import Messages
 
 from .planned import ADAM, plan, planned, refusal, schedule_of

@@ -12,6 +12,6 @@ __all__ = ["slapo_doctor"]
 
 @hookimpl
 def slapo_doctor() -> Iterator[Fact | Problem]:
-    from slapo_megatron.doctor import examine
+    from slapo_megatron.installation import examine
 
     return examine()

@@ -11,9 +11,9 @@ from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from slapo_megatron.config import reading
+from slapo_megatron.config import field_types
+from slapo_megatron.config.field_types import Slot, slots
 from slapo_megatron.config.fields import FIELDS, Field
-from slapo_megatron.config.slots import Slot, slots
 from tests.messages import Messages
 
 from .planned import RATE, planned, refusal
@@ -52,7 +52,7 @@ def test_what_the_table_refuses_is_refused_with_its_reason_and_its_default_is_no
 
 
 def test_a_field_of_another_version_says_so(monkeypatch: pytest.MonkeyPatch, message: Messages) -> None:
-    monkeypatch.setattr(reading, "found_version", lambda: "0.16.1")
+    monkeypatch.setattr(field_types, "found_version", lambda: "0.16.1")
     monkeypatch.setitem(FIELDS["ddp_config"], "of_tomorrow", Field("passed", ""))  # type: ignore[index]
     message(refusal(ddp_config={"of_tomorrow": 1}), "0.16.1 has no 'of_tomorrow' of ddp_config")
     monkeypatch.delitem(FIELDS["ddp_config"], "bucket_size")  # type: ignore[attr-defined]
@@ -84,7 +84,7 @@ def test_a_field_of_another_version_says_so(monkeypatch: pytest.MonkeyPatch, mes
 def test_a_wrong_name_or_type_is_said_with_its_place(
     options: dict[str, Any], words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, message: Messages
 ) -> None:
-    monkeypatch.setattr(reading, "found_version", lambda: "0.16.1")
+    monkeypatch.setattr(field_types, "found_version", lambda: "0.16.1")
     message(refusal(**options), *words)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,26 +12,21 @@ from torch import nn
 from slapo_core import BuildError, StepResult
 from slapo_core.spec.batch_forms import Forms
 from slapo_core.spec.drawing import move_on, own_random_state
-from slapo_core.spec.stage_work import Work
+from slapo_core.spec.stage_work import Form, Leg, Work
 from slapo_deepspeed.engine import DeepSpeedEngine
-from slapo_deepspeed.initializing import has_optimizer, initialize
-from slapo_deepspeed.marks import mark, marks_taken_back
-from slapo_deepspeed.pipeline.bare import bare_ranks, stand_in
-from slapo_deepspeed.pipeline.buffers import forms_with_buffers
-from slapo_deepspeed.pipeline.counting import count_once
-from slapo_deepspeed.pipeline.precision import share_types
+from slapo_deepspeed.grad_norm_marks import count_once, keep_norm, mark, marks_taken_back, norm_of_last_step
+from slapo_deepspeed.initialization import has_optimizer, initialize
+from slapo_deepspeed.pipeline.frozen_ranks import bare_ranks, stand_in
 from slapo_deepspeed.pipeline.private import forget, losses_of, prepare
 from slapo_deepspeed.pipeline.ties import Ties
-from slapo_deepspeed.starting import start
-from slapo_deepspeed.zero.gradients import forget_gradients
-from slapo_deepspeed.zero.norms import keep_norm, norm_of_last_step
-from slapo_deepspeed.zero.unused import unused_parameters
+from slapo_deepspeed.process_groups import start
+from slapo_deepspeed.zero.gradients import forget_gradients, unused_parameters
 
 if TYPE_CHECKING:
-    from slapo_core import Plan
-    from slapo_core.spec.request import BuildRequest
+    import torch
 
-__all__ = ["PipelineEngine"]
+    from slapo_core import Plan
+    from slapo_core.spec.request import BuildRequest, StagedModel
 
 
 class PipelineEngine(DeepSpeedEngine):
@@ -184,3 +179,68 @@ def _no_autocast(what: str) -> BuildError:
     return BuildError(
         f"{what}: ranks would not agree about the types of what they send", hint='config={"bf16": {"enabled": True}}'
     )
+
+
+_TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+@torch.no_grad()
+def share_types(request: BuildRequest, device: torch.device) -> None:
+    """Give stand-ins the type that their tensors have where they are: a collective over the mesh.
+
+    Args:
+        request: of the build.
+        device: that ranks send from.
+    """
+    import torch.distributed as dist
+
+    mesh = request.schedule.mesh
+    assert mesh is not None
+    tensors = request.state.tensors()
+    own = [
+        _TYPES.index(live.tensor.dtype) + 1 if live.is_here and live.tensor.dtype in _TYPES else 0 for live in tensors
+    ]
+    types = torch.tensor(own, dtype=torch.uint8, device=device)
+    dist.all_reduce(types, op=dist.ReduceOp.MAX, group=mesh.group("pp"))
+    for live, number in zip(tensors, types.tolist(), strict=True):
+        if not live.is_here and number and live.tensor.dtype != _TYPES[number - 1]:
+            live.tensor.data = live.tensor.data.to(_TYPES[number - 1])
+
+
+class BufferedForm(Form):
+    """A form with the tensors that DeepSpeed receives its messages in; the stages of a rank are neighbors."""
+
+    @property
+    def leg(self) -> Leg:
+        """The stages of this rank."""
+        (leg,) = self.legs
+        return leg
+
+    def allocate(self) -> None:
+        """Once, for all steps of this form."""
+        coming, going = self.leg.coming, self.leg.going
+        self.received = coming.empty(self.device) if coming is not None else ()
+        sent = going.empty(self.device) if going is not None else ()
+        self.gradients = [one for one in sent if one.is_floating_point()]
+
+
+def forms_with_buffers(
+    request: BuildRequest, device: torch.device, bare: Collection[int]
+) -> Callable[[StagedModel, bool], BufferedForm]:
+    """What makes them.
+
+    Args:
+        request: from ``build``.
+        device: where stages compute.
+        bare: the ranks along ``pp`` that train nothing.
+    """
+    mesh = request.schedule.mesh
+    assert mesh is not None
+    rank = mesh.rank("pp")
+
+    def make(staged: StagedModel, training: bool) -> BufferedForm:
+        form = BufferedForm(staged, request.stage_ranks, rank, device, training=training, bare=bare)
+        form.allocate()
+        return form
+
+    return make

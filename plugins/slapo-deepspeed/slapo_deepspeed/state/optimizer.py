@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from slapo_core.spec.places import gathered
-from slapo_deepspeed.state.flat_state import flat_states
+from slapo_deepspeed.state.flat_layout import flat_states
 
 if TYPE_CHECKING:
     from slapo_core.spec.mesh import Mesh
     from slapo_core.spec.places import Place
-    from slapo_deepspeed.state.groups import Groups
-    from slapo_deepspeed.state.places import Places
+    from slapo_deepspeed.state.flat_layout import Places
+    from slapo_deepspeed.state.parameter_groups import Groups
 
 __all__ = ["DeepSpeedOptimizer"]
 

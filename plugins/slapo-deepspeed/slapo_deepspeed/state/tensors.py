@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from slapo_core.spec.places import gathered, is_rounding
-from slapo_deepspeed.state.places import partition_of, shape_of
+from slapo_deepspeed.state.flat_layout import partition_of, shape_of
 
 if TYPE_CHECKING:
     from slapo_core.spec.mesh import Mesh
     from slapo_core.spec.places import Place
     from slapo_core.spec.state import LiveTensor
-    from slapo_deepspeed.state.places import Places
+    from slapo_deepspeed.state.flat_layout import Places
 
 __all__ = ["DeepSpeedTensors"]
 

@@ -10,18 +10,13 @@ import torch
 from slapo_core import StepResult
 from slapo_core.spec.replicas import send_buffers
 from slapo_deepspeed.engine import DeepSpeedEngine
-from slapo_deepspeed.initializing import has_optimizer, initialize
-from slapo_deepspeed.marks import mark, marks_taken_back
-from slapo_deepspeed.mpu import MeshUnit
-from slapo_deepspeed.starting import start
-from slapo_deepspeed.zero.failing import Failing
-from slapo_deepspeed.zero.gradients import forget_gradients, last_micro_batch
-from slapo_deepspeed.zero.linear import linear_of_torch, partitioned_linear
-from slapo_deepspeed.zero.memory import returned_at_once
-from slapo_deepspeed.zero.norms import keep_norm, norm_of_last_step, require_counted
-from slapo_deepspeed.zero.partitioning import Partitioning, is_partitioned
-from slapo_deepspeed.zero.regions import gather_whole
-from slapo_deepspeed.zero.unused import unused_parameters
+from slapo_deepspeed.grad_norm_marks import keep_norm, mark, marks_taken_back, norm_of_last_step, require_counted
+from slapo_deepspeed.initialization import has_optimizer, initialize
+from slapo_deepspeed.process_groups import MeshUnit, start
+from slapo_deepspeed.zero.failed_step import Failing
+from slapo_deepspeed.zero.gradients import forget_gradients, last_micro_batch, unused_parameters
+from slapo_deepspeed.zero.partitioning import Partitioning, is_partitioned, returned_at_once
+from slapo_deepspeed.zero.zero3_gather import gather_whole, linear_of_torch, partitioned_linear
 
 if TYPE_CHECKING:
     from slapo_core import Plan

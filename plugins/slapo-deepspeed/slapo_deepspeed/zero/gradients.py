@@ -2,18 +2,20 @@
 
 DeepSpeed 0.19 writes a gradient over the last one where a step's first micro-batch gives one, and adds it otherwise.
 With ZeRO-3, and with an offloaded optimizer, a parameter that only later micro-batches use gets the last step's
-gradient added, and one that none uses is stepped with the last step's gradient once more.
-"""
+gradient added, and one that none uses is stepped with the last step's gradient once more."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-__all__ = ["forget_gradients", "last_micro_batch"]
+from slapo_core.spec.unused import UnusedParameters
+
+if TYPE_CHECKING:
+    from slapo_core.spec.request import BuildRequest
 
 
 def forget_gradients(engine: Any) -> None:
@@ -67,3 +69,17 @@ def last_micro_batch(engine: Any) -> Iterator[None]:
         setattr(optimizer, name, earlier - now)
         optimizer.finalize_gradient_accumulation_boundary()
     setattr(optimizer, name, earlier | now)
+
+
+def unused_parameters(request: BuildRequest, engine: Any) -> UnusedParameters:
+    """What watches for them.
+
+    Not in full precision without ZeRO, on one replica: there the optimizer is torch's, on the model's gradients.
+
+    Args:
+        request: of the build.
+        engine: DeepSpeed's.
+    """
+    low = engine.fp16_enabled() or engine.bfloat16_enabled()
+    with_zeros = engine.optimizer is not None and (engine.zero_optimization() or low or engine.dp_world_size > 1)
+    return UnusedParameters(request, "DeepSpeed", steps_with_zeros=bool(with_zeros))

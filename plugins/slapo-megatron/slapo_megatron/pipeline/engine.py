@@ -14,10 +14,9 @@ from slapo_core import BuildError, StepResult
 from slapo_core.spec.batch_forms import Forms
 from slapo_core.spec.drawing import move_on, own_random_state
 from slapo_core.spec.stage_work import Form, Work
-from slapo_megatron.engine import MegatronEngine
-from slapo_megatron.groups.starting import start
+from slapo_megatron.engine import MegatronEngine, Updates
+from slapo_megatron.groups.process_groups import start
 from slapo_megatron.marks import mark
-from slapo_megatron.updating import Updates
 
 if TYPE_CHECKING:
     from slapo_core import Plan
@@ -47,10 +46,10 @@ class PipelineEngine(MegatronEngine):
         per_rank = len(request.stage_ranks) // mesh.size("pp")
         self._lease = start(mesh, virtual=per_rank if per_rank > 1 else None)
 
-        from slapo_megatron.model.configuration import transformer_config
-        from slapo_megatron.model.precision import lowered, working_dtype
-        from slapo_megatron.pipeline.making import assembled, ties_of
-        from slapo_megatron.pipeline.running import Schedule
+        from slapo_megatron.model.assembly import transformer_config
+        from slapo_megatron.model.chunk import lowered, working_dtype
+        from slapo_megatron.pipeline.chunks import assembled, ties_of
+        from slapo_megatron.pipeline.schedule import Schedule
 
         config = transformer_config(plan.config, mesh)
         dtype = working_dtype(config)
@@ -131,7 +130,7 @@ class PipelineEngine(MegatronEngine):
         self._at = what
 
     def _release(self) -> None:
-        from slapo_megatron.model.releasing import release
+        from slapo_megatron.model.assembly import release
 
         self._updates.end()
         release(self.megatron, self._marks, gather=self._reason is None)

@@ -12,7 +12,7 @@ from slapo_core.spec.places import gathered, is_rounding
 if TYPE_CHECKING:
     from slapo_core.spec.mesh import Mesh
     from slapo_core.spec.state import LiveTensor
-    from slapo_megatron.state.places import Held, Places
+    from slapo_megatron.state.flat_layout import Held, Places
 
 __all__ = ["MegatronTensors", "shared_dims", "united"]
 
