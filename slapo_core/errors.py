@@ -51,10 +51,10 @@ class SlapoError(Exception):
     What to do: catch a subclass; this one is for "anything slapo refused".
 
     Args:
-        message: what happened, where, what was required, what was got.
+        message: the mistake, its place, the required and the given value.
         path: the node of the schedule tree concerned, e.g. ``"encoder.layer.0.attention"``.
         plugin: the distribution concerned, e.g. ``"slapo-tp 0.1.0"``.
-        hint: the corrected call, or the command that mends it.
+        hint: the corrected call or command.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class MeshError(SlapoError):
     """A mesh does not fit: an unknown dimension, a bad size, another world size, or a wrapper over the wrong ranks.
 
     What to do: declare the mesh given in the message, launch as many processes as it needs, or wrap the model over the
-    ranks that hold the same pieces.
+    ranks that hold the same shards.
     """
 
 
@@ -172,7 +172,7 @@ class MeshError(SlapoError):
 
 
 class SerializationError(SlapoError):
-    """A record holds something that JSON cannot carry, such as a lambda or a live module.
+    """A record holds a value that is not JSON-serializable: a lambda or a live module.
 
     What to do: give that primitive a value by name, or keep the schedule as a Python function.
     """

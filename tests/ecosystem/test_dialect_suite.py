@@ -32,7 +32,7 @@ ON_RANKS = {
     "unsupported_mesh_is_refused",
     "replicas_train_as_one_process",
     "split_model_trains_as_one_process",
-    "parted_replicas_are_found",
+    "diverged_replicas_are_found",
     "another_batch_on_a_rank_is_refused",
     "failure_on_one_rank_ends_the_build_on_all",
     "other_options_on_a_rank_are_refused",

@@ -21,7 +21,7 @@ from slapo_core.testing import (
     NotApplicable,
     primitive_source,
 )
-from slapo_core.testing.checks.documentation import documentation_violations
+from slapo_core.testing.checks.declarations import documentation_violations
 from slapo_core.testing.probe import probe
 from tests.ecosystem import kit_primitives as kit
 from tests.messages import Messages

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from slapo_core.testing.fixtures import FakeEnvironment
+from slapo_core.testing.distributions import FakeEnvironment
 from slapo_core.testing.samplers import sampler_checks
 from tests.dists.healthy import acme, with_sampler
 

@@ -19,7 +19,7 @@ class BetweenDeepSpeedSteps(BetweenSteps):
     Args:
         request: of the build.
         engine: DeepSpeed's.
-        tensors: what knows whether the forward computes with what is trained.
+        tensors: compares the forward's parameters with their main weights.
     """
 
     def __init__(self, request: BuildRequest, engine: Any, tensors: DeepSpeedTensors) -> None:
@@ -47,14 +47,14 @@ class BetweenDeepSpeedSteps(BetweenSteps):
         """Before a step of an engine whose micro-batches are steps of DeepSpeed's.
 
         Raises:
-            BuildError: a part of a step was taken by hand.
+            BuildError: a part of a step ran outside of train_step.
         """
         done = self._engine.micro_steps % self._count
         if done:
             raise BuildError(
-                f"engine.deepspeed was given {done} of the {self._count} micro-batches of a step by hand, and would "
-                "step in the middle of those of train_step",
-                hint="give it the others by engine.deepspeed.backward(loss) and engine.deepspeed.step() first",
+                f"train_step called in the middle of an accumulation window of engine.deepspeed ({done} of "
+                f"{self._count} micro-batches already ran)",
+                hint="run the others by engine.deepspeed.backward(loss) and engine.deepspeed.step() first",
             )
 
     def steps_frozen(self, live: LiveTensor) -> bool:

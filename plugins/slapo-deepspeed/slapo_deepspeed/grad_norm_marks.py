@@ -103,7 +103,7 @@ def require_counted(engine: Any, marked: Sequence[torch.Tensor]) -> None:
 
     Args:
         engine: DeepSpeed's.
-        marked: the parameters that are pieces.
+        marked: the sharded parameters.
 
     Raises:
         BuildError: the ranks along ``tp`` but the first one have nothing to count in the norm of all gradients.

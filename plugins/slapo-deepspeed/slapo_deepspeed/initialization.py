@@ -33,9 +33,9 @@ def initialize(
     Args:
         plan: ``plan.config["config"]`` is DeepSpeed's configuration, filled in; DeepSpeed changes a copy of it.
         request: of the build; its optimizer is made here.
-        model: what the engine runs: the scheduled one, or DeepSpeed's ``PipelineModule`` of its stages.
+        model: the scheduled model, or DeepSpeed's ``PipelineModule`` of its stages.
         mpu: the groups of the mesh; None with a ``PipelineModule``, which has its own.
-        also: parameters that are trained beside those of the scheduled model.
+        also: trained parameters that are not of the scheduled model.
 
     Returns:
         the engine, and the groups of the optimizer as they were before DeepSpeed saw it; None for its own optimizer.
@@ -84,7 +84,7 @@ def _numbers_left_out(model: nn.Module) -> Iterator[None]:
 
 
 def _steps_at_construction(config: dict[str, Any]) -> bool:
-    """Whether DeepSpeed tries the optimizer out with gradients of zero, to have its state: masters without ZeRO."""
+    """Whether DeepSpeed steps the optimizer with zero gradients to create its state: main weights without ZeRO."""
     low = any(config.get(name, {}).get("enabled") for name in ("bf16", "bfloat16", "fp16"))
     return low and config.get("zero_optimization", {}).get("stage", 0) == 0
 
@@ -103,7 +103,7 @@ def _idle(optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
 
 
 def _start_afresh(wrapper: Any) -> None:
-    """Undo the trial step of an optimizer that DeepSpeed made itself: its state, and what it did to the masters."""
+    """Undo the trial step of DeepSpeed's own optimizer: its state, and its changes of the main weights."""
     inner = getattr(wrapper, "optimizer", None)
     if not isinstance(inner, torch.optim.Optimizer) or not hasattr(
         wrapper, "fp16_groups"

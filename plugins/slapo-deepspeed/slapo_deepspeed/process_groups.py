@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def import_deepspeed(device_type: str) -> Any:
     """Import DeepSpeed for the devices that the model is on.
 
-    DeepSpeed chooses its accelerator when it is imported: ``DS_ACCELERATOR``, or what it finds. Without that variable
+    DeepSpeed chooses its accelerator when it is imported: ``DS_ACCELERATOR``, or the one found. Without that variable
     it follows the device of the model, until it communicates.
 
     Args:
@@ -52,7 +52,7 @@ def import_deepspeed(device_type: str) -> Any:
         _follow(device_type)
     found = get_accelerator().device_name()
     if found != device_type:
-        where = f"DS_ACCELERATOR={chosen}" if chosen is not None else "what it found when it was imported"
+        where = f"DS_ACCELERATOR={chosen}" if chosen is not None else "the one found when it was imported"
         raise BuildError(
             f"the model is on '{device_type}', and DeepSpeed runs on '{found}': {where}",
             hint=f"set DS_ACCELERATOR={device_type} before deepspeed is imported, or build(device='{found}')",
@@ -114,7 +114,7 @@ def start(mesh: Mesh | None) -> None:
 
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
-    """DeepSpeed's warnings are not shown in the block: for what it does twice, so that they come once."""
+    """Hide DeepSpeed's warnings in the block: it repeats work, and would repeat them."""
     logger = logging.getLogger("DeepSpeed")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -170,7 +170,7 @@ class MeshUnit:
         self._mesh = mesh
 
     def forget(self) -> None:
-        """Let DeepSpeed forget it, if it was the last one: an engine that a user makes by hand may have none."""
+        """Unregister it from DeepSpeed, if it was the last one: an engine that a user makes may have none."""
         from deepspeed.utils import groups
 
         if groups.mpu is self:

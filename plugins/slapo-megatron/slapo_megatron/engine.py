@@ -260,17 +260,17 @@ class MegatronEngine(StatefulEngine):
         return stored.meet() if stored is not None else None
 
     def _beside(self) -> Mapping[str, Any]:
-        from slapo_megatron.state.extra_state import read_beside
+        from slapo_megatron.state.extra_state import read_extra_state
 
-        return read_beside(self.megatron) if self.optimizer is not None else {}
+        return read_extra_state(self.megatron) if self.optimizer is not None else {}
 
     def _uses(self) -> Collection[str]:
-        from slapo_megatron.state.extra_state import used_beside
+        from slapo_megatron.state.extra_state import used_extra_state
 
-        return used_beside(self.megatron) if self.optimizer is not None else ()
+        return used_extra_state(self.megatron) if self.optimizer is not None else ()
 
     def _resumed(self, runtime: Mapping[str, Any], optimizer: StoredOptimizer | None) -> None:
-        from slapo_megatron.state.extra_state import write_beside
+        from slapo_megatron.state.extra_state import write_extra_state
 
         if optimizer is not None:
-            write_beside(self.megatron, runtime, optimizer.loaded or ())
+            write_extra_state(self.megatron, runtime, optimizer.loaded or ())

@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from slapo_core import hookimpl
 from slapo_core.spec.doctor import Fact, Problem
 
-__all__ = ["slapo_doctor"]
-
 
 @hookimpl
 def slapo_doctor() -> Iterator[Fact | Problem]:

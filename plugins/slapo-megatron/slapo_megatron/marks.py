@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from slapo_core.spec.request import BuildRequest
     from slapo_core.spec.state import LiveTensor
 
-__all__ = ["Marks", "mark"]
 
 _OF_MEGATRON = ("main_grad", "grad_added_to_main_grad", "main_param", "main_param_sharded")
 """What its wrapper and its optimizers hang on parameters."""

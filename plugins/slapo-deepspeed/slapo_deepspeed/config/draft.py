@@ -1,4 +1,4 @@
-"""A configuration while it is completed: its source, the schedule's facts, and every filled-in value."""
+"""Read a configuration and the schedule, and record every filled-in value."""
 
 from __future__ import annotations
 
@@ -72,10 +72,10 @@ def _read_file(file: str) -> dict[str, Any]:
         why = error.strerror or str(error)
         raise BuildError(f"cannot read the DeepSpeed configuration {file!r}: {why}", hint=_EXAMPLE) from error
     except UnicodeDecodeError as error:
-        raise BuildError(f"the DeepSpeed configuration {file!r} is no text in UTF-8", hint=_EXAMPLE) from error
+        raise BuildError(f"the DeepSpeed configuration {file!r} is not UTF-8 text", hint=_EXAMPLE) from error
     except json.JSONDecodeError as error:
         raise BuildError(
-            f"the DeepSpeed configuration {file!r} is no JSON: {error.msg} in line {error.lineno}, column "
+            f"the DeepSpeed configuration {file!r} is not JSON: {error.msg} in line {error.lineno}, column "
             f"{error.colno}",
             hint="plain JSON: no comments, no comma after the last entry",
         ) from error
@@ -90,7 +90,7 @@ def _read_file(file: str) -> dict[str, Any]:
 
 
 class _RefusedError(ValueError):
-    """What the JSON parser was told to refuse."""
+    """A value that the JSON parser refuses."""
 
 
 def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -128,21 +128,21 @@ def _plain(value: Any, source: Source, place: str) -> Any:
 
 @dataclass(frozen=True)
 class Facts:
-    """What is decided outside of the configuration.
+    """Decisions made outside of the configuration: by the schedule and the arguments of ``build``.
 
     Args:
         mesh: as messages show it, e.g. ``"{'pp': 2, 'dp': 2}"``; ``"none"`` without one.
         dp: the number of replicas.
         pp: the number of ranks along the pipeline.
-        tp: the number of ranks that hold pieces of a parameter.
+        tp: the number of ranks that hold shards of a parameter.
         device: the type of the device that the model trains on, e.g. ``"cpu"``.
         dtypes: of the parameters that are floating-point numbers, e.g. ``{"float32"}``.
         split: paths of parameters that a step splits over ``tp``; empty with one rank along it.
-        captured: steps that replay what a GPU did at fixed addresses, e.g. ``"cudagraphify at 'layer.0'"``.
+        captured: steps that replay GPU kernels at fixed addresses, e.g. ``"cudagraphify at 'layer.0'"``.
         samples: in the example inputs, which are the batch of a replica; None where they do not say.
         accumulate: the micro-batches that the user asks for; None where nothing is said.
         max_grad_norm: the norm that the user asks for; None where nothing is said.
-        has_optimizer: whether there is a factory; None where nobody has said.
+        has_optimizer: whether there is a factory; None if unknown.
     """
 
     mesh: str
@@ -205,7 +205,7 @@ class Draft:
     Args:
         config: a copy of the user's, which is filled in.
         source: where it comes from.
-        facts: what the schedule and the arguments of ``build`` say.
+        facts: decided by the schedule and the arguments of ``build``.
         origins: key -> why it was filled in.
     """
 
@@ -218,7 +218,7 @@ class Draft:
         """The value; None where there is none, and where it is to be filled in ("auto").
 
         Raises:
-            BuildError: something on the way is no object.
+            BuildError: a key on the way is not an object.
         """
         value: Any = self.config
         for number, name in enumerate(names := key.split(".")):

@@ -18,7 +18,7 @@ class Key:
     Args:
         how: ``"passed"`` to DeepSpeed as it is; ``"filled"``: its value, or one of those below it, may come from the
             schedule or the arguments of ``build``; ``"refused"``: with some value, or with any.
-        why: what is filled in, or refused and why; what to know about one that is passed.
+        why: the filled-in value, the reason of a refusal, or a note on a key that is passed on.
         inner: the keys below it, where DeepSpeed does not check them itself; None where it does, or all are free.
     """
 
@@ -34,7 +34,7 @@ def _keys(*names: str) -> frozenset[str]:
 KEYS: dict[str, Key] = {
     "activation_checkpointing": Key(
         "passed",
-        "settings of `deepspeed.checkpointing`; what is recomputed is what `.checkpoint()` steps say",
+        "settings of `deepspeed.checkpointing`; `.checkpoint()` steps decide what is recomputed",
         _keys(
             "partition_activations",
             "number_checkpoints",
@@ -142,13 +142,13 @@ KEYS: dict[str, Key] = {
     "weight_quantization": Key("refused", "it is for inference"),
     "zero_allow_untested_optimizer": Key("filled", "true: DeepSpeed asks for it for SGD and others"),
     "zero_force_ds_cpu_optimizer": Key("filled", "false for a factory with offloading to CPUs"),
-    "zero_optimization": Key("filled", "`stage`: 0, with a pipeline or fp16 1; see below for what is refused"),
+    "zero_optimization": Key("filled", "`stage`: 0, with a pipeline or fp16 1; see below for refused values"),
 }
 """Every key that DeepSpeed 0.19 reads, but for those that it has removed and refuses itself."""
 
 
 def unknown_keys(config: Mapping[str, Any], source: Source, removed: frozenset[str]) -> Iterator[str]:
-    """What is wrong with each key that DeepSpeed would pass over in silence.
+    """List keys that DeepSpeed would ignore silently.
 
     Args:
         config: the whole configuration.
@@ -272,8 +272,8 @@ def _of_zero(draft: Draft) -> Iterator[str]:
         )
     if stage == 3 and facts.captured:
         yield (
-            f"{source.of('zero_optimization.stage')} is 3, which puts parameters elsewhere in memory in each call, "
-            f'and {facts.captured[0]} replays what was done where they were; "stage": 2, or undo that step'
+            f"{source.of('zero_optimization.stage')} is 3, which moves parameters in memory in each call, "
+            f'and {facts.captured[0]} replays kernels on their old addresses; "stage": 2, or undo that step'
         )
     scatters = draft.get("zero_optimization.reduce_scatter") in (None, True)
     for name, is_off in (("prescale_gradients", (None, False)), ("gradient_predivide_factor", (None, 1))):
@@ -329,7 +329,7 @@ def _of_tensor_parallel(draft: Draft) -> Iterator[str]:
 def refuse_auto(draft: Draft) -> None:
     """
     Raises:
-        BuildError: values "auto" that nothing here can fill in, all of them.
+        BuildError: values "auto" that cannot be filled in here, all of them.
     """
     found = [
         draft.source.of(f"{section}.params.{key}")

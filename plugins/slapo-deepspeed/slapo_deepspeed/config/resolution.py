@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 OPTIONS = ("config", "batch_axes")
 """What users give."""
 NOTES = ("arguments", "origins")
-"""What a plan has besides: the arguments of ``build``, and where values come from."""
+"""Return the other entries of a plan: the arguments of ``build``, and the origins of values."""
 
 _TESTED_WITH_ZERO = frozenset({"adagrad", "adam", "adamw", "lion"})
 _PIPELINE = {
@@ -42,11 +42,11 @@ def filled(schedule: ScheduledModel, options: Mapping[str, Any]) -> dict[str, An
     """The options of the dialect, filled in; given them, it gives them again; pure.
 
     Args:
-        schedule: what is built.
+        schedule: to build.
         options: as the user gave them to ``build``, with the arguments of ``build``; or as an earlier call made them.
 
     Returns:
-        ``config``: DeepSpeed's configuration, whole; ``batch_axes``; ``arguments``: what the user gave to ``build``;
+        ``config``: DeepSpeed's configuration, whole; ``batch_axes``; ``arguments``: those of ``build``;
         ``origins``: key of a value that was filled in -> why.
 
     Raises:
@@ -59,7 +59,9 @@ def filled(schedule: ScheduledModel, options: Mapping[str, Any]) -> dict[str, An
         )
     for name in NOTES:
         if not isinstance(options.get(name) or {}, Mapping):
-            raise BuildError(f"{name} is what a plan of target 'deepspeed' says, and no option (got {options[name]!r})")
+            raise BuildError(
+                f"{name} is an entry of a plan of target 'deepspeed', not an option (got {options[name]!r})"
+            )
     axes = checked_axes(options.get("batch_axes"))
     config, source = read(options.get("config"))
     refuse_unknown(config, source)
@@ -160,7 +162,7 @@ def steps_of(schedule: ScheduledModel, options: Mapping[str, Any]) -> Iterator[s
     """The lines of the plan: features, the topology, the filled-in configuration.
 
     Args:
-        schedule: what is built.
+        schedule: to build.
         options: as :func:`slapo_deepspeed.config.resolution.filled` made them.
     """
     config, origins, mesh = options["config"], options["origins"], schedule.mesh

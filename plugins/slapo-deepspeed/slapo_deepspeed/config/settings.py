@@ -1,4 +1,4 @@
-"""Complete the settings of the batch size, the optimizer, half precision and the scheduler."""
+"""Complete the settings of the batch size, the optimizer, low precision and the scheduler."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def fill_precision(draft: Draft) -> None:
     """``"enabled": "auto"`` becomes whether the parameters of the model are of that type.
 
     Raises:
-        BuildError: two kinds of half precision are enabled at once.
+        BuildError: bf16 and fp16 are enabled at once.
     """
     if "bf16" in draft.config and "bfloat16" in draft.config:
         raise BuildError(
@@ -42,14 +42,14 @@ def fill_scheduler(draft: Draft) -> None:
     """A scheduler without params gets none; one that cannot be made is refused.
 
     Raises:
-        BuildError: there is no such scheduler, or nothing for it to schedule.
+        BuildError: the scheduler is unknown, or has no optimizer to schedule.
     """
     if "scheduler" not in draft.config:
         return
     source, name = draft.source, draft.get("scheduler.type")
     if "optimizer" not in draft.config and draft.facts.has_optimizer is False:
         raise BuildError(
-            f"{source.of('scheduler')} is {name!r}, but there is no optimizer: the engine only evaluates",
+            f"{source.of('scheduler')} is {name!r}, but the engine has no optimizer and only evaluates",
             hint='"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}, or optimizer= of build',
         )
     if not isinstance(name, str):
@@ -74,7 +74,7 @@ _TOTAL, _MICRO, _STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "
 
 
 def fill_batch(draft: Draft) -> None:
-    """Fill in what is not given of the three.
+    """Fill in the missing ones of the three.
 
     Raises:
         BuildError: a number that cannot be meant, or they contradict each other, ``accumulate``, or the replicas.
@@ -165,7 +165,7 @@ def check_optimizer(draft: Draft) -> None:
     """Refuse what DeepSpeed would refuse after the ranks have met, or would run wrongly; fill in its settings.
 
     Raises:
-        BuildError: two optimizers, an unknown one, or one that cannot be given pieces; each with its place.
+        BuildError: two optimizers, an unknown one, or one that cannot update shards; each with its place.
     """
     config, source, facts = draft.config, draft.source, draft.facts
     if "optimizer" not in config:
@@ -183,14 +183,14 @@ def check_optimizer(draft: Draft) -> None:
             hint='"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}',
         )
     _refuse_unknown(draft, name)
-    _refuse_pieces(draft, name)
+    _refuse_shards(draft, name)
     _check_params(draft, name)
     if name in ("adam", "adamw") and facts.device == "cpu":
         _fill_adam_of_torch(draft)
 
 
 def _fill_adam_of_torch(draft: Draft) -> None:
-    """Torch's Adam in the place of DeepSpeed's, which would be compiled; what it does stays the same."""
+    """Use torch's Adam instead of DeepSpeed's, which would be compiled; the update is the same."""
     params = draft.get("optimizer.params") or {}
     offloads = draft.get("zero_optimization.offload_optimizer.device") not in (None, "none")
     if offloads or "torch_adam" in params or _FUSED_ONLY & set(params):
@@ -224,14 +224,14 @@ def _refuse_unknown(draft: Draft, name: str) -> None:
         close = difflib.get_close_matches(name.lower(), [one.lower() for one in known], n=1)
         shown = next((one for one in known if close and one.lower() == close[0]), None)
         raise BuildError(
-            f"{place} is {name!r}, which is no optimizer of DeepSpeed 0.19 and none of torch.optim"
+            f"{place} is {name!r}, which is not an optimizer of DeepSpeed 0.19 or torch.optim"
             + (f"; did you mean {shown!r}?" if shown else "")
         )
     if kind is torch.optim.LBFGS:
         raise BuildError(f"{place} is 'LBFGS', which runs the model several times a step; DeepSpeed runs it once")
 
 
-def _refuse_pieces(draft: Draft, name: str) -> None:
+def _refuse_shards(draft: Draft, name: str) -> None:
     """A parameter's update must not depend on more of it than a rank holds."""
     if name in _BY_ELEMENT:
         return
@@ -239,7 +239,7 @@ def _refuse_pieces(draft: Draft, name: str) -> None:
     if facts.split:
         raise BuildError(
             f"{place} is {name!r}, which does not treat the elements of a parameter one by one, and '{facts.split[0]}' "
-            f"is split over mesh_dim 'tp' ({facts.tp} ranks): each would update its piece as if it were the whole",
+            f"is split over mesh_dim 'tp' ({facts.tp} ranks): each would treat its shard as the full parameter",
             hint='"type": "AdamW"',
         )
     stage = draft.get("zero_optimization.stage") or 0
@@ -247,13 +247,13 @@ def _refuse_pieces(draft: Draft, name: str) -> None:
     if not stage and facts.pp > 1 and low:
         raise BuildError(
             f"{place} is {name!r}, which does not treat the elements of a parameter one by one, and in a pipeline in "
-            "bf16 DeepSpeed gives each rank pieces of them, without ZeRO too",
+            "bf16 DeepSpeed gives each rank shards of them, without ZeRO too",
             hint='"type": "AdamW"',
         )
     if stage:
         raise BuildError(
             f"{place} is {name!r}, which does not treat the elements of a parameter one by one, and ZeRO-{stage} "
-            "gives each rank pieces of them",
+            "gives each rank shards of them",
             hint='"type": "AdamW", or "zero_optimization": {"stage": 0}',
         )
 

@@ -18,7 +18,7 @@ def validate(draft: Draft) -> None:
     """Let DeepSpeed read the configuration.
 
     Raises:
-        BuildError: what it refuses, in its own words, with our place; or DeepSpeed itself cannot be used.
+        BuildError: DeepSpeed's own error with its place; or DeepSpeed cannot be used.
     """
     import_deepspeed(draft.facts.device)
     whole = _refusals(draft.config)
@@ -145,7 +145,7 @@ def _check_scheduler(draft: Draft) -> None:
     kind = getattr(lr_schedules, name, None) if name in own else getattr(torch.optim.lr_scheduler, name, None)
     if not isinstance(kind, type) or "optimizer" not in inspect.signature(kind).parameters:
         raise BuildError(
-            f"{draft.source.of('scheduler.type')} is {name!r}, which is no scheduler of DeepSpeed 0.19 and none of "
+            f"{draft.source.of('scheduler.type')} is {name!r}, which is not a scheduler of DeepSpeed 0.19 or "
             f"torch.optim.lr_scheduler{nearest(name, [*own, *torch.optim.lr_scheduler.__all__])}"
         )
     try:

@@ -16,7 +16,7 @@ from slapo_core.spec.stage_work import Form, Leg, Work
 from slapo_deepspeed.engine import DeepSpeedEngine
 from slapo_deepspeed.grad_norm_marks import count_once, keep_norm, mark, marks_taken_back, norm_of_last_step
 from slapo_deepspeed.initialization import has_optimizer, initialize
-from slapo_deepspeed.pipeline.frozen_ranks import bare_ranks, stand_in
+from slapo_deepspeed.pipeline.frozen_ranks import bare_ranks, placeholder
 from slapo_deepspeed.pipeline.private import forget, losses_of, prepare
 from slapo_deepspeed.pipeline.ties import Ties
 from slapo_deepspeed.process_groups import start
@@ -36,7 +36,7 @@ class PipelineEngine(DeepSpeedEngine):
     because DeepSpeed has all ranks wait for each other there. After a step that failed the engine is closed.
 
     Args:
-        plan: what is built; ``plan.config["config"]`` is DeepSpeed's configuration, filled in.
+        plan: of the build; ``plan.config["config"]`` is DeepSpeed's completed configuration.
         request: from ``build``.
     """
 
@@ -56,12 +56,12 @@ class PipelineEngine(DeepSpeedEngine):
             pass
         self._part = request.part(request.staged_example(self._count, axes=self._axes).staged.partition)
         bare = bare_ranks(request) if self._trains else frozenset()
-        self._stand_in = stand_in(request) if mesh.rank("pp") in bare else None
+        self._placeholder = placeholder(request) if mesh.rank("pp") in bare else None
         with marks_taken_back(request):
             self._make(request)
             mark(request)
             count_once(request, self._ties.copies)
-            also = () if self._stand_in is None else (self._stand_in,)
+            also = () if self._placeholder is None else (self._placeholder,)
             engine, groups = initialize(plan, request, self._stages, also=also)
         share_types(request, engine.device)
         keep_norm(engine)
@@ -81,7 +81,7 @@ class PipelineEngine(DeepSpeedEngine):
         unused = {one.name: one.tensor for one in here if isinstance(one.tensor, nn.Parameter)}
         unused = {name: one for name, one in unused.items() if id(one) not in held}
         self._ties = Ties(request, topology_of(mesh))
-        self._stages = StagesModule(self._part, unused, self._stand_in, mesh, self._tied)
+        self._stages = StagesModule(self._part, unused, self._placeholder, mesh, self._tied)
 
     @property
     def module(self) -> nn.Module:
@@ -125,7 +125,7 @@ class PipelineEngine(DeepSpeedEngine):
 
     def _work(self, batch: Any, *, training: bool) -> Work:
         cut, form = self._forms.of(batch, training=training)
-        work = Work(form, form.leg, cut, self._stand, stand_in=self._stand_in)
+        work = Work(form, form.leg, cut, self._stand, stand_in=self._placeholder)
         self._stages.begin(work)
         prepare(self.deepspeed, form.received, form.gradients)
         return work
@@ -161,7 +161,7 @@ class PipelineEngine(DeepSpeedEngine):
         self._at = what
 
     def _release(self) -> None:
-        """What this engine holds beside DeepSpeed's."""
+        """The engine's own state, apart from DeepSpeed's."""
         self._forms.close()
         self._unused.stop()
         forget(self._stages)
@@ -175,9 +175,9 @@ class PipelineEngine(DeepSpeedEngine):
 
 
 def _no_autocast(what: str) -> BuildError:
-    """A rank finds the stages of others on stand-ins without a device, which autocast leaves as they are."""
+    """A rank finds the other stages on placeholders (meta tensors), which autocast ignores."""
     return BuildError(
-        f"{what}: ranks would not agree about the types of what they send", hint='config={"bf16": {"enabled": True}}'
+        f"{what}: the dtypes of P2P messages would differ between ranks", hint='config={"bf16": {"enabled": True}}'
     )
 
 
@@ -186,7 +186,7 @@ _TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 @torch.no_grad()
 def share_types(request: BuildRequest, device: torch.device) -> None:
-    """Give stand-ins the type that their tensors have where they are: a collective over the mesh.
+    """Give placeholders the dtypes of their tensors on the owning ranks: a collective over the mesh.
 
     Args:
         request: of the build.

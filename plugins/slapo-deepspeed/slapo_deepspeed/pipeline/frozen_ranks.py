@@ -1,6 +1,6 @@
 """Ranks where nothing is trained, because all of their stages are frozen: DeepSpeed's optimizers need something there.
 
-Such a rank trains a number that nothing depends on, and whose gradient is zero in every backward pass."""
+Such a rank trains one unused number, whose gradient is zero in every backward pass."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def bare_ranks(request: BuildRequest) -> frozenset[int]:
     return frozenset(range(mesh.size("pp"))) - training
 
 
-def stand_in(request: BuildRequest) -> nn.Parameter:
+def placeholder(request: BuildRequest) -> nn.Parameter:
     """What such a rank trains; like its other parameters."""
     here = (live.tensor for live in request.state.tensors() if live.is_here and live.tensor.is_floating_point())
     like = next(here, torch.empty(0))

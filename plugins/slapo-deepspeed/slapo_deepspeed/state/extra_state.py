@@ -1,4 +1,4 @@
-"""What DeepSpeed's engine needs to go on, beside weights and the optimizer: its scheduler, scale and counters."""
+"""Save and load the engine's extra state: scheduler, loss scale and counters."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 SCHEDULER, SCALE, COUNTERS = "lr_scheduler", "loss_scale", "counters"
 
 
-def read_beside(engine: Any) -> dict[str, Any]:
+def read_extra_state(engine: Any) -> dict[str, Any]:
     """Of DeepSpeed's engine, as JSON.
 
     Raises:
-        BuildError: the scheduler's state holds something that is no data.
+        BuildError: the scheduler's state is not JSON-serializable.
     """
     found: dict[str, Any] = {COUNTERS: {name: int(getattr(engine, name)) for name in _COUNTERS}}
     if engine.lr_scheduler is not None:
@@ -29,14 +29,14 @@ def read_beside(engine: Any) -> dict[str, Any]:
     return found
 
 
-def used_beside(engine: Any) -> list[str]:
+def used_extra_state(engine: Any) -> list[str]:
     """What of a checkpoint an engine makes use of."""
     there = {SCHEDULER: engine.lr_scheduler is not None, SCALE: _scaler(engine) is not None, COUNTERS: True}
     return [name for name, is_there in there.items() if is_there]
 
 
-def write_beside(engine: Any, found: Mapping[str, Any]) -> None:
-    """Give an engine what :func:`read_beside` gave; a warning says where a scheduler begins anew for lack of it."""
+def write_extra_state(engine: Any, found: Mapping[str, Any]) -> None:
+    """Load the result of :func:`read_extra_state`; warn if the scheduler has to start from step 0."""
     for name, value in found.get(COUNTERS, {}).items():
         if name in _COUNTERS:
             setattr(engine, name, value)

@@ -1,4 +1,4 @@
-"""Where DeepSpeed's optimizers keep what they train: all that we know of their insides is here.
+"""Locate main weights and states in DeepSpeed's optimizers: all access to their internals.
 
 DeepSpeed documents functions that give one parameter whole (``deepspeed.utils.safe_get_full_fp32_param`` and others),
 but none before the first step, none for an optimizer without ZeRO, and none that works after ``engine.destroy()``."""
@@ -77,7 +77,7 @@ def places_of(engine: Any) -> Places:
     if isinstance(wrapper, FP16_UnfusedOptimizer):
         return Places(dict(_one_by_one(wrapper.fp16_groups, wrapper.fp32_groups)), False, inner, wrapper)
     raise BuildError(
-        f"where DeepSpeed's {type(wrapper).__name__} keeps what it trains is not known, so that nothing could be saved",
+        f"where DeepSpeed's {type(wrapper).__name__} keeps its main weights is unknown: they could not be saved",
         hint="use ZeRO, or an optimizer of torch",
     )
 
@@ -129,7 +129,7 @@ def _bfloat16(wrapper: Any) -> Iterator[tuple[int, Place]]:
 
 
 def _fragment(parameter: torch.Tensor, start: int, flat: torch.Tensor, begin: int) -> Place:
-    """Of a parameter that lies from ``start`` on in a whole group, what is in the part that begins at ``begin``."""
+    """Return the part of a parameter, at ``start`` in its group, that lies in the shard from ``begin`` on."""
     first, last = max(start, begin), min(start + parameter.numel(), begin + flat.numel())
     if first >= last:
         return Place(flat, 0, 0, 0, shape_of(parameter))
@@ -158,7 +158,7 @@ def _stage_3(wrapper: Any) -> Iterator[tuple[int, Place]]:
 
 
 def _consecutive(groups: Any, flats: Any) -> Iterator[tuple[int, Place]]:
-    """Masters of a group in one flat tensor, without ZeRO."""
+    """Main weights of a group in one flat tensor, without ZeRO."""
     for parameters, flat in zip(groups, flats, strict=True):
         start = 0
         for parameter in parameters:
@@ -227,7 +227,7 @@ def _state_of(
                 if tuple(value.shape) != place.shape:
                     raise BuildError(
                         f"the checkpoint has '{key}' of shape {tuple(value.shape)} for '{name}' of shape "
-                        f"{place.shape}: DeepSpeed keeps only what has the shape of the parameter"
+                        f"{place.shape}: DeepSpeed keeps only tensors of the parameter's shape"
                     )
                 if not isinstance(found.get(key), torch.Tensor):
                     found[key] = torch.zeros_like(flat, requires_grad=False)

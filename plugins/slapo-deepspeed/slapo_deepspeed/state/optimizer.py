@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from slapo_deepspeed.state.flat_layout import Places
     from slapo_deepspeed.state.parameter_groups import Groups
 
-__all__ = ["DeepSpeedOptimizer"]
-
 
 class DeepSpeedOptimizer:
     """The implementation of :class:`slapo_core.spec.storage.OptimizerStorage`.

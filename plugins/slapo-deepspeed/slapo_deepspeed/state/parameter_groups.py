@@ -41,13 +41,13 @@ class Groups:
 
         Args:
             optimizer: with all parameters, the frozen ones too, which DeepSpeed does not get.
-            keeps_first: whether the first group gets a stand-in, on a rank that has nothing to train.
+            keeps_first: whether the first group gets a placeholder, on a rank without trained parameters.
         """
         return None if optimizer is None else cls._made(optimizer.param_groups, keeps_first=keeps_first)
 
     @classmethod
     def one(cls, parameters: Iterable[torch.Tensor]) -> Groups:
-        """A single group, as of an optimizer that DeepSpeed makes of the model's parameters, or of a stand-in."""
+        """Make a single group, of DeepSpeed's own optimizer or of a placeholder."""
         return cls._made([{"params": list(parameters)}], keeps_first=True)
 
     @classmethod
@@ -80,7 +80,7 @@ class Groups:
             )
 
     def check_stages(self, mesh: Mesh | None) -> None:
-        """Refuse a group of which only some stages have trained parameters, or a stand-in: a collective over ``pp``.
+        """Refuse a group with trained parameters on some stages only, or a placeholder: a collective over ``pp``.
 
         DeepSpeed sums norms group by group over the ranks of a replica: those that lack one would be one sum behind.
 
@@ -100,7 +100,7 @@ class Groups:
                 raise BuildError(
                     f"group {number} of the optimizer has no parameters on rank {lacking} of 'pp': DeepSpeed sums the "
                     "norm of gradients group by group over all stages, and would wait for that rank for ever",
-                    hint="group parameters by what every stage has, such as weights and biases, or make one group",
+                    hint="group parameters by properties found on every stage (weights, biases), or make one group",
                 )
 
     def shown(self, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""The model's tensors under DeepSpeed: what is trained, and what the forward computes with."""
+"""Read and write the model's tensors under DeepSpeed: main weights and forward values."""
 
 from __future__ import annotations
 
@@ -16,13 +16,11 @@ if TYPE_CHECKING:
     from slapo_core.spec.state import LiveTensor
     from slapo_deepspeed.state.flat_layout import Places
 
-__all__ = ["DeepSpeedTensors"]
-
 
 class DeepSpeedTensors:
     """The implementation of :class:`slapo_core.spec.storage.TensorStorage`.
 
-    Masters are read and written where ZeRO partitions them, or beside the model; the parameters of the model follow.
+    Main weights are read and written in ZeRO's partitions or apart from the model; the model's parameters follow.
 
     Args:
         places: of the engine.
@@ -97,7 +95,7 @@ class DeepSpeedTensors:
 
 
 def _is_whole(parameter: Any) -> bool:
-    """Whether ZeRO-3 has a parameter put together just now, as it keeps small ones between steps."""
+    """Whether ZeRO-3 holds the full parameter now, as it keeps small ones between steps."""
     from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
     return bool(parameter.ds_status == ZeroParamStatus.AVAILABLE)

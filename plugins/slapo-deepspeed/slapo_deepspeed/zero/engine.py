@@ -22,14 +22,12 @@ if TYPE_CHECKING:
     from slapo_core import Plan
     from slapo_core.spec.request import BuildRequest
 
-__all__ = ["ZeroEngine"]
-
 
 class ZeroEngine(DeepSpeedEngine):
     """The implementation of :class:`slapo_core.spec.engine.Engine` by DeepSpeed's engine.
 
     Args:
-        plan: what is built; ``plan.config["config"]`` is DeepSpeed's configuration, filled in.
+        plan: of the build; ``plan.config["config"]`` is DeepSpeed's completed configuration.
         request: from ``build``.
     """
 
@@ -75,15 +73,15 @@ class ZeroEngine(DeepSpeedEngine):
         self._failing.refuse_after()
         self._between.check()
         self._between.check_boundary()
-        pieces = self._pieces(batch)
+        micro_batches = self._micro_batches(batch)
         losses, output = [], None
         with self._failing.watched(), partitioned_linear(self._config):
             send_buffers(self.module, self._replicas)
             forget_gradients(self.deepspeed)
-            for number, piece in enumerate(pieces, start=1):
-                loss, output = self._request.compute_loss(piece, self.deepspeed)
+            for number, micro_batch in enumerate(micro_batches, start=1):
+                loss, output = self._request.compute_loss(micro_batch, self.deepspeed)
                 self._failing.backward_begins()
-                with last_micro_batch(self.deepspeed) if number == len(pieces) > 1 else contextlib.nullcontext():
+                with last_micro_batch(self.deepspeed) if number == len(micro_batches) > 1 else contextlib.nullcontext():
                     self.deepspeed.backward(loss)
                 self.deepspeed.step()
                 losses.append(loss.detach())
@@ -91,7 +89,7 @@ class ZeroEngine(DeepSpeedEngine):
         self._unused.step_is_over()
         if not self._has_stepped:
             self._end_first_step()
-        loss, output = (losses[0], output) if len(pieces) == 1 else (torch.stack(losses).mean(), None)
+        loss, output = (losses[0], output) if len(micro_batches) == 1 else (torch.stack(losses).mean(), None)
         norm = norm_of_last_step(self.deepspeed) if self._config.get("gradient_clipping") else None
         return StepResult(loss, output, norm)
 
@@ -101,7 +99,7 @@ class ZeroEngine(DeepSpeedEngine):
             loss, output = self._request.compute_loss(batch, self.deepspeed)
         return StepResult(loss, output)
 
-    def _pieces(self, batch: Any) -> list[Any]:
+    def _micro_batches(self, batch: Any) -> list[Any]:
         """The micro-batches of a step, as many as DeepSpeed accumulates."""
         count = self._config.get("gradient_accumulation_steps", 1)
         axes = self.plan.config.get("batch_axes") or None

@@ -12,8 +12,8 @@ from slapo_core import BuildError
 class Failing:
     """Knows whether a step may follow.
 
-    Until the first backward pass of a step, DeepSpeed has only run the model: the next step starts anew. From then on
-    gradients are accumulated where they cannot be taken back: half of them would go into the next step.
+    Until the first backward pass of a step, DeepSpeed has only run the model: the next step starts afresh. From then on
+    gradients are accumulated and cannot be removed: they would go into the next step.
 
     Args:
         engine: DeepSpeed's.
@@ -46,12 +46,12 @@ class Failing:
         """
         if self._reason is not None:
             raise BuildError(
-                "an earlier training step failed in the middle, and DeepSpeed still holds the gradients of its first "
-                f"half, which would go into this one: {self._reason}",
+                "an earlier training step failed, and DeepSpeed still holds its partial gradients, which this step "
+                f"would add: {self._reason}",
                 hint="engine.save(directory), then build a fresh engine and engine.load(directory)",
             )
 
     def _drop_forward(self) -> None:
-        """Forget a forward pass that was interrupted: ZeRO-3 partitions again what it had gathered."""
+        """Abort an interrupted forward pass: ZeRO-3 partitions its gathered parameters again."""
         if self._engine.zero_optimization_partition_weights():
             self._engine.empty_partition_cache()

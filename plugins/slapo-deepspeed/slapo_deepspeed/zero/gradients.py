@@ -44,7 +44,7 @@ def forget_gradients(engine: Any) -> None:
 
 
 _USED = {"offload_optimizer": "_offload_boundary_param_ids", "cpu_offload": "_offload_accumulated_param_ids"}
-"""How an optimizer of DeepSpeed says that it is offloaded -> the numbers of what a step has given a gradient."""
+"""Names by which DeepSpeed's optimizers mark offloading -> those of the gradients of a step."""
 
 
 @contextlib.contextmanager

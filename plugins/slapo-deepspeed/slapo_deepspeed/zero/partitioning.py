@@ -126,11 +126,11 @@ _SMALL, _LARGE = 256 * 2**10, 32 * 2**20
 
 @contextlib.contextmanager
 def returned_at_once() -> Iterator[None]:
-    """Let the C library take memory for tensors from the system, each by itself, and give it back when it is freed.
+    """Let the C library allocate each tensor from the system, and return it when freed.
 
     Otherwise tensors lie in the heap of the process from the second one of a size on. Each is freed when it has been
     partitioned, small things are put where it lay, and the heap keeps the rest: of a whole model, more than the
-    partition. Afterwards the limits are what they become by themselves when large tensors come and go.
+    partition. Afterwards the limits are those that large tensors would cause anyway.
 
     Nothing is done where the C library is another one than glibc, or where the environment sets its limits.
     """

@@ -58,7 +58,7 @@ the gathered weights from forward to backward."""
 
 @contextlib.contextmanager
 def linear_of_torch() -> Iterator[None]:
-    """Around what makes DeepSpeed's engine: afterwards ``torch.nn.functional.linear`` is what it was before."""
+    """Restore ``torch.nn.functional.linear`` after DeepSpeed's engine is made."""
     before = functional.linear
     try:
         yield

@@ -9,8 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["DDP", "FIELDS", "MODEL_PARALLEL", "OPTIMIZER", "SCHEDULER", "Field"]
-
 
 @dataclass(frozen=True)
 class Field:

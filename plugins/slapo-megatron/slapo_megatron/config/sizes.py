@@ -7,8 +7,6 @@ from typing import Any
 from slapo_core import BuildError
 from slapo_megatron.config.draft import Draft
 
-__all__ = ["check_sequence_parallel", "check_stages", "fill_microbatches", "fill_pipeline", "fill_sizes"]
-
 _CONFIG = "model_parallel_config"
 _SIZES = {
     "tensor_model_parallel_size": "tp",

@@ -11,8 +11,6 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-__all__ = ["groups_of_megatron", "is_alive", "timeout_minutes"]
-
 
 def groups_of_megatron() -> list[Any]:
     """Every process group of Megatron's that this rank is in, each once, in the order in which they were made."""

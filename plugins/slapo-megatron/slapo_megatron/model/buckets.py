@@ -10,8 +10,6 @@ from typing import Any
 
 from slapo_core import BuildError
 
-__all__ = ["drop_started", "refuse_missing"]
-
 _SHOWN = 5
 
 

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from slapo_core import Plan
     from slapo_core.spec.request import BuildRequest, StagedModel
 
-__all__ = ["PipelineEngine"]
-
 
 class PipelineEngine(MegatronEngine):
     """The implementation of :class:`slapo_core.spec.engine.Engine` by Megatron's 1F1B and interleaved schedules.

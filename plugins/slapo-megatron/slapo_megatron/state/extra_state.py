@@ -17,7 +17,7 @@ _STEPS = "num_steps"
 _OWN = 'scheduler={"override_opt_param_scheduler": True, "use_checkpoint_opt_param_scheduler": False}'
 
 
-def read_beside(megatron: Megatron) -> dict[str, Any]:
+def read_extra_state(megatron: Megatron) -> dict[str, Any]:
     """Of Megatron's objects, as JSON."""
     found: dict[str, Any] = {}
     if megatron.scheduler is not None:
@@ -30,14 +30,14 @@ def read_beside(megatron: Megatron) -> dict[str, Any]:
     return found
 
 
-def used_beside(megatron: Megatron) -> list[str]:
+def used_extra_state(megatron: Megatron) -> list[str]:
     """What of a checkpoint an engine makes use of."""
     there = {SCHEDULER: megatron.scheduler is not None, SCALERS: bool(_scalers(megatron)), COUNTERS: True}
     return [name for name, is_there in there.items() if is_there]
 
 
-def write_beside(megatron: Megatron, found: Mapping[str, Any], loaded: Sequence[Mapping[str, Any]]) -> None:
-    """Let Megatron's objects go on from what :func:`read_beside` gave; warnings say what goes on otherwise.
+def write_extra_state(megatron: Megatron, found: Mapping[str, Any], loaded: Sequence[Mapping[str, Any]]) -> None:
+    """Let Megatron's objects go on from what :func:`read_extra_state` gave; warnings say what goes on otherwise.
 
     Args:
         megatron: its objects.

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from slapo_core.spec.pieces import Piece, Pieces
     from slapo_core.spec.request import BuildRequest
 
-__all__ = ["ShardedDirectory"]
 
 _OURS = "slapo"  # in Megatron's file of what is no tensor
 _COMPLETE = "metadata.json"  # which Megatron writes last

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from slapo_core.spec.state import LiveTensor
     from slapo_megatron.state.flat_layout import Held, Places
 
-__all__ = ["MegatronTensors", "shared_dims", "united"]
-
 
 class MegatronTensors:
     """The implementation of :class:`slapo_core.spec.storage.TensorStorage`.

@@ -1,4 +1,4 @@
-"""Whether a new module fits in the place of an old one, and what becomes of the old one's tensors."""
+"""Plan the tensors of a replacement module, and check its signature."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from slapo_core.spec.carrying import HOOK_TABLES, runs_own_forward, without
+from slapo_core.spec.edit import Edit
 from slapo_core.spec.node import Node
 from slapo_core.spec.violation import Violation
 
@@ -14,8 +15,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from slapo_core.spec.layout import Layout
-
-__all__ = ["TensorPlan", "lost_changes", "signature_mismatches"]
 
 
 class TensorPlan:
@@ -82,7 +81,7 @@ class TensorPlan:
         elif self._layout(name).is_sharded:
             self.violations.append(
                 Violation(
-                    f"'{name}' is a piece ({self._layout(name)}), and a new tensor of its shape fits on this mesh only",
+                    f"'{name}' is a shard ({self._layout(name)}), and a new tensor of its shape fits on this mesh only",
                     "let the new module hold the same parameter, as in replace(lambda old: Wrapper(old)), "
                     f'write drop=["{name}"], or replace first and split then',
                 )
@@ -112,7 +111,7 @@ class TensorPlan:
 def lost_changes(node: Node, new: nn.Module) -> Iterator[Violation]:
     """Forwards that were wrapped, and hooks below, that would silently go with the node's module.
 
-    What has nothing to do on this mesh counts too: a schedule that is refused on two ranks is refused on one.
+    Steps without effect on this mesh count too: a schedule refused on two ranks is refused on one.
     """
     staying = {id(module) for module in new.modules()}
     for name, module in node.module.named_modules():
@@ -191,10 +190,17 @@ def signature_mismatches(old: nn.Module, new: nn.Module) -> Iterator[Violation]:
     for position, parameter in enumerate(takes):
         optional = parameter.default is not kinds.empty or parameter.kind in (kinds.VAR_POSITIONAL, kinds.VAR_KEYWORD)
         if not optional and not anything and parameter.name not in names and position >= offered:
-            lines.append(f"a required argument '{parameter.name}' that nobody passes")
+            lines.append(f"a required argument '{parameter.name}' that the caller does not pass")
     if lines:
         yield Violation(
             f"forward{after} of {type(new).__name__} does not take what forward{before} of {type(old).__name__} takes: "
             + "; ".join(lines),
             f"give it the signature forward{before}",
         )
+
+
+def set_mode(node: Node, edit: Edit, training: bool) -> None:
+    """Set training or evaluation mode of a module tree to that of its new place."""
+    for below in node.walk():
+        if below.module.training != training:
+            edit.set_attribute(below, "training", training)

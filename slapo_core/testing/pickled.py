@@ -1,4 +1,4 @@
-"""What a check needs on other processes, sent by value, with the files of the modules that it refers to."""
+"""Send values to other processes by value, with the files of the modules that they refer to."""
 
 from __future__ import annotations
 
@@ -13,11 +13,9 @@ from typing import Any
 from slapo_core.ranks.process import make_importable
 from slapo_core.testing.check import CheckError
 
-__all__ = ["Parcel", "pack"]
-
 
 @dataclass(frozen=True)
-class Parcel:
+class Pickled:
     """Pickled values, and where the modules that define their classes and functions lie.
 
     Args:
@@ -36,7 +34,7 @@ class Parcel:
         return contents
 
 
-def pack(contents: Mapping[str, Any]) -> Parcel:
+def pack(contents: Mapping[str, Any]) -> Pickled:
     """Pack the fields of a case.
 
     Raises:
@@ -51,12 +49,12 @@ def pack(contents: Mapping[str, Any]) -> Parcel:
                 required="classes and functions defined at the top level of a module, no lambdas or inner functions",
                 got=f"{type(error).__name__}: {error}",
                 hint="move the class or function to the top level of a module; a factory of models or batches may be a "
-                "lambda, because what it makes is sent",
+                "lambda, because the model or batch is sent",
             ) from error
     buffer = io.BytesIO()
     pickler = _NamingPickler(buffer)
     pickler.dump(dict(contents))
-    return Parcel(buffer.getvalue(), pickler.origins())
+    return Pickled(buffer.getvalue(), pickler.origins())
 
 
 class _NamingPickler(pickle.Pickler):

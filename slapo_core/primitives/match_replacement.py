@@ -1,28 +1,155 @@
-"""``replace`` with a match: a call of a function or of a new child in the place of what the match computes."""
+"""``replace`` with a match: call a function or a new child instead of the matched operations."""
 
 from __future__ import annotations
 
+import inspect
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from slapo_core.primitives.at_matches import changes_swallowed
-from slapo_core.primitives.calling import Arguments, arguments_for, has_signature, names_given
-from slapo_core.primitives.fitting import type_of
-from slapo_core.primitives.modes import set_mode
+from slapo_core.primitives.replacement import set_mode, type_of
 from slapo_core.spec.edit import Edit
 from slapo_core.spec.graph import Match, by_place
 from slapo_core.spec.node import Node
 from slapo_core.spec.violation import Violation
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import fx, nn
 
-__all__ = ["MatchReplacement"]
+
+def first_graph(place: Node) -> fx.Graph:
+    """The graph that a traced node's matches are named after."""
+    graph: Any = place.graph
+    recorded: fx.Graph = graph.first.recorded.graph
+    return recorded
+
+
+def changes_swallowed(place: Node, match: Match) -> Iterator[Violation]:
+    """What steps put around calls of modules that would be called no more; the same on a mesh of any size."""
+    inside = set(match.nodes)
+    called = [str(each.target) for each in first_graph(place).nodes if each.op == "call_module" and each.name in inside]
+    for path in dict.fromkeys(called):
+        for below in place[path].walk():
+            if not (below.hooks or below.wrappers or below.graph is not None):
+                continue
+            by = " and ".join(map(str, below.records)) or "a step at another module"
+            yield Violation(
+                f"{match} calls '{below.path}', which was changed by {by}, and would be called no more",
+                "replace first, change then; or match what lies around it",
+            )
+
+
+_KINDS = inspect.Parameter
+_POSITIONAL = (_KINDS.POSITIONAL_ONLY, _KINDS.POSITIONAL_OR_KEYWORD)
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The arguments: names of captures, or numbers of inputs.
+
+    Args:
+        positional: in the order of the parameters.
+        keywords: by name.
+    """
+
+    positional: tuple[str | int, ...] = ()
+    keywords: tuple[tuple[str, str | int], ...] = ()
+
+
+def arguments_for(function: Callable[..., Any], match: Match, *, shown: str) -> Arguments | Violation:
+    """What ``function`` gets of ``match``: by the names of the captures, else in the order of the inputs.
+
+    A parameter with a default gets the capture of its name, and else keeps its default.
+
+    Args:
+        function: called instead of the match; it has a signature.
+        match: of which it gets inputs and captured constants.
+        shown: the name of ``function``, for messages.
+    """
+    captures = names_given(match)
+    parameters = list(inspect.signature(function).parameters.values())
+    if captures and {each.name for each in parameters if _is_required(each)} <= set(captures):
+        return _by_name(parameters, captures, shown)
+    return _by_order(parameters, match, captures, shown)
+
+
+def has_signature(function: Callable[..., Any]) -> bool:
+    """Whether the parameters of a function are known; those of C functions (most of torch's) are not."""
+    try:
+        inspect.signature(function)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def names_given(match: Match) -> list[str]:
+    """The names of captures that the match does not compute."""
+    inner = set(match.nodes)
+    return [name for name, value in match.captures.items() if value not in inner]
+
+
+def _by_name(parameters: list[inspect.Parameter], captures: list[str], shown: str) -> Arguments | Violation:
+    positional: list[str | int] = []
+    keywords: list[tuple[str, str | int]] = []
+    in_order = True  # until a default is kept
+    taken = set()
+    for each in parameters:
+        if each.name not in captures or each.kind in (_KINDS.VAR_POSITIONAL, _KINDS.VAR_KEYWORD):
+            in_order = False
+            continue
+        if each.kind is _KINDS.POSITIONAL_ONLY and not in_order:
+            return _mismatch(parameters, captures, shown)
+        taken.add(each.name)
+        if in_order and each.kind in _POSITIONAL:
+            positional.append(each.name)
+        else:
+            keywords.append((each.name, each.name))
+    left = [name for name in captures if name not in taken]
+    if left and any(each.kind is _KINDS.VAR_KEYWORD for each in parameters):
+        keywords += [(name, name) for name in left]
+        left = []
+    if left:
+        return _mismatch(parameters, captures, shown)
+    return Arguments(tuple(positional), tuple(keywords))
+
+
+def _by_order(
+    parameters: list[inspect.Parameter], match: Match, captures: list[str], shown: str
+) -> Arguments | Violation:
+    count = len(match.inputs)
+    places = [each for each in parameters if each.kind in _POSITIONAL]
+    required = [each for each in parameters if _is_required(each)]
+    more = any(each.kind is _KINDS.VAR_POSITIONAL for each in parameters)
+    by_keyword_only = [each for each in required if each.kind is _KINDS.KEYWORD_ONLY]
+    names = captures or [f"input_{number}" for number in range(count)]
+    fits = len(required) <= count and (count <= len(places) or more) and not by_keyword_only
+    constants = [name for name in captures if isinstance(match.captures[name], tuple)]
+    named = {match.captures[name]: name for name in captures if isinstance(match.captures[name], str)}
+    # A parameter that is called like one input must not get another one.
+    crossed = any(
+        each.name in captures and named.get(value) != each.name
+        for each, value in zip(places, match.inputs, strict=False)
+    )
+    if not fits or constants or crossed:
+        return _mismatch(parameters, names, shown)
+    return Arguments(tuple(range(count)))
+
+
+def _mismatch(parameters: list[inspect.Parameter], names: list[str], shown: str) -> Violation:
+    own = ", ".join(str(each.replace(annotation=_KINDS.empty)) for each in parameters)
+    return Violation(
+        f"{shown}({own}) does not accept the match's arguments: {', '.join(names) or 'nothing'}",
+        f"give it the parameters ({', '.join(names)}); those with a default may be left out of the match",
+    )
+
+
+def _is_required(parameter: inspect.Parameter) -> bool:
+    return parameter.default is _KINDS.empty and parameter.kind not in (_KINDS.VAR_POSITIONAL, _KINDS.VAR_KEYWORD)
 
 
 class MatchReplacement:
-    """What is to be done; made once for the checks and once for the edits.
+    """The planned edits; made once for the checks and once for the edits.
 
     Args:
         node: where the primitive is applied.
@@ -64,7 +191,7 @@ class MatchReplacement:
             )
             return
         if self.name is not None and not self.name.isidentifier():
-            yield Violation(f"name={self.name!r} is no name", 'name="bias_gelu"')
+            yield Violation(f"name={self.name!r} is not an identifier", 'name="bias_gelu"')
         if _is_module(new):
             yield from self._module_violations(new)
         elif self.params:
@@ -116,7 +243,7 @@ class MatchReplacement:
         return self._in_some_order(place, match)
 
     def _in_some_order(self, place: Node, match: Match) -> Arguments | Violation:
-        """What a function without a signature gets: the inputs, in the one order in which it computes the same."""
+        """Return the arguments of a function without signature: the inputs, in the only equivalent order."""
         from slapo_core.graph.rewriting.trial import fitting_orders
 
         named = {value: name for name, value in match.captures.items() if isinstance(value, str)}
@@ -126,7 +253,7 @@ class MatchReplacement:
         def written(arguments: Sequence[str] = ("...",)) -> str:
             call = f"write lambda {', '.join((*inputs, *constants))}: {self.shown}({', '.join(arguments)})"
             name = match.pattern.name
-            return call if name is None else f"replace(match={name!r}), with what the pattern brings along; or {call}"
+            return call if name is None else f"replace(match={name!r}), with its pattern's replacement; or {call}"
 
         if constants:
             listed = ", ".join(f"'{name}'" for name in constants)
@@ -181,10 +308,10 @@ class MatchReplacement:
             results_only=self._results_only(place),
         )
         if problem is not None:
-            yield Violation(f"{self.shown} cannot stand for {match}: {problem}", "it must give what the match gives")
+            yield Violation(f"{self.shown} cannot replace {match}: {problem}", "it must return the match's outputs")
 
     def _results_only(self, place: Node) -> bool:
-        return self.results_only and place.parent is not None  # what the root gives out is the model's result
+        return self.results_only and place.parent is not None  # the root's output is the model's result
 
     def _module_violations(self, new: nn.Module) -> Iterator[Violation]:
         root = self.places[0][0]
@@ -195,7 +322,7 @@ class MatchReplacement:
             yield Violation("the new module is in the model already", "make one of its own for each traced module")
         if tensors and len(self.places) > 1:
             yield Violation(
-                f"one module with tensors cannot stand in {len(self.places)} modules at once",
+                f"one module with tensors cannot be shared by {len(self.places)} modules at once",
                 "give each its own: for node in group: node.replace(Fused(...), node.find(pattern))",
             )
         of_model = {id(tensor) for tensor in (*root.module.parameters(), *root.module.buffers())}
@@ -227,7 +354,7 @@ class MatchReplacement:
         for name, tensor in own.items():
             if type_of(tensor) == "parameter" and id(tensor) not in of_model and name not in self.params.values():
                 yield Violation(
-                    f"'{name}' of the new module is no parameter of the model, and nothing says for which it stands",
+                    f"'{name}' of the new module has no corresponding parameter of the model",
                     f'params={{"old.name": "{name}"}}, or give it the model\'s own parameter',
                 )
 
