@@ -1,4 +1,4 @@
-"""Build target ``"megatron"``: what it refuses, plans and starts."""
+"""Refuse, plan and build schedules for target ``"megatron"``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def violations(schedule: ScheduledModel) -> Iterator[Violation]:
     """Every reason why Megatron cannot run a schedule.
 
     Args:
-        schedule: what is to be built.
+        schedule: to build.
     """
     mesh = schedule.mesh
     if mesh is None:
@@ -67,8 +67,8 @@ def _steps(schedule: ScheduledModel) -> Iterator[Violation]:
             for mesh_dim in {*(mesh_dim for mesh_dim, _ in layout.shards()), *layout.partials()} - {"tp"}:
                 if mesh.size(mesh_dim) > 1:
                     yield Violation(
-                        f"parameter '{f'{node.path}.{name}' if node.path else name}' lies as {layout} over mesh_dim "
-                        f"'{mesh_dim}', and Megatron knows pieces of parameters over 'tp' only"
+                        f"parameter '{f'{node.path}.{name}' if node.path else name}' has layout {layout} over mesh_dim "
+                        f"'{mesh_dim}', and Megatron knows sharded parameters over 'tp' only"
                     )
 
 
@@ -121,10 +121,10 @@ class MegatronDialect(Dialect):
         return Plan("megatron", tuple(steps_of(schedule, options, stages)), options, ("arguments", "origins"))
 
     def stage_ranks(self, plan: Plan, stages: int, pp: int) -> tuple[int, ...]:
-        """One stage a rank, or several in turn, ``(0, 1, 0, 1)``, as Megatron's interleaved schedule has them.
+        """Require one stage a rank, or several, alternating: ``(0, 1, 0, 1)``, as Megatron's interleaved schedule.
 
         Raises:
-            BuildError: options do not go together with so many stages.
+            BuildError: options do not fit this number of stages.
         """
         from slapo_megatron.config.sizes import check_stages
 

@@ -34,7 +34,7 @@ class Updates:
     """The steps of Megatron's optimizer and scheduler.
 
     Args:
-        plan: what is built.
+        plan: of the build.
         request: from ``build``.
         megatron: its objects.
     """
@@ -97,7 +97,7 @@ class MegatronEngine(StatefulEngine):
     """State dicts and checkpoints by the request's state, read out of where Megatron keeps it.
 
     Args:
-        plan: what is built.
+        plan: of the build.
         request: from ``build``.
         megatron: its objects, ready to train.
 
@@ -145,7 +145,7 @@ class MegatronEngine(StatefulEngine):
     # -- for the engines ----------------------------------------------------------------------------------------
 
     def _release(self) -> None:
-        """Let go of what an engine holds beside Megatron's objects; called once."""
+        """Release the engine's own state, apart from Megatron's objects; called once."""
 
     def _require_open(self) -> None:
         if self._is_closed:
@@ -198,7 +198,7 @@ class MegatronEngine(StatefulEngine):
         self._resumed(self._state.load(directory, optimizer=optimizer, uses=self._uses()), optimizer)
 
     def save_sharded(self, directory: str | os.PathLike[str]) -> None:
-        """Write a checkpoint of Megatron's own form: every rank what it holds, by ``megatron.core.dist_checkpointing``.
+        """Write a checkpoint in Megatron's format: each rank its shards, by ``megatron.core.dist_checkpointing``.
 
         A collective over all processes. The keys are the reference model's names (``optimizer.state.exp_avg.<name>``
         for the optimizer's state), the shapes the whole ones: it can be loaded under any schedule of the same model,
@@ -220,7 +220,7 @@ class MegatronEngine(StatefulEngine):
         ShardedDirectory(Path(directory), self._request).write(pieces)
 
     def load_sharded(self, directory: str | os.PathLike[str]) -> None:
-        """Read what :meth:`save_sharded` wrote; every rank what it holds. A collective over all processes.
+        """Load a checkpoint of :meth:`save_sharded`: each rank its shards. A collective over all processes.
 
         Its files are those of Megatron and of torch, some of which are pickles: load what you trust.
 

@@ -62,7 +62,7 @@ _OPTIONAL = {
 
 
 def examine() -> Iterator[Fact | Problem]:
-    """Versions of Megatron-core and of what it does not say that it needs; fused optimizers, and a GPU."""
+    """Report Megatron-core and its undeclared requirements; fused optimizers, and a GPU."""
     yield from _version()
     for name, without in _NEEDED.items():
         yield Fact(name, _found(name) or "not installed")
@@ -136,7 +136,7 @@ def require_device(request: BuildRequest) -> None:
         request: of the build.
 
     Raises:
-        BuildError: there is no CUDA device, or the model is on another one than Megatron takes.
+        BuildError: no CUDA device is available, or the model is on another one than Megatron takes.
     """
     import torch
     from megatron.core import parallel_state

@@ -1,7 +1,7 @@
-"""What Megatron reads on parameters: which of them are pieces, and which are copies that another rank counts.
+"""Mark parameters for Megatron: which are sharded, and which are replicas that another rank counts.
 
-Its norm of all gradients counts what is marked on every rank along ``tp``, and everything else on the first one.
-Without marks the norm leaves out the pieces of the others, or counts ties twice, and nothing tells.
+Its norm of all gradients counts marked parameters on every rank along ``tp``, and all others on the first one.
+Without marks the norm leaves out other ranks' shards, or counts ties twice, silently.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def _refuse_split(request: BuildRequest, live: LiveTensor) -> None:
         if mesh_dim != "tp" and mesh is not None and mesh.size(mesh_dim) > 1:
             raise BuildError(
                 f"'{live.name}' is split on axis {axis} over mesh_dim '{mesh_dim}', and Megatron's "
-                "DistributedDataParallel would average the gradients of its pieces, as of copies",
+                "DistributedDataParallel would average the gradients of its shards, as of replicas",
                 hint='split it over "tp"',
             )
 
@@ -110,7 +110,7 @@ def _as_piece(request: BuildRequest, live: LiveTensor) -> dict[str, Any]:
 def _as_copy(request: BuildRequest, live: LiveTensor) -> dict[str, Any]:
     """Of a parameter that several ranks along ``pp`` hold: all but the first of them leave it out of the norm.
 
-    ``shared_embedding`` gives it a bucket of its own, so that the distributed optimizer splits all copies alike.
+    ``shared_embedding`` gives it a bucket of its own, so that the distributed optimizer splits all copies equally.
     """
     mesh, placement = request.schedule.mesh, request.placement
     holders = placement.holders(live) if placement is not None else ()

@@ -19,10 +19,10 @@ _STRIDE = 0x9E3779B97F4A7C15  # odd: seeds that differ give streams that do, in 
 
 
 class FollowingTracker(CudaRNGStatesTracker):  # type: ignore[misc]
-    """A fork draws from generators that are seeded anew: by a number of torch's generator of the CPU and a name's seed.
+    """A fork seeds the generators by a number of torch's CPU generator and a name's seed.
 
-    Ranks that have the same seed for a name, and whose generators stand alike, draw alike; others do not. Who puts
-    torch's generators back, draws the same again, on the CPU and on the GPU. There is nothing to keep in a checkpoint.
+    Ranks with equal seeds for a name and equal RNG states use equal streams; others do not. Restoring
+    torch's RNG state repeats the stream, on the CPU and on the GPU. A checkpoint needs nothing more.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class FollowingTracker(CudaRNGStatesTracker):  # type: ignore[misc]
 
         Args:
             name: e.g. ``"model-parallel-rng"``.
-            seed: the same on ranks that are to draw alike.
+            seed: equal on ranks with equal streams.
         """
         if name in self.states_:
             raise ValueError(f"there is a random state {name!r} already")
@@ -42,7 +42,7 @@ class FollowingTracker(CudaRNGStatesTracker):  # type: ignore[misc]
         self.states_[name] = torch.tensor([seed % 2**63])
 
     def follow(self, states: Mapping[str, Any]) -> None:
-        """Take the names of another tracker; where its states are alike on some ranks, so are the seeds.
+        """Take the names of another tracker; ranks with equal states get equal seeds.
 
         Args:
             states: as its ``get_states`` gives them.
@@ -53,14 +53,14 @@ class FollowingTracker(CudaRNGStatesTracker):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def fork(self, name: str = _MODEL) -> Iterator[None]:
-        """Draw from the stream of a name; behind it, torch's generators go on as before, one number further if it drew.
+        """Use the stream of a name; afterwards torch's generators continue, one number further if it was used.
 
         Raises:
             KeyError: the name is not known.
         """
         if name not in self.states_:
             known = ", ".join(map(repr, self.states_)) or "none"
-            raise KeyError(f"there is no random state {name!r}; there are {known}")
+            raise KeyError(f"no RNG state {name!r}; there are {known}")
         generators = _generators()
         before = [generator.get_state() for generator in generators]
         seed = (_next_number(before[0]) + (int(self.states_[name]) + 1) * _STRIDE) % 2**64
@@ -102,9 +102,9 @@ _before: tuple[Any, bool] = (None, False)
 class Following:
     """From here to :meth:`stop`, ``get_cuda_rng_tracker()`` gives a tracker that follows torch's generators.
 
-    Its names are those that Megatron has, or those of the user's script where it has seeded them, and ranks draw alike
-    by a name where they did: those of one tensor-parallel group differ by ``"model-parallel-rng"``. One that nobody has
-    any more has stopped.
+    Its names are Megatron's, or those that the user's script has seeded, and the same ranks use equal streams by a name
+    as before: those of one tensor-parallel group differ by ``"model-parallel-rng"``. An unreferenced instance has
+    stopped.
     """
 
     def __init__(self) -> None:
@@ -115,9 +115,9 @@ class Following:
             if _is_for_graphs(tracker):
                 warnings.warn(
                     "Megatron's tracker of random states is one for CUDA graphs, and stays: activation checkpointing "
-                    "by a schedule's .checkpoint() does not put its states back, so that what draws inside of "
-                    "get_cuda_rng_tracker().fork() drops other elements in the recomputation; keep it out of what is "
-                    "checkpointed",
+                    "by a schedule's .checkpoint() does not put its states back, so that dropout inside of "
+                    "get_cuda_rng_tracker().fork() drops other elements in the recompute; keep it out of "
+                    "checkpointed modules",
                     stacklevel=4,
                 )
                 return

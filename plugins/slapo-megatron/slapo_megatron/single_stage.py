@@ -24,7 +24,7 @@ class WholeEngine(MegatronEngine):
     """The implementation of :class:`slapo_core.spec.engine.Engine` by Megatron's schedule without a pipeline.
 
     Args:
-        plan: what is built.
+        plan: of the build.
         request: from ``build``.
     """
 
@@ -47,8 +47,8 @@ class WholeEngine(MegatronEngine):
     def train_step(self, batch: Any) -> StepResult:
         self._before_step()
         count = None if self._count == self._request.accumulate else self._count  # as the user said it
-        pieces = self._request.micro_batches(batch, count, axes=self.plan.config["batch_axes"] or None)
-        done = self._passes(pieces)
+        micro_batches = self._request.micro_batches(batch, count, axes=self.plan.config["batch_axes"] or None)
+        done = self._passes(micro_batches)
         norm = self._updates.step(done[0]["loss"].device)
         self._after_step()
         loss = done[0]["loss"] if len(done) == 1 else torch.stack([one["loss"] for one in done]).mean()
@@ -61,7 +61,7 @@ class WholeEngine(MegatronEngine):
             loss, output = self._request.compute_loss(batch, self.megatron.chunks[0])
         return StepResult(loss, output)
 
-    def _passes(self, pieces: list[Any]) -> list[dict[str, Any]]:
+    def _passes(self, micro_batches: list[Any]) -> list[dict[str, Any]]:
         """Forward and backward of every micro-batch, and the reduction of the gradients."""
         from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
 
@@ -70,9 +70,9 @@ class WholeEngine(MegatronEngine):
         try:
             done: list[dict[str, Any]] = forward_backward_no_pipelining(
                 forward_step_func=self._forward_step,
-                data_iterator=iter(pieces),
+                data_iterator=iter(micro_batches),
                 model=chunks,
-                num_microbatches=len(pieces),
+                num_microbatches=len(micro_batches),
                 seq_length=1,  # of what stages would send
                 micro_batch_size=1,
             )
@@ -81,9 +81,9 @@ class WholeEngine(MegatronEngine):
             raise
         return done
 
-    def _forward_step(self, pieces: Iterator[Any], chunk: Any) -> tuple[torch.Tensor, Any]:
+    def _forward_step(self, micro_batches: Iterator[Any], chunk: Any) -> tuple[torch.Tensor, Any]:
         """What Megatron calls for each micro-batch."""
-        loss, output = self._request.compute_loss(next(pieces), chunk)
+        loss, output = self._request.compute_loss(next(micro_batches), chunk)
         return loss, functools.partial(_reduced, output=output)
 
     def _release(self) -> None:
@@ -94,10 +94,10 @@ class WholeEngine(MegatronEngine):
 
 
 def _reduced(loss: torch.Tensor, output: Any) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-    """The loss for the backward pass, which Megatron divides in place, and what the step gives.
+    """Return the loss for the backward pass, which Megatron divides in place, and the step's loss.
 
     It is the mean over one thing, the micro-batch: ranks along ``cp`` are replicas. Without that number Megatron takes
-    their losses for summands, and multiplies them by how many there are.
+    their losses as partial sums, and multiplies them by their number.
     """
     one = torch.ones((), dtype=torch.int, device=loss.device)
     return loss.clone(), one, {"loss": loss.detach().clone(), "output": output}

@@ -1,4 +1,4 @@
-"""Options while they are completed: the schedule's facts, and every filled-in value with its reason."""
+"""Read the schedule, and record the options with every filled-in value and its reason."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 import slapo_core
 from slapo_core import SlapoError
 from slapo_core.spec.planning import device_of, parameter_types
-from slapo_megatron.config.field_types import slots
+from slapo_megatron.config.field_types import field_types_of
 
 if TYPE_CHECKING:
     from slapo_core import Schedule
@@ -22,7 +22,7 @@ class StagesOf:
     """The stages of a schedule for its example inputs, asked for once.
 
     Args:
-        schedule: what is planned.
+        schedule: to plan.
         options: of the dialect, which say whether there is a loss.
     """
 
@@ -56,7 +56,7 @@ class StagesOf:
 
 @dataclass(frozen=True)
 class Facts:
-    """What is decided outside of the options.
+    """Decisions made outside of the options: by the schedule and the arguments of ``build``.
 
     Args:
         mesh: as messages show it, e.g. ``"{'pp': 2, 'dp': 2}"``; ``"none"`` without one.
@@ -69,7 +69,7 @@ class Facts:
             marked so.
         accumulate: the micro-batches that the user asks for; None where nothing is said.
         max_grad_norm: the norm that the user asks for; None where nothing is said.
-        has_optimizer: whether there is a factory; None where nobody has said.
+        has_optimizer: whether there is a factory; None if unknown.
     """
 
     mesh: str
@@ -134,7 +134,7 @@ class Draft:
     Args:
         options: for ``optimizer_config``, ``ddp_config``, ``model_parallel_config`` and ``scheduler``: a copy of what
             the user gave, which is filled in.
-        facts: what the schedule and the arguments of ``build`` say.
+        facts: decided by the schedule and the arguments of ``build``.
         origins: ``"optimizer_config.clip_grad"`` -> why it was filled in.
         has_optimizer_config: whether the user gave an ``optimizer_config``.
     """
@@ -149,15 +149,15 @@ class Draft:
         return name in self.options[option]
 
     def get(self, option: str, name: str) -> Any:
-        """The value; where nobody said any, Megatron's default; None for a field that it does not have."""
+        """Return the value; if not given, Megatron's default; None for an unknown field."""
         if name in self.options[option]:
             return self.options[option][name]
-        slot = slots(option).get(name)
-        return None if slot is None else slot.default
+        field_type = field_types_of(option).get(name)
+        return None if field_type is None else field_type.default
 
     @property
     def may_train(self) -> bool:
-        """Whether there is an optimizer; also where nobody has said whether there is a factory."""
+        """Whether there is an optimizer; True if a factory is possible."""
         return self.facts.has_optimizer is not False or self.get("optimizer_config", "lr") is not None
 
     def fill(self, option: str, name: str, value: Any, why: str) -> Any:

@@ -32,7 +32,7 @@ REQUIRED: Any = inspect.Parameter.empty
 
 
 @dataclass(frozen=True)
-class Slot:
+class FieldType:
     """One field, or argument.
 
     Args:
@@ -55,7 +55,7 @@ class Slot:
 
 
 def megatron_class(option: str) -> Any:
-    """The class of Megatron's that an option stands for.
+    """Return Megatron's class of an option.
 
     Args:
         option: e.g. ``"optimizer_config"``.
@@ -67,8 +67,8 @@ def megatron_class(option: str) -> Any:
 
 
 @cache
-def slots(option: str) -> Mapping[str, Slot]:
-    """What the installed Megatron-core has, by name.
+def field_types_of(option: str) -> Mapping[str, FieldType]:
+    """Return the fields of the installed Megatron-core, by name.
 
     Args:
         option: e.g. ``"optimizer_config"``.
@@ -76,10 +76,10 @@ def slots(option: str) -> Mapping[str, Slot]:
     found = megatron_class(option)
     if dataclasses.is_dataclass(found):
         hints = typing.get_type_hints(found)
-        return {field.name: Slot(field.default, hints[field.name]) for field in dataclasses.fields(found)}
+        return {field.name: FieldType(field.default, hints[field.name]) for field in dataclasses.fields(found)}
     hints = typing.get_type_hints(found.__init__, localns={"MegatronOptimizer": object})
     arguments = list(inspect.signature(found.__init__).parameters.values())[2:]  # without self and the optimizer
-    return {one.name: Slot(one.default, hints[one.name]) for one in arguments}
+    return {one.name: FieldType(one.default, hints[one.name]) for one in arguments}
 
 
 def _fits(value: Any, annotation: Any) -> bool:
@@ -131,7 +131,7 @@ _DERIVED = {
 
 
 def read(option: str, given: Any) -> dict[str, Any]:
-    """A copy of what the user gave, with everything wrong about names and types said at once.
+    """Copy the user's options, and refuse all wrong names and types at once.
 
     Args:
         option: e.g. ``"optimizer_config"``.
@@ -174,7 +174,7 @@ def _values(option: str, given: Any) -> dict[str, Any]:
     if not (has_objects and isinstance(given, megatron_class(option))):
         what = f"a dictionary, or Megatron's {name}" if has_objects else "a dictionary"
         raise BuildError(f"{option} must be {what} (got {_shown(given)})", hint=_EXAMPLES[option])
-    known = slots(option)
+    known = field_types_of(option)
     more = [one.name for one in dataclasses.fields(given) if one.name not in known]
     if more:
         raise BuildError(
@@ -186,43 +186,43 @@ def _values(option: str, given: Any) -> dict[str, Any]:
 
 
 def _of_object(option: str, given: Any) -> dict[str, Any]:
-    """The fields that somebody has set, as far as that can be told."""
+    """Return the fields that differ from their defaults."""
     found = {}
-    for name, slot in slots(option).items():
+    for name, field_type in field_types_of(option).items():
         value = getattr(given, name)
         derived = _DERIVED.get(name)
         if derived is not None and value == getattr(given, derived):
             continue
-        if not _same(value, slot.default):
+        if not _same(value, field_type.default):
             found[name] = value
     return found
 
 
 def _problem(option: str, name: str, value: Any) -> str | None:
-    slot, place = slots(option).get(name), f"'{name}' of {option}"
+    field_type, place = field_types_of(option).get(name), f"'{name}' of {option}"
     field = FIELDS[option].get(name)
     version = f"Megatron-core {found_version()}"
-    if slot is None:
+    if field_type is None:
         if field is not None:
             return f"{version} has no {place}, other versions do"
         return f"{version} has no {place}{_nearest(option, name)}"
-    if slot.default is not REQUIRED and _same(value, slot.default):
+    if field_type.default is not REQUIRED and _same(value, field_type.default):
         return None
     if field is None:
         return f"{place} is a field of {version} that this version of slapo-megatron does not know"
     if field.how == "refused":
         return f"{place} is refused: {field.why}"
-    if not slot.takes(value):
-        return f"{place} must be {slot.kind} (got {_shown(value)})"
+    if not field_type.takes(value):
+        return f"{place} must be {field_type.kind} (got {_shown(value)})"
     return None
 
 
 def _nearest(option: str, name: str) -> str:
-    usable = [one for one in slots(option) if one in FIELDS[option] and FIELDS[option][one].how != "refused"]
-    elsewhere = [other for other in CLASSES if other != option and name in slots(other)]
+    usable = [one for one in field_types_of(option) if one in FIELDS[option] and FIELDS[option][one].how != "refused"]
+    elsewhere = [other for other in CLASSES if other != option and name in field_types_of(other)]
     if elsewhere:
         return f"; it is one of {elsewhere[0]}"
-    close = difflib.get_close_matches(name, list(slots(option)), n=1, cutoff=0.6)
+    close = difflib.get_close_matches(name, list(field_types_of(option)), n=1, cutoff=0.6)
     return f"; did you mean {close[0]!r}?" if close else f"; it has {', '.join(sorted(usable))}"
 
 

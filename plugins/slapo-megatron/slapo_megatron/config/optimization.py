@@ -22,7 +22,7 @@ _POSITIVE = ("loss_scale", "initial_loss_scale", "loss_scale_window", "hysteresi
 
 
 def fill_optimizer(draft: Draft) -> None:
-    """Megatron's own optimizer, or what a factory leaves for the options to say.
+    """Complete the options of Megatron's own optimizer, or those that a factory leaves open.
 
     Raises:
         BuildError: a value that cannot be meant, or one that would do nothing.
@@ -41,8 +41,8 @@ def fill_optimizer(draft: Draft) -> None:
     if rate is None:
         if own and draft.facts.has_optimizer is False:
             raise BuildError(
-                f"{draft.place(_OPTIMIZER, own[0])} is {draft.get(_OPTIMIZER, own[0])!r}, but there is no rate to "
-                "train with: the engine only evaluates",
+                f"{draft.place(_OPTIMIZER, own[0])} is {draft.get(_OPTIMIZER, own[0])!r}, but no rate is given: "
+                "the engine only evaluates",
                 hint=f'{_OPTIMIZER}={{"lr": 1e-4, ...}}, or optimizer= of build',
             )
         return
@@ -91,7 +91,7 @@ def fill_clipping(draft: Draft) -> None:
 
 
 def fill_replicas(draft: Draft) -> None:
-    """What replicas partition and when they communicate: the same in both configurations.
+    """Complete the partitioning and communication of replicas: equal in both configurations.
 
     Raises:
         BuildError: they contradict each other, or a setting needs another one.
@@ -151,7 +151,7 @@ _DYNAMIC = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hyster
 
 
 def fill_precision(draft: Draft) -> None:
-    """``bf16`` and ``fp16`` are said once and hold everywhere; without a word it is what the model is in.
+    """``bf16`` and ``fp16`` are given once for all configurations; default: the model's dtype.
 
     Raises:
         BuildError: they contradict each other, or the model; or fp16 has no scale.

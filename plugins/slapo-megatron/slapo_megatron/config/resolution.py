@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from slapo_core import BuildError
 from slapo_core.spec.planning import boundaries, checked_axes, topology
 from slapo_megatron.config.draft import Draft, Facts, StagesOf, trains
-from slapo_megatron.config.field_types import CLASSES, megatron_class, read, slots
+from slapo_megatron.config.field_types import CLASSES, field_types_of, megatron_class, read
 from slapo_megatron.config.fields import FIELDS
 from slapo_megatron.config.optimization import (
     fill_clipping,
@@ -63,13 +63,13 @@ def filled(schedule: ScheduledModel, options: Mapping[str, Any], stages: StagesO
     """The options of the dialect, filled in; given them, it gives them again; pure.
 
     Args:
-        schedule: what is built.
+        schedule: to build.
         options: as the user gave them to ``build``, with the arguments of ``build``; or as an earlier call made them.
-        stages: of the schedule, where somebody else asks for them too.
+        stages: of the schedule, if already known.
 
     Returns:
         ``optimizer_config``, ``ddp_config``, ``model_parallel_config``, ``scheduler``: what Megatron's classes are
-        given; ``microbatches``; ``batch_axes``; ``arguments``: what the user gave to ``build``; ``origins``: of a value
+        given; ``microbatches``; ``batch_axes``; ``arguments``: those of ``build``; ``origins``: of a value
         that was filled in, e.g. ``"optimizer_config.clip_grad"`` -> why.
 
     Raises:
@@ -99,14 +99,16 @@ def filled(schedule: ScheduledModel, options: Mapping[str, Any], stages: StagesO
 
 def _refuse_unknown(options: Mapping[str, Any]) -> None:
     for name in sorted(set(options) - {*OPTIONS, "arguments", "origins"}):
-        owners = [option for option in FIELDS if name in slots(option)]
+        owners = [option for option in FIELDS if name in field_types_of(option)]
         said = f"target 'megatron' has no option {name!r}; it has {', '.join(OPTIONS)}"
         if owners:
             raise BuildError(said, hint=f'{owners[0]}={{"{name}": {options[name]!r}}}')
         raise BuildError(said)
     for name in ("arguments", "origins"):
         if not isinstance(options.get(name) or {}, Mapping):
-            raise BuildError(f"{name} is what a plan of target 'megatron' says, and no option (got {options[name]!r})")
+            raise BuildError(
+                f"{name} is an entry of a plan of target 'megatron', not an option (got {options[name]!r})"
+            )
 
 
 _NAMES = {
@@ -119,7 +121,7 @@ def steps_of(schedule: ScheduledModel, options: Mapping[str, Any], stages: Stage
     """The lines of the plan: sizes and ranks, groups, buckets and optimizer, what crosses stages, the options.
 
     Args:
-        schedule: what is built.
+        schedule: to build.
         options: as :func:`slapo_megatron.config.resolution.filled` made them.
         stages: of the schedule.
     """
@@ -215,7 +217,7 @@ def _of_pipeline(schedule: ScheduledModel, stages: StagesOf, pp: int) -> Iterato
     elif count == pp:
         yield f"a pipeline over {pp} ranks, a stage on each: 1F1B"
     else:
-        yield f"a pipeline over {pp} ranks, {count / pp:g} stages on each, in turn: interleaved 1F1B"
+        yield f"a pipeline over {pp} ranks, {count / pp:g} stages on each, alternating: interleaved 1F1B"
     yield from boundaries(schedule, stages.ask)
     yield "  packed into one tensor for each micro-batch: floats together, everything else bit by bit"
 

@@ -19,7 +19,7 @@ def groups_of_megatron() -> list[Any]:
 
 
 def is_alive(group: Any) -> bool:
-    """Whether torch.distributed still knows the group: it was not destroyed, and neither was what it was made in."""
+    """Whether torch.distributed still knows the group: neither it nor its world was destroyed."""
     return dist.is_initialized() and group in dist.distributed_c10d._world.pg_map
 
 

@@ -1,6 +1,6 @@
 """Megatron's process groups: made in the order of the mesh, or those that the user's script has made.
 
-Megatron has one set of them for the process, so what is known about it is one for the process too: who made them, and
+Megatron has one set of them for the process, so the record about it is one for the process too: who made them, and
 which engines use them. They stay for the next engine of the same mesh."""
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def start(mesh: Mesh | None, *, device_type: str | None = None, virtual: int | N
     """Let Megatron have process groups over the ranks of the mesh: a collective over all of them.
 
     Groups that the user's script has made are taken if they are those of the mesh, rank by rank. Those that were made
-    here are taken again for the same mesh, and made anew for another one.
+    here are reused for the same mesh, and made again for another one.
 
     Where torch has no process group, this process is alone: it gets a group of one, which stays until it ends.
 
@@ -107,8 +107,8 @@ def start(mesh: Mesh | None, *, device_type: str | None = None, virtual: int | N
 
 @contextlib.contextmanager
 def given_back() -> Iterator[None]:
-    """Around the making of an engine: if it fails, what it has of the groups is closed."""
-    before = weakref.WeakSet(_leases)  # what nobody has any more may be collected meanwhile
+    """Close the lease if making the engine fails."""
+    before = weakref.WeakSet(_leases)  # unreferenced engines may be collected meanwhile
     try:
         yield
     except BaseException:
@@ -129,7 +129,7 @@ def _check_world(mesh: Mesh) -> None:
 
 
 def _still_there() -> _Made | None:
-    """What was made here, if it is still what Megatron has; what is gone is forgotten."""
+    """Return the groups made here, if Megatron still has them; else forget them."""
     global _made
     from megatron.core import parallel_state
 
@@ -177,7 +177,7 @@ def _used(made: _Made) -> bool:
 
 
 def _anywhere(is_so: bool, mesh: Mesh) -> bool:
-    """Whether it is so on any rank: an engine that nobody has any more is gone from one rank earlier than from another.
+    """Whether it is so on any rank: unreferenced engines are collected at different times on the ranks.
 
     A collective over all ranks, so that none of them goes on alone to make groups.
 
@@ -198,7 +198,7 @@ def _anywhere(is_so: bool, mesh: Mesh) -> bool:
 
 def _refuse_in_use(made: _Made, mesh: Mesh) -> None:
     if _used(made):
-        gc.collect()  # an engine that nobody has any more
+        gc.collect()  # an unreferenced engine
     if _anywhere(_used(made), mesh):
         raise BuildError(
             f"an open engine uses Megatron's process groups of the mesh {made.mesh}, and this one is for "

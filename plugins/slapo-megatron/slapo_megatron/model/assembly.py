@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def transformer_config(options: Mapping[str, Any], mesh: Mesh | None) -> TransformerConfig:
-    """What DistributedDataParallel and the schedules read; sizes of layers are none of theirs, and stand for nothing.
+    """Make the configuration for DistributedDataParallel and the schedules; its layer sizes are dummies.
 
     Args:
         options: of the plan.
@@ -166,7 +166,7 @@ def _trains(plan: Plan, request: BuildRequest) -> bool:
 
 
 def _refuse_sums(request: BuildRequest, config: Any) -> None:
-    """Where a parameter is marked for Megatron to sum its gradient over ``tp``, Megatron does, and nobody else."""
+    """Refuse parameters whose gradient both Megatron and a step would sum over ``tp``."""
     mesh = request.schedule.mesh
     marked = {
         live.name
@@ -195,7 +195,7 @@ def _refuse_sums(request: BuildRequest, config: Any) -> None:
 
 
 def _enable_overlap(config: Any, wrapped: Sequence[Any]) -> None:
-    """What the schedules call so that communication runs beside computation, where the options ask for it."""
+    """Set the callbacks of the schedules that overlap communication with computation, if requested."""
     ddp_config = wrapped[0].ddp_config
     for chunk in wrapped:
         if chunk.use_forward_hook:

@@ -16,7 +16,7 @@ _LOW = (torch.float16, torch.bfloat16)
 
 
 def working_dtype(config: Any) -> torch.dtype | None:
-    """In what the model computes; None where it is left as it is.
+    """Return the dtype of the computation; None if unchanged.
 
     Args:
         config: Megatron's, of a model or of an optimizer.
@@ -29,8 +29,8 @@ def working_dtype(config: Any) -> torch.dtype | None:
 def lower_model(model: nn.Module, dtype: torch.dtype | None) -> None:
     """Cast the parameters in place; each stays the same object.
 
-    Buffers keep their dtypes, unlike in Megatron's ``Float16Module``: rotary frequencies in bfloat16 turn position 4000
-    by 0.7 rad.
+    Buffers keep their dtypes, unlike in Megatron's ``Float16Module``: rotary frequencies in bfloat16 rotate position
+    4000 by 0.7 rad.
 
     Args:
         model: the scheduled one, every tensor in its place.
@@ -69,7 +69,7 @@ class Chunk(nn.Module):
         config: Megatron's.
 
     Attributes:
-        around: what is done around each forward of the model.
+        around: a context manager around each forward of the model.
     """
 
     model_type = ModelType.encoder_or_decoder
@@ -84,7 +84,7 @@ class Chunk(nn.Module):
         self.around: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
 
     def set_input_tensor(self, input_tensor: Any) -> None:
-        """What the stage before sent; there is none."""
+        """Ignore the previous stage's message: there is none."""
 
     def shared_embedding_or_output_weight(self) -> None:
         return None

@@ -28,7 +28,7 @@ def optimizer_of(options: Mapping[str, Any], request: BuildRequest, chunks: Sequ
         chunks: the model as DistributedDataParallel has it.
 
     Raises:
-        BuildError: Megatron cannot wrap what the factory makes, or a setting has nothing to act on; or a parameter is
+        BuildError: Megatron cannot wrap the factory's optimizer, or a setting has nothing to act on; or a parameter is
             not contiguous.
         OptimizerError: the factory made something that cannot be.
     """
@@ -107,18 +107,18 @@ def _no_state(*_: Any) -> None:
 
 
 def _refuse_strided(request: BuildRequest) -> None:
-    """The optimizer's state lies as its parameter does, and is read and written as one row of elements."""
+    """The optimizer's state has its parameter's layout, and is read and written as flat elements."""
     for live in request.state.tensors():
         if live.is_parameter and live.is_here and live.tensor.requires_grad and not live.tensor.is_contiguous():
             raise BuildError(
                 f"'{live.name}' is not contiguous (strides {live.tensor.stride()} of shape "
-                f"{tuple(live.tensor.shape)}), and could not be saved from beside Megatron's optimizer",
+                f"{tuple(live.tensor.shape)}), and could not be saved apart from Megatron's optimizer",
                 hint=f"parameter.data = parameter.data.contiguous() for '{live.name}', before the schedule is made",
             )
 
 
 def _refuse_without_embeddings(request: BuildRequest, config: OptimizerConfig) -> None:
-    """A rate of their own for embeddings and the output layer acts on what is marked so, and else on nothing."""
+    """A separate rate for embeddings and the output layer needs parameters that are marked so."""
     if config.decoupled_lr is None:
         return
     name = "is_embedding_or_output_parameter"

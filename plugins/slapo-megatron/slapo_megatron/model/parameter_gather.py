@@ -1,7 +1,7 @@
 """With ``overlap_param_gather``: parameters that the model reads before Megatron has gathered them.
 
 Megatron's distributed optimizer then leaves the all-gather of new values to hooks in front of each module's forward,
-which wait for the module's own parameters. What another module reads of it, such as a traced graph or a parent that
+which wait for the module's own parameters. Reads by another module, e.g. a traced graph or a parent that
 computes with the weight of a child, would be the values of the step before, in the parts of other replicas."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class Gathering:
-    """Watches the first forward of a chunk, and has what it reads early gathered in front of every later one.
+    """Watch the first forward of a chunk, and gather its early reads before every later one.
 
     Args:
         chunk: wrapped.

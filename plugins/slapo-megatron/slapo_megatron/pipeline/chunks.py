@@ -46,19 +46,19 @@ class StageChunk(Chunk):
         self.work = work
 
     def end(self) -> None:
-        """Let go of what the step had."""
+        """Release the step's tensors."""
         del self.work
         self._received = None
 
     def set_input_tensor(self, input_tensor: Any) -> None:
-        """What the stage before sent; 1F1B gives it in a list."""
+        """Take the previous stage's message; 1F1B passes a list."""
         self._received = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
 
     def forward(self, number: int) -> Any:
         """The passes of a micro-batch.
 
         Returns:
-            what is sent to the next stage, a tensor of its own; on the last stage what :meth:`Work.loss` takes, in
+            the message to the next stage, a tensor of its own; on the last stage the input of :meth:`Work.loss`, in
             float32 where the model computes in lower precision.
         """
         received, self._received = self._received, None
@@ -114,10 +114,10 @@ def assembled(
     """One chunk for each stage of this rank.
 
     Args:
-        plan: what is built.
+        plan: of the build.
         request: from ``build``; parameters are marked.
         config: Megatron's.
-        partition: of the model, for any form of a batch.
+        partition: of the model, for any input signature.
         passes_are_over: called on every rank when all passes of a step are, before ranks wait in Megatron's groups.
     """
     mesh = request.schedule.mesh

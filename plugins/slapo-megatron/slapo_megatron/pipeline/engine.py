@@ -30,7 +30,7 @@ class PipelineEngine(MegatronEngine):
     is closed.
 
     Args:
-        plan: what is built.
+        plan: of the build.
         request: from ``build``.
     """
 
@@ -142,8 +142,8 @@ class PipelineEngine(MegatronEngine):
     def _refuse_autocast(self) -> None:
         if torch.is_autocast_enabled(self._device.type):
             raise BuildError(
-                "a step of a pipeline of target 'megatron' was called under torch.autocast: ranks would not agree "
-                "about the types of what they send",
+                "a step of a pipeline of target 'megatron' was called under torch.autocast: the dtypes of "
+                "P2P messages would differ between ranks",
                 hint='optimizer_config={"bf16": True}',
             )
 

@@ -28,7 +28,7 @@ class Messages:
 
     Args:
         from_previous: numbers of elements of what its stages are sent.
-        from_next: of the gradients of what they send.
+        from_next: of the gradients of the messages to the next rank.
         dtype: of all.
         device: where stages compute.
     """
@@ -40,7 +40,7 @@ class Messages:
 
 
 def order_of(chunks: int, count: int, group: int) -> list[int]:
-    """The place among its stages of what a rank runs, one after the other: the same on all ranks.
+    """Return the order in which a rank runs its stages: equal on all ranks.
 
     Args:
         chunks: stages of a rank.
@@ -150,7 +150,7 @@ class Communicator(P2PCommunicator):  # type: ignore[misc]
         return received, gradient, None
 
     def _send(self, tensor: torch.Tensor, place: int, tag: int) -> Any:
-        # Detached: Megatron takes the memory of what it has sent from the tensor, perhaps before it is there.
+        # Detached: Megatron frees the memory of a sent tensor, perhaps before it has arrived.
         return self._own.send([tensor.detach().contiguous()], place, tag)
 
     def _receive(self, length: int, place: int, tag: int) -> tuple[torch.Tensor, Any]:
@@ -218,10 +218,10 @@ def _forward_step(numbers: Iterator[int], chunk: Any) -> tuple[Any, Any]:
 
 
 def _loss(work: Work, number: int, outputs: Any) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """The loss for the backward pass, which Megatron divides in place, and what the step gives.
+    """Return the loss for the backward pass, which Megatron divides in place, and the step's loss.
 
     It is the mean over one thing, the micro-batch: ranks along ``cp`` are replicas. Without that number Megatron takes
-    their losses for summands, and multiplies them by how many there are.
+    their losses as partial sums, and multiplies them by their number.
     """
     loss = work.loss(outputs, number)
     one = torch.ones((), dtype=torch.int, device=loss.device)
@@ -229,7 +229,7 @@ def _loss(work: Work, number: int, outputs: Any) -> tuple[torch.Tensor, torch.Te
 
 
 def _groups() -> ProcessGroupCollection:
-    """What the schedules take of ``parallel_state`` where nobody gives it to them."""
+    """Return the process groups that the schedules would take from ``parallel_state``."""
     found = ProcessGroupCollection()
     found.tp = parallel_state.get_tensor_model_parallel_group()
     found.pp = parallel_state.get_pipeline_model_parallel_group()

@@ -20,7 +20,7 @@ class BetweenMegatronSteps(BetweenSteps):
     Args:
         request: of the build.
         places: of the engine.
-        tensors: what knows whether the forward computes with what is trained.
+        tensors: compares the forward's parameters with their main weights.
     """
 
     def __init__(self, request: BuildRequest, places: Places, tensors: MegatronTensors) -> None:

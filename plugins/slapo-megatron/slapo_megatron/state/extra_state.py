@@ -1,4 +1,4 @@
-"""What a run needs to go on, beside weights and the optimizer: Megatron's scheduler, and the scales of the loss."""
+"""Save and load the extra state of a run: Megatron's scheduler, and the loss scales."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _resume(scheduler: Any, saved: Mapping[str, Any]) -> None:
             hint=f'{_OWN} keeps its own, scheduler={{"use_checkpoint_opt_param_scheduler": True}} takes the others',
         )
     rates = {"max_lr": scheduler.max_lr, "min_lr": scheduler.min_lr}
-    scheduler.num_steps = 0  # what is loaded is added
+    scheduler.num_steps = 0  # loaded values are added
     scheduler.load_state_dict(dict(saved))
     if other and not scheduler.override_opt_param_scheduler:
         for group in scheduler.optimizer.param_groups:

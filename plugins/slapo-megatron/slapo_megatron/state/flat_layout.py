@@ -1,4 +1,4 @@
-"""Where Megatron's optimizers keep what they train: all that we know of their insides is here.
+"""Locate main weights and states in Megatron's optimizers: all access to their internals.
 
 Imports Megatron: import it in functions."""
 
@@ -16,7 +16,7 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer, Float16Optimizer
 
 from slapo_core import BuildError
 from slapo_core.spec.places import Place
-from slapo_megatron.state.tensors import united
+from slapo_megatron.state.tensors import merge_across_ranks
 
 if TYPE_CHECKING:
     from slapo_core.spec.mesh import Mesh
@@ -31,7 +31,7 @@ class Held:
         place: where; None where other replicas hold all of it.
         dtype: in which it is trained.
         is_part: whether replicas hold parts of it.
-        is_copy: whether what is stepped is another tensor than the parameter, or a part of it.
+        is_copy: whether the optimizer steps another tensor than the parameter, or a part of it.
     """
 
     inner: torch.optim.Optimizer
@@ -49,7 +49,7 @@ class Places:
         held: by the identity of the parameter; of all that an optimizer of Megatron trains on this rank.
         groups: for each group of each optimizer of torch, that one, the group's number there, and the parameters of the
             model in it, those of which other replicas hold all too.
-        order: the parameters that are views of Megatron's buffers, which are what it sends, in an order that replicas
+        order: the parameters that are views of Megatron's communication buffers, in an order that replicas
             share.
         shared: the process groups over which parts lie: the replicas are the product of these.
     """
@@ -85,7 +85,7 @@ def places_of(optimizer: Any, mesh: Mesh | None) -> Places:
         if is_offloaded or one.config.use_precision_aware_optimizer:
             option = "optimizer_cpu_offload" if is_offloaded else "use_precision_aware_optimizer"
             raise BuildError(
-                f"what Megatron's optimizer keeps with '{option}' is not known here, so that nothing could be saved",
+                f"what Megatron's optimizer keeps with '{option}' is unknown: it could not be saved",
                 hint=f'optimizer_config={{"{option}": False}}',
             )
         if isinstance(one, DistributedOptimizer):
@@ -97,7 +97,7 @@ def places_of(optimizer: Any, mesh: Mesh | None) -> Places:
         else:
             kind = type(one).__name__
             raise BuildError(
-                f"where Megatron's {kind} keeps what it trains is not known, so that nothing could be saved",
+                f"where Megatron's {kind} keeps its main weights is unknown: they could not be saved",
                 hint="use Adam or SGD, with the distributed optimizer or without",
             )
     return places
@@ -128,7 +128,7 @@ def _distributed(one: DistributedOptimizer, places: Places, mesh: Mesh | None) -
     is_part = one.data_parallel_group.size() > 1
     groups = [mesh.group("dp")] if mesh is not None and mesh.size("dp") > 1 else []
     if math.prod(group.size() for group in groups if group is not None) != one.data_parallel_group.size():
-        groups = [one.data_parallel_group]  # several instances of the optimizer, each of them sharded by itself
+        groups = [one.data_parallel_group]  # several instances of the optimizer, each sharded separately
     places.shared = groups if is_part else []
     order = [parameter for buffer in one.buffers for parameter in buffer.param_index_map]
     places.order += order
@@ -145,7 +145,7 @@ def _distributed(one: DistributedOptimizer, places: Places, mesh: Mesh | None) -
                 is_copy = is_part or part.dtype != parameter.dtype
                 places.held[id(parameter)] = Held(one.optimizer, place, part.dtype, is_part, is_copy)
                 group_of[number_of[id(parameter)]] = number
-    group_of = united(group_of, places.shared)
+    group_of = merge_across_ranks(group_of, places.shared)
     for number in range(len(one.optimizer.param_groups)):
         inside = [parameter for at, parameter in enumerate(order) if group_of.get(at) == number]
         places.groups.append((one.optimizer, number, inside))

@@ -1,7 +1,7 @@
 """Settings of Megatron's groups of parameters, and the counts of an optimizer that keeps them there.
 
-Beside the settings of the optimizer, a group of Megatron's has what its scheduler makes them of (``wd_mult``,
-``max_lr``, ...). Those are of the build: a checkpoint says what the optimizer had."""
+Apart from the optimizer's settings, a group of Megatron's has those of its scheduler (``wd_mult``,
+``max_lr``, ...). Those are of the build: a checkpoint holds the optimizer's settings only."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from slapo_core import BuildError
 from slapo_core.spec.places import gathered
-from slapo_megatron.state.tensors import shared_dims, united
+from slapo_megatron.state.tensors import merge_across_ranks, shared_dims
 
 if TYPE_CHECKING:
     from slapo_core.spec.mesh import Mesh
@@ -31,7 +31,7 @@ _OF_THE_BUILD = (
     "is_expert_parallel",
     "is_decoupled_lr",
 )
-_FUSED = ("lr", "betas", "eps", "weight_decay")  # what a fused Adam shares with that of torch
+_FUSED = ("lr", "betas", "eps", "weight_decay")  # settings that a fused Adam shares with torch's
 
 
 def counts_in_groups(optimizer: torch.optim.Optimizer) -> bool:
@@ -47,7 +47,7 @@ def kind_of(optimizer: torch.optim.Optimizer) -> str:
 
 
 def settings_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
-    """What a checkpoint holds of a group, and what one of it changes."""
+    """Settings of a group in a checkpoint, and those that loading changes."""
     if counts_in_groups(optimizer):
         return {key: group[key] for key in _FUSED if key in group}
     return {key: value for key, value in group.items() if key != "params" and key not in _OF_THE_BUILD}
@@ -86,7 +86,7 @@ class StoredOptimizer:
         """Learn which state there is of parameters that lie on other replicas altogether: a collective over them."""
         described = {number: self._described(parameter) for number, parameter in enumerate(self._places.order)}
         own = {number: one for number, one in described.items() if one}
-        for number, one in united(own, self._places.shared).items():
+        for number, one in merge_across_ranks(own, self._places.shared).items():
             self._elsewhere[id(self._places.order[number])] = one
         return self
 
@@ -150,7 +150,7 @@ class StoredOptimizer:
         groups: Sequence[Mapping[str, Any]],
         states: Mapping[torch.Tensor, Mapping[str, Any]],
     ) -> Callable[[], None]:
-        """As ``torch.optim.Optimizer.load_state_dict`` takes it: what is stepped, numbered in its order."""
+        """Return the argument of ``torch.optim.Optimizer.load_state_dict``: stepped tensors by number."""
         stepped = {id(tensor): tensor for group in inner.param_groups for tensor in group["params"]}
         numbers = {key: number for number, key in enumerate(stepped)}
         packed: list[dict[str, Any]] = []
@@ -185,14 +185,14 @@ class StoredOptimizer:
             elif isinstance(value, torch.Tensor) and value.dim() and place.length < parameter.numel():
                 raise BuildError(
                     f"the checkpoint has '{key}' of shape {tuple(value.shape)} for '{self._names[id(parameter)]}' of "
-                    f"shape {tuple(parameter.shape)}: Megatron's distributed optimizer keeps only what has the shape "
-                    "of the parameter"
+                    f"shape {tuple(parameter.shape)}: Megatron's distributed optimizer keeps only tensors of the "
+                    "parameter's shape"
                 )
             else:
                 yield key, value
 
     def _described(self, parameter: torch.Tensor) -> dict[str, Any]:
-        """By key: a type for what has the parameter's shape, the value of anything else."""
+        """By key: the dtype of a tensor of the parameter's shape, or the value of anything else."""
         held = self._held(parameter)
         if held is None or held.place is None:
             return {}

@@ -1,4 +1,4 @@
-"""The model's tensors under Megatron: what is trained, and what the forward computes with."""
+"""Read and write the model's tensors under Megatron: main weights and forward values."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class MegatronTensors:
         self._follows = True
 
     def end(self) -> None:
-        """What the forward computes with follows no more: Megatron may not have sent the last step's changes."""
+        """Stop following the main weights: Megatron may not have sent the last step's changes."""
         self._follows = False
 
     def partitioned(self, live: LiveTensor) -> tuple[str, ...]:
@@ -87,7 +87,7 @@ def shared_dims(held: Held | None, mesh: Mesh | None) -> tuple[str, ...]:
     return ("dp",) if mesh.size("dp") > 1 else ()
 
 
-def united(own: dict[int, Any], groups: Sequence[Any]) -> dict[int, Any]:
+def merge_across_ranks(own: dict[int, Any], groups: Sequence[Any]) -> dict[int, Any]:
     """What all ranks of some groups know, one group after the other; the first rank that knows something counts."""
     found = own
     for group in groups:
