@@ -14,7 +14,7 @@ from slapo_core import BuildError
 if TYPE_CHECKING:
     from slapo_core.spec.request import BuildRequest
 
-PIECE = ("model_parallel", "tensor_model_parallel")
+SHARDED = ("model_parallel", "tensor_model_parallel")
 """DeepSpeed takes either; other code around it one of them."""
 
 
@@ -60,11 +60,11 @@ def mark(request: BuildRequest) -> list[torch.Tensor]:
         if not live.is_parameter:
             continue
         split_over = {mesh_dim for mesh_dim, _ in live.layout.shards() if mesh is not None and mesh.size(mesh_dim) > 1}
-        is_piece = "tp" in split_over
-        for name in PIECE:
-            if is_piece or hasattr(live.tensor, name):
-                setattr(live.tensor, name, is_piece)
-        if is_piece:
+        is_shard = "tp" in split_over
+        for name in SHARDED:
+            if is_shard or hasattr(live.tensor, name):
+                setattr(live.tensor, name, is_shard)
+        if is_shard:
             marked.append(live.tensor)
             if live.tensor.requires_grad:
                 live.tensor.register_post_accumulate_grad_hook(_mark_gradient)
@@ -72,7 +72,7 @@ def mark(request: BuildRequest) -> list[torch.Tensor]:
 
 
 def _mark_gradient(parameter: torch.Tensor) -> None:
-    for name in PIECE:
+    for name in SHARDED:
         if parameter.grad is not None:
             setattr(parameter.grad, name, True)
 
@@ -92,10 +92,10 @@ def count_once(request: BuildRequest, copies: Collection[torch.Tensor]) -> None:
             continue
         if id(live.tensor) in is_copy:
             live.tensor.ds_pipe_replicated = True  # type: ignore[attr-defined]
-            for name in PIECE:
+            for name in SHARDED:
                 setattr(live.tensor, name, False)
         elif mesh.rank("pp") and not mesh.rank("tp"):
-            setattr(live.tensor, PIECE[0], True)
+            setattr(live.tensor, SHARDED[0], True)
 
 
 def require_counted(engine: Any, marked: Sequence[torch.Tensor]) -> None:
@@ -150,5 +150,5 @@ def _with_axes(parameter: torch.Tensor) -> Any:
     """What DeepSpeed reads of a parameter; of a number, it cannot scale the gradient as it is."""
     if parameter.dim() or parameter.grad is None:
         return parameter
-    marks = {name: value for name, value in vars(parameter).items() if name in PIECE}
+    marks = {name: value for name, value in vars(parameter).items() if name in SHARDED}
     return types.SimpleNamespace(grad=parameter.grad.view(1), device=parameter.device, **marks)

@@ -115,8 +115,8 @@ def _start_afresh(wrapper: Any) -> None:
             if hasattr(wrapper, "fp32_groups_flat"):
                 offset = 0
                 for parameter in parameters:
-                    piece = wrapper.fp32_groups_flat[number].narrow(0, offset, parameter.numel())
-                    piece.copy_(parameter.detach().reshape(-1))
+                    shard = wrapper.fp32_groups_flat[number].narrow(0, offset, parameter.numel())
+                    shard.copy_(parameter.detach().reshape(-1))
                     offset += parameter.numel()
             else:
                 for master, parameter in zip(wrapper.fp32_groups[number], parameters, strict=True):

@@ -74,7 +74,7 @@ def mark(request: BuildRequest) -> Marks:
     here = [live for live in request.state.tensors() if live.is_parameter and live.is_here]
     for live in here:
         _refuse_split(request, live)
-    return Marks([(live.tensor, {**_as_piece(request, live), **_as_copy(request, live)}) for live in here])
+    return Marks([(live.tensor, {**_as_shard(request, live), **_as_copy(request, live)}) for live in here])
 
 
 def _refuse_split(request: BuildRequest, live: LiveTensor) -> None:
@@ -94,7 +94,7 @@ def _refuse_split(request: BuildRequest, live: LiveTensor) -> None:
             )
 
 
-def _as_piece(request: BuildRequest, live: LiveTensor) -> dict[str, Any]:
+def _as_shard(request: BuildRequest, live: LiveTensor) -> dict[str, Any]:
     """Whether ``tp`` splits it, and how; the stride counts the matrices that lie one after the other on that axis."""
     mesh, layout = request.schedule.mesh, live.layout
     split = [axis for mesh_dim, axis in layout.shards() if mesh_dim == "tp"]

@@ -166,9 +166,9 @@ def _consecutive(groups: Any, flats: Any) -> Iterator[tuple[int, Place]]:
             start += parameter.numel()
 
 
-def _one_by_one(groups: Any, masters: Any) -> Iterator[tuple[int, Place]]:
+def _one_by_one(groups: Any, main_weights: Any) -> Iterator[tuple[int, Place]]:
     """A master for each parameter, without ZeRO."""
-    for parameters, own in zip(groups, masters, strict=True):
+    for parameters, own in zip(groups, main_weights, strict=True):
         for parameter, master in zip(parameters, own, strict=True):
             yield id(parameter), Place(master, 0, 0, parameter.numel(), shape_of(parameter))
 

@@ -70,9 +70,9 @@ class DeepSpeedOptimizer:
         if place is None:
             value: torch.Tensor = self._inner.state[parameter][key]
             return value
-        piece = place.of(self._inner.state[place.flat][key])
+        shard = place.of(self._inner.state[place.flat][key])
         groups = [self._mesh.group("dp")] if self._mesh is not None and self.partitioned(parameter) else []
-        return gathered(piece, place.offset, place.shape, groups, device=self._device)
+        return gathered(shard, place.offset, place.shape, groups, device=self._device)
 
     def write(self, parameter: torch.Tensor, key: str, value: torch.Tensor) -> None:
         place = self._place(parameter)

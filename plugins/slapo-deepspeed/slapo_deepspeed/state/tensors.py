@@ -89,9 +89,9 @@ class DeepSpeedTensors:
     def _place(self, live: LiveTensor) -> Place | None:
         return self._places.by_parameter.get(id(live.tensor))
 
-    def _whole(self, live: LiveTensor, piece: torch.Tensor, offset: int) -> torch.Tensor:
+    def _whole(self, live: LiveTensor, shard: torch.Tensor, offset: int) -> torch.Tensor:
         groups = [self._mesh.group("dp")] if self._mesh is not None and self.partitioned(live) else []
-        return gathered(piece, offset, shape_of(live.tensor), groups, device=self._device)
+        return gathered(shard, offset, shape_of(live.tensor), groups, device=self._device)
 
 
 def _is_whole(parameter: Any) -> bool:

@@ -96,7 +96,7 @@ def _map_of(layout: Layout, mesh: Mesh) -> dict[str, Any]:
         segments = layout.segments(_At(mesh, place))  # type: ignore[arg-type]
         shapes[place] = [sum(length for _, length in ranges) for ranges in segments]
         holders = [place] if is_split else everywhere
-        shards[place] = [_piece(block, layout.shape, shapes[place], holders) for block in _blocks(segments)]
+        shards[place] = [_shard(block, layout.shape, shapes[place], holders) for block in _blocks(segments)]
     found = ParamAffineMap(layout.shape, shapes, shards)
     found.validate()
     described: dict[str, Any] = found.to_dict()
@@ -116,7 +116,7 @@ def _blocks(segments: Sequence[Sequence[tuple[int, int]]]) -> list[_Block]:
     return list(itertools.product(*axes))
 
 
-def _piece(block: _Block, whole: Sequence[int], shape: Sequence[int], holders: Sequence[int]) -> Any:
+def _shard(block: _Block, whole: Sequence[int], shape: Sequence[int], holders: Sequence[int]) -> Any:
     from deepspeed.checkpoint.affine import AffinePiece
 
     outer, inner = _strides(whole), _strides(shape)

@@ -26,20 +26,20 @@ def forget_gradients(engine: Any) -> None:
     """
     optimizer = engine.optimizer
     kept = getattr(optimizer, "grad_partitions_flat_buffer", None)  # of ZeRO-3
-    masters: list[torch.Tensor] = []  # whose gradients are copied there as they come
+    main_weights: list[torch.Tensor] = []  # whose gradients are copied there as they come
     if getattr(optimizer, "offload_optimizer", False):
-        masters += optimizer.fp32_partitioned_groups_flat
+        main_weights += optimizer.fp32_partitioned_groups_flat
     if getattr(optimizer, "cpu_offload", False):
-        masters += optimizer.single_partition_of_fp32_groups
+        main_weights += optimizer.single_partition_of_fp32_groups
     with torch.no_grad():
         if kept is not None:
             kept.zero_()
-        for master in masters:
-            if master.grad is not None:
-                master.grad.zero_()
+        for main in main_weights:
+            if main.grad is not None:
+                main.grad.zero_()
         for summed in getattr(optimizer, "accumulated_grads_in_cpu", {}).values():
             summed.zero_()
-    if masters:
+    if main_weights:
         optimizer.norm_for_param_grads.clear()
 
 

@@ -120,10 +120,10 @@ class StoredOptimizer:
             assert place is not None
             return place.of(held.inner.state[place.flat][key]).view(shape)
         if place is None:
-            piece, offset = torch.empty(0, dtype=self._elsewhere[id(parameter)][key]), 0
+            shard, offset = torch.empty(0, dtype=self._elsewhere[id(parameter)][key]), 0
         else:
-            piece, offset = place.of(held.inner.state[place.flat][key]), place.offset
-        return gathered(piece, offset, shape, self._places.shared, device=self._device)
+            shard, offset = place.of(held.inner.state[place.flat][key]), place.offset
+        return gathered(shard, offset, shape, self._places.shared, device=self._device)
 
     def write(self, parameter: torch.Tensor, key: str, value: torch.Tensor) -> None:
         held = self._held(parameter)

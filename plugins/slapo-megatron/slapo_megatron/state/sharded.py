@@ -103,15 +103,15 @@ def _sharded(shards: Sequence[Piece]) -> dict[str, Any]:
     """Convert to Megatron's format; blocks of any size, without a regular grid."""
     return {
         f"shard {number}": ShardedTensor(
-            _key(piece.kind, piece.name),
-            piece.value,
-            piece.value.dtype,
-            tuple(piece.value.shape),
-            piece.shape,
-            piece.offset,
+            _key(shard.kind, shard.name),
+            shard.value,
+            shard.value.dtype,
+            tuple(shard.value.shape),
+            shard.shape,
+            shard.offset,
             axis_fragmentations=None,
         )
-        for number, piece in enumerate(shards)
+        for number, shard in enumerate(shards)
     }
 
 

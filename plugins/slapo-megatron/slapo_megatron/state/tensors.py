@@ -49,9 +49,9 @@ class MegatronTensors:
         if not held.is_part:
             assert place is not None
             return place.of(place.flat).view(shape)
-        piece = torch.empty(0, dtype=held.dtype) if place is None else place.of(place.flat)
+        shard = torch.empty(0, dtype=held.dtype) if place is None else place.of(place.flat)
         offset = place.offset if place is not None else 0
-        return gathered(piece, offset, shape, self._places.shared, device=self._device)
+        return gathered(shard, offset, shape, self._places.shared, device=self._device)
 
     def loading(self, live: LiveTensor, value: torch.Tensor) -> Callable[[], None]:
         held = self._held(live)
