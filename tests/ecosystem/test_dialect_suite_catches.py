@@ -60,7 +60,7 @@ CAUGHT = [
     ("plan_is_the_same_again", case(kit.PlanForgetsDefaults), "not tell option 'bucket'"),
     ("plan_is_the_same_again", case(kit.PlanSaysNothing), "not say what will be done"),
     ("unknown_option_is_refused", case(kit.IgnoresOptions), "no_such_option=1 was accepted"),
-    ("unknown_option_is_refused", case(kit.RefusesWithoutWords), "does not say what is wrong"),
+    ("unknown_option_is_refused", case(kit.RefusesWithoutWords), "does not name the mistake"),
     ("bad_options_are_refused", case(kit.AcceptsBadValues), "bucket='many' of rejects= was accepted"),
     ("bad_options_are_refused", case(kit.RaisesAnotherError), "by another error"),
     ("failed_build_changes_nothing", case(engines.SwallowsErrors), "of the optimizer's factory is swallowed"),
@@ -120,7 +120,7 @@ CAUGHT = [
     ("checkpoint_is_read_by_other_targets", case(engines.HasItsOwnFormat), "WeightsError was raised"),
     ("meta_model_is_given_its_values", case(kit.InitializesItself), "than for target 'torch'"),
     ("weights_are_read", case(kit.KeepsItsValues), "(from a mapping)"),
-    ("unsupported_mesh_is_refused", case(kit.SupportsText), "supports is no set"),
+    ("unsupported_mesh_is_refused", case(kit.SupportsText), "supports is not a set"),
     ("replicas_train_as_one_process", case(engines.AveragesNothing, **DP), "'up.weight' is not the same"),
     ("replicas_train_as_one_process", case(engines.EvaluatesOnTheFirstRank, **DP), "(evaluation)"),
     (

@@ -74,7 +74,7 @@ SAYS = {
     "frozen": ("'down.weight'", "frozen"),
     "unfrozen": ("'frozen.weight'", "unfrozen"),
     "another one": ("'up.weight'", "another parameter"),
-    "by hand": ("1 of the 2", "by hand"),
+    "by hand": ("1 of 2", "accumulation window"),
     "accumulation": ("accumulates 4", "2 a step"),
 }
 

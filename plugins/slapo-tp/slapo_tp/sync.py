@@ -63,7 +63,7 @@ def argument_violations(sync: Sync, node: Node) -> list[Violation]:
             return []  # said by place_violations
         found.append(
             Violation(
-                f"the output of this {type(node.module).__name__} is cannot be told from its own weight",
+                f"cannot tell from its own weight whether the output of this {type(node.module).__name__} is partial",
                 'use sync("fwd_post", "all_reduce") for a partial sum, sync("fwd_post", "all_gather") for a shard',
             )
         )

@@ -168,7 +168,7 @@ def _fault(bench: DialectBench, sizes: dict[str, int], *_: Any) -> Refusal:
     return _refusal(bench, bench.schedule(steps=True, mesh=sizes), build)
 
 
-def _parted(bench: DialectBench, sizes: dict[str, int], batches: list[Any], own: str, *_: Any) -> tuple[str, Any]:
+def _diverged(bench: DialectBench, sizes: dict[str, int], batches: list[Any], own: str, *_: Any) -> tuple[str, Any]:
     schedule = bench.schedule(steps=True, mesh=sizes)
     copies = [held.name for held in replicas_of(Correspondence.of(schedule)[0]) if isinstance(held.value, nn.Parameter)]
     mesh, engine = schedule.mesh, bench.engine(schedule)
@@ -247,7 +247,7 @@ _DO: dict[str, Callable[..., Any]] = {
     "unsupported": _unsupported,
     "other_options": _other_options,
     "fault": _fault,
-    "parted": _parted,
+    "diverged": _diverged,
     "other_batch": _other_batch,
 }
 
@@ -370,6 +370,6 @@ def _parts(bench: DialectBench) -> list[Part]:
     if mesh_dim is not None:
         parts.append(Part("unsupported", ((mesh_dim, 2),)))
     for sizes in usable[:1]:
-        parts += [Part("other_options", sizes), Part("fault", sizes), Part("parted", sizes)]
+        parts += [Part("other_options", sizes), Part("fault", sizes), Part("diverged", sizes)]
     parts += [Part("other_batch", sizes) for sizes in usable if dict(sizes).get("tp", 1) > 1][:1]
     return parts

@@ -193,12 +193,10 @@ def _raise_for(refusal: Refusal, rank: int, what: str, required: str) -> None:
 
 def diverged_replicas_are_found(bench: DialectBench) -> None:
     """A copy that is changed on one rank is named by check_replicas() and save(), on all ranks, and can be repaired."""
-    usable = [mesh for mesh in meshes(bench).values() if not isinstance(mesh, str)]
-    if not usable:
-        raise NotApplicable("; ".join(map(str, meshes(bench).values())) or "the case has no meshes=")
-    results = on_ranks(bench, Part("parted", tuple(usable[0].items())))
+    part = _first_mesh(bench, "diverged")
+    results = on_ranks(bench, part)
     if not results[0][0]:
-        raise NotApplicable(f"no parameter has copies on two ranks of the mesh {dict(usable[0])}")
+        raise NotApplicable(f"no parameter has copies on two ranks of the mesh {part.mesh}")
     for rank, (name, found) in enumerate(results):
         for call, text in found.items():
             # A runtime may keep a second value for the forward: 'up.weight in the forward'.
